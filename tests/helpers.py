@@ -3,9 +3,11 @@
 import json
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from warm import begin
@@ -20,6 +22,12 @@ DECODERS = ("gpt2", "llama", *(pytest.param(kind, marks=pytest.mark.long) for ki
     "gpt_neox", "gptj", "qwen2", "qwen3", "mistral", "gemma", "opt", "phi")))
 """kinds of causal models with one stack of layers, as parameters of a test"""
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
+
+
+def mostly_slow(*axes: Iterable[Any], quick: Callable[..., bool]) -> list:
+    """The product of the axes as cases of a test; those that aren't ``quick`` are marked slow."""
+    return [pytest.param(*case, marks=() if quick(*case) else pytest.mark.slow)
+            for case in product(*axes)]
 
 
 def checked(*words: str, handed_in: frozenset[str] = frozenset()):

@@ -33,23 +33,24 @@ _READ_LATE = ("PPOCLI_", "PYTEST_", "SLURM_", "MY_")
 """variables that begin so are read when a command needs them; of others, libraries may know already
 what the forked process had"""
 _READ_LATE_NAMES = {
-    "HF_TOKEN", "WANDB_API_KEY", "COLUMNS", "LINES", "TERM", "NO_COLOR", "RANK", "LOCAL_RANK",
-    "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "COLUMNS", "LINES", "TERM", "NO_COLOR",
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 
 
 # In the tests' process ----------------------------------------------------------------------------
 
-def begin(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str]
+def begin(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str], server: Server | None = None
           ) -> Process:
     """``python ARGV``, which is ``-m MODULE ...`` or ``SCRIPT ...``, its output on pipes, in a
     process group of its own: forked, or started if the libraries would have to be loaded anew."""
-    if not _server().fits(env):
-        return subprocess.Popen([sys.executable, *argv], cwd=cwd, text=True, env=dict(env),
+    server = server or _server()
+    if not server.fits(env):
+        return subprocess.Popen([server.python, *argv], cwd=cwd, text=True, env=dict(env),
                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0)
     out, their_out = os.pipe()
     err, their_err = os.pipe()
     try:
-        forked = Forked(argv, cwd, env, (0, their_out, their_err))
+        forked = Forked(server, argv, cwd, env, (0, their_out, their_err))
     finally:
         os.close(their_out)
         os.close(their_err)
@@ -63,7 +64,7 @@ def begin_on_terminal(argv: Sequence[str], *, cwd: Path, env: Mapping[str, str],
     if not _server().fits(env):
         return subprocess.Popen(["setsid", "--ctty", "--wait", sys.executable, *argv], cwd=cwd,
                                 env=dict(env), stdin=terminal, stdout=terminal, stderr=terminal)
-    return Forked(argv, cwd, env, (terminal,) * 3, terminal=True)
+    return Forked(_server(), argv, cwd, env, (terminal,) * 3, terminal=True)
 
 
 class Forked:
@@ -72,11 +73,11 @@ class Forked:
     stdout: IO[str]
     stderr: IO[str]
 
-    def __init__(self, argv: Sequence[str], cwd: Path, env: Mapping[str, str],
+    def __init__(self, server: Server, argv: Sequence[str], cwd: Path, env: Mapping[str, str],
                  fds: tuple[int, int, int], *, terminal: bool = False) -> None:
         self.args = list(argv)
         self.returncode: int | None = None
-        self._connection = _server().connect()
+        self._connection = server.connect()
         _send(self._connection, {"argv": [str(word) for word in argv], "cwd": str(cwd),
                                  "env": dict(env), "terminal": terminal}, fds)
         self._told = self._connection.makefile("r")
@@ -138,16 +139,17 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-class _Server:
-    """The process that is forked."""
+class Server:
+    """The process that is forked: of this interpreter, or of another environment's."""
 
-    def __init__(self) -> None:
+    def __init__(self, python: str = sys.executable, env: Mapping[str, str] | None = None) -> None:
         from helpers import environment
 
-        self._env = environment()
+        self.python = python
+        self._env = environment() if env is None else env
         self._folder = tempfile.TemporaryDirectory(prefix="ppocli-warm-")
         self._path = str(Path(self._folder.name) / "s")
-        self._process = subprocess.Popen([sys.executable, __file__, self._path], env=self._env,
+        self._process = subprocess.Popen([python, __file__, self._path], env=self._env,
                                          stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                          process_group=0)
         assert self._process.stdout is not None
@@ -175,7 +177,7 @@ class _Server:
 
 
 Process = Forked | subprocess.Popen
-_server = functools.cache(_Server)
+_server = functools.cache(Server)
 
 
 def _send(connection: socket.socket, request: dict[str, Any], fds: Sequence[int]) -> None:

@@ -46,7 +46,7 @@ INVARIANTS, GENERATION = "tests/unit/test_invariants.py", "tests/unit/test_gener
 MUTANTS = (
     # the algorithm
     Mutant("gae_without_lambda", "ppocli/ppo/advantages.py",
-           "given.gamma * given.lam * running", "given.gamma * running",
+           "given.gamma * lam * running", "given.gamma * running",
            (f"{ADVANTAGES}::test_gae_by_hand",)),
     Mutant("whiten_unbiased", "ppocli/ppo/shaping.py",
            "torch.rsqrt(var + 1e-8)", "torch.rsqrt(var * mask.sum() / (mask.sum() - 1) + 1e-8)",
@@ -144,7 +144,7 @@ MUTANTS = (
     # storage
     Mutant("hash_unchecked", "ppocli/storage/manifest.py",
            'verify == "full" or name', 'verify == "never" or name',
-           ("tests/unit/test_checkpoints_saving.py::"
+           ("tests/unit/test_checkpoints_damage.py::"
             "test_size_verification_misses_only_what_it_says",)),
     Mutant("renamed_before_synced", "ppocli/storage/checkpoints.py",
            "    atomic.sync_tree(staging)\n", "",

@@ -104,6 +104,10 @@ def _kl(config: schema.TrainConfig) -> keys.Rules:
 
 def _critic(config: schema.TrainConfig) -> keys.Rules:
     ppo = config.ppo
+    for name in ("lam_value", "lam_alpha"):
+        yield (getattr(ppo, name) is not None and ppo.advantage != "gae",
+               f"ppo.{name}, ppo.advantage",
+               f"{name} belongs to gae; {ppo.advantage} has no lambda")
     if estimator_of(ppo).needs_critic:
         return
     yield (ppo.critic_warmup_steps > 0, "ppo.critic_warmup_steps, ppo.advantage",

@@ -98,11 +98,17 @@ class PPOConfig:
     cliprange_high: Optional[float] = key(None, "upper ratio clip (default: cliprange)", gt=0)
     dual_clip: Optional[float] = key(None, "largest ratio that a negative advantage is charged "
                                      "with (null: any)", gt=1)
-    cliprange_value: float = key(0.2, "clip of the value change", gt=0)
+    cliprange_value: Optional[float] = key(0.2, "clip of the value change (null: none)", gt=0)
     vf_coef: float = key(0.1, "weight of the value loss", ge=0)
     ent_coef: float = key(0.0, "weight of the entropy bonus", ge=0)
     gamma: float = key(1.0, "discount of token rewards (gae, reinforce_pp)", ge=0, le=1)
     lam: float = key(0.95, "GAE lambda", ge=0, le=1)
+    lam_value: Optional[float] = key(None, "gae: lambda of what the value function learns, where "
+                                     "it is another one (1: the sum of what was rewarded)", ge=0,
+                                     le=1)
+    lam_alpha: Optional[float] = key(None, "gae: make the policy's lambda 1 - 1 / (lam_alpha * "
+                                     "tokens of the response), such as 0.05, in place of lam",
+                                     gt=0)
     advantage: str = key("gae", "advantage estimator; only gae has a value model",
                          choices=tuple(ESTIMATORS))
     group_std: bool = key(True, "grpo: divide by the deviation of the prompt's samples (false: "

@@ -81,6 +81,7 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
 @contextmanager
 def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
              objects: PythonObjects | None, say: Callable[[str], None]) -> Iterator[Start]:
+    run_folder.refuse_links(run_dir)  # before anything is written there, or told of it
     # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
     config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
                      resume="never" if checked.resume_from else "auto")
@@ -98,7 +99,6 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
     for key, line in changes:
         say(f"changed on resume: {line}" + ("" if resolved.classify_change(key) == "harmless" else
                                            " (from here on the run differs)"))
-    run_folder.refuse_links(run_dir)
     run_folder.probe_writable(run_dir)
     # loading takes seconds, in which nobody else may delete or resume what is here
     with run_folder.reserved(run_dir):
@@ -176,12 +176,11 @@ def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) ->
 
 def _run_to_go_on_with(config: schema.TrainConfig, say: Callable[[str], None]) -> Path | None:
     """The folder that ``resume=auto`` finds, or None for a fresh run."""
-    if config.resume == "never":
-        return None
-    run_dir = Path(config.output_dir) / str(config.run_name)
-    if goes_on_with(run_dir):
-        return run_dir
-    say(f"resume=auto: there is no run in {run_dir} yet, starting afresh")
+    if config.resume != "never":
+        run_dir = Path(config.output_dir) / str(config.run_name)
+        if goes_on_with(run_dir):
+            return run_dir
+        say(f"resume=auto: there is no run in {run_dir} yet, starting afresh")
     return None
 
 

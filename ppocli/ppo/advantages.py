@@ -53,6 +53,10 @@ class Samples:
     """[B, R] value of the state before each response token; None without a critic"""
     gamma: float = 1.0
     lam: float = 1.0
+    lam_value: float | None = None
+    """of the critic's targets; None: ``lam``"""
+    lam_alpha: float | None = None
+    """makes the lambda of the advantages depend on each response's length"""
     group_std: bool = True
     """GRPO: divide by the group's standard deviation"""
     gaps: torch.Tensor | None = None
@@ -67,28 +71,47 @@ def gae(given: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     ``gaps`` tokens that a mask leaves out are steps of reward and value 0, as in TRL 0.11
     (``trl/trainer/ppo_trainer.py@v0.11.4``, ``loss``).
 
+    With ``lam_value`` what the critic learns has a lambda of its own (decoupled GAE, VC-PPO, Yuan
+    et al. 2025, arXiv 2503.01491); with ``lam_alpha`` the advantages of a response of l tokens have
+    lambda = max(1 - 1 / (alpha l), 0) (VAPO, Yue et al. 2025, arXiv 2504.05118, eq. 7). Both as in
+    ``nemo_rl/algorithms/advantage_estimator.py`` of ``NVIDIA-NeMo/RL@00925dd``.
+
     Returns:
-        advantages [B, R] and returns = advantages + values [B, R], both zero outside the mask.
+        advantages [B, R] and what the critic learns [B, R], the values plus advantages of its
+        lambda; both zero outside the mask.
 
     Raises:
         ValueError: there are no values.
     """
-    mask = given.mask
     if given.values is None:
         raise ValueError("gae needs values")
-    rewards, values = given.rewards * mask, given.values * mask
+    lam: float | torch.Tensor = given.lam
+    if given.lam_alpha is not None:
+        lengths = given.mask.sum(1).clamp(min=1).to(given.values.dtype)
+        lam = (1.0 - 1.0 / (given.lam_alpha * lengths)).clamp(min=0.0)
+    advantages = targets = _exponential(given, given.values, lam)
+    if given.lam_alpha is not None or given.lam_value is not None:
+        own = given.lam if given.lam_value is None else given.lam_value
+        targets = _exponential(given, given.values, own)
+    return advantages, (targets + given.values * given.mask) * given.mask
+
+
+def _exponential(given: Samples, values: torch.Tensor, lam: float | torch.Tensor) -> torch.Tensor:
+    """The advantages of :func:`gae` with one lambda, or [B] one of each sample."""
+    mask = given.mask
+    rewards, values = given.rewards * mask, values * mask
     advantages = values.new_zeros(values.shape)
     running = values.new_zeros(len(values))
     next_value = running
     for t in range(values.shape[1] - 1, -1, -1):
         if given.gaps is not None:
-            passed = (given.gamma * given.lam) ** given.gaps[:, t]
+            passed = (given.gamma * lam) ** given.gaps[:, t]
             next_value, running = next_value * passed, running * passed
         delta = rewards[:, t] + given.gamma * next_value - values[:, t]
-        running = (delta + given.gamma * given.lam * running) * mask[:, t]
+        running = (delta + given.gamma * lam * running) * mask[:, t]
         advantages[:, t] = running
         next_value = values[:, t]
-    return advantages, (advantages + values) * mask
+    return advantages
 
 
 def _outcomes(given: Samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -58,7 +58,8 @@ class LossOptions:
     """upper clip of the ratio (DAPO, Yu et al. 2025, arXiv 2503.14476); None: ``cliprange``"""
     dual_clip: float | None = None
     """bound on the loss of tokens with a negative advantage (Ye et al. 2019, arXiv 1912.09729)"""
-    cliprange_value: float = 0.2
+    cliprange_value: float | None = 0.2
+    """None: values are not clipped"""
     vf_coef: float = 0.0
     ent_coef: float = 0.0
     kl_coef: float = 0.0
@@ -120,9 +121,10 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
     """Clipped policy and value losses (Schulman et al. 2017, eq. 7 and 9), all inputs [N].
 
     Policy: ``max(-A ratio, -A clip(ratio, 1-c, 1+c_high))``, with a dual clip ``d`` at most
-    ``-d A`` where A < 0. Value: ``0.5 max((V-R)^2, (V_old + clip(V-V_old, -c, c) - R)^2)``. KL: the
-    estimate between policy and reference, differentiated as it stands (Shao et al. 2024, eq. 4,
-    for k3). total = policy + vf_coef * value - ent_coef * entropy + kl_coef * kl, each a sum of
+    ``-d A`` where A < 0. Value: ``0.5 max((V-R)^2, (V_old + clip(V-V_old, -c, c) - R)^2)``, or
+    ``0.5 (V-R)^2`` without a clip range. KL: the estimate between policy and reference,
+    differentiated as it stands (Shao et al. 2024, eq. 4, for k3).
+    total = policy + vf_coef * value - ent_coef * entropy + kl_coef * kl, each a sum of
     ``weights`` times the term.
 
     Args:
@@ -140,9 +142,10 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
     square = square_clipped = policy.new_zeros(1)
     value = mean_entropy = kl = zero
     if values is not None and old_values is not None and returns is not None:
-        change = (values - old_values).clamp(-options.cliprange_value, options.cliprange_value)
-        square = (values - returns).square()
-        square_clipped = (old_values + change - returns).square()
+        square = square_clipped = (values - returns).square()
+        if options.cliprange_value is not None:
+            change = (values - old_values).clamp(-options.cliprange_value, options.cliprange_value)
+            square_clipped = (old_values + change - returns).square()
         value = 0.5 * (weights * torch.maximum(square, square_clipped)).sum()
         total = total + options.vf_coef * value
     if entropy is not None:

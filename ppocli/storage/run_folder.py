@@ -83,12 +83,13 @@ def gone(path: Path) -> RunGoneError:
 
 def refuse_links(run_dir: Path) -> None:
     """Refuse to write in a folder from which links lead elsewhere: of a run that came from someone
-    else they could lead anywhere, and what is written or deleted there would not be the run's.
+    else they could lead anywhere, and what is written or deleted there would not be the run's. Nor
+    where a folder stands in a file's place.
 
     The folder may itself be a link, or lie below one. ``checkpoints/latest`` and ``best`` are ours.
 
     Raises:
-        CheckpointError: names a link and where it leads; or a device, a pipe or a socket.
+        CheckpointError: names a link and where it leads; or a device, a pipe, a socket, a folder.
     """
     inside = [(run_dir, False), (run_dir / "checkpoints", False), (run_dir / "trackers", True),
               (run_dir / "events", True)]
@@ -97,6 +98,11 @@ def refuse_links(run_dir: Path) -> None:
             for name in sorted([*folders, *files]):
                 path = Path(base, name)
                 mode = path.lstat().st_mode
+                if stat.S_ISDIR(mode) and folder == run_dir and (
+                        name == LOCK or path.suffix in (".json", ".jsonl", ".yaml", ".log")):
+                    raise CheckpointError(f"{path} is a folder, and a file of the run belongs "
+                                          "there.", where=str(run_dir),
+                                          fix="remove it, or put the file back")
                 # what is replaced or deleted itself, whatever it leads to: models, temporary names
                 harmless = name.startswith("model") or (name.startswith(".") and name != LOCK)
                 if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or harmless or (

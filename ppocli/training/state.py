@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from ppocli.config import bounded
+from ppocli.errors import CheckpointError
 from ppocli.training.clock import Spent
 
 N = TypeVar("N", int, float)
@@ -64,11 +66,19 @@ class Generators:
 
     @staticmethod
     def read(folder: Path, rank: int = 0) -> Generators | None:
-        """What :meth:`write` saved; None where this rank saved none."""
+        """What :meth:`write` saved; None where this rank saved none.
+
+        Raises:
+            CheckpointError: its JSON is damaged, no plain file, or too large.
+        """
         tensors, numbers = _generator_files(folder, rank)
         if rank > 0 and not tensors.is_file():
             return None
-        return Generators(load_file(tensors), json.loads(numbers.read_text()))
+        try:
+            return Generators(load_file(tensors), bounded.read_json(numbers))
+        except ValueError:
+            raise CheckpointError(f"{numbers} is damaged.", where=str(folder),
+                                  fix="remove this checkpoint: the one before is taken") from None
 
 
 def _generator_files(folder: Path, rank: int) -> tuple[Path, Path]:

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import refused
 
 from ppocli.cli.follow import Follower
@@ -109,6 +110,19 @@ def test_one_bad_run_is_one_line_and_one_message(attack, here, capsys, monkeypat
         assert code == (0 if said is None else 5), told
         assert said is None or said in told
         assert not CONTROL.search(told)
+
+
+@pytest.mark.parametrize(("spoil", "said"), [
+    (_huge, "larger than 67 MB"), (_pipe, "not a plain file"),
+    (lambda path: path.write_text(DEEP), "is damaged")])
+def test_the_generators_of_a_checkpoint_are_read_within_bounds(spoil, said, here):
+    from ppocli.training.state import Generators
+
+    Generators({"torch": torch.get_rng_state()}, {"python": [3, [1], None]}).write(here)
+    assert Generators.read(here).numbers == {"python": [3, [1], None]}
+    spoil(here / "rng.json")
+    with refused(CheckpointError, said):
+        Generators.read(here)
 
 
 def test_rows_longer_than_any_are_read_in_pieces(here, monkeypatch):

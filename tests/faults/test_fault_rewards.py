@@ -5,7 +5,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from helpers import jsonl
+from helpers import jsonl, mostly_slow
 from runs import PLANTED, assert_equal_runs, resumed, spawn, wait_for, words
 
 from ppocli.cli.output import code_of
@@ -40,9 +40,9 @@ def write_reward(folder: Path, body: str, late: int = 1) -> str:
     return "reward.fn=bad.py:score"
 
 
-@pytest.mark.parametrize(("kind", "overlap"), [
-    ("raises", "never"), ("leaves", "never"), ("slow", "never"), ("raises", "always"),
-    ("too few", "always"), ("slow", "always")])
+@pytest.mark.parametrize(("kind", "overlap"), mostly_slow(
+    BAD, ["never", "always"],
+    quick=lambda kind, overlap: overlap == ("always" if kind == "slow" else "never")))
 def test_a_bad_reward_stops_the_run_and_the_steps_before_it_are_kept(kind, overlap, command, world):
     """The calls of the first step are good."""
     body, said = BAD[kind]

@@ -17,7 +17,7 @@ PLACES = {"first evaluation": "rollout.token@3", "rollout": "rollout.token@70",
           "optimize": "optimize.minibatch@6", "save": "save.open@20",
           "before the manifest": "save.before_manifest@2", "after the save": "save.after_rename@3",
           "prune": "prune.before@2"}
-QUICK = {("first evaluation", "int"), ("after scoring", "term"), ("optimize", "term")}
+QUICK = {("first evaluation", "int"), ("after scoring", "term")}
 
 
 @pytest.mark.parametrize(("place", "kind"), [

@@ -344,8 +344,19 @@ def test_nothing_is_written_through_a_link(name, finished, app, here):
     before = {file: file.read_bytes() for file in outside.rglob("*") if file.is_file()}
     done = app("resume", "runs/mine", "ppo.num_steps=5", code=5)
     assert f"{name} is a link to {aside}" in done.err
+    assert "changed on resume" not in done.err
     assert before == {file: file.read_bytes() for file in outside.rglob("*") if file.is_file()}
     assert path.is_symlink()
+
+
+@pytest.mark.parametrize("name", [".lock", *map(slow, (
+    "metrics.jsonl", "samples.jsonl", "env.json", "ppocli.log", "deepspeed.json"))])
+def test_a_folder_in_a_files_place_is_refused(name, finished, app):
+    path = finished / name
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    done = app("resume", "runs/mine", "ppo.num_steps=5", code=5)
+    assert f"{path} is a folder, and a file of the run belongs there" in done.err
 
 
 @pytest.mark.parametrize(("name", "given"), [

@@ -33,6 +33,7 @@ def server(*given: str, cwd: Path, **env: str) -> Iterator[tuple[Process, str]]:
         process.communicate()
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_ends_the_run_which_goes_on_with_another(command, world):
     """The run after it is the same as one that nothing happened to."""
     (world / "slow.py").write_text("import time\n\n\ndef score(outputs):\n    time.sleep(0.3)\n"

@@ -196,6 +196,7 @@ def test_a_sweep_never_replaces_another(sweep, command):
     assert (sweep / "sweep.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_kill_9_of_a_sweep_stops_its_job_and_the_sweep_goes_on(world, capsys, resume):
     """What was planned is on the disk, the job saves and ends, and nothing is done twice."""
     given = [*words("ppo.num_steps=3"), "seed=1,2"]

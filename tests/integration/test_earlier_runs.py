@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import VOLATILE, jsonl, stable_rows
+from helpers import VOLATILE, jsonl, mostly_slow, stable_rows
 from runs import last_checkpoint, run
 
 EARLIER = Path(__file__).parent.parent / "fixtures/earlier"
@@ -27,7 +27,8 @@ def stopped(kind: str, tmp_path: Path) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("kind", ["stateful", "lora", "shared", "zero2"])
+@pytest.mark.parametrize("kind", mostly_slow(
+    ["stateful", "lora", "shared", "zero2"], quick=lambda kind: kind == "stateful"))
 def test_a_run_of_an_earlier_version_goes_on_to_the_same_end(kind, stopped):
     expected = [{name: value for name, value in row.items() if not name.startswith(VOLATILE)}
                 for row in jsonl(EARLIER / kind / "metrics.jsonl")]

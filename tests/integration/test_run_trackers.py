@@ -47,6 +47,7 @@ class Rows:
 '''
 
 
+@pytest.mark.slow
 def test_a_tracker_of_one_s_own(world: Path, tmp_path: Path):
     (world / "mine.py").write_text(MINE)
     ppocli("train", *words("run_name=a", "ppo.num_steps=1", "seed=3",

@@ -117,10 +117,10 @@ def test_a_sampler_of_ones_own_is_measured_by_forward_passes(kind, straight, her
     assert jsonl(here / "runs/ours/metrics.jsonl")[1]["reward/mean"] != rows[1]["reward/mean"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "fault"), [
     ("task", "optimize.minibatch@7:kill9"), ("sampler", "rollout.token@150:kill9"),
-    pytest.param("task", "save.before_rename@2:kill9", marks=pytest.mark.slow),
-    pytest.param("sampler", "optimize.minibatch@6:kill9", marks=pytest.mark.slow)])
+    ("task", "save.before_rename@2:kill9"), ("sampler", "optimize.minibatch@6:kill9")])
 def test_kill9_then_resume_equals_the_straight_run(kind, fault, straight, here):
     killed = run("train", *words(kind, "run_name=r"), cwd=here, PPOCLI_FAULTS=fault)
     assert killed.code == -9, killed.err
@@ -130,7 +130,8 @@ def test_kill9_then_resume_equals_the_straight_run(kind, fault, straight, here):
 
 
 @pytest.mark.parametrize(("kind", "fault", "said"), [
-    ("task", "optimize.forward>2@3+:oom", "optimize of 4 rows at once: out of memory; going on"),
+    pytest.param("task", "optimize.forward>2@3+:oom",
+                 "optimize of 4 rows at once: out of memory; going on", marks=pytest.mark.slow),
     ("sampler", "rollout.token>2@40+:oom", "rollout of 5 rows at once: out of memory; going on"),
     pytest.param("sampler", "optimize.forward>2@3+:oom",
                  "optimize of 4 rows at once: out of memory; going", marks=pytest.mark.slow)])
@@ -141,6 +142,7 @@ def test_what_does_not_fit_is_made_anew_with_half_the_rows(kind, fault, said, st
     assert_close(straight, here / "runs/r")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_under_zero_2_come_to_what_one_process_comes_to(kind, straight, here):
     two = run("train", *words(kind, "run_name=two", "hardware=zero2"), cwd=here)
@@ -169,4 +171,7 @@ def test_validate_looks_for_a_task_and_a_sampler_of_one_s_own(here, word, says):
     assert done.code == 2
     assert says in done.err
     assert word.partition("=")[0] in done.err
-    assert run("validate", *words("sampler"), cwd=here).code == 0
+
+
+def test_validate_finds_a_sampler_of_one_s_own(here):
+    run("validate", *words("sampler"), cwd=here, code=0)

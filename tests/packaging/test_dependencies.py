@@ -2,6 +2,7 @@
 read somewhere."""
 
 import ast
+import functools
 import sys
 import tomllib
 from importlib.metadata import packages_distributions
@@ -44,8 +45,11 @@ def declared(*extras: str) -> set[str]:
     return {canonicalize_name(Requirement(text).name) for text in texts}
 
 
+all_distributions = functools.cache(packages_distributions)
+
+
 def distributions_of(module: str) -> set[str]:
-    return {canonicalize_name(name) for name in packages_distributions().get(module, [])}
+    return {canonicalize_name(name) for name in all_distributions().get(module, [])}
 
 
 OPTIONAL = {"matplotlib": "plot", "peft": "peft", "bitsandbytes": "8bit", "wandb": "wandb",

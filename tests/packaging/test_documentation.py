@@ -2,8 +2,8 @@
 
 Fenced blocks marked ``console`` hold commands behind ``$ ``. A block that follows a line such as
 "Save as `name`:" is the content of that file. The quick tests run every ``ppocli`` and ``python``
-command of a page in its order, with a small training put behind the words of each run, and leave
-sweeps out; the slow ones run everything as it is printed.
+command of a page in its order, forked with the libraries loaded, with a small training put behind
+the words of each run, and leave sweeps out; the slow ones run everything as it is printed.
 """
 
 import json
@@ -17,7 +17,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from helpers import environment
+from helpers import environment, ppocli
+from warm import Process, begin
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
@@ -72,23 +73,37 @@ def shrunk(command: list[str]) -> list[str]:
     return [*command, *(["ppo.total_episodes=48"] if command[1] == "resume" else SMALL)]
 
 
-def type_in(commands: list[list[str]], folder: Path, timeout: float) -> None:
-    """Run commands one after another, as a user whose virtual environment is active. One that ends
-    with ``&`` is a server: it runs beside the others until the end, where SIGTERM ends it well."""
+def typed(command: list[str], folder: Path, forked: bool = False) -> Process:
+    """A command that has begun, as that of a user whose virtual environment is active."""
+    if forked:
+        words = command[1:] if command[0] == "python" else ["-m", *command]
+        return begin(words, cwd=folder, env=environment())
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.Popen(command, cwd=folder, env=environment(PATH=path), text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def type_in(commands: list[list[str]], folder: Path, timeout: float, forked: bool = False) -> None:
+    """Run commands one after another. One that ends with ``&`` is a server: it runs beside the
+    others until the end, where SIGTERM ends it well."""
     with ExitStack() as servers:
         for command in commands:
             if command[-1] == "&":
-                servers.enter_context(in_background(command[:-1], folder, path))
-            else:
-                type_one(command, folder, path, timeout)
+                servers.enter_context(in_background(command[:-1], folder))
+                continue
+            with typed(command, folder, forked) as process:
+                out, err = process.communicate(timeout=timeout)
+            assert process.returncode == 0, f"{shlex.join(command)}\n{out}\n{err}"
+            if trains(command) and "-m" not in command:
+                model = Path(out.splitlines()[-1])
+                assert ((model / "config.json").is_file()
+                        or (model / "adapter_config.json").is_file()), out
 
 
 @contextmanager
-def in_background(command: list[str], folder: Path, path: str) -> Iterator[None]:
+def in_background(command: list[str], folder: Path) -> Iterator[None]:
     """A server, from the first line that it prints."""
-    with subprocess.Popen(command, cwd=folder, env=environment(PATH=path), text=True,
-                          stdout=subprocess.PIPE) as process:
+    with typed(command, folder) as process:
         try:
             assert process.stdout.readline(), shlex.join(command)
             yield
@@ -96,17 +111,6 @@ def in_background(command: list[str], folder: Path, path: str) -> Iterator[None]
             process.terminate()
             process.communicate(timeout=60)
         assert process.returncode == 0, shlex.join(command)
-
-
-def type_one(command: list[str], folder: Path, path: str, timeout: float) -> None:
-    """Run one command to its end."""
-    done = subprocess.run(command, cwd=folder, env=environment(PATH=path), text=True,
-                          capture_output=True, timeout=timeout, check=False)
-    assert done.returncode == 0, f"{shlex.join(command)}\n{done.stdout}\n{done.stderr}"
-    if trains(command) and "-m" not in command:
-        model = Path(done.stdout.splitlines()[-1])
-        assert ((model / "config.json").is_file()
-                or (model / "adapter_config.json").is_file()), done.stdout
 
 
 def prepare(page: str, folder: Path) -> list[list[str]]:
@@ -125,7 +129,7 @@ WITH_COMMANDS = [page for page in PAGES
                  if any(command[0] in ("ppocli", "python") for command in commands_of(page))]
 
 
-QUICK = {"README.md", "docs/export.md", "docs/prompts.md"}
+QUICK = {"README.md", "docs/export.md"}
 """pages whose commands are typed in each time; those of the others take too long for that"""
 
 
@@ -135,7 +139,7 @@ QUICK = {"README.md", "docs/export.md", "docs/prompts.md"}
 def test_the_commands_of_a_page_work(page, tmp_path):
     commands = [shrunk(command) for command in prepare(page, tmp_path)
                 if not about_sweeps(command)]
-    type_in(commands, tmp_path, timeout=240)
+    type_in(commands, tmp_path, timeout=240, forked=True)
 
 
 @pytest.mark.slow
@@ -252,17 +256,15 @@ def score(completions, log_metric, **columns):
 
 def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
     (tmp_path / "logs.py").write_text(LOGS)
-    done = subprocess.run(
-        [sys.executable, "-m", "ppocli", "train", "model=reviews", "prompts=reviews", "run_name=x",
-         *SMALL, "eval.at_start=true", "ppo.ent_coef=0.01", "ppo.kl_in=loss", "ppo.dual_clip=3",
-         "reward.missing_eos_penalty=0.1", "reward.fns.logs.fn=logs.py:score",
-         "reward.fns.brief.fn=length", "reward.fns.brief.kwargs.target=8",
-         "reward.fns.praise.fn=keyword", "reward.fns.praise.kwargs.words=[great]",
-         "reward.metric_fn=ppocli.rewards.randomwalks:metrics"], cwd=tmp_path, text=True,
+    ppocli(
+        "train", "model=reviews", "prompts=reviews", "run_name=x", *SMALL,
+        "eval.at_start=true", "ppo.ent_coef=0.01", "ppo.kl_in=loss", "ppo.dual_clip=3",
+        "reward.missing_eos_penalty=0.1", "reward.fns.logs.fn=logs.py:score",
+        "reward.fns.brief.fn=length", "reward.fns.brief.kwargs.target=8",
+        "reward.fns.praise.fn=keyword", "reward.fns.praise.kwargs.words=[great]",
+        "reward.metric_fn=ppocli.rewards.randomwalks:metrics", cwd=tmp_path, code=0,
         # the figure of a phase in which memory has run out
-        capture_output=True, env=environment(PPOCLI_FAULTS="optimize.forward>1:oom"), timeout=240,
-        check=False)
-    assert done.returncode == 0, done.stderr
+        PPOCLI_FAULTS="optimize.forward>1:oom")
     rows = (tmp_path / "runs/x/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     figures = {name for row in rows for name in json.loads(row)}
     own = {name.removeprefix("eval/metrics/") for name in figures if "eval/metrics/" in name}

@@ -87,6 +87,8 @@ def test_a_sound_configuration_has_no_problems():
      "rloo normalises the rewards of whole responses itself"),
     ({"ppo__group_std": False}, "group_std belongs to grpo"),
     ({"ppo__advantage": "reinforce_pp", "ppo__critic_warmup_steps": 2}, "no critic to warm up"),
+    ({"ppo__advantage": "rloo", "ppo__n": 2, "ppo__lam_value": 1.0}, "lam_value belongs to gae"),
+    ({"ppo__advantage": "rloo", "ppo__n": 2, "ppo__lam_alpha": 0.1}, "lam_alpha belongs to gae"),
     ({"ppo__advantage": "reinforce_pp", "ppo__optimizer__value_lr": 1e-3}, "no value head"),
     ({"ppo__advantage": "reinforce_pp", "model__value__kind": "model"}, "no value function"),
     ({"ppo__kl_in": "loss", "ppo__kl_estimator": "full"}, "only be charged in the reward"),

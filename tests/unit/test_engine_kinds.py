@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import save_lm
+from helpers import mostly_slow, save_lm
 from sessions import (
     count_good,
     count_letters,
@@ -92,9 +92,10 @@ def test_the_rollout_does_not_depend_on_chunks_and_micro_batches(tmp_path, kind)
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("keys", [
-    {"ppo__micro_batch_size": 3}, {"model__gradient_checkpointing": True}])
-@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize(("kind", "keys"), mostly_slow(
+    FEW, [{"ppo__micro_batch_size": 3}, {"model__gradient_checkpointing": True}],
+    quick=lambda kind, keys: ("ppo__micro_batch_size" in keys) == (kind in ("critic", "t5"))
+    and kind in ("lora", "critic", "branch", "t5")))
 def test_micro_batches_and_checkpointed_layers_change_no_gradient(tmp_path, kind, keys):
     found = []
     for more in ({}, keys):
@@ -112,7 +113,9 @@ def test_micro_batches_and_checkpointed_layers_change_no_gradient(tmp_path, kind
         torch.testing.assert_close(other[name], grad, rtol=2e-4, atol=2e-6)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora", "prompt", *PREFIXES, *CRITIC_FREE])
+@pytest.mark.parametrize("kind", mostly_slow(
+    ["lora", "dora", "prompt", *PREFIXES, *CRITIC_FREE],
+    quick=lambda kind: kind in ("lora", "projected prefix", CRITIC_FREE[0])))
 def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, kind):
     def train(session) -> None:
         optimize(session, experience_of(session))
@@ -138,8 +141,9 @@ def grouped(folder, advantage, **keys):
     return small_config(folder, ppo__advantage=advantage, **{"ppo__n": 4, **keys})
 
 
-@pytest.mark.parametrize("advantage", ESTIMATORS)
-@pytest.mark.parametrize("kl", ["reward", "loss"])
+@pytest.mark.parametrize(("advantage", "kl"), mostly_slow(
+    ESTIMATORS, ["reward", "loss"],
+    quick=lambda advantage, kl: kl == ("reward" if advantage == "gae" else "loss")))
 def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, advantage, kl):
     found = []
     for micro in (None, 3):
@@ -242,7 +246,8 @@ def test_a_critic_and_none_do_not_take_over_from_each_other(tmp_path):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("advantage", ESTIMATORS)
+@pytest.mark.parametrize("advantage", mostly_slow(
+    ESTIMATORS, quick=lambda advantage: advantage in ("gae", "grpo")))
 def test_a_few_updates_raise_the_reward(tmp_path, advantage):
     cfg = grouped(tmp_path, advantage, ppo__num_rollouts=64, ppo__mini_batch_size=32,
                  ppo__optimizer__lr=5e-3, ppo__init_kl_coef=0.01)
@@ -258,7 +263,8 @@ def test_a_few_updates_raise_the_reward(tmp_path, advantage):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("estimator", ["k1", "abs", "k2", "k3"])
+@pytest.mark.parametrize("estimator", mostly_slow(
+    ["k1", "abs", "k2", "k3"], quick=lambda estimator: estimator == "k3"))
 def test_a_kl_in_the_loss_holds_the_policy_back(tmp_path, estimator, caplog):
     moved = {}
     for coef in (0.0, 20.0):

@@ -114,43 +114,47 @@ def reference_of(session) -> int:
     return sum(t.nbytes for t in held.lm.parameters()) if hasattr(held, "lm") else 0
 
 
+def slow(*case: object) -> object:
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "keys"), [
     ("gpt2", {}),
-    ("gpt2", {"hardware__precision": "bf16", "ppo__micro_batch_size": 2}),
+    slow("gpt2", {"hardware__precision": "bf16", "ppo__micro_batch_size": 2}),
     ("gpt2", {"model__gradient_checkpointing": True}),
-    ("llama", {"ppo__micro_batch_size": 3}),
+    slow("llama", {"ppo__micro_batch_size": 3}),
     ("llama", {"hardware__precision": "bf16", "model__num_layers_unfrozen": 2}),
-    ("gpt2", {"hardware__precision": "bf16", "hardware__weights": "bf16"}),
-    ("llama", {"hardware__precision": "bf16", "hardware__weights": "bf16",
-               "model__num_layers_unfrozen": 2}),
-    ("gpt_neox", {"model__attn_implementation": "eager", "ppo__optimizer__name": "sgd"}),
-    ("qwen2", {}),
+    slow("gpt2", {"hardware__precision": "bf16", "hardware__weights": "bf16"}),
+    slow("llama", {"hardware__precision": "bf16", "hardware__weights": "bf16",
+                   "model__num_layers_unfrozen": 2}),
+    slow("gpt_neox", {"model__attn_implementation": "eager", "ppo__optimizer__name": "sgd"}),
+    slow("qwen2", {}),
     # a checkpoint keeps the state of the random numbers too, 5 KB a layer
-    ("qwen2", {"model__gradient_checkpointing": True, "ppo__micro_batch_size": 6}),
+    slow("qwen2", {"model__gradient_checkpointing": True, "ppo__micro_batch_size": 6}),
     # frozen layers keep nothing, checkpointed or not
-    ("gpt2", {"model__gradient_checkpointing": True, "model__num_layers_unfrozen": 2}),
+    slow("gpt2", {"model__gradient_checkpointing": True, "model__num_layers_unfrozen": 2}),
     ("llama", {"model__peft": {"type": "lora", "r": 4}, "hardware__precision": "bf16"}),
-    ("qwen2", {"model__peft": {"type": "lora"}, "model__gradient_checkpointing": True,
-               "model__dtype": "bf16"}),
-    ("llama", {"model__peft": {"type": "lora"}, "model__reference__kind": "copy",
-               "ppo__optimizer__name": "adafactor"}),
-    ("llama", {"model__peft": {"type": "prefix", "num_virtual_tokens": 5}}),
-    ("gpt2", {"model__peft": {"type": "prompt", "num_virtual_tokens": 5}}),
+    slow("qwen2", {"model__peft": {"type": "lora"}, "model__gradient_checkpointing": True,
+                   "model__dtype": "bf16"}),
+    slow("llama", {"model__peft": {"type": "lora"}, "model__reference__kind": "copy",
+                   "ppo__optimizer__name": "adafactor"}),
+    slow("llama", {"model__peft": {"type": "prefix", "num_virtual_tokens": 5}}),
+    slow("gpt2", {"model__peft": {"type": "prompt", "num_virtual_tokens": 5}}),
     ("t5", {}),
-    ("t5", {"hardware__precision": "bf16", "model__num_layers_unfrozen": 1,
-            "ppo__micro_batch_size": 2}),
-    ("bart", {"model__gradient_checkpointing": True}),
-    ("gpt2", {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 2,
-              "model__num_layers_unfrozen": 1}),
-    ("llama", {"model__value__kind": "model", "ppo__value_optimizer__name": "adafactor"}),
-    ("gpt2", {"ppo__advantage": "grpo", "ppo__n": 2, "ppo__optimizer__name": "sgd",
-              "ppo__optimizer__momentum": 0.5}),
-    ("gpt2", {"ppo__optimizer__name": "adafactor", "model__reference__offload": True}),
+    slow("t5", {"hardware__precision": "bf16", "model__num_layers_unfrozen": 1,
+                "ppo__micro_batch_size": 2}),
+    slow("bart", {"model__gradient_checkpointing": True}),
+    slow("gpt2", {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 2,
+                  "model__num_layers_unfrozen": 1}),
+    slow("llama", {"model__value__kind": "model", "ppo__value_optimizer__name": "adafactor"}),
+    slow("gpt2", {"ppo__advantage": "grpo", "ppo__n": 2, "ppo__optimizer__name": "sgd",
+                  "ppo__optimizer__momentum": 0.5}),
+    slow("gpt2", {"ppo__optimizer__name": "adafactor", "model__reference__offload": True}),
     # longer than attention makes plain products of
-    ("gpt2", {"generation__max_new_tokens": 300, "ppo__micro_batch_size": 2}),
-    ("llama", {"generation__max_new_tokens": 300, "ppo__micro_batch_size": 2,
-               "hardware__precision": "bf16"}),
+    slow("gpt2", {"generation__max_new_tokens": 300, "ppo__micro_batch_size": 2}),
+    slow("llama", {"generation__max_new_tokens": 300, "ppo__micro_batch_size": 2,
+                   "hardware__precision": "bf16"}),
 ])
 def test_each_kind_of_memory_is_what_the_tensors_of_a_session_take(folders, kind, keys):
     cfg = small_config(folders[kind], **{"generation__max_new_tokens": NEW, **keys})
@@ -249,17 +253,18 @@ FROZEN = "states of frozen layers"
 @pytest.mark.long
 @pytest.mark.parametrize(("kind", "keys", "samples"), [
     # samples whose states are there as decoding padded them, those that scoring keeps, and updates
-    ("llama", {}, (16, 16, 16)), ("gpt2", {"ppo__chunk_size": 4}, (16, 16, 16)),
+    ("llama", {}, (16, 16, 16)), slow("gpt2", {"ppo__chunk_size": 4}, (16, 16, 16)),
     # scored by a forward pass, which keeps its own
-    ("llama", {"hardware__precision": "bf16", "ppo__chunk_size": 4}, (0, 16, 16)),
+    slow("llama", {"hardware__precision": "bf16", "ppo__chunk_size": 4}, (0, 16, 16)),
     ("gpt2", {"ppo__logprobs_from": "forward", **COPY}, (0, 16, 16)),
-    ("gpt2", {"model__value__kind": "model"}, (16, 16, 16)),
+    slow("gpt2", {"model__value__kind": "model"}, (16, 16, 16)),
     # no pass of the policy's with exact states but those of updates
     ("gpt2", {"hardware__precision": "bf16", "ppo__logprobs_from": "decode", **COPY}, (0, 0, 16)),
     # twice the states, which decoding asks room for, are too much
-    ("gpt2", {"ppo__num_rollouts": 56}, (0, 56, 56)),
+    slow("gpt2", {"ppo__num_rollouts": 56}, (0, 56, 56)),
     # and once
-    ("gpt2", {"ppo__num_rollouts": 88, "ppo__logprobs_from": "forward", **COPY}, (0, 0, None))])
+    slow("gpt2", {"ppo__num_rollouts": 88, "ppo__logprobs_from": "forward", **COPY},
+         (0, 0, None))])
 def test_states_of_frozen_layers_are_told_as_a_rollout_keeps_them(tmp_path, kind, keys, samples):
     save_lm(tmp_path / "lm", kind, **SHAPES[kind])
     write_prompts(tmp_path / "prompts.jsonl", ["the film plot actor was"] * 8)

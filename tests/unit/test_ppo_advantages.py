@@ -87,6 +87,37 @@ def test_gae_equals_its_definition(gamma, lam):
                                atol=1e-12)
 
 
+def test_the_critic_learns_with_a_lambda_of_its_own():
+    rng = random.Random(2)
+    lengths, width = [7, 1, 4], 7
+    rewards, values = ([[rng.gauss(0, 1) for _ in range(width)] for _ in lengths] for _ in range(2))
+    mask = mask_of(lengths, width).numpy()
+    advantages, returns = gae(samples(double(rewards), lengths, gamma=0.9, lam=0.8, lam_value=1.0,
+                                      values=double(values)))
+    np.testing.assert_allclose(advantages, naive_gae(rewards, values, lengths, 0.9, 0.8))
+    targets = naive_gae(rewards, values, lengths, 0.9, 1.0) + np.array(values)
+    np.testing.assert_allclose(returns, targets * mask)
+    # lambda 1, gamma 1: what is still to come, whatever the critic has said
+    _, returns = gae(samples(double(rewards), lengths, lam=0.5, lam_value=1.0,
+                             values=double(values)))
+    sums = np.cumsum((np.array(rewards) * mask)[:, ::-1], axis=1)[:, ::-1]
+    np.testing.assert_allclose(returns, sums * mask, atol=1e-12)
+
+
+def test_lambda_grows_with_the_length_of_the_response():
+    """lambda = 1 - 1 / (alpha l), not below 0; the critic's stays ``lam``."""
+    rng = random.Random(3)
+    lengths, width, alpha = [7, 2, 1, 4], 7, 0.5
+    rewards, values = ([[rng.gauss(0, 1) for _ in range(width)] for _ in lengths] for _ in range(2))
+    advantages, returns = gae(samples(double(rewards), lengths, gamma=0.9, lam=0.95,
+                                      lam_alpha=alpha, values=double(values)))
+    for row, (length, lam) in enumerate(zip(lengths, [1 - 2 / 7, 0, 0, 0.5], strict=True)):
+        one = naive_gae([rewards[row]], [values[row]], [length], 0.9, lam)[0]
+        np.testing.assert_allclose(advantages[row], one, atol=1e-12)
+    targets = naive_gae(rewards, values, lengths, 0.9, 0.95) + np.array(values)
+    np.testing.assert_allclose(returns, targets * mask_of(lengths, width).numpy(), atol=1e-12)
+
+
 # --- what holds of every estimator --------------------------------------------------------------
 
 

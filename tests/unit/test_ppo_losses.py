@@ -43,6 +43,12 @@ def test_value_loss_by_hand():
     assert loss.approx_kl.item() == pytest.approx(-math.log(1.5))
 
 
+def test_values_need_not_be_clipped():
+    loss = loss_of(cliprange_value=None)
+    assert loss.value.item() == pytest.approx(0.5)
+    assert loss.value_clipfrac.item() == 0.0
+
+
 def test_without_a_critic_there_is_no_value_loss():
     loss = loss_of(values=None, old_values=None, returns=None)
     assert loss.total.item() == pytest.approx(-1.2)
@@ -133,7 +139,8 @@ def naive_loss(rows, aggregation, o):
             if o.dual_clip is not None and a < 0:
                 pg = min(pg, -a * o.dual_clip)
             v, vo, ret = r["v"][j], r["v_old"][j], r["ret"][j]
-            vc = vo + min(max(v - vo, -o.cliprange_value), o.cliprange_value)
+            room = math.inf if o.cliprange_value is None else o.cliprange_value
+            vc = vo + min(max(v - vo, -room), room)
             loss = pg + o.vf_coef * 0.5 * max((v - ret) ** 2, (vc - ret) ** 2)
             loss -= o.ent_coef * r["ent"][j]
             loss += o.kl_coef * naive_kl(o.kl_estimator, r["lp"][j] - r["ref"][j])
@@ -146,6 +153,7 @@ def naive_loss(rows, aggregation, o):
 
 OPTIONS = {
     "plain": LossOptions(0.2, cliprange_value=0.3, vf_coef=0.7),
+    "any value": LossOptions(0.2, cliprange_value=None, vf_coef=0.7),
     "asymmetric": LossOptions(0.2, cliprange_high=0.28, vf_coef=0.1),
     "dual": LossOptions(0.2, dual_clip=1.3, vf_coef=0.1, ent_coef=0.02),
     **{name: LossOptions(0.2, kl_coef=0.4, kl_estimator=name) for name in SAMPLED_ESTIMATORS},

@@ -1,9 +1,8 @@
-"""The reward that asks a server, against servers that misbehave; and the server, asked wrongly."""
+"""The reward that asks a server, against servers that misbehave."""
 
 import gzip
 import json
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +10,6 @@ from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
-from urllib.error import HTTPError, URLError
-from urllib.request import Request, urlopen
 
 import pytest
 from helpers import refused
@@ -21,10 +18,8 @@ from ppocli.config.schema import RewardConfig
 from ppocli.config.secrets import refuse_secrets
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards import remote
-from ppocli.rewards import serving as serving_module
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import build_reward
-from ppocli.rewards.serving import RewardServer
 
 Answer = Callable[[dict[str, Any], int], tuple[int, str]]
 
@@ -265,197 +260,3 @@ def test_columns_that_json_can_not_hold_are_named():
         reward.score(RewardRequest(["p"], ["r\ud800"], [[1]], {"x": [float("nan")]}, None))
         assert asked[0]["body"]["columns"] == {"x": [None]}
         assert asked[0]["body"]["responses"] == ["r\ud800"]
-
-
-# The server ---------------------------------------------------------------------------------------
-
-@contextmanager
-def serving(fn: Any, **settings: Any) -> Iterator[str]:
-    reward = build_reward(RewardConfig(on_invalid="skip"), reward_fn=fn)
-    stop = threading.Event()
-
-    def poll() -> None:
-        if stop.is_set():
-            raise InterruptedError
-
-    def serve() -> None:
-        with pytest.raises(InterruptedError):
-            server.serve_forever(poll_interval=0.02)
-
-    with RewardServer("127.0.0.1", 0, reward, poll=poll,
-                      **{"max_body": 10_000, **settings}) as server:
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}"
-        finally:
-            stop.set()
-            thread.join()
-
-
-def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
-    try:
-        with urlopen(Request(url, body, headers), timeout=20) as answer:
-            return answer.status, json.load(answer)
-    except HTTPError as error:
-        with error:
-            return error.code, json.load(error)
-
-
-def test_every_digit_of_a_score_arrives():
-    numbers = [0.1, 1 / 3, -1e-300, 12345678.87654321, 5e-324]
-    with serving(lambda responses: numbers) as address:
-        found = build_reward(cfg_of(f"{address}/score")).score(request_of())
-    assert found.scores == numbers
-
-
-def test_scores_a_token_and_missing_ones_arrive():
-    def dense(response_ids):
-        return [[0.5] * len(ids) if ids[0] else None for ids in response_ids]
-
-    with serving(dense) as address:
-        cfg = RewardConfig(fn="http", kwargs={"url": f"{address}/score"}, on_invalid="skip")
-        found = build_reward(cfg).score(request_of(3))
-    assert found.valid == [False, True, True]
-    assert found.dense == [[0.0, 0.0], [0.5, 0.5], [0.5, 0.5]]
-
-
-def test_several_rewards_are_served_together_and_apart():
-    with serving({"one": lambda responses: [1.0] * len(responses),
-                  "two": lambda wanted: [float(x) for x in wanted]}) as address:
-        scores = {path: build_reward(cfg_of(f"{address}/score{path}")).score(request_of(3)).scores
-                  for path in ("", "/one", "/two")}
-    assert scores == {"": [1.0, 2.0, 3.0], "/one": [1.0] * 3, "/two": [0.0, 1.0, 2.0]}
-
-
-SAMPLE = {"prompts": ["p"], "responses": ["r"], "response_ids": [[1]]}
-WRONG = {
-    "no json": (b"{", 400, "no JSON: '{'"),
-    "missing": (b'{"prompts": []}', 400, "'responses' is missing"),
-    "unknown": (json.dumps({**SAMPLE, "foo": 1}).encode(), 400, "unknown key 'foo'"),
-    "count": (json.dumps({**SAMPLE, "prompts": ["a", "b"]}).encode(), 400,
-              "'prompts' has 2 values for 1 responses"),
-    "ids": (json.dumps({**SAMPLE, "response_ids": [["a"]]}).encode(), 400, "whole numbers"),
-    "columns": (json.dumps({**SAMPLE, "columns": {"x": 1}}).encode(), 400, "'columns.x'|must be"),
-    "lacks": (json.dumps(SAMPLE).encode(), 422, "needs an argument 'wanted'"),
-    "raises": (json.dumps({**SAMPLE, "columns": {"wanted": [0]}}).encode(), 500,
-               "raised ZeroDivisionError"),
-    "large": (b" " * 10_001, 413, "10001 bytes are more than the 10000"),
-}
-
-
-def divide(wanted):
-    return [1 / x for x in wanted]
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_request_is_told_so_and_the_next_is_served(case):
-    body, status, said = WRONG[case]
-    with serving(divide) as address:
-        code, answer = post(f"{address}/score", body)
-        assert code == status
-        assert any(part in answer["error"] for part in said.split("|")), answer
-        right = json.dumps({**SAMPLE, "columns": {"wanted": [4]}}).encode()
-        assert post(f"{address}/score", right) == (200, {"scores": [0.25]})
-        assert post(f"{address}/other", right)[0] == 404
-        with urlopen(f"{address}/health", timeout=20) as health:
-            said_so = json.load(health)
-        assert (said_so["status"], said_so["requests"], said_so["samples"]) == ("ok", 1, 1)
-
-
-def test_a_reward_that_leaves_does_not_take_the_server_with_it():
-    def leaves(responses):
-        raise SystemExit(0)
-
-    with serving(leaves) as address:
-        for _ in range(2):
-            code, answer = post(f"{address}/score", json.dumps(SAMPLE).encode())
-            assert (code, "raised SystemExit: 0" in answer["error"]) == (500, True)
-
-
-def test_the_token_is_asked_for():
-    body = json.dumps({**SAMPLE, "columns": {"wanted": [1]}}).encode()
-    with serving(divide, token="abc") as address:
-        assert post(f"{address}/score", body)[0] == 401
-        assert post(f"{address}/score", body, Authorization="Bearer ab")[0] == 401
-        assert post(f"{address}/score", body, Authorization="Bearer abc")[0] == 200
-
-
-def opened(address: str, said: bytes) -> socket.socket:
-    """A connection on which so much of a request has been sent."""
-    host, _, port = address.removeprefix("http://").rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=20)
-    connection.sendall(said)
-    return connection
-
-
-def ones(responses):
-    return [1.0] * len(responses)
-
-
-def test_connections_are_counted(monkeypatch):
-    monkeypatch.setattr(serving_module, "MOST_CONNECTIONS", 1)
-    with serving(ones) as address:
-        with opened(address, b"POST") as first:
-            with pytest.raises((ConnectionError, URLError)):
-                urlopen(f"{address}/health", timeout=20)
-            first.sendall(b" / HTTP/1.0\r\n\r\n")
-            assert first.makefile().readline().split()[1] == "404"
-        deadline = time.monotonic() + 20
-        while time.monotonic() < deadline:
-            with suppress(ConnectionError, URLError):
-                assert post(f"{address}/score", json.dumps(SAMPLE).encode())[0] == 200
-                return
-    pytest.fail("the place was not given back")
-
-
-@pytest.mark.parametrize("said", [
-    b"POST /sc", b"GET / HTTP/1.1\r\nA: " + b"x" * 50_000 + b"\r\nB: ",
-    b"POST /score HTTP/1.1\r\nContent-Length: 9000\r\n\r\n{"])
-def test_a_request_that_comes_byte_by_byte_is_not_waited_for(said, monkeypatch):
-    """Nor is one with an endless head taken in."""
-    monkeypatch.setattr(serving_module, "IDLE", 0.3)
-    monkeypatch.setattr(serving_module, "SLOWEST", 10**6)
-    with serving(ones) as address, opened(address, said) as slow, suppress(ConnectionError):
-        slow.settimeout(0.05)
-        for _ in range(200):
-            slow.sendall(b"x" * (1 if b"B:" not in said else 5000))
-            with suppress(TimeoutError):
-                assert b"200" not in slow.recv(2**16)
-                return
-        pytest.fail("it was waited for")
-
-
-def test_bodies_wait_for_room_in_memory_and_it_is_given_back(monkeypatch):
-    monkeypatch.setattr(serving_module, "BODIES", 1)
-    given_back = threading.Event()
-    monkeypatch.setattr(serving_module, "_LARGE", 9_000)
-    monkeypatch.setattr(serving_module.host_memory, "give_back_memory", given_back.set)
-    body = json.dumps(SAMPLE).encode()
-    with serving(ones) as address:
-        with opened(address, b"POST /score HTTP/1.1\r\nContent-Length: 10000\r\n\r\n{"):
-            monkeypatch.setattr(serving_module, "IDLE", 0.2)
-            assert post(f"{address}/score", body)[0] == 503
-        monkeypatch.setattr(serving_module, "IDLE", 20.0)
-        assert post(f"{address}/score", body)[0] == 200
-        assert given_back.wait(20)
-
-
-@pytest.mark.parametrize("thread_safe", [False, True])
-def test_requests_are_let_in_one_by_one_unless_the_reward_is_thread_safe(thread_safe):
-    inside, counts, gate = [], [], threading.Barrier(2, timeout=20)
-
-    def crowd(responses):
-        inside.append(None)
-        counts.append(len(inside))
-        if thread_safe:
-            gate.wait()  # until two are here
-        else:
-            time.sleep(0.05)
-        inside.pop()
-        return [1.0] * len(responses)
-
-    crowd.thread_safe = thread_safe
-    with serving(crowd) as address:
-        build_reward(cfg_of(f"{address}/score", concurrency=4)).score(request_of(8))
-    assert (max(counts) > 1) == thread_safe

@@ -118,7 +118,8 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig) ->
     values = rollout.values[keep] if algorithm.estimator_of(ppo).needs_critic else None
     groups = torch.tensor(rollout.prompts.episodes)[keep] // ppo.n
     advantages, returns = algorithm.estimator_of(ppo).estimate(Samples(
-        rewards, mask, groups, values, gamma=ppo.gamma, lam=ppo.lam, group_std=ppo.group_std,
+        rewards, mask, groups, values, gamma=ppo.gamma, lam=ppo.lam, lam_value=ppo.lam_value,
+        lam_alpha=ppo.lam_alpha, group_std=ppo.group_std,
         gaps=None if rollout.gaps is None else rollout.gaps[keep]))
     if algorithm.whitens_advantages(ppo):
         advantages = shaping.whiten(advantages, mask, center=True)

@@ -32,6 +32,9 @@ ADVICE = {
     "kl_runaway": "The KL to the reference is {kl:.0f} nats per sample: "
                   "the policy is leaving the language it started from. Raise "
                   "ppo.init_kl_coef or lower ppo.optimizer.lr.",
+    "lambda_zero": "Half of the responses, or more, have so few tokens that their lambda is 0 for "
+                   "{n} steps: advantages are one step of the value function's. Raise "
+                   "ppo.lam_alpha to a few times 1 / {length:.0f} (tokens of a response).",
 }
 
 
@@ -195,6 +198,8 @@ def _signs(session: Session, rollout: Rollout, kl: float) -> dict[str, bool]:
                         and int(lengths.min()) == session.sampling.max_new_tokens),
         "empty": all(not r.strip() for r in rollout.responses),
         "kl_runaway": kl > 50.0,
+        **({} if (alpha := session.cfg.ppo.lam_alpha) is None else {
+            "lambda_zero": float((alpha * lengths <= 1).double().mean()) >= 0.5}),
     }
 
 
@@ -214,5 +219,6 @@ def watch(session: Session, rollout: Rollout, state: PPOState, kl: float
                 " (top-k, top-p, min-p, a repetition penalty, min_new_tokens or greedy sampling)"
             messages.append(ADVICE[name].format(
                 kl=kl, n=PATIENCE, tokens=session.sampling.max_new_tokens, why=why,
-                reward=rollout.scores[0] if rollout.scores else 0.0))
+                reward=rollout.scores[0] if rollout.scores else 0.0,
+                length=float(rollout.response_mask.sum(1).double().mean())))
     return replace(state, health=health), messages

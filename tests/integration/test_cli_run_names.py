@@ -1,0 +1,190 @@
+"""Which run is meant by a folder, a path or a name, and run folders that are damaged."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import environment, jsonl, save_lm
+from runs import app_in_process, copied, whole_copy
+
+from ppocli.cli.follow import find_watched
+from ppocli.cli.output import code_of
+from ppocli.cli.runs import print_runs, report
+from ppocli.cli.train import resume_words, show_sweep
+from ppocli.errors import InputError
+from ppocli.runs.record import read_run
+from ppocli.runs.target import find_run, find_target
+
+
+@pytest.fixture
+def place(reference, here) -> Path:
+    """The current folder, with a run and a sweep of one job below ``runs``."""
+    whole_copy(reference, here / "runs/done")
+    whole_copy(reference, here / "runs/kl/0")
+    (here / "runs/kl/sweep.json").write_text('{"words": [], "jobs": []}')
+    return here
+
+
+@pytest.mark.parametrize("name", ["done", "kl/0"])
+def test_every_command_takes_the_name_that_the_list_shows(place, name):
+    assert find_run(name, say=print) == Path("runs", name)
+    assert find_target(name, say=print).run_dir == place / "runs" / name
+    assert find_watched(name, print) == (place / "runs" / name, f"runs/{name}")
+    assert resume_words(name, ["seed=1"]) == [f"resume=runs/{name}", "seed=1"]
+
+
+def test_a_path_is_no_name(place, monkeypatch):
+    for given in ("./done", "../done", f"{place}/done"):
+        with pytest.raises(InputError, match="does not exist"):
+            find_run(given, say=print)
+        assert resume_words(given, []) == [f"resume={Path(given)}"]
+    with pytest.raises(InputError, match="x does not exist"):
+        find_run("x" * 300, say=print)
+
+
+class Typed(io.StringIO):
+    """What is typed on a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def twice(place) -> Path:
+    """The current folder with ``./lm``, a model, and ``runs/lm``, trained from it."""
+    save_lm(place / "lm")
+    return (place / "runs/done").rename(place / "runs/lm")
+
+
+@pytest.mark.parametrize("command", ["export", "eval", "generate", "resume", "watch"])
+def test_a_name_of_a_path_and_of_a_run_is_refused(twice, capsys, command):
+    more = ("-p", "the film") if command == "generate" else ()
+    ended = app_in_process(capsys, command)("lm", *more, code=2)
+    assert ended.err == ("Error: lm is both ./lm and runs/lm.\n"
+                         "  fix:   write ./lm or runs/lm\n")
+    assert find_run("lm") == Path("runs/lm")  # ./lm is no run that could be reported on
+    assert find_target("./lm", say=print).run_dir is None
+    shutil.rmtree("lm")
+    Path("lm").symlink_to(twice)
+    assert find_target("lm", say=print).run_dir == twice  # both are one
+
+
+@pytest.mark.parametrize(("answer", "code", "out"), [
+    ("1\n", 0, "would export:  ./lm ("), ("runs/lm\n", 0, "would export:  runs/lm, step 4 ("),
+    ("\n", 2, "")])
+def test_on_a_terminal_it_is_asked_which(twice, capsys, monkeypatch, answer, code, out):
+    monkeypatch.setattr(sys, "stdin", Typed(answer))
+    ended = app_in_process(capsys, "export")("lm", "--dry-run", "-o", "out", code=code)
+    assert "lm is both ./lm and runs/lm. Which one? [1: ./lm, 2: runs/lm] " in ended.err
+    assert ended.out.startswith(out)
+
+
+def test_hints_name_jobs_of_sweeps_as_the_list_does(place):
+    with pytest.raises(InputError, match=r"did you mean kl/0\?"):
+        find_run("kl/O")
+
+
+@pytest.mark.parametrize(("given", "fix"), [
+    ("runs/kk", "name one of runs/kl; did you mean runs/kl?"),
+    ("kl/0", "it is a job of a sweep: name runs/kl")])
+def test_what_is_no_sweep_leads_to_those_that_are(place, capsys, given, fix):
+    assert code_of(lambda: show_sweep(given, "reward", False)) == 5
+    err = capsys.readouterr().err
+    assert err.startswith(f"Error: {given} is no sweep (it holds no sweep.json).\n")
+    assert fix in err
+
+
+def test_without_any_run_the_first_is_proposed(here, capsys):
+    for name, fix in (("report", "name a run's folder; or train one first"),
+                      ("plot", "name a run's folder; or train one first"),
+                      ("watch", "start one")):
+        ended = app_in_process(capsys)(name, code=2)
+        assert f"  fix:   {fix}: ppocli train +recipe=quickstart\n" in ended.err
+
+
+# ------------------------------------------------------------------------------------ damage
+
+LOOK = """
+import sys
+from pathlib import Path
+from ppocli.cli.follow import find_watched
+from ppocli.cli.runs import compare, print_runs, prune_runs
+from ppocli.cli.train import show_sweep
+from ppocli.runs.target import find_run
+try:
+    list(Path("runs/shut").iterdir())
+    sys.exit("it can be read")
+except PermissionError:
+    pass
+print_runs(None, False)
+prune_runs(None, checkpoints=True, failed=True, keep_best=False, older_than=None, dry_run=True,
+           yes=False, as_json=False)
+show_sweep(None, "reward", False)
+find_watched(None, print)
+find_run(None, say=print)
+compare(["done", "kl/0"], False)
+"""
+
+
+def test_folders_that_cannot_be_read_are_passed_over(place):
+    for name in ("shut", "done/eval", "kl/1"):
+        (place / "runs" / name).mkdir(mode=0, exist_ok=True)
+    copied(place / "runs/kl/0", place / "runs/closed", 2)
+    (place / "runs/closed").chmod(0)
+    whole_copy(place / "runs/kl/0", place / "runs/half")
+    (place / "runs/half/checkpoints").chmod(0)
+    powers = []
+    if os.geteuid() == 0:  # whom a mode doesn't stop
+        if shutil.which("setpriv") is None:
+            pytest.skip("root can read every folder, and setpriv is missing")
+        powers = ["setpriv", "--bounding-set=-dac_override,-dac_read_search", "--"]
+    done = subprocess.run([*powers, sys.executable, "-c", LOOK], cwd=place, env=environment(),
+                          text=True, capture_output=True, check=False)
+    for name in ("shut", "done/eval", "kl/1", "closed", "half/checkpoints"):
+        (place / "runs" / name).chmod(0o755)
+    assert done.returncode == 0, done.stderr
+    assert "runs/half is left alone: it can't be read: Permission denied\n" in done.stderr
+    assert {line.split()[0] for line in done.stdout.splitlines()[1:4]} == {"done", "half", "kl/0"}
+    assert "closed" not in done.stdout + done.stderr
+
+
+def test_a_damaged_summary_and_damaged_rows_spoil_no_list(place, capsys):
+    run = place / "runs/done"
+    rows = jsonl(run / "metrics.jsonl")
+    rows[-1].update({"episode": "many", "reward/mean": [1], "time/step": "long",
+                     "val/ratio": 10 ** 400})
+    rows += [{"step": "five"}, {"step": [5]}, {"step": None}]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (run / "summary.json").write_text('{"status": "finished", "steps": "four", "best": 3}')
+    record = read_run(run)
+    assert (record.status, record.step, record.episodes) == ("interrupted", 4, 0)
+    assert record.series("val/ratio")[-1][0] == 3
+    command = app_in_process(capsys)
+    for given in (["runs", "list"], ["compare", "done", "kl/0"], ["report", "done"],
+                  ["watch", "done", "--no-progress"]):
+        command(*given, code=0)
+    assert find_target("done", say=print).step == 4
+
+
+def test_a_step_that_was_saved_without_a_row_counts(place, capsys):
+    """As a stop in the evaluation of a step leaves it."""
+    run = place / "runs/done"
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:-1]))
+    summary = json.loads((run / "summary.json").read_text())
+    (run / "summary.json").write_text(json.dumps({**summary, "status": "stopped"}))
+    record = read_run(run)
+    assert (record.status, record.step) == ("stopped", 4)
+    assert (record.episodes, record.updates) == (summary["episodes"], summary["updates"])
+    assert code_of(lambda: print_runs(None, True)) == 0
+    assert {row["name"]: row["step"] for row in json.loads(capsys.readouterr().out)} == {
+        "done": 4, "kl/0": 4}
+    assert code_of(lambda: report("done", None, None, False, True)) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["step"], told["episodes"]) == (4, summary["episodes"])
+    assert told["sentence"] == "Stopped at step 4 of 4."

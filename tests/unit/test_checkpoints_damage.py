@@ -1,0 +1,170 @@
+"""Every file of a step, harmed in every way, in the newest step and in all of them."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from checkpoint_samples import RUN, save, tree
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ppocli.errors import CheckpointError
+from ppocli.storage import manifest
+from ppocli.storage.checkpoints import find_latest, open_checkpoint
+
+FILES = ["MANIFEST.json", "state.json", "policy/model.safetensors", "policy/config.json",
+         "rng.safetensors"]
+HARMS = ["cut one byte", "half", "empty", "flip", "delete", "swap", "link", "html", "folder"]
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good")
+    save(folder, 9)
+    save(folder, 10)
+    return folder
+
+
+@pytest.fixture
+def folder(good: Path, tmp_path: Path) -> Path:
+    """With two steps that may be harmed."""
+    return shutil.copytree(good, tmp_path / "x" / "checkpoints")
+
+
+@pytest.fixture
+def newest(folder: Path) -> Path:
+    return folder / "step-000010"
+
+
+def harm_file(path: Path, harm: str, other: Path) -> None:
+    data = path.read_bytes()
+    written = {"cut one byte": data[:-1], "half": data[:len(data) // 2], "empty": b"",
+               "flip": data[:-3] + bytes([data[-3] ^ 1]) + data[-2:], "swap": other.read_bytes(),
+               "html": b"<html><body>404 Not Found</body></html>"}
+    path.unlink()
+    if harm in written:
+        path.write_bytes(written[harm])
+    elif harm == "link":
+        aside = other.parent.parent.parent / "aside"
+        aside.write_bytes(data)
+        path.symlink_to(aside)
+    elif harm == "folder":
+        path.mkdir()
+
+
+@pytest.mark.parametrize("harm", HARMS)
+@pytest.mark.parametrize("name", FILES)
+def test_harm_to_the_newest_falls_back_and_says_so(folder: Path, newest: Path, name: str,
+                                                   harm: str):
+    other = folder / "step-000009"
+    harm_file(newest / name, harm, other / name)
+    before = tree(newest)
+    search = find_latest(folder, run_id=RUN)
+    assert search.found.path == other
+    assert search.found.state["step"] == 9
+    [line] = search.skipped
+    assert line.startswith("skipped step-000010: ")
+    assert name in line
+    assert tree(newest) == before, "looking must not change anything"
+    with pytest.raises(CheckpointError, match="step-000010 can't be used"):
+        open_checkpoint(newest)
+
+
+def test_every_bit_of_the_manifest_counts(folder: Path, newest: Path):
+    path = newest / "MANIFEST.json"
+    data = path.read_bytes()
+    for position in range(0, len(data), 7):
+        for bit in range(8):
+            flipped = bytearray(data)
+            flipped[position] ^= 1 << bit
+            path.write_bytes(flipped)
+            found = find_latest(folder, run_id=RUN, verify="size").found
+            assert found.step == 9, f"byte {position}, bit {bit}: {data[position:position + 1]!r}"
+
+
+def test_size_verification_misses_only_what_it_says(folder: Path, newest: Path):
+    weights = newest / "policy/model.safetensors"
+    harm_file(weights, "flip", weights)
+    assert find_latest(folder, run_id=RUN, verify="size").found.step == 10
+    search = find_latest(folder, run_id=RUN, verify="full")
+    assert search.found.step == 9
+    assert search.skipped == ("skipped step-000010: policy/model.safetensors hash mismatch",)
+
+
+@pytest.mark.parametrize("extra", ["weights.pt", "policy/pytorch_model.bin", "notes.txt"])
+def test_a_file_nobody_listed(folder: Path, newest: Path, extra: str):
+    (newest / extra).write_bytes(b"x")
+    search = find_latest(folder, run_id=RUN)
+    assert search.found.step == 9
+    assert search.skipped == (f"skipped step-000010: {extra} is not in MANIFEST.json",)
+
+
+def test_links_and_pipes_as_folders(folder: Path, newest: Path, tmp_path: Path):
+    (newest / "policy").rename(tmp_path / "policy")
+    (newest / "policy").symlink_to(tmp_path / "policy")
+    assert find_latest(folder, run_id=RUN).skipped == ("skipped step-000010: policy is a link",)
+    newest.rename(tmp_path / "moved")
+    newest.symlink_to(tmp_path / "moved")
+    os.mkfifo(folder / "step-000011")
+    (folder / "step-000012").mkdir()
+    os.mkfifo(folder / "step-000012" / "MANIFEST.json")
+    (folder / "step-000013").mkdir()
+    search = find_latest(folder, run_id=RUN)
+    assert search.found.step == 9
+    assert [line.removeprefix("skipped ") for line in search.skipped] == [
+        "step-000013: MANIFEST.json is missing", "step-000012: MANIFEST.json is not a plain file",
+        "step-000011: it is not a folder", "step-000010: the folder is a link"]
+
+
+def rewrite_manifest(step: Path, change) -> None:
+    """A manifest that is consistent in itself but says something it shouldn't."""
+    body = json.loads((step / "MANIFEST.json").read_text())
+    del body["digest"]
+    change(body)
+    (step / "MANIFEST.json").write_text(json.dumps(body | {"digest": manifest._digest(body)}))
+
+
+@pytest.mark.parametrize("name", [
+    "/etc/hostname", "../step-000009/state.json", "policy/../state.json", "./state.json", "a//b",
+    "", "C:/x", "a\\b", "policy/", "model.PT", "x/optimizer.bin", "s.pkl", ".metadata.distcp",
+    "MANIFEST.json", "a\nb"])
+def test_names_a_manifest_may_not_hold(folder: Path, newest: Path, name: str):
+    rewrite_manifest(newest, lambda body: body["files"].update(
+        {name: {"size": 1, "sha256": "0" * 64}}))
+    search = find_latest(folder, run_id=RUN)
+    assert search.found.step == 9
+    assert repr(name) in search.skipped[0]
+
+
+@pytest.mark.parametrize("change", [
+    lambda body: body.pop("files"), lambda body: body.update(files=[]),
+    lambda body: body.update(files={"state.json": 3}), lambda body: body.update(step="10"),
+    lambda body: body.update(step=True), lambda body: body.update(run_id=None),
+    lambda body: body["files"].pop("state.json"), lambda body: body.update(versions=[]),
+    lambda body: body.update(schema="1")])
+def test_manifests_of_the_wrong_form(folder: Path, newest: Path, change):
+    rewrite_manifest(newest, change)
+    assert find_latest(folder, run_id=RUN).found.step == 9
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "3", "[" * 100_000, "\ufeff{}", "{"])
+def test_manifests_that_are_no_object(folder: Path, newest: Path, text: str):
+    (newest / "MANIFEST.json").write_text(text)
+    search = find_latest(folder, run_id=RUN)
+    assert search.skipped == ("skipped step-000010: MANIFEST.json is damaged",)
+
+
+PARTS = st.text(st.characters(exclude_characters="/"), max_size=8) | st.sampled_from(
+    [".", "..", "", "a", "policy", "model.safetensors", "C:", "~", "x.pt"])
+
+
+@given(st.lists(PARTS, min_size=1, max_size=5).map("/".join))
+@settings(max_examples=500, deadline=None)
+def test_an_accepted_name_stays_in_its_folder(name: str):
+    if manifest.name_problem(name) is None:
+        assert os.path.normpath("/base/" + name) == "/base/" + name
+        assert os.path.join("/base", name) == "/base/" + name
+        assert "\0" not in name
+        assert not name.lower().endswith((".pt", ".bin", ".pkl", ".distcp"))
