@@ -88,7 +88,7 @@ def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) 
     prompt, new = pass_tokens(setup.cfg, train, setup.backend.ranks.world)
     building.check_memory(setup.cfg, setup.backend, unloaded.config, prompt_tokens=prompt,
                           new_tokens=new)
-    if val is None:
+    if val is None and setup.cfg.checkpoint.keep_best:
         log.info("data.val is not given: nothing is evaluated, and no checkpoint is the best")
     return train, val
 

@@ -29,7 +29,8 @@ from ppocli.training.optimize import _backward, optimize
 from ppocli.training.task import PythonObjects, TaskSetup
 
 TEXTS = (
-    ("the film was", " very good and warm .", " dull ."), ("i saw", " it", " a dull film and so it"),
+    ("the film was", " very good and warm .", " dull ."),
+    ("i saw", " it", " a dull film and so it"),
     ("the plot is", " great", " awful"), ("it was", " so fine , we loved it !", " cold"),
     ("you", " liked this", " hated that film and was cold"), ("the actor", " was good", " bad"))
 PAIRS = [dict(zip(("prompt", "chosen", "rejected"), texts, strict=True)) for texts in TEXTS]
