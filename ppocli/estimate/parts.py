@@ -35,7 +35,7 @@ Place = Literal["device", "offloaded", "host", "elsewhere"]
 class Models:
     """What a run trains, on torch's meta device: every shape and type, frozen where it is frozen.
 
-    It is what :mod:`ppocli.tasks.ppo.building` builds.
+    It is what :mod:`ppocli.tasks.building` builds.
     """
 
     lm: Any

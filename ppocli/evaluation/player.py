@@ -22,7 +22,7 @@ from ppocli.rewards.scoring import Reward, build_reward
 from ppocli.sampling.decoding import load_decodable, say_decoding
 from ppocli.sampling.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
 from ppocli.sampling.token_choice import SAMPLING_KEYS
-from ppocli.tasks.ppo.session import sampling_specs
+from ppocli.tasks.building import sampling_specs
 
 log = logging.getLogger("ppocli")
 

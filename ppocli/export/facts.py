@@ -217,7 +217,7 @@ def _prompts_digest(run_dir: Path | None) -> str | None:
 def _loaded(target: Target, config: schema.TrainConfig) -> tuple[str, dict[str, Any]]:
     """Digest of the weights and the run's sampling at evaluation, as an evaluation tells them."""
     from ppocli.models.loading import adapters, language_model
-    from ppocli.tasks.ppo.session import sampling_specs
+    from ppocli.tasks.building import sampling_specs
 
     quiet_transformers()
     own = replace(config.model, path=target.model, tokenizer_path=None, revision=None)

@@ -241,13 +241,13 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     if step == 0:
         state = replace(state, eval_before=found.figures)
     metric = task.cfg.checkpoint.metric
-    if metric not in found.figures:
+    if found.figures and metric not in found.figures:
         raise ConfigError(f"checkpoint.metric={metric} is not among the evaluation's figures: "
                           f"{', '.join(found.figures)}.", where="checkpoint.metric",
                           fix="name one of them")
-    figure = found.figures[metric]
+    figure = found.figures.get(metric)
     improved = step > 0 and _better(figure, state.best, lowest=metric in task.lower_is_better)
-    if improved:
+    if improved and figure is not None:
         state = replace(state, best=Best(step, figure))
     run.state = replace(state, eval_last=found.figures, eval_step=step)
     row = {**row, **{f"eval/{name}": value for name, value in found.figures.items()},

@@ -247,15 +247,24 @@ def _backward(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool) -> 
 
 
 def _micro_batches(task: Task, group: UpdateGroup) -> list[torch.Tensor]:
-    """This rank's part of an update's atoms, longest first, in groups of one forward pass.
+    """This rank's part of an update's atoms."""
+    return dealt(task, group.tokens, "optimize")
+
+
+def dealt(task: Task, lengths: torch.Tensor, phase: str) -> list[torch.Tensor]:
+    """This rank's part of some atoms, longest first, in groups of one forward pass.
 
     Atoms are dealt over ranks in the order of their lengths, so that all have like work. Every rank
     has the same number of groups; one that has fewer atoms fills up with empty ones.
+
+    Args:
+        lengths: [A] tokens that a pass over each atom reads.
+        phase: whose passes these are.
     """
     ranks, tokens = task.backend.ranks, task.settings.micro_batch_tokens
-    size = task.passes.limit("optimize", task.rows_per_pass)
-    order = torch.argsort(group.tokens, descending=True, stable=True)
-    dealt = [in_groups(order[rank::ranks.world], group.tokens, size, tokens)
+    size = task.passes.limit(phase, task.rows_per_pass)
+    order = torch.argsort(lengths, descending=True, stable=True)
+    found = [in_groups(order[rank::ranks.world], lengths, size, tokens)
              for rank in range(ranks.world)]
-    mine, passes = dealt[ranks.rank], max(map(len, dealt))
+    mine, passes = found[ranks.rank], max(map(len, found))
     return [*mine, *[order[:0]] * (passes - len(mine))]

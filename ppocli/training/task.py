@@ -41,6 +41,8 @@ class PythonObjects:
     metric_fn: Callable[..., Any] | None = None
     prompts: list[Any] | None = None
     eval_prompts: list[Any] | None = None
+    data: list[Any] | None = None
+    val_data: list[Any] | None = None
     model: Any = None
     """a transformers model, which is trained in place"""
     ref_model: Any = None

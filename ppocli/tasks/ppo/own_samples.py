@@ -20,10 +20,11 @@ from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardRequest
 from ppocli.sampling.sampler import Speaker, sample_chunks
 from ppocli.sampling.samples import Generation, Samples, single_turn
+from ppocli.tasks.building import sampling_specs
 from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.reward_calls import some_scores
 from ppocli.tasks.ppo.rollout import Chunk, chunk_of, measure_chunk, rollout_of
-from ppocli.tasks.ppo.session import Session, max_prompt_tokens, sampling_specs
+from ppocli.tasks.ppo.session import Session, max_prompt_tokens
 from ppocli.training.clock import PhaseClock
 
 

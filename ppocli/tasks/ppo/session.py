@@ -22,7 +22,7 @@ from ppocli.parallel.launchers import launched_here
 from ppocli.sampling.decoding import load_judged
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
-from ppocli.tasks.ppo import building
+from ppocli.tasks import building
 from ppocli.training.optimizers import build_optimizer, taken_optimizer
 from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import PASSES, PythonObjects
@@ -121,19 +121,6 @@ class Session(EvalSession):
             shuffle=self.cfg.prompts.shuffle)
         return self.prompts.batch([indices[e // n - first] for e in episodes], list(episodes),
                                   self.tokenizer.pad_token_id)
-
-
-def sampling_specs(cfg: GenerationConfig, tokenizer: Any, loaded: language_model.LoadedLM
-                   ) -> tuple[SamplingSpec, SamplingSpec]:
-    """Sampling in training and at evaluation, the latter with ``generation.eval`` laid over it, of
-    a list its first value."""
-    base = {name: getattr(cfg, name) for name in SAMPLING_KEYS}
-    over = {name: values[0] for name in SAMPLING_KEYS
-            if (values := several(getattr(cfg.eval, name)))}
-    stop_ids, stops = language_model.stop_rules(tokenizer, loaded, cfg)
-    lengths = None if cfg.length_sampler is None else (cfg.length_sampler[0], cfg.length_sampler[1])
-    return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, length_range=lengths, **base),
-            SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **{**base, **over}))
 
 
 def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, SamplingSpec]:
@@ -284,7 +271,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     _check_memory(cfg, backend, unloaded.config, token_ids)
     loaded = building.load_start(cfg, backend, objects.model)
     language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
-    sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
+    sampling, eval_sampling = building.sampling_specs(cfg.generation, tokenizer, loaded)
     policy = building.build_policy(cfg, backend, loaded, tokenizer)
     optimizer = (build_optimizer(policy, cfg.ppo) if objects.optimizer is None else
                  taken_optimizer(policy, cfg.ppo, objects.optimizer))
@@ -305,20 +292,8 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
 
 def saved_model(session: EvalSession) -> SavedModel:
     """How the policy is written; the sampling of the training is its generation config."""
-    spec, loaded = session.sampling, session.loaded
-    own = loaded.generation_config
-    config = type(own)(
-        bos_token_id=own.bos_token_id, pad_token_id=session.tokenizer.pad_token_id,
-        eos_token_id=spec.stop_ids[0] if len(spec.stop_ids) == 1 else list(spec.stop_ids) or None,
-        do_sample=spec.do_sample, max_new_tokens=spec.max_new_tokens,
-        decoder_start_token_id=loaded.decoder_start)
-    if spec.do_sample:
-        config.temperature, config.top_k, config.top_p = spec.temperature, spec.top_k, spec.top_p
-        config.min_p = spec.min_p or None
-    if spec.repetition_penalty != 1.0:
-        config.repetition_penalty = spec.repetition_penalty
-    return SavedModel(session.policy.lm, loaded.export_config, config, session.tokenizer,
-                      loaded.adapter)
+    return building.saved_policy(session.policy.lm, session.loaded, session.sampling,
+                                 session.tokenizer)
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
@@ -352,7 +327,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
         gemm.route_linears(wrapped)
     reference = building.judging_reference(
         cfg, backend, tokenizer, loaded, None if judges is None else (judges.reference,))
-    sampling, eval_sampling = sampling_specs(cfg.generation, tokenizer, loaded)
+    sampling, eval_sampling = building.sampling_specs(cfg.generation, tokenizer, loaded)
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                        sampling=sampling, eval_sampling=eval_sampling,

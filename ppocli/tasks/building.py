@@ -1,5 +1,5 @@
-"""Builds what a run trains: the policy with its value function, the reference beside it, and the
-optimizer behind it."""
+"""Builds what a run trains: the policy with its value function, the reference beside it; how the
+policy is sampled from, and how it is written."""
 
 from functools import partial
 from typing import Any
@@ -7,18 +7,21 @@ from typing import Any
 import torch
 
 from ppocli.config import adapters, algorithm, schema
+from ppocli.config.keys import several
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast.gemm import route_linears
 from ppocli.models.loading import reference_and_value
-from ppocli.models.loading.language_model import LoadedLM, empty_lm
+from ppocli.models.loading.language_model import LoadedLM, empty_lm, stop_rules
 from ppocli.models.loading.model_config import reference_kind
 from ppocli.models.policy import Policy, ValueBranch, build_value_head, freeze_lower_layers
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.sampling.decoding import load_decodable, load_policy
+from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.storage.model_files import adapter_at, named_base
 from ppocli.text import first_line
+from ppocli.training.saved_model import SavedModel
 from ppocli.zero.sharded_models import load_in_parts, sharded_copy, share_sharded_trunk
 from ppocli.zero.sharded_weights import gathered
 
@@ -194,3 +197,32 @@ def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -
     if cfg.model.gradient_checkpointing:
         _checkpoint_gradients(model.lm)
     return head, model
+
+
+def sampling_specs(cfg: schema.GenerationConfig, tokenizer: Any, loaded: LoadedLM
+                   ) -> tuple[SamplingSpec, SamplingSpec]:
+    """Sampling in training and at evaluation, the latter with ``generation.eval`` laid over it, of
+    a list its first value."""
+    base = {name: getattr(cfg, name) for name in SAMPLING_KEYS}
+    over = {name: values[0] for name in SAMPLING_KEYS
+            if (values := several(getattr(cfg.eval, name)))}
+    stop_ids, stops = stop_rules(tokenizer, loaded, cfg)
+    lengths = None if cfg.length_sampler is None else (cfg.length_sampler[0], cfg.length_sampler[1])
+    return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, length_range=lengths, **base),
+            SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **{**base, **over}))
+
+
+def saved_policy(lm: Any, loaded: LoadedLM, spec: SamplingSpec, tokenizer: Any) -> SavedModel:
+    """How a policy is written; the sampling of its training is its generation config."""
+    own = loaded.generation_config
+    config = type(own)(
+        bos_token_id=own.bos_token_id, pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=spec.stop_ids[0] if len(spec.stop_ids) == 1 else list(spec.stop_ids) or None,
+        do_sample=spec.do_sample, max_new_tokens=spec.max_new_tokens,
+        decoder_start_token_id=loaded.decoder_start)
+    if spec.do_sample:
+        config.temperature, config.top_k, config.top_p = spec.temperature, spec.top_k, spec.top_p
+        config.min_p = spec.min_p or None
+    if spec.repetition_penalty != 1.0:
+        config.repetition_penalty = spec.repetition_penalty
+    return SavedModel(lm, loaded.export_config, config, tokenizer, loaded.adapter)

@@ -1,0 +1,191 @@
+"""Supervised fine-tuning as a task: the negative logprob of what a text or a completion says."""
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from ppocli.data.data_set import Examples
+from ppocli.data.prompt_set import PromptBatch
+from ppocli.errors import ConfigError
+from ppocli.models import layout
+from ppocli.models.fast import attention
+from ppocli.models.loading import language_model, model_config
+from ppocli.models.loading.language_model import LoadedLM
+from ppocli.models.trunk import decoder_start, has_encoder
+from ppocli.parallel.stop import StopFlag
+from ppocli.ppo.noise import EVALUATION
+from ppocli.sampling.sampler import SamplerSetup, Speaker, build_sampler
+from ppocli.sampling.samples import Samples, decode_responses
+from ppocli.tasks import building, supervised
+from ppocli.training import task
+from ppocli.training.optimizers import build_optimizer
+from ppocli.training.updates import prepare
+from ppocli.zero.oom_retry import PassRows
+
+log = logging.getLogger("ppocli")
+
+
+class SFTTask(supervised.SupervisedTask):
+    """The mean negative logprob of the trained tokens of an update, each token with the same
+    weight, whatever micro-batch or rank it is in."""
+
+    lower_is_better = frozenset({"loss"})
+
+    def __init__(self, setup: task.TaskSetup, tokenizer: Any, loaded: LoadedLM, train: Examples,
+                 val: Examples | None) -> None:
+        cfg, backend = setup.cfg, setup.backend
+        super().__init__(cfg, backend, train, val)
+        self.tokenizer, self.loaded = tokenizer, loaded
+        self.policy = building.build_policy(cfg, backend, loaded, tokenizer)
+        self.trained = prepare(backend, self.policy, build_optimizer(self.policy, cfg.sft),
+                               cfg.sft.max_grad_norm)
+        self.spec, self.eval_spec = building.sampling_specs(cfg.generation, tokenizer, loaded)
+        self.saved = building.saved_policy(loaded.lm, loaded, self.spec, tokenizer)
+        self.sampler = build_sampler(cfg.rollout, SamplerSetup(cfg, backend, tokenizer, loaded))
+        self.passes = PassRows(backend, dict.fromkeys(task.PASSES, "sft.micro_batch_size"))
+        self.packs = (cfg.data.packing and cfg.sft.neftune is None
+                      and attention.takes_packed(loaded.lm))
+
+    def lengths(self, data: Examples) -> torch.Tensor:
+        """As :class:`SupervisedTask`."""
+        read = [len(ids) for ids in data.tokens]
+        if data.encoder_tokens:
+            read = [n + len(ids) for n, ids in zip(read, data.encoder_tokens, strict=True)]
+        return torch.tensor(read)
+
+    def counts(self, data: Examples) -> torch.Tensor:
+        """As :class:`SupervisedTask`: the trained tokens."""
+        return torch.tensor([int(mask.sum()) for mask in data.trained])
+
+    def sequences(self, data: Examples, rows: torch.Tensor) -> layout.Sequences:
+        """Some examples as a forward pass reads them; what is trained on are their actions."""
+        some, start = data.rows(rows.tolist()), decoder_start(self.loaded.lm)
+        before = [] if start is None else [start]
+        places = [np.flatnonzero(mask) + len(before) for mask in some.trained]
+        count = torch.tensor([len(one) for one in places])
+        tokens = [np.concatenate([np.array(before, np.int32), ids]) for ids in some.tokens]
+        encoder: tuple[Any, ...] = ()
+        if some.encoder_tokens:
+            encoder = supervised.padded(some.encoder_tokens), supervised.padded(
+                [np.ones(len(ids)) for ids in some.encoder_tokens], torch.bool)
+        return layout.Sequences(
+            supervised.padded(tokens), torch.tensor([len(ids) for ids in tokens]),
+            supervised.padded(places), torch.arange(int(count.max())) < count[:, None], *encoder)
+
+    def loss(self, atoms: Examples, rows: torch.Tensor, weights: torch.Tensor,
+             group: task.UpdateGroup) -> task.LossTerms:
+        """As :class:`Task`."""
+        samples = self.sequences(atoms, rows)
+        batch = layout.lay_out(samples, pack=self.packs).to(self.backend.device)
+        with self._noise(samples, rows, group):
+            out = self.trained.engine(batch, temperature=1.0, want_entropy=False)
+        each = weights.repeat_interleave(samples.mask.sum(1)).to(out.logprobs.device)
+        total = -(each * out.logprobs).sum()
+        return task.LossTerms(total, total.detach().reshape(1), batch.tokens.numel())
+
+    @contextmanager
+    def _noise(self, samples: layout.Sequences, rows: torch.Tensor, group: task.UpdateGroup
+               ) -> Iterator[None]:
+        """A context in which embeddings carry uniform noise of up to alpha / sqrt(T * D), T being
+        an example's own tokens (NEFTune, Jain et al. 2023, arXiv 2310.05914). It is a function of
+        the seed, the example and the epoch alone."""
+        alpha = self.cfg.sft.neftune
+        if alpha is None:
+            yield
+            return
+
+        def add(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+            noise = torch.zeros(output.shape)
+            for i, (row, length) in enumerate(zip(rows.tolist(), samples.lengths.tolist(),
+                                                  strict=True)):
+                own = np.random.default_rng([self.cfg.seed, group.epoch, row])
+                drawn = own.uniform(-1.0, 1.0, (length, output.shape[-1]))
+                most = alpha / math.sqrt(length * output.shape[-1])
+                noise[i, :length] = torch.from_numpy(drawn * most)[:output.shape[1]]
+            return output + noise.to(output)
+
+        hook = self.loaded.lm.get_input_embeddings().register_forward_hook(add)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def evaluate(self, stop: StopFlag) -> task.Evaluation:
+        """As :class:`Task`: the loss of ``data.val``, and responses to a few of its prompts."""
+        with self.sampler.acting(self.policy) as acting:
+            self._acting = acting
+            return super().evaluate(stop)
+
+    @torch.no_grad()
+    def measure(self, rows: torch.Tensor) -> torch.Tensor:
+        """As :class:`SupervisedTask`: sum of the negative logprobs, and how many tokens."""
+        assert self.val is not None
+        samples = self.sequences(self.val, rows)
+        batch = layout.lay_out(samples, pack=self.packs).to(self.backend.device)
+        out = self._acting(batch, temperature=1.0, want_entropy=False)
+        count = samples.mask.sum(1)
+        row = torch.repeat_interleave(torch.arange(len(rows)), count)
+        sums = torch.zeros(len(rows), dtype=torch.float64)
+        sums.index_add_(0, row, -out.logprobs.double().cpu())
+        return torch.stack([sums, count.double()], dim=1)
+
+    def evaluation_figures(self, measured: torch.Tensor) -> dict[str, float]:
+        """As :class:`SupervisedTask`."""
+        nll, count = measured.sum(0).tolist()
+        loss = nll / count
+        return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": count}
+
+    def shown(self, stop: StopFlag) -> list[dict[str, Any]]:
+        """As :class:`SupervisedTask`: responses to the first prompts of ``data.val``."""
+        assert self.val is not None
+        asked = [i for i, text in enumerate(self.val.prompts) if text][:self.cfg.sft.eval_samples]
+        if not asked:
+            return []
+        mine, own = self.backend.ranks.share(asked)
+        batch = self._prompts(list(mine))
+        out = Samples.joined(list(self.sampler.sample(
+            batch, self.eval_spec, EVALUATION, Speaker(self._acting.lm), stop,
+            at_once=len(batch), chunk=len(batch))))
+        alone = self.loaded.decoder_start is not None
+        before = [[] if alone else self.val.prompt_tokens(i) for i in mine]
+        texts = decode_responses(self.tokenizer, before, out.action_ids,
+                                 self.eval_spec.stop_sequences, self.eval_spec.min_new_tokens)
+        rows = [{"prompt": text, "response": response, "score": None, "kl": None,
+                 "response_tokens": int(count), "finished": bool(ended)}
+                for text, response, count, ended in zip(
+                    batch.texts, texts, out.mask.sum(1).tolist(), out.finished.tolist(),
+                    strict=True)][:own]
+        return [row for share in self.backend.ranks.gather(rows) for row in share]
+
+    def _prompts(self, places: list[int]) -> PromptBatch:
+        assert self.val is not None
+        ids = [torch.tensor(self.val.prompt_tokens(i)) for i in places]
+        pad = torch.nn.utils.rnn.pad_sequence
+        return PromptBatch(
+            pad(ids, batch_first=True, padding_side="left",
+                padding_value=self.tokenizer.pad_token_id),
+            pad([torch.ones(len(one), dtype=torch.bool) for one in ids], batch_first=True,
+                padding_side="left"),
+            [self.val.prompts[i] for i in places], {}, places, places)
+
+
+def build_task(setup: task.TaskSetup) -> SFTTask:
+    """The task of ``ppocli sft``.
+
+    Raises:
+        ConfigError, InputError: each naming the key and the fix.
+    """
+    cfg = setup.cfg
+    tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
+    if cfg.sft.neftune is not None and has_encoder(unloaded):
+        raise ConfigError("NEFTune's noise is for models that read one text, not for an "
+                          "encoder-decoder.", where="sft.neftune", fix="leave it out")
+    train, val = supervised.load_rows(setup, tokenizer, unloaded, "completions")
+    loaded = building.load_start(cfg, setup.backend, setup.objects.model)
+    language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
+    return SFTTask(setup, tokenizer, loaded, train, val)

@@ -1,0 +1,178 @@
+"""What trainings on a data set share: the order in which its rows are used, one update per step,
+and evaluations that are dealt over ranks."""
+
+import hashlib
+import json
+import logging
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ppocli.config import schema, tasks
+from ppocli.data import encoding
+from ppocli.models.loading import model_config
+from ppocli.models.trunk import has_encoder
+from ppocli.parallel.stop import StopFlag
+from ppocli.training import optimize, task
+from ppocli.training.clock import PhaseClock
+from ppocli.training.state import TrainState
+
+log = logging.getLogger("ppocli")
+
+
+def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) -> tuple[Any, Any]:
+    """What to train on and what evaluations are made on, None without ``data.val``; what there is
+    to say of them is logged.
+
+    Args:
+        unloaded: the model before its weights are read.
+        wants: ``completions`` or ``pairs``.
+
+    Raises:
+        ConfigError, InputError: as :func:`ppocli.data.encoding.load_data`.
+    """
+    cfg = setup.cfg
+    train, val = encoding.load_data(
+        cfg.data, tokenizer, wants=wants, seed=cfg.seed, encoder=has_encoder(unloaded),
+        max_tokens=model_config.max_positions(unloaded) or 2**31,
+        items=setup.objects.data, val_items=setup.objects.val_data)
+    for name, found in (("data", train), ("data.val", val)):
+        for note in () if found is None else found.notes:
+            log.info("%s: %s", name, note)
+    if val is None:
+        log.info("data.val is not given: nothing is evaluated, and no checkpoint is the best")
+    return train, val
+
+
+class SupervisedTask(task.Task):
+    """A training on a data set. Subclasses say what the loss of some of its rows is, and what an
+    evaluation measures of them.
+
+    Sample number i of a run is the (i mod n)-th of the data set's n rows in the order that its
+    epoch, i div n, has by the seed. A step is one update.
+    """
+
+    def __init__(self, cfg: schema.TrainConfig, backend: Any, train: Any, val: Any) -> None:
+        self.cfg, self.backend = cfg, backend
+        self.train, self.val = train, val
+        self.examples = len(train)
+
+    @abstractmethod
+    def lengths(self, data: Any) -> torch.Tensor:
+        """[n] int64 tokens that a pass over each row reads."""
+
+    @abstractmethod
+    def counts(self, data: Any) -> torch.Tensor:
+        """[n] int64 terms that each row adds to the loss."""
+
+    @abstractmethod
+    def measure(self, rows: torch.Tensor) -> torch.Tensor:
+        """[b, K] fp64 figures of some rows of ``val``, b of them; no gradient."""
+
+    @abstractmethod
+    def evaluation_figures(self, measured: torch.Tensor) -> dict[str, float]:
+        """The figures of an evaluation.
+
+        Args:
+            measured: [n, K] of all rows of ``val``.
+        """
+
+    def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> list[int]:
+        """As :class:`Task`: the places of the next rows."""
+        count = min(self.samples_per_step, self.total_samples() - state.episodes)
+        clock.mark("other")
+        return self.places(range(state.episodes, state.episodes + count))
+
+    def places(self, samples: Sequence[int]) -> list[int]:
+        """Places in the data set of consecutive samples of the run."""
+        n, found = len(self.train), []
+        for epoch in dict.fromkeys(i // n for i in samples):
+            order = range(n) if not self.cfg.data.shuffle else (
+                np.random.default_rng([self.cfg.seed, epoch]).permutation(n).tolist())
+            found += [order[i % n] for i in samples if i // n == epoch]
+        return found
+
+    def plan(self, state: TrainState, batch: list[int]) -> task.Plan:
+        """As :class:`Task`: one update, each term with the same weight."""
+        rows = torch.tensor(batch)
+        data = self.train.rows(batch)
+        counts = self.counts(data)
+        weights = torch.full((len(batch),), 1.0 / max(int(counts.sum()), 1))
+        return task.Plan(self.train, [task.UpdateGroup(
+            rows, self.lengths(data), counts, weights, state.episodes // len(self.train))])
+
+    def finish(self, state: TrainState, batch: list[int], plan: task.Plan,
+               result: task.OptimizeResult) -> task.Finished:
+        """As :class:`Task`."""
+        terms = dict(result.terms)
+        row = {"policy/grad_norm": terms.pop("grad_norm", float("nan"))}
+        row |= {f"loss/{name}": value for name, value in terms.items()}
+        row |= {"lr": result.lr, "updates_skipped": float(result.skipped),
+                "data/epoch": (state.episodes + len(batch)) / len(self.train),
+                "data/tokens": float(plan.groups[0].tokens.sum())}
+        return task.Finished(row, state.task, state.tensors)
+
+    def evaluate(self, stop: StopFlag) -> task.Evaluation:
+        """As :class:`Task`; without ``data.val`` it finds nothing."""
+        if self.val is None:
+            return task.Evaluation({})
+        ranks, total = self.backend.ranks, len(self.val)
+        lengths = self.lengths(self.val)
+        places: list[int] = []
+        found: list[torch.Tensor] = []
+        for part in optimize.dealt(self, lengths, "evaluation"):
+            stop.meet()
+            # a rank without rows left measures one for nothing, to stay in step with the others
+            measured = self.measure(part if len(part) else lengths.argmin().reshape(1))
+            places += part.tolist()
+            found.append(measured[:len(part)])
+        parts = ranks.gather((places, torch.cat(found)))
+        whole = torch.empty((total, parts[0][1].shape[1]), dtype=torch.float64)
+        for where, measured in parts:
+            whole[where] = measured
+        shown = self.shown(stop)
+        figures = self.evaluation_figures(whole)
+        if shown:
+            figures |= {"response_tokens_mean": _mean(shown, "response_tokens"),
+                        "finished_share": _mean(shown, "finished")}
+        return task.Evaluation(figures, shown, sum(row["response_tokens"] for row in shown))
+
+    def shown(self, stop: StopFlag) -> list[dict[str, Any]]:
+        """Rows for samples.jsonl; none by default."""
+        return []
+
+    def digests(self) -> dict[str, str]:
+        """As :class:`Task`: of the data."""
+        return {"data": self.train.digest(),
+                **({} if self.val is None else {"validation data": self.val.digest()})}
+
+    def judged_by(self) -> str:
+        """As :class:`Task`; the digests tell of other data."""
+        judge = [self.cfg.task.fn, self.cfg.checkpoint.metric]
+        return hashlib.sha256(json.dumps(judge).encode()).hexdigest()
+
+    def summary(self, state: TrainState) -> dict[str, Any]:
+        """As :class:`Task`."""
+        return {"examples": self.examples}
+
+    def total_samples(self) -> int:
+        """As :class:`Task`."""
+        return tasks.planned_samples(self.cfg, self.examples) or 0
+
+    def total_updates(self, state: TrainState) -> int:
+        """As :class:`Task`."""
+        left = max(self.total_samples() - state.episodes, 0)
+        return state.updates + -(-left // self.samples_per_step)
+
+
+def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
+    return float(np.mean([row[name] for row in rows]))
+
+
+def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """[b, T] of b arrays, padded on the right with zeros."""
+    return torch.nn.utils.rnn.pad_sequence(
+        [torch.as_tensor(row).to(dtype) for row in rows], batch_first=True)
