@@ -144,7 +144,7 @@ def ours(job: Job, more: Sequence[str] = ()) -> Took:
     rows = [json.loads(line) for line in lines]
     told = json.loads((out / "run/summary.json").read_text(encoding="utf-8"))
     between = told["profile"]["phases"].get("between", {"seconds": 0.0, "cpu_seconds": 0.0})
-    return Took([row["loss/total"] for row in rows], [row["grad_norm"] for row in rows],
+    return Took([row["loss/total"] for row in rows], [row["policy/grad_norm"] for row in rows],
                 sum(row["cpu/step"] for row in rows[1:]) + between["cpu_seconds"],
                 sum(row["time/step"] for row in rows[1:]) + between["seconds"], took.peak_mib)
 
