@@ -79,8 +79,6 @@ class Job:
     micro_batch: int
     steps: int
     lr: float
-    pad_token: str
-    """a word that no row has"""
     max_length: int
     threads: int
     seed: int
@@ -106,7 +104,7 @@ class Took:
 
 def write_rows(work: Work, path: Path) -> int:
     """One epoch of rows; returns the tokens of all but the first step's."""
-    vocabulary, draw = words(SHAPES[work.shape].vocabulary - 1)[:-1], random.Random(3)
+    vocabulary, draw = words(SHAPES[work.shape].vocabulary - 1), random.Random(3)
 
     def text(lengths: tuple[int, int]) -> str:
         return " ".join(draw.choices(vocabulary, k=draw.randint(*lengths)))
@@ -181,7 +179,7 @@ def measure(work: Work, where: Places, args: argparse.Namespace) -> list[str]:
         tokens = write_rows(work, scratch / "rows.jsonl")
         job = Job(work.task, str(model), str(model / TOKENIZER), str(scratch / "rows.jsonl"),
                   str(scratch), work.batch, MICRO_BATCH, work.steps, work.lr,
-                  words(SHAPES[work.shape].vocabulary - 1)[-1], SHAPES[work.shape].positions,
+                  SHAPES[work.shape].positions,
                   args.threads, args.seed, args.options)
         start = job.model
         if work.task == "reward_model":  # ours makes the head that both start from

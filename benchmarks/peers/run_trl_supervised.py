@@ -56,9 +56,6 @@ def train(job: Any) -> dict[str, Any]:
         "report_to": [], "save_strategy": "no", "disable_tqdm": True,
         "max_length": None if padding_free else job.max_length}
     tokenizer = AutoTokenizer.from_pretrained(job.tokenizer)
-    # a reward model's score is read at the last token that is not padding, so that the end of a
-    # response must not be what pads
-    tokenizer.pad_token = job.pad_token
     lines = Path(job.rows).read_text(encoding="utf-8").splitlines()
     given: dict[str, Any] = {
         "processing_class": tokenizer, "callbacks": [Clock()],
