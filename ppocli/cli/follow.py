@@ -83,8 +83,8 @@ class Follower:
             label, name = kinds.kind_of(record.config).evaluations[0]
             before, after = (found.get(name) if isinstance(found, dict) else None
                              for found in map(summary.get, ("eval_before", "eval_after")))
-            change = "" if after is None else \
-                f", {label} {'' if before is None else figure(before, 3) + ' -> '}{figure(after, 3)}"
+            start = "" if before is None else f"{figure(before, 3)} -> "
+            change = "" if after is None else f", {label} {start}{figure(after, 3)}"
             return f"{path} finished: {record.step} steps{change}; model: {path}/model"
         if record.status == "stopped":
             return f"{path} was stopped {at}; {resume}"

@@ -4,6 +4,7 @@ and evaluations that are dealt over ranks."""
 import hashlib
 import json
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -14,10 +15,12 @@ import torch
 
 from ppocli.config import schema, tasks
 from ppocli.data import encoding
+from ppocli.data.data_set import Pairs
 from ppocli.models.loading import model_config
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
 from ppocli.storage import faults
+from ppocli.tasks import building
 from ppocli.training import optimize, task
 from ppocli.training.clock import PhaseClock
 from ppocli.training.state import TrainState
@@ -26,9 +29,9 @@ from ppocli.zero.oom_retry import PassRows
 log = logging.getLogger("ppocli")
 
 
-def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) -> tuple[Any, Any]:
-    """What to train on and what evaluations are made on, None without ``data.val``; what there is
-    to say of them is logged.
+def read_rows(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any, wants: Any,
+              objects: task.PythonObjects | None = None) -> tuple[Any, Any]:
+    """What to train on, and what evaluations are made on or None.
 
     Args:
         unloaded: the model before its weights are read.
@@ -37,15 +40,55 @@ def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) 
     Raises:
         ConfigError, InputError: as :func:`ppocli.data.encoding.load_data`.
     """
-    cfg = setup.cfg
-    train, val = encoding.load_data(
+    return encoding.load_data(
         cfg.data, tokenizer, wants=wants, seed=cfg.seed, encoder=has_encoder(unloaded),
         max_tokens=model_config.max_positions(unloaded) or 2**31,
-        items=setup.objects.data, val_items=setup.objects.val_data)
+        items=None if objects is None else objects.data,
+        val_items=None if objects is None else objects.val_data)
+
+
+def pass_tokens(cfg: schema.TrainConfig, data: Any, ranks: int) -> tuple[int, int]:
+    """Tokens that a row of the fullest pass has before the first that is trained on, and from there
+    on: on average where rows are packed, else those of the longest. Of pairs only the last state
+    counts."""
+    settings = tasks.updates_of(cfg)
+    rows = min(settings.micro_batch_size or settings.mini_batch_size,
+               -(-settings.mini_batch_size // ranks))
+    pair = isinstance(data, Pairs)
+    texts = [*data.chosen, *data.rejected] if pair else data.tokens
+    order = np.argsort([-len(ids) for ids in texts], kind="stable")[:rows * (1 + pair)]
+    packs = cfg.data.packing and cfg.sft.neftune is None
+
+    def size(lengths: list[int]) -> int:
+        return math.ceil(float(np.mean(lengths) if packs else max(lengths)))
+
+    whole = size([len(texts[i]) for i in order])
+    if pair:
+        return whole, 1
+    if data.encoder_tokens:
+        return max(map(len, data.encoder_tokens)), max(map(len, texts))
+    said = size([int(data.trained[i].sum()) for i in order])
+    return max(whole + 1 - said, 1), said
+
+
+def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) -> tuple[Any, Any]:
+    """What to train on and what evaluations are made on, None without ``data.val``; what there is
+    to say of them is logged.
+
+    Args:
+        unloaded, wants: as of :func:`read_rows`.
+
+    Raises:
+        ConfigError, InputError: as :func:`ppocli.data.encoding.load_data`.
+    """
+    train, val = read_rows(setup.cfg, tokenizer, unloaded, wants, setup.objects)
     for name, found in (("data", train), ("data.val", val)):
         for note in () if found is None else found.notes:
             log.info("%s: %s", name, note)
-    if val is None:
+    prompt, new = pass_tokens(setup.cfg, train, setup.backend.ranks.world)
+    building.check_memory(setup.cfg, setup.backend, unloaded.config, prompt_tokens=prompt,
+                          new_tokens=new)
+    if val is None and setup.cfg.checkpoint.keep_best:
         log.info("data.val is not given: nothing is evaluated, and no checkpoint is the best")
     return train, val
 

@@ -11,14 +11,12 @@ from ppocli.config.keys import several
 from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
 from ppocli.data import prompt_set, sources
 from ppocli.errors import ConfigError, InputError
-from ppocli.estimate.check import check_memory
 from ppocli.models.fast import attention, frozen_states, gemm
 from ppocli.models.loading import adapters, language_model, model_config, reference_and_value
 from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
-from ppocli.parallel.launchers import launched_here
 from ppocli.sampling.decoding import load_judged
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
@@ -245,17 +243,6 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
     return prompts, eval_prompts
 
 
-def _check_memory(cfg: TrainConfig, backend: Backend, lm_config: Any,
-                  prompts: list[list[int]]) -> None:
-    """Refuse a run that can't fit, before any rank loads weights."""
-    ranks, hardware, longest = backend.ranks, cfg.hardware, max(map(len, prompts))
-    # a rehearsal is one process; what it asks is whether the run fits
-    planned = hardware.num_processes * hardware.num_nodes if ranks.world == 1 else ranks.world
-    ranks.all_do(lambda: check_memory(
-        cfg, lm_config, prompt_tokens=longest, device=backend.device, ranks=planned,
-        ranks_on_host=launched_here(hardware.num_processes), warn=ranks.first), "memory")
-
-
 def _check_reach(cfg: TrainConfig, policy: Policy, reference: Reference | None,
                  prompts: list[list[int]]) -> None:
     """Refuse a reference or a value model of another path that has fewer positions than the longest
@@ -293,7 +280,8 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
     token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
-    _check_memory(cfg, backend, unloaded.config, token_ids)
+    building.check_memory(cfg, backend, unloaded.config,
+                          prompt_tokens=max(map(len, token_ids)))
     loaded = building.load_start(cfg, backend, objects.model)
     language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = building.sampling_specs(cfg.generation, tokenizer, loaded)
