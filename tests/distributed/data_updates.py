@@ -41,13 +41,17 @@ def main(config: str, out: str) -> None:
             state = TrainState(digests={}, judged_by="", step=step + 1, updates=step + 1,
                                episodes=done)
         found = task.evaluate(stop)
-        shown = "".join(row["response"] for row in found.samples)
+        shown = "".join(row.get("response", "") for row in found.samples)
         tensors = {"losses": torch.tensor(losses),
                    "eval": torch.tensor([found.figures[name] for name in sorted(found.figures)]),
                    "shown": torch.tensor(list(shown.encode()), dtype=torch.uint8)}
+        closing = task.closing()
+        tensors["closing"] = torch.tensor([closing[name] for name in sorted(closing)])
         with gathered(task.trained.module, backend.zero_stage):
             tensors |= {f"weight/{name}": parameter.detach().cpu().clone()
                         for name, parameter in named_trainable(task.trained.module).items()}
+            if backend.ranks.first and task.saved.adapter is not None and closing:
+                task.write_model(Path(out).with_suffix(".model"), None)  # merged
         if backend.ranks.first:
             save_file(tensors, out)
         task.close()

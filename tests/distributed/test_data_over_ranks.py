@@ -1,4 +1,4 @@
-"""``ppocli sft`` on two ranks and under ZeRO 1 to 3: the numbers of one process."""
+"""``ppocli sft`` and ``ppocli reward-model`` on two ranks and under ZeRO 1 to 3: the numbers of one process."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from helpers import WORDS, save_lm
 from ranks import largest_difference, run_job, under
+from safetensors.torch import load_file
 
 SCRIPT = Path(__file__).with_name("data_updates.py")
 LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn", "c_fc"]}
@@ -22,6 +23,10 @@ def config(tmp_path_factory) -> dict:
             "prompt": " ".join(WORDS[:2 + i % 4]),
             "completion": " " + " ".join(WORDS[i % 5:i % 5 + 3 + i])}) + "\n"
             for i in range(count)))
+        (folder / f"{name}-pairs.jsonl").write_text("".join(json.dumps({
+            "prompt": " ".join(WORDS[:2 + i % 4]), "margin": 0.5 * (i % 2),
+            "chosen": " " + " ".join(WORDS[i % 5:i % 5 + 3 + i]),
+            "rejected": " " + " ".join(WORDS[9:12 + i % 3])}) + "\n" for i in range(count)))
     return {"model.path": str(folder / "lm"), "task.fn": "sft", "checkpoint.metric": "loss",
             "data.path": str(folder / "data.jsonl"), "data.val": str(folder / "val.jsonl"),
             "sft.mini_batch_size": 5, "sft.micro_batch_size": 2, "sft.epochs": 2,
@@ -44,3 +49,30 @@ def test_two_ranks_give_the_numbers_of_one_process(config, tmp_path, stage, keys
     for prefix in ("losses", "eval", "weight/"):
         assert largest_difference(one, many, prefix) < 2e-6, prefix
     assert many["shown"].tolist() == one["shown"].tolist()
+
+
+def as_reward_model(config: dict) -> dict:
+    """The same training, of a reward model."""
+    values = {key.replace("sft.", "reward_model."): value for key, value in config.items()
+              if not key.startswith(("sft.eval_samples", "generation."))}
+    return {**values, "task.fn": "reward_model", "checkpoint.metric": "accuracy",
+            "reward_model.center_coef": 0.1, **{key: config[key].replace(".jsonl", "-pairs.jsonl")
+                                                for key in ("data.path", "data.val")}}
+
+
+@pytest.mark.parametrize(("stage", "keys"), [
+    pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (0, {}), (1, {}), (2, {}), (3, {}), (0, {"model.peft": LORA}), (3, {"model.peft": LORA}),
+        (2, {"sft.micro_batch_size": None, "data.packing": False})]])
+def test_two_ranks_give_the_reward_model_of_one_process(config, tmp_path, stage, keys):
+    config = as_reward_model({**config, **keys})
+    one = run_job(tmp_path, "one", config, world=1, script=SCRIPT)
+    many = run_job(tmp_path, "many", {**config, **under(stage, tmp_path)}, world=2, script=SCRIPT)
+    for prefix in ("losses", "eval", "weight/", "closing"):
+        assert largest_difference(one, many, prefix) < 2e-6, prefix
+    merged = sorted(tmp_path.glob("*.model/model.safetensors"))
+    if "model.peft" in config:
+        left, right = map(load_file, merged)
+        assert largest_difference(left, right, "") < 2e-6
+    else:
+        assert merged == []
