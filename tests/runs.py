@@ -268,9 +268,10 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     critic = config.task.fn is None and config.ppo.advantage == "gae"
     assert {"optimizer", "rng", *["value_head"] * critic} <= {
         re.split(r"[-./]", name)[0] for name in names}, names
-    weights, = {"model.safetensors", "adapter_model.safetensors"} & {Path(n).name for n in names}
     pairs = [(a / name, b / name) for name in names]
-    pairs.append((one / "model" / weights, other / "model" / weights))
+    weights = sorted((one / "model").glob("*.safetensors"))
+    assert weights
+    pairs += [(path, other / "model" / path.name) for path in weights]
     for left, right in pairs:
         x, y = load_file(left), load_file(right)
         assert set(x) == set(y)

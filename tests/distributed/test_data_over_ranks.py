@@ -1,4 +1,4 @@
-"""``ppocli sft`` and ``ppocli reward-model`` on two ranks and under ZeRO 1 to 3: the numbers of one process."""
+"""``ppocli sft`` and ``ppocli reward-model`` on two ranks and under ZeRO: one process's numbers."""
 
 import json
 from pathlib import Path
