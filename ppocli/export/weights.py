@@ -347,6 +347,7 @@ def _load_policy(folder: Path, hub: dict[str, Any]) -> Any:
     place = base_of(folder) if adapter else folder
     config = transformers.AutoConfig.from_pretrained(place, **hub)
     kind: Any = (transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False)
+                 else transformers.AutoModelForSequenceClassification if model_files.scores(config)
                  else transformers.AutoModelForCausalLM)
     model, info = kind.from_pretrained(place, output_loading_info=True, dtype="auto", **hub)
     if wrong := [*info["missing_keys"], *map(str, info["mismatched_keys"])]:
