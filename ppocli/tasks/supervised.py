@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ppocli.config import schema, tasks
@@ -16,9 +17,11 @@ from ppocli.data import encoding
 from ppocli.models.loading import model_config
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
+from ppocli.storage import faults
 from ppocli.training import optimize, task
 from ppocli.training.clock import PhaseClock
 from ppocli.training.state import TrainState
+from ppocli.zero.oom_retry import PassRows
 
 log = logging.getLogger("ppocli")
 
@@ -59,6 +62,11 @@ class SupervisedTask(task.Task):
         self.cfg, self.backend = cfg, backend
         self.train, self.val = train, val
         self.examples = len(train)
+        section = tasks.updates_section(cfg)
+        self.passes = PassRows(backend, dict.fromkeys(task.PASSES, f"{section}.micro_batch_size"),
+                               shorter="data.max_length")
+        self._orders: dict[int, npt.NDArray[np.int64]] = {}
+        """of the epochs of the last step"""
 
     @abstractmethod
     def lengths(self, data: Any) -> torch.Tensor:
@@ -88,21 +96,21 @@ class SupervisedTask(task.Task):
 
     def places(self, samples: Sequence[int]) -> list[int]:
         """Places in the data set of consecutive samples of the run."""
-        n, found = len(self.train), []
-        for epoch in dict.fromkeys(i // n for i in samples):
-            order = range(n) if not self.cfg.data.shuffle else (
-                np.random.default_rng([self.cfg.seed, epoch]).permutation(n).tolist())
-            found += [order[i % n] for i in samples if i // n == epoch]
-        return found
+        n = len(self.train)
+        self._orders = {epoch: self._orders[epoch] if epoch in self._orders else np.arange(n)
+                        if not self.cfg.data.shuffle else
+                        np.random.default_rng([self.cfg.seed, epoch]).permutation(n)
+                        for epoch in dict.fromkeys(i // n for i in samples)}
+        return [int(self._orders[i // n][i % n]) for i in samples]
 
     def plan(self, state: TrainState, batch: list[int]) -> task.Plan:
-        """As :class:`Task`: one update, each term with the same weight."""
-        rows = torch.tensor(batch)
+        """As :class:`Task`: one update of the batch's rows, each term with the same weight."""
         data = self.train.rows(batch)
         counts = self.counts(data)
         weights = torch.full((len(batch),), 1.0 / max(int(counts.sum()), 1))
-        return task.Plan(self.train, [task.UpdateGroup(
-            rows, self.lengths(data), counts, weights, state.episodes // len(self.train))])
+        return task.Plan(data, [task.UpdateGroup(
+            torch.arange(len(batch)), self.lengths(data), counts, weights,
+            state.episodes // len(self.train))])
 
     def finish(self, state: TrainState, batch: list[int], plan: task.Plan,
                result: task.OptimizeResult) -> task.Finished:
@@ -121,15 +129,11 @@ class SupervisedTask(task.Task):
             return task.Evaluation({})
         ranks, total = self.backend.ranks, len(self.val)
         lengths = self.lengths(self.val)
-        places: list[int] = []
-        found: list[torch.Tensor] = []
-        for part in optimize.dealt(self, lengths, "evaluation"):
-            stop.meet()
-            # a rank without rows left measures one for nothing, to stay in step with the others
-            measured = self.measure(part if len(part) else lengths.argmin().reshape(1))
-            places += part.tolist()
-            found.append(measured[:len(part)])
-        parts = ranks.gather((places, torch.cat(found)))
+        stop.meet()
+        found = self.passes.retry(
+            "evaluation", min(self.rows_per_pass, -(-total // ranks.world)), int(lengths.max()),
+            lambda: self._measured(lengths, stop), in_step=self.backend.zero_stage == 3)
+        parts = ranks.gather(found)
         whole = torch.empty((total, parts[0][1].shape[1]), dtype=torch.float64)
         for where, measured in parts:
             whole[where] = measured
@@ -139,6 +143,21 @@ class SupervisedTask(task.Task):
             figures |= {"response_tokens_mean": _mean(shown, "response_tokens"),
                         "finished_share": _mean(shown, "finished")}
         return task.Evaluation(figures, shown, sum(row["response_tokens"] for row in shown))
+
+    @torch.no_grad()
+    def _measured(self, lengths: torch.Tensor, stop: StopFlag) -> tuple[list[int], torch.Tensor]:
+        """This rank's places in ``val``, and [n, K] what was measured of them."""
+        places: list[int] = []
+        found: list[torch.Tensor] = []
+        for part in optimize.dealt(self, lengths, "evaluation"):
+            stop.check()
+            faults.point("evaluation.forward", len(part))
+            # a rank without rows left measures one for nothing, to stay in step with the others
+            with self.backend.autocast():
+                measured = self.measure(part if len(part) else lengths.argmin().reshape(1))
+            places += part.tolist()
+            found.append(measured[:len(part)])
+        return places, torch.cat(found)
 
     def shown(self, stop: StopFlag) -> list[dict[str, Any]]:
         """Rows for samples.jsonl; none by default."""

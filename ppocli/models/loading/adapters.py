@@ -118,8 +118,10 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
                           where="model.peft", fix="for LoRA name the layers: "
                           "model.peft.target_modules=[NAME,...]") from error
     # logits are computed from the output embedding's own weights, only where they are needed
-    if any(peft_internals.belongs_to_adapter(name) or peft_internals.bare_name(name) != name
-           for name, _ in lm.get_output_embeddings().named_parameters()):
+    embeddings = lm.get_output_embeddings()  # None of a model that scores texts
+    if embeddings is not None and any(
+            peft_internals.belongs_to_adapter(name) or peft_internals.bare_name(name) != name
+            for name, _ in embeddings.named_parameters()):
         raise ConfigError("The adapter covers the output embedding, which ppocli can't train so.",
                           where="model.peft.target_modules, model.peft.modules_to_save",
                           fix="leave it out, and the input embedding that is tied to it")
