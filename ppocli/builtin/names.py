@@ -20,7 +20,7 @@ _BUILTINS = {  # name: its folder or file, and one line about it
     "pipeline-sft": ("pipeline_sft.jsonl", "1200 requests for a film review, each with a review"),
     "pipeline-sft-eval": ("pipeline_sft_eval.jsonl", "64 other requests, each with a review"),
     "pipeline-pairs": ("pipeline_pairs.jsonl",
-                       "1200 pairs of film reviews, a tenth of them the wrong way round"),
+                       "2000 pairs of film reviews, a tenth of them the wrong way round"),
     "pipeline-pairs-eval": ("pipeline_pairs_eval.jsonl",
                             "400 pairs to other requests, as noisy"),
 }

@@ -12,10 +12,10 @@ from tools.assets.corpus import Review, make_reviews
 
 SEED = 71
 DEMONSTRATIONS, EVAL_DEMONSTRATIONS = 1200, 64
-PAIRS, EVAL_PAIRS = 1200, 400
+PAIRS, EVAL_PAIRS = 2000, 400
 NOISE = 0.1
 """share of the pairs, of those held back as well, whose labels are wrong"""
-CLEAR = 0.3
+CLEAR = 0.6
 """smallest difference of P(POSITIVE) between the reviews of a pair: closer ones are ties"""
 EVAL_PROMPTS = 64
 
@@ -66,7 +66,7 @@ def preferences(seed: int = SEED) -> tuple[list[Row], list[Row]]:
     rng, judge = random.Random(seed + 1), TextClassifier("builtin:reviews-sentiment", device="cpu")
     found = []
     for count, requests in zip((PAIRS, EVAL_PAIRS), _requests(random.Random(seed)), strict=True):
-        asked = [requests[i // 2 % len(requests)] for i in range(4 * count)]
+        asked = [requests[i // 2 % len(requests)] for i in range(8 * count)]
         texts = [_answers(review, request) for review, request in zip(
             make_reviews(len(asked), rng.randrange(2**31)), asked, strict=True)]
         liked = judge(texts, [""] * len(texts), texts)
