@@ -1,6 +1,7 @@
 """ppocli fine-tunes language models with PPO and any Python reward function.
 
-``ppocli.train(words, reward_fn=...)`` trains from Python, ``ppocli.load_run(folder)`` opens a
+``ppocli.train(words, reward_fn=...)`` trains from Python, ``ppocli.sft(words, data=...)`` and
+``ppocli.train_reward_model(words, data=...)`` on data, ``ppocli.load_run(folder)`` opens a
 finished run, ``ppocli.evaluate(run)`` scores its policy, ``ppocli.PPOTrainer(words)`` is for a loop
 of one's own. They load their parts on first use:
 importing ppocli imports neither torch nor hydra.
@@ -11,16 +12,25 @@ from typing import TYPE_CHECKING, Any
 from ppocli.version import __version__
 
 if TYPE_CHECKING:
-    from ppocli.api import EvalResult, TrainedRun, evaluate, load_run, train
+    from ppocli.api import (
+        EvalResult,
+        TrainedRun,
+        evaluate,
+        load_run,
+        sft,
+        train,
+        train_reward_model,
+    )
     from ppocli.generation import Batch
     from ppocli.trainer import PPOTrainer
 
 __all__ = ["Batch", "EvalResult", "PPOTrainer", "TrainedRun", "__version__", "evaluate",
-           "load_run", "train"]
+           "load_run", "sft", "train", "train_reward_model"]
+_API = frozenset(__all__) - {"Batch", "PPOTrainer", "__version__"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("EvalResult", "TrainedRun", "evaluate", "load_run", "train"):
+    if name in _API:
         from ppocli import api
 
         return getattr(api, name)

@@ -5,6 +5,7 @@ The same composition, launch and engine as the command; nothing is implemented t
 
 import logging
 import shutil
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -84,8 +85,8 @@ def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,
           model_path: str | Path | None = None, config: Mapping[str, Any] | None = None,
           reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
           metric_fn: Callable[..., Any] | None = None, prompts: Sequence[Any] | None = None,
-          eval_prompts: Sequence[Any] | None = None, stop_sequences: Sequence[str] | None = None
-          ) -> TrainedRun:
+          eval_prompts: Sequence[Any] | None = None, stop_sequences: Sequence[str] | None = None,
+          samples: Sequence[Any] | None = None) -> TrainedRun:
     """Train a policy in this process, as ``ppocli train`` does.
 
     Args:
@@ -98,28 +99,100 @@ def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,
         prompts, eval_prompts: in place of the ``prompts`` section's sources: texts, or mappings
             with a ``prompt`` and metadata.
         stop_sequences: in place of ``generation.stop_sequences``.
+        samples: what to imitate, texts, or (prompt, completion) as pairs or mappings: no PPO, but
+            supervised fine-tuning (:func:`sft`) on them.
 
     Raises:
         PpocliError: whatever ended the run; its checkpoints are kept.
     """
+    given = {"reward_fn": reward_fn, "metric_fn": metric_fn, "prompts": prompts,
+             "eval_prompts": eval_prompts}
+    if samples is None:
+        return _run((), overrides, config, model_path, given, stop_sequences)
+    if taken := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(f"samples are imitated, and {taken[0]} is for PPO.", where="samples",
+                          fix="first ppocli.sft(data=samples), then ppocli.train with the "
+                          "model_path that came of it")
+    sys.stderr.write("samples are given: this is supervised fine-tuning, as ppocli.sft does it\n")
+    rows = samples if isinstance(samples, str | bytes | Mapping) else [
+        {"prompt": row[0], "completion": row[1]}
+        if isinstance(row, tuple | list) and len(row) == 2 else row for row in samples]
+    return sft(overrides, model_path=model_path, config=config, data=rows,
+               stop_sequences=stop_sequences)
+
+
+def sft(overrides: Sequence[str] | Mapping[str, Any] = (), *,
+        model_path: str | Path | None = None, config: Mapping[str, Any] | None = None,
+        data: Any = None, val_data: Any = None, stop_sequences: Sequence[str] | None = None
+        ) -> TrainedRun:
+    """Fine-tune a model on examples in this process, as ``ppocli sft`` does.
+
+    Example::
+
+        run = ppocli.sft(["sft.epochs=3", "data.val=0.1"], model_path="gpt2",
+                         data=[{"prompt": "The film was", "completion": " great."}, ...])
+        ppocli.train(["+recipe=..."], model_path=run.model_dir, reward_fn=score)
+
+    Args:
+        overrides, model_path, config, stop_sequences: as of :func:`train`.
+        data: a list in place of ``data.path``: texts, or mappings with the columns of a file.
+        val_data: the same in place of ``data.val``.
+
+    Raises:
+        PpocliError: whatever ended the run; its checkpoints are kept.
+    """
+    return _run(("task=sft",), overrides, config, model_path,
+                {"data": data, "val_data": val_data}, stop_sequences)
+
+
+def train_reward_model(overrides: Sequence[str] | Mapping[str, Any] = (), *,
+                       model_path: str | Path | None = None,
+                       config: Mapping[str, Any] | None = None, data: Any = None,
+                       val_data: Any = None) -> TrainedRun:
+    """Train a reward model on pairs in this process, as ``ppocli reward-model`` does.
+
+    Example::
+
+        run = ppocli.train_reward_model(["data.val=0.1"], model_path="runs/sft", data=[
+            {"prompt": "The film was", "chosen": " great.", "rejected": " dull."}, ...])
+        run.summary["eval_after"]["accuracy"]
+
+    Args:
+        overrides, model_path, config: as of :func:`train`.
+        data: a list in place of ``data.path``: mappings with ``chosen``, ``rejected`` and, unless
+            both begin with it, ``prompt``.
+        val_data: the same in place of ``data.val``.
+
+    Raises:
+        PpocliError: whatever ended the run; its checkpoints are kept.
+    """
+    return _run(("task=reward_model",), overrides, config, model_path,
+                {"data": data, "val_data": val_data})
+
+
+_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn", "prompts": "prompts.items",
+         "eval_prompts": "prompts.eval.items", "data": "data.path", "val_data": "data.val"}
+
+
+def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
+         config: Mapping[str, Any] | None, model_path: str | Path | None, given: dict[str, Any],
+         stop_sequences: Sequence[str] | None = None) -> TrainedRun:
+    """Compose, launch, and open what came of it; ``given`` are objects by the names that
+    ``PythonObjects`` has for them."""
     from ppocli.config import compose
     from ppocli.training.task import PythonObjects
 
-    given = {"reward.fn": reward_fn, "reward.metric_fn": metric_fn, "prompts.items": prompts,
-             "prompts.eval.items": eval_prompts}
-    handed_in = frozenset(key for key, value in given.items() if value is not None)
-    given_words = [*words.given_words(overrides), *words.given_words(config or {})]
+    given = {name: list(value) if name in ("prompts", "eval_prompts") else value
+             for name, value in given.items() if value is not None}
+    handed_in = frozenset(_KEYS[name] for name in given)
+    given_words = [*task, *words.given_words(overrides), *words.given_words(config or {})]
     if model_path is not None:
         given_words += words.given_words({"model": {"path": str(model_path)}})
     composed = compose.compose(words.read_words(given_words))
     if stop_sequences is not None:
         composed = replace(composed, config=resolved.with_values(composed.config, {
             "generation.stop_sequences": list_of_texts(stop_sequences, "stop_sequences")}))
-    objects = PythonObjects(
-        reward_fn=reward_fn, metric_fn=metric_fn,
-        prompts=None if prompts is None else list(prompts),
-        eval_prompts=None if eval_prompts is None else list(eval_prompts))
-    caller = launch.Caller(objects=objects if handed_in else None)
+    caller = launch.Caller(objects=PythonObjects(**given) if given else None)
     outcome = launch.launch(compose.check(composed, handed_in), caller)
     if outcome.exit_code != 0:
         raise PpocliError(f"The run ended with exit code {outcome.exit_code}: "
@@ -172,7 +245,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     Raises:
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
     """
-    from ppocli.evaluation.request import SAMPLES, EvalRequest
+    from ppocli.evaluation.request import EvalRequest
     from ppocli.evaluation.work import run_evaluation
     from ppocli.training.task import PythonObjects
 
@@ -185,6 +258,14 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         overwrite=overwrite, resume=resume, trust=trust, own_reward=reward_fn is not None)
     request.check()
     target = find_target(request.run, say=log.info, step=step, best=best)
+    if request.on_rows(target_config.trained_on_data(target)):
+        from ppocli.evaluation.held_back import evaluate_rows
+
+        cfg = target_config.data_config(target, request.row_words(), trusts=trust)
+        with catch_signals() as stop:
+            return _result(*evaluate_rows(request, target,
+                                          resolved.with_absolute_paths(cfg, Path.cwd()),
+                                          stop=stop, say=log.info))
     cfg = target_config.target_config(target, request.overrides(target), needs_reward=True,
                                       needs_prompts=items is None, trusts=trust)
     objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
@@ -195,6 +276,12 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     with catch_signals() as stop:
         folder, report = run_evaluation(request, target, cfg, objects, stop=stop, say=log.info,
                                         watch=lambda role, there, total: None)
+    return _result(folder, report)
+
+
+def _result(folder: Path, report: dict[str, Any]) -> EvalResult:
+    from ppocli.evaluation.request import SAMPLES
+
     return EvalResult(folder, folder / SAMPLES, report["figures"], report["stderr"],
                       report["against"] and report["against"]["figures"], report["win_rate"],
                       report)

@@ -49,7 +49,8 @@ def evaluate(
         resume: bool = flag("Continue an interrupted evaluation.", "--resume"),
         show: int = option("N", "Print this many samples.", default=SHOWN, min=0),
         as_json: AsJson = False, trust: opt.Trust = False) -> None:
-    """Score a policy's responses to fixed prompts, and compare policies.
+    """Score a policy's responses to fixed prompts, and compare policies; or measure a model on
+    data: the loss of a policy, the accuracy of a reward model.
 
     Without options, this repeats the run's own evaluation, with the same prompts, seed and
     sampling. Results go to RUN/eval/NAME/: samples.jsonl as they are scored, eval.json at the end.
@@ -63,10 +64,13 @@ def evaluate(
       ppocli eval runs/NAME generation.temperature=0.7 --name cool
       ppocli eval ./model --prompts prompts.jsonl --reward my_rewards:score
       ppocli eval runs/NAME --min-reward 0.8 --json
+      ppocli eval runs/SFT
+      ppocli eval runs/SFT data.path=other.jsonl --against base
+      ppocli eval runs/PPO --against runs/SFT --reward my_rewards:score
     """
     from ppocli.config.resolved import with_absolute_paths
     from ppocli.evaluation.request import PICTURE, RESULT, SAMPLES, EvalRequest
-    from ppocli.launching.target_config import target_config
+    from ppocli.launching import target_config
     from ppocli.runs.target import find_target
 
     run, words = split_words(run, overrides)
@@ -74,16 +78,23 @@ def evaluate(
                          printing=printing_of(min_reward, show, as_json))
     request.check()
     target = find_target(request.run, say=say, step=request.step, best=request.best)
-    cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True,
-                        trusts=request.trust)
+    on_rows = request.on_rows(target_config.trained_on_data(target))
+    cfg = target_config.data_config(target, request.row_words(), trusts=trust) if on_rows else \
+        target_config.target_config(target, request.overrides(target), needs_reward=True,
+                                    needs_prompts=True, trusts=trust)
     cfg = with_absolute_paths(cfg, Path.cwd())
     with working() as stop:
-        from ppocli.evaluation.work import run_evaluation
-        from ppocli.training.task import PythonObjects
+        if on_rows:
+            from ppocli.evaluation.held_back import evaluate_rows
 
-        with _progress() as watch:
-            folder, report = run_evaluation(request, target, cfg, PythonObjects(), stop=stop,
-                                            say=say, watch=watch)
+            folder, report = evaluate_rows(request, target, cfg, stop=stop, say=say)
+        else:
+            from ppocli.evaluation.work import run_evaluation
+            from ppocli.training.task import PythonObjects
+
+            with _progress() as watch:
+                folder, report = run_evaluation(request, target, cfg, PythonObjects(), stop=stop,
+                                                say=say, watch=watch)
     if as_json:
         print(printable_json((folder / RESULT).read_text(encoding="utf-8")), flush=True)
     else:
@@ -93,7 +104,7 @@ def evaluate(
         say(f"picture  {folder / PICTURE}")
     say(f"samples  {folder / SAMPLES}")
     say(f"results  {folder / RESULT}")
-    mean = report["figures"]["reward_mean"]
+    mean = report["figures"].get("reward_mean")
     if min_reward is not None and not (mean is not None and mean >= min_reward):
         raise ThresholdError(f"The mean reward is {mean}, below the {min_reward} asked for.",
                              where=str(folder / RESULT))
@@ -254,7 +265,8 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
         yield ""
         yield f"prompt   {_short(rows[0]['prompt'])}"
         for row in rows[:2]:
-            yield f"{row['model']:7}  [{shown_figure(row['score'])}] {_short(row['response'])}"
+            score = f"[{shown_figure(row['score'])}] " if "score" in row else ""
+            yield f"{row['model']:7}  {score}{_short(row['response'])}"
 
 
 def _short(text: str) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.cli.output import complain, say, show_text
-from ppocli.config import bounded, resolved, tasks
+from ppocli.config import bounded, kinds, resolved, tasks
 from ppocli.display import console, dashboard
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
@@ -80,10 +80,11 @@ class Follower:
         if record.status == "running":  # taken up again in this very moment
             return f"{path} is running again; watch it with: ppocli watch {path}"
         if record.status == "finished":
-            before, after = (found.get("reward_mean") if isinstance(found, dict) else None
+            label, name = kinds.kind_of(record.config).evaluations[0]
+            before, after = (found.get(name) if isinstance(found, dict) else None
                              for found in map(summary.get, ("eval_before", "eval_after")))
-            change = "" if after is None else \
-                f", reward {'' if before is None else figure(before, 3) + ' -> '}{figure(after, 3)}"
+            start = "" if before is None else f"{figure(before, 3)} -> "
+            change = "" if after is None else f", {label} {start}{figure(after, 3)}"
             return f"{path} finished: {record.step} steps{change}; model: {path}/model"
         if record.status == "stopped":
             return f"{path} was stopped {at}; {resume}"

@@ -34,7 +34,8 @@ def plot_runs(
             metavar="[RUN]...", autocompletion=complete_run, help="Folders or names of runs, drawn "
             "over one another (default: the newest run below runs/).")] = None,
         metric: str = option("NAME,...", "Metrics by their names in metrics.jsonl, or reward, kl, "
-            "length, entropy, clip, lr, loss, eval.", "--metric", "-m", default="reward,kl"),
+            "length, entropy, clip, lr, loss, eval, accuracy, perplexity, margin (default: "
+            "reward,kl; of trainings on a data set loss,eval).", "--metric", "-m", default=""),
         smooth: int = option("N", "Show the mean of the last N steps.", default=1),
         out: Path | None = option("FILE", "Write a picture, .svg or .png (pip install "
             "'ppocli[plot]'), instead of drawing in the terminal.", "--out", "-o"),

@@ -22,7 +22,7 @@ from ppocli.text import clean, figure, format_bytes, printable
 
 if TYPE_CHECKING:
     from ppocli.report.compare import At, Comparison
-    from ppocli.runs.listing import Removal
+    from ppocli.runs.listing import Removal, RunInfo
     from ppocli.runs.record import RunRecord
 
 
@@ -215,14 +215,27 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
     if not found:
         say(f"There are no runs in {root} yet. Start one: ppocli train +recipe=quickstart")
         return
-    rows = [("run", "status", "step", "reward", "best eval", "size", "age", "model", "reward by")]
+    ppo = all(info.kind in ("ppo", "?") for info in found)
+    rows = [("run", "status", "step", "reward" if ppo else "now", "best eval", "size", "age",
+             "model", "reward by" if ppo else "reward or data")]
     rows += [(info.name, f"{info.status} ({info.pid})" if info.pid is not None else info.status,
               "-" if info.total_steps is None else f"{info.step}/{info.total_steps}",
-              figure(info.reward_mean, 3),
-              "-" if info.best is None else f"{figure(info.best, 3)} at {info.best_step}",
+              figure(info.reward_mean, 3) if ppo else _now(info),
+              "-" if info.best is None else f"{'' if ppo else _label(info.metric)}"
+              f"{figure(info.best, 3)} at {info.best_step}",
               format_bytes(info.bytes), age(info.written), info.model, info.reward)
              for info in found]
     print_table(rows, right=frozenset({3, 5, 6}))
+
+
+def _now(info: RunInfo) -> str:
+    """The newest figure of a run among those of other kinds: ``reward 0.812``, ``loss 2.103``."""
+    name, value = ("reward", info.reward_mean) if info.loss is None else ("loss", info.loss)
+    return "-" if value is None else f"{name} {figure(value, 3)}"
+
+
+def _label(metric: str) -> str:
+    return f"{'reward' if metric == 'reward_mean' else metric.rpartition('/')[2]} "
 
 
 def _root(given: Path | None) -> Path:

@@ -19,6 +19,7 @@ from ppocli.cli.output import complain, display_mode, print_table, say, shown_fi
 from ppocli.config import resolved, secrets
 from ppocli.config.compose import Grid, SweepJob, check, run_sweep_jobs
 from ppocli.config.kept import keeping_styles
+from ppocli.config.schema import TrainConfig
 from ppocli.config.words import Words, read_setting, read_words
 from ppocli.launching.launch import Caller, launch
 from ppocli.launching.opened_folder import new_folder
@@ -152,7 +153,7 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         if kept is not None:
             book.note(kept)
             say(f"job {job.number}: finished already, kept")
-            return kept.reward_mean
+            return kept.objective
         book.note(sweeps.JobRecord(job.number, job.words, job.varied, "running",
                                    folder=str(job.folder)))
         record, stopped_by = _run_job(job)
@@ -161,7 +162,7 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         if stopped_by is not None:
             # Hydra's sweeper goes on after an Exception of a job
             raise StopRequested(stopped_by)
-        return record.reward_mean
+        return record.objective
 
     try:
         run_sweep_jobs(words, run_job, book.open)
@@ -273,24 +274,26 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
     if known is not None and known.status == "finished" and known.varied == job.varied:
         return replace(known, folder=str(job.folder))
     seconds = ((run.summary or {}).get("seconds") or {}).values()
-    return _record(job, "finished", 0, run.summary, sum(seconds))
+    return _record(job, "finished", 0, run.summary, sum(seconds), run.config)
 
 
 def _record(job: SweepJob, status: str, code: int, summary: dict[str, Any] | None, seconds: float,
-            error: str | None = None) -> sweeps.JobRecord:
+            config: TrainConfig | None, error: str | None = None) -> sweeps.JobRecord:
     after = (summary or {}).get("eval_after") or {}
-    return sweeps.JobRecord(job.number, job.words, job.varied, status, code,
-                            finite_number(after.get("reward_mean")),
-                            finite_number(after.get("kl_mean")), round(seconds, 1),
-                            str(job.folder), error or (summary or {}).get("error"))
+    figures = {} if config is None else sweeps.figures_of(
+        config, lambda name: finite_number(after.get(name)))
+    return sweeps.JobRecord(job.number, job.words, job.varied, status, code, **figures,
+                            seconds=round(seconds, 1), folder=str(job.folder),
+                            error=error or (summary or {}).get("error"))
 
 
 def _run_job(job: SweepJob) -> tuple[sweeps.JobRecord, int | None]:
     started = time.monotonic()
     error: str | None = None
-    summary, stopped_by = None, None
+    config, summary, stopped_by = None, None, None
     try:
         checked = check(job.compose())
+        config = checked.config
         place = {"output_dir": str(job.folder.parent), "run_name": job.folder.name}
         outcome = launch(replace(checked, config=resolved.with_values(checked.config, place)),
                          Caller("fresh", display_mode(), say))
@@ -301,22 +304,24 @@ def _run_job(job: SweepJob) -> tuple[sweeps.JobRecord, int | None]:
         with suppress(OSError):
             job.folder.rmdir()  # Hydra made it; nothing came into it
     status = "finished" if code == 0 else "stopped" if stopped_by is not None else "failed"
-    return _record(job, status, code, summary, time.monotonic() - started, error), stopped_by
+    seconds = time.monotonic() - started
+    return _record(job, status, code, summary, seconds, config, error), stopped_by
 
 
 def _result(record: sweeps.JobRecord) -> str:
     if record.status != "finished":
         return f"{record.status} with exit code {record.exit_code}"
-    figures = [f"{name} {value:.4g}" for name, value in
-               (("reward", record.reward_mean), ("KL", record.kl_mean)) if value is not None]
+    figures = [f"{name} {value:.4g}" for name, value in record.shown.items() if value is not None]
     return ", ".join([f"finished in {record.seconds:.0f} s", *figures])
 
 
 def _print_table(records: list[sweeps.JobRecord]) -> None:
     if not records:
         return
-    rows = [("job", "status", "exit", "reward", "KL", "folder", "overrides")]
-    rows += [(str(r.number), r.status, str(r.exit_code), shown_figure(r.reward_mean),
-              shown_figure(r.kl_mean), short_path(r.folder) if Path(r.folder).exists() else "-",
+    labels = sweeps.labels_of(records)
+    rows = [("job", "status", "exit", *labels, "folder", "overrides")]
+    rows += [(str(r.number), r.status, str(r.exit_code),
+              *(shown_figure(r.shown.get(label)) for label in labels),
+              short_path(r.folder) if Path(r.folder).exists() else "-",
               " ".join(r.varied)) for r in records]
     print_table(rows)

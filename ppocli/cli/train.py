@@ -252,10 +252,12 @@ sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
 def show_sweep(given: Annotated[str | None, typer.Argument(
                    metavar="[SWEEP]",
                    help="A sweep's folder or name (default: the newest below runs/).")] = None,
-               sort: Literal["reward", "kl", "job"] = option(
-                   "ORDER", "reward (best first), kl (lowest first) or job.", default="reward"),
+               sort: Literal["best", "reward", "kl", "job"] = option(
+                   "ORDER", "best (by checkpoint.metric), reward (highest first), kl (lowest "
+                   "first) or job.", default="best"),
                as_json: AsJson = False) -> None:
     """Print the jobs of a sweep: status, reward and KL after training, and the swept values.
+    Trainings on a data set show their loss, perplexity or accuracy instead.
 
     For sweeps over several keys, a second table shows the mean figures of every value.
 
@@ -265,26 +267,27 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
       ppocli sweep show runs/sweep-20260131-120000 --sort kl
       ppocli sweep show --json
     """
-    from ppocli.runs.sweeps import find_sweep, jobs_now, read_sweep
+    from ppocli.runs.sweeps import find_sweep, jobs_now, labels_of, read_sweep
 
     folder = find_sweep(given)
     if given is None:
         output.say(f"using {folder} (the newest sweep)")
     sweep = read_sweep(folder)
-    jobs = [_facts(job, run) for job, run in sorted(jobs_now(sweep),
-                                                    key=lambda now: _rank(now[0], sort))]
+    now = jobs_now(sweep)
+    labels = labels_of(job for job, _ in now)
+    jobs = [_facts(job, run) for job, run in sorted(now, key=lambda each: _rank(each[0], sort))]
     means = marginal_means(jobs)
     if as_json:
         output.print_json({"sweep": str(sweep.folder), "words": list(sweep.words),
                            "grid": sweep.grid, "jobs": jobs, "marginal_means": means})
         return
-    _print_jobs(jobs, sweep.folder)
+    _print_jobs(jobs, labels, sweep.folder)
     if means:
         print()
-        output.print_table([("value", "jobs", "reward", "KL"), *(
+        output.print_table([("value", "jobs", *labels), *(
             (f"{row['key']}={row['value']}", str(row["jobs"]),
-             *(output.shown_figure(row[name]) for name in ("reward_mean", "kl_mean")))
-            for row in means)], right=frozenset({1, 2, 3}))
+             *(output.shown_figure(row["figures"].get(label)) for label in labels))
+            for row in means)], right=frozenset(range(1, 2 + len(labels))))
     statuses = [job["status"] for job in jobs]
     unfinished = [status for status in statuses if status not in ("finished", "running")]
     if unfinished and sweep.grid and "running" not in statuses:
@@ -314,7 +317,7 @@ def resume_sweep(sweep: Annotated[str, typer.Argument(
 
 
 def _rank(job: JobRecord, sort: str) -> tuple[float, int]:
-    figure = {"reward": None if job.reward_mean is None else -job.reward_mean,
+    figure = {"best": job.rank, "reward": None if job.reward_mean is None else -job.reward_mean,
               "kl": job.kl_mean, "job": 0.0}[sort]
     return (math.inf if figure is None else figure, job.number)
 
@@ -324,7 +327,7 @@ def _facts(job: JobRecord, run: RunRecord | None) -> dict[str, Any]:
 
     return {"job": job.number, "status": job.status, "varied": varied_values(job),
             "overrides": list(job.overrides), "exit_code": job.exit_code,
-            "reward_mean": job.reward_mean, "kl_mean": job.kl_mean,
+            "reward_mean": job.reward_mean, "kl_mean": job.kl_mean, "figures": job.shown,
             "step": None if run is None else run.step,
             "total_steps": None if run is None else run.total_steps,
             "seconds": job.seconds, "folder": job.folder or None, "error": job.error}
@@ -336,7 +339,8 @@ def marginal_means(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     Nothing for a sweep over a single key, where every job is its own value.
 
     Returns:
-        ``{"key", "value", "jobs", "reward_mean", "kl_mean"}`` for each value, in order of the jobs.
+        ``{"key", "value", "jobs", "reward_mean", "kl_mean", "figures"}`` for each value, in order
+        of the jobs.
     """
     in_order = sorted(jobs, key=lambda job: job["job"])
     keys = list(dict.fromkeys(key for job in in_order for key in job["varied"]))
@@ -347,7 +351,10 @@ def marginal_means(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                  and job["varied"].get(key) == value]
         rows.append({"key": key, "value": value, "jobs": len(there),
                      **{name: _mean([job[name] for job in there])
-                        for name in ("reward_mean", "kl_mean")}})
+                        for name in ("reward_mean", "kl_mean")},
+                     "figures": {label: _mean([job["figures"].get(label) for job in there])
+                                 for label in dict.fromkeys(
+                                     label for job in there for label in job["figures"])}})
     return rows if len(keys) > 1 else []
 
 
@@ -356,16 +363,16 @@ def _mean(values: Sequence[float | None]) -> float | None:
     return sum(there) / len(there) if there else None
 
 
-def _print_jobs(jobs: Sequence[dict[str, Any]], sweep: Path) -> None:
+def _print_jobs(jobs: Sequence[dict[str, Any]], labels: Sequence[str], sweep: Path) -> None:
     keys = list(dict.fromkeys(key for job in jobs for key in job["varied"]))
-    rows = [("job", "status", "step", "reward", "KL", "seconds", *keys, "folder")]
+    rows = [("job", "status", "step", *labels, "seconds", *keys, "folder")]
     rows += [(str(job["job"]), job["status"],
               "-" if job["step"] is None else f"{job['step']}/{job['total_steps']}",
-              output.shown_figure(job["reward_mean"]), output.shown_figure(job["kl_mean"]),
+              *(output.shown_figure(job["figures"].get(label)) for label in labels),
               f"{job['seconds']:.0f}" if job["seconds"] else "-",
               *(job["varied"].get(key, "-") for key in keys), _place(job["folder"], sweep))
              for job in jobs]
-    output.print_table(rows, right=frozenset({3, 4, 5}))
+    output.print_table(rows, right=frozenset(range(3, 4 + len(labels))))
 
 
 def _place(folder: str | None, sweep: Path) -> str:

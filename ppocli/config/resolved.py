@@ -147,8 +147,8 @@ def parsed(text: str) -> TrainConfig | None:
         return None
     _each_text(OmegaConf.to_container(loaded, resolve=False), _refuse_interpolation)
     config = typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), loaded)))
-    # made before there were others; a training on data has no reward
     if "reward" in loaded and OmegaConf.select(loaded, "reward.style") is None:
+        # made before there were others
         config.reward.style = "ppocli"
     return config
 

@@ -224,8 +224,10 @@ def row_lines(row: dict[str, Any], total: int) -> list[str]:
         lines.append(step_line(row, total))
     elif "lr" in row or any(name.startswith("loss/") for name in row):
         own = [name for name in row if "/" in name and not name.startswith(_NOT_ITS_OWN)]
-        lines.append(f"step {row['step']}/{total}  {_named(row, own)}  "
-                     f"{figure(row.get('time/step'), 1)} s")
+        lines.append(f"step {row['step']}/{total}  "
+                     f"{_named(row, sorted(own, key=lambda name: name != 'loss/total'))}  "
+                     f"lr {figure(row.get('lr'), 1, 'e')}  {figure(row.get('time/step'), 1)} s "
+                     f"({figure(row.get('tokens_per_second/optimize'), 0)} tokens/s)")
     if "eval/reward_mean" in row:
         lines.append(eval_line(row))
     elif evaluated:
@@ -234,8 +236,14 @@ def row_lines(row: dict[str, Any], total: int) -> list[str]:
 
 
 def _named(row: dict[str, Any], names: list[str]) -> str:
-    """The first figures of those names, ``total 0.693  margin 1.20``."""
-    return "  ".join(f"{name.rpartition('/')[2]} {figure(row[name], 3)}" for name in names[:6])
+    """The first figures of those names, ``loss 0.693  margin 1.200``."""
+    return "  ".join(f"{'loss' if name == 'loss/total' else name.rpartition('/')[2]} "
+                     f"{_count_or(row[name])}" for name in names[:6])
+
+
+def _count_or(value: Any) -> str:
+    """A count without decimals, any other figure with three."""
+    return figure(value, 0 if isinstance(value, float) and value.is_integer() and value > 1 else 3)
 
 
 def step_line(row: dict[str, Any], total: int) -> str:
@@ -281,15 +289,17 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
     for name in shown if "reward_mean" in after else after:
         old = "" if before is None else figure(before.get(name), 3)
         table.add_row(clean(name.removeprefix("metrics/")), old, figure(after[name], 3))
+    scored = "reward_mean" in after
     for old_row, new_row in samples:
         if not {"prompt", "response", "score"} <= new_row.keys():
             continue  # rows of another task
-        table.add_row(Text(clean(new_row["prompt"])), _sample(old_row), _sample(new_row))
+        table.add_row(Text(clean(new_row["prompt"])), _sample(old_row, scored),
+                      _sample(new_row, scored))
     return table
 
 
-def _sample(row: dict[str, Any] | None) -> Text:
-    if row is None:
-        return Text("")
+def _sample(row: dict[str, Any] | None, scored: bool) -> Text:
+    if row is None or not scored:
+        return Text("" if row is None else clean(row["response"]))
     score = "none" if row["score"] is None else f"{row['score']:.2f}"
     return Text(f"[{score}] {clean(row['response'])}")

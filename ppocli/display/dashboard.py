@@ -12,6 +12,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
+from ppocli.config import kinds
 from ppocli.text import BLOCKS, clean, figure, finite_number, sparkline
 
 RECENT = 8
@@ -50,11 +51,10 @@ class Dashboard:
     clock: Callable[[], float] = monotonic
     total: int = 0
     row: Mapping[str, Any] = field(default_factory=dict)
-    rewards: list[float | None] = field(default_factory=list)
-    divergences: list[float | None] = field(default_factory=list)
-    """``objective/kl`` of each step"""
-    evaluation: tuple[int, float | None] | None = None
-    """step and mean reward of the newest evaluation"""
+    curves: dict[str, list[float | None]] = field(default_factory=dict)
+    """label -> value of each step: of PPO reward and KL"""
+    evaluation: tuple[int, str, float | None] | None = None
+    """step of the newest evaluation, and its main figure: its name, "" for the reward, and value"""
     seconds: tuple[float, ...] = ()
     """of the last ``RECENT`` steps, evaluations included"""
     phase: Phase | None = None
@@ -68,7 +68,7 @@ class Dashboard:
     def begin(self, total: int, rows: Iterable[Mapping[str, Any]] = ()) -> None:
         """Start, or start again, with what the run has recorded so far."""
         self.total, self.begun = total, self.clock()
-        self.row, self.rewards, self.divergences, self.seconds = {}, [], [], ()
+        self.row, self.curves, self.seconds = {}, {}, ()
         self.evaluation = None
         for row in rows:
             self.add_row(row)
@@ -76,14 +76,17 @@ class Dashboard:
 
     def add_row(self, row: Mapping[str, Any]) -> None:
         """Take in a row of metrics.jsonl."""
-        if "reward/mean" in row:
+        if shown := kinds.curves_of(row):
             took = sum(finite_number(row.get(name)) or 0.0 for name in ("time/step", "time/eval"))
-            self.rewards.append(finite_number(row["reward/mean"]))
-            self.divergences.append(finite_number(row.get("objective/kl")))
+            if not self.curves:
+                self.curves = {label: [] for label, _ in shown}
+            for (_, name), values in zip(shown, self.curves.values(), strict=False):
+                values.append(finite_number(row.get(name)))
             self.seconds = (*self.seconds, took)[-RECENT:]
             self.row = row
-        if "eval/reward_mean" in row:
-            self.evaluation = (int(row["step"]), finite_number(row["eval/reward_mean"]))
+        if evaluated := kinds.evaluation_of(row):
+            label, name = evaluated
+            self.evaluation = (int(row["step"]), label, finite_number(row[name]))
         self.step_begun = self.clock()
         self.phase = None
 
@@ -124,7 +127,7 @@ class Dashboard:
     def lines(self, width: int, height: int, *, ascii_only: bool = False) -> list[Text]:
         """At most ``height`` lines of at most ``width`` cells."""
         found = [self._title(width), self._progress(width), self._now()]
-        if self.rewards:
+        if self.curves:
             found += [*self._curves(width), *self._speed(width), self._times()]
         if count := len(self.warnings):
             more = f"{count} warnings, the last: " if count > 1 else "warning: "
@@ -166,13 +169,15 @@ class Dashboard:
         return Text.assemble("now     ", (what, "bold"), f"  {duration(self.clock() - since)}")
 
     def _curves(self, width: int) -> Iterator[Text]:
-        tails = [f"  {figure(_last(self.rewards), 3)}", f"  {figure(_last(self.divergences), 2)}"]
+        tails = [f"  {figure(_last(values), digits)}"
+                 for values, digits in zip(self.curves.values(), (3, 2), strict=True)]
         if self.evaluation is not None:
-            step, value = self.evaluation
-            tails[0] += f"  eval {figure(value, 3)} (step {step})"
+            step, label, value = self.evaluation
+            tails[0] += f"  eval {label}{' ' if label else ''}{figure(value, 3)} (step {step})"
         room = min(width - 8 - max(map(len, tails)), _WIDE)
-        yield Text.assemble("reward  ", (sparkline(self.rewards, room), "green"), tails[0])
-        yield Text.assemble("KL      ", (sparkline(self.divergences, room), "yellow"), tails[1])
+        for (label, values), colour, tail in zip(self.curves.items(), ("green", "yellow"), tails,
+                                                 strict=True):
+            yield Text.assemble(f"{label:8}", (sparkline(values, room), colour), tail)
 
     def _speed(self, width: int) -> list[Text]:
         speeds = "  ".join(f"{name} {_count(value)}" for name in ("rollout", "optimize")

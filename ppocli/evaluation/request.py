@@ -97,6 +97,31 @@ class EvalRequest:
         section, _, name = key.partition(".")
         return bool({_key(word) for word in self.words} & {key, f"{section}.eval.{name}"})
 
+    def on_rows(self, trained_on_data: bool) -> bool:
+        """Whether rows of a data set are evaluated, and not responses to prompts: where words name
+        ``data``, or the target's own evaluation is one on rows and no reward is to judge it.
+
+        Raises:
+            ConfigError: what is for responses alone is asked of rows.
+        """
+        sections = {_key(word).partition(".")[0] for word in self.words}
+        judged = self.reward or self.own_reward or self.prompts or sections & {"reward", "prompts"}
+        if "data" not in sections and (judged or not trained_on_data):
+            return False
+        for flag, given in (("--reward", judged), ("--frontier", self.frontier),
+                            ("--limit", self.limit), ("--num-samples", self.num_samples),
+                            ("--resume", self.resume),
+                            ("--min-reward", "--min-reward" in self.printing)):
+            if given:
+                raise ConfigError(f"{flag} is for the responses of a policy, and here rows of data "
+                                  "are evaluated.", where=flag, fix="leave it out; or judge "
+                                  "responses: --reward FUNCTION --prompts FILE, without data.*")
+        return True
+
+    def row_words(self) -> list[str]:
+        """Words for an evaluation on rows."""
+        return [*self.words, *([] if self.seed is None else [f"seed={self.seed}"])]
+
     def overrides(self, target: Target) -> list[str]:
         """Words for :mod:`ppocli.launching.target_config`: flags, then the words given.
 

@@ -167,10 +167,11 @@ def publish(run: loop.Run) -> RunOutcome:
     from ppocli.export.card import write_card
     from ppocli.training.checkpoint_writing import whole_model
 
-    summary = _summary(run, "finished")
+    closing = run.task.closing()
+    summary = _summary(run, "finished") | closing
 
     def write(folder: Path) -> None:
-        run.task.saved.write(folder, weights)
+        run.task.write_model(folder, weights)
         write_card(folder, run.task.cfg, summary)
 
     def publish() -> None:

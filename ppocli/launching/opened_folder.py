@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from ppocli.training.task import PythonObjects
 
 _OBJECT_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn",
-                "prompts": "prompts.path", "eval_prompts": "prompts.eval.path"}
+                "prompts": "prompts.path", "eval_prompts": "prompts.eval.path",
+                "data": "data.path", "val_data": "data.val"}
 """the key whose place each Python object takes"""
 MODEL_KEYS = {"model": "model.path", "ref_model": "model.reference.path",
               "tokenizer": "model.tokenizer_path"}
@@ -168,7 +169,8 @@ def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) ->
         # arguments of the reward that is replaced are not for the function that replaces it
         own = config.reward.fn in (None, PYTHON_OBJECT) and not config.reward.fns
         noted |= {"reward.fns": {}, "reward.kwargs": config.reward.kwargs if own else {}}
-    noted |= {key.replace(".path", ".items"): None for key in noted if key.endswith(".path")}
+    noted |= {key.replace(".path", ".items"): None for key in noted
+              if key.startswith("prompts.")}
     return resolved.with_values(config, noted)
 
 

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ppocli.config import resolved, schema
+from ppocli.config import resolved, schema, tasks
 from ppocli.errors import ConfigError
 from ppocli.own_code import TRUST, limit
 from ppocli.runs import trust
 from ppocli.runs.target import Target
-from ppocli.storage.model_files import is_adapter, named_base
+from ppocli.storage.atomic import read_json
+from ppocli.storage.model_files import ADAPTER_CONFIG, is_adapter, named_base
+from ppocli.text import short_path
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked, Composed
@@ -53,7 +55,7 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
     """What ``words`` make of the run's own configuration, or of the defaults for a bare model.
 
     The model to start from (``model.path``), which KL is measured against, stays the run's; a bare
-    model is its own.
+    model is its own. A run that was trained on a data set has neither reward nor prompts.
 
     Args:
         words: overrides, KEY=VALUE.
@@ -64,18 +66,19 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
     Raises:
         CheckpointError: the run is somebody else's and names code.
         ConfigError: wrong words; or the target brings no reward or prompts and ``words`` don't
-            either.
+            either; or it is a reward model.
     """
-    from ppocli.config.compose import check, compose
-    from ppocli.config.words import ACCEPT_CHANGES, read_words
-
+    if is_scorer(target.model):
+        raise ConfigError(f"{target.name} is a reward model: it scores responses and writes none.",
+                          where="RUN", fix="name a policy; to score its responses with this model: "
+                          "reward.fn=reward_model reward.kwargs.model="
+                          f"{short_path(str(target.run_dir or target.model))}")
     given = {word.lstrip("+~").partition("=")[0] for word in words}
-    if target.run_dir is not None:
-        # judged is what config.yaml says now, be it changed by hand
-        base = [f"resume={resolved.quoted(str(target.run_dir))}", ACCEPT_CHANGES,
-                *[TRUST] * trusts]
+    run = _trained_on_data(target)
+    if target.run_dir is not None and run is None:
+        base = _going_on(target.run_dir, trusts)
     else:
-        base = ["ppo.num_steps=1", *_start_of(target.model)]
+        base = ["ppo.num_steps=1", *(_start_of(target.model) if run is None else _own(run))]
         if needs_reward and not given & {"reward.fn", "reward.fns"} and not any(
                 name.startswith("reward.fns.") for name in given):
             raise ConfigError(f"{target.name} is a model and brings no reward of its own.",
@@ -89,11 +92,90 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
                               "a Hub data set (column: prompts.column=NAME)")
         if not needs_reward:
             base.append("reward.fn=length")
-    checked = check(compose(read_words([*base, *words])))
-    allow_code(checked, JUDGED if needs_reward else ("model.",))
-    config = checked.config
+    config = _allowed([*base, *words], target, JUDGED if needs_reward else ("model.",), run, words,
+                      trusts)
     _refuse_objects(config, target, needs_reward, needs_prompts)
     return replace(config, resume="never")
+
+
+def trained_on_data(target: Target) -> bool:
+    """Whether a target's own evaluation is one on rows of a data set."""
+    return _trained_on_data(target) is not None or is_scorer(target.model)
+
+
+def data_config(target: Target, words: Sequence[str], *, trusts: bool = False
+                ) -> schema.TrainConfig:
+    """The configuration under which a target is measured on rows of a data set: the run's own with
+    ``words`` where it was trained on one, else the task that its model is for.
+
+    Raises:
+        CheckpointError, ConfigError: as :func:`target_config`.
+    """
+    run = _trained_on_data(target)
+    if run is not None and target.run_dir is not None:
+        base = _going_on(target.run_dir, trusts)
+    else:
+        base = [f"task={'reward_model' if is_scorer(target.model) else 'sft'}"]
+        if target.run_dir is None:
+            base += _start_of(target.model)
+        else:
+            run = resolved.read_config(target.run_dir / resolved.CONFIG_FILE)
+            base += _own(run)
+    config = _allowed([*base, *words], target, ("model.",), run, words, trusts,
+                      frozenset({"data.path"}))
+    share = tasks.val_share(config.data) is not None
+    if resolved.PYTHON_OBJECT in (config.data.val, config.data.path if share else None):
+        raise ConfigError(f"{target.name} was started from Python with data that its folder can't "
+                          "hold.", where=str(target.run_dir), fix="data.val=FILE")
+    return replace(config, resume="never")
+
+
+def is_scorer(model: str) -> bool:
+    """Whether a model folder holds a reward model, or an adapter that makes one."""
+    adapter = read_json(Path(model) / ADAPTER_CONFIG) or {}
+    names = (read_json(Path(model) / "config.json") or {}).get("architectures") or []
+    return adapter.get("task_type") == "SEQ_CLS" or any(
+        str(name).endswith("ForSequenceClassification") for name in names)
+
+
+def _trained_on_data(target: Target) -> schema.TrainConfig | None:
+    """The configuration of the run that a target is of, if that trained on a data set."""
+    if target.run_dir is None:
+        return None
+    run = resolved.read_config(target.run_dir / resolved.CONFIG_FILE)
+    return run if tasks.task_name(run) in tasks.DATA_TASKS else None
+
+
+def _own(run: schema.TrainConfig) -> list[str]:
+    """What a run's configuration says of its model and its machine, as words."""
+    default = schema.TrainConfig()
+    model = replace(run.model, value=default.model.value, reference=default.model.reference)
+    generation = run.generation if tasks.task_name(run) == "sft" else default.generation
+    return resolved.words_for(replace(default, model=model, seed=run.seed, hardware=run.hardware,
+                                      generation=generation))
+
+
+def _going_on(run_dir: Path, trusts: bool) -> list[str]:
+    from ppocli.config.words import ACCEPT_CHANGES
+
+    # judged is what config.yaml says now, be it changed by hand
+    return [f"resume={resolved.quoted(str(run_dir))}", ACCEPT_CHANGES, *[TRUST] * trusts]
+
+
+def _allowed(whole: Sequence[str], target: Target, parts: tuple[str, ...],
+             run: schema.TrainConfig | None, typed: Sequence[str], trusts: bool,
+             handed_in: frozenset[str] = frozenset()) -> schema.TrainConfig:
+    """Compose words, and settle which code may run: words that repeat the settings of a ``run``
+    were not typed."""
+    from ppocli.config.compose import check, compose
+    from ppocli.config.words import read_words
+
+    checked = check(compose(read_words(whole)), handed_in)
+    if run is not None and target.run_dir is not None:
+        trust.check_run(target.run_dir, checked.config, ("model.",), trusts=trusts,
+                        typed=frozenset(word.partition("=")[0] for word in typed))
+    allow_code(checked, parts)
+    return checked.config
 
 
 def _start_of(model: str) -> list[str]:

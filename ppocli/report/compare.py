@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ppocli.config import tasks
 from ppocli.config.resolved import config_differences, flat
 from ppocli.report.curves import run_labels
 from ppocli.runs import listing, record
 
 _FIGURES = ("reward/mean", "objective/kl", "objective/entropy", "rollout/response_tokens_mean",
-            "rollout/finished_share", "eval/reward_mean", "eval/kl_mean",
-            "eval/response_tokens_mean", "eval/distinct_2")
+            "rollout/finished_share", "loss/total", "eval/reward_mean", "eval/kl_mean",
+            "eval/loss", "eval/perplexity", "eval/accuracy", "eval/accuracy_stderr",
+            "eval/margin_mean", "eval/ece", "eval/response_tokens_mean", "eval/distinct_2")
 # how a reward is called, which doesn't change its scores
 _CALLING = ("reward.timeout", "reward.retries", "reward.metric_fn", "reward.scale")
 
@@ -101,6 +103,11 @@ def _wins(base: record.RunRecord, run: record.RunRecord, base_name: str, name: s
 
     found = {"run": name, "against": base_name, "prompts": 0, "rate": None, "reason": None}
 
+    unscored = [label for each, label in ((run, name), (base, base_name))
+                if tasks.task_name(each.config) in tasks.DATA_TASKS]
+    if unscored:
+        return no(f"{unscored[0]} is not trained on rewards; ppocli eval judges its responses by "
+                  "one: --reward, --against")
     judged = [key for key, _, _ in config_differences(base.config, run.config)
               if key.startswith("reward.") and key not in _CALLING]
     if judged:

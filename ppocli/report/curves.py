@@ -50,6 +50,13 @@ class Curve:
 
 # title, unit, (name of the line, figure)
 _PLAN: list[tuple[str, str, list[tuple[str, str]]]] = [
+    ("Loss", "", [("training", "loss/total"), ("evaluation", "eval/loss")]),
+    ("Accuracy", "share of the pairs", [
+        ("evaluation", "eval/accuracy"), ("chosen is longer", "eval/accuracy_longer"),
+        ("chosen is shorter", "eval/accuracy_shorter")]),
+    ("Perplexity", "", [("evaluation", "eval/perplexity")]),
+    ("Margin", "chosen less rejected score", [("evaluation", "eval/margin_mean")]),
+    ("Calibration error", "share", [("evaluation", "eval/ece")]),
     ("Reward", "score", [("rollouts", "reward/mean"), ("evaluation", "eval/reward_mean")]),
     ("KL to the reference", "nats a response",
      [("rollouts", "objective/kl"), ("evaluation", "eval/kl_mean")]),
@@ -110,7 +117,7 @@ def _curve(record: RunRecord, title: str, unit: str, wanted: list[tuple[str, str
         figures.append(_figures(name, [y for _, y in points], floor))
     if not lines:
         return None
-    if len(wanted) > 1 and len(lines) == 1 and lines[0].name != "rollouts":
+    if len(wanted) > 1 and len(lines) == 1 and lines[0].name not in ("rollouts", "training"):
         title = f"{title}: {lines[0].name}"  # a picture of one line has no legend
     return Curve(title, unit, lines, figures, floor, note, thinned, record.step)
 
@@ -129,10 +136,13 @@ def _kind(figure: str, count: int, evaluated: bool) -> Literal["line", "thin", "
 
 
 SHORT = {
-    "reward": "reward/mean", "kl": "objective/kl", "length": "rollout/response_tokens_mean",
-    "entropy": "objective/entropy", "clip": "policy/clipfrac_avg", "lr": "lr",
-    "loss": "loss/total_avg", "eval": "eval/reward_mean"}
-"""short names of the figures that are looked at most"""
+    "reward": ("reward/mean",), "kl": ("objective/kl",),
+    "length": ("rollout/response_tokens_mean", "eval/response_tokens_mean"),
+    "entropy": ("objective/entropy",), "clip": ("policy/clipfrac_avg",), "lr": ("lr",),
+    "loss": ("loss/total_avg", "loss/total"),
+    "eval": ("eval/reward_mean", "eval/accuracy", "eval/loss"), "accuracy": ("eval/accuracy",),
+    "perplexity": ("eval/perplexity",), "margin": ("eval/margin_mean",)}
+"""short names of the figures that are looked at most: the first of each that the runs have"""
 _WIDTH, _HEIGHT = 640, 240
 
 
@@ -148,7 +158,8 @@ class Series:
 
 
 def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
-    """Full names for ``reward,kl`` or ``policy/grad_norm``, each once.
+    """Full names for ``reward,kl`` or ``policy/grad_norm``, each once; for nothing those of what
+    the runs train: reward and KL, or the loss and what evaluations found.
 
     Raises:
         ConfigError: a name that none of the runs has, with what they have.
@@ -163,15 +174,19 @@ def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
                          "name another run, or go on with this one: "
                          f"ppocli resume {runs[0].folder.path}")
     names = []
+    short = {key: next((name for name in full if name in known), full[0])
+             for key, full in SHORT.items()}
+    text = text or ("reward,kl" if short["reward"] in known else
+                    ",".join(key for key in ("loss", "eval") if short[key] in known) or known[0])
     for given in (part.strip() for part in text.split(",")):
-        name = SHORT.get(given, given)
+        name = short.get(given, given)
         if name not in known:
-            short = [key for key, full in SHORT.items() if full in known]
+            there = [key for key, full in short.items() if full in known]
             raise ConfigError(
-                f"--metric {given}: " + (f"these runs have no {name}" if given in SHORT else
+                f"--metric {given}: " + (f"these runs have no {name}" if given in short else
                                          "there is no such figure in these runs")
-                + did_you_mean(given, [*short, *known]), where="command line",
-                fix=f"choose of: {', '.join(short)}; or by full name: {', '.join(known)}")
+                + did_you_mean(given, [*there, *known]), where="command line",
+                fix=f"choose of: {', '.join(there)}; or by full name: {', '.join(known)}")
         names.append(name)
     return list(dict.fromkeys(names))
 

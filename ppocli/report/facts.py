@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import resolved, schema, secrets
+from ppocli.config import kinds, resolved, schema, secrets, tasks
 from ppocli.errors import PpocliError
 from ppocli.evaluation.request import read_result
 from ppocli.report.curves import Curve, curves_of
@@ -31,7 +31,12 @@ _NAMES = {"reward_mean": "reward", "reward_std": "standard deviation of the rewa
           "kl_mean": "KL to the reference (nats a response)",
           "response_tokens_mean": "response length (tokens)",
           "finished_share": "finished responses (share)",
-          "distinct_2": "different word pairs (share)"}
+          "distinct_2": "different word pairs (share)", "loss": "loss (nats)",
+          "tokens": "tokens that count", "accuracy": "accuracy (share of the pairs)",
+          "accuracy_stderr": "standard error of the accuracy",
+          "margin_mean": "margin (chosen less rejected score)", "ece": "calibration error (ECE)",
+          "accuracy_longer": "accuracy where the chosen answer is longer",
+          "accuracy_shorter": "accuracy where the chosen answer is shorter"}
 
 
 Row = dict[str, Any]
@@ -58,9 +63,12 @@ class Report:
     total_steps: int
     episodes: int
     updates: int
-    model: str
-    reward: str
-    prompts: str
+    kind: str
+    """``ppo``, ``sft``, ``reward_model``, or ``own``"""
+    doing: str
+    """the same in words"""
+    asked: dict[str, str]
+    """model, reward and prompts; or model, data and what is held back of them"""
     settings: list[Row]
     """keys that differ from their defaults: ``key``, ``value``, ``default`` as YAML shows them"""
     all_settings: dict[str, str]
@@ -72,6 +80,8 @@ class Report:
     """settings that were others before the run was resumed"""
     before_step: int | None
     after_step: int | None
+    main: list[str]
+    """names of the figures of an evaluation that say most"""
     outcome: list[Row]
     """figures of the first and the last evaluation: ``name``, ``label``, ``before``, ``after``"""
     best: Row | None
@@ -108,6 +118,7 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
         shown_as: how the user names the run's folder, for commands.
     """
     config, summary = record.config, record.summary or {}
+    kind, task = kinds.kind_of(config), tasks.task_name(config)
     before, after = _evaluations(record)
     first, last = before.get("step"), after.get("step")
     best, error = _best(record), summary.get("error")
@@ -121,13 +132,14 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
         failure=shown(str(error)) if record.status == "failed" and error else None,
         step=record.step, total_steps=record.total_steps,
         episodes=record.episodes, updates=record.updates,
-        model=_model(config), reward=_reward(config), prompts=_prompts(config),
+        kind=task, doing=kind.doing, asked=_asked(config, task),
         settings=[{"key": key, "value": _yaml(new), "default": "" if old == "???" else _yaml(old)}
                   for key, old, new in resolved.config_differences(schema.TrainConfig(), config)],
-        all_settings={key: _yaml(value) for key, value in resolved.flat(config).items()},
+        all_settings={key: _yaml(value) for key, value in resolved.flat(config).items()
+                      if tasks.is_read(key, task)},
         command=command, modules=_modules(config), changes=record.changes,
         before_step=first, after_step=last,
-        outcome=_outcome(before, after), best=best,
+        main=kind.names, outcome=_outcome(before, after), best=best,
         curves=curves_of(record),
         samples=samples_of(record, first, last),
         complaints=_complaints(record), evaluations=evaluations_of(record.folder.path),
@@ -140,8 +152,13 @@ def _yaml(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _model(config: schema.TrainConfig) -> str:
-    return config.model.path + (f" at {config.model.revision}" if config.model.revision else "")
+def _asked(config: schema.TrainConfig, task: str) -> dict[str, str]:
+    model = config.model.path + (f" at {config.model.revision}" if config.model.revision else "")
+    if task not in tasks.DATA_TASKS:
+        return {"model": model, "reward": _reward(config), "prompts": _prompts(config)}
+    data, share = config.data, tasks.val_share(config.data)
+    return {"model": model, "data": str(data.path),
+            "held back": str(data.val or "none") if share is None else f"{share:g} of the rows"}
 
 
 def _reward(config: schema.TrainConfig) -> str:
@@ -184,7 +201,8 @@ def _sentence(record: RunRecord) -> str:
 def _evaluations(record: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
     """The rows of the first and of the last evaluation, empty where there is none; a lone one
     before any step is a first."""
-    rows = [row for row in record.rows if row.get("eval/reward_mean") is not None]
+    rows = [row for row in record.rows
+            if (figure := kinds.evaluation_of(row)) and row[figure[1]] is not None]
     if len(rows) == 1:
         return (rows[0], {}) if rows[0]["step"] == 0 else ({}, rows[0])
     return (rows[0], rows[-1]) if rows else ({}, {})

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from ppocli.config import kinds, tasks
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
@@ -32,15 +33,22 @@ class RunInfo:
     """of the process that writes it"""
     step: int
     total_steps: int | None
+    kind: str
+    """``ppo``, ``sft``, ``reward_model``, ``own``; or ``?``"""
     reward_mean: float | None
-    """mean score of the newest rollout"""
+    """mean score of the newest rollout; only PPO has one"""
+    loss: float | None
+    """of the newest step; not of PPO"""
+    metric: str
+    """``checkpoint.metric``"""
     best: float | None
-    """largest evaluation figure so far, by ``checkpoint.metric``"""
+    """the best evaluation so far, by that"""
     best_step: int | None
     bytes: int
     """of everything in the folder"""
     model: str
     reward: str
+    """what scores the responses; of trainings on a data set, the data"""
     written: float
     """seconds since the epoch"""
 
@@ -61,19 +69,31 @@ def _info(folder: Path, root: Path) -> RunInfo:
         pid = None if owner is None else owner.pid
         run = read_run(folder)
     except (CheckpointError, OSError):
-        return RunInfo(name, folder, "damaged", pid, 0, None, None, None, None, size, "?", "?",
-                       when)
-    rewards, (best_step, best) = run.series("reward/mean"), best_evaluation(run)
-    return RunInfo(name, folder, run.status, pid, run.step, run.total_steps,
-                   rewards[-1][1] if rewards else None, best, best_step, size,
-                   last_part(run.config.model.path), reward_names(run.config), when)
+        return RunInfo(name, folder, "damaged", pid, 0, None, "?", None, None, "", None, None, size,
+                       "?", "?", when)
+    kind, (best_step, best) = tasks.task_name(run.config), best_evaluation(run)
+    row = next((row for row in reversed(run.rows) if kinds.curves_of(row)), {})
+    newest = {label: row.get(figure) for label, figure in kinds.curves_of(row)}
+    return RunInfo(name, folder, run.status, pid, run.step, run.total_steps, kind,
+                   newest.get("reward"), newest.get("loss"), run.config.checkpoint.metric, best,
+                   best_step, size, last_part(run.config.model.path), source_names(run.config),
+                   when)
 
 
 def best_evaluation(run: RunRecord) -> tuple[int, float] | tuple[None, None]:
-    """(step, figure) of the evaluation with the largest ``checkpoint.metric``, the first of
-    several; Nones without evaluations."""
-    found = run.series(f"eval/{run.config.checkpoint.metric}")
-    return max(found, key=lambda point: (point[1], -point[0]), default=(None, None))
+    """(step, figure) of the evaluation with the best ``checkpoint.metric``, the first of several:
+    the lowest loss, else the highest figure; Nones without evaluations."""
+    metric = run.config.checkpoint.metric
+    sign = -1 if metric in kinds.kind_of(run.config).lower_is_better else 1
+    return max(run.series(f"eval/{metric}"), key=lambda point: (sign * point[1], -point[0]),
+               default=(None, None))
+
+
+def source_names(config: TrainConfig) -> str:
+    """What is learned from: the rewards of PPO, else the data."""
+    if tasks.task_name(config) not in tasks.DATA_TASKS:
+        return reward_names(config)
+    return last_part(config.data.path or "?")
 
 
 def reward_names(config: TrainConfig) -> str:

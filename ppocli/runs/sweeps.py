@@ -3,13 +3,13 @@
 import json
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import bounded
+from ppocli.config import bounded, kinds, schema
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
@@ -40,6 +40,41 @@ class JobRecord:
     folder: str = ""
     """absolute, or empty before it is known"""
     error: str | None = None
+    figures: dict[str, float | None] = field(default_factory=dict)
+    """the figures that say most of what it trained, by their labels"""
+    objective: float | None = None
+    """``checkpoint.metric``, which Hydra's optimizers are told"""
+    lower_is_better: bool = False
+    """of the objective"""
+
+    @property
+    def shown(self) -> dict[str, float | None]:
+        """Its figures; a record of an earlier version has those of PPO alone."""
+        return self.figures or {"reward": self.reward_mean, "KL": self.kl_mean}
+
+    @property
+    def rank(self) -> float | None:
+        """Lowest for the best job."""
+        best = self.objective if self.figures else self.reward_mean
+        return best if best is None or self.lower_is_better else -best
+
+
+def figures_of(config: schema.TrainConfig, value: Callable[[str], float | None]) -> dict[str, Any]:
+    """What a :class:`JobRecord` tells of a job's evaluation; ``value`` has its figures by name."""
+    kind, metric = kinds.kind_of(config), config.checkpoint.metric
+    named = dict(kind.evaluations)
+    if metric not in kind.names:
+        named[metric.rpartition("/")[2]] = metric
+    return {"reward_mean": value("reward_mean"), "kl_mean": value("kl_mean"),
+            "figures": {label: value(name) for label, name in named.items()},
+            "objective": value(metric), "lower_is_better": metric in kind.lower_is_better}
+
+
+def labels_of(jobs: Iterable[JobRecord]) -> list[str]:
+    """The columns of a table of jobs: labels of what those have that were evaluated."""
+    jobs = list(jobs)
+    told = [job for job in jobs if any(value is not None for value in job.shown.values())]
+    return list(dict.fromkeys(label for job in told or jobs for label in job.shown))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +213,10 @@ def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | 
         run = read_run(folder) if job.folder and is_run(folder) else None
     now: dict[str, Any] = {"status": _status(job, run, sweep_alive)}
     if run is not None and now["status"] != "failed":
-        now |= {name: points[-1][1] for name in ("reward_mean", "kl_mean")
-                if (points := run.series(f"eval/{name}"))}
+        newest = {name: run.series(name)[-1][1] for name in run.names if name.startswith("eval/")
+                  and run.series(name)}
+        if newest:
+            now |= figures_of(run.config, lambda name: newest.get(f"eval/{name}"))
     return replace(job, **now), run
 
 

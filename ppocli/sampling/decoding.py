@@ -76,12 +76,13 @@ def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float3
 
 
 def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: int,
-                given: Any = None) -> LoadedLM:
+                given: Any = None, *, scores: bool = False) -> LoadedLM:
     """The model that a training starts from, with a new adapter on it where one is asked for. An
     adapter that ``model.path`` names goes on; or, where none is asked for, it is merged.
 
     Args:
         given: a model to take in place of loading one.
+        scores: whether it is a model that scores texts, which isn't sampled from.
 
     Raises:
         InputError: as :func:`load_decodable`.
@@ -90,9 +91,12 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
     kind = adapters.adapter_kind(cfg)
     dtype = DTYPES[hardware.weights] if kind is None else frozen_dtype(cfg, hardware)
     settings = adapters.adapter_settings(cfg)
-    loaded = load_decodable(cfg, dtype=dtype, given=given,
-                            goes_on=None if kind is None else {"type": kind, **settings})
-    say_decoding(loaded.lm)
+    goes_on = None if kind is None else {"type": kind, **settings}
+    if scores:
+        loaded = load_lm(cfg, dtype=dtype, goes_on=goes_on, score_seed=seed)
+    else:
+        loaded = load_decodable(cfg, dtype=dtype, given=given, goes_on=goes_on)
+        say_decoding(loaded.lm)
     if loaded.adapter is not None:
         log.info("%s is an adapter on %s: %s", cfg.path, loaded.adapter.base.path,
                  "merged, and all weights train" if kind is None else "it trains on")
@@ -101,7 +105,8 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
         return loaded
     base = identify(loaded.lm, cfg.path, cfg.revision)
     config = peft_config(kind, settings, pair=trunk.has_encoder(loaded.lm),
-                         revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path)
+                         revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path,
+                         scores=scores)
     check_steps(loaded.lm, virtual=kind != "lora")
     return replace(loaded, adapter=Adapter(attach(loaded.lm, config, seed=seed), base))
 

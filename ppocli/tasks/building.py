@@ -2,7 +2,7 @@
 policy is sampled from, and how it is written."""
 
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from ppocli.text import first_line
 from ppocli.training.saved_model import SavedModel
 from ppocli.zero.sharded_models import load_in_parts, sharded_copy, share_sharded_trunk
 from ppocli.zero.sharded_weights import gathered
+
+T = TypeVar("T", bound=torch.nn.Module)
 
 
 def check_memory(cfg: schema.TrainConfig, backend: Backend, lm_config: Any, *, prompt_tokens: int,
@@ -143,21 +145,23 @@ def build_reference(cfg: schema.TrainConfig, backend: Backend, lm: Any, tokenize
                          fix="set model.reference.kind=copy") from error
 
 
-def load_start(cfg: schema.TrainConfig, backend: Backend, given: Any = None) -> LoadedLM:
+def load_start(cfg: schema.TrainConfig, backend: Backend, given: Any = None, *,
+               scores: bool = False) -> LoadedLM:
     """The model that training starts from; under ZeRO 3 in parts already, unless an adapter is to
     be attached to it.
 
     Args:
         given: a model that is taken in place of loading ``model.path``, which holds a copy of it.
+        scores: as of :func:`ppocli.sampling.decoding.load_policy`.
 
     Raises:
         PpocliError: as :func:`ppocli.sampling.decoding.load_policy`.
     """
-    whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed, given)
+    whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed, given, scores=scores)
     if (backend.zero_stage < 3 or adapters.adapter_kind(cfg.model) is not None
             or _starts_as_adapter(cfg)):
         return whole()
-    return load_in_parts(cfg, backend, whole, partial(empty_lm, cfg.model),
+    return load_in_parts(cfg, backend, whole, partial(empty_lm, cfg.model, scores=scores),
                          offload=cfg.hardware.offload_param)
 
 
@@ -168,18 +172,31 @@ def build_policy(cfg: schema.TrainConfig, backend: Backend, loaded: LoadedLM, to
     Raises:
         InputError: layers can't be found, or the value function can't be built.
     """
-    try:
-        freeze_lower_layers(loaded.lm, cfg.model.num_layers_unfrozen)
-    except ValueError as error:
-        raise InputError(f"model.num_layers_unfrozen can't be used: {error}.",
-                         where="model.num_layers_unfrozen", fix="leave it at -1") from error
-    if cfg.model.gradient_checkpointing:
-        _checkpoint_gradients(loaded.lm)
+    freeze(cfg, loaded.lm)
     # a branch is cut from whole layers
     branches = cfg.model.value.kind == "branch"
     with gathered(loaded.lm, backend.zero_stage if branches else 0):
         head, trunk = _value_function(cfg, loaded, tokenizer)
-    policy = Policy(loaded.lm, head, trunk)
+    return placed(backend, Policy(loaded.lm, head, trunk))
+
+
+def freeze(cfg: schema.TrainConfig, lm: Any) -> None:
+    """Freeze what ``model.num_layers_unfrozen`` leaves out, and checkpoint gradients if asked to.
+
+    Raises:
+        InputError: layers can't be found.
+    """
+    try:
+        freeze_lower_layers(lm, cfg.model.num_layers_unfrozen)
+    except ValueError as error:
+        raise InputError(f"model.num_layers_unfrozen can't be used: {error}.",
+                         where="model.num_layers_unfrozen", fix="leave it at -1") from error
+    if cfg.model.gradient_checkpointing:
+        _checkpoint_gradients(lm)
+
+
+def placed(backend: Backend, policy: T) -> T:
+    """A module on its device, in eval mode."""
     if backend.zero_stage < 3:
         policy = policy.to(backend.device)
     else:  # weights follow when they are sharded: they never lie on one device as a whole

@@ -143,10 +143,9 @@ class SFTTask(supervised.SupervisedTask):
             self._acting = acting
             return super().evaluate(stop)
 
-    def measure(self, rows: torch.Tensor) -> torch.Tensor:
+    def measure(self, data: Examples, rows: torch.Tensor) -> torch.Tensor:
         """As :class:`SupervisedTask`: sum of the negative logprobs, and how many tokens."""
-        assert self.val is not None
-        samples = self.sequences(self.val, rows)
+        samples = self.sequences(data, rows)
         batch = layout.lay_out(samples, pack=self.packs).to(self.backend.device)
         out = self._acting(batch, temperature=1.0, want_entropy=False)
         count = samples.mask.sum(1)
@@ -161,7 +160,7 @@ class SFTTask(supervised.SupervisedTask):
         loss = nll / count
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": count}
 
-    def shown(self, stop: StopFlag) -> list[dict[str, Any]]:
+    def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
         """As :class:`SupervisedTask`: responses to the first prompts of ``data.val``."""
         if self.val is None or not self.asked:
             return []

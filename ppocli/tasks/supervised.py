@@ -88,7 +88,7 @@ def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) 
     prompt, new = pass_tokens(setup.cfg, train, setup.backend.ranks.world)
     building.check_memory(setup.cfg, setup.backend, unloaded.config, prompt_tokens=prompt,
                           new_tokens=new)
-    if val is None:
+    if val is None and setup.cfg.checkpoint.keep_best:
         log.info("data.val is not given: nothing is evaluated, and no checkpoint is the best")
     return train, val
 
@@ -120,8 +120,8 @@ class SupervisedTask(task.Task):
         """[n] int64 terms that each row adds to the loss."""
 
     @abstractmethod
-    def measure(self, rows: torch.Tensor) -> torch.Tensor:
-        """[b, K] fp64 figures of some rows of ``val``, b of them; no gradient."""
+    def measure(self, data: Any, rows: torch.Tensor) -> torch.Tensor:
+        """[b, K] fp64 figures of some rows of a data set, b of them; no gradient."""
 
     @abstractmethod
     def evaluation_figures(self, measured: torch.Tensor) -> dict[str, float]:
@@ -170,26 +170,33 @@ class SupervisedTask(task.Task):
         """As :class:`Task`; without ``data.val`` it finds nothing."""
         if self.val is None:
             return task.Evaluation({})
-        ranks, total = self.backend.ranks, len(self.val)
-        lengths = self.lengths(self.val)
+        whole = self.measured(self.val, stop)
+        shown = self.shown(whole, stop)
+        figures = self.evaluation_figures(whole)
+        generated = [row for row in shown if "finished" in row]
+        if generated:
+            figures |= {"response_tokens_mean": _mean(generated, "response_tokens"),
+                        "finished_share": _mean(generated, "finished")}
+        return task.Evaluation(figures, shown, sum(row["response_tokens"] for row in generated))
+
+    def measured(self, data: Any, stop: StopFlag) -> torch.Tensor:
+        """[n, K] what :meth:`measure` finds of all rows, dealt over the ranks."""
+        ranks, total = self.backend.ranks, len(data)
+        lengths = self.lengths(data)
         stop.meet()
         found = self.passes.retry(
             "evaluation", min(self.rows_per_pass, -(-total // ranks.world)), int(lengths.max()),
-            lambda: self._measured(lengths, stop), in_step=self.backend.zero_stage == 3)
+            lambda: self._measured(data, lengths, stop), in_step=self.backend.zero_stage == 3)
         parts = ranks.gather(found)
         whole = torch.empty((total, parts[0][1].shape[1]), dtype=torch.float64)
         for where, measured in parts:
             whole[where] = measured
-        shown = self.shown(stop)
-        figures = self.evaluation_figures(whole)
-        if shown:
-            figures |= {"response_tokens_mean": _mean(shown, "response_tokens"),
-                        "finished_share": _mean(shown, "finished")}
-        return task.Evaluation(figures, shown, sum(row["response_tokens"] for row in shown))
+        return whole
 
     @torch.no_grad()
-    def _measured(self, lengths: torch.Tensor, stop: StopFlag) -> tuple[list[int], torch.Tensor]:
-        """This rank's places in ``val``, and [n, K] what was measured of them."""
+    def _measured(self, data: Any, lengths: torch.Tensor, stop: StopFlag
+                  ) -> tuple[list[int], torch.Tensor]:
+        """This rank's places in the data, and [n, K] what was measured of them."""
         places: list[int] = []
         found: list[torch.Tensor] = []
         for part in optimize.dealt(self, lengths, "evaluation"):
@@ -197,13 +204,17 @@ class SupervisedTask(task.Task):
             faults.point("evaluation.forward", len(part))
             # a rank without rows left measures one for nothing, to stay in step with the others
             with self.backend.autocast():
-                measured = self.measure(part if len(part) else lengths.argmin().reshape(1))
+                measured = self.measure(data, part if len(part) else lengths.argmin().reshape(1))
             places += part.tolist()
             found.append(measured[:len(part)])
         return places, torch.cat(found)
 
-    def shown(self, stop: StopFlag) -> list[dict[str, Any]]:
-        """Rows for samples.jsonl; none by default."""
+    def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
+        """Rows for samples.jsonl; none by default.
+
+        Args:
+            measured: as of :meth:`evaluation_figures`.
+        """
         return []
 
     def digests(self) -> dict[str, str]:

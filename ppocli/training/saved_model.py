@@ -25,7 +25,7 @@ class SavedModel:
     config: Any
     """the model's configuration as it came"""
     generation_config: Any
-    """for whoever samples from it later"""
+    """for whoever samples from it later; None of a model that isn't sampled from"""
     tokenizer: Any
     adapter: Adapter | None = None
 
@@ -72,4 +72,5 @@ class SavedModel:
         else:
             describe_adapter(self.adapter, folder)
         self.tokenizer.save_pretrained(folder)
-        self.generation_config.save_pretrained(folder)
+        if self.generation_config is not None:
+            self.generation_config.save_pretrained(folder)

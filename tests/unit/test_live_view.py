@@ -364,6 +364,6 @@ def test_a_resumed_run_shows_its_past(on_terminal, tmp_path):
     def go_on() -> None:
         with open_display(tmp_path / "ppocli.log") as display:
             display.start(5, 9, lambda: None)
-            assert display.board.rewards == [step / 8 for step in range(1, 6)]
+            assert display.board.curves["reward"] == [step / 8 for step in range(1, 6)]
 
     assert "step 5/9 " in on_terminal(go_on)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class LoadedLM:
     export_config: Any
     """its configuration as it came, to be saved with the trained weights"""
     generation_config: Any
-    """its own generation defaults; read for EOS ids and saved again, never used to sample"""
+    """its own generation defaults; read for EOS ids and saved again, never used to sample; None of
+    a model that scores texts"""
     decoder_start: int | None
     """the token that the decoder of an encoder-decoder starts from; None for a causal LM"""
     adapter: adapters.Adapter | None = None
@@ -100,11 +102,13 @@ def without_dropout(config: Any) -> Any:
 
 
 def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path",
-            goes_on: Mapping[str, Any] | None = None) -> LoadedLM:
+            goes_on: Mapping[str, Any] | None = None, score_seed: int | None = None) -> LoadedLM:
     """Load ``cfg.path`` with every weight found in its files.
 
     Args:
         key: where the path comes from, for messages.
+        score_seed: where given, the model is loaded as one that scores texts, a sequence classifier
+            with one label; the seed is that of its head, where the files have none.
         goes_on: as of :func:`ppocli.models.loading.adapters.load_adapter`, where the path names an
             adapter.
 
@@ -116,9 +120,14 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = 
     source, is_folder = model_files.find_model(cfg.path, key=key, revision=cfg.revision,
                                                needs="model", adapters=True)
     if is_folder and model_files.is_adapter(source):
-        return _load_on_base(cfg, Path(source), dtype, goes_on)
-    lm, config = load_weights(cfg, source, partial(_class_of, cfg, key), name=cfg.path, key=key,
-                              revision=cfg.revision, dtype=dtype, **model_config.quantized(cfg))
+        return _load_on_base(cfg, Path(source), dtype, goes_on, score_seed)
+    scores = score_seed is not None
+    lm, config = load_weights(
+        cfg, source, partial(_scorer_class if scores else _class_of, cfg, key), name=cfg.path,
+        key=key, revision=cfg.revision, dtype=dtype, **model_config.quantized(cfg),
+        new={} if score_seed is None else {adapters.SCORE: partial(_new_score, seed=score_seed)})
+    if scores:
+        return _ready(cfg, lm, config, None)
     made = _ready(cfg, lm, config,
                   copy.deepcopy(lm.generation_config) or transformers.GenerationConfig())
     _check_logits(lm, cfg.path, key)
@@ -144,6 +153,7 @@ def take_lm(cfg: ModelConfig, lm: Any) -> LoadedLM:
 
 def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], *, name: str,
                  key: str, revision: str | None, dtype: torch.dtype, what: str = "model",
+                 new: Mapping[str, Callable[[torch.Tensor], None]] = MappingProxyType({}),
                  **how: Any) -> tuple[Any, Any]:
     """A model with every weight found in its files, and its configuration as it came.
 
@@ -151,9 +161,10 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
         class_of: transformers' class for a configuration.
         name, key: of the model and of what names it, for messages.
         what: is loaded, for messages.
+        new: what fills weights of these names where the files lack them.
 
     Raises:
-        InputError: files are broken, or lack weights.
+        InputError: files are broken, or lack other weights.
     """
     hub = {"revision": revision, "trust_remote_code": cfg.trust_remote_code}
     with model_config.loading(f"{what} {name}", key):
@@ -161,7 +172,10 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
         model, info = class_of(config).from_pretrained(
             source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
             **hub, **model_config.attention_wanted(cfg), **how)
-    missing = sorted(info["missing_keys"]) + sorted(str(m) for m in info["mismatched_keys"])
+    for lacking in new.keys() & info["missing_keys"]:
+        new[lacking](model.get_parameter(lacking).data)
+    missing = sorted(set(info["missing_keys"]) - new.keys()) + sorted(
+        str(m) for m in info["mismatched_keys"])
     if missing:
         raise InputError(f"{name} lacks {len(missing)} weights that {type(model).__name__} needs "
                          f"(the first: {missing[0]}); they would be random.", where=key,
@@ -187,8 +201,8 @@ def _ready(cfg: ModelConfig, lm: Any, config: Any, generation_config: Any) -> Lo
     return LoadedLM(lm, config, generation_config, start)
 
 
-def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path"
-             ) -> LoadedLM:
+def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path",
+             scores: bool = False) -> LoadedLM:
     """What :func:`load_lm` gives, before it has read any weights: parameters are on the meta
     device, and the values of buffers are not to be relied on.
 
@@ -203,11 +217,36 @@ def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str =
         config = transformers.AutoConfig.from_pretrained(source, revision=cfg.revision,
                                                          trust_remote_code=trust)
         with init_empty_weights(include_buffers=False):
-            lm = _class_of(cfg, key, config).from_config(
+            lm = (_scorer_class if scores else _class_of)(cfg, key, config).from_config(
                 without_dropout(config), dtype=dtype, trust_remote_code=trust,
                 **model_config.attention_wanted(cfg))
     lm.tie_weights()  # which making it without weights has undone
-    return _ready(cfg, lm, config, transformers.GenerationConfig())
+    return _ready(cfg, lm, config, None if scores else transformers.GenerationConfig())
+
+
+def _scorer_class(cfg: ModelConfig, key: str, config: Any) -> Any:
+    """transformers' class for a model that scores texts; ``config`` becomes one of one label.
+
+    Raises:
+        InputError: the model has an encoder, so that no state of its has read all of a text.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise InputError(f"{cfg.path} is an encoder-decoder ({config.model_type}): a score is read "
+                         "at the last token of a text, which a causal language model has read as a "
+                         "whole.", where=key, fix="give a causal language model, or a reward model "
+                         "made of one")
+    config.num_labels = 1
+    return transformers.AutoModelForSequenceClassification
+
+
+def _new_score(weight: torch.Tensor, seed: int) -> None:
+    """Fill a new head [1, D] with normal numbers of deviation 0.1 / sqrt(D): the states behind the
+    final norm are about sqrt(D) long, so that scores start at about 0.1 whatever the width. The
+    loss then starts at log 2, and the trunk has a gradient from the first update on, which it would
+    not have under a head of zeros."""
+    drawn = torch.empty(weight.shape, dtype=torch.float32).normal_(
+        std=0.1 * weight.shape[-1]**-0.5, generator=torch.Generator().manual_seed(seed))
+    weight.copy_(drawn)
 
 
 def _class_of(cfg: ModelConfig, key: str, config: Any) -> Any:
@@ -223,11 +262,12 @@ def _class_of(cfg: ModelConfig, key: str, config: Any) -> Any:
 
 
 def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype,
-                  goes_on: Mapping[str, Any] | None) -> LoadedLM:
+                  goes_on: Mapping[str, Any] | None, score_seed: int | None = None) -> LoadedLM:
     """An adapter's folder: its base, as it names it, with the adapter on it."""
     path, revision, known = model_files.named_base(folder)
     try:
-        loaded = load_lm(replace(cfg, path=path, revision=revision), dtype=dtype)
+        loaded = load_lm(replace(cfg, path=path, revision=revision), dtype=dtype,
+                         score_seed=score_seed)
     except InputError as error:
         raise InputError(f"The base of the adapter in {folder} can't be loaded: {error.what}",
                          where=str(folder / (model_files.ADAPTER_BASE if known
