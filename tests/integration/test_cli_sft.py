@@ -123,7 +123,7 @@ def test_validate_shows_the_data_and_the_plan(world, capsys):
     first, *lines = done.out.splitlines()
     assert first.startswith("valid: lm, sft, 10 examples, 5 steps of 4 examples (20 in all), "
                             "device cpu fp32, into runs/")
-    assert lines[:2] == ["line 1 of data.jsonl:", "  the a [film plot actor <eos>]"]
+    assert lines[:2] == ["line 1 of data.jsonl:", "  the a[plot actor was <eos>]"]
     assert any("longer than 8 tokens: cut at the end" in line for line in lines)
     assert any(line.startswith("data.val: 3 examples, ") for line in lines)
     found = json.loads(validate("task=sft", *KEYS, "--json", code=0).out)
@@ -157,6 +157,6 @@ def test_the_estimate_has_no_reference_and_no_value(world, capsys):
                                 "--prompt-tokens", "20", "--json", code=0).out)
     assert pairs["samples_a_pass"] == 64  # of 32 pairs
     assert not pairs["generation_bytes"] > pairs["update_bytes"]
-    told = estimate("task=sft", *KEYS, "--memory", "0.0003")
+    told = estimate("task=sft", *KEYS, "sft.mini_batch_size=512", "--memory", "0.001")
     assert told.code == 8
     assert "sft.micro_batch_size=1" in told.err
