@@ -10,21 +10,11 @@ best-of-n of the SFT model at the same KL, chosen by the learned reward. The exi
 promise doesn't hold.
 """
 
-import argparse
-import json
 import os
 import resource
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
-from statistics import fmean
-from typing import Any
-
-from machine import provenance
-from tables import marks, table, write_between
-
-from ppocli.evaluation.figures import best_of_n, best_of_n_kl
 
 ACCURACY, GAIN = 0.80, 0.25
 BEST_OF = (1, 2, 4, 8, 16, 32, 64)

@@ -287,5 +287,5 @@ def test_a_tokenizer_with_a_damaged_setting_is_refused(tmp_path):
     save_lm(tmp_path / "lm")
     path = tmp_path / "lm/tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "long"}))
-    with pytest.raises(InputError, match="The tokenizer of .* can't be loaded: '>' not supported"):
+    with pytest.raises(InputError, match=r"The tokenizer of .* can't be loaded: '>' not supported"):
         load_tokenizer(ModelConfig(path=str(tmp_path / "lm")))

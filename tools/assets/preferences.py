@@ -5,7 +5,6 @@ import json
 import random
 import re
 from pathlib import Path
-from typing import Any
 
 from tools.assets import vocabulary as words
 from tools.assets.corpus import Review, make_reviews
