@@ -265,10 +265,10 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
         yield ""
         yield f"prompt   {_short(rows[0]['prompt'])}"
         for row in rows[:2]:
-            said = [(row["model"], row.get("score"), row["response"])] if "response" in row else [
+            said = [(row["model"], row.get("score", ""), row["response"])] if "response" in row else [
                 (name, row[f"{name}_score"], row[name]) for name in ("chosen", "rejected")]
             for name, score, text in said:
-                told = "" if score is None else f"[{shown_figure(score)}] "
+                told = "" if score == "" else f"[{shown_figure(score)}] "
                 yield f"{name:8} {told}{_short(text)}"
 
 
