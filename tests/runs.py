@@ -258,14 +258,14 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     import torch
     from safetensors.torch import load_file
 
+    from ppocli.config.algorithm import needs_critic
     from ppocli.config.resolved import read_config
 
     a, b = last_checkpoint(one), last_checkpoint(other)
     assert a.name == b.name
     names = sorted(str(p.relative_to(a)) for p in a.rglob("*.safetensors"))
     assert names == sorted(str(p.relative_to(b)) for p in b.rglob("*.safetensors"))
-    config = read_config(one / "config.yaml")
-    critic = config.task.fn is None and config.ppo.advantage == "gae"
+    critic = needs_critic(read_config(one / "config.yaml"))
     assert {"optimizer", "rng", *["value_head"] * critic} <= {
         re.split(r"[-./]", name)[0] for name in names}, names
     pairs = [(a / name, b / name) for name in names]

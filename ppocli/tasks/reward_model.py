@@ -24,7 +24,6 @@ from ppocli.tasks import building, supervised
 from ppocli.training import saved_model, task
 from ppocli.training.optimizers import build_optimizer
 from ppocli.training.updates import prepare
-from ppocli.zero.oom_retry import PassRows
 
 log = logging.getLogger("ppocli")
 
@@ -94,7 +93,6 @@ class RewardModelTask(supervised.SupervisedTask):
         config = loaded.export_config
         config.get_text_config().pad_token_id = config.pad_token_id = tokenizer.pad_token_id
         self.saved = saved_model.SavedModel(loaded.lm, config, None, tokenizer, loaded.adapter)
-        self.passes = PassRows(backend, dict.fromkeys(task.PASSES, "reward_model.micro_batch_size"))
         self.packs = cfg.data.packing and attention.takes_packed(loaded.lm)
 
     def lengths(self, data: Pairs) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ppocli.models.fast import attention
 from ppocli.models.loading import language_model, model_config
 from ppocli.models.loading.language_model import LoadedLM
 from ppocli.models.trunk import decoder_start, has_encoder
+from ppocli.parallel.ranks import woven
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.sampler import SamplerSetup, Speaker, build_sampler, sample_chunks
@@ -177,7 +178,7 @@ class SFTTask(supervised.SupervisedTask):
                 for text, response, count, ended in zip(
                     batch.texts, texts, out.mask.sum(1).tolist(), out.finished.tolist(),
                     strict=True)][:own]
-        return [row for share in self.backend.ranks.gather(rows) for row in share]
+        return woven(self.backend.ranks.gather(rows))
 
     def _prompts(self, places: list[int]) -> PromptBatch:
         assert self.val is not None

@@ -121,20 +121,15 @@ def test_validate_shows_the_data_and_the_plan(world, capsys):
     validate = app_in_process(capsys, "validate")
     done = validate("task=sft", *KEYS, "data.max_length=8", code=0)
     first, *lines = done.out.splitlines()
-    assert first == ("valid: lm, sft, 10 examples, 5 steps of 4 examples (20 in all), device cpu "
-                     "fp32, into runs/sft-DATE-TIME") or first.endswith("DATE-TIME")
-    assert lines[0] == "line 1 of data.jsonl:"
-    assert lines[1] == "  the film[ very good and<eos>]" or "[" in lines[1]
+    assert first.startswith("valid: lm, sft, 10 examples, 5 steps of 4 examples (20 in all), "
+                            "device cpu fp32, into runs/")
+    assert lines[:2] == ["line 1 of data.jsonl:", "  the a[plot actor was <eos>]"]
     assert any("longer than 8 tokens: cut at the end" in line for line in lines)
     assert any(line.startswith("data.val: 3 examples, ") for line in lines)
     found = json.loads(validate("task=sft", *KEYS, "--json", code=0).out)
     assert found["runs"][0]["examples"] == 10
     assert found["data"][0] == "line 1 of data.jsonl:"
     (world / "bad.jsonl").write_text(rows(2) + '{"prompt": "the film"}\n')
-    wrong = validate("task=sft", *KEYS, "data.path=bad.jsonl", "model.path=nowhere/model",
-                     "sft.mini_batch_size=0", "--json")
-    assert wrong.code == 2
-    assert {p["where"] for p in json.loads(wrong.out)["problems"]} >= {"model.path"}
     wrong = validate("task=sft", *KEYS, "data.path=bad.jsonl", code=3)
     assert "line 3 of bad.jsonl" in wrong.err
     away = validate("task=sft", *KEYS, "data.path=some/data", code=3)
@@ -162,6 +157,6 @@ def test_the_estimate_has_no_reference_and_no_value(world, capsys):
                                 "--prompt-tokens", "20", "--json", code=0).out)
     assert pairs["samples_a_pass"] == 64  # of 32 pairs
     assert not pairs["generation_bytes"] > pairs["update_bytes"]
-    told = estimate("task=sft", *KEYS, "--memory", "0.001")
+    told = estimate("task=sft", *KEYS, "sft.mini_batch_size=512", "--memory", "0.001")
     assert told.code == 8
     assert "sft.micro_batch_size=1" in told.err
