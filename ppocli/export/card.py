@@ -49,6 +49,7 @@ def render_card(facts: Facts, previous: str | None, mask: Mask, *, dtype: str, l
 
     config, run = facts.config, facts.run
     command = facts.command or ""
+    scores = config is not None and config.task.fn == "reward_model"
     example = facts.samples[0][0]["prompt"] if facts.samples else "Once upon a time"
     base = config.model.path if config else ""
     card = ModelCard.from_template(
@@ -61,7 +62,8 @@ def render_card(facts: Facts, previous: str | None, mask: Mask, *, dtype: str, l
         facts=facts, run=run, config=config, base=last_part(base), base_hub_name=hub_name(base),
         adapter=adapter, chat=chat, curve=curve,
         auto=("AutoPeftModel" if adapter else "AutoModel")
-        + ("ForSeq2SeqLM" if pair else "ForCausalLM"),
+        + ("ForSequenceClassification" if scores else "ForSeq2SeqLM" if pair else "ForCausalLM"),
+        scores=scores,
         dtype=dtype, location=json.dumps(location), value_head=value_head,
         example=json.dumps(clean(example)[:_LONGEST_TEXT], ensure_ascii=False),
         reward=reward_names(config) if config else "", prompts=_prompts(config) if config else "",

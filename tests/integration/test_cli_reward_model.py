@@ -14,7 +14,7 @@ def pairs(world: Path) -> Path:
     return write_pairs(world)
 
 
-def test_a_run_trains_evaluates_saves_and_is_taken_up_as_a_model(pairs, command):
+def test_a_run_trains_evaluates_saves_and_is_taken_up_as_a_model(pairs, command, export):
     done = command("task=reward_model", *RM_WORDS, "run_name=rm", code=0)
     assert done.out.splitlines()[-1] == str(pairs / "runs/rm/model")
     rows = jsonl(pairs / "runs/rm/metrics.jsonl")
@@ -25,6 +25,9 @@ def test_a_run_trains_evaluates_saves_and_is_taken_up_as_a_model(pairs, command)
     assert (config["score_mean"], config["score_std"]) == (
         summary["score_mean"], summary["score_std"])
     assert summary["best"]["name"] == "accuracy"
+    export("runs/rm", "-o", "shared", code=0)
+    assert "AutoModelForSequenceClassification.from_pretrained" in Path(
+        "shared/README.md").read_text()
     write_prompts(pairs / "prompts.jsonl")
     command("model.path=lm", "prompts.path=prompts.jsonl", "reward.fn=reward_model",
             "reward.kwargs.model=runs/rm", "reward.scale=ref", "model.value.kind=model",
