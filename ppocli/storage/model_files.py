@@ -245,6 +245,11 @@ class BaseIdentity:
     digest: str
 
 
+def scores(config: Any) -> bool:
+    """Whether a model of this configuration classifies or scores texts."""
+    return any("ForSequenceClassification" in name for name in config.architectures or [])
+
+
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder holds an adapter instead of a model."""
     folder = Path(folder)

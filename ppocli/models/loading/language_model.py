@@ -69,6 +69,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source, revision=revision, trust_remote_code=cfg.trust_remote_code)
+        tokenizer("")  # a damaged setting of it shows in use alone
     except Exception as error:  # transformers raises many kinds here, all about the folder
         raise InputError(f"The tokenizer of {name} can't be loaded: {first_line(error)}",
                          where=key, fix="give a tokenizer folder: model.tokenizer_path=/path"
