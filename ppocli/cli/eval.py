@@ -265,8 +265,11 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
         yield ""
         yield f"prompt   {_short(rows[0]['prompt'])}"
         for row in rows[:2]:
-            score = f"[{shown_figure(row['score'])}] " if "score" in row else ""
-            yield f"{row['model']:7}  {score}{_short(row['response'])}"
+            said = [(row["model"], row.get("score", ""), row["response"])] if "response" in row else [
+                (name, row[f"{name}_score"], row[name]) for name in ("chosen", "rejected")]
+            for name, score, text in said:
+                told = "" if score == "" else f"[{shown_figure(score)}] "
+                yield f"{name:8} {told}{_short(text)}"
 
 
 def _short(text: str) -> str:

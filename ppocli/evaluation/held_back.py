@@ -115,7 +115,7 @@ def _measure(target: Target, cfg: TrainConfig, stop: StopFlag
         if task.val is None:
             task.val = task.train
         digests = {"data": task.val.digest(),
-                   "model": tensors_digest(task.loaded.lm.state_dict())}
+                   "model": tensors_digest(task.saved.lm.state_dict())}
         return task.evaluate(stop), digests, len(task.val)
 
 

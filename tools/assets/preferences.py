@@ -1,5 +1,5 @@
-"""Makes the data of the pipeline recipes: reviews asked for by a prompt, to learn from, and pairs of
-reviews of which the built-in classifier prefers one, a tenth of them turned round."""
+"""Makes the data of the pipeline recipes: reviews asked for by a prompt, to learn from, and pairs
+of reviews of which the built-in classifier prefers one, a tenth of them turned round."""
 
 import json
 import random
