@@ -44,13 +44,14 @@ class Estimate:
     sums: memory.Sums
     disk: memory.Disk
     prompt_tokens: int
-    new_tokens: int
     unknown: dict[str, str]
     """what is left out, and why"""
     spared: int = 0
     """bytes of ``sums`` that the run does without where they aren't free"""
     rough: tuple[str, ...] = ()
     """kinds of models among those that train whose passes have not been measured"""
+    new_tokens: int = 0
+    """of the longest response, or of an example those that are trained on"""
 
 
 def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool, ranks: int,
@@ -82,8 +83,8 @@ def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool
     kinds = [lm.config.model_type for lm in (models.lm, models.value_lm)
              if lm is not None and lm.config.model_type not in passes.MEASURED]
     return Estimate(parts, layout, lines, memory.add_up(lines, parts, layout, stage),
-                    memory.disk_of(cfg, parts), prompt_tokens, new, unknown,
-                    memory.spared(cfg, lines), tuple(dict.fromkeys(kinds)))
+                    memory.disk_of(cfg, parts), prompt_tokens, unknown,
+                    memory.spared(cfg, lines), tuple(dict.fromkeys(kinds)), new)
 
 
 def _passes(cfg: TrainConfig, models: Models, parts: tuple[Part, ...], layout: Layout,

@@ -97,8 +97,9 @@ PREFIX = {"type": "prefix", "num_virtual_tokens": 3}
     ("gpt2", ROWS, {}), ("gpt2", ROWS, {"data__train_on": "all"}), ("llama", TEXTS, {}),
     ("talker", TALKS, {}), ("talker", TALKS, {"data__train_on": "completion"}), ("t5", ROWS, {}),
     pytest.param("bart", ROWS, {}, marks=pytest.mark.slow),
-    ("gpt2", ROWS, {"model__peft": LORA}), ("gpt2", ROWS, {"model__num_layers_unfrozen": 1}),
-    ("llama", ROWS, {"model__gradient_checkpointing": True})])
+    ("gpt2", ROWS, {"model__peft": LORA}),
+    pytest.param("gpt2", ROWS, {"model__num_layers_unfrozen": 1}, marks=pytest.mark.slow),
+    pytest.param("llama", ROWS, {"model__gradient_checkpointing": True}, marks=pytest.mark.slow)])
 def test_loss_and_gradient_are_transformers_whatever_the_passes(tmp_path, kind, rows, keys):
     """The mean over the tokens of an update, in passes of all rows packed or padded, of two rows,
     of one, and of few tokens."""
