@@ -113,8 +113,7 @@ def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,
         raise ConfigError(f"samples are imitated, and {taken[0]} is for PPO.", where="samples",
                           fix="first ppocli.sft(data=samples), then ppocli.train with the "
                           "model_path that came of it")
-    print("samples are given: this is supervised fine-tuning, as ppocli.sft does it",
-          file=sys.stderr)
+    sys.stderr.write("samples are given: this is supervised fine-tuning, as ppocli.sft does it\n")
     rows = samples if isinstance(samples, str | bytes | Mapping) else [
         {"prompt": row[0], "completion": row[1]}
         if isinstance(row, tuple | list) and len(row) == 2 else row for row in samples]
