@@ -26,7 +26,7 @@ SOAK ?=
 .PHONY: help quickstart setup setup-dev test-fast test test-all test-browser \
 	test-oldest mutants soak lint docs \
 	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks bench bench-peers bench-peers-setup \
-	bench-gpu check-gpu clean
+	bench-supervised bench-gpu check-gpu clean
 
 help: ## list what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -126,6 +126,9 @@ check-gpu:
 # package would choose it
 PEERS := build/peers
 bench-peers-setup: $(foreach name,classic experimental trlx,$(PEERS)/$(name)/.installed) $(TRLX_SRC) ## install TRL and trlX into build/peers (4.5 GB)
+
+bench-supervised: $(VENV)/.installed $(PEERS)/experimental/.installed ## train SFT and reward models by ppocli and by TRL, write the table
+	@$(BIN)/python benchmarks/supervised.py --out benchmarks/RESULTS.md $(BENCH)
 
 $(PEERS)/%/.installed: benchmarks/peers/%.txt constraints.txt
 	@echo "installing the peer $* into $(PEERS)/$* (1.5 GB)" >&2

@@ -335,7 +335,7 @@ class PPOTrainer:
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise ConfigError(f"{target} exists already and isn't empty; nothing is overwritten.",
                               fix="name another folder")
-        publish_folder(self._task.saved.write, target)
+        publish_folder(lambda into: self._task.write_model(into, None), target)
         return target
 
     def finish(self) -> "TrainedRun":

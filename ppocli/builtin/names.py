@@ -17,6 +17,12 @@ _BUILTINS = {  # name: its folder or file, and one line about it
     "randomwalks": ("randomwalks", "GPT-2 fitted to random walks on a graph (1.5M parameters)"),
     "randomwalks-prompts": ("randomwalks_prompts.jsonl",
                             "the 20 start nodes of the random walks"),
+    "pipeline-sft": ("pipeline_sft.jsonl", "1200 requests for a film review, each with a review"),
+    "pipeline-sft-eval": ("pipeline_sft_eval.jsonl", "64 other requests, each with a review"),
+    "pipeline-pairs": ("pipeline_pairs.jsonl",
+                       "2000 pairs of film reviews, a tenth of them the wrong way round"),
+    "pipeline-pairs-eval": ("pipeline_pairs_eval.jsonl",
+                            "400 pairs to other requests, as noisy"),
 }
 
 

@@ -2,14 +2,17 @@
 loading a model, and how it tells that."""
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ppocli.cli.output import print_json, reward_labels, say, working
+from ppocli.cli import rehearsed
+from ppocli.cli.output import print_json, say, working
+from ppocli.cli.run_plan import Plan, plan_of
 from ppocli.config import resolved, schema, secrets, tasks
 from ppocli.config.compose import Composed, SweepJob, compose, run_sweep_jobs
 from ppocli.config.keys import schema_keys
@@ -19,45 +22,16 @@ from ppocli.data import render, sources
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
 from ppocli.launching import opened_folder
 from ppocli.launching.target_config import allow_code
-from ppocli.rewards.scoring import check_reward_config, with_styles
+from ppocli.rewards.scoring import check_reward_config
 from ppocli.storage.checkpoints import find_latest
 from ppocli.storage.model_files import eos_text
 from ppocli.storage.run_folder import RunFolder, probe_writable
-from ppocli.text import clean, counted, figure
+from ppocli.text import clean
 from ppocli.tracking.trackers import check_trackers
 from ppocli.user_code import Kind, Wanted, locate
 
-if TYPE_CHECKING:
-    from ppocli.tasks.ppo.rehearsal import Rehearsal
-
 ORDER = (2, 3, 7, 6, 5)
 """exit codes, the one that decides first; others come last"""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What a valid run would do. ``prompts`` is None for a Hub data set, which isn't read here."""
-
-    model: str
-    reward: list[str]
-    prompts: int | None
-    steps: int
-    samples: int
-    samples_per_step: int
-    device: str
-    precision: str
-    folder: str
-    job: int | None = None
-    varied: list[str] = field(default_factory=list)
-    """overrides in which this job of a sweep differs from others"""
-
-    def __str__(self) -> str:
-        prompts = "prompts of the Hub" if self.prompts is None else counted(self.prompts, "prompt")
-        job = "" if self.job is None else f"job {self.job} ({' '.join(self.varied)}): "
-        return (f"{job}{self.model}, reward {' + '.join(self.reward)}, {prompts}, "
-                f"{counted(self.steps, 'step')} of {counted(self.samples_per_step, 'sample')} "
-                f"({self.samples} in all), device {self.device} {self.precision}, "
-                f"into {self.folder}")
 
 
 @dataclass(slots=True)
@@ -69,6 +43,10 @@ class Examined:
     config: schema.TrainConfig | None = None
     warnings: list[str] = field(default_factory=list)
     """what may be meant, and most often isn't"""
+    facts: list[str] = field(default_factory=list)
+    """lines about the data set that a run, or a sweep's first job, trains on"""
+    colour: bool = False
+    """whether they may have colours"""
 
     @contextmanager
     def taking(self) -> Iterator[None]:
@@ -85,9 +63,13 @@ class Examined:
                 self.problems.append(error)
 
 
-def examine(words: Sequence[str]) -> Examined:
-    """Everything that is wrong with the words of ``ppocli train``. Nothing is written."""
-    found = Examined()
+def examine(words: Sequence[str], *, colour: bool = False) -> Examined:
+    """Everything that is wrong with the words of ``ppocli train``. Nothing is written.
+
+    Args:
+        colour: whether what is trained on is marked by its colour.
+    """
+    found = Examined(colour=colour)
     with found.taking():
         read = read_words(words)
         if read.only_prints:
@@ -103,7 +85,7 @@ def examine(words: Sequence[str]) -> Examined:
 
 def _examine_run(composed: Composed, found: Examined) -> None:
     config, resume_from = composed.config, composed.resume_from
-    prompts, wrong = _examine_config(composed, config, found)
+    count, wrong = _examine_config(composed, config, found)
     if wrong & {"output_dir", "run_name"}:
         return
     named = resume_from or (Path(config.output_dir) / config.run_name if config.run_name else None)
@@ -112,7 +94,7 @@ def _examine_run(composed: Composed, found: Examined) -> None:
     found.add(_unwritable(named or Path(config.output_dir)))
     if not found.problems:
         place = named or Path(config.output_dir) / f"{composed.recipe or 'run'}-DATE-TIME"
-        found.plans.append(_plan(config, prompts, place))
+        found.plans.append(plan_of(config, count, place))
 
 
 def _examine_sweep(words: Words, found: Examined) -> None:
@@ -127,14 +109,14 @@ def _examine_sweep(words: Words, found: Examined) -> None:
     jobs: list[tuple[SweepJob, Examined]] = []
 
     def run_job(job: SweepJob) -> float | None:
-        jobs.append((job, _examine_job(job)))
+        jobs.append((job, _examine_job(job, colour=found.colour)))
         return 0.0
 
     with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
         run_sweep_jobs(words, run_job, lambda grid: Path(scratch, "sweep"))
     told: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
-        found.config = found.config or one.config
+        found.config, found.facts = found.config or one.config, found.facts or one.facts
         place = Path(given or f"{one.config.output_dir if one.config else ''}/sweep-DATE-TIME")
         found.warnings += one.warnings
         found.plans += [replace(plan, folder=str(place / str(job.number))) for plan in one.plans]
@@ -146,14 +128,14 @@ def _examine_sweep(words: Words, found: Examined) -> None:
         found.add(_unwritable(Path(given or found.config.output_dir)))
 
 
-def _examine_job(job: SweepJob) -> Examined:
-    one = Examined()
+def _examine_job(job: SweepJob, *, colour: bool) -> Examined:
+    one = Examined(colour=colour)
     with one.taking():
         composed = job.compose()
         config = replace(composed.config, run_name=None)
-        prompts, _ = _examine_config(composed, config, one)
+        count, _ = _examine_config(composed, config, one)
         if not one.problems:
-            one.plans.append(replace(_plan(config, prompts, job.folder), job=job.number,
+            one.plans.append(replace(plan_of(config, count, job.folder), job=job.number,
                                      varied=list(job.varied)))
     return one
 
@@ -163,25 +145,29 @@ def _examine_job(job: SweepJob) -> Examined:
 def _examine_config(composed: Composed, config: schema.TrainConfig, found: Examined
                     ) -> tuple[int | None, frozenset[str]]:
     """Settings; then models, DeepSpeed's file, prompts and rewards, apart from keys that are wrong
-    already. Returns how many training prompts there are, and the wrong keys."""
+    already. Returns how many prompts or examples to train on there are, and the wrong keys."""
     problems = composed.problems()
     found.config = config
     found.add([_config_error(problem, composed.hint) for problem in problems])
     wrong = frozenset(key for problem in problems for key in problem.key.split(", "))
+    absent = opened_folder.missing_inputs(config)
     if not wrong & {"model.path", "model.tokenizer_path"}:
-        found.add(opened_folder.missing_inputs(config))
+        found.add(absent)
     if not any(key.startswith("hardware") for key in wrong):
         with found.taking():
             opened_folder.check_deepspeed(config)
     count, columns = None, None
-    if not any(key.startswith("prompts") for key in wrong):
+    on_data = tasks.task_name(config) in tasks.DATA_TASKS
+    if on_data and not absent and not any(key.startswith(("data", "model")) for key in wrong):
+        count = _examine_data(config, found)
+    elif not on_data and not any(key.startswith("prompts") for key in wrong):
         count, columns = _examine_prompts(config, found)
     try:
         allow_code(composed)
     except PpocliError as error:
         found.add([error])
         return count, wrong
-    for part in _reward_parts(config.reward):
+    for part in () if on_data else _reward_parts(config.reward):
         keys = {"reward.fn", "reward.fns", "reward.kwargs",
                 *(f"reward.fns.{name}" for name in part.fns)}
         if not wrong & keys:
@@ -213,6 +199,31 @@ def _examine_prompts(config: schema.TrainConfig, found: Examined
                 count = len(rows) if spec.has_source else 1  # the BOS token alone
                 columns = names
     return count, columns
+
+
+def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
+    """How many examples or pairs there are to train on, as the tokenizer makes them; None where
+    that isn't known without the Hub."""
+    held = tasks.val_source(config.data)
+    if any(path is not None and sources.names_hub_dataset(path)
+           for path in (config.data.path, held)):
+        return None
+    from ppocli.data import encoding
+    from ppocli.models.loading import language_model, model_config
+    from ppocli.tasks import supervised
+
+    with found.taking():
+        tokenizer = language_model.load_tokenizer(config.model)
+        train, val = supervised.read_rows(
+            config, tokenizer, model_config.read_lm(config.model),
+            "completions" if tasks.task_name(config) == "sft" else "pairs")
+        found.facts = list(encoding.facts(train, tokenizer, colour=found.colour))
+        if val is not None:
+            *_, count = encoding.facts(val, tokenizer, colour=False)
+            found.facts += [f"data.val: {line}" for line in (*val.notes, count)
+                            if line == count or held is not None]
+        return len(train)
+    return None
 
 
 def _rows(spec: sources.PromptSpec, model: schema.ModelConfig, found: Examined
@@ -293,13 +304,6 @@ def _config_error(problem: Problem, fix: str | None) -> ConfigError:
                        fix=fix or hint)
 
 
-def _plan(config: schema.TrainConfig, prompts: int | None, folder: Path) -> Plan:
-    samples = tasks.planned_samples(config, prompts) or 0
-    return Plan(config.model.path, reward_labels(with_styles(config.reward)), prompts,
-                tasks.planned_steps(config, prompts) or 0, samples, tasks.samples_per_step(config),
-                config.hardware.device, config.hardware.precision, str(folder))
-
-
 def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = False) -> None:
     """Check everything that can be checked about a run or a sweep; nothing is written.
 
@@ -313,7 +317,8 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         PpocliError: what is wrong, all of it in one message.
         StoppedError: a signal ended the rehearsal.
     """
-    found = examine(words)
+    found = examine(words, colour=not as_json and sys.stdout.isatty()
+                    and not os.environ.get("NO_COLOR"))
     for warning in dict.fromkeys(found.warnings):
         say(f"warning: {clean(warning)}")
     rehearsal = None
@@ -321,15 +326,13 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         say(f"loading {found.config.model.path}")
         try:
             with working() as stop:
-                from ppocli.tasks.ppo.rehearsal import rehearse
-
-                rehearsal = rehearse(found.config, stop)
+                rehearsal = rehearsed.rehearse(found.config, stop)
         except PpocliError as error:
             found.add([error])
     problems = sorted(found.problems, key=lambda error: ORDER.index(error.exit_code)
                       if error.exit_code in ORDER else len(ORDER))
     if as_json:
-        print_json(_as_json(problems, found.plans, rehearsal))
+        print_json(_as_json(problems, found.plans, found.facts, rehearsal))
         if problems:
             raise SystemExit(problems[0].exit_code)
         return
@@ -343,12 +346,14 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         print(f"valid: {found.plans[0]}")
     else:
         print("\n  ".join([f"valid: a sweep of {len(found.plans)} jobs", *map(str, found.plans)]))
+    for line in found.facts:
+        print(line)
     if rehearsal is not None:
-        print("\n".join(_told(rehearsal)))
+        print("\n".join(rehearsed.told(rehearsal)))
 
 
-def _as_json(problems: Sequence[PpocliError], plans: Sequence[Plan], rehearsal: "Rehearsal | None"
-             ) -> dict[str, Any]:
+def _as_json(problems: Sequence[PpocliError], plans: Sequence[Plan], facts: list[str],
+             rehearsal: "rehearsed.Rehearsal | None") -> dict[str, Any]:
     answer: dict[str, Any] = {
         "valid": not problems, "exit_code": problems[0].exit_code if problems else 0,
         "problems": [{"exit_code": error.exit_code,
@@ -356,36 +361,8 @@ def _as_json(problems: Sequence[PpocliError], plans: Sequence[Plan], rehearsal: 
                           ("what", error.what), ("where", error.where), ("fix", error.fix))}}
                      for error in problems],
         "runs": [asdict(plan) for plan in plans]}
+    if facts:
+        answer["data"] = facts
     if rehearsal is not None:
-        answer["rehearsal"] = {**asdict(rehearsal), "agrees": rehearsal.agrees}
+        answer["rehearsal"] = rehearsed.as_json(rehearsal)
     return answer
-
-
-def _told(found: "Rehearsal") -> Iterator[str]:
-    yield (f"loaded: {found.parameters:,} parameters, {found.trainable:,} trained, "
-           f"{found.prompts} prompts, on {found.device} {found.precision}")
-    yield f"first prompt as the model gets it ({found.prompt_tokens} tokens):"
-    yield f"  {clean(found.prompt)}"
-    for number, sample in enumerate(found.samples, start=1):
-        score = "none" if sample["score"] is None else f"{sample['score']:.4g}"
-        ended = "ended" if sample["finished"] else "did not end"
-        yield (f"sample {number}: score {score}, kl {figure(sample['kl'], 4)}, "
-               f"{sample['response_tokens']} tokens, {ended}")
-        yield f"  {clean(sample['prompt'])} → {clean(sample['response'])}"
-    for kind, columns in (("reward", found.parts if len(found.parts) > 1 else {}),
-                          ("metric", found.metrics)):
-        for name, values in columns.items():
-            yield f"{kind} {name}: " + ", ".join(
-                "none" if value is None else f"{value:.4g}" for value in values)
-    if found.kl_per_token is not None:
-        verdict = "as it must be before training" if found.agrees else (
-            "WRONG: before training it must be 0; do model.dtype and hardware.precision differ?")
-        yield f"KL to the reference: {figure(found.kl_per_token, 6)} nats per token, {verdict}"
-    if found.terms is None:
-        yield "gradient: not tried, no sample has a score"
-    else:
-        yield (f"gradient: policy loss {figure(found.terms['policy'], 4)}, value loss "
-               f"{figure(found.terms['value'], 4)}, norm {figure(found.terms['grad_norm'], 4)}")
-    yield "seconds: " + ", ".join(f"{name} {seconds:.1f}"
-                                  for name, seconds in found.seconds.items())
-    yield f"peak memory: {found.peak_memory_mib:.0f} MiB with {len(found.samples)} samples"

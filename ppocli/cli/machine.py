@@ -14,6 +14,7 @@ import typer
 
 from ppocli.cli.options import AsJson, Overrides, flag, option
 from ppocli.cli.output import complain, print_json, print_table, say
+from ppocli.config import tasks
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 from ppocli.text import format_bytes, format_memory, three_digits
 
@@ -26,7 +27,7 @@ ASSUMED_TOKENS = 512
 """of the longest prompt, if nothing else is known"""
 PLACES = {"device": "", "offloaded": ", in host memory while it isn't used",
           "host": ", in host memory", "elsewhere": ", on a separate device"}
-NOT_NEEDED = frozenset({"reward.fn", "ppo.total_episodes, ppo.num_steps"})
+NOT_NEEDED = frozenset({"reward.fn", "data.path", "ppo.total_episodes, ppo.num_steps"})
 """keys that a run needs and an estimate does not"""
 
 
@@ -62,10 +63,14 @@ def print_estimate(
     quiet_transformers()
     config = read_config(cfg.model.path, key="model.path", revision=cfg.model.revision,
                          trust_remote_code=cfg.model.trust_remote_code)
-    tokens, source = _prompt_tokens(cfg, config, prompt_tokens)
+    new = None
+    if tasks.task_name(cfg) in tasks.DATA_TASKS:
+        tokens, new, source = _example_tokens(cfg, config, prompt_tokens)
+    else:
+        tokens, source = _prompt_tokens(cfg, config, prompt_tokens)
     cuda = _computes_on_cuda(cfg)
     hardware = cfg.hardware
-    found = estimate(cfg, models_of(cfg, config), prompt_tokens=tokens, cuda=cuda,
+    found = estimate(cfg, models_of(cfg, config), prompt_tokens=tokens, new_tokens=new, cuda=cuda,
                      ranks=hardware.num_processes * hardware.num_nodes,
                      ranks_on_host=hardware.num_processes)
     compared = needs(found, _room(memory, cuda)) if available or memory is not None else None
@@ -138,6 +143,29 @@ def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[in
     if longest:
         return min(longest, room), "prompts.max_length or length_sampler"
     return min(ASSUMED_TOKENS, room), "assumed; set it with --prompt-tokens N"
+
+
+def _example_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, int, str]:
+    """Tokens of an example of the fullest pass, those before what is trained on apart, and how that
+    is known."""
+    from ppocli.data.sources import names_hub_dataset
+    from ppocli.models.loading.language_model import load_tokenizer
+    from ppocli.models.loading.model_config import max_positions, model_facts
+    from ppocli.tasks.supervised import pass_tokens, read_rows
+
+    lm, scores = model_facts(cfg.model, config), tasks.task_name(cfg) == "reward_model"
+    path, hardware = cfg.data.path, cfg.hardware
+    if given is None and path is not None and not names_hub_dataset(path):
+        train, _ = read_rows(cfg, load_tokenizer(cfg.model), lm,
+                             "pairs" if scores else "completions")
+        return *pass_tokens(cfg, train, hardware.num_processes * hardware.num_nodes), (
+            "the longest there are")
+    room = max_positions(lm) or 2**31
+    source = "as given" if given else "data.max_length" if cfg.data.max_length else (
+        "assumed; set it with --prompt-tokens N")
+    tokens = min(given or cfg.data.max_length or ASSUMED_TOKENS, room)
+    return (tokens, 1, source) if scores else (
+        tokens if lm.config.is_encoder_decoder else 1, tokens, source)
 
 
 def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
@@ -233,8 +261,13 @@ def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
         trained = f"{part.trained:,} trained{stored}" if part.sharded else (
             f"frozen, stored with {each:.3g} bytes each{PLACES[part.place]}")
         yield f"{part.name}: {part.parameters:,} parameters, {trained}"
+    if tasks.task_name(cfg) in tasks.DATA_TASKS:
+        yield (f"tokens: {found.prompt_tokens + found.new_tokens - 1} of a row ({source}), "
+               f"{found.new_tokens} of them counted by the loss")
+        yield f"per rank at once: {layout.rows} rows in a forward and backward pass"
+        return
     yield (f"tokens: prompts of {found.prompt_tokens} ({source}), responses of "
-           f"{cfg.generation.max_new_tokens}")
+           f"{found.new_tokens}")
     yield (f"per rank at once: {layout.decoded} samples in generation, {layout.rows} in a forward "
            "and backward pass")
 
@@ -247,7 +280,7 @@ def _as_json(found: Estimate, cfg: TrainConfig, source: str, helps: list[str],
         "precision": cfg.hardware.precision, "zero_stage": cfg.hardware.zero_stage,
         "ranks": layout.ranks, "ranks_on_host": layout.ranks_on_host,
         "prompt_tokens": found.prompt_tokens, "prompt_tokens_from": source,
-        "new_tokens": cfg.generation.max_new_tokens, "samples_generated": layout.decoded,
+        "new_tokens": found.new_tokens, "samples_generated": layout.decoded,
         "samples_a_pass": layout.rows,
         "parts": [{"kind": p.kind, "name": p.name, "parameters": p.parameters,
                    "trained": p.trained, "bytes": p.size} for p in found.parts],

@@ -205,10 +205,14 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
 def _shaping(config: schema.TrainConfig) -> Rules:
     """What is made of a score, and what comes off it."""
     reward, longest = config.reward, config.generation.max_new_tokens
-    for name, scale in (("ref_mean", "ref"), ("ref_std", "ref"), ("center", "running")):
-        yield (getattr(reward, name) not in (None, False) and reward.scale != scale,
-               f"reward.{name}, reward.scale",
-               f"{name} is used with reward.scale={scale} only, not {reward.scale}")
+    for name, scales in (("ref_mean", ("ref",)), ("ref_std", ("ref",)),
+                         ("center", ("running", "ref"))):
+        yield (getattr(reward, name) not in (None, False) and reward.scale not in scales,
+               f"reward.{name}, reward.scale", f"{name} is used with "
+               f"reward.scale={' or '.join(scales)} only, not {reward.scale}")
+    yield (reward.center and reward.scale == "ref" and reward.ref_mean is None
+           and reward.fn != "reward_model", "reward.center, reward.ref_mean",
+           "center with scale=ref needs the mean: give ref_mean")
     yield (reward.clip_first and reward.clip is None, "reward.clip_first, reward.clip",
            "there is nothing to clip to: set reward.clip")
     for name, needs in (("min_response_length", "min_response_penalty"),

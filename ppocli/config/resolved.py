@@ -36,8 +36,9 @@ _LENGTH = ("ppo.total_episodes", "ppo.num_steps", "ppo.num_rollouts",
              for key in ("epochs", "num_updates", "mini_batch_size")))
 """keys that whoever shows a run divides by or multiplies"""
 ChangeKind = Literal["harmless", "accepted", "refused"]
-_PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "prompts.path",
-              "prompts.eval.path", "data.path", "data.val", "hardware.deepspeed_config")
+_PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "model.value.path",
+              "model.reference.path", "prompts.path", "prompts.eval.path", "data.path", "data.val",
+              "hardware.deepspeed_config")
 
 
 def schema_node() -> DictConfig:
@@ -211,9 +212,11 @@ def _absolute_function(value: str | None, folder: Path) -> str | None:
 
 
 def _absolute_values(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Arguments of a reward: texts with a separator that name something on disk are paths."""
+    """Arguments of a reward: texts with a separator that name something on disk are paths, and a
+    ``model`` that is a folder."""
     return {name: _absolute(value, folder) if isinstance(value, str)
-            and ("/" in value or value.startswith("~")) else value
+            and ("/" in value or value.startswith("~")
+                 or (name == "model" and (folder / value).is_dir())) else value
             for name, value in values.items()}
 
 

@@ -81,12 +81,12 @@ class RewardConfig:
                                    "logged at evaluation")
     scale: str = key("none", "divide scores by a running std, or by ref_std", choices=(
         "none", "running", "ref"))
-    ref_mean: Optional[float] = key(None, "subtracted from scores with scale=ref (default: "
-                                    "nothing is)")
-    ref_std: Optional[float] = key(None, "std of the reference scores (default: from the first "
-                                   "rollout)", gt=0)
-    center: bool = key(False, "take the running mean off too with scale=running (TRL's "
-                       "use_score_norm)")
+    ref_mean: Optional[float] = key(None, "subtracted from scores with scale=ref (default: nothing "
+                                    "is, but with center what lies with the reward model)")
+    ref_std: Optional[float] = key(None, "std of the reference scores (default: what lies with the "
+                                   "reward model, else from the first rollout)", gt=0)
+    center: bool = key(False, "take the mean off too: with scale=running the running one (TRL's "
+                       "use_score_norm), with scale=ref ref_mean")
     clip: Optional[float] = key(None, "clip scores to [-clip, clip]", gt=0)
     clip_first: bool = key(False, "clip before scaling (as trlX), not after it (as TRL)")
     missing_eos_penalty: Optional[float] = key(None, "penalty of a response that never ended",

@@ -114,6 +114,11 @@ def val_share(data: schema_tasks.DataConfig) -> float | None:
         return None
 
 
+def val_source(data: schema_tasks.DataConfig) -> str | None:
+    """The path of ``data.val``; None where it is a share, or nothing."""
+    return data.val if val_share(data) is None else None
+
+
 def written_sections(config: schema.TrainConfig) -> Iterator[str]:
     """Top-level keys of the schema that a run's config.yaml holds: those that its task reads."""
     task = task_name(config)

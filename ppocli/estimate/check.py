@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ppocli.config import tasks
 from ppocli.config.algorithm import decoding_scores, kl_estimator, whole_while_acting
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import several
@@ -15,7 +16,7 @@ from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import OutOfMemoryError, PpocliError
 from ppocli.estimate import memory, passes
 from ppocli.estimate.memory import FROZEN, Layout, Line
-from ppocli.estimate.parts import Models, Part, count, models_of, parts_of
+from ppocli.estimate.parts import Models, Part, count, models_of, output_head, parts_of
 from ppocli.models.fast.gemm import packed_size
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.loading.language_model import DTYPES
@@ -43,6 +44,7 @@ class Estimate:
     sums: memory.Sums
     disk: memory.Disk
     prompt_tokens: int
+    new_tokens: int
     unknown: dict[str, str]
     """what is left out, and why"""
     spared: int = 0
@@ -52,7 +54,7 @@ class Estimate:
 
 
 def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool, ranks: int,
-             ranks_on_host: int, rewards: bool = True) -> Estimate:
+             ranks_on_host: int, rewards: bool = True, new_tokens: int | None = None) -> Estimate:
     """What a run of ``cfg`` takes, at its fullest.
 
     Args:
@@ -60,31 +62,34 @@ def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool
         prompt_tokens: of the longest prompt.
         cuda: whether GPUs compute.
         rewards: whether those of the rewards count.
+        new_tokens: of the longest response; of an example those that are trained on, the prompt
+            being what is before them (default: ``generation.max_new_tokens``).
 
     Raises:
         ConfigError: DeepSpeed's file can't be read.
     """
     parts, unknown = parts_of(cfg, models, rewards=rewards)
-    layout = memory.layout_of(cfg, prompt_tokens=prompt_tokens, ranks=ranks,
-                       ranks_on_host=ranks_on_host, cuda=cuda)
+    new = cfg.generation.max_new_tokens if new_tokens is None else new_tokens
+    layout = memory.layout_of(cfg, tokens=prompt_tokens + new, ranks=ranks,
+                              ranks_on_host=ranks_on_host, cuda=cuda)
     stage = cfg.hardware.zero_stage
     zero = deepspeed_config(cfg)["zero_optimization"] if stage else {}
-    ends = [m for m in (models.lm.get_output_embeddings(), models.value_head) if m is not None]
+    ends = [m for m in (output_head(models.lm), models.value_head) if m is not None]
     heads = 4 * count(p for module in ends for p in module.parameters())
     lines = tuple(line for line in (
         *memory.lines_of(cfg, parts, layout, heads, zero),
-        *_passes(cfg, models, parts, layout, prompt_tokens)) if line.device or line.host)
+        *_passes(cfg, models, parts, layout, prompt_tokens, new)) if line.device or line.host)
     kinds = [lm.config.model_type for lm in (models.lm, models.value_lm)
              if lm is not None and lm.config.model_type not in passes.MEASURED]
     return Estimate(parts, layout, lines, memory.add_up(lines, parts, layout, stage),
-                    memory.disk_of(cfg, parts), prompt_tokens, unknown,
+                    memory.disk_of(cfg, parts), prompt_tokens, new, unknown,
                     memory.spared(cfg, lines), tuple(dict.fromkeys(kinds)))
 
 
 def _passes(cfg: TrainConfig, models: Models, parts: tuple[Part, ...], layout: Layout,
-            prompt_tokens: int) -> Iterator[Line]:
+            prompt_tokens: int, new: int) -> Iterator[Line]:
     """What passes take beside weights, in the order in which it is told."""
-    lm, new, cuda = models.lm, cfg.generation.max_new_tokens, layout.cuda
+    lm, cuda, task = models.lm, layout.cuda, tasks.task_name(cfg)
     dtype, checkpoints = DTYPES[cfg.hardware.precision], cfg.model.gradient_checkpointing
     at = passes.Sizes(layout.rows, prompt_tokens, new, dtype.itemsize,
                lm.get_input_embeddings().weight.element_size(), cuda,
@@ -95,20 +100,29 @@ def _passes(cfg: TrainConfig, models: Models, parts: tuple[Part, ...], layout: L
     yield Line("weights in bf16", 0 if checkpoints else copies, phases="update")
     yield Line("activations", kept, phases="update", estimated=True)
     yield Line("working memory of updates", beside, phases="update", estimated=True)
+    if task != "reward_model":
+        yield from _decoding(cfg, lm, layout, at, copies)
+    if task not in tasks.DATA_TASKS:
+        yield from _kept_states(cfg, models, layout, prompt_tokens)
+    yield Line("working memory of scoring",
+               passes.scoring_pass(models, replace(at, rows=layout.scored)), phases="score",
+               estimated=True)
+
+
+def _decoding(cfg: TrainConfig, lm: Any, layout: Layout, at: passes.Sizes, copies: int
+              ) -> Iterator[Line]:
+    """What generation takes beside weights."""
+    dtype = DTYPES[cfg.hardware.precision]
     # oneDNN reads the weights from a copy of its own (ppocli.models.fast.gemm)
-    laid_out = (packed_size(lm, dtype) if not cuda and cfg.hardware.gemm != "default"
+    laid_out = (packed_size(lm, dtype) if not layout.cuda and cfg.hardware.gemm != "default"
                 and whole_while_acting(cfg) else 0)
     yield Line("weights in bf16 for rollouts", copies if cfg.hardware.zero_stage < 3 else 0,
                phases="score" if laid_out else "generate score")
     yield Line("weights laid out for decoding", laid_out, phases="generate")
-    longest = max([new, *several(cfg.generation.eval.max_new_tokens)])
+    longest = max([cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
     cache, decoding = passes.decoding_pass(lm, replace(at, rows=layout.decoded, new=longest))
     yield Line("keys and values (KV cache)", cache, phases="generate", estimated=True)
     yield Line("working memory of generation", decoding, phases="generate", estimated=True)
-    yield from _kept_states(cfg, models, layout, prompt_tokens)
-    yield Line("working memory of scoring",
-               passes.scoring_pass(models, replace(at, rows=layout.scored)), phases="score",
-               estimated=True)
 
 
 def _kept_states(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int
@@ -158,7 +172,8 @@ def _splits(cfg: TrainConfig, models: Models) -> bool:
 # Does it fit? -------------------------------------------------------------------------------------
 
 def check_memory(cfg: TrainConfig, lm_config: Any, *, prompt_tokens: int, device: torch.device,
-                 ranks: int, ranks_on_host: int, warn: bool = True) -> None:
+                 ranks: int, ranks_on_host: int, warn: bool = True,
+                 new_tokens: int | None = None) -> None:
     """Compare what a run takes with what this rank's device and host can still give.
 
     Rewards are built by then, so what they hold is gone from there already.
@@ -168,6 +183,7 @@ def check_memory(cfg: TrainConfig, lm_config: Any, *, prompt_tokens: int, device
         prompt_tokens: of the longest prompt.
         ranks: of the whole run.
         warn: whether this rank speaks.
+        new_tokens: as of :func:`estimate`.
 
     Raises:
         OutOfMemoryError: it surely doesn't fit and ``hardware.memory_check`` is ``error``.
@@ -178,7 +194,8 @@ def check_memory(cfg: TrainConfig, lm_config: Any, *, prompt_tokens: int, device
     room = room_here(cuda=cuda, device=device if cuda else None)
     try:
         found = estimate(cfg, models_of(cfg, lm_config), prompt_tokens=prompt_tokens, cuda=cuda,
-                         ranks=ranks, ranks_on_host=ranks_on_host, rewards=False)
+                         ranks=ranks, ranks_on_host=ranks_on_host, rewards=False,
+                         new_tokens=new_tokens)
     except Exception as error:
         # a model that can't be outlined may train all the same, and its loader says more
         if warn:
@@ -255,12 +272,13 @@ def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
     in_update = sums.update >= max(sums.generate, sums.score)
     kept, state, reference = size["activations"], size["optimizer state"], size["reference"]
     decoding = size["keys and values (KV cache)"] + size["working memory of generation"]
-    fewer = max(layout.decoded // 4, 1)
+    fewer, section = max(layout.decoded // 4, 1), tasks.updates_section(cfg)
     options: list[tuple[bool, int, str]] = [
-        (in_update, kept - kept // layout.rows, "ppo.micro_batch_size=1"),
+        (in_update, kept - kept // layout.rows, f"{section}.micro_batch_size=1"),
         (in_update and not cfg.model.gradient_checkpointing, kept * 3 // 4,
          "model.gradient_checkpointing=true"),
-        (not in_update, decoding - decoding * fewer // layout.decoded, f"ppo.chunk_size={fewer}"),
+        (not in_update and section == "ppo", decoding - decoding * fewer // layout.decoded,
+         f"ppo.chunk_size={fewer}"),
         (layout.ranks > 1 and zero < 2, state + size["gradients"], "hardware.zero_stage=2"),
         (layout.ranks > 1 and zero == 2, state, "hardware.zero_stage=3"),
         (zero > 0 and layout.cuda and not cfg.hardware.offload_optimizer, state,

@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ppocli.config import algorithm, schema
+from ppocli.config import algorithm, schema, tasks
 from ppocli.estimate.parts import Part
 
 MAX_LIVE = 1_000_000_000
@@ -87,21 +87,26 @@ class Sums:
         return max(self.generate, self.score, self.update, self.save)
 
 
-def layout_of(cfg: schema.TrainConfig, *, prompt_tokens: int, ranks: int, ranks_on_host: int,
+def layout_of(cfg: schema.TrainConfig, *, tokens: int, ranks: int, ranks_on_host: int,
               cuda: bool) -> Layout:
     """Sizes are of the whole run, micro-batch and chunk of one rank
     (:mod:`ppocli.training.optimize`, :mod:`ppocli.tasks.ppo.rollout`).
 
     Args:
-        prompt_tokens: of the longest prompt.
+        tokens: of the longest sample.
     """
-    ppo, evaluation = cfg.ppo, cfg.prompts.eval
-    share = -(-ppo.mini_batch_size // ranks)
-    pass_ = ppo.micro_batch_size or ppo.mini_batch_size
-    if ppo.micro_batch_tokens is not None:
-        longest = prompt_tokens + cfg.generation.max_new_tokens
-        pass_ = max(1, min(pass_, ppo.micro_batch_tokens // longest))
+    ppo, evaluation, updates = cfg.ppo, cfg.prompts.eval, tasks.updates_of(cfg)
+    share = -(-updates.mini_batch_size // ranks)
+    pass_ = updates.micro_batch_size or updates.mini_batch_size
+    if updates.micro_batch_tokens is not None:
+        pass_ = max(1, min(pass_, updates.micro_batch_tokens // tokens))
     rows = min(pass_, share)
+    task = tasks.task_name(cfg)
+    if task in tasks.DATA_TASKS:
+        each = 2 if task == "reward_model" else 1  # of a pair
+        return Layout(ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda, rows=each * rows,
+                      decoded=max(-(-cfg.sft.eval_samples // ranks), 1), scored=each * rows,
+                      accumulates=rows < share)
     chunk = ppo.chunk_size or min(ppo.num_rollouts, 128)
     most = max(ppo.num_rollouts, evaluation.limit * evaluation.repeat)
     decoded = min(chunk, -(-most // ranks))

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from ppocli.config import adapters, algorithm, schema
+from ppocli.config import adapters, algorithm, schema, tasks
 from ppocli.config.schema_ppo import OptimizerConfig
 from ppocli.errors import PpocliError
 from ppocli.models import policy, transformers_internals
@@ -125,8 +125,10 @@ def models_of(cfg: schema.TrainConfig, config: Any | None = None) -> Models:
         ConfigError: the adapter doesn't fit the model.
     """
     model, kind, value = cfg.model, adapters.adapter_kind(cfg.model), cfg.model.value
+    scores = tasks.task_name(cfg) == "reward_model"
     lm = _empty(model, config, None, "model.path", dtype=DTYPES[
-        cfg.hardware.weights if kind is None else model.dtype or cfg.hardware.precision])
+        cfg.hardware.weights if kind is None else model.dtype or cfg.hardware.precision],
+        kind="AutoModelForSequenceClassification" if scores else None)
     head = branch = value_lm = None
     with loading(f"outline of {model.path}", "model.path"):
         if kind is not None:
@@ -161,6 +163,9 @@ def _empty(cfg: schema.ModelConfig, config: Any | None, path: str | None, key: s
                              trust_remote_code=trust)
     auto = getattr(transformers, kind or ("AutoModelForSeq2SeqLM" if config.is_encoder_decoder
                                           else "AutoModelForCausalLM"))
+    if kind == "AutoModelForSequenceClassification" and path is None:  # a language model's
+        config = copy.deepcopy(config)
+        config.num_labels = 1
     with loading(f"outline of {name}", key), torch.device("meta"):
         model = auto.from_config(config, dtype=dtype or torch.float32, trust_remote_code=trust,
                                  **attention_wanted(cfg))
@@ -197,6 +202,11 @@ def _branch(lm: Any, count: int) -> nn.ModuleList:
     return nn.ModuleList([*list(stack)[-count:], *after]).requires_grad_(True)
 
 
+def output_head(lm: Any) -> Any:
+    """What makes logits of a model's states, or the one score of a reward model."""
+    return lm.get_output_embeddings() or lm.score
+
+
 # Parts --------------------------------------------------------------------------------------------
 
 def parts_of(cfg: schema.TrainConfig, models: Models, *, rewards: bool = True
@@ -215,7 +225,8 @@ def parts_of(cfg: schema.TrainConfig, models: Models, *, rewards: bool = True
         except PpocliError as error:
             unknown[name] = error.what
 
-    add("reference", _reference_parts, cfg, models.lm)
+    if tasks.task_name(cfg) not in tasks.DATA_TASKS:
+        add("reference", _reference_parts, cfg, models.lm)
     named = [("reward", cfg.reward.fn, cfg.reward.kwargs)] if not cfg.reward.fns else [
         (f"reward.fns.{name}", entry.get("fn"), entry.get("kwargs"))
         for name, entry in cfg.reward.fns.items() if isinstance(entry, dict)]
@@ -231,13 +242,13 @@ def parts_of(cfg: schema.TrainConfig, models: Models, *, rewards: bool = True
 def _trained_parts(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
     lm = models.lm
     # heads cast their own weights where they need them, or never; embeddings are looked up
-    heads = [m for m in (lm.get_output_embeddings(), models.value_head) if m is not None]
+    heads = [m for m in (output_head(lm), models.value_head) if m is not None]
     tables = [m for whole in (lm, *models.value_modules) for m in whole.modules()
               if isinstance(m, nn.Embedding)]
     apart = {id(p) for m in (*heads, *tables) for p in m.parameters()}
     quantized = quantized_weights(cfg, lm)
     pieces: list[tuple[Kind, str, list[Any], OptimizerConfig]] = [
-        ("policy", "policy", [lm], cfg.ppo.optimizer),
+        ("policy", "policy", [lm], tasks.updates_of(cfg).optimizer),
         ("value", f"value {cfg.model.value.kind}", models.value_modules,
          algorithm.value_optimizer(cfg.ppo))]
     for kind, name, modules, optimizer in pieces:
@@ -298,7 +309,7 @@ def quantized_weights(cfg: schema.TrainConfig, lm: Any) -> dict[int, int]:
     but of the output embedding; transformers keeps one of T5's in fp32."""
     if cfg.model.quantization is None:
         return {}
-    head = lm.get_output_embeddings().weight
+    head = output_head(lm).weight
     exact = "wo" if lm.config.model_type in RELATIVE_POSITIONS else None
     found = {}
     for name, module in lm.named_modules():

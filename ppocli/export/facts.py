@@ -91,7 +91,8 @@ def _samples(run: RunRecord, step: int) -> list[tuple[dict[str, Any], dict[str, 
     if step == 0:
         return []
     old, new = map(first_of_each_prompt, run.eval_samples(0, step))
-    return [(old[prompt], new[prompt]) for prompt in old if prompt in new][:_NUM_SAMPLES]
+    return [(old[prompt], new[prompt]) for prompt in old if prompt in new
+            and "response" in new[prompt]][:_NUM_SAMPLES]  # a reward model has none
 
 
 def _versions(run: RunRecord, target: Target) -> dict[str, str]:

@@ -283,10 +283,11 @@ def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | 
         check()
         with _loading(place, failure):
             tokenizers.append(transformers.AutoTokenizer.from_pretrained(place, **hub))
+            ids = prompt_ids(tokenizers[0], prompts)  # where settings of a tokenizer are damaged
             model = _load_policy(place, hub)
         if cast is not None:  # compute in fp32, so that nothing but rounded weights counts
             model.float()
-        found.append(logits_of(model, prompt_ids(tokenizers[0], prompts)))
+        found.append(logits_of(model, ids))
         layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1) or 1)
         del model
         gc.collect()
@@ -350,7 +351,7 @@ def _load_policy(folder: Path, hub: dict[str, Any]) -> Any:
                  transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False)
                  else transformers.AutoModelForCausalLM)
     model, info = kind.from_pretrained(place, output_loading_info=True, dtype="auto",
-                                       **({"num_labels": 1} if scores else {}), **hub)
+                                       **({"num_labels": 1} if adapter and scores else {}), **hub)
     # the adapter of a reward model has the head that its base lacks
     wrong = [] if adapter and scores else [*info["missing_keys"],
                                            *map(str, info["mismatched_keys"])]

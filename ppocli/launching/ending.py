@@ -44,15 +44,17 @@ def ending_well(run: loop.Run) -> Iterator[None]:
             "checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
         ) from None
     except torch.OutOfMemoryError as error:  # not in a pass, which is made anew with fewer rows
+        section = tasks.updates_section(run.task.cfg)
+        rows, in_ppo = f"{section}.micro_batch_size", section == "ppo"
         # of several ranks this one alone is here: it can't save, which takes all of them
         single = run.task.backend.ranks.world == 1
         where, _ = _save_what_is_sound(run) if single else _last_checkpoint(run)
         write_summary_of(run, "failed", error=str(error))
         raise OutOfMemoryError(
             f"{_place(run, f'Out of memory in step {run.state.step + 1}', 'out of memory')}; "
-            f"{where}", where="ppo.micro_batch_size, ppo.chunk_size, reward.fn",
-            fix="set ppo.micro_batch_size (the gradient stays the same) or ppo.chunk_size lower, "
-                f"then: ppocli resume {run.folder.path} ppo.micro_batch_size=N") from error
+            f"{where}", where=f"{rows}, ppo.chunk_size, reward.fn" if in_ppo else rows,
+            fix=f"set {rows} (the gradient stays the same){' or ppo.chunk_size' * in_ppo} lower, "
+                f"then: ppocli resume {run.folder.path} {rows}=N") from error
     except PpocliError as error:
         if isinstance(error, OutOfMemoryError) and error.alone:
             raise _shortage(run, error) from error
@@ -167,10 +169,11 @@ def publish(run: loop.Run) -> RunOutcome:
     from ppocli.export.card import write_card
     from ppocli.training.checkpoint_writing import whole_model
 
-    summary = _summary(run, "finished")
+    closing = run.task.closing()
+    summary = _summary(run, "finished") | closing
 
     def write(folder: Path) -> None:
-        run.task.saved.write(folder, weights)
+        run.task.write_model(folder, weights)
         write_card(folder, run.task.cfg, summary)
 
     def publish() -> None:

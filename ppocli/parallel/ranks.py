@@ -152,6 +152,12 @@ class Ranks:
         return mine + list(rows[-1:]) * (size - len(mine)), len(mine)
 
 
+def woven(shares: Sequence[Sequence[T]]) -> list[T]:
+    """What the ranks have of things that were dealt to them in turn
+    (:meth:`Ranks.share`), in the order from before."""
+    return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether torch says that a device, or on a CPU the host, has no memory left."""
     import torch

@@ -1,6 +1,7 @@
-"""What must not come through a call of the user's code: exceptions that end a process, torch's
-modes that are left changed, and threads that keep a process from ending."""
+"""What must not come through a call of the user's code: exceptions that end a process, modes of
+torch's and parts of Python that are left changed, and threads that keep a process from ending."""
 
+import json
 import logging
 import signal
 import sys
@@ -8,7 +9,8 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import thread as executors
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from io import BufferedWriter, FileIO, TextIOWrapper
 from time import monotonic
 from typing import Any
 
@@ -19,7 +21,8 @@ log = logging.getLogger(__name__)
 
 LAST_WAIT = 10.0
 """seconds that threads have to end in when their process wants to"""
-_DTYPE, _INFERENCE, _GRAD = "torch's default dtype", "torch's inference mode", "torch's grad mode"
+_DTYPE, _DEVICE = "torch's default dtype", "torch's default device"
+_INFERENCE, _GRAD = "torch's inference mode", "torch's grad mode"
 _SETTINGS = {"number of threads": "num_threads",
              "precision of products": "float32_matmul_precision"}
 """of torch, which others of the process compute with too: they are put back"""
@@ -39,8 +42,8 @@ def is_its_own(error: BaseException) -> bool:
 
 @contextmanager
 def contained(label: str, key: str, samples: str) -> Iterator[None]:
-    """Code of the user's own runs in the block; torch's modes and settings are as before when it
-    has ended.
+    """Code of the user's own runs in the block; torch's modes and settings, and what the program
+    needs of Python, are as before when it has ended.
 
     Args:
         label: of the function.
@@ -51,7 +54,7 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
         RewardError: it has left one of torch's modes changed.
     """
     changed: list[str] = []
-    settings = _settings()
+    settings, python = _settings(), _Python()
     there, before = set(threading.enumerate()), _modes()
     try:
         with ExitStack() as stack:
@@ -64,6 +67,8 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
             finally:
                 changed = [name for name, value in _modes().items() if value != before[name]]
     finally:
+        for what in python.put_back():
+            log.warning("%s %s; it is put back, for the run goes on with it", label, what)
         for name, value in _settings().items():
             if value != settings.get(name, value):
                 getattr(sys.modules["torch"], f"set_{_SETTINGS[name]}")(settings[name])
@@ -72,6 +77,11 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
         if _DTYPE in changed:
             torch = sys.modules["torch"]
             torch.set_default_dtype(getattr(torch, before[_DTYPE].removeprefix("torch.")))
+        if _DEVICE in changed:
+            torch = sys.modules["torch"]
+            torch.set_default_device(None)
+            if str(torch.get_default_device()) != before[_DEVICE]:
+                torch.set_default_device(before[_DEVICE])
         # those of executors end by themselves
         _started.update({thread: label for thread in threading.enumerate()
                          if thread not in there and not thread.daemon
@@ -85,9 +95,9 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
 def _modes() -> dict[str, Any]:
     """What torch computes in now, or would if the block were the first to load it."""
     if torch := sys.modules.get("torch"):
-        return {_DTYPE: str(torch.get_default_dtype()), _GRAD: torch.is_grad_enabled(),
-                _INFERENCE: torch.is_inference_mode_enabled()}
-    return {_DTYPE: "torch.float32", _INFERENCE: False, _GRAD: True}
+        return {_DTYPE: str(torch.get_default_dtype()), _DEVICE: str(torch.get_default_device()),
+                _GRAD: torch.is_grad_enabled(), _INFERENCE: torch.is_inference_mode_enabled()}
+    return {_DTYPE: "torch.float32", _DEVICE: "cpu", _INFERENCE: False, _GRAD: True}
 
 
 def _settings() -> dict[str, Any]:
@@ -95,6 +105,47 @@ def _settings() -> dict[str, Any]:
     torch = sys.modules.get("torch")
     return {} if torch is None else {
         name: getattr(torch, f"get_{key}")() for name, key in _SETTINGS.items()}
+
+
+class _Python:
+    """What the program needs of Python itself after the user's code, as it is now."""
+
+    def __init__(self) -> None:
+        self.path, self.hook, self.json = list(sys.path), sys.excepthook, dict(vars(json))
+        self.streams = [(name, stream, descriptor, stream.encoding, stream.errors,
+                         stream.line_buffering) for name in ("stdout", "stderr")
+                        if isinstance(stream := getattr(sys, name), TextIOWrapper)
+                        and (descriptor := _descriptor(stream)) is not None]
+
+    def put_back(self) -> list[str]:
+        """Mend what has gone, and tell what that was. What was added to it stays."""
+        told = []
+        if lost := [folder for folder in self.path if folder not in sys.path]:
+            sys.path.extend(lost)
+            told.append(f"took {len(lost)} folders out of sys.path")
+        if not callable(sys.excepthook):  # no thread can start without it
+            sys.excepthook = self.hook
+            told.append("took sys.excepthook away")
+        if other := [name for name, value in self.json.items()
+                     if vars(json).get(name) is not value]:
+            vars(json).update(self.json)
+            told.append(f"replaced {', '.join(f'json.{name}' for name in other)}")
+        for name, stream, descriptor, encoding, errors, by_line in self.streams:
+            if _descriptor(stream) is None:
+                # the same object again, which the display and handlers of logging hold as well;
+                # Python leaves the descriptors of its standard streams open
+                raw = FileIO(descriptor, "w", closefd=False)
+                TextIOWrapper.__init__(stream, BufferedWriter(raw), encoding, errors,
+                                       line_buffering=by_line)
+                told.append(f"closed sys.{name}")
+        return told
+
+
+def _descriptor(stream: TextIOWrapper) -> int | None:
+    """None: it is closed or detached, or in memory (a notebook's, a test's)."""
+    with suppress(ValueError, OSError):
+        return stream.fileno()
+    return None
 
 
 def unended_threads(seconds: float = 0.0) -> list[tuple[threading.Thread, str]]:

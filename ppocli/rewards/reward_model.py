@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODEL_KEY = "reward.kwargs.model"
+SCORE_END, SCORE_MEAN, SCORE_STD = "score_end", "score_mean", "score_std"
+"""in config.json of a model that ``ppocli reward-model`` has trained: the token behind whose texts
+scores are read (none where that token also pads), and their moments on its training data"""
 UNBOUNDED = 1_000_000
 """a tokenizer without a limit reports one far above this"""
 
@@ -90,6 +93,7 @@ class SequenceReward:
                 f"max_length={max_length} is longer than {model} can read ({limit}).",
                 where="reward.kwargs.max_length", fix=f"reward.kwargs.max_length={limit}")
         self.max_length = max_length or limit
+        self.end: int | None = getattr(config, SCORE_END, None)
         self._said_cut = False
 
     def logits(self, samples: list[str], prompts: list[str], responses: list[str]) -> torch.Tensor:
@@ -114,9 +118,11 @@ class SequenceReward:
         return logits
 
     def _encode(self, texts: list[str], pairs: list[str] | None) -> dict[str, list[list[int]]]:
-        tokenizer = self.tokenizer
-        encoded = tokenizer(texts, pairs, truncation=self.max_length is not None,
-                            max_length=self.max_length, return_attention_mask=True)
+        tokenizer, room = self.tokenizer, self.max_length
+        if room is not None and self.end is not None:
+            room -= 1
+        encoded = tokenizer(texts, pairs, truncation=room is not None, max_length=room,
+                            return_attention_mask=True)
         # a tokenizer of the fast kind tells which texts it has cut
         num_cut = sum(bool(encoding.overflowing) for encoding in encoded.encodings or ())
         if num_cut and not self._said_cut:
@@ -127,7 +133,14 @@ class SequenceReward:
         filler = next((token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id,
                                            tokenizer.pad_token_id) if token is not None), 0)
         least = {"input_ids": [filler], "attention_mask": [1]}
-        return {key: [row or least.get(key, [0]) for row in rows] for key, rows in encoded.items()}
+        found = {key: [row or least.get(key, [0]) for row in rows] for key, rows in encoded.items()}
+        if self.end is not None:
+            for i, ids in enumerate(found["input_ids"]):
+                if ids[-1] != self.end:
+                    for key, end in (("input_ids", self.end), ("attention_mask", 1)):
+                        found[key][i] = [*found[key][i], end]
+            found.pop("token_type_ids", None)  # decoders have no use for it
+        return found
 
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
         """One batch of tensors [B, T] on the model's device, padded."""
@@ -212,7 +225,9 @@ class RewardModel(SequenceReward):
     """Score of the text under an ``AutoModelForSequenceClassification`` with a single output.
 
     The reward model keeps its own tokenizer and sees text, so it may come from another family than
-    the policy. A decoder's score is read at the last token of the text.
+    the policy. A decoder's score is read at the last token of the text. Behind the text of a model
+    that ``ppocli reward-model`` has trained stands the token that ended every answer in its
+    training, whether the response ended in it or was cut off.
 
     Args:
         model: folder, Hub name or ``builtin:NAME``.
@@ -243,6 +258,14 @@ class RewardModel(SequenceReward):
                 f"{model} has {len(self.labels)} outputs ({', '.join(self.labels)}); a reward "
                 "model has one.", where=MODEL_KEY,
                 fix=f"reward.fn=classifier reward.kwargs.label={self.labels[-1]}")
+
+    @property
+    def stored_scale(self) -> tuple[float, float] | None:
+        """Mean and deviation of the scores on the model's training data, where they lie with it.
+        """
+        mean, std = (getattr(self.model.config, name, None) for name in (SCORE_MEAN, SCORE_STD))
+        return (mean, std) if isinstance(mean, float) and isinstance(std, float) and std > 0 \
+            else None
 
     def __call__(self, samples: list[str], prompts: list[str],
                  responses: list[str]) -> list[float]:

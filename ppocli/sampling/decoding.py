@@ -94,7 +94,6 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
     goes_on = None if kind is None else {"type": kind, **settings}
     if scores:
         loaded = load_lm(cfg, dtype=dtype, goes_on=goes_on, score_seed=seed)
-        settings["modules_to_save"] = [*(settings.get("modules_to_save") or []), "score"]
     else:
         loaded = load_decodable(cfg, dtype=dtype, given=given, goes_on=goes_on)
         say_decoding(loaded.lm)
@@ -106,7 +105,8 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
         return loaded
     base = identify(loaded.lm, cfg.path, cfg.revision)
     config = peft_config(kind, settings, pair=trunk.has_encoder(loaded.lm),
-                         revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path)
+                         revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path,
+                         scores=scores)
     check_steps(loaded.lm, virtual=kind != "lora")
     return replace(loaded, adapter=Adapter(attach(loaded.lm, config, seed=seed), base))
 

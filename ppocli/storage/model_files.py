@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config import bounded
+from ppocli.config.kept import RUN_FILE
 from ppocli.errors import InputError, PpocliError
 from ppocli.storage import atomic
 
@@ -29,6 +30,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_BASE = "base_model.json"
 """which model an adapter belongs to, beside the files that PEFT knows"""
+MODEL = "model"
+"""folder of a run that holds what it has trained, a plain Hugging Face folder"""
 POLICY = "policy"
 """folder of a checkpoint that holds the policy as a plain Hugging Face folder"""
 VALUE_HEAD = "value_head.safetensors"
@@ -50,7 +53,8 @@ def find_model(model: str, *, key: str, revision: str | None = None,
     """Where to load ``model`` from.
 
     Args:
-        model: a folder, a Hub name, or ``builtin:NAME``.
+        model: a folder, a run's folder, which stands for its ``model/``, a Hub name, or
+            ``builtin:NAME``.
         key: the configuration key, argument (RUN) or option it was given by, for messages.
         revision: branch, tag or commit of a Hub model.
         needs: what has to be there.
@@ -69,6 +73,12 @@ def find_model(model: str, *, key: str, revision: str | None = None,
     if model.startswith(BUILTIN_PREFIX):
         return str(resolve_builtin(model)), True
     path = Path(model).expanduser()
+    if (path / RUN_FILE).is_file() and not (path / "config.json").exists():
+        if not (path / MODEL).is_dir():
+            raise InputError(f"The run in {path} has written no {MODEL}/ yet, which it does when "
+                             "it ends.", where=key, fix="wait for its end, or make one of a "
+                             f"checkpoint: ppocli export {path} -o FOLDER, and give that")
+        path = path / MODEL
     if path.is_dir():
         check_folder(path, key=key, needs=needs, adapters=adapters)
         return str(path), True
@@ -234,6 +244,11 @@ class BaseIdentity:
     storage: str
     """the type its weights were held in; the digest is of these"""
     digest: str
+
+
+def scores(config: Any) -> bool:
+    """Whether a model of this configuration classifies or scores texts."""
+    return any("ForSequenceClassification" in name for name in config.architectures or [])
 
 
 def is_adapter(folder: str | Path) -> bool:

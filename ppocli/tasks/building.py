@@ -9,6 +9,7 @@ import torch
 from ppocli.config import adapters, algorithm, schema
 from ppocli.config.keys import several
 from ppocli.errors import ConfigError, InputError
+from ppocli.estimate import check
 from ppocli.models.fast.gemm import route_linears
 from ppocli.models.loading import reference_and_value
 from ppocli.models.loading.language_model import LoadedLM, empty_lm, stop_rules
@@ -17,6 +18,7 @@ from ppocli.models.policy import Policy, ValueBranch, build_value_head, freeze_l
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import whole_shape
+from ppocli.parallel.launchers import launched_here
 from ppocli.sampling.decoding import load_decodable, load_policy
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.storage.model_files import adapter_at, named_base
@@ -26,6 +28,25 @@ from ppocli.zero.sharded_models import load_in_parts, sharded_copy, share_sharde
 from ppocli.zero.sharded_weights import gathered
 
 T = TypeVar("T", bound=torch.nn.Module)
+
+
+def check_memory(cfg: schema.TrainConfig, backend: Backend, lm_config: Any, *, prompt_tokens: int,
+                 new_tokens: int | None = None) -> None:
+    """Refuse a run that can't fit, before any rank loads weights.
+
+    Args:
+        prompt_tokens, new_tokens: as of :func:`ppocli.estimate.check.estimate`.
+
+    Raises:
+        OutOfMemoryError: it doesn't.
+    """
+    ranks, hardware = backend.ranks, cfg.hardware
+    # a rehearsal is one process; what it asks is whether the run fits
+    planned = hardware.num_processes * hardware.num_nodes if ranks.world == 1 else ranks.world
+    ranks.all_do(lambda: check.check_memory(
+        cfg, lm_config, prompt_tokens=prompt_tokens, new_tokens=new_tokens, device=backend.device,
+        ranks=planned, ranks_on_host=launched_here(hardware.num_processes), warn=ranks.first),
+        "memory")
 
 
 def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, policy: Any

@@ -2,6 +2,8 @@
 other's."""
 
 import logging
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,14 +15,15 @@ from ppocli.data.data_set import Ids, Pairs
 from ppocli.errors import ConfigError
 from ppocli.models import layout
 from ppocli.models.fast import attention
-from ppocli.models.loading import language_model, model_config
+from ppocli.models.loading import adapters, language_model, model_config
 from ppocli.models.loading.language_model import LoadedLM
 from ppocli.models.trunk import response_hidden
+from ppocli.parallel.stop import StopFlag
+from ppocli.rewards.reward_model import SCORE_END, SCORE_MEAN, SCORE_STD
 from ppocli.tasks import building, supervised
 from ppocli.training import saved_model, task
 from ppocli.training.optimizers import build_optimizer
 from ppocli.training.updates import prepare
-from ppocli.zero.oom_retry import PassRows
 
 log = logging.getLogger("ppocli")
 
@@ -90,7 +93,6 @@ class RewardModelTask(supervised.SupervisedTask):
         config = loaded.export_config
         config.get_text_config().pad_token_id = config.pad_token_id = tokenizer.pad_token_id
         self.saved = saved_model.SavedModel(loaded.lm, config, None, tokenizer, loaded.adapter)
-        self.passes = PassRows(backend, dict.fromkeys(task.PASSES, "reward_model.micro_batch_size"))
         self.packs = cfg.data.packing and attention.takes_packed(loaded.lm)
 
     def lengths(self, data: Pairs) -> torch.Tensor:
@@ -112,17 +114,55 @@ class RewardModelTask(supervised.SupervisedTask):
         return layout.Sequences(supervised.padded(tokens), places + 1, places[:, None],
                                 torch.ones(len(texts), 1, dtype=torch.bool))
 
-    def scores(self, data: Pairs) -> torch.Tensor:
-        """[2, b] scores of the chosen and the rejected answers, on their device."""
+    def scores(self, data: Pairs, scorer: Any) -> torch.Tensor:
+        """[2, b] scores of the chosen and the rejected answers, on their device.
+
+        Args:
+            scorer: what is trained, as a module or as the engine around it.
+        """
         samples = self.sequences([*data.chosen, *data.rejected])
         batch = layout.lay_out(samples, pack=self.packs).to(self.backend.device)
-        return self.trained.engine(batch).reshape(2, -1)
+        return scorer(batch).reshape(2, -1)
+
+    def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
+        """As :class:`SupervisedTask`: the first pairs of ``data.val`` and their scores."""
+        assert self.val is not None
+        some = self.val.rows(range(min(SHOWN, len(self.val))))
+        rows = []
+        for scores, start, *texts in zip(measured.tolist(), some.prompt_lengths, some.chosen,
+                                         some.rejected, strict=False):
+            said = self.tokenizer.batch_decode(
+                [texts[0][:start], *(ids[start:] for ids in texts)], skip_special_tokens=True)
+            rows.append(dict(zip(("prompt", "chosen", "rejected"), said, strict=True))
+                        | {"chosen_score": scores[0], "rejected_score": scores[1]})
+        return rows
+
+    def closing(self) -> dict[str, Any]:
+        """As :class:`Task`: mean and deviation of the scores of both answers to all prompts of the
+        training data, which are stored with the model."""
+        found = self.measured(self.train, StopFlag())
+        mean, std = float(found.mean()), float(found.std(unbiased=False))
+        ends = {int(ids[-1]) for ids in (*self.train.chosen, *self.train.rejected)}
+        end = ends.pop() if len(ends) == 1 else self.tokenizer.pad_token_id
+        stored = {SCORE_MEAN: mean, SCORE_STD: std}
+        for name, value in stored.items():
+            setattr(self.saved.config, name, value)
+        if end != self.tokenizer.pad_token_id:
+            setattr(self.saved.config, SCORE_END, end)
+        return stored
+
+    def write_model(self, folder: Path, weights: saved_model.Tensors | None) -> None:
+        """As :class:`Task`; an adapter is merged into its base."""
+        saved = self.saved
+        if saved.adapter is not None:
+            weights = adapters.merged_tensors(saved.adapter)
+        replace(saved, adapter=None).write(folder, weights)
 
     def loss(self, atoms: Pairs, rows: torch.Tensor, weights: torch.Tensor,
              group: task.UpdateGroup) -> task.LossTerms:
         """As :class:`Task`."""
         some = atoms.rows(rows.tolist())
-        chosen, rejected = self.scores(some)
+        chosen, rejected = self.scores(some, self.trained.engine)
         wanted = torch.tensor(some.margins, dtype=torch.float32, device=chosen.device)
         weights = weights.to(chosen.device)
         loss = preference_loss(chosen, rejected, wanted, self.cfg.reward_model.center_coef)
@@ -130,11 +170,11 @@ class RewardModelTask(supervised.SupervisedTask):
         terms = torch.stack([loss.detach(), _accuracy(margins), margins]) @ weights
         return task.LossTerms((weights * loss).sum(), terms, int(self.lengths(some).sum()))
 
-    @torch.no_grad()
-    def measure(self, rows: torch.Tensor) -> torch.Tensor:
+    def measure(self, data: Pairs, rows: torch.Tensor) -> torch.Tensor:
         """As :class:`SupervisedTask`: the scores of both answers."""
-        assert self.val is not None
-        return self.scores(self.val.rows(rows.tolist())).T.double().cpu()
+        # the engine of stage 3 puts weights together, in step; others have nothing to add
+        scorer = self.trained.engine if self.backend.zero_stage == 3 else self.trained.module
+        return self.scores(data.rows(rows.tolist()), scorer).T.double().cpu()
 
     def evaluation_figures(self, measured: torch.Tensor) -> dict[str, float]:
         """As :class:`SupervisedTask`. The accuracy where the chosen answer is the longer one, and
@@ -172,6 +212,12 @@ def build_task(setup: task.TaskSetup) -> RewardModelTask:
         ConfigError, InputError: each naming the key and the fix.
     """
     cfg = setup.cfg
+    if setup.objects.model is not None:
+        raise ConfigError("A reward model is made from a folder or a Hub name.", where="model",
+                          fix="save the model, and give its folder as model.path")
+    if cfg.model.quantization is not None:
+        raise ConfigError("A reward model is written as a whole, and a quantized base can't be.",
+                          where="model.quantization", fix="leave it out")
     if cfg.model.peft and cfg.model.peft.get("type", "lora") != "lora":
         raise ConfigError("A reward model takes no virtual tokens.", where="model.peft.type",
                           fix="model.peft.type=lora, or leave model.peft out")

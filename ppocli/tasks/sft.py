@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,15 +18,16 @@ from ppocli.models.fast import attention
 from ppocli.models.loading import language_model, model_config
 from ppocli.models.loading.language_model import LoadedLM
 from ppocli.models.trunk import decoder_start, has_encoder
+from ppocli.parallel.ranks import woven
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
-from ppocli.sampling.sampler import SamplerSetup, Speaker, build_sampler
+from ppocli.sampling.sampler import SamplerSetup, Speaker, build_sampler, sample_chunks
 from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.tasks import building, supervised
 from ppocli.training import task
 from ppocli.training.optimizers import build_optimizer
+from ppocli.training.state import TrainState
 from ppocli.training.updates import prepare
-from ppocli.zero.oom_retry import PassRows
 
 log = logging.getLogger("ppocli")
 
@@ -47,9 +49,24 @@ class SFTTask(supervised.SupervisedTask):
         self.spec, self.eval_spec = building.sampling_specs(cfg.generation, tokenizer, loaded)
         self.saved = building.saved_policy(loaded.lm, loaded, self.spec, tokenizer)
         self.sampler = build_sampler(cfg.rollout, SamplerSetup(cfg, backend, tokenizer, loaded))
-        self.passes = PassRows(backend, dict.fromkeys(task.PASSES, "sft.micro_batch_size"))
         self.packs = (cfg.data.packing and cfg.sft.neftune is None
                       and attention.takes_packed(loaded.lm))
+        self.asked = self._asked()
+
+    def _asked(self) -> list[int]:
+        """Places in ``val`` of the prompts that evaluations show responses to: the first that leave
+        room for one."""
+        limit, new = model_config.max_positions(self.loaded.lm), self.eval_spec.max_new_tokens
+        pair = has_encoder(self.loaded.lm)  # which has that many positions on either side
+        room = 2**31 if limit is None else limit * (new < limit) if pair else limit - new
+        prompts = [] if self.val is None else [
+            i for i, text in enumerate(self.val.prompts) if text][:self.cfg.sft.eval_samples]
+        found = [i for i in prompts if self.val and len(self.val.prompt_tokens(i)) <= room]
+        if len(found) < len(prompts):
+            log.warning("%d of the first %d prompts of data.val leave no room for a response of "
+                        "generation.max_new_tokens=%d: evaluations don't show them.",
+                        len(prompts) - len(found), len(prompts), new)
+        return found
 
     def lengths(self, data: Examples) -> torch.Tensor:
         """As :class:`SupervisedTask`."""
@@ -77,23 +94,28 @@ class SFTTask(supervised.SupervisedTask):
             supervised.padded(tokens), torch.tensor([len(ids) for ids in tokens]),
             supervised.padded(places), torch.arange(int(count.max())) < count[:, None], *encoder)
 
-    def loss(self, atoms: Examples, rows: torch.Tensor, weights: torch.Tensor,
+    def plan(self, state: TrainState, batch: list[int]) -> task.Plan:
+        """As :class:`Task`; the rows with the run's number of the first of them."""
+        plan = super().plan(state, batch)
+        return replace(plan, atoms=(plan.atoms, state.episodes))
+
+    def loss(self, atoms: tuple[Examples, int], rows: torch.Tensor, weights: torch.Tensor,
              group: task.UpdateGroup) -> task.LossTerms:
         """As :class:`Task`."""
-        samples = self.sequences(atoms, rows)
+        data, first = atoms
+        samples = self.sequences(data, rows)
         batch = layout.lay_out(samples, pack=self.packs).to(self.backend.device)
-        with self._noise(samples, rows, group):
+        with self._noise(samples, first + rows):
             out = self.trained.engine(batch, temperature=1.0, want_entropy=False)
         each = weights.repeat_interleave(samples.mask.sum(1)).to(out.logprobs.device)
         total = -(each * out.logprobs).sum()
         return task.LossTerms(total, total.detach().reshape(1), batch.tokens.numel())
 
     @contextmanager
-    def _noise(self, samples: layout.Sequences, rows: torch.Tensor, group: task.UpdateGroup
-               ) -> Iterator[None]:
+    def _noise(self, samples: layout.Sequences, numbers: torch.Tensor) -> Iterator[None]:
         """A context in which embeddings carry uniform noise of up to alpha / sqrt(T * D), T being
         an example's own tokens (NEFTune, Jain et al. 2023, arXiv 2310.05914). It is a function of
-        the seed, the example and the epoch alone."""
+        the seed, the example and the epoch alone: of its number in the run, in ``numbers``."""
         alpha = self.cfg.sft.neftune
         if alpha is None:
             yield
@@ -101,9 +123,9 @@ class SFTTask(supervised.SupervisedTask):
 
         def add(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             noise = torch.zeros(output.shape)
-            for i, (row, length) in enumerate(zip(rows.tolist(), samples.lengths.tolist(),
-                                                  strict=True)):
-                own = np.random.default_rng([self.cfg.seed, group.epoch, row])
+            for i, (number, length) in enumerate(zip(numbers.tolist(), samples.lengths.tolist(),
+                                                     strict=True)):
+                own = np.random.default_rng([self.cfg.seed, number])
                 drawn = own.uniform(-1.0, 1.0, (length, output.shape[-1]))
                 most = alpha / math.sqrt(length * output.shape[-1])
                 noise[i, :length] = torch.from_numpy(drawn * most)[:output.shape[1]]
@@ -121,11 +143,9 @@ class SFTTask(supervised.SupervisedTask):
             self._acting = acting
             return super().evaluate(stop)
 
-    @torch.no_grad()
-    def measure(self, rows: torch.Tensor) -> torch.Tensor:
+    def measure(self, data: Examples, rows: torch.Tensor) -> torch.Tensor:
         """As :class:`SupervisedTask`: sum of the negative logprobs, and how many tokens."""
-        assert self.val is not None
-        samples = self.sequences(self.val, rows)
+        samples = self.sequences(data, rows)
         batch = layout.lay_out(samples, pack=self.packs).to(self.backend.device)
         out = self._acting(batch, temperature=1.0, want_entropy=False)
         count = samples.mask.sum(1)
@@ -140,17 +160,15 @@ class SFTTask(supervised.SupervisedTask):
         loss = nll / count
         return {"loss": loss, "perplexity": math.exp(min(loss, 700.0)), "tokens": count}
 
-    def shown(self, stop: StopFlag) -> list[dict[str, Any]]:
+    def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
         """As :class:`SupervisedTask`: responses to the first prompts of ``data.val``."""
-        assert self.val is not None
-        asked = [i for i, text in enumerate(self.val.prompts) if text][:self.cfg.sft.eval_samples]
-        if not asked:
+        if self.val is None or not self.asked:
             return []
-        mine, own = self.backend.ranks.share(asked)
+        mine, own = self.backend.ranks.share(self.asked)
         batch = self._prompts(list(mine))
-        out = Samples.joined(list(self.sampler.sample(
-            batch, self.eval_spec, EVALUATION, Speaker(self._acting.lm), stop,
-            at_once=len(batch), chunk=len(batch))))
+        out = Samples.joined(list(sample_chunks(
+            self.sampler, self.passes, batch, self.eval_spec, EVALUATION,
+            Speaker(self._acting.lm), stop, phase="evaluation", chunk=len(batch))))
         alone = self.loaded.decoder_start is not None
         before = [[] if alone else self.val.prompt_tokens(i) for i in mine]
         texts = decode_responses(self.tokenizer, before, out.action_ids,
@@ -160,7 +178,7 @@ class SFTTask(supervised.SupervisedTask):
                 for text, response, count, ended in zip(
                     batch.texts, texts, out.mask.sum(1).tolist(), out.finished.tolist(),
                     strict=True)][:own]
-        return [row for share in self.backend.ranks.gather(rows) for row in share]
+        return woven(self.backend.ranks.gather(rows))
 
     def _prompts(self, places: list[int]) -> PromptBatch:
         assert self.val is not None

@@ -4,28 +4,34 @@ and evaluations that are dealt over ranks."""
 import hashlib
 import json
 import logging
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ppocli.config import schema, tasks
 from ppocli.data import encoding
+from ppocli.data.data_set import Pairs
 from ppocli.models.loading import model_config
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
+from ppocli.storage import faults
+from ppocli.tasks import building
 from ppocli.training import optimize, task
 from ppocli.training.clock import PhaseClock
 from ppocli.training.state import TrainState
+from ppocli.zero.oom_retry import PassRows
 
 log = logging.getLogger("ppocli")
 
 
-def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) -> tuple[Any, Any]:
-    """What to train on and what evaluations are made on, None without ``data.val``; what there is
-    to say of them is logged.
+def read_rows(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any, wants: Any,
+              objects: task.PythonObjects | None = None) -> tuple[Any, Any]:
+    """What to train on, and what evaluations are made on or None.
 
     Args:
         unloaded: the model before its weights are read.
@@ -34,15 +40,55 @@ def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) 
     Raises:
         ConfigError, InputError: as :func:`ppocli.data.encoding.load_data`.
     """
-    cfg = setup.cfg
-    train, val = encoding.load_data(
+    return encoding.load_data(
         cfg.data, tokenizer, wants=wants, seed=cfg.seed, encoder=has_encoder(unloaded),
         max_tokens=model_config.max_positions(unloaded) or 2**31,
-        items=setup.objects.data, val_items=setup.objects.val_data)
+        items=None if objects is None else objects.data,
+        val_items=None if objects is None else objects.val_data)
+
+
+def pass_tokens(cfg: schema.TrainConfig, data: Any, ranks: int) -> tuple[int, int]:
+    """Tokens that a row of the fullest pass has before the first that is trained on, and from there
+    on: on average where rows are packed, else those of the longest. Of pairs only the last state
+    counts."""
+    settings = tasks.updates_of(cfg)
+    rows = min(settings.micro_batch_size or settings.mini_batch_size,
+               -(-settings.mini_batch_size // ranks))
+    pair = isinstance(data, Pairs)
+    texts = [*data.chosen, *data.rejected] if pair else data.tokens
+    order = np.argsort([-len(ids) for ids in texts], kind="stable")[:rows * (1 + pair)]
+    packs = cfg.data.packing and cfg.sft.neftune is None
+
+    def size(lengths: list[int]) -> int:
+        return math.ceil(float(np.mean(lengths) if packs else max(lengths)))
+
+    whole = size([len(texts[i]) for i in order])
+    if pair:
+        return whole, 1
+    if data.encoder_tokens:
+        return max(map(len, data.encoder_tokens)), max(map(len, texts))
+    said = size([int(data.trained[i].sum()) for i in order])
+    return max(whole + 1 - said, 1), said
+
+
+def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) -> tuple[Any, Any]:
+    """What to train on and what evaluations are made on, None without ``data.val``; what there is
+    to say of them is logged.
+
+    Args:
+        unloaded, wants: as of :func:`read_rows`.
+
+    Raises:
+        ConfigError, InputError: as :func:`ppocli.data.encoding.load_data`.
+    """
+    train, val = read_rows(setup.cfg, tokenizer, unloaded, wants, setup.objects)
     for name, found in (("data", train), ("data.val", val)):
         for note in () if found is None else found.notes:
             log.info("%s: %s", name, note)
-    if val is None and cfg.checkpoint.keep_best:
+    prompt, new = pass_tokens(setup.cfg, train, setup.backend.ranks.world)
+    building.check_memory(setup.cfg, setup.backend, unloaded.config, prompt_tokens=prompt,
+                          new_tokens=new)
+    if val is None and setup.cfg.checkpoint.keep_best:
         log.info("data.val is not given: nothing is evaluated, and no checkpoint is the best")
     return train, val
 
@@ -59,6 +105,11 @@ class SupervisedTask(task.Task):
         self.cfg, self.backend = cfg, backend
         self.train, self.val = train, val
         self.examples = len(train)
+        section = tasks.updates_section(cfg)
+        self.passes = PassRows(backend, dict.fromkeys(task.PASSES, f"{section}.micro_batch_size"),
+                               shorter="data.max_length")
+        self._orders: dict[int, npt.NDArray[np.int64]] = {}
+        """of the epochs of the last step"""
 
     @abstractmethod
     def lengths(self, data: Any) -> torch.Tensor:
@@ -69,8 +120,8 @@ class SupervisedTask(task.Task):
         """[n] int64 terms that each row adds to the loss."""
 
     @abstractmethod
-    def measure(self, rows: torch.Tensor) -> torch.Tensor:
-        """[b, K] fp64 figures of some rows of ``val``, b of them; no gradient."""
+    def measure(self, data: Any, rows: torch.Tensor) -> torch.Tensor:
+        """[b, K] fp64 figures of some rows of a data set, b of them; no gradient."""
 
     @abstractmethod
     def evaluation_figures(self, measured: torch.Tensor) -> dict[str, float]:
@@ -88,21 +139,21 @@ class SupervisedTask(task.Task):
 
     def places(self, samples: Sequence[int]) -> list[int]:
         """Places in the data set of consecutive samples of the run."""
-        n, found = len(self.train), []
-        for epoch in dict.fromkeys(i // n for i in samples):
-            order = range(n) if not self.cfg.data.shuffle else (
-                np.random.default_rng([self.cfg.seed, epoch]).permutation(n).tolist())
-            found += [order[i % n] for i in samples if i // n == epoch]
-        return found
+        n = len(self.train)
+        self._orders = {epoch: self._orders[epoch] if epoch in self._orders else np.arange(n)
+                        if not self.cfg.data.shuffle else
+                        np.random.default_rng([self.cfg.seed, epoch]).permutation(n)
+                        for epoch in dict.fromkeys(i // n for i in samples)}
+        return [int(self._orders[i // n][i % n]) for i in samples]
 
     def plan(self, state: TrainState, batch: list[int]) -> task.Plan:
-        """As :class:`Task`: one update, each term with the same weight."""
-        rows = torch.tensor(batch)
+        """As :class:`Task`: one update of the batch's rows, each term with the same weight."""
         data = self.train.rows(batch)
         counts = self.counts(data)
         weights = torch.full((len(batch),), 1.0 / max(int(counts.sum()), 1))
-        return task.Plan(self.train, [task.UpdateGroup(
-            rows, self.lengths(data), counts, weights, state.episodes // len(self.train))])
+        return task.Plan(data, [task.UpdateGroup(
+            torch.arange(len(batch)), self.lengths(data), counts, weights,
+            state.episodes // len(self.train))])
 
     def finish(self, state: TrainState, batch: list[int], plan: task.Plan,
                result: task.OptimizeResult) -> task.Finished:
@@ -119,29 +170,51 @@ class SupervisedTask(task.Task):
         """As :class:`Task`; without ``data.val`` it finds nothing."""
         if self.val is None:
             return task.Evaluation({})
-        ranks, total = self.backend.ranks, len(self.val)
-        lengths = self.lengths(self.val)
-        places: list[int] = []
-        found: list[torch.Tensor] = []
-        for part in optimize.dealt(self, lengths, "evaluation"):
-            stop.meet()
-            # a rank without rows left measures one for nothing, to stay in step with the others
-            measured = self.measure(part if len(part) else lengths.argmin().reshape(1))
-            places += part.tolist()
-            found.append(measured[:len(part)])
-        parts = ranks.gather((places, torch.cat(found)))
+        whole = self.measured(self.val, stop)
+        shown = self.shown(whole, stop)
+        figures = self.evaluation_figures(whole)
+        generated = [row for row in shown if "finished" in row]
+        if generated:
+            figures |= {"response_tokens_mean": _mean(generated, "response_tokens"),
+                        "finished_share": _mean(generated, "finished")}
+        return task.Evaluation(figures, shown, sum(row["response_tokens"] for row in generated))
+
+    def measured(self, data: Any, stop: StopFlag) -> torch.Tensor:
+        """[n, K] what :meth:`measure` finds of all rows, dealt over the ranks."""
+        ranks, total = self.backend.ranks, len(data)
+        lengths = self.lengths(data)
+        stop.meet()
+        found = self.passes.retry(
+            "evaluation", min(self.rows_per_pass, -(-total // ranks.world)), int(lengths.max()),
+            lambda: self._measured(data, lengths, stop), in_step=self.backend.zero_stage == 3)
+        parts = ranks.gather(found)
         whole = torch.empty((total, parts[0][1].shape[1]), dtype=torch.float64)
         for where, measured in parts:
             whole[where] = measured
-        shown = self.shown(stop)
-        figures = self.evaluation_figures(whole)
-        if shown:
-            figures |= {"response_tokens_mean": _mean(shown, "response_tokens"),
-                        "finished_share": _mean(shown, "finished")}
-        return task.Evaluation(figures, shown, sum(row["response_tokens"] for row in shown))
+        return whole
 
-    def shown(self, stop: StopFlag) -> list[dict[str, Any]]:
-        """Rows for samples.jsonl; none by default."""
+    @torch.no_grad()
+    def _measured(self, data: Any, lengths: torch.Tensor, stop: StopFlag
+                  ) -> tuple[list[int], torch.Tensor]:
+        """This rank's places in the data, and [n, K] what was measured of them."""
+        places: list[int] = []
+        found: list[torch.Tensor] = []
+        for part in optimize.dealt(self, lengths, "evaluation"):
+            stop.check()
+            faults.point("evaluation.forward", len(part))
+            # a rank without rows left measures one for nothing, to stay in step with the others
+            with self.backend.autocast():
+                measured = self.measure(data, part if len(part) else lengths.argmin().reshape(1))
+            places += part.tolist()
+            found.append(measured[:len(part)])
+        return places, torch.cat(found)
+
+    def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
+        """Rows for samples.jsonl; none by default.
+
+        Args:
+            measured: as of :meth:`evaluation_figures`.
+        """
         return []
 
     def digests(self) -> dict[str, str]:

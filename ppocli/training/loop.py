@@ -16,6 +16,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from ppocli.config import tasks
 from ppocli.config.schema import CheckpointConfig, TrackingConfig
 from ppocli.display.console import Display
 from ppocli.errors import ConfigError, DiskError, DivergedError
@@ -141,6 +142,7 @@ def learn(run: Run, batch: Any) -> None:
         DivergedError: what is trained stopped being finite.
     """
     task, state, step = run.task, run.state, run.state.step + 1
+    section = tasks.updates_section(task.cfg)
     run.display.board.show(task.preview(batch), step)
     plan = task.plan(state, batch)
     run.clock.mark("other")
@@ -152,7 +154,8 @@ def learn(run: Run, batch: Any) -> None:
             ("update", done + 1, total)))
         if not task.trained.is_finite():
             raise DivergedError(f"The policy's weights became non-finite in step {step}.",
-                                fix="lower ppo.optimizer.lr or raise ppo.init_kl_coef")
+                                fix=f"lower {section}.optimizer.lr" + (
+                                    " or raise ppo.init_kl_coef" if section == "ppo" else ""))
     except DivergedError as error:
         error.where = _dump(run, batch, plan, step)
         raise

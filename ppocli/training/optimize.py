@@ -11,6 +11,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from ppocli.config import tasks
 from ppocli.errors import DivergedError
 from ppocli.models.passes import in_groups
 from ppocli.parallel.stop import StopFlag
@@ -88,22 +89,23 @@ class _Progress:
         Raises:
             DivergedError: ``max_nonfinite`` in a row were not finite.
         """
-        most = task.settings.max_nonfinite
+        most, section = task.settings.max_nonfinite, tasks.updates_section(task.cfg)
         self.nonfinite = self.nonfinite + 1 if verdict is Verdict.NONFINITE else 0
         self.updates += verdict is Verdict.STEP
         self.skipped += verdict in (Verdict.SKIP, Verdict.NONFINITE)
         if verdict is Verdict.NONFINITE:
             names = ", ".join(name for name, value in terms.items() if not math.isfinite(value))
             log.warning("A loss or gradient is not finite (%s); the update is skipped (%d in a "
-                        "row, the run stops at ppo.max_nonfinite=%d).", names or "grad_norm",
-                        self.nonfinite, most)
+                        "row, the run stops at %s.max_nonfinite=%d).", names or "grad_norm",
+                        self.nonfinite, section, most)
         elif verdict is Verdict.SKIP:
             log.warning("%s; the update is skipped.", task.why_skipped(terms))
         if self.nonfinite >= most:
             raise DivergedError(
                 f"{self.nonfinite} updates in a row had a non-finite loss or gradient "
-                f"(step {step}).", fix="lower ppo.optimizer.lr, raise "
-                "ppo.init_kl_coef, check the reward's scale, or use hardware.precision=fp32")
+                f"(step {step}).", fix=f"lower {section}.optimizer.lr, "
+                + ("raise ppo.init_kl_coef, check the reward's scale, " if section == "ppo" else "")
+                + "or use hardware.precision=fp32")
 
     def add(self, terms: dict[str, float], maxima: frozenset[str]) -> None:
         """Add an update's terms, if they are finite."""

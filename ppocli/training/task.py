@@ -305,6 +305,19 @@ class Task(ABC):
         """Entries of summary.json about the task's own state."""
         return {}
 
+    def closing(self) -> dict[str, Any]:
+        """What is measured on the model of a finished run before it is written, for summary.json.
+        """
+        return {}
+
+    def write_model(self, folder: Path, weights: saved_model.Tensors | None) -> None:
+        """Write ``model/``, on the first of several ranks.
+
+        Args:
+            weights: as of :meth:`ppocli.training.saved_model.SavedModel.write`.
+        """
+        self.saved.write(folder, weights)
+
     def write_dump(self, folder: Path, batch: Any, plan: Plan,  # noqa: B027 - may be left
                    step: int) -> None:
         """Write data that help to find the cause of a divergence; nothing by default."""

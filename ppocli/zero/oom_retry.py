@@ -35,6 +35,8 @@ class PassRows:
     keys: Mapping[str, str]
     """phase -> the key that decides how many rows one of its passes has"""
     found: dict[str, int] = field(default_factory=dict)
+    shorter: str = "generation.max_new_tokens, prompts.max_length"
+    """keys that limit the tokens of a sample"""
 
     def limit(self, phase: str, asked: int) -> int:
         """Rows of a pass that should have ``asked``."""
@@ -124,6 +126,6 @@ class PassRows:
         return OutOfMemoryError(
             f"{text}, and a pass can't be smaller: its longest sample has {tokens} tokens; "
             f"{memory}", alone=alone,
-            where="generation.max_new_tokens, prompts.max_length, model.path",
+            where=f"{self.shorter}, model.path",
             fix="fewer tokens, model.gradient_checkpointing=true, or several processes "
                 "(hardware=zero3); ppocli estimate tells what each saves")

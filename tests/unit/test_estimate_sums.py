@@ -173,10 +173,10 @@ def test_on_a_cpu_device_and_host_are_one():
 def test_a_rank_works_on_its_share():
     cfg = set_keys(TrainConfig(), {"ppo.num_rollouts": 512, "ppo.mini_batch_size": 64,
                                    "ppo.micro_batch_size": 6, "prompts.eval.limit": 10})
-    first = layout_of(cfg, prompt_tokens=8, ranks=8, ranks_on_host=4, cuda=True)
+    first = layout_of(cfg, tokens=8, ranks=8, ranks_on_host=4, cuda=True)
     assert (first.rows, first.decoded, first.accumulates) == (6, 64, True)
     cfg = set_keys(cfg, {"ppo.micro_batch_size": None, "ppo.chunk_size": 16})
-    whole = layout_of(cfg, prompt_tokens=8, ranks=8, ranks_on_host=4, cuda=True)
+    whole = layout_of(cfg, tokens=8, ranks=8, ranks_on_host=4, cuda=True)
     assert (whole.rows, whole.decoded, whole.accumulates) == (8, 16, False)
 
 

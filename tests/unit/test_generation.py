@@ -9,6 +9,9 @@ import transformers
 from helpers import make_lm, make_tokenizer, save_lm
 from sessions import generate, rollout_of, session_of, small_config
 
+from ppocli.config.schema import ModelConfig
+from ppocli.errors import InputError
+from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.ppo.noise import uniform
 from ppocli.sampling import token_choice as sampling
 from ppocli.sampling.decoder import Decoder
@@ -278,3 +281,11 @@ def test_text_keeps_the_space_that_a_tokenizer_hides_in_its_tokens():
     assert tokenizer.decode([2, 3]) == "good film"
     assert decode_responses(tokenizer, [[1]], [[2, 3, 4]]) == [" good film"]
     assert decode_responses(tokenizer, [[1]], [[2, 3, 4]], ["film"]) == [" good "]
+
+
+def test_a_tokenizer_with_a_damaged_setting_is_refused(tmp_path):
+    save_lm(tmp_path / "lm")
+    path = tmp_path / "lm/tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "long"}))
+    with pytest.raises(InputError, match=r"The tokenizer of .* can't be loaded: '>' not supported"):
+        load_tokenizer(ModelConfig(path=str(tmp_path / "lm")))

@@ -159,7 +159,8 @@ def _enter_inference() -> None:
 
 
 MODES = {"default dtype": lambda: torch.set_default_dtype(torch.float64),
-         "inference mode": _enter_inference, "grad mode": lambda: torch.set_grad_enabled(False)}
+         "inference mode": _enter_inference, "grad mode": lambda: torch.set_grad_enabled(False),
+         "default device": lambda: torch.set_default_device("meta")}
 
 
 @pytest.mark.parametrize("timeout", [None, 30.0])
@@ -173,6 +174,7 @@ def test_a_mode_of_torch_that_is_left_changed_is_an_error_and_taken_back(mode, t
     with refused(RewardError, "score", f"torch's {mode}", "'prompt0 response0'"):
         reward.score(request_of(3))
     assert torch.get_default_dtype() is torch.float32
+    assert torch.zeros(1).device.type == "cpu"
     assert (torch.ones(1, requires_grad=True) * 2).requires_grad
     KEPT.clear()
     assert not torch.is_inference_mode_enabled()

@@ -20,6 +20,8 @@ from ppocli.models.loading import peft_internals
 from ppocli.models.trunk import VirtualTokens
 from ppocli.storage.model_files import ADAPTER_BASE, ADAPTER_WEIGHTS, BaseIdentity
 
+SCORE = "score.weight"
+"""the weight of the head by which transformers' decoders score a text"""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -60,19 +62,22 @@ def tensors_digest(tensors: Mapping[str, torch.Tensor],
 
 
 def identify(lm: Any, path: str, revision: str | None) -> BaseIdentity:
-    """The identity of a bare causal LM's weights as they are in memory."""
+    """The identity of a bare causal LM's weights as they are in memory; the head of one that scores
+    texts belongs to its adapter."""
     storage = str(getattr(lm, "quantization_method", None) or lm.dtype).removeprefix("torch.")
-    return BaseIdentity(path, revision, storage, tensors_digest(lm.state_dict()))
+    own = {name: tensor for name, tensor in lm.state_dict().items() if name != SCORE}
+    return BaseIdentity(path, revision, storage, tensors_digest(own))
 
 
 def peft_config(kind: str, settings: Mapping[str, Any], *, pair: bool, revision: str | None,
-                tokenizer: str) -> Any:
+                tokenizer: str, scores: bool = False) -> Any:
     """PEFT's configuration of an adapter.
 
     Args:
         kind: lora, prefix or prompt.
         pair: for an encoder-decoder.
         tokenizer: whose words a ``prompt_tuning_init_text`` is made of.
+        scores: for a model that scores texts.
 
     Raises:
         ConfigError: PEFT refuses the settings, or the model is no causal one.
@@ -88,8 +93,8 @@ def peft_config(kind: str, settings: Mapping[str, Any], *, pair: bool, revision:
     if str(given.get("prompt_tuning_init", "")).upper() == "TEXT":
         given.setdefault("tokenizer_name_or_path", tokenizer)
     try:
-        return classes[kind](task_type="SEQ_2_SEQ_LM" if pair else "CAUSAL_LM", revision=revision,
-                             **given)
+        task = "SEQ_2_SEQ_LM" if pair else "SEQ_CLS" if scores else "CAUSAL_LM"
+        return classes[kind](task_type=task, revision=revision, **given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"PEFT refuses the adapter: {error}", where="model.peft",
                           fix="see the fields of its configuration in PEFT's documentation"
@@ -181,6 +186,17 @@ def merge(adapter: Adapter) -> Any:
                           where="model.path, model.peft", fix="go on with the adapter: "
                           "model.peft.type=prefix (or prompt) model.peft.num_virtual_tokens=N")
     return adapter.model.merge_and_unload()
+
+
+def merged_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
+    """What :func:`merge` would make of the model's state dict, which stays as it is: one layer at a
+    time is copied and merged."""
+    found = {name: tensor.detach() for name, tensor in base_tensors(adapter.model.base_model.model
+                                                                    ).items()}
+    for name, module in adapter.model.base_model.model.named_modules():
+        found |= {f"{peft_internals.bare_name(name)}.{part}": tensor
+                  for part, tensor in peft_internals.merged_layer(module).items()}
+    return found
 
 
 def _check_goes_on(config: Any, given: Mapping[str, Any], folder: Path) -> None:

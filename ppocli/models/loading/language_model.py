@@ -28,8 +28,6 @@ from ppocli.text import first_line
 log = logging.getLogger("ppocli")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-SCORE = "score.weight"
-"""the weight of the head that transformers' decoders score a text by"""
 
 
 def frozen_dtype(cfg: ModelConfig, hardware: HardwareConfig) -> torch.dtype:
@@ -71,6 +69,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source, revision=revision, trust_remote_code=cfg.trust_remote_code)
+        tokenizer("")  # a damaged setting of it shows in use alone
     except Exception as error:  # transformers raises many kinds here, all about the folder
         raise InputError(f"The tokenizer of {name} can't be loaded: {first_line(error)}",
                          where=key, fix="give a tokenizer folder: model.tokenizer_path=/path"
@@ -127,7 +126,7 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = 
     lm, config = load_weights(
         cfg, source, partial(_scorer_class if scores else _class_of, cfg, key), name=cfg.path,
         key=key, revision=cfg.revision, dtype=dtype, **model_config.quantized(cfg),
-        new={} if score_seed is None else {SCORE: partial(_new_score, seed=score_seed)})
+        new={} if score_seed is None else {adapters.SCORE: partial(_new_score, seed=score_seed)})
     if scores:
         return _ready(cfg, lm, config, None)
     made = _ready(cfg, lm, config,

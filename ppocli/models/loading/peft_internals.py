@@ -1,6 +1,7 @@
 """What ppocli uses of PEFT beyond its public classes: its wrappers inside a model, the names that
 they give to weights, and the virtual tokens of its models. Nothing else touches them."""
 
+import copy
 import warnings
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ from ppocli.storage.environment import check_parts
 _PARTS = (
     "peft.tuners.tuners_utils:BaseTunerLayer.enable_adapters",
     "peft.utils:AuxiliaryTrainingWrapper.enable_adapters", "peft:PeftModelForSeq2SeqLM",
+    "peft:PeftModelForSequenceClassification",
     "peft:PeftModelForCausalLM.get_prompt", "peft:PeftModelForCausalLM.active_peft_config",
     "peft:get_peft_model_state_dict", "peft:set_peft_model_state_dict")
 _OWN_PARTS = ("modules_to_save", "virtual_tokens")
@@ -33,8 +35,9 @@ def probe() -> None:
 
 
 def wrap(lm: Any, config: Any) -> Any:
-    """PEFT's model around a causal LM or an encoder-decoder, whose layers it replaces."""
-    from peft import PeftModelForCausalLM, PeftModelForSeq2SeqLM
+    """PEFT's model around a causal LM, an encoder-decoder or a model that scores texts, whose head
+    then trains as a whole; it replaces their layers."""
+    import peft
 
     probe()
     if hasattr(config, "fan_in_fan_out") and any(isinstance(m, conv1d()) for m in lm.modules()):
@@ -44,8 +47,9 @@ def wrap(lm: Any, config: Any) -> Any:
         # of several adapters on one model, which is not the case; and of old names in transformers
         warnings.filterwarnings("ignore", category=UserWarning, module="peft")
         warnings.filterwarnings("ignore", category=FutureWarning)
-        pair = config.task_type == "SEQ_2_SEQ_LM"
-        return (PeftModelForSeq2SeqLM if pair else PeftModelForCausalLM)(lm, config)
+        kinds = {"SEQ_2_SEQ_LM": peft.PeftModelForSeq2SeqLM,
+                 "SEQ_CLS": peft.PeftModelForSequenceClassification}
+        return kinds.get(config.task_type, peft.PeftModelForCausalLM)(lm, config)
 
 
 def belongs_to_adapter(name: str) -> bool:
@@ -69,6 +73,23 @@ def enable_layers(lm: Any, enabled: bool) -> None:
             module.enable_adapters(enabled)
     for name, parameter in lm.named_parameters():  # PEFT changes them on the way
         parameter.requires_grad_(trains[name])
+
+
+def merged_layer(module: Any) -> dict[str, torch.Tensor]:
+    """The weights of a layer of the base with what an adapter makes of it, by their names in it;
+    nothing where no adapter stands around it."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils import ModulesToSaveWrapper
+
+    if isinstance(module, ModulesToSaveWrapper):
+        own = module.modules_to_save[module.active_adapters[0]]
+    elif isinstance(module, BaseTunerLayer):
+        layer = copy.deepcopy(module)
+        layer.merge()
+        own = layer.get_base_layer()
+    else:
+        return {}
+    return {name: tensor.detach() for name, tensor in own.state_dict().items()}
 
 
 def prompt(peft_model: Any, encoder: torch.nn.Module, rows: int) -> Any:

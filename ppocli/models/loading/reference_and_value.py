@@ -23,7 +23,7 @@ from ppocli.models.loading.model_config import max_positions
 from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.storage.model_files import find_model
+from ppocli.storage.model_files import find_model, scores
 
 log = logging.getLogger("ppocli")
 
@@ -90,8 +90,8 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
 
 def _class_of_value(config: Any) -> Any:
     """transformers' class for a reward model, or for a bare trunk."""
-    scores = any("ForSequenceClassification" in name for name in config.architectures or [])
-    return transformers.AutoModelForSequenceClassification if scores else transformers.AutoModel
+    return transformers.AutoModelForSequenceClassification if scores(config) else \
+        transformers.AutoModel
 
 
 @torch.no_grad()

@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppocli.data.prompt_set import PromptBatch
+from ppocli.parallel.ranks import woven
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.sampler import Speaker, sample_chunks
 from ppocli.sampling.samples import Samples
 from ppocli.tasks.ppo.figures import logged_figures, mean, mean_std, sample_rows
-from ppocli.tasks.ppo.reward_calls import judge, woven
+from ppocli.tasks.ppo.reward_calls import judge
 from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy
 from ppocli.tasks.ppo.session import EvalSession, sampling_sweep
 from ppocli.training.task import Evaluation

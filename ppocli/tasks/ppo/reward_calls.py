@@ -12,7 +12,7 @@ import torch
 
 from ppocli.config import tasks
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.parallel.ranks import Ranks
+from ppocli.parallel.ranks import Ranks, woven
 from ppocli.rewards.records import RewardRequest, RewardScores
 from ppocli.sampling.samples import Samples
 from ppocli.storage import faults
@@ -22,12 +22,6 @@ T = TypeVar("T")
 Metrics = dict[str, list[float]]
 LOOK = 0.2
 """seconds between two looks at whether the run is to stop"""
-
-
-def woven(shares: Sequence[Sequence[T]]) -> list[T]:
-    """What the ranks have of things that were dealt to them in turn
-    (:meth:`~ppocli.parallel.ranks.Ranks.share`), in the order from before."""
-    return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
 
 
 @dataclass(frozen=True, slots=True)

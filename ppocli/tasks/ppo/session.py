@@ -8,17 +8,15 @@ from typing import Any, Self
 
 from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, reference_sharded
 from ppocli.config.keys import several
-from ppocli.config.schema import GenerationConfig, TrainConfig
+from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
 from ppocli.data import prompt_set, sources
-from ppocli.errors import ConfigError
-from ppocli.estimate.check import check_memory
+from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast import attention, frozen_states, gemm
 from ppocli.models.loading import adapters, language_model, model_config, reference_and_value
 from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
-from ppocli.parallel.launchers import launched_here
 from ppocli.sampling.decoding import load_judged
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
@@ -195,6 +193,31 @@ def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tupl
     return reward, metric
 
 
+def _with_stored_scale(reward: Any) -> RewardConfig:
+    """The reward's configuration, with what ``reward.scale=ref`` needs and isn't given taken from
+    beside the reward model: its deviation on its training data, with ``reward.center`` its mean.
+
+    Raises:
+        InputError: there is no mean to centre by.
+    """
+    cfg: RewardConfig = reward.cfg
+    stored = getattr(reward.parts[0].bound.call, "stored_scale", None)
+    if cfg.scale != "ref" or cfg.fn != "reward_model" or not (
+            cfg.ref_std is None or (cfg.center and cfg.ref_mean is None)):
+        return cfg
+    if stored is None:
+        if cfg.center and cfg.ref_mean is None:
+            raise InputError("No mean of its scores lies with the reward model.",
+                             where="reward.center, reward.kwargs.model",
+                             fix="give reward.ref_mean, or a model of `ppocli reward-model`")
+        return cfg
+    mean = stored[0] if cfg.center and cfg.ref_mean is None else cfg.ref_mean
+    std = stored[1] if cfg.ref_std is None else cfg.ref_std
+    log.info("scores are scaled by what lies with the reward model: ref_mean %s, ref_std %.6g",
+             "none" if mean is None else f"{mean:.6g}", std)
+    return replace(cfg, ref_mean=mean, ref_std=std)
+
+
 def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: PythonObjects,
                       reward: Any, metric: Any, *, training: bool = True
                       ) -> tuple[prompt_set.PromptSet, prompt_set.PromptSet]:
@@ -218,17 +241,6 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
         for warning in found.warnings:
             log.warning("%s: %s.", name, warning)
     return prompts, eval_prompts
-
-
-def _check_memory(cfg: TrainConfig, backend: Backend, lm_config: Any,
-                  prompts: list[list[int]]) -> None:
-    """Refuse a run that can't fit, before any rank loads weights."""
-    ranks, hardware, longest = backend.ranks, cfg.hardware, max(map(len, prompts))
-    # a rehearsal is one process; what it asks is whether the run fits
-    planned = hardware.num_processes * hardware.num_nodes if ranks.world == 1 else ranks.world
-    ranks.all_do(lambda: check_memory(
-        cfg, lm_config, prompt_tokens=longest, device=backend.device, ranks=planned,
-        ranks_on_host=launched_here(hardware.num_processes), warn=ranks.first), "memory")
 
 
 def _check_reach(cfg: TrainConfig, policy: Policy, reference: Reference | None,
@@ -264,11 +276,12 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
         RewardError, InputError, ConfigError: each naming the key and the fix.
     """
     reward, metric = _build_judges(cfg, objects, backend.ranks.first)
-    cfg = replace(cfg, reward=reward.cfg)  # with the style of each function
+    cfg = replace(cfg, reward=_with_stored_scale(reward))  # with the style of each function
     tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
     token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
-    _check_memory(cfg, backend, unloaded.config, token_ids)
+    building.check_memory(cfg, backend, unloaded.config,
+                          prompt_tokens=max(map(len, token_ids)))
     loaded = building.load_start(cfg, backend, objects.model)
     language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = building.sampling_specs(cfg.generation, tokenizer, loaded)

@@ -1,0 +1,93 @@
+"""A run rehearsed before it begins, and how ``ppocli validate --deep`` tells what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from ppocli.config import schema, tasks
+from ppocli.text import clean, figure
+
+if TYPE_CHECKING:
+    from ppocli.parallel.stop import StopFlag
+    from ppocli.tasks.ppo.rehearsal import Rehearsal as PPORehearsal
+    from ppocli.tasks.rehearsal import Rehearsal as DataRehearsal
+
+    Rehearsal = PPORehearsal | DataRehearsal
+
+
+def rehearse(cfg: schema.TrainConfig, stop: StopFlag) -> Rehearsal:
+    """Everything that a run of ``cfg`` loads, taken through a step without an update.
+
+    Raises:
+        PpocliError: whatever would end the run at its first step, with the same exit code.
+        StopRequested: at a safe point.
+    """
+    if tasks.task_name(cfg) in tasks.DATA_TASKS:
+        from ppocli.tasks import rehearsal
+
+        return rehearsal.rehearse(cfg, stop)
+    from ppocli.tasks.ppo.rehearsal import rehearse as rehearse_ppo
+
+    return rehearse_ppo(cfg, stop)
+
+
+def as_json(found: Rehearsal) -> dict[str, Any]:
+    """For a program."""
+    agrees = getattr(found, "agrees", None)
+    return asdict(found) if agrees is None else {**asdict(found), "agrees": agrees}
+
+
+def told(found: Rehearsal) -> Iterator[str]:
+    """Lines for a person."""
+    from ppocli.tasks.rehearsal import Rehearsal as DataRehearsal
+
+    if isinstance(found, DataRehearsal):
+        yield from _told_data(found)
+    else:
+        yield from _told_ppo(found)
+
+
+def _told_data(found: DataRehearsal) -> Iterator[str]:
+    yield (f"loaded: {found.parameters:,} parameters, {found.trainable:,} trained, "
+           f"{found.examples} examples, on {found.device} {found.precision}")
+    yield (f"gradient of the first {found.rows} ({found.tokens} tokens): " + ", ".join(
+        f"{'norm' if name == 'grad_norm' else f'{name} loss'} {figure(value, 4)}"
+        for name, value in found.terms.items()))
+    yield from _costs(found)
+    yield f"peak memory: {found.peak_memory_mib:.0f} MiB"
+
+
+def _told_ppo(found: PPORehearsal) -> Iterator[str]:
+    yield (f"loaded: {found.parameters:,} parameters, {found.trainable:,} trained, "
+           f"{found.prompts} prompts, on {found.device} {found.precision}")
+    yield f"first prompt as the model gets it ({found.prompt_tokens} tokens):"
+    yield f"  {clean(found.prompt)}"
+    for number, sample in enumerate(found.samples, start=1):
+        score = "none" if sample["score"] is None else f"{sample['score']:.4g}"
+        ended = "ended" if sample["finished"] else "did not end"
+        yield (f"sample {number}: score {score}, kl {figure(sample['kl'], 4)}, "
+               f"{sample['response_tokens']} tokens, {ended}")
+        yield f"  {clean(sample['prompt'])} → {clean(sample['response'])}"
+    for kind, columns in (("reward", found.parts if len(found.parts) > 1 else {}),
+                          ("metric", found.metrics)):
+        for name, values in columns.items():
+            yield f"{kind} {name}: " + ", ".join(
+                "none" if value is None else f"{value:.4g}" for value in values)
+    if found.kl_per_token is not None:
+        verdict = "as it must be before training" if found.agrees else (
+            "WRONG: before training it must be 0; do model.dtype and hardware.precision differ?")
+        yield f"KL to the reference: {figure(found.kl_per_token, 6)} nats per token, {verdict}"
+    if found.terms is None:
+        yield "gradient: not tried, no sample has a score"
+    else:
+        yield (f"gradient: policy loss {figure(found.terms['policy'], 4)}, value loss "
+               f"{figure(found.terms['value'], 4)}, norm {figure(found.terms['grad_norm'], 4)}")
+    yield from _costs(found)
+    yield f"peak memory: {found.peak_memory_mib:.0f} MiB with {len(found.samples)} samples"
+
+
+def _costs(found: Rehearsal) -> Iterator[str]:
+    yield "seconds: " + ", ".join(f"{name} {seconds:.1f}"
+                                  for name, seconds in found.seconds.items())

@@ -1,0 +1,58 @@
+"""One rank of a training on a data set: three updates and an evaluation; tell what came of them.
+
+    torchrun ... data_updates.py CONFIG.json OUT.safetensors
+"""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+# the import path has to be set first
+import torch
+from safetensors.torch import save_file
+from sessions import set_keys
+
+from ppocli.config.schema import TrainConfig
+from ppocli.parallel.backend import open_ranks
+from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.select import build_task
+from ppocli.training.clock import PhaseClock
+from ppocli.training.loop import initial_state
+from ppocli.training.optimize import optimize
+from ppocli.training.optimizers import named_trainable
+from ppocli.training.state import TrainState
+from ppocli.training.task import PythonObjects, TaskSetup
+from ppocli.zero.sharded_weights import gathered
+
+
+def main(config: str, out: str) -> None:
+    cfg = set_keys(TrainConfig(), json.loads(Path(config).read_text()))
+    with open_ranks(cfg) as backend:
+        task, stop = build_task(TaskSetup(cfg, backend, PythonObjects())), StopFlag()
+        stop.ranks = backend.ranks
+        state, losses, done = initial_state(task), [], 0
+        for step in range(3):
+            batch = task.collect(state, stop, PhaseClock(backend.device))
+            result = optimize(task, task.plan(state, batch), state, stop)
+            losses += [result.terms["total"], result.terms["grad_norm"], result.lr]
+            done += len(batch)
+            state = TrainState(digests={}, judged_by="", step=step + 1, updates=step + 1,
+                               episodes=done)
+        found = task.evaluate(stop)
+        shown = "".join(row["response"] for row in found.samples)
+        tensors = {"losses": torch.tensor(losses),
+                   "eval": torch.tensor([found.figures[name] for name in sorted(found.figures)]),
+                   "shown": torch.tensor(list(shown.encode()), dtype=torch.uint8)}
+        with gathered(task.trained.module, backend.zero_stage):
+            tensors |= {f"weight/{name}": parameter.detach().cpu().clone()
+                        for name, parameter in named_trainable(task.trained.module).items()}
+        if backend.ranks.first:
+            save_file(tensors, out)
+        task.close()
+        task.trained.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,46 @@
+"""``ppocli sft`` on two ranks and under ZeRO 1 to 3: the numbers of one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+from helpers import WORDS, save_lm
+from ranks import largest_difference, run_job, under
+
+SCRIPT = Path(__file__).with_name("data_updates.py")
+LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn", "c_fc"]}
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> dict:
+    """Counts that don't divide: 9 rows, updates of 5, passes of 2, 5 rows to evaluate on."""
+    folder = tmp_path_factory.mktemp("data")
+    save_lm(folder / "lm")
+    for name, count in (("data", 9), ("val", 5)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({
+            "prompt": " ".join(WORDS[:2 + i % 4]),
+            "completion": " " + " ".join(WORDS[i % 5:i % 5 + 3 + i])}) + "\n"
+            for i in range(count)))
+    return {"model.path": str(folder / "lm"), "task.fn": "sft", "checkpoint.metric": "loss",
+            "data.path": str(folder / "data.jsonl"), "data.val": str(folder / "val.jsonl"),
+            "sft.mini_batch_size": 5, "sft.micro_batch_size": 2, "sft.epochs": 2,
+            "sft.optimizer.name": "sgd", "sft.optimizer.lr": 1e-2, "sft.max_grad_norm": 0.5,
+            "sft.scheduler.name": "cosine", "sft.eval_samples": 3,
+            "generation.max_new_tokens": 6, "hardware.device": "cpu", "hardware.num_threads": 1,
+            "hardware.gemm": "default"}
+
+
+@pytest.mark.parametrize(("stage", "keys"), [
+    (3, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
+        (0, {}), (1, {}), (2, {}), (3, {"hardware.gather_for_generation": False}),
+        (0, {"model.peft": LORA}), (3, {"model.peft": LORA}), (0, {"sft.neftune": 5.0}),
+        (3, {"sft.neftune": 5.0}), (2, {"sft.micro_batch_size": None, "data.packing": False}),
+        (0, {"sft.micro_batch_tokens": 20})])])
+def test_two_ranks_give_the_numbers_of_one_process(config, tmp_path, stage, keys):
+    config = {**config, **keys}
+    one = run_job(tmp_path, "one", config, world=1, script=SCRIPT)
+    many = run_job(tmp_path, "many", {**config, **under(stage, tmp_path)}, world=2, script=SCRIPT)
+    for prefix in ("losses", "eval", "weight/"):
+        assert largest_difference(one, many, prefix) < 1e-6, prefix
+    assert many["shown"].tolist() == one["shown"].tolist()

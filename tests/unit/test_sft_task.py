@@ -1,0 +1,273 @@
+"""``ppocli sft`` as a task: its loss, gradient and evaluation against transformers' own."""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import save_lm, save_talker
+from sessions import set_keys
+
+from ppocli.config.schema import TrainConfig
+from ppocli.parallel.backend import open_ranks
+from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.select import build_task
+from ppocli.tasks.sft import SFTTask
+from ppocli.training.clock import PhaseClock
+from ppocli.training.loop import initial_state
+from ppocli.training.optimize import _backward, optimize
+from ppocli.training.state import TrainState
+from ppocli.training.task import PythonObjects, TaskSetup
+
+ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in (
+    ("the film was", " very good ."), ("i saw", " a dull film and hated it ."), ("it", " is fine"),
+    ("the actor is not", " bad , but the plot was awful !"), ("we liked", " this ."),
+    ("you hated that film and", " so was i ."), ("that plot", " was so very very cold ."))]
+TALKS = [{"messages": [{"role": "user", "content": "the film"},
+                       {"role": "assistant", "content": "very good"},
+                       {"role": "user", "content": "the plot is dull"},
+                       {"role": "assistant", "content": "i liked it"}]},
+         {"messages": [{"role": "user", "content": "the actor"},
+                       {"role": "assistant", "content": "was awful and bad"}]}]
+TEXTS = [{"text": row["prompt"] + row["completion"]} for row in ROWS]
+
+
+@contextmanager
+def sft_of(folder: Path, kind: str = "gpt2", rows: Any = ROWS, val: Any = None, **keys: Any
+           ) -> Iterator[SFTTask]:
+    """The task on rows; dots in names of keys as ``__``."""
+    lm = folder / kind
+    if not lm.exists():
+        # T5 does not scale its attention: large weights would make it jump
+        save_talker(lm) if kind == "talker" else save_lm(
+            lm, kind, gain=1.0 if kind == "t5" else 4.0)
+    cfg = set_keys(TrainConfig(), {
+        "model.path": str(lm), "task.fn": "sft", "hardware.device": "cpu",
+        "hardware.gemm": "default", "sft.mini_batch_size": 4, "sft.epochs": 2,
+        "sft.optimizer.lr": 1e-3, "checkpoint.metric": "loss", "generation.max_new_tokens": 6,
+        **{key.replace("__", "."): value for key, value in keys.items()}})
+    with open_ranks(cfg) as backend:
+        task = build_task(TaskSetup(cfg, backend, PythonObjects(data=rows, val_data=val)))
+        assert isinstance(task, SFTTask)
+        yield task
+
+
+def planned(task: SFTTask, state: TrainState | None = None):
+    state = initial_state(task) if state is None else state
+    batch = task.collect(state, StopFlag(), PhaseClock(task.backend.device))
+    return batch, task.plan(state, batch)
+
+
+def gradient(task: SFTTask, state: TrainState | None = None) -> tuple[float, dict[str, Any]]:
+    """The loss of the next update, and its gradient by name."""
+    _, plan = planned(task, state)
+    task.trained.clear()
+    found = _backward(task, plan, plan.groups[0], poisoned=False)
+    return float(found.terms[0]), {name: p.grad.clone() for name, p in
+                                   task.policy.named_parameters() if p.grad is not None}
+
+
+def own_loss(task: SFTTask, data: Any, places: list[int]) -> tuple[torch.Tensor, int]:
+    """The sum that transformers' model and torch's cross entropy come to, one row at a time, and
+    how many tokens it is over."""
+    lm, total, count = task.loaded.lm, torch.zeros(()), 0
+    for i in places:
+        ids, mask = torch.tensor(data.tokens[i]).long(), torch.tensor(data.trained[i])
+        labels = ids.masked_fill(~mask, -100)
+        if data.encoder_tokens:
+            start = torch.tensor([task.loaded.decoder_start])
+            logits = lm(input_ids=torch.tensor(data.encoder_tokens[i]).long()[None],
+                        decoder_input_ids=torch.cat([start, ids[:-1]])[None]).logits[0]
+        else:
+            logits, labels = lm(input_ids=ids[None]).logits[0, :-1], labels[1:]
+        total = total + torch.nn.functional.cross_entropy(logits.float(), labels,
+                                                          ignore_index=-100, reduction="sum")
+        count += int((labels != -100).sum())
+    return total, count
+
+
+LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn"], "lora_dropout": 0.0}
+PREFIX = {"type": "prefix", "num_virtual_tokens": 3}
+
+
+@pytest.mark.parametrize(("kind", "rows", "keys"), [
+    ("gpt2", ROWS, {}), ("gpt2", ROWS, {"data__train_on": "all"}), ("llama", TEXTS, {}),
+    ("talker", TALKS, {}), ("talker", TALKS, {"data__train_on": "completion"}), ("t5", ROWS, {}),
+    pytest.param("bart", ROWS, {}, marks=pytest.mark.slow),
+    ("gpt2", ROWS, {"model__peft": LORA}), ("gpt2", ROWS, {"model__num_layers_unfrozen": 1}),
+    ("llama", ROWS, {"model__gradient_checkpointing": True})])
+def test_loss_and_gradient_are_transformers_whatever_the_passes(tmp_path, kind, rows, keys):
+    """The mean over the tokens of an update, in passes of all rows packed or padded, of two rows,
+    of one, and of few tokens."""
+    with sft_of(tmp_path, kind, rows, **keys) as task:
+        assert task.packs == (kind not in ("t5", "bart"))
+        batch, _ = planned(task)
+        task.trained.clear()
+        total, count = own_loss(task, task.train, batch)
+        wanted_loss = float(total.detach()) / count
+        (total / count).backward()
+        wanted = {name: p.grad.clone() for name, p in task.policy.named_parameters()
+                  if p.grad is not None}
+        scale = max(float(one.abs().max()) for one in wanted.values())
+        for passes in ({}, {"micro_batch_size": 1}, {"micro_batch_size": 3},
+                       {"micro_batch_size": None, "micro_batch_tokens": 17}, {"packing": False}):
+            for name, value in passes.items():
+                if name == "packing":
+                    task.packs = False
+                else:
+                    setattr(task.cfg.sft, name, value)
+            loss, found = gradient(task)
+            assert loss == pytest.approx(wanted_loss, rel=1e-6)
+            assert found.keys() == wanted.keys()
+            assert max(float((found[name] - wanted[name]).abs().max())
+                       for name in wanted) < 1e-6 * max(scale, 1)
+
+
+def test_prefix_tuning_and_bf16_learn(tmp_path):
+    for number, keys in enumerate(({"model__peft": PREFIX}, {"hardware__precision": "bf16"})):
+        with sft_of(tmp_path / str(number), val=ROWS[:3], sft__optimizer__lr=1e-2,
+                    **keys) as task:
+            state, losses = initial_state(task), []
+            _, plan = planned(task, state)
+            for _ in range(8):
+                losses.append(optimize(task, plan, state, StopFlag()).terms["total"])
+            assert losses[-1] < losses[0] - 0.01
+            total, count = own_loss(task, task.val, [0, 1, 2]) if number else (None, 0)
+            found = task.evaluate(StopFlag()).figures
+            if total is not None:
+                assert found["loss"] == pytest.approx(float(total.detach()) / count, rel=0.02)
+
+
+def test_three_updates_are_those_of_a_loop_written_by_hand(tmp_path):
+    """AdamW, the clip and the linear schedule, over an epoch's end."""
+    with sft_of(tmp_path, sft__max_grad_norm=0.5, sft__scheduler__name="linear",
+                # so much that rounding of gradients that are 0 doesn't count
+                sft__optimizer__weight_decay=0.1, sft__optimizer__eps=1e-5) as task:
+        lm, state = task.loaded.lm, initial_state(task)
+        start = {name: value.clone() for name, value in lm.state_dict().items()}
+        orders: list[list[int]] = []
+        for step in range(3):
+            batch, plan = planned(task, state)
+            result = optimize(task, plan, state, StopFlag())
+            orders.append(batch)
+            state = TrainState(digests={}, judged_by="", step=step + 1, updates=step + 1,
+                               episodes=state.episodes + len(batch))
+        ours = {name: value.clone() for name, value in lm.state_dict().items()}
+        assert sorted([*orders[0], *orders[1]][:7]) == list(range(7))  # an epoch sees each row once
+        assert result.lr == pytest.approx(1e-3 * (1 - 2 / 4))
+        lm.load_state_dict(start)
+        optimizer = torch.optim.AdamW(lm.parameters(), lr=1e-3, eps=1e-5, weight_decay=0.1)
+        for update, batch in enumerate(orders):
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 - update / 4)
+            total, count = own_loss(task, task.train, batch)
+            optimizer.zero_grad()
+            (total / count).backward()
+            torch.nn.utils.clip_grad_norm_(lm.parameters(), 0.5)
+            optimizer.step()
+        theirs = lm.state_dict()
+        assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-6
+        assert any(not torch.equal(ours[name], start[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("kind", "rows", "train_on", "trained"), [
+    ("gpt2", ROWS, "auto", "very good . <eos>"),
+    ("gpt2", ROWS, "all", "film was very good . <eos>"),
+    ("gpt2", TEXTS, "auto", "film was very good . <eos>"),
+    ("talker", TALKS, "auto", "very good . i liked it ."),
+    ("talker", TALKS, "completion", "i liked it ."),
+    ("t5", ROWS, "auto", "very good . <eos>")])
+def test_what_is_trained_on_ends_with_its_end(tmp_path, kind, rows, train_on, trained):
+    with sft_of(tmp_path, kind, rows, data__train_on=train_on) as task:
+        samples = task.sequences(task.train, torch.tensor([0]))
+        ids = samples.action_tokens[0][samples.mask[0]]
+        assert task.tokenizer.decode(ids) == trained
+        assert int(task.counts(task.train)[0]) == len(ids)
+
+
+def test_evaluation_is_the_oracles_whatever_the_passes(tmp_path):
+    with sft_of(tmp_path, rows=ROWS[:2], val=ROWS[2:], sft__eval_samples=2) as task:
+        with torch.no_grad():
+            total, count = own_loss(task, task.val, list(range(5)))
+        for size in (None, 1, 3):
+            task.cfg.sft.micro_batch_size = size
+            found = task.evaluate(StopFlag())
+            assert found.figures["loss"] == pytest.approx(float(total) / count, abs=1e-6)
+            assert found.figures["perplexity"] == pytest.approx(math.exp(float(total) / count))
+            assert found.figures["tokens"] == count
+            assert [row["prompt"] for row in found.samples] == ["it", "the actor is not"]
+            assert {"response", "response_tokens", "finished"} <= found.samples[0].keys()
+        task.cfg.sft.neftune = 5.0  # noise is for training alone
+        assert task.evaluate(StopFlag()).figures["loss"] == found.figures["loss"]
+
+
+def test_prompts_without_room_for_a_response_are_not_shown(tmp_path, caplog):
+    long = {"prompt": "the film was very " * 15, "completion": " good"}
+    with sft_of(tmp_path, val=[long, ROWS[0]], sft__eval_samples=2) as task:
+        assert task.asked == [1]
+        assert len(task.evaluate(StopFlag()).samples) == 1
+    assert "1 of the first 2 prompts of data.val leave no room" in caplog.text
+
+
+def test_noise_is_of_the_seed_the_example_and_the_epoch_alone(tmp_path):
+    """Within the bounds of NEFTune, like a uniform distribution's, whatever the passes; another
+    epoch's is other noise."""
+    with sft_of(tmp_path, sft__neftune=5.0) as task:
+        loss, whole = gradient(task)
+        task.cfg.sft.micro_batch_size = 1
+        again, parts = gradient(task)
+        assert again == pytest.approx(loss, abs=1e-6)
+        assert max(float((whole[name] - parts[name]).abs().max()) for name in whole) < 2e-6
+        samples = task.sequences(task.train, torch.arange(7))
+        table = task.loaded.lm.get_input_embeddings()
+
+        def noisy(first: int) -> torch.Tensor:
+            with torch.no_grad(), task._noise(samples, first + torch.arange(7)):
+                return table(samples.tokens) - table.weight[samples.tokens]
+
+        one, next_epoch = noisy(0), noisy(7)
+        assert torch.equal(one, noisy(0))
+        assert not torch.equal(one, next_epoch)
+        # sample 5 alone, at the same place of the run
+        some = task.sequences(task.train, torch.tensor([5]))
+        with torch.no_grad(), task._noise(some, torch.tensor([5])):
+            alone = table(some.tokens) - table.weight[some.tokens]
+        assert torch.allclose(alone[0], one[5, :alone.shape[1]], atol=1e-6)
+        for row, length in zip(one, samples.lengths.tolist(), strict=True):
+            most, own = 5.0 / math.sqrt(length * 32), row[:length]
+            assert float(row[length:].abs().sum()) == 0
+            assert 0.95 * most < float(own.abs().max()) <= most * (1 + 1e-4)
+            assert float(own.mean()) == pytest.approx(0, abs=0.15 * most)
+            assert float(own.std()) == pytest.approx(most / math.sqrt(3), rel=0.15)
+
+
+def test_a_policy_learns_to_end(tmp_path):
+    with sft_of(tmp_path, rows=ROWS, val=ROWS, sft__optimizer__lr=1e-2, sft__mini_batch_size=7,
+                generation__max_new_tokens=12, generation__do_sample=False) as task:
+        state = initial_state(task)
+        before = task.evaluate(StopFlag()).figures
+        for _ in range(30):
+            _, plan = planned(task, state)
+            optimize(task, plan, state, StopFlag())
+        after = task.evaluate(StopFlag()).figures
+        assert before["finished_share"] < 0.6
+        assert after["finished_share"] == 1.0
+        assert after["loss"] < 0.5 * before["loss"]
+
+
+def test_the_order_is_drawn_once_an_epoch(tmp_path, monkeypatch):
+    with sft_of(tmp_path) as task:
+        first = [task.places(range(i, i + 2)) for i in (0, 2, 4, 6, 8)]
+        assert [place for some in first for place in some] == task.places(range(10))
+        assert sorted(task.places(range(7))) == sorted(task.places(range(7, 14)))
+        assert task.places(range(7)) != task.places(range(7, 14))
+        drawn = list(task._orders.values())
+        task.places(range(8, 10))
+        assert task._orders[1] is drawn[-1]
+        task.cfg.data.shuffle = False
+        task._orders.clear()
+        assert task.places(range(5, 9)) == [5, 6, 0, 1]
+
+
