@@ -98,7 +98,7 @@ def data_runs(shared_world: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     import ppocli
 
     folder = tmp_path_factory.mktemp("data_runs")
-    texts = [{"prompt": "the film was", "completion": end} for end in (" good .", " bad .", " ok .")]
+    texts = [{"prompt": "the film was", "completion": f" {end} ."} for end in ("good", "bad", "ok")]
     pairs = [{"prompt": f"the {thing} was", "chosen": " good .", "rejected": " bad ."}
              for thing in ("film", "plot", "actor")]
     for name, rows in (("texts", texts), ("pairs", pairs)):
@@ -107,7 +107,8 @@ def data_runs(shared_world: Path, tmp_path_factory: pytest.TempPathFactory) -> P
               "hardware.device=cpu"]
     sft = ppocli.sft([*shared, "run_name=sft", f"data.path={folder / 'texts.jsonl'}",
                       "sft.num_updates=2", "sft.mini_batch_size=4", "sft.optimizer.lr=1e-2",
-                      "sft.eval_samples=2", "generation.max_new_tokens=4"], model_path=shared_world / "lm")
+                      "sft.eval_samples=2", "generation.max_new_tokens=4"],
+                     model_path=shared_world / "lm")
     ppocli.train_reward_model(
         [*shared, "run_name=rm", f"data.path={folder / 'pairs.jsonl'}",
          "reward_model.num_updates=2", "reward_model.mini_batch_size=4",

@@ -353,9 +353,8 @@ def _load_policy(folder: Path, hub: dict[str, Any]) -> Any:
     model, info = kind.from_pretrained(place, output_loading_info=True, dtype="auto",
                                        **({"num_labels": 1} if adapter and scores else {}), **hub)
     # the adapter of a reward model has the head that its base lacks
-    wrong = [] if adapter and scores else [*info["missing_keys"],
-                                           *map(str, info["mismatched_keys"])]
-    if wrong:
+    wrong = [*info["missing_keys"], *map(str, info["mismatched_keys"])]
+    if wrong and not (adapter and scores):
         raise ValueError(f"the weights do not fit the model: {min(wrong)}")
     if adapter:
         from peft import PeftModel
