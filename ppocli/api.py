@@ -185,10 +185,13 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
     given = {name: list(value) if name in ("prompts", "eval_prompts") else value
              for name, value in given.items() if value is not None}
     handed_in = frozenset(_KEYS[name] for name in given)
-    given_words = [*task, *words.given_words(overrides), *words.given_words(config or {})]
+    given_words = [*words.given_words(overrides), *words.given_words(config or {})]
     if model_path is not None:
         given_words += words.given_words({"model": {"path": str(model_path)}})
-    composed = compose.compose(words.read_words(given_words))
+    read = words.read_words(given_words)
+    if read.value("resume") in (None, "never", "auto"):  # else the run knows its task
+        read = words.read_words([*task, *given_words])
+    composed = compose.compose(read)
     if stop_sequences is not None:
         composed = replace(composed, config=resolved.with_values(composed.config, {
             "generation.stop_sequences": list_of_texts(stop_sequences, "stop_sequences")}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -88,3 +89,36 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(faults, "point", faults.Point(faults.parse(text)))
 
     return arm
+
+
+@pytest.fixture(scope="session")
+def data_runs(shared_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``runs/sft`` and, trained from its model, ``runs/rm``, each evaluated twice,
+    and their data."""
+    import ppocli
+
+    folder = tmp_path_factory.mktemp("data_runs")
+    texts = [{"prompt": "the film was", "completion": f" {end} ."} for end in ("good", "bad", "ok")]
+    pairs = [{"prompt": f"the {thing} was", "chosen": " good .", "rejected": " bad ."}
+             for thing in ("film", "plot", "actor")]
+    for name, rows in (("texts", texts), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in 4 * rows))
+    shared = [f"output_dir={folder / 'runs'}", "data.val=0.25", "eval.every_steps=2",
+              "hardware.device=cpu"]
+    sft = ppocli.sft([*shared, "run_name=sft", f"data.path={folder / 'texts.jsonl'}",
+                      "sft.num_updates=2", "sft.mini_batch_size=4", "sft.optimizer.lr=1e-2",
+                      "sft.eval_samples=2", "generation.max_new_tokens=4"],
+                     model_path=shared_world / "lm")
+    ppocli.train_reward_model(
+        [*shared, "run_name=rm", f"data.path={folder / 'pairs.jsonl'}",
+         "reward_model.num_updates=2", "reward_model.mini_batch_size=4",
+         "reward_model.optimizer.lr=1e-2"], model_path=sft.model_dir)
+    return folder
+
+
+@pytest.fixture
+def beside_data_runs(data_runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy as the current folder."""
+    shutil.copytree(data_runs, tmp_path / "here", symlinks=True)
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"

@@ -255,6 +255,7 @@ def _hindrance(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
 
 def _sample_lines(path: Path, count: int) -> Iterator[str]:
     """One response to each of the first prompts: the policy's, and that of the next model."""
+    from ppocli.runs.record import said
     from ppocli.storage.run_logs import read_jsonl
 
     shown: dict[int, list[dict[str, Any]]] = {}
@@ -265,11 +266,9 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
         yield ""
         yield f"prompt   {_short(rows[0]['prompt'])}"
         for row in rows[:2]:
-            said = [(row["model"], row.get("score", ""), row["response"])] if "response" in row else [
-                (name, row[f"{name}_score"], row[name]) for name in ("chosen", "rejected")]
-            for name, score, text in said:
-                told = "" if score == "" else f"[{shown_figure(score)}] "
-                yield f"{name:8} {told}{_short(text)}"
+            score = f"[{shown_figure(row['score'])}] " if "score" in row else ""
+            for line in said(row).split("\n") if "chosen" in row else [said(row)]:
+                yield f"{row['model']:7}  {score}{_short(line)}"
 
 
 def _short(text: str) -> str:

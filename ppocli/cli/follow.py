@@ -15,7 +15,7 @@ from ppocli.config import bounded, kinds, resolved, tasks
 from ppocli.display import console, dashboard
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
-from ppocli.runs.record import is_run, read_run
+from ppocli.runs.record import is_run, read_run, said
 from ppocli.runs.target import known_names, list_runs, run_named, written
 from ppocli.storage import environment
 from ppocli.storage.run_folder import LOCK, RunFolder, finite_or_null, live_owner, other_host
@@ -124,7 +124,7 @@ class Follower:
             board.begun = now + (self._run.path / LOCK).stat().st_mtime
             board.step_begun = max(board.begun, now + self._run.metrics.stat().st_mtime)
         if self._has_changed(self._run.samples) and (found := recent_samples(self._run.samples)):
-            board.show([(str(row.get("prompt", "")), str(row.get("response", "")),
+            board.show([(str(row.get("prompt", "")), said(row),
                          row.get("score")) for row in found], found[0]["step"])
 
     def _show(self, rows: Sequence[dict[str, Any]]) -> None:

@@ -9,7 +9,7 @@ import logging
 import logging.handlers
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -238,7 +238,18 @@ def row_lines(row: dict[str, Any], total: int) -> list[str]:
 def _named(row: dict[str, Any], names: list[str]) -> str:
     """The first figures of those names, ``loss 0.693  margin 1.200``."""
     return "  ".join(f"{'loss' if name == 'loss/total' else name.rpartition('/')[2]} "
-                     f"{_count_or(row[name])}" for name in names[:6])
+                     f"{_count_or(row[name])}{_error(row, name)}"
+                     for name in _without_errors(names)[:6])
+
+
+def _without_errors(names: Iterable[str]) -> list[str]:
+    """Names without those of standard errors, which stand beside their figures."""
+    return [name for name in names if not name.endswith("_stderr")]
+
+
+def _error(row: dict[str, Any], name: str) -> str:
+    error = row.get(f"{name}_stderr")
+    return "" if error is None else f"±{figure(error, 3)}"
 
 
 def _count_or(value: Any) -> str:
@@ -286,9 +297,10 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
         table.add_column(name, overflow="fold")
     ours = ("reward_mean", "kl_mean", "response_tokens_mean", "distinct_2")
     shown = [name for name in after if name in ours or name.startswith("metrics/")]
-    for name in shown if "reward_mean" in after else after:
-        old = "" if before is None else figure(before.get(name), 3)
-        table.add_row(clean(name.removeprefix("metrics/")), old, figure(after[name], 3))
+    for name in shown if "reward_mean" in after else _without_errors(after):
+        old, new = ("" if row is None else figure(row.get(name), 3) + _error(row, name)
+                    for row in (before, after))
+        table.add_row(clean(name.removeprefix("metrics/")), old, new)
     scored = "reward_mean" in after
     for old_row, new_row in samples:
         if not {"prompt", "response", "score"} <= new_row.keys():

@@ -11,7 +11,7 @@ from typing import Any
 from ppocli.config import kinds, tasks
 from ppocli.config.resolved import with_values
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import ConfigError, StoppedError
+from ppocli.errors import StoppedError
 from ppocli.evaluation import figures, player
 from ppocli.evaluation import request as files
 from ppocli.evaluation.identity import choose
@@ -27,11 +27,11 @@ from ppocli.training.task import Evaluation, PythonObjects, TaskSetup
 
 def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, stop: StopFlag,
                   say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
-    """Evaluate a model, and what it is compared with, on ``data.val``; or, where words of the
-    request name ``data.path`` alone, on all of that.
+    """Evaluate a model, and what it is compared with, on ``data.val``; without it on all of
+    ``data.path``.
 
     Args:
-        cfg: of a training on a data set, paths absolute.
+        cfg: of :func:`ppocli.launching.target_config.data_config`, paths absolute.
 
     Returns:
         as :func:`ppocli.evaluation.work.run_evaluation`. The figures are those of the task; samples
@@ -43,7 +43,7 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
     """
     model_files.quiet_transformers()
     begun, started = monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-    cfg = with_values(_on_held_back(request, target, cfg), {"checkpoint.keep_best": False})
+    cfg = with_values(cfg, {"checkpoint.keep_best": False})  # which says what it needs
     root = Path(request.output).expanduser().absolute() if request.output else (
         target.run_dir or Path.cwd()) / files.EVAL
     default = root / (request.name or target.label)
@@ -88,18 +88,6 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
             writer.append(rows)
         atomic.write_json_atomic(folder / files.RESULT, report)
     return folder, report
-
-
-def _on_held_back(request: EvalRequest, target: Target, cfg: TrainConfig) -> TrainConfig:
-    """``cfg`` with what is to be evaluated as ``data.path``, or as a share of it."""
-    if request.sets("data.path") and not request.sets("data.val"):
-        return with_values(cfg, {"data.val": None})
-    if cfg.data.val is None:
-        raise ConfigError(f"{target.name} comes without data that was held back.", where="data.val",
-                          fix="data.val=FILE, or data.path=FILE for all of it")
-    if tasks.val_share(cfg.data) is not None:
-        return cfg
-    return with_values(cfg, {"data.path": cfg.data.val, "data.val": None, "data.limit": None})
 
 
 def _measure(target: Target, cfg: TrainConfig, stop: StopFlag

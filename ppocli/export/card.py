@@ -5,11 +5,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import resolved, schema
+from ppocli.config import resolved, schema, tasks
 from ppocli.export.facts import Facts, Mask, hub_name, is_encoder_decoder, split_card
 from ppocli.runs import charts, record
 from ppocli.runs.listing import last_part
-from ppocli.storage.model_files import is_adapter
+from ppocli.storage.model_files import is_adapter, is_scorer
 from ppocli.text import clean, figure
 from ppocli.version import __version__
 
@@ -19,7 +19,14 @@ PLACEHOLDER = "*Write about this model here: what is between the two comments is
 USER_BEGIN, USER_END = "<!-- user text: begin -->", "<!-- user text: end -->"
 """what a user writes between these lines of a card is kept when the card is written again"""
 _FOLDER = Path(__file__).parent
-_FIRST_FIGURES = ("reward_mean", "kl_mean", "response_tokens_mean")
+_FIRST_FIGURES = ("reward_mean", "kl_mean", "accuracy", "loss", "perplexity", "margin_mean", "ece",
+                  "response_tokens_mean")
+_HOW = {"ppo": "fine-tuned with PPO (proximal policy optimization)",
+        "sft": "fine-tuned on examples (supervised fine-tuning)",
+        "reward_model": "trained as a reward model on pairs of responses"}
+_LOSSES = {"sft": "mean negative log-probability of the tokens that are trained on (%s)",
+           "reward_model": "-log sigmoid(chosen - rejected - margin) + %s * (chosen + rejected)^2"}
+_TAGS = {"sft": ["sft"], "reward_model": ["reward-model", "rlhf"]}
 _WIDTH, _HEIGHT = 640, 240
 _LONGEST_TEXT = 300
 _SPECIAL = re.compile(r"[\\`*_\[\]{}()#!|~$@^]")
@@ -30,8 +37,8 @@ _LOCATION = re.compile(r'^name = ".*"$', re.MULTILINE)
 
 
 def render_card(facts: Facts, previous: str | None, mask: Mask, *, dtype: str, location: str,
-                chat: bool, pair: bool, value_head: list[str], curve: bool, adapter: bool = False
-                ) -> str:
+                chat: bool, pair: bool, value_head: list[str], curve: bool, adapter: bool = False,
+                scorer: bool = False) -> str:
     """The text of an export's README.md.
 
     Args:
@@ -44,16 +51,16 @@ def render_card(facts: Facts, previous: str | None, mask: Mask, *, dtype: str, l
         value_head: names of the value function's files.
         curve: whether there is a ``curve.svg``.
         adapter: it is an adapter's own folder, which PEFT loads.
+        scorer: it is a reward model.
     """
     from huggingface_hub import ModelCard
 
     config, run = facts.config, facts.run
     command = facts.command or ""
-    scores = config is not None and config.task.fn == "reward_model"
     example = facts.samples[0][0]["prompt"] if facts.samples else "Once upon a time"
     base = config.model.path if config else ""
     card = ModelCard.from_template(
-        metadata(facts, split_card(previous or "")[0], pair, adapter),
+        metadata(facts, split_card(previous or "")[0], pair, adapter, scorer),
         template_path=str(_FOLDER / "model_card.md.j2"),
         # Markdown, not HTML: everything in the template that comes from outside passes these two
         escaped=escaped, code=_code, figure=figure, figure_rows=figure_rows,
@@ -62,8 +69,8 @@ def render_card(facts: Facts, previous: str | None, mask: Mask, *, dtype: str, l
         facts=facts, run=run, config=config, base=last_part(base), base_hub_name=hub_name(base),
         adapter=adapter, chat=chat, curve=curve,
         auto=("AutoPeftModel" if adapter else "AutoModel")
-        + ("ForSequenceClassification" if scores else "ForSeq2SeqLM" if pair else "ForCausalLM"),
-        scores=scores,
+        + ("ForSequenceClassification" if scorer else "ForSeq2SeqLM" if pair else "ForCausalLM"),
+        scorer=scorer, how=_how(config), loss=_loss(config), data=_data(config),
         dtype=dtype, location=json.dumps(location), value_head=value_head,
         example=json.dumps(clean(example)[:_LONGEST_TEXT], ensure_ascii=False),
         reward=reward_names(config) if config else "", prompts=_prompts(config) if config else "",
@@ -80,37 +87,67 @@ def write_card(folder: Path, cfg: schema.TrainConfig, summary: dict[str, Any]) -
     and after."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    data = _of_model(is_encoder_decoder(folder), is_adapter(folder), hub_name(cfg.model.path))
+    data = _of_model(is_encoder_decoder(folder), is_adapter(folder), hub_name(cfg.model.path),
+                     is_scorer(folder), tasks.task_name(cfg))
     ModelCard.from_template(
         ModelCardData(**data), template_path=str(_FOLDER / "trained_card.md.j2"),
         title=cfg.run_name or "A policy trained with PPO", version=__version__, summary=summary,
         base=last_part(cfg.model.path), reward=reward_names(cfg),
         task="PPO" if cfg.task.fn is None else f"`{cfg.task.fn}`",
+        how=_how(cfg), loss=_loss(cfg), data=_data(cfg),
         figures=figure_rows(summary["eval_before"] or {}, summary["eval_after"] or {}),
     ).save(folder / CARD)
 
 
-def _of_model(pair: bool, adapter: bool, base: str | None) -> dict[str, Any]:
+def _how(config: schema.TrainConfig | None) -> str:
+    """What was done to the model, in words; of another task than ours its import path."""
+    kind = "ppo" if config is None else tasks.task_name(config)
+    return _HOW.get(kind) or f"fine-tuned with `{config and config.task.fn}`"
+
+
+def _loss(config: schema.TrainConfig | None) -> str | None:
+    """The loss of a training on a data set."""
+    kind = "" if config is None else tasks.task_name(config)
+    if config is None or kind not in _LOSSES:
+        return None
+    return _LOSSES[kind] % (f"data.train_on={config.data.train_on}" if kind == "sft" else
+                            f"{config.reward_model.center_coef:g}")
+
+
+def _data(config: schema.TrainConfig | None) -> str:
+    """The data of a training on a data set, as a card names it."""
+    path = config and config.data.path
+    return "given inline" if path in (None, resolved.PYTHON_OBJECT) else last_part(str(path))
+
+
+def _of_model(pair: bool, adapter: bool, base: str | None, scorer: bool, kind: str
+              ) -> dict[str, Any]:
     """Metadata that every card has."""
     data: dict[str, Any] = {"library_name": "peft" if adapter else "transformers",
-                            "tags": ["ppo", "rlhf", "ppocli"],
-                            "pipeline_tag": "text2text-generation" if pair else "text-generation"}
+                            "tags": [*_TAGS.get(kind, ["ppo", "rlhf"]), "ppocli"],
+                            "pipeline_tag": "text-classification" if scorer else
+                            "text2text-generation" if pair else "text-generation"}
     if base is not None:
         data |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
     return data
 
 
-def metadata(facts: Facts, previous: dict[str, Any], pair: bool, adapter: bool = False) -> Any:
+def metadata(facts: Facts, previous: dict[str, Any], pair: bool, adapter: bool = False,
+             scorer: bool = False) -> Any:
     """The card's front matter as ``huggingface_hub.ModelCardData``; keys that ``previous`` has
     and this training doesn't determine are kept."""
     from huggingface_hub import EvalResult, ModelCardData
 
     config = facts.config
-    own = _of_model(pair, adapter, hub_name(config.model.path) if config else None) | facts.license
-    if config is not None and (data_set := hub_name(config.prompts.path)) is not None:
+    kind = "ppo" if config is None else tasks.task_name(config)
+    own = _of_model(pair, adapter, hub_name(config.model.path) if config else None, scorer, kind)
+    own |= facts.license
+    source = None if config is None else config.data if kind in tasks.DATA_TASKS else config.prompts
+    if source is not None and (data_set := hub_name(source.path)) is not None:
         own["datasets"] = [data_set]
     if config is not None and facts.after:
-        data_set = hub_name(config.prompts.eval.path or config.prompts.path)
+        data_set = hub_name(config.data.path if kind in tasks.DATA_TASKS else
+                            config.prompts.eval.path or config.prompts.path)
         metrics = {"reward_mean": f"mean reward ({reward_names(config)})",
                    "kl_mean": "KL from the starting model (nats per response)",
                    "response_tokens_mean": "mean response length (tokens)"}
@@ -207,6 +244,10 @@ def _prompts(config: schema.TrainConfig) -> str:
 
 
 def _eval_prompts(config: schema.TrainConfig) -> str:
+    if tasks.task_name(config) in tasks.DATA_TASKS:
+        share = tasks.val_share(config.data)
+        return (last_part(str(config.data.val)) if share is None else
+                f"the {share:.3g} of the data that was held back")
     path = config.prompts.eval.path
     if path is not None and path != resolved.PYTHON_OBJECT:
         return last_part(path)
@@ -216,9 +257,11 @@ def _eval_prompts(config: schema.TrainConfig) -> str:
 
 def curve(run: record.RunRecord) -> str | None:
     """``curve.svg``: the reward above, the KL (nats per response) below; lines of the rollouts,
-    dots of the evaluations. None for a run without any figure."""
+    dots of the evaluations; of trainings on a data set loss and accuracy. None for a run without
+    any figure."""
     panels = []
     for title, trained, evaluated, unit in (
+            ("Loss", "loss/total", "eval/loss", "nats"), ("Accuracy", "", "eval/accuracy", "share"),
             ("Mean reward", "reward/mean", "eval/reward_mean", ""),
             ("KL from the starting model", "objective/kl", "eval/kl_mean", "nats per response")):
         lines = [charts.Line("training", run.series(trained)),

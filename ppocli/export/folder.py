@@ -199,7 +199,8 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
         card = render_card(facts, previous, mask, dtype=plan.written, location=location,
                            chat=_has_chat_template(folder), pair=is_encoder_decoder(plan.source),
                            value_head=[path.name for path in plan.critic],
-                           curve=CURVE in contents, adapter=plan.adapter)
+                           curve=CURVE in contents, adapter=plan.adapter,
+                           scorer=model_files.is_scorer(plan.source))
     _write_text(folder / CARD, card)
 
 

@@ -346,11 +346,15 @@ def _load_policy(folder: Path, hub: dict[str, Any]) -> Any:
     adapter = model_files.is_adapter(folder)
     place = base_of(folder) if adapter else folder
     config = transformers.AutoConfig.from_pretrained(place, **hub)
-    kind: Any = (transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False)
-                 else transformers.AutoModelForSequenceClassification if model_files.scores(config)
+    scores = model_files.is_scorer(folder)
+    kind: Any = (transformers.AutoModelForSequenceClassification if scores else
+                 transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False)
                  else transformers.AutoModelForCausalLM)
-    model, info = kind.from_pretrained(place, output_loading_info=True, dtype="auto", **hub)
-    if wrong := [*info["missing_keys"], *map(str, info["mismatched_keys"])]:
+    model, info = kind.from_pretrained(place, output_loading_info=True, dtype="auto",
+                                       **({"num_labels": 1} if adapter and scores else {}), **hub)
+    # the adapter of a reward model has the head that its base lacks
+    wrong = [*info["missing_keys"], *map(str, info["mismatched_keys"])]
+    if wrong and not (adapter and scores):
         raise ValueError(f"the weights do not fit the model: {min(wrong)}")
     if adapter:
         from peft import PeftModel

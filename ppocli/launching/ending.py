@@ -200,7 +200,7 @@ def _show(run: loop.Run) -> None:
     after = rows[run.state.step]
     before: list[Any] = rows[0] if len(rows[0]) == len(after) else [None] * len(after)
     chosen = list(zip(before, after, strict=True))[:4]
-    if run.state.eval_last is not None:
+    if run.state.eval_last:
         run.display.table(closing_table(run.state.eval_before, run.state.eval_last, chosen))
     log.info("time         %s", clock.in_words(run.state.seconds, run.state.cpu_seconds))
     log.info("run folder   %s", run.folder.path)

@@ -270,10 +270,12 @@ def _ask_for_objects(config: schema.TrainConfig, objects: PythonObjects | None, 
                if attrgetter(key)(config) == PYTHON_OBJECT
                and getattr(objects, name, None) is None]
     if missing:
+        call = {"sft": "sft", "reward_model": "train_reward_model"}.get(
+            tasks.task_name(config), "train")
         raise CheckpointError(
             f"this run was started from Python with {', '.join(missing)}, which can't be read "
             "from its folder", where=str(run_dir),
-            fix="resume it from Python: ppocli.train([\"resume=" + str(run_dir) + "\"], "
+            fix=f"resume it from Python: ppocli.{call}([\"resume={run_dir}\"], "
                 + ", ".join(f"{name}=..." for name in missing) + ")")
 
 

@@ -13,8 +13,7 @@ from ppocli.errors import ConfigError
 from ppocli.own_code import TRUST, limit
 from ppocli.runs import trust
 from ppocli.runs.target import Target
-from ppocli.storage.atomic import read_json
-from ppocli.storage.model_files import ADAPTER_CONFIG, is_adapter, named_base
+from ppocli.storage.model_files import is_adapter, is_scorer, named_base
 from ppocli.text import short_path
 
 if TYPE_CHECKING:
@@ -106,7 +105,8 @@ def trained_on_data(target: Target) -> bool:
 def data_config(target: Target, words: Sequence[str], *, trusts: bool = False
                 ) -> schema.TrainConfig:
     """The configuration under which a target is measured on rows of a data set: the run's own with
-    ``words`` where it was trained on one, else the task that its model is for.
+    ``words`` where it was trained on one, else the task that its model is for. What is to be
+    measured is the share ``data.val`` of ``data.path``, or without it all of that.
 
     Raises:
         CheckpointError, ConfigError: as :func:`target_config`.
@@ -123,19 +123,19 @@ def data_config(target: Target, words: Sequence[str], *, trusts: bool = False
             base += _own(run)
     config = _allowed([*base, *words], target, ("model.",), run, words, trusts,
                       frozenset({"data.path"}))
-    share = tasks.val_share(config.data) is not None
-    if resolved.PYTHON_OBJECT in (config.data.val, config.data.path if share else None):
-        raise ConfigError(f"{target.name} was started from Python with data that its folder can't "
-                          "hold.", where=str(target.run_dir), fix="data.val=FILE")
-    return replace(config, resume="never")
-
-
-def is_scorer(model: str) -> bool:
-    """Whether a model folder holds a reward model, or an adapter that makes one."""
-    adapter = read_json(Path(model) / ADAPTER_CONFIG) or {}
-    names = (read_json(Path(model) / "config.json") or {}).get("architectures") or []
-    return adapter.get("task_type") == "SEQ_CLS" or any(
-        str(name).endswith("ForSequenceClassification") for name in names)
+    given, data = {word.lstrip("+~").partition("=")[0] for word in words}, config.data
+    whole = "data.path" in given and "data.val" not in given
+    source = data.path if whole or tasks.val_share(data) is not None else data.val
+    if source in (None, resolved.PYTHON_OBJECT):
+        why = "was started from Python, and its folder doesn't hold the data" if source else \
+            "comes without data that was held back"
+        raise ConfigError(f"{target.name} {why}.", where="data.val",
+                          fix="data.val=FILE, or data.path=FILE for all of it")
+    if source == data.val:
+        data = replace(data, path=source, limit=None)
+    if source == data.val or whole:
+        data = replace(data, val=None)
+    return replace(config, resume="never", data=data)
 
 
 def _trained_on_data(target: Target) -> schema.TrainConfig | None:

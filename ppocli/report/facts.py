@@ -280,6 +280,9 @@ def _evaluation(name: str, told: dict[str, Any]) -> Row:
     figures, wins = told["figures"], told["win_rate"] or {}
     return {"name": name, "of": told["model"]["name"], "samples": told["samples"],
             "reward_mean": figures.get("reward_mean"),
+            "found": {} if "reward_mean" in figures else {
+                name: value for name in ("accuracy", "loss", "perplexity")
+                if (value := figures.get(name)) is not None},
             "reward_stderr": told["stderr"].get("reward_mean"), "kl_mean": figures.get("kl_mean"),
             "against": told["against"]["model"]["name"] if told["against"] else "",
             "win_rate": wins.get("win_rate"), "win_stderr": wins.get("stderr")}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppocli.runs.charts import histogram
-from ppocli.runs.record import RunRecord, first_of_each_prompt
+from ppocli.runs.record import RunRecord, first_of_each_prompt, said
 from ppocli.text import BLOCKS, finite_number, printable
 
 SHOWN, HIDDEN = 8, 40
@@ -91,7 +91,7 @@ def _response(row: dict[str, Any] | None) -> dict[str, Any] | None:
     if row is None:
         return None
     tokens, finished = row.get("response_tokens"), row.get("finished")
-    return {"text": shown(str(row.get("response", ""))), "score": finite_number(row.get("score")),
+    return {"text": shown(said(row)), "score": finite_number(row.get("score")),
             "kl": finite_number(row.get("kl")),
             "tokens": tokens if isinstance(tokens, int) else None,
             "finished": finished if isinstance(finished, bool) else None}

@@ -72,7 +72,7 @@ def _info(folder: Path, root: Path) -> RunInfo:
         return RunInfo(name, folder, "damaged", pid, 0, None, "?", None, None, "", None, None, size,
                        "?", "?", when)
     kind, (best_step, best) = tasks.task_name(run.config), best_evaluation(run)
-    row: dict[str, Any] = next((row for row in reversed(run.rows) if kinds.curves_of(row)), {})
+    row: dict[str, Any] = next(filter(kinds.curves_of, reversed(run.rows)), {})
     newest = {label: row.get(figure) for label, figure in kinds.curves_of(row)}
     return RunInfo(name, folder, run.status, pid, run.step, run.total_steps, kind,
                    newest.get("reward"), newest.get("loss"), run.config.checkpoint.metric, best,

@@ -21,6 +21,7 @@ from ppocli.storage.run_folder import (
     live_owner,
     write_config,
 )
+from ppocli.text import figure
 
 log = logging.getLogger("ppocli")
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
@@ -138,6 +139,14 @@ def first_of_each_prompt(samples: Iterable[dict[str, Any]]) -> dict[str, dict[st
     for row in samples:
         found.setdefault(str(row.get("prompt", "")), row)
     return found
+
+
+def said(row: dict[str, Any]) -> str:
+    """What a row of samples.jsonl holds: the response, or of a pair both with their scores."""
+    if "chosen" not in row:
+        return str(row.get("response", ""))
+    return "\n".join(f"{name} [{figure(row.get(f'{name}_score'), 3)}] {row.get(name)}"
+                     for name in ("chosen", "rejected"))
 
 
 def is_run(folder: Path) -> bool:

@@ -17,6 +17,7 @@ from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config import bounded
 from ppocli.config.kept import RUN_FILE
 from ppocli.errors import InputError, PpocliError
+from ppocli.storage import atomic
 
 T = TypeVar("T")
 
@@ -254,6 +255,14 @@ def is_adapter(folder: str | Path) -> bool:
     """Whether a folder holds an adapter instead of a model."""
     folder = Path(folder)
     return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").is_file()
+
+
+def is_scorer(folder: str | Path) -> bool:
+    """Whether a folder holds a reward model, or an adapter that makes one of its base."""
+    adapter = atomic.read_json(Path(folder) / ADAPTER_CONFIG) or {}
+    names = (atomic.read_json(Path(folder) / "config.json") or {}).get("architectures") or []
+    return adapter.get("task_type") == "SEQ_CLS" or any(
+        str(name).endswith("ForSequenceClassification") for name in names)
 
 
 def named_base(folder: Path) -> tuple[str, str | None, BaseIdentity | None]:

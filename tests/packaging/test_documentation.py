@@ -215,7 +215,7 @@ def test_every_key_named_in_the_docs_exists():
     from ppocli.config.keys import key_for, schema_sections
 
     sections = "|".join({name.partition(".")[0] for name in schema_sections()})
-    key = re.compile(rf"(?<![\w./=:(])((?:{sections})(?:\.[a-z_]\w*)+)(?![\w/(:])(?!\.\w)")
+    key = re.compile(rf"(?<![\w./=:(-])((?:{sections})(?:\.[a-z_]\w*)+)(?![\w/(:])(?!\.\w)")
     for page in (page for page in PAGES if page not in ("docs/configuration.md", COMING)):
         for name in key.findall(text_of(page)):
             if name.rpartition(".")[2] in FILE_ENDINGS:

@@ -1,0 +1,150 @@
+"""What looks at runs, of those that were trained on a data set: loss, perplexity and accuracy where
+PPO has reward and KL."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from helpers import jsonl
+from runs import app_in_process
+
+import ppocli
+from ppocli.config.resolved import read_config
+from ppocli.errors import ConfigError
+from ppocli.runs import sweeps
+
+pytestmark = pytest.mark.usefixtures("beside_data_runs")
+
+
+@pytest.fixture
+def app(capsys):
+    """Any command, in this process."""
+    return app_in_process(capsys)
+
+
+def row(run):
+    """The last row of metrics.jsonl."""
+    return jsonl(Path(f"runs/{run}/metrics.jsonl"))[-1]
+
+
+def read(name):
+    return Path(name).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("run", "name", "best"), [("sft", "loss", min), ("rm", "accuracy", max)])
+def test_lists_plots_and_comparisons_show_what_was_trained(app, run, name, best):
+    found = {info["name"]: info for info in json.loads(app("runs", "list", "--json").out)}[run]
+    rows = jsonl(Path(f"runs/{run}/metrics.jsonl"))
+    assert found["best"] == best(each[f"eval/{name}"] for each in rows if f"eval/{name}" in each)
+    assert (found["loss"], found["reward_mean"]) == (rows[-1]["loss/total"], None)
+    assert f"loss {rows[-1]['loss/total']:.3f}" in app("runs", "list").out
+    drawn = json.loads(app("plot", f"runs/{run}", "--json").out)["series"]
+    assert [each["metric"] for each in drawn] == ["loss/total", f"eval/{name}"]
+    seen = app("watch", f"runs/{run}")
+    assert re.search(rf"^step 2/2  loss {rows[-1]['loss/total']:.3f}  ", seen.out, re.MULTILINE)
+    assert re.search(rf"{name} [\d.]+ -> {rows[-1][f'eval/{name}']:.3f}; model", seen.said)
+
+
+def test_unlike_runs_are_compared(app):
+    found = json.loads(app("compare", "runs/sft", "runs/rm", "--json").out)
+    sft, rm = (run["end"]["figures"] for run in found["runs"])
+    assert sft["eval/perplexity"] == row("sft")["eval/perplexity"] and rm["eval/perplexity"] is None
+    assert rm["eval/accuracy"] == row("rm")["eval/accuracy"]
+    assert "not trained on rewards" in found["win_rates"][0]["reason"]
+
+
+@pytest.mark.parametrize(("run", "title", "said"), [
+    ("sft", "supervised fine-tuning report", r"Loss \(nats\) on the held-back data: \*\*[\d.]+ → "),
+    ("rm", "reward-model training report", r"standard error\)")])
+def test_reports(app, run, title, said):
+    app("report", f"runs/{run}", code=0)
+    text = read(f"runs/{run}/report.md")
+    assert text.splitlines()[1] == f"# {run}: {title}"
+    assert re.search(said, text) and "| Loss: training |" in text
+    assert "| data | " in text and "KL" not in text and "score " not in text.split("## Samples")[1]
+    assert "`ppo." not in text and "ppo.total_episodes" not in read(f"runs/{run}/report.html")
+
+
+def test_a_reward_model_does_not_speak(app):
+    said = app("generate", "runs/rm", "--prompt", "we", code=2).err
+    assert "is a reward model" in said and "reward.fn=reward_model" in said
+    assert said.count("Error") == 1
+
+
+def test_generate_with_a_supervised_run(app):
+    assert app("generate", "runs/sft", "--prompt", "the film was", code=0).out
+
+
+@pytest.mark.parametrize(("run", "kind", "how", "tag"), [
+    ("sft", "AutoModelForCausalLM", "supervised fine-tuning", "sft"),
+    ("rm", "AutoModelForSequenceClassification", "as a reward model on pairs", "reward-model")])
+def test_exports_tell_what_was_trained(app, run, kind, how, tag):
+    app("export", f"runs/{run}", "-o", "out", code=0)
+    card = read("out/README.md")
+    assert kind in card and how in card and f"- {tag}\n" in card and "PPO" not in card
+    assert "the 0.25 of the data that was held back" in card and "curve.svg" in card
+    own = read(f"runs/{run}/model/README.md")
+    assert how in own and "Data: `" in own and "PPO" not in own
+
+
+def test_an_evaluation_is_that_of_the_training(app):
+    for run, names in (("sft", ("loss", "perplexity")), ("rm", ("accuracy", "loss", "ece"))):
+        found = json.loads(app("eval", f"runs/{run}", "--json", code=0).out)["figures"]
+        assert {name: found[name] for name in names} == {
+            name: row(run)[f"eval/{name}"] for name in names}
+    table = app("report", "runs/sft", "--format", "md", code=0)
+    assert table and "loss " in read("runs/sft/report.md").split("## Evaluations")[1]
+
+
+def test_other_data_and_other_models(app):
+    found = json.loads(app("eval", "runs/sft", "data.path=texts.jsonl", "--against", "base",
+                           "--json", code=0).out)
+    assert found["samples"] == found["against"]["samples"] == 12
+    assert found["figures"]["loss"] < found["against"]["figures"]["loss"]
+    bare = ppocli.evaluate("runs/sft/checkpoints/step-000002/policy", ["data.val=texts.jsonl"])
+    assert bare.figures["loss"] == found["figures"]["loss"]
+    said = app("eval", "runs/rm", "--frontier", code=2).err
+    assert "--frontier is for the responses of a policy" in said
+    with pytest.raises(ConfigError, match="brings no prompts"):
+        ppocli.evaluate("runs/sft", reward_fn=len)
+
+
+def test_responses_of_a_supervised_run_are_judged():
+    found = ppocli.evaluate("runs/sft", ["reward.kwargs.model=runs/rm/model"], against="base",
+                            reward="reward_model", prompts=["the film was", "the plot was"])
+    assert found.figures["reward_mean"] is not None and found.win_rate["compared"] == 2
+
+
+def test_samples_and_data_from_python(shared_world, capsys):
+    given = {"run_name": "given", "hardware.device": "cpu", "sft.num_updates": 1,
+             "generation.max_new_tokens": 4}
+    words = [f"{key}={value}" for key, value in given.items()]
+    run = ppocli.train(words, model_path=shared_world / "lm",
+                       samples=[("we", " saw it ."), {"prompt": "we", "completion": " left ."}])
+    assert "this is supervised fine-tuning" in capsys.readouterr().err
+    assert read_config(run.run_dir / "config.yaml").data.path == "<python object>"
+    with pytest.raises(ppocli.api.PpocliError, match="its folder doesn't hold the data") as error:
+        ppocli.evaluate(run.run_dir, ["data.val=0.5"])
+    assert "data.val=FILE" in str(error.value)
+    with pytest.raises(ppocli.api.PpocliError, match="started from Python with data") as error:
+        ppocli.train([f"resume={run.run_dir}", "sft.num_updates=2"])
+    assert f'ppocli.sft(["resume={run.run_dir}"], data=...)' in str(error.value)
+    on = ppocli.sft([f"resume={run.run_dir}", "sft.num_updates=2"],
+                    data=[{"prompt": "we", "completion": end} for end in (" saw it .", " left .")])
+    assert on.summary["steps"] == 2
+    with pytest.raises(ConfigError, match="samples are imitated, and prompts is for PPO"):
+        ppocli.train(samples=["a"], prompts=["b"])
+
+
+def test_jobs_are_ranked_by_what_they_minimise(data_runs):
+    config = read_config(data_runs / "runs/sft/config.yaml")
+    jobs = [sweeps.JobRecord(i, (), (), "finished", **sweeps.figures_of(config, {
+        "loss": loss, "perplexity": 2.0}.get)) for i, loss in enumerate((2.0, 1.0, None))]
+    assert [job.objective for job in jobs] == [2.0, 1.0, None]  # as Hydra's optimizers are told
+    assert sorted(jobs[:2], key=lambda job: job.rank) == [jobs[1], jobs[0]]
+    assert jobs[2].rank is None and sweeps.labels_of(jobs) == ["loss", "perplexity"]
+    accuracy = read_config(data_runs / "runs/rm/config.yaml")
+    job = sweeps.JobRecord(0, (), (), "finished", **sweeps.figures_of(accuracy, {
+        "accuracy": 0.75}.get))
+    assert (job.rank, job.shown) == (-0.75, {"accuracy": 0.75, "loss": None})
