@@ -49,7 +49,8 @@ def test_lists_plots_and_comparisons_show_what_was_trained(app, run, name, best)
 def test_unlike_runs_are_compared(app):
     found = json.loads(app("compare", "runs/sft", "runs/rm", "--json").out)
     sft, rm = (run["end"]["figures"] for run in found["runs"])
-    assert sft["eval/perplexity"] == row("sft")["eval/perplexity"] and rm["eval/perplexity"] is None
+    assert sft["eval/perplexity"] == row("sft")["eval/perplexity"]
+    assert rm["eval/perplexity"] is None
     assert rm["eval/accuracy"] == row("rm")["eval/accuracy"]
     assert "not trained on rewards" in found["win_rates"][0]["reason"]
 
@@ -61,14 +62,19 @@ def test_reports(app, run, title, said):
     app("report", f"runs/{run}", code=0)
     text = read(f"runs/{run}/report.md")
     assert text.splitlines()[1] == f"# {run}: {title}"
-    assert re.search(said, text) and "| Loss: training |" in text
-    assert "| data | " in text and "KL" not in text and "score " not in text.split("## Samples")[1]
-    assert "`ppo." not in text and "ppo.total_episodes" not in read(f"runs/{run}/report.html")
+    assert re.search(said, text)
+    assert "| Loss: training |" in text
+    assert "| data | " in text
+    assert "KL" not in text
+    assert "score " not in text.split("## Samples")[1]
+    assert "`ppo." not in text
+    assert "ppo.total_episodes" not in read(f"runs/{run}/report.html")
 
 
 def test_a_reward_model_does_not_speak(app):
     said = app("generate", "runs/rm", "--prompt", "we", code=2).err
-    assert "is a reward model" in said and "reward.fn=reward_model" in said
+    assert "is a reward model" in said
+    assert "reward.fn=reward_model" in said
     assert said.count("Error") == 1
 
 
@@ -82,10 +88,16 @@ def test_generate_with_a_supervised_run(app):
 def test_exports_tell_what_was_trained(app, run, kind, how, tag):
     app("export", f"runs/{run}", "-o", "out", code=0)
     card = read("out/README.md")
-    assert kind in card and how in card and f"- {tag}\n" in card and "PPO" not in card
-    assert "the 0.25 of the data that was held back" in card and "curve.svg" in card
+    assert kind in card
+    assert how in card
+    assert f"- {tag}\n" in card
+    assert "PPO" not in card
+    assert "the 0.25 of the data that was held back" in card
+    assert "curve.svg" in card
     own = read(f"runs/{run}/model/README.md")
-    assert how in own and "Data: `" in own and "PPO" not in own
+    assert how in own
+    assert "Data: `" in own
+    assert "PPO" not in own
 
 
 def test_an_evaluation_is_that_of_the_training(app):
@@ -94,7 +106,8 @@ def test_an_evaluation_is_that_of_the_training(app):
         assert {name: found[name] for name in names} == {
             name: row(run)[f"eval/{name}"] for name in names}
     table = app("report", "runs/sft", "--format", "md", code=0)
-    assert table and "loss " in read("runs/sft/report.md").split("## Evaluations")[1]
+    assert table
+    assert "loss " in read("runs/sft/report.md").split("## Evaluations")[1]
 
 
 def test_other_data_and_other_models(app):
@@ -113,7 +126,8 @@ def test_other_data_and_other_models(app):
 def test_responses_of_a_supervised_run_are_judged():
     found = ppocli.evaluate("runs/sft", ["reward.kwargs.model=runs/rm/model"], against="base",
                             reward="reward_model", prompts=["the film was", "the plot was"])
-    assert found.figures["reward_mean"] is not None and found.win_rate["compared"] == 2
+    assert found.figures["reward_mean"] is not None
+    assert found.win_rate["compared"] == 2
 
 
 def test_samples_and_data_from_python(shared_world, capsys):
@@ -143,7 +157,8 @@ def test_jobs_are_ranked_by_what_they_minimise(data_runs):
         "loss": loss, "perplexity": 2.0}.get)) for i, loss in enumerate((2.0, 1.0, None))]
     assert [job.objective for job in jobs] == [2.0, 1.0, None]  # as Hydra's optimizers are told
     assert sorted(jobs[:2], key=lambda job: job.rank) == [jobs[1], jobs[0]]
-    assert jobs[2].rank is None and sweeps.labels_of(jobs) == ["loss", "perplexity"]
+    assert jobs[2].rank is None
+    assert sweeps.labels_of(jobs) == ["loss", "perplexity"]
     accuracy = read_config(data_runs / "runs/rm/config.yaml")
     job = sweeps.JobRecord(0, (), (), "finished", **sweeps.figures_of(accuracy, {
         "accuracy": 0.75}.get))
