@@ -28,10 +28,10 @@ from tables import marks, table, write_between
 from ppocli.evaluation.figures import best_of_n, best_of_n_kl
 
 ACCURACY, GAIN = 0.80, 0.25
-BEST_OF = (1, 2, 4, 8, 16, 32, 64)
+BEST_OF = (1, 2, 4, 8, 16, 32, 64, 128)
 FREE = ["run_name=free", "ppo.init_kl_coef=0", "ppo.optimizer.lr=2e-3",
         "ppo.scheduler.name=constant", "ppo.total_episodes=1280"]
-SAMPLES = ["--num-samples", str(BEST_OF[-1]), "--against", "base"]
+SAMPLES = ["--num-samples", str(BEST_OF[-1]), "--limit", "32", "--against", "base"]
 
 Curve = list[dict[str, float]]
 
