@@ -4,6 +4,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # more words for the command, as in: make quickstart WORDS="seed=1"
 WORDS ?=
+# more words for the whole road, as in: make pipeline PIPELINE="--seeds 1 2 3 4 5"
+PIPELINE ?=
 # more words for the benchmarks of speed, as in: make bench-peers BENCH="--workload tiny"
 BENCH ?=
 # trlX's libraries have no wheels for a newer Python
@@ -23,7 +25,7 @@ SOAK ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help quickstart setup setup-dev test-fast test test-all test-browser \
+.PHONY: help quickstart pipeline setup setup-dev test-fast test test-all test-browser \
 	test-oldest mutants soak lint docs \
 	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks bench bench-peers bench-peers-setup \
 	bench-supervised bench-gpu check-gpu clean
@@ -33,6 +35,9 @@ help: ## list what make can do
 
 quickstart: $(VENV)/.installed ## install, then train a tiny model offline on the CPU (a minute)
 	@HF_HUB_OFFLINE=1 $(BIN)/ppocli train +recipe=quickstart $(WORDS)
+
+pipeline: $(VENV)/.installed ## SFT, a reward model and PPO offline on the CPU, and what each is worth (minutes)
+	@$(BIN)/python benchmarks/pipeline.py $(PIPELINE)
 
 setup: $(VENV)/.installed ## install into .venv
 

@@ -116,15 +116,19 @@ def compare(policy: Sequence[Row], against: Sequence[Row]) -> dict[str, Any]:
             "difference_stderr": clustered_stderr(gaps)}
 
 
-def best_of_n(scores: Sequence[float], n: int) -> float:
+def best_of_n(scores: Sequence[float], n: int, values: Sequence[float] | None = None) -> float:
     """Unbiased estimate of the expected best score of n samples, from N >= n scores.
 
     ``sum_{i=n}^{N} C(i-1, n-1) / C(N, n) r_(i)`` with r_(i) the i-th smallest: the mean of the
     maximum over all subsets of size n.
+
+    Args:
+        values: what the sample with the best score is worth, where that is something else than
+            its score, such as another reward.
     """
-    ordered, total = sorted(scores), math.comb(len(scores), n)
-    return math.fsum(math.comb(i - 1, n - 1) / total * score
-                     for i, score in enumerate(ordered, start=1) if i >= n)
+    ordered, total = sorted(zip(scores, values or scores, strict=True)), math.comb(len(scores), n)
+    return math.fsum(math.comb(i - 1, n - 1) / total * value
+                     for i, (_, value) in enumerate(ordered, start=1) if i >= n)
 
 
 def best_of_n_kl(n: int) -> float:

@@ -334,9 +334,9 @@ def _loading(folder: Path, failure: type[PpocliError]) -> Iterator[None]:
         yield
     except PpocliError:
         raise
-    except Exception as error:  # transformers and PEFT raise many kinds here, all about the folder
-        raise failure(f"transformers can't load {folder}: {first_line(error)}",
-                      where=str(folder)) from error
+    except Exception as error:  # of many kinds, all about the folder
+        raise failure(f"transformers can't load {folder}: {first_line(error)}", where=str(folder)
+                      ) from error
 
 
 def _load_policy(folder: Path, hub: dict[str, Any]) -> Any:
@@ -352,9 +352,8 @@ def _load_policy(folder: Path, hub: dict[str, Any]) -> Any:
                  else transformers.AutoModelForCausalLM)
     model, info = kind.from_pretrained(place, output_loading_info=True, dtype="auto",
                                        **({"num_labels": 1} if adapter and scores else {}), **hub)
-    # the adapter of a reward model has the head that its base lacks
     wrong = [*info["missing_keys"], *map(str, info["mismatched_keys"])]
-    if wrong and not (adapter and scores):
+    if wrong and not (adapter and scores):  # whose adapter has the head that its base lacks
         raise ValueError(f"the weights do not fit the model: {min(wrong)}")
     if adapter:
         from peft import PeftModel

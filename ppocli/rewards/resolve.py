@@ -225,6 +225,10 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
     accepted = [p.name for p in parameters if p.kind in _KEYWORD]
     takes_all = any(p.kind is Parameter.VAR_KEYWORD for p in parameters)
     for name in kwargs:
+        if not isinstance(name, str):
+            raise RewardError(f"An argument is called {name!r}, which is no text.", where=key,
+                              fix="put it in quotes: YAML reads a bare on, off, yes or no as true "
+                              "or false")
         if name in known:
             raise RewardError(f"{key}.{name} can't be set: every call passes its own {name!r}.",
                               where=f"{located.key}={located.spec}", fix="remove that key")

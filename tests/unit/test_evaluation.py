@@ -94,6 +94,13 @@ def test_best_of_n_is_the_mean_over_all_subsets(n):
     assert best_of_n(SCORES, n) == pytest.approx(statistics.mean(subsets))
 
 
+def test_what_is_best_by_one_reward_is_worth_what_another_says():
+    learned, gold = [0.1, 0.9, 0.5], [3.0, 1.0, 2.0]
+    assert best_of_n(learned, 1, gold) == pytest.approx(2.0)
+    assert best_of_n(learned, 2, gold) == pytest.approx((1.0 + 1.0 + 2.0) / 3)
+    assert best_of_n(learned, 3, gold) == 1.0
+
+
 def test_kl_of_best_of_n():
     assert best_of_n_kl(1) == 0.0
     assert best_of_n_kl(2) == pytest.approx(0.1931, abs=1e-4)

@@ -246,6 +246,8 @@ def test_unknown_kwargs_name_the_nearest(write):
     for name in ("score", "Scorer"):
         with pytest.raises(RewardError, match=r"no argument 'facto'. Did you mean 'factor'\?"):
             build_reward(RewardConfig(fn=f"my_rewards:{name}", kwargs={"facto": 2}))
+    with pytest.raises(RewardError, match="An argument is called True, which is no text"):
+        bind("length", {True: "response"}, key="reward.fn")  # what YAML makes of on: response
     with pytest.raises(RewardError, match=r"reward.kwargs.outputs can't be set"):
         build_reward(RewardConfig(fn="my_rewards:score", kwargs={"outputs": []}))
     with pytest.raises(RewardError, match=r"reward\.fns\.style\.kwargs\.facto"):

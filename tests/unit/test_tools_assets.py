@@ -1,5 +1,6 @@
 """How the built-in models and prompts are made: by their seeds alone, and as they are shipped."""
 
+import json
 import random
 import sys
 from itertools import pairwise
@@ -10,11 +11,12 @@ import torch
 
 from ppocli.builtin.names import resolve_builtin
 from ppocli.rewards import randomwalks
+from ppocli.rewards.classifier import TextClassifier
 from ppocli.rewards.randomwalks import GOAL, MAX_LENGTH, SUCCESSORS
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # tools/ is in no wheel
 
-from tools.assets import build
+from tools.assets import build, preferences
 from tools.assets.corpus import make_reviews, verdict
 from tools.assets.randomwalks import WalkModelSettings, WalkSettings, build_randomwalks, draw_walks
 from tools.assets.reviews import ReviewsSettings, build_reviews
@@ -71,3 +73,28 @@ def test_shipped_prompts_are_what_the_command_writes(tmp_path):
                for name in ("reviews-prompts", "reviews-eval-prompts")}
     assert [len(lines) for lines in prompts.values()] == [192, 64]
     assert not set.intersection(*map(set, prompts.values()))
+
+
+def lines_of(name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in resolve_builtin(name).read_text().splitlines()]
+
+
+def test_reviews_to_learn_from_are_what_the_script_makes():
+    made = preferences.demonstrations()
+    assert made == (lines_of("pipeline-sft"), lines_of("pipeline-sft-eval"))
+    train, held_back = ({row["prompt"] for row in rows} for rows in made)
+    assert not train & held_back
+    assert not {row["prompt"] for row in lines_of("pipeline-pairs")} & held_back
+
+
+@pytest.mark.slow
+def test_pairs_are_what_the_script_makes_and_a_tenth_of_them_is_wrong():
+    shipped = [lines_of(name) for name in ("pipeline-pairs", "pipeline-pairs-eval")]
+    assert list(preferences.preferences()) == shipped
+    judge = TextClassifier("builtin:reviews-sentiment", device="cpu")
+    for rows in shipped:
+        chosen, rejected = (judge(texts, texts, texts) for texts in (
+            [row[key] for row in rows] for key in ("chosen", "rejected")))
+        gaps = [a - b for a, b in zip(chosen, rejected, strict=True)]
+        assert sum(gap < 0 for gap in gaps) == preferences.NOISE * len(rows)
+        assert min(map(abs, gaps)) >= preferences.CLEAR

@@ -15,7 +15,7 @@ log = logging.getLogger("tools.assets.build")  # __name__ is "__main__" under -m
 
 PROMPT_SEED = 41
 TRAIN_PROMPTS, EVAL_PROMPTS = 192, 64
-_NAMES = ("reviews", "reviews-sentiment", "randomwalks", "prompts")
+_NAMES = ("reviews", "reviews-sentiment", "randomwalks", "prompts", "pipeline")
 
 
 def build_prompts(folder: Path) -> None:
@@ -37,6 +37,11 @@ def build(name: str, folder: Path) -> None:
     """
     if name == "prompts":
         build_prompts(folder)
+        return
+    if name == "pipeline":
+        from tools.assets.preferences import build_pipeline
+
+        build_pipeline(folder)
         return
     if name == "reviews":
         from tools.assets.reviews import build_reviews

@@ -16,6 +16,8 @@ NOISE = 0.1
 """share of the pairs, of those held back as well, whose labels are wrong"""
 CLEAR = 0.6
 """smallest difference of P(POSITIVE) between the reviews of a pair: closer ones are ties"""
+COUPLES = 4
+"""drawn for each pair that is kept"""
 EVAL_PROMPTS = 64
 
 Row = dict[str, str]
@@ -65,7 +67,7 @@ def preferences(seed: int = SEED) -> tuple[list[Row], list[Row]]:
     rng, judge = random.Random(seed + 1), TextClassifier("builtin:reviews-sentiment", device="cpu")
     found = []
     for count, requests in zip((PAIRS, EVAL_PAIRS), _requests(random.Random(seed)), strict=True):
-        asked = [requests[i // 2 % len(requests)] for i in range(8 * count)]
+        asked = [requests[i // 2 % len(requests)] for i in range(2 * COUPLES * count)]
         texts = [_answers(review, request) for review, request in zip(
             make_reviews(len(asked), rng.randrange(2**31)), asked, strict=True)]
         liked = judge(texts, [""] * len(texts), texts)

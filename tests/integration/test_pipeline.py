@@ -1,0 +1,61 @@
+"""The recipes of the whole road, each run reading the one before it, with a few updates; those for
+models of the Hub with the built-in ones in their place."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ppocli
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "benchmarks"))  # scripts, no package
+
+import pipeline  # noqa: E402
+
+DEMONSTRATIONS = ["data.path=builtin:pipeline-sft", "data.limit=64", "sft.num_updates=2",
+                  "sft.mini_batch_size=4", "sft.eval_samples=2", "generation.max_new_tokens=8"]
+PAIRS = ["data.path=builtin:pipeline-pairs", "data.limit=64", "reward_model.num_updates=2",
+         "reward_model.mini_batch_size=4"]
+PROMPTS = ["prompts.path=builtin:pipeline-sft", "prompts.eval.limit=4", "prompts.eval.repeat=2",
+           "generation.max_new_tokens=8", "ppo.num_rollouts=8", "ppo.mini_batch_size=4"]
+STEPS = {"pipeline": ["ppo.total_episodes=16"], "tldr": ["ppo.total_episodes=16"],
+         "hh": ["ppo.num_steps=2"]}
+STAND_INS = {  # where the recipe names a model or columns of the Hub
+    "pipeline": ([], [], []),
+    "tldr": (["model.path=builtin:reviews", "data.val=0.2"], ["data.val=0.2"],
+             ["prompts.max_length=64", "prompts.eval.split=null", "ppo.micro_batch_size=2"]),
+    "hh": (["model.path=builtin:reviews", "data.val=0.2", "data.columns.completion=completion"],
+           ["data.val=0.2", "model.num_layers_unfrozen=2"],
+           ["prompts.max_length=64", "prompts.eval.split=null"])}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("family", STAND_INS)
+def test_the_whole_road_of_a_family_of_recipes(family, tmp_path):
+    sft, reward, ppo = STAND_INS[family]
+    for words in (["sft", f"+recipe={family}_sft", *DEMONSTRATIONS, *sft],
+                  ["reward-model", f"+recipe={family}_reward", *PAIRS, *reward],
+                  ["train", f"+recipe={family}_ppo", *PROMPTS, *STEPS[family], *ppo]):
+        ppocli(*words, "hardware.device=cpu", "hardware.num_threads=1", cwd=tmp_path, code=0,
+               timeout=180)
+    runs = {kind: tmp_path / f"runs/{family}-{kind}" for kind in ("sft", "reward", "ppo")}
+    assert all((run / "model/config.json").is_file() for run in runs.values())
+    accuracy = json.loads((runs["reward"] / "summary.json").read_text())["eval_after"]["accuracy"]
+    assert 0 <= accuracy <= 1
+    if family == "pipeline":
+        ppocli("eval", str(runs["ppo"]), "--name", "best-of-n", *pipeline.SAMPLES, "--limit", "2",
+               cwd=tmp_path, code=0)
+        best = pipeline.best_curve(runs["ppo"] / "eval/best-of-n/samples.jsonl")
+        assert [point["n"] for point in best] == list(pipeline.BEST_OF)
+        learned = [point["learned"] for point in best]
+        assert learned == sorted(learned)
+        assert learned[0] < learned[-1]
+        assert [point["step"] for point in pipeline.curve(runs["ppo"])] == [0, 2]
+
+
+def test_best_of_n_is_read_at_the_kl_of_a_policy():
+    points = [{"kl": 0.0, "gold": 1.0}, {"kl": 1.0, "gold": 2.0}, {"kl": 3.0, "gold": 4.0}]
+    found = [pipeline.at_kl(points, kl, "gold") for kl in (-0.1, 0.5, 2.0, 3.0, 3.1)]
+    assert found == [1.0, 1.5, 3.0, 4.0, None]
