@@ -40,7 +40,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (["--cfg"], "", ["job", "hydra", "all", "deepspeed"]),
     (["--info"], "sea", ["searchpath"]),
     # as bash breaks words
-    (["+recipe"], "", ["imdb_sentiment", "quickstart", "randomwalks"]),
+    (["+recipe", "="], "h", ["hh_ppo", "hh_reward", "hh_sft"]),
+    ([], "data.path=builtin:pipeline-pairs-", ["data.path=builtin:pipeline-pairs-eval"]),
     (["model.path", "=", "builtin"], ":", [":reviews", ":randomwalks"]),
     (["seed", "=", "1", "model", "="], "re", ["reviews"]),
     (["seed=1"], "reward.kw", ["reward.kwargs="]),
