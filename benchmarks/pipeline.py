@@ -109,7 +109,7 @@ def at_kl(points: Curve, kl: float, name: str) -> float | None:
 
 
 def shown(value: float | None) -> str:
-    return "beyond" if value is None else f"{value:.2f}"
+    return "beyond" if value is None else f"{round(value, 2) + 0.0:.2f}"  # no -0.00
 
 
 def over_optimisation(folder: Path) -> str:
