@@ -16,7 +16,7 @@ import pipeline  # noqa: E402
 DEMONSTRATIONS = ["data.path=builtin:pipeline-sft", "data.limit=64", "sft.num_updates=2",
                   "sft.mini_batch_size=4", "sft.eval_samples=2", "generation.max_new_tokens=8"]
 PAIRS = ["data.path=builtin:pipeline-pairs", "data.limit=64", "reward_model.num_updates=2",
-         "reward_model.mini_batch_size=4"]
+         "reward_model.mini_batch_size=4", "reward_model.scheduler.warmup_updates=0"]
 PROMPTS = ["prompts.path=builtin:pipeline-sft", "prompts.eval.limit=4", "prompts.eval.repeat=2",
            "generation.max_new_tokens=8", "ppo.num_rollouts=8", "ppo.mini_batch_size=4"]
 STEPS = {"pipeline": ["ppo.total_episodes=16"], "tldr": ["ppo.total_episodes=16"],
