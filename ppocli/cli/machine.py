@@ -14,7 +14,6 @@ import typer
 
 from ppocli.cli.options import AsJson, Overrides, flag, option
 from ppocli.cli.output import complain, print_json, print_table, say
-from ppocli.config import tasks
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 from ppocli.text import format_bytes, format_memory, three_digits
 
@@ -56,6 +55,7 @@ def print_estimate(
     if available and memory is not None:
         raise ConfigError("--available and --memory can't be combined.", fix="give one of them")
     cfg = _composed(overrides or [])
+    from ppocli.config import tasks
     from ppocli.estimate.check import advice, estimate, needs
     from ppocli.estimate.parts import models_of, read_config
     from ppocli.storage.model_files import quiet_transformers
@@ -148,6 +148,7 @@ def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[in
 def _example_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, int, str]:
     """Tokens of an example of the fullest pass, those before what is trained on apart, and how that
     is known."""
+    from ppocli.config import tasks
     from ppocli.data.sources import names_hub_dataset
     from ppocli.models.loading.language_model import load_tokenizer
     from ppocli.models.loading.model_config import max_positions, model_facts
@@ -247,6 +248,8 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
 
 
 def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
+    from ppocli.config import tasks
+
     hardware, layout = cfg.hardware, found.layout
     many = "1 process" if layout.ranks == 1 else f"{layout.ranks} processes"
     nodes = "" if hardware.num_nodes == 1 else f" on {hardware.num_nodes} machines"

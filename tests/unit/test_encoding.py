@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from data_tokenizers import CHATML, ids, utf8_bytes, words
+from test_examples import data_config, turns
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -10,8 +12,6 @@ from ppocli.data import prompt_set
 from ppocli.data.encoding import encode_examples, facts, load_data, rendered
 from ppocli.data.examples import read_examples
 from ppocli.errors import ConfigError, InputError
-from tests.unit.data_tokenizers import CHATML, ids, utf8_bytes, words
-from tests.unit.test_examples import data_config, turns
 
 MARKED = ("{{ bos_token }}{% for m in messages %} {{ m.role }} :{% if m.role == 'assistant' %}"
           "{% generation %} {{ m.content }}ENDMARK{% else %} {{ m.content }} </s>{% endif %}"

@@ -57,5 +57,5 @@ def test_the_estimate_counts_the_rows_that_fit(tmp_path):
     cfg = small_config(tmp_path, ppo__micro_batch_tokens=100, ppo__mini_batch_size=16,
                        generation__max_new_tokens=10)
     for prompt, rows in ((2, 8), (15, 4), (200, 1)):
-        layout = layout_of(cfg, prompt_tokens=prompt, ranks=1, ranks_on_host=1, cuda=False)
+        layout = layout_of(cfg, tokens=prompt + 10, ranks=1, ranks_on_host=1, cuda=False)
         assert layout.rows == layout.scored == rows
