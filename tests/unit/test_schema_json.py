@@ -88,7 +88,7 @@ def test_recipes_fit_and_mistakes_in_them_do_not():
     for file in files:
         recipe = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         assert fits(recipe, whole, whole), file.name
-        for wrong in ({"ppo": {**recipe["ppo"], "lrr": 1}}, {"generaton": {}},
+        for wrong in ({"ppo": {**recipe.get("ppo", {}), "lrr": 1}}, {"generaton": {}},
                       {"generation": {"top_p": 1.5}}, {"hardware": {"device": "tpu"}}):
             assert not fits({**recipe, **wrong}, whole, whole), (file.name, wrong)
 
