@@ -43,7 +43,8 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
     """
     model_files.quiet_transformers()
     begun, started = monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-    cfg = with_values(cfg, {"checkpoint.keep_best": False})  # which says what it needs
+    cfg = with_values(cfg, {  # what is said, and refused, of a training
+        "checkpoint.keep_best": False, "hardware.memory_check": "off"})
     root = Path(request.output).expanduser().absolute() if request.output else (
         target.run_dir or Path.cwd()) / files.EVAL
     default = root / (request.name or target.label)
