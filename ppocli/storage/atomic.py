@@ -156,21 +156,32 @@ def open_atomic(path: Path, needed: int | None = None) -> Iterator[BinaryIO]:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+    temporary = path
     try:
         with disk_errors(path, needed):
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+            descriptor, temporary = _held_temporary(path)
             with os.fdopen(descriptor, "wb") as file:
-                holds.take(descriptor, fcntl.LOCK_SH)  # whoever sweeps the folder leaves it alone
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(temporary, path)
             fsync_dir(path.parent)
     except BaseException:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        if temporary != path:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
         raise
+
+
+def _held_temporary(path: Path) -> tuple[int, Path]:
+    """Descriptor and name of a new file beside ``path``, locked so that whoever sweeps the folder
+    leaves it alone; one that was swept away before it was locked is made again."""
+    while True:
+        temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        if holds.take(descriptor, fcntl.LOCK_SH) and os.fstat(descriptor).st_nlink > 0:
+            return descriptor, temporary
+        os.close(descriptor)
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

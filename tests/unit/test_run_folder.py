@@ -1,5 +1,6 @@
 """The lock of a run's folder."""
 
+import fcntl
 import json
 import os
 import signal
@@ -12,7 +13,8 @@ import pytest
 from checkpoint_samples import start_python
 
 from ppocli.errors import CheckpointError
-from ppocli.storage import run_folder
+from ppocli.storage import holds, run_folder
+from ppocli.storage.atomic import TEMPORARY_PREFIX, write_atomic
 from ppocli.storage.run_folder import live_owner, lock, lock_beside, reserved
 
 HOLD = """
@@ -181,3 +183,19 @@ def test_deleting_the_file_beside_lets_no_two_in(tmp_path: Path):
     said = [racer.communicate(timeout=60)[1] for racer in racers]
     assert [racer.returncode for racer in racers] == [0, 0, 0], said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_swept_away_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch):
+    """Runs that start in one folder at one moment sweep it, each of them."""
+    locks, take = [], holds.take
+
+    def late(descriptor: int, kind: int) -> bool:
+        locks.append(kind)
+        if len(locks) == 1:
+            holds.sweep(tmp_path, TEMPORARY_PREFIX)
+        return take(descriptor, kind)
+
+    monkeypatch.setattr(holds, "take", late)
+    write_atomic(tmp_path / "note.txt", "mine")
+    assert locks.count(fcntl.LOCK_EX) == 1
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("note.txt", "mine")]
