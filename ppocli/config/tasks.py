@@ -74,6 +74,9 @@ def task_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Ru
     yield from _strangers(config, task)
     if task in DATA_TASKS:
         yield from _data(config, task, handed_in)
+        for name, values in vars(config.generation.eval).items():
+            yield (len(keys.several(values)) > 1, f"generation.eval.{name}",
+                   f"{values} are several values, which ppocli train alone compares: give one")
         metric, known = config.checkpoint.metric, _METRICS[task]
         yield (metric not in known, "checkpoint.metric",
                f"{metric} must be {' or '.join(known)} with task.fn={task}"

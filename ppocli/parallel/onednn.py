@@ -29,7 +29,7 @@ EXACT = 2e-6
 """most relative error of a product of fp32 numbers; bf16 is off by 1e-3"""
 SHAPES = ((256, 768, 768), (16, 768, 2304), (32, 768, 8192))
 """(rows, inputs, outputs) that the two paths are timed on: training, decoding, output embedding"""
-CACHED = 128
+CACHED = 64
 """kernels that are kept, each for one shape of a product, of up to a megabyte; by default two
 thousand"""
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")

@@ -109,6 +109,36 @@ def test_each_problem_is_named(values, text):
     assert text in lines[0]
 
 
+def on_data(task: str, **values) -> TrainConfig:
+    """A sound configuration of a training on a data set, with values as above."""
+    lowest = {"sft": "loss", "reward_model": "accuracy"}[task]
+    return set_keys(TrainConfig(), {
+        "model.path": "builtin:reviews", "task.fn": task, "data.path": "data.jsonl",
+        "checkpoint.metric": lowest,
+        **{name.replace("__", "."): value for name, value in values.items()}})
+
+
+@pytest.mark.parametrize(("task", "values", "text"), [
+    ("sft", {"ppo__lam": 0.9}, "ppo.lam: ppocli sft has no use for it: leave it out"),
+    ("sft", {"reward_model__epochs": 2}, "reward_model.epochs: ppocli sft has no use for it"),
+    ("reward_model", {"generation__top_k": 5}, "ppocli reward-model has no use for it"),
+    ("reward_model", {"data__train_on": "all"}, "data.train_on: ppocli reward-model has no use"),
+    ("sft", {"data__path": None}, "data.path: missing; it must be given: data.path=FILE|FOLDER"),
+    ("sft", {"sft__epochs": 2, "sft__num_updates": 9}, "2 epochs and 9 updates contradict each"),
+    ("sft", {"data__val": "1.5"}, "1.5 must be a path, or a share between 0 and 1"),
+    ("sft", {"data__template": "none"}, "'none' has no placeholder such as {prompt}"),
+    ("sft", {"sft__micro_batch_size": 64}, "micro_batch_size 64 must be at most mini_batch_size"),
+    ("reward_model", {"checkpoint__metric": "acuracy"}, "did you mean accuracy?"),
+    ("sft", {"generation__eval__top_k": [1, 2]}, "[1, 2] are several values, which ppocli train "
+                                                 "alone compares: give one"),
+])
+def test_a_problem_of_a_training_on_data_is_named(task, values, text):
+    assert said(on_data(task)) == []
+    lines = said(on_data(task, **values))
+    assert len(lines) == 1
+    assert text in lines[0]
+
+
 def test_every_optimizer_takes_what_it_uses():
     for name, over in (("adamw", {"betas": [0.8, 0.9], "eps": 1e-6}), ("sgd", {"momentum": 0.9}),
                        ("adafactor", {}), ("adamw_8bit", {"betas": [0.8, 0.9]})):
