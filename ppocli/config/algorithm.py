@@ -36,8 +36,10 @@ def kl_in(ppo: schema.PPOConfig) -> str:
 
 
 def kl_estimator(ppo: schema.PPOConfig) -> str:
-    """The name of the KL estimate. k1 as a loss would have no gradient on average."""
-    return ppo.kl_estimator or ("k1" if kl_in(ppo) == "reward" else "k3")
+    """The name of the KL estimate: k1 in the reward; in the loss the one with the gradient of the
+    KL, but GRPO's own for estimators without a critic. k1 would have none on average there."""
+    in_loss = "k3+" if estimator_of(ppo).needs_critic else "k3"
+    return ppo.kl_estimator or ("k1" if kl_in(ppo) == "reward" else in_loss)
 
 
 def whitens_advantages(ppo: schema.PPOConfig) -> bool:
@@ -98,7 +100,7 @@ def _kl(config: schema.TrainConfig) -> keys.Rules:
            "the adaptive controller multiplies the coefficient and can never leave 0: start above "
            "0 or use ppo.kl_controller=fixed")
     yield (kl_in(ppo) == "loss" and ppo.kl_estimator == "full", "ppo.kl_in, ppo.kl_estimator",
-           "the full KL can only be charged in the reward: use k3 or k2 in the loss, or "
+           "the full KL can only be charged in the reward: use k3+, k2 or k3 in the loss, or "
            "ppo.kl_in=reward")
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-SAMPLED_ESTIMATORS = ("k1", "abs", "k2", "k3")
+SAMPLED_ESTIMATORS = ("k1", "abs", "k2", "k3", "k3+")
 ROUNDING = 1e-5
 """nats by which a token's logprob may differ in fp32 between passes of other shapes"""
 
@@ -13,7 +13,12 @@ def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: 
 
     With ``l = logprobs - ref_logprobs`` (Schulman 2020, "Approximating KL Divergence"):
     k1 = l, abs = abs(l), k2 = l^2 / 2 (TRL's ``mse``), k3 = exp(-l) - 1 + l, for which l is cut at
-    -20 (``verl/trainer/ppo/core_algos.py@b178a3c``): exp(89) is infinite in fp32.
+    -20 (``verl/trainer/ppo/core_algos.py@b178a3c``): exp(89) is infinite in fp32. k3+ is k3 with
+    the gradient of k2 (there, ``kl_penalty``).
+
+    As a loss on the policy's own samples, k1 has gradient 0 on average, k2 that of
+    KL(policy || reference), and k3 that of KL(reference || policy), to first order the same (arXiv
+    2510.01555, 2512.21852).
 
     Args:
         logprobs, ref_logprobs: equal shapes, of the sampled tokens.
@@ -30,9 +35,13 @@ def kl_per_token(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, estimator: 
         return log_ratio.abs()
     if estimator == "k2":
         return 0.5 * log_ratio.square()
-    if estimator == "k3":
-        log_ratio = log_ratio.clamp(min=-20.0)
-        return torch.expm1(-log_ratio) + log_ratio
+    if estimator in ("k3", "k3+"):
+        cut = log_ratio.clamp(min=-20.0)
+        k3 = torch.expm1(-cut) + cut
+        if estimator == "k3":
+            return k3
+        k2 = 0.5 * log_ratio.square()
+        return k2 - k2.detach() + k3.detach()
     raise ValueError(f"{estimator!r} is not one of {SAMPLED_ESTIMATORS}")
 
 

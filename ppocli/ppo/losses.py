@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ppocli.ppo.kl import kl_per_token
+from ppocli.ppo.kl import ROUNDING, kl_per_token
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum",
                 "seq-mean-token-sum-norm")
@@ -123,7 +123,8 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
     Policy: ``max(-A ratio, -A clip(ratio, 1-c, 1+c_high))``, with a dual clip ``d`` at most
     ``-d A`` where A < 0. Value: ``0.5 max((V-R)^2, (V_old + clip(V-V_old, -c, c) - R)^2)``, or
     ``0.5 (V-R)^2`` without a clip range. KL: the estimate between policy and reference,
-    differentiated as it stands (Shao et al. 2024, eq. 4, for k3).
+    differentiated as it stands (Shao et al. 2024, eq. 4, for k3); 0 for a token on which both agree
+    but for fp32's rounding.
     total = policy + vf_coef * value - ent_coef * entropy + kl_coef * kl, each a sum of
     ``weights`` times the term.
 
@@ -152,7 +153,10 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
         mean_entropy = (weights * entropy).sum()
         total = total - options.ent_coef * mean_entropy
     if ref_logprobs is not None:
-        kl = (weights * kl_per_token(logprobs, ref_logprobs, options.kl_estimator)).sum()
+        kl = kl_per_token(logprobs, ref_logprobs, options.kl_estimator)
+        # the gradient of a KL that is rounding alone is noise, of which Adam makes whole steps
+        kl = torch.where((logprobs - ref_logprobs).detach().abs() <= ROUNDING, 0.0, kl)
+        kl = (weights * kl).sum()
         total = total + options.kl_coef * kl
     share = 1.0 / max(total_tokens, 1)
     with torch.no_grad():

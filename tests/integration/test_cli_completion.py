@@ -29,7 +29,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(("words", "incomplete", "expected"), [
     ([], "ppo.kl_est", ["ppo.kl_estimator="]),
-    ([], "ppo.kl_estimator=k", [f"ppo.kl_estimator=k{n}" for n in (1, 2, 3)]),
+    ([], "ppo.kl_estimator=k", [f"ppo.kl_estimator=k{n}" for n in (1, 2, 3, "3+")]),
     ([], "model=re", ["model=reviews"]),
     ([], "ppo.kl_estimator=k1,ab", ["ppo.kl_estimator=k1,abs"]),
     ([], "eval.at_start=", ["eval.at_start=true", "eval.at_start=false"]),

@@ -26,6 +26,26 @@ def test_a_part_of_the_quickstart_raises_the_reward(tmp_path):
     assert kl[0] == pytest.approx(0.0, abs=1e-4)
 
 
+@pytest.mark.parametrize("words", [
+    ("ppo.logprobs_from=decode",), ("ppo.logprobs_from=decode", "ppo.advantage=reinforce_pp"),
+    ("ppo.advantage=grpo", "ppo.n=4"), ("ppo.kl_in=loss",)])
+def test_a_rare_reward_that_is_not_found_leaves_the_policy_where_it_was(words, tmp_path, capsys,
+                                                                        monkeypatch):
+    """Rounding isn't whitened into steps, nor do Adam's steps come of it."""
+    monkeypatch.chdir(tmp_path)
+    Path("rare.py").write_text("def score(responses, **_):\n    return [0.0] * len(responses)\n")
+    app_in_process(capsys)(
+        "train", "+recipe=quickstart", "~reward", "reward.fn=rare.py:score", *words, "run_name=r",
+        "ppo.total_episodes=null", "ppo.num_steps=6", "ppo.num_rollouts=32",
+        "ppo.mini_batch_size=12",
+        "generation.max_new_tokens=8", "eval.every_steps=null", "eval.at_start=false",
+        "checkpoint.every_steps=null", "hardware.device=cpu", code=0)
+    kl = [row["objective/kl"] for row in jsonl(tmp_path / "runs/r/metrics.jsonl")
+          if "objective/kl" in row]
+    assert len(kl) == 6
+    assert max(map(abs, kl)) < 1e-3
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_quickstart_keeps_its_promise(tmp_path):

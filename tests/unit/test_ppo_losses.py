@@ -106,7 +106,7 @@ def test_a_log_ratio_beyond_fp32_leaves_no_gradient_and_no_nan(estimator):
 
 @pytest.mark.parametrize(("name", "value", "slope"), [
     ("k1", 0.5, 1.0), ("abs", 0.5, 1.0), ("k2", 0.125, 0.5),
-    ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5))])
+    ("k3", math.exp(-0.5) - 0.5, 1 - math.exp(-0.5)), ("k3+", math.exp(-0.5) - 0.5, 0.5)])
 def test_kl_as_a_loss_by_hand(name, value, slope):
     # new - reference logprob is 0.5; the derivative is by the new logprob
     logprobs = torch.tensor([-1.0], requires_grad=True)
@@ -119,11 +119,44 @@ def test_kl_as_a_loss_by_hand(name, value, slope):
     assert logprobs.grad.item() == pytest.approx(0.2 * slope)
 
 
+@pytest.mark.parametrize(("name", "towards"), [
+    ("k1", lambda p, q: 0 * p), ("k2", lambda p, q: (p * (p / q).log()).sum()),
+    ("k3", lambda p, q: (q * (q / p).log()).sum()),
+    ("k3+", lambda p, q: (p * (p / q).log()).sum())])
+def test_the_mean_gradient_of_a_kl_is_that_of_the_kl_it_is_said_to_be(name, towards):
+    """Over all tokens by their probability; the KLs from their definition, in float64."""
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.1], dtype=torch.float64, requires_grad=True)
+    other = torch.tensor([1.0, 0.5, -0.5, 0.0], dtype=torch.float64).softmax(0)
+    logprobs = logits.log_softmax(0)
+    four = torch.zeros(4, dtype=torch.float64)
+    found = ppo_loss(LossOptions(0.2, kl_coef=1.0, kl_estimator=name), logprobs=logprobs,
+                     old_logprobs=logprobs.detach(), advantages=four,
+                     weights=logprobs.detach().exp(), total_tokens=4, ref_logprobs=other.log())
+    mean = torch.autograd.grad(found.total, logits, retain_graph=True)[0]
+    wanted = torch.autograd.grad(towards(logits.softmax(0), other).sum(), logits)[0]
+    torch.testing.assert_close(mean, wanted)
+
+
+def test_a_kl_of_rounding_alone_has_no_gradient():
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    off = torch.tensor([3e-6, -9e-6, 3e-5])
+    loss = loss_of(logprobs=logprobs, old_logprobs=logprobs.detach(), advantages=torch.zeros(3),
+                   weights=torch.ones(3), ref_logprobs=logprobs.detach() - off, kl_coef=1.0,
+                   kl_estimator="k2", values=None, old_values=None, returns=None, total_tokens=3)
+    loss.total.backward()
+    assert logprobs.grad.tolist() == pytest.approx([0.0, 0.0, 3e-5], rel=1e-2)
+    gone = loss_of(logprobs=torch.tensor([math.nan]), old_logprobs=torch.zeros(1), kl_coef=1.0,
+                   ref_logprobs=torch.zeros(1), advantages=torch.zeros(1), values=None,
+                   old_values=None, returns=None)
+    assert math.isnan(gone.kl.item())
+
+
 # --- the whole update ------------------------------------------------------------------------
 
 
 def naive_kl(name, x):
-    return {"k1": x, "abs": abs(x), "k2": x * x / 2, "k3": math.exp(-x) - 1 + x}[name]
+    return {"k1": x, "abs": abs(x), "k2": x * x / 2, "k3": math.exp(-x) - 1 + x,
+            "k3+": math.exp(-x) - 1 + x}[name]
 
 
 def naive_loss(rows, aggregation, o):

@@ -48,7 +48,8 @@ def test_whitening_without_spread_or_entries_is_finite():
 
 @pytest.mark.parametrize(("name", "expected", "turned"), [
     ("k1", 0.5, -0.5), ("abs", 0.5, 0.5), ("k2", 0.125, 0.125),
-    ("k3", math.exp(-0.5) - 1 + 0.5, math.exp(0.5) - 1.5)])
+    ("k3", math.exp(-0.5) - 1 + 0.5, math.exp(0.5) - 1.5),
+    ("k3+", math.exp(-0.5) - 1 + 0.5, math.exp(0.5) - 1.5)])
 def test_kl_estimators_by_hand(name, expected, turned):
     """``turned`` where the reference likes the token more."""
     one, other = torch.tensor([-1.0]), torch.tensor([-1.5])

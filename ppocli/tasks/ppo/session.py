@@ -171,7 +171,7 @@ def _warn_about_samples(cfg: TrainConfig, spec: SamplingSpec, sampler: Sampler, 
                  "uninterrupted one.", type(sampler).__name__)
     if kl_in(cfg.ppo) == "loss" and kl_estimator(cfg.ppo) == "k1" and cfg.ppo.init_kl_coef > 0:
         log.warning("The gradient of k1 is zero on average: as a term of the loss it holds nothing "
-                    "to the reference. ppo.kl_estimator=k3 or k2 does.")
+                    "to the reference. ppo.kl_estimator=k3+, k2 or k3 does.")
     if prompts < cfg.ppo.num_rollouts // cfg.ppo.n:
         log.info("%d prompts are fewer than the %d of a rollout: they are cycled.", prompts,
                  cfg.ppo.num_rollouts // cfg.ppo.n)
