@@ -102,6 +102,9 @@ def _data(config: schema.TrainConfig, task: str, handed_in: frozenset[str]) -> k
            f"{updates.num_updates} updates contradict each other: give one of them")
     yield (val_share(data) is not None and not 0 < (val_share(data) or 0) < 1, "data.val",
            f"{data.val} must be a path, or a share between 0 and 1")
+    yield (data.val is not None and data.val == data.path, "data.val, data.path",
+           "evaluations would be made on the training data itself: use data.val=0.05, or another "
+           "source")
     yield (data.template is not None and "{" not in data.template, "data.template",
            f"{data.template!r} has no placeholder such as {{prompt}}")
     size, limit = updates.micro_batch_size, updates.mini_batch_size

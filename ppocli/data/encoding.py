@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ppocli.config import tasks
 from ppocli.data.conversations import Piece, chat_pieces, rendered_chat
 from ppocli.data.data_set import Examples, Ids, Mask, Pairs
 from ppocli.data.examples import Cell, Example, Read, Wants, read_examples
@@ -41,7 +42,7 @@ def load_data(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, wants: Wan
     Raises:
         ConfigError, InputError: as :func:`read_examples` and the functions below.
     """
-    share = None if val_items is not None else val_share(cfg)
+    share = None if val_items is not None else tasks.val_share(cfg)
 
     def encoded(key: str, given: Sequence[Any] | None) -> Examples | Pairs:
         read = read_examples(cfg, wants=wants, items=given, path_key=key)
@@ -54,25 +55,6 @@ def load_data(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, wants: Wan
         return train.split_off(share, seed)
     held = cfg.val is not None or val_items is not None
     return train, encoded("data.val", val_items) if held else None
-
-
-def val_share(cfg: DataConfig) -> float | None:
-    """``data.val`` where it is a share; None where it names a source or is null.
-
-    Raises:
-        ConfigError: a number that is no share, or the training data itself.
-    """
-    if cfg.val is not None and cfg.val == cfg.path:
-        raise ConfigError("Evaluations would be made on the training data itself.",
-                          where=f"data.val={cfg.val}", fix="data.val=0.05, or another source")
-    try:
-        share = float(cfg.val or "")
-    except ValueError:
-        return None
-    if not 0 < share < 1:
-        raise ConfigError(f"{cfg.val} is no share of the rows: it must lie between 0 and 1.",
-                          where=f"data.val={cfg.val}", fix="data.val=0.05, or a path")
-    return share
 
 
 # Examples -----------------------------------------------------------------------------------------

@@ -126,6 +126,7 @@ def on_data(task: str, **values) -> TrainConfig:
     ("sft", {"data__path": None}, "data.path: missing; it must be given: data.path=FILE|FOLDER"),
     ("sft", {"sft__epochs": 2, "sft__num_updates": 9}, "2 epochs and 9 updates contradict each"),
     ("sft", {"data__val": "1.5"}, "1.5 must be a path, or a share between 0 and 1"),
+    ("sft", {"data__val": "data.jsonl"}, "made on the training data itself"),
     ("sft", {"data__template": "none"}, "'none' has no placeholder such as {prompt}"),
     ("sft", {"sft__micro_batch_size": 64}, "micro_batch_size 64 must be at most mini_batch_size"),
     ("reward_model", {"checkpoint__metric": "acuracy"}, "did you mean accuracy?"),

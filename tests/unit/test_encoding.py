@@ -213,9 +213,9 @@ def test_a_share_is_held_back_by_seed():
     assert len({tuple(split(seed)[1].places) for seed in range(6)}) > 1
     lengths = {place: len(tokens) for place, tokens in zip(held.places, held.tokens, strict=True)}
     assert lengths == {place: int(place.split()[1]) + 1 for place in held.places}
-    for val, error in (("0.01", InputError), ("0.99", InputError), ("1.5", ConfigError)):
+    for val in ("0.01", "0.99"):
         config.val = val
-        with pytest.raises(error) as caught:
+        with pytest.raises(InputError) as caught:
             split(3)
         assert caught.value.where == f"data.val={val}"
 
@@ -226,10 +226,6 @@ def test_what_is_held_back_may_be_a_file(tmp_path):
     train, held = load_data(data_config(val=str(path)), words(), wants="completions", seed=0,
                             max_tokens=32, items=["a"])
     assert (len(train), held.places) == (1, ["line 1 of val.txt", "line 2 of val.txt"])
-    path.write_text("{")
-    config = data_config(path="there.jsonl", val="there.jsonl")
-    with pytest.raises(ConfigError, match="training data itself"):
-        load_data(config, words(), wants="completions", seed=0, max_tokens=32)
 
 
 def test_the_digest_tells_changed_data():
