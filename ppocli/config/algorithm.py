@@ -137,6 +137,13 @@ def _groups(config: schema.TrainConfig) -> keys.Rules:
            "ppo.whiten_rewards=false")
     yield (not ppo.group_std and ppo.advantage != "grpo", "ppo.group_std, ppo.advantage",
            f"group_std belongs to grpo; {ppo.advantage} does not divide by a deviation")
+    yield (ppo.batch_std and ppo.advantage != "grpo", "ppo.batch_std, ppo.advantage",
+           f"batch_std belongs to grpo; {ppo.advantage} does not divide by a deviation")
+    yield (ppo.batch_std and not ppo.group_std, "ppo.batch_std, ppo.group_std",
+           "batch_std=true divides by a deviation and group_std=false by none: leave one out")
+    yield (ppo.dual_clip is not None and ppo.policy_loss in ("cispo", "dis"),
+           "ppo.dual_clip, ppo.policy_loss",
+           f"{ppo.policy_loss} bounds its weights itself: leave dual_clip out")
     if ppo.n >= 1:
         odd = ppo.num_rollouts % ppo.n
         yield (odd, "ppo.num_rollouts, ppo.n",

@@ -111,6 +111,12 @@ class PPOConfig:
                                      gt=0)
     advantage: str = key("gae", "advantage estimator; only gae has a value model",
                          choices=tuple(ESTIMATORS))
+    policy_loss: str = key("clip", "how far from the sampling policy counts: ratios clipped by "
+                           "token, or by response (gspo), weights cut (cispo) or dropped (dis)",
+                           choices=("clip", "gspo", "cispo", "dis"))
+    mask_truncated: bool = key(False, "leave responses that did not end out of the loss, though "
+                               "their rewards count for the advantages of others")
+    batch_std: bool = key(False, "grpo: divide by the deviation of the whole rollout")
     group_std: bool = key(True, "grpo: divide by the deviation of the prompt's samples (false: "
                           "Dr. GRPO)")
     loss_aggregation: str = key("token-mean", "what the loss sums are divided by: all response "

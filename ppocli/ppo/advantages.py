@@ -59,6 +59,8 @@ class Samples:
     """makes the lambda of the advantages depend on each response's length"""
     group_std: bool = True
     """GRPO: divide by the group's standard deviation"""
+    batch_std: bool = False
+    """GRPO: divide by that of all outcomes instead"""
     gaps: torch.Tensor | None = None
     """[B, R] steps of reward and value 0 between each token and the next that counts; GAE only"""
 
@@ -135,12 +137,15 @@ def grpo(given: Samples) -> tuple[torch.Tensor, None]:
 
     ``A_i = (R_i - mean(R)) / (std(R) + 1e-6)`` over the samples of one prompt, the same on every
     token; unbiased standard deviation and epsilon as ``verl/trainer/ppo/core_algos.py@1dda039``.
-    Without ``group_std`` only the mean comes off (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
+    Without ``group_std`` only the mean comes off (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783);
+    with ``batch_std`` the deviation is that of all R (Lite PPO, arXiv 2508.08221).
     A sample that is alone in its group, the others being invalid, has advantage 0.
     """
     outcomes, sums, counts = _outcomes(given)
     centred = outcomes - sums / counts
-    if given.group_std:
+    if given.batch_std:
+        centred = centred / (outcomes.std() + 1e-6 if len(outcomes) > 1 else 1.0)
+    elif given.group_std:
         group = given.groups.unique(return_inverse=True)[1]
         squares = centred.new_zeros(len(centred)).index_add(0, group, centred.square())[group]
         centred = centred / ((squares / (counts - 1).clamp(min=1)).sqrt() + 1e-6)

@@ -8,6 +8,7 @@ from ppocli.ppo.kl import ROUNDING, kl_per_token
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-mean", "seq-mean-token-sum",
                 "seq-mean-token-sum-norm")
+POLICY_LOSSES = ("clip", "gspo", "cispo", "dis")
 MAX_LOG_RATIO = 20.0
 """where the log-ratio is cut before it is exponentiated, as in
 ``verl/trainer/ppo/core_algos.py@b178a3c::compute_policy_loss_vanilla`` and
@@ -56,6 +57,8 @@ class LossOptions:
     cliprange: float
     cliprange_high: float | None = None
     """upper clip of the ratio (DAPO, Yu et al. 2025, arXiv 2503.14476); None: ``cliprange``"""
+    policy_loss: str = "clip"
+    """one of :data:`POLICY_LOSSES`"""
     dual_clip: float | None = None
     """bound on the loss of tokens with a negative advantage (Ye et al. 2019, arXiv 1912.09729)"""
     cliprange_value: float | None = 0.2
@@ -97,13 +100,32 @@ class PPOLoss:
     """largest absolute log-ratio, which no clip has touched"""
 
 
-def _policy_terms(log_ratio: torch.Tensor, advantages: torch.Tensor, options: LossOptions
+def _sequence_ratio(log_ratio: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+    """[N] log-ratios that have the value of their response's mean, and each its own gradient."""
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    means = log_ratio.new_zeros(len(lengths)).index_add(0, row, log_ratio.detach()) / lengths
+    return log_ratio - log_ratio.detach() + means[row]
+
+
+def _policy_terms(logprobs: torch.Tensor, log_ratio: torch.Tensor, advantages: torch.Tensor,
+                  lengths: torch.Tensor | None, options: LossOptions
                   ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Each token's policy loss [N], and where the clip and the dual clip were what counted."""
+    if options.policy_loss == "gspo":
+        if lengths is None:
+            raise ValueError("gspo needs the lengths of the responses")
+        log_ratio = _sequence_ratio(log_ratio, lengths)
     ratio = torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO))
     high = options.cliprange if options.cliprange_high is None else options.cliprange_high
+    near = ratio.clamp(1.0 - options.cliprange, 1.0 + high)
+    if options.policy_loss in ("cispo", "dis"):
+        # a floor under cispo's weights would keep pushing down what is rare already
+        near = near if options.policy_loss == "dis" else ratio.clamp(max=1.0 + high)
+        outside = near != ratio
+        weight = ratio.masked_fill(outside, 0.0) if options.policy_loss == "dis" else near
+        return -weight.detach() * advantages * logprobs, outside, torch.zeros_like(outside)
     unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - options.cliprange, 1.0 + high)
+    clipped = -advantages * near
     loss = torch.maximum(unclipped, clipped)
     is_clipped = clipped > unclipped
     if options.dual_clip is None:
@@ -117,14 +139,20 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
              advantages: torch.Tensor, weights: torch.Tensor, total_tokens: int,
              values: torch.Tensor | None = None, old_values: torch.Tensor | None = None,
              returns: torch.Tensor | None = None, entropy: torch.Tensor | None = None,
-             ref_logprobs: torch.Tensor | None = None) -> PPOLoss:
+             ref_logprobs: torch.Tensor | None = None,
+             lengths: torch.Tensor | None = None) -> PPOLoss:
     """Clipped policy and value losses (Schulman et al. 2017, eq. 7 and 9), all inputs [N].
 
     Policy: ``max(-A ratio, -A clip(ratio, 1-c, 1+c_high))``, with a dual clip ``d`` at most
-    ``-d A`` where A < 0. Value: ``0.5 max((V-R)^2, (V_old + clip(V-V_old, -c, c) - R)^2)``, or
-    ``0.5 (V-R)^2`` without a clip range. KL: the estimate between policy and reference,
-    differentiated as it stands (Shao et al. 2024, eq. 4, for k3); 0 for a token on which both agree
-    but for fp32's rounding.
+    ``-d A`` where A < 0. ``options.policy_loss`` has others, w being the ratio without a gradient:
+    ``gspo`` is the same with the response's mean log-ratio (GSPO-token, Zheng et al. 2025, arXiv
+    2507.18071, eq. 13); ``cispo`` is ``-min(w, 1+c_high) A logprob`` (MiniMax 2025, arXiv
+    2506.13585, eq. 4, without a lower bound as there); ``dis`` is ``-w A logprob``, and 0 outside
+    the clip range on either side (SAO, arXiv 2607.07508).
+
+    Value: ``0.5 max((V-R)^2, (V_old + clip(V-V_old, -c, c) - R)^2)``, or ``0.5 (V-R)^2`` without a
+    clip range. KL: the estimate between policy and reference, differentiated as it stands (Shao et
+    al. 2024, eq. 4, for k3); 0 for a token on which both agree but for fp32's rounding.
     total = policy + vf_coef * value - ent_coef * entropy + kl_coef * kl, each a sum of
     ``weights`` times the term.
 
@@ -135,9 +163,11 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
         values, old_values, returns: all None without a critic.
         entropy: of the policy at each token, or None when it is not computed.
         ref_logprobs: of the reference, or None when the KL is not part of the loss.
+        lengths: [b] tokens of each response, whose sum is N; gspo alone needs them.
     """
     log_ratio = logprobs - old_logprobs
-    losses, is_clipped, is_bounded = _policy_terms(log_ratio, advantages, options)
+    losses, is_clipped, is_bounded = _policy_terms(logprobs, log_ratio, advantages,
+                                                   lengths, options)
     policy = (weights * losses).sum()
     total, zero = policy, policy.new_zeros(())
     square = square_clipped = policy.new_zeros(1)

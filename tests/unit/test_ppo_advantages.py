@@ -203,6 +203,8 @@ def naive_groups(rewards, lengths, groups, how):
             found.append(0.0)
         elif how == "rloo":
             found.append(own - math.fsum(others) / len(others))
+        elif how == "batch":
+            found.append((own - math.fsum(peers) / len(peers)) / statistics.stdev(outcomes))
         else:
             centred = own - math.fsum(peers) / len(peers)
             found.append(centred / (statistics.stdev(peers) + 1e-6) if how == "grpo" else centred)
@@ -210,13 +212,14 @@ def naive_groups(rewards, lengths, groups, how):
             for a, n in zip(found, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("how", ["grpo", "dr_grpo", "rloo"])
+@pytest.mark.parametrize("how", ["grpo", "dr_grpo", "rloo", "batch"])
 def test_group_estimators_equal_the_naive_reference(how):
     rng = random.Random(5)
     lengths = [3, 1, 5, 2, 4, 4, 2, 5]
     groups = [0, 0, 0, 1, 1, 2, 3, 3]  # of 3: invalid ones are missing
     rewards = [[rng.gauss(0, 1) if t < n else 0.0 for t in range(5)] for n in lengths]
-    given = samples(double(rewards), lengths, groups, group_std=how == "grpo")
+    given = samples(double(rewards), lengths, groups, group_std=how == "grpo",
+                    batch_std=how == "batch")
     advantages, _ = (rloo if how == "rloo" else grpo)(given)
     np.testing.assert_allclose(advantages.numpy(), naive_groups(rewards, lengths, groups, how),
                                rtol=0, atol=1e-6)

@@ -101,6 +101,48 @@ def test_a_log_ratio_beyond_fp32_leaves_no_gradient_and_no_nan(estimator):
     assert loss.max_log_ratio.item() == 90.0
 
 
+# --- other policy losses ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "ratio", "advantage", "slope"), [
+    ("cispo", 1.5, 1.0, -1.28), ("cispo", 1.5, -1.0, 1.28), ("cispo", 0.5, 1.0, -0.5),
+    ("cispo", 1.1, 2.0, -2.2), ("dis", 1.5, 1.0, 0.0), ("dis", 1.5, -1.0, 0.0),
+    ("dis", 0.5, -1.0, 0.0), ("dis", 1.1, 2.0, -2.2), ("dis", 0.9, -2.0, 1.8)])
+def test_weights_that_are_clipped_or_dropped_by_hand(name, ratio, advantage, slope):
+    """The slope by the logprob: the weight times the advantage, on either side of either sign."""
+    logprobs = torch.tensor([math.log(ratio) - 3.0], requires_grad=True)
+    loss = loss_of(logprobs=logprobs, old_logprobs=torch.tensor([-3.0]), policy_loss=name,
+                   cliprange_high=0.28, advantages=torch.tensor([advantage]), values=None,
+                   old_values=None, returns=None)
+    loss.total.backward()
+    assert logprobs.grad.item() == pytest.approx(slope)
+    assert loss.policy_clipfrac.item() == (ratio == 1.5 or (ratio == 0.5 and name == "dis"))
+
+
+def test_gspo_is_the_clipped_objective_of_whole_responses():
+    """The gradient is that of its paper's equation 5, one ratio and one advantage a response."""
+    rng, lengths, advantages = random.Random(4), [3, 1, 4, 2], [1.0, -0.5, 0.7, 2.0]
+    old = torch.tensor([rng.gauss(-2, 1) for _ in range(10)], dtype=torch.float64)
+    logprobs = old + torch.tensor([rng.gauss(0.1, 0.2) for _ in range(10)], dtype=torch.float64)
+    logprobs.requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
+    for one, before, advantage in zip(logprobs.split(lengths), old.split(lengths), advantages,
+                                      strict=True):
+        ratio = (one - before).mean().exp()
+        total = total - torch.minimum(ratio * advantage, ratio.clamp(0.9, 1.1) * advantage) / 4
+    wanted = torch.autograd.grad(total, logprobs, retain_graph=True)[0]
+    sizes = torch.tensor(lengths)
+    found = ppo_loss(
+        LossOptions(0.1, policy_loss="gspo"), logprobs=logprobs, old_logprobs=old, lengths=sizes,
+        advantages=torch.tensor(advantages, dtype=torch.float64).repeat_interleave(sizes),
+        weights=(1.0 / (4.0 * sizes.double())).repeat_interleave(sizes), total_tokens=10)
+    assert found.policy.item() == pytest.approx(total.item())
+    torch.testing.assert_close(torch.autograd.grad(found.total, logprobs)[0], wanted)
+    assert 0 < found.policy_clipfrac.item() < 1
+    with pytest.raises(ValueError, match="lengths"):
+        loss_of(policy_loss="gspo")
+
+
 # --- KL in the loss --------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import next_kl_coef, sequence_kl, to_experience
 from ppocli.tasks.ppo.records import PPOState, Rollout
-from ppocli.tasks.ppo.task import PPOTask, plan_updates
+from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
 from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import _better
 from ppocli.training.state import Best, TrainState
@@ -119,6 +119,22 @@ def test_each_pass_over_the_samples_has_an_order_of_its_own(tmp_path):
         order = np.random.default_rng([3, 5, epoch]).permutation(16).tolist()
         found = [plan.groups[2 * epoch + half].rows.tolist() for half in (0, 1)]
         assert found == [order[:8], order[8:]]
+
+
+def test_responses_that_did_not_end_weigh_nothing_and_still_count_for_the_others(tmp_path):
+    """By hand: of 2, 3 and 1 tokens the second response did not end; rewards 1, 3, 2."""
+    cfg = small_config(tmp_path, ppo__advantage="reinforce_pp", ppo__whiten_advantages=False,
+                       ppo__mask_truncated=True)
+    rollout = hand_rollout([1.0, 3.0, 2.0], [2, 3, 1], [True, False, True])
+    with session_of(cfg) as session:
+        found = to_experience(rollout, PPOState(kl_coef=0.0, init_kl_coef=0.0), cfg)
+        for how, wanted in (("token-mean", [1 / 3, 0, 1 / 3]),
+                            ("seq-mean-token-mean", [1 / 6, 0, 1 / 3])):
+            cfg.ppo.loss_aggregation = how
+            group = update_of(session, found, torch.arange(3))
+            assert group.weights.tolist() == pytest.approx(wanted)
+        assert update_of(session, found, torch.tensor([1])).weights.tolist() == [0.0]
+    assert found.advantages[1].tolist() == [3.0, 3.0, 3.0]
 
 
 def test_the_best_evaluation_is_the_highest_finite_one():

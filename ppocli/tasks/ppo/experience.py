@@ -121,7 +121,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig) ->
     groups = torch.tensor(rollout.prompts.episodes)[keep] // ppo.n
     advantages, returns = algorithm.estimator_of(ppo).estimate(Samples(
         rewards, mask, groups, values, gamma=ppo.gamma, lam=ppo.lam, lam_value=ppo.lam_value,
-        lam_alpha=ppo.lam_alpha, group_std=ppo.group_std,
+        lam_alpha=ppo.lam_alpha, group_std=ppo.group_std, batch_std=ppo.batch_std,
         gaps=None if rollout.gaps is None else rollout.gaps[keep]))
     if algorithm.whitens_advantages(ppo):
         advantages = shaping.whiten(advantages, mask, center=True)
@@ -131,6 +131,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig) ->
         values=None if values is None else values * mask,
         advantages=advantages, returns=returns,
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
+        counts=rollout.finished[keep] if ppo.mask_truncated else None,
         kl_coef=state.kl_coef if charged else 0.0,
         frozen_states=[rollout.frozen_states[i] for i in keep.tolist()]
         if rollout.frozen_states else [])

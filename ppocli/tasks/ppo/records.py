@@ -153,6 +153,8 @@ class Experience:
     """of the KL term of the loss; 0 where the reward is charged"""
     frozen_states: list[torch.Tensor | None] = field(default_factory=list)
     """as of :class:`Rollout`"""
+    counts: torch.Tensor | None = None
+    """[B] bool, whether a sample's tokens are in the loss; None: all are"""
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -99,7 +99,7 @@ class PPOTask(task.Task):
             advantages=flat(atoms.advantages), old_values=flat(atoms.values),
             returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
             weights=weights.repeat_interleave(mask.sum(1)).to(device),
-            total_tokens=int(group.counts.sum()))
+            total_tokens=int(group.counts.sum()), lengths=mask.sum(1).to(device))
         return task.LossTerms(found.total, torch.stack(
             [getattr(found, name).detach() for name in self.terms]), tokens)
 
@@ -243,9 +243,10 @@ def update_of(session: Session, experience: records.Experience, rows: torch.Tens
               part: str = "all") -> task.UpdateGroup:
     """The update of these rows of the experience, each token weighted for the whole of it."""
     ppo, lengths = session.cfg.ppo, experience.response_mask[rows].sum(1)
+    said = lengths if experience.counts is None else lengths * experience.counts[rows]
     weights = token_weights(
-        lengths, aggregation=ppo.loss_aggregation, total_tokens=int(lengths.sum()),
-        total_samples=len(rows), max_tokens=session.sampling.max_new_tokens)
+        said, aggregation=ppo.loss_aggregation, total_tokens=int(said.sum()),
+        total_samples=len(rows), max_tokens=session.sampling.max_new_tokens) * (said > 0)
     return task.UpdateGroup(rows, experience.sequences.spans[rows], lengths, weights, epoch, part)
 
 
@@ -266,7 +267,7 @@ def loss_options(ppo: schema.PPOConfig, kl_coef: float) -> LossOptions:
     return LossOptions(
         cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
         cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ppo.ent_coef,
-        kl_coef=kl_coef, kl_estimator=algorithm.kl_estimator(ppo))
+        kl_coef=kl_coef, kl_estimator=algorithm.kl_estimator(ppo), policy_loss=ppo.policy_loss)
 
 
 def replay(session: Session, experience: records.Experience, rows: torch.Tensor, *, value_only: bool
