@@ -129,13 +129,13 @@ WITH_COMMANDS = [page for page in PAGES
                  if any(command[0] in ("ppocli", "python") for command in commands_of(page))]
 
 
-QUICK = {"README.md", "docs/export.md"}
-"""pages whose commands are typed in each time; those of the others take too long for that"""
+QUICK = ("README.md", "docs/export.md")
+"""pages whose commands are typed in each time, with little work; the slow test has all, as they are
+printed"""
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", [page if page in QUICK else pytest.param(
-    page, marks=pytest.mark.slow) for page in WITH_COMMANDS])
+@pytest.mark.parametrize("page", QUICK)
 def test_the_commands_of_a_page_work(page, tmp_path):
     commands = [shrunk(command) for command in prepare(page, tmp_path)
                 if not about_sweeps(command)]
