@@ -91,7 +91,8 @@ class PPOTrainer:
 
     @property
     def done(self) -> bool:
-        """Whether all samples that ``ppo.total_episodes`` or ``ppo.num_steps`` plan are drawn."""
+        """Whether all samples that ``ppo.total_episodes``, ``ppo.epochs`` or ``ppo.num_steps`` plan
+        are drawn."""
         return self._left() == 0
 
     @property

@@ -150,12 +150,12 @@ def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
 
 def _sizes(config: schema.TrainConfig) -> Rules:
     ppo = config.ppo
+    lengths = {"episodes": ppo.total_episodes, "epochs": ppo.epochs, "steps": ppo.num_steps}
+    given = [f"{value} {name}" for name, value in lengths.items() if value is not None]
     length = "ppo.total_episodes, ppo.num_steps"
-    yield (ppo.total_episodes is None and ppo.num_steps is None, length,
-           "say how long to train: give one of them")
-    yield (ppo.total_episodes is not None and ppo.num_steps is not None, length,
-           f"{ppo.total_episodes} episodes and {ppo.num_steps} steps contradict each other: give "
-           "one and set the other to null")
+    yield (not given, length, "say how long to train: give one of them, or ppo.epochs")
+    yield (len(given) > 1, length, f"{' and '.join(given)} contradict each other: give one and set "
+           "the other to null")
     for name, most in (("mini_batch_size", "num_rollouts"),
                        ("micro_batch_size", "mini_batch_size")):
         size, limit = getattr(ppo, name), getattr(ppo, most)

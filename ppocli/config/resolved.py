@@ -31,7 +31,7 @@ CONFIG_FILE = "config.yaml"
 NEXT_CONFIG_FILE = "config.next.yaml"
 """settings a resumed run was asked to go on with; they replace config.yaml once it does"""
 PYTHON_OBJECT = "<python object>"
-_LENGTH = ("ppo.total_episodes", "ppo.num_steps", "ppo.num_rollouts",
+_LENGTH = ("ppo.total_episodes", "ppo.epochs", "ppo.num_steps", "ppo.num_rollouts",
            *(f"{name}.{key}" for name in DATA_TASKS
              for key in ("epochs", "num_updates", "mini_batch_size")))
 """keys that whoever shows a run divides by or multiplies"""
@@ -258,8 +258,8 @@ _YAML_WORDS = frozenset({"null", "true", "false", "inf", "nan", "none", "yes", "
 _PLACE = frozenset({"run_name", "output_dir", "resume"})
 
 _HARMLESS = frozenset({
-    "ppo.total_episodes", "ppo.num_steps", "ppo.max_nonfinite", "hardware.num_threads",
-    "hardware.timeout_seconds", "hardware.memory_check",
+    "ppo.total_episodes", "ppo.epochs", "ppo.num_steps", "ppo.max_nonfinite",
+    "hardware.num_threads", "hardware.timeout_seconds", "hardware.memory_check",
     "hardware.rdzv_endpoint", "hardware.node_rank",
     "reward.timeout", "reward.retries", "reward.overlap", "model.gradient_checkpointing",
     "ppo.micro_batch_size", "ppo.micro_batch_tokens", "model.reference.offload",

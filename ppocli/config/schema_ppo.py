@@ -81,6 +81,8 @@ class ValueSchedulerConfig:
 @dataclass
 class PPOConfig:
     total_episodes: Optional[int] = key(None, "samples drawn in the whole run", ge=1)
+    epochs: Optional[int] = key(None, "passes over the prompts in the whole run, with n samples of "
+                                "each", ge=1)
     num_steps: Optional[int] = key(None, "steps (rollout + optimize) in the whole run", ge=1)
     num_rollouts: int = key(128, "samples per rollout phase", ge=1)
     n: int = key(1, "samples of each prompt, one after another; they count in num_rollouts", ge=1)

@@ -47,10 +47,12 @@ def samples_per_step(config: schema.TrainConfig) -> int:
 
 
 def planned_samples(config: schema.TrainConfig, examples: int | None = None) -> int | None:
-    """Samples in the whole run; None where that depends on the number of ``examples``, and they
-    aren't given."""
+    """Samples in the whole run; None where that depends on the number of ``examples``, of PPO:
+    prompts, and they aren't given."""
     updates = updates_of(config)
     if isinstance(updates, schema.PPOConfig):
+        if updates.epochs is not None:
+            return None if examples is None else updates.epochs * examples * updates.n
         return updates.total_episodes or (updates.num_steps or 0) * updates.num_rollouts
     if updates.num_updates is not None:
         return updates.num_updates * updates.mini_batch_size

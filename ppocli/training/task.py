@@ -193,7 +193,7 @@ class Task(ABC):
     passes: PassRows
     """how many rows passes have had to be cut down to"""
     examples: int | None = None
-    """of a task that trains on a data set: how many it has"""
+    """rows of the data set, or prompts, where the run's length depends on how many there are"""
     step: int = 0
     """steps done when an evaluation is asked for; the loop sets it"""
     pace: Pace | None = None
@@ -343,6 +343,8 @@ class Task(ABC):
     def total_samples(self) -> int:
         """Samples of the whole run."""
         ppo, pace = self.cfg.ppo, self._pace()
+        if ppo.epochs is not None:
+            return tasks.planned_samples(self.cfg, self.examples) or 0
         return ppo.total_episodes or (
             pace.episodes + max((ppo.num_steps or 0) - pace.step, 0) * pace.num_rollouts)
 

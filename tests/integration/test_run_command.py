@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers import jsonl
-from runs import STEPS, last_checkpoint, run, scalars
+from runs import STEPS, app_in_process, last_checkpoint, run, scalars
 
 
 def test_the_last_line_is_the_model_and_everything_is_there(reference, shared_world):
@@ -56,6 +56,20 @@ def test_metrics_samples_and_events_agree(reference):
 
 
 @pytest.mark.long
+def test_epochs_are_passes_over_the_prompts_and_a_resume_may_add_some(world, command, capsys):
+    (world / "prompts.txt").write_text("the film\ni saw\nit was\n")
+    (world / "own.py").write_text(
+        "def score(outputs, **_):\n    return [0.0] * len(outputs)\n")
+    words = ("model.path=lm", "prompts.path=prompts.txt", "reward.fn=own.py:score", "ppo.epochs=2",
+             "ppo.n=2", "ppo.num_rollouts=8", "ppo.mini_batch_size=8", "hardware.device=cpu",
+             "generation.max_new_tokens=4", "eval.every_steps=null", "run_name=r")
+    command(*words, code=0)
+    command(*words[:3], "ppo.epochs=3", *words[4:], "resume=auto", code=0)
+    rows = [row for row in jsonl(world / "runs/r/metrics.jsonl") if row["step"]]
+    assert [row["episode"] for row in rows] == [8, 12, 18]  # 3 prompts, 2 samples of each
+    assert app_in_process(capsys, "runs")("list", code=0).out.split("\n")[1].split()[2] == "3/3"
+
+
 def test_a_foreign_folder_with_few_words(world):
     """The line of the README, and no more."""
     (world / "my_rewards.py").write_text(

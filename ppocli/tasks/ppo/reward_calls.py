@@ -53,7 +53,8 @@ def request_of(session: EvalSession, prompts: PromptBatch, responses: list[str],
         prompts=prompts.texts, responses=responses, response_ids=response_ids,
         columns=prompts.columns, tokenizer=session.tokenizer, ended=ended,
         messages=prompts.messages,
-        progress=(session.step, tasks.planned_steps(session.cfg) or 0,
+        progress=(session.step,
+                  tasks.planned_steps(session.cfg, session.num_prompts) or 0,
                   session.step * ppo.num_rollouts / ppo.n / (session.num_prompts or 1)))
 
 

@@ -49,6 +49,7 @@ class PPOTask(task.Task):
         self.cfg, self.backend = session.cfg, session.backend
         self.trained, self.passes = session.trained, session.passes
         self.saved = saved_model(session)
+        self.examples = session.num_prompts if self.cfg.ppo.epochs else None
         self._ref_responses: list[str] | None = None
 
     def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
