@@ -4,6 +4,7 @@ number generators that are put back."""
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,6 +20,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 def pytest_configure(config: pytest.Config) -> None:
     """Give the session a cache folder, which its xdist workers and their commands inherit, so that
     no test depends on what a person has downloaded; and a key, so that no test makes a person's."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # as a shell starts what it puts in the background; commands would ignore Ctrl-C as well
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("PYTEST_XDIST_WORKER") is not None:
         return
     config.stash[_CACHE] = folder = tempfile.mkdtemp(prefix="ppocli-tests-")

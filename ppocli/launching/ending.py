@@ -170,6 +170,8 @@ def publish(run: loop.Run) -> RunOutcome:
     from ppocli.training.checkpoint_writing import whole_model
 
     closing = run.task.closing()
+    if closing:
+        run.clock.mark("eval")
     summary = _summary(run, "finished") | closing
 
     def write(folder: Path) -> None:

@@ -15,7 +15,7 @@ CODES = {"term": 143, "int": 130}
 PLACES = {"first evaluation": "rollout.token@3", "rollout": "rollout.token@70",
           "scoring": "score.before@7", "after scoring": "score.after@8",
           "optimize": "optimize.minibatch@6", "save": "save.open@20",
-          "before the manifest": "save.before_manifest@2", "after the save": "save.after_rename@3",
+          "before the manifest": "save.before_manifest@2", "after the save": "save.after_rename@2",
           "prune": "prune.before@2"}
 QUICK = {("first evaluation", "int"), ("after scoring", "term")}
 

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -255,7 +256,7 @@ def test_a_real_run_on_a_terminal_that_is_killed(world: Path):
         wait_for((world / "runs/r/.lock").exists, process)
         with Terminal("watch", "r", "--interval", "0.2", cwd=world) as terminal:
             screen = terminal.screen
-            terminal.wait_for(lambda: any("step 3/50 " in line and " left" in line
+            terminal.wait_for(lambda: any(re.match(r".*step ([3-9]|[1-4]\d)/50 .* left", line)
                                           for line in screen.lines))
             shown = "\n".join(screen.lines)
             for part in ("── training runs/r ──", "reward  ", "samples of step", "memory"):
