@@ -200,7 +200,8 @@ def test_what_is_left_to_the_estimator(tmp_path):
     assert resolved("rloo") == (False, "reward", "k1")
     assert resolved("reinforce_pp") == (True, "reward", "k1")
     assert resolved("grpo", ppo__kl_in="reward") == (False, "reward", "k1")
-    assert resolved("gae", ppo__kl_in="loss", ppo__whiten_advantages=False) == (False, "loss", "k3")
+    assert resolved("gae", ppo__kl_in="loss", ppo__whiten_advantages=False) == (
+        False, "loss", "k3+")
     assert resolved("gae", ppo__kl_in="loss", ppo__kl_estimator="k2") == (True, "loss", "k2")
 
 
