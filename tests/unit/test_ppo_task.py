@@ -137,6 +137,17 @@ def test_responses_that_did_not_end_weigh_nothing_and_still_count_for_the_others
     assert found.advantages[1].tolist() == [3.0, 3.0, 3.0]
 
 
+@pytest.mark.parametrize(("off", "charged"), [(9e-6, 0.0), (2e-5, -2e-6), (float("nan"), None)])
+def test_a_kl_of_rounding_alone_is_not_charged_and_nan_is_no_rounding(tmp_path, off, charged):
+    cfg = small_config(tmp_path, ppo__advantage="reinforce_pp", ppo__whiten_advantages=False)
+    rollout = hand_rollout([0.0, 0.0], [1, 1], [True, True])
+    rollout = replace(rollout, has_reference=True, ref_logprobs=torch.full((2, 1), -off),
+                      kl=torch.full((2, 1), off))
+    found = to_experience(rollout, PPOState(kl_coef=0.1, init_kl_coef=0.1), cfg).advantages
+    assert (found.isnan().all() if charged is None
+            else found.flatten().tolist() == pytest.approx([charged, charged]))
+
+
 def test_the_best_evaluation_is_the_highest_finite_one():
     best = Best(step=2, metric=1.5)
     assert _better(1.6, best, lowest=False)

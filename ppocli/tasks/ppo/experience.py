@@ -111,7 +111,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig) ->
     ppo, in_reward = cfg.ppo, algorithm.kl_in(cfg.ppo) == "reward"
     scores, dense = shaped_scores(rollout, state, cfg)
     # a KL that is rounding alone isn't charged: whitening, and Adam, would make a signal of it
-    apart = float(rollout.k1[keep].abs().max()) > kl.ROUNDING
+    apart = not bool((rollout.k1[keep].abs() <= kl.ROUNDING).all())  # NaN is no rounding
     rewards = token_rewards(scores[keep], rollout.kl[keep], mask,
                             kl_coef=state.kl_coef if in_reward and apart else 0.0,
                             dense=None if dense is None else dense[keep])
