@@ -134,6 +134,11 @@ class SequenceReward:
                                            tokenizer.pad_token_id) if token is not None), 0)
         least = {"input_ids": [filler], "attention_mask": [1]}
         found = {key: [row or least.get(key, [0]) for row in rows] for key, rows in encoded.items()}
+        bos = tokenizer.bos_token_id
+        for i, ids in enumerate(found["input_ids"]):
+            if len(ids) > 1 and ids[0] == ids[1] == bos:  # a chat template has written one, too
+                for rows in found.values():
+                    rows[i] = rows[i][1:]
         if self.end is not None:
             for i, ids in enumerate(found["input_ids"]):
                 if ids[-1] != self.end:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from data_tokenizers import CHATML, words
 from helpers import refused, save_lm
 from sessions import rollout_of, session_of, set_keys, small_config
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -154,6 +155,27 @@ def test_what_it_saves_scores_as_it_did_for_transformers_and_for_the_reward(
     assert reward.stored_scale == pytest.approx((float(scores.mean()),
                                                  float(scores.std(unbiased=False))))
     assert not (folder / "generation_config.json").exists()
+
+
+def test_conversations_score_as_in_training_with_one_token_in_front(tmp_path):
+    """As PPO hands them over: the template has written the token that the tokenizer adds."""
+    save_lm(tmp_path / "gpt2-True", "gpt2")
+    tokenizer = words(front=True, chat=CHATML)
+    tokenizer.save_pretrained(tmp_path / "gpt2-True")
+    asked = [{"role": "user", "content": "the film"}]
+    said = "was very good", "is bad"
+    pair = {"prompt": asked} | {
+        name: [{"role": "assistant", "content": text}]
+        for name, text in zip(("chosen", "rejected"), said, strict=True)}
+    with task_of(tmp_path, pairs=[pair], val=[pair], reward_model__mini_batch_size=1) as task:
+        train(task, 2)
+        scores = task.measured(task.train, StopFlag())
+        folder = saved(task, tmp_path / "rm")
+    prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    assert prompt.startswith("<s>")
+    texts = [f"{prompt} {text}" for text in said]
+    found = RewardModel(str(folder))(texts, [prompt] * 2, list(said))
+    assert found == pytest.approx(scores[0].tolist(), abs=1e-5)
 
 
 def test_a_reward_model_keeps_its_head_and_a_new_one_comes_of_the_seed(tmp_path):
