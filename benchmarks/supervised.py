@@ -47,6 +47,8 @@ class Work:
     shape: str
     steps: int
     lr: float
+    """small, as for a model of real size: where a gradient is all rounding, Adam makes whole steps
+    of it, so that weights differ by multiples of the rate while losses agree"""
     batch: int = 16
     prompt_tokens: tuple[int, int] = (8, 32)
     """shortest and longest"""
@@ -59,9 +61,9 @@ WORKS = {
     "sft-tiny": Work(f"SFT, {_TINY}", "sft", "tiny", 20, 2e-5),
     "sft-tiny-equal": Work(f"SFT, {_TINY}, all rows equally long", "sft", "tiny", 20, 2e-5,
                            prompt_tokens=(20, 20), answer_tokens=(72, 72)),
-    "reward-tiny": Work(f"reward model, {_TINY}", "reward_model", "tiny", 20, 1e-4),
+    "reward-tiny": Work(f"reward model, {_TINY}", "reward_model", "tiny", 20, 2e-5),
     "sft-gpt2": Work(f"SFT, {_GPT2}", "sft", "gpt2", 4, 2e-5, batch=8),
-    "reward-gpt2": Work(f"reward model, {_GPT2}", "reward_model", "gpt2", 4, 1e-4, batch=8),
+    "reward-gpt2": Work(f"reward model, {_GPT2}", "reward_model", "gpt2", 4, 2e-5, batch=8),
 }
 
 
