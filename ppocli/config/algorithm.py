@@ -10,11 +10,14 @@ from typing import Any
 from ppocli.config import keys, schema, schema_ppo, schema_tasks, tasks
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
+from ppocli.text import did_you_mean
 
 OPTIMIZER_KEYS = {
     "adamw": ("betas", "eps"), "adamw_8bit": ("betas", "eps"), "adam": ("betas", "eps"),
     "sgd": ("momentum",), "adafactor": ()}
 """keys that only some optimizers have; all have lr, value_lr and weight_decay"""
+DECAY_TYPES = ("cosine", "linear", "1-sqrt")
+"""of the schedule warmup_stable_decay"""
 UNSHARDED_OPTIMIZERS = ("adamw_8bit", "adafactor")
 """their state depends on a weight's whole shape, which ZeRO's flat partitions don't have"""
 
@@ -78,7 +81,9 @@ def algorithm_rules(config: schema.TrainConfig) -> keys.Rules:
     """Rules between the keys of the algorithm."""
     updates = tasks.updates_of(config)
     if isinstance(updates, schema_tasks.UpdatesConfig):
-        yield from _optimizer(config, tasks.task_name(config), {"optimizer": updates.optimizer})
+        name = tasks.task_name(config)
+        yield from _optimizer(config, name, {"optimizer": updates.optimizer})
+        yield from _schedule(f"{name}.scheduler", updates.scheduler)
         return
     if updates.advantage in ESTIMATORS:
         yield from _kl(config)
@@ -86,6 +91,25 @@ def algorithm_rules(config: schema.TrainConfig) -> keys.Rules:
         yield from _groups(config)
     yield from _optimizer(config, "ppo", {"optimizer": updates.optimizer,
                                           "value_optimizer": value_optimizer(updates)})
+    yield from _schedule("ppo.scheduler", updates.scheduler)
+    if _given(updates.value_scheduler):
+        yield from _schedule("ppo.value_scheduler", value_scheduler(updates))
+
+
+def _schedule(where: str, schedule: schema_ppo.SchedulerConfig) -> keys.Rules:
+    name, given = schedule.name, schedule.kwargs
+    known = schema_ppo.SCHEDULE_ARGUMENTS.get(name, ())
+    for argument, value in given.items():
+        wrong = (f"the schedule {name} has {' and '.join(known) or 'no arguments'}"
+                 + did_you_mean(argument, known) if argument not in known else
+                 f"{value} must be {', '.join(DECAY_TYPES)}"
+                 if argument == "decay_type" and value not in DECAY_TYPES else
+                 f"{value} must be a number above 0" if argument != "decay_type"
+                 and (type(value) not in (int, float) or not value > 0) else "")
+        yield (wrong, f"{where}.kwargs.{argument}", wrong)
+    yield (name == "warmup_stable_decay" and "num_decay_steps" not in given, f"{where}.kwargs",
+           "warmup_stable_decay needs the number of updates at the end in which the rate falls: "
+           f"set {where}.kwargs.num_decay_steps=100, say")
 
 
 def _kl(config: schema.TrainConfig) -> keys.Rules:
@@ -200,12 +224,15 @@ def value_optimizer(ppo: schema.PPOConfig) -> schema_ppo.PPOOptimizerConfig:
 
 def value_scheduler(ppo: schema.PPOConfig) -> schema_ppo.SchedulerConfig:
     """The value function's schedule: the policy's, with what is set for it alone laid over."""
-    return replace(ppo.scheduler, **_given(ppo.value_scheduler))
+    given = _given(ppo.value_scheduler)
+    same = given.get("name", ppo.scheduler.name) == ppo.scheduler.name
+    kwargs = {**(ppo.scheduler.kwargs if same else {}), **given.pop("kwargs", {})}
+    return replace(ppo.scheduler, **given, kwargs=kwargs)
 
 
 def _given(section: Any) -> dict[str, Any]:
     return {f.name: value for f in fields(section)
-            if (value := getattr(section, f.name)) is not None}
+            if (value := getattr(section, f.name)) not in (None, {})}
 
 
 def _optimizer(config: schema.TrainConfig, owner: str,

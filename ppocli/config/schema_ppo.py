@@ -45,12 +45,23 @@ class PPOOptimizerConfig(OptimizerConfig):
     value_lr: Optional[float] = key(None, "learning rate of the value function (default: lr)", ge=0)
 
 
+SCHEDULE_ARGUMENTS = {
+    "constant": (), "linear": (), "cosine": (), "cosine_with_restarts": ("num_cycles",),
+    "polynomial": ("power",), "inverse_sqrt": ("timescale",),
+    "warmup_stable_decay": ("num_decay_steps", "decay_type")}
+"""by name of the schedule, what its ``kwargs`` may hold"""
+
+
 @dataclass
 class SchedulerConfig:
     name: str = key("constant", "shape of the learning rate over updates",
-                    choices=("constant", "linear", "cosine"))
+                    choices=tuple(SCHEDULE_ARGUMENTS))
     warmup_updates: int = key(0, "updates of linear warm-up", ge=0)
     min_lr_ratio: float = key(0.0, "final learning rate as a share of lr", ge=0, le=1)
+    kwargs: dict[str, Any] = key({}, "arguments of transformers' schedule of that name: num_cycles "
+                                 "of cosine_with_restarts, power of polynomial, timescale of "
+                                 "inverse_sqrt, num_decay_steps (must be given) and decay_type of "
+                                 "warmup_stable_decay")
 
 
 @dataclass
@@ -72,10 +83,12 @@ class ValueSchedulerConfig:
     """The value function's schedule. A key left null takes the value of ``ppo.scheduler``."""
 
     name: Optional[str] = key(None, "shape of the learning rate over updates",
-                              choices=("constant", "linear", "cosine"))
+                              choices=tuple(SCHEDULE_ARGUMENTS))
     warmup_updates: Optional[int] = key(None, "updates of linear warm-up", ge=0)
     min_lr_ratio: Optional[float] = key(None, "final learning rate as a share of value_lr", ge=0,
                                         le=1)
+    kwargs: dict[str, Any] = key({}, "arguments of the schedule, laid over ppo.scheduler's where "
+                                 "that has the same name")
 
 
 @dataclass

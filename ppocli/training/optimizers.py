@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from transformers import get_scheduler
 
 from ppocli.config import algorithm
 from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig, SchedulerConfig
@@ -158,7 +159,8 @@ def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> flo
     function of that number, so that resuming can't get it wrong.
 
     Linear warm-up over ``warmup_updates`` (the first update already moves), then ``constant``,
-    ``linear`` or ``cosine`` decay to ``min_lr_ratio`` at ``total_updates``.
+    ``linear`` or ``cosine`` decay to ``min_lr_ratio`` at ``total_updates``, or what follows the
+    warm-up in transformers' schedule of another name, put between ``min_lr_ratio`` and 1.
     """
     warmup, lowest = schedule.warmup_updates, schedule.min_lr_ratio
     if update < warmup:
@@ -171,8 +173,16 @@ def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> flo
     elif schedule.name == "cosine":
         shape = 0.5 * (1.0 + math.cos(math.pi * progress))
     else:
-        raise ValueError(f"unknown schedule {schedule.name!r}")
+        shape = _library_shape(schedule, update, total_updates)
     return lowest + (1.0 - lowest) * shape
+
+
+def _library_shape(schedule: SchedulerConfig, update: int, total_updates: int) -> float:
+    of_none = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    ends = {"lr_end": 0.0} if schedule.name == "polynomial" else {}
+    made = get_scheduler(schedule.name, of_none, schedule.warmup_updates, total_updates,
+                         {**ends, **schedule.kwargs})
+    return float(made.lr_lambdas[0](update))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factors: Mapping[str, float]) -> float:

@@ -117,3 +117,18 @@ def test_schedule_values():
     assert at(5, "cosine", ratio=0.2) == pytest.approx(0.6)
     with pytest.raises(ValueError, match="nope"):
         at(5, "nope")
+
+
+@pytest.mark.parametrize(("name", "kwargs", "by_hand"), [
+    ("cosine_with_restarts", {"num_cycles": 2}, {2: 1.0, 4: 0.5, 6: 1.0, 8: 0.5, 10: 0.0}),
+    ("polynomial", {"power": 2.0}, {2: 1.0, 6: 0.25, 10: 0.0}),
+    ("inverse_sqrt", {"timescale": 2}, {2: 1.0, 8: 0.5}),
+    ("warmup_stable_decay", {"num_decay_steps": 4, "decay_type": "linear"},
+     {2: 1.0, 6: 1.0, 8: 0.5, 10: 0.0})])
+def test_schedules_of_transformers(name, kwargs, by_hand):
+    """Two updates of warm-up, of ten; the lowest rate lifts what is above it alike."""
+    for lowest in (0.0, 0.2):
+        schedule = SchedulerConfig(name, 2, lowest, kwargs)
+        for update, shape in by_hand.items():
+            assert lr_factor(schedule, update, 10) == pytest.approx(lowest + (1 - lowest) * shape)
+    assert lr_factor(schedule, 0, 10) == pytest.approx(1 / 3)
