@@ -1,6 +1,8 @@
 """What PPO decides around its losses, by hand-worked numbers: when a phase ends, how far the policy
 has moved, which samples come next and in which order they are learnt from."""
 
+import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +13,7 @@ from sessions import experience_of, hand_rollout, rollout_of, session_of, small_
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import next_kl_coef, sequence_kl, to_experience
+from ppocli.tasks.ppo.figures import watch
 from ppocli.tasks.ppo.records import PPOState, Rollout
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
 from ppocli.training.clock import PhaseClock
@@ -156,3 +159,31 @@ def test_the_best_evaluation_is_the_highest_finite_one():
     assert _better(-3.0, None, lowest=False)
     for figure in (None, float("nan"), float("inf")):
         assert not _better(figure, None, lowest=False)
+
+
+EVALUATED = {"eval_before": {"reward_mean": 0.5, "metrics/truth": 0.8}, "eval_step": 0}
+
+
+@pytest.mark.parametrize(("row", "state", "said", "steps"), [
+    ({"rollout/response_tokens_mean": 3.0}, {}, "Responses have 3.0 tokens in the mean, less", 3),
+    ({"val/ratio": 1.2}, {}, r"is off 1 by more than 0.1 for 3 steps \(1.20\)", 3),
+    ({"val/ratio": 0.8}, {}, r"\(0.80\)", 3), ({"val/ratio": 1.05}, {}, None, 12),
+    ({"val/var_explained": -0.01}, {}, "explains less than the mean would for 10 steps", 10),
+    ({"val/var_explained": math.nan}, {}, None, 12),
+    ({}, {"eval_last": {"reward_mean": 0.9, "metrics/truth": 0.7}},
+     "reward rises while metrics/truth falls", 3),
+    ({}, {"eval_last": {"reward_mean": 0.9, "metrics/truth": 0.79}}, None, 12),
+    ({}, {"eval_last": {"reward_mean": 0.4, "metrics/truth": 0.7}}, None, 12),
+    ({}, {"eval_last": {"reward_mean": 0.9, "metrics/truth": 0.7}, "eval_step": 7}, None, 12)])
+def test_signs_are_spoken_of_once_they_last(tmp_path, row, state, said, steps):
+    healthy = {"objective/kl": 1.0, "val/ratio": 1.0, "rollout/response_tokens_mean": 10.0}
+    found = []
+    with session_of(small_config(tmp_path)) as session:
+        rollout = rollout_of(session)
+        own, _ = watch(session, rollout, PPOState(0.1, 0.1), healthy, TrainState({}, ""))
+        for _ in range(12):
+            own, messages = watch(session, rollout, own, healthy | row,
+                                  TrainState({}, "", **EVALUATED | state))
+            found.append(messages)
+    assert [i + 1 for i, messages in enumerate(found) if messages] == ([steps] if said else [])
+    assert said is None or re.search(said, found[steps - 1][0])

@@ -12,10 +12,13 @@ from ppocli.config import algorithm, schema
 from ppocli.tasks.ppo.experience import penalties_of, sequence_kl
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 from ppocli.tasks.ppo.session import Session
+from ppocli.training.state import TrainState
 from ppocli.training.task import OptimizeResult
 
 PATIENCE = 3
-"""steps in a row before a sign is spoken of"""
+"""steps in a row, of ``held_back`` evaluations, before a sign is spoken of"""
+CRITIC_PATIENCE = 10
+"""of ``critic``: a new value function explains nothing at first"""
 
 ADVICE = {
     "negative_kl": "The KL to the reference is negative ({kl:.2f} nats per sample): the tokens are "
@@ -32,6 +35,19 @@ ADVICE = {
     "kl_runaway": "The KL to the reference is {kl:.0f} nats per sample: "
                   "the policy is leaving the language it started from. Raise "
                   "ppo.init_kl_coef or lower ppo.optimizer.lr.",
+    "short": "Responses have {length:.1f} tokens in the mean, less than a third of the {first:.1f} "
+             "that they began with, for {n} steps: the reward pays for ending early. Read some, "
+             "and raise ppo.init_kl_coef, set generation.min_new_tokens, or score length.",
+    "ratio": "The mean ratio of new to old probabilities is off 1 by more than 0.1 for {n} steps "
+             "({ratio:.2f}): updates leave the samples that they learn from. Lower "
+             "ppo.optimizer.lr or ppo.ppo_epochs, or set ppo.target_kl.",
+    "critic": "The value function explains less than the mean would for {n} steps "
+              "(val/var_explained {explained:.2f}): advantages gain noise from it. Raise "
+              "ppo.vf_coef or ppo.optimizer.value_lr, set ppo.cliprange_value=null or "
+              "model.value.kind=model, or train without a critic (ppo.advantage).",
+    "held_back": "The reward rises while {falling} falls, for {n} evaluations: the policy may be "
+                 "learning the reward's gaps. Compare samples, raise ppo.init_kl_coef, stop "
+                 "earlier, or let checkpoint.metric={falling} keep what is best.",
     "lambda_zero": "Half of the responses, or more, have so few tokens that their lambda is 0 for "
                    "{n} steps: advantages are one step of the value function's. Raise "
                    "ppo.lam_alpha to a few times 1 / {length:.0f} (tokens of a response).",
@@ -186,8 +202,23 @@ def _token_lists(rollout: Rollout, i: int) -> dict[str, Any]:
     return found
 
 
-def _signs(session: Session, rollout: Rollout, kl: float) -> dict[str, bool]:
-    scores = rollout.valid_scores
+def _falling(state: TrainState) -> str | None:
+    """A figure of ``reward.metric_fn`` that has fallen since the start by a twentieth of itself
+    while the reward has risen by as much, in an evaluation just made; None if there is none."""
+    before, last = state.eval_before or {}, state.eval_last or {}
+    if state.eval_step != state.step:
+        return None
+    change = {name: (last[name] - value) / abs(value) if value else last[name] - value
+              for name, value in before.items() if name in last}
+    if change.get("reward_mean", 0.0) <= 0.05:
+        return None
+    return next((name for name, share in change.items()
+                 if name.startswith("metrics/") and share < -0.05), None)
+
+
+def _signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: float
+           ) -> dict[str, bool]:
+    scores, kl = rollout.valid_scores, row["objective/kl"]
     lengths = rollout.response_mask.sum(1)
     can_end = bool(session.sampling.stop_ids or session.sampling.stop_sequences)
     return {
@@ -197,28 +228,41 @@ def _signs(session: Session, rollout: Rollout, kl: float) -> dict[str, bool]:
                         and not bool(rollout.finished.any())
                         and int(lengths.min()) == session.sampling.max_new_tokens),
         "empty": all(not r.strip() for r in rollout.responses),
+        "short": row["rollout/response_tokens_mean"] < first / 3,
         "kl_runaway": kl > 50.0,
+        "ratio": abs(row["val/ratio"] - 1.0) > 0.1,
+        "critic": row.get("val/var_explained", 0.0) < 0.0,
         **({} if (alpha := session.cfg.ppo.lam_alpha) is None else {
             "lambda_zero": float((alpha * lengths <= 1).double().mean()) >= 0.5}),
     }
 
 
-def watch(session: Session, rollout: Rollout, state: PPOState, kl: float
-          ) -> tuple[PPOState, list[str]]:
+def watch(session: Session, rollout: Rollout, own: PPOState, row: Mapping[str, float],
+          state: TrainState) -> tuple[PPOState, list[str]]:
     """Count unhealthy signs; speak once each time one has lasted ``PATIENCE`` steps.
+
+    Args:
+        row: the figures of the step.
+        state: before the step.
 
     Returns:
         the state with its counters, and the sentences to show.
     """
-    health = dict(state.health)
-    messages = []
-    for name, present in _signs(session, rollout, kl).items():
+    length = row["rollout/response_tokens_mean"]
+    first = length if own.first_length is None else own.first_length
+    found, falling = _signs(session, rollout, row, first), _falling(state)
+    if state.eval_last is not None and state.eval_step == state.step:
+        found["held_back"] = falling is not None
+    health, messages = dict(own.health), list[str]()
+    for name, present in found.items():
         health[name] = health.get(name, 0) + 1 if present else 0
-        if health[name] == PATIENCE:
+        patience = CRITIC_PATIENCE if name == "critic" else PATIENCE
+        if health[name] == patience:
             why = "" if session.sampling.is_policy_distribution else \
                 " (top-k, top-p, min-p, a repetition penalty, min_new_tokens or greedy sampling)"
             messages.append(ADVICE[name].format(
-                kl=kl, n=PATIENCE, tokens=session.sampling.max_new_tokens, why=why,
-                reward=rollout.scores[0] if rollout.scores else 0.0,
-                length=float(rollout.response_mask.sum(1).double().mean())))
-    return replace(state, health=health), messages
+                kl=row["objective/kl"], n=patience, tokens=session.sampling.max_new_tokens, why=why,
+                reward=rollout.scores[0] if rollout.scores else 0.0, length=length, first=first,
+                ratio=row["val/ratio"], explained=row.get("val/var_explained", 0.0),
+                falling=falling))
+    return replace(own, health=health, first_length=first), messages

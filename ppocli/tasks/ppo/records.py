@@ -178,6 +178,8 @@ class PPOState:
     """score deviation of the first rollout, for ``reward.scale=ref``"""
     health: dict[str, int] = field(default_factory=dict)
     """consecutive steps of each unhealthy sign"""
+    first_length: float | None = None
+    """mean response tokens of the first rollout"""
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -22,7 +22,7 @@ from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo import figures, records, rollout
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
-from ppocli.tasks.ppo.experience import next_kl_coef, sequence_kl, to_experience, update_moments
+from ppocli.tasks.ppo.experience import next_kl_coef, to_experience, update_moments
 from ppocli.tasks.ppo.session import Session, build_session, saved_model
 from ppocli.training import optimizers, task
 from ppocli.training.clock import PhaseClock
@@ -131,8 +131,8 @@ class PPOTask(task.Task):
         cfg, before = self.cfg, records.PPOState.from_json(state.task)
         after = replace(update_moments(before, batch, cfg),
                         kl_coef=next_kl_coef(before, batch, cfg))
-        after, warnings = figures.watch(self.session, batch, after, sequence_kl(batch))
         row = figures.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
+        after, warnings = figures.watch(self.session, batch, after, row, state)
         return task.Finished(row, after.to_json(), warnings=warnings,
                              tokens={"rollout": int(batch.response_mask.sum())})
 
