@@ -26,14 +26,15 @@ REACH, FLOOR = 0.95, 0.93
 SENTENCE_END = (".", "!", "?")
 
 
-def run_recipe(recipe: str, seed: int, folder: Path, settings: list[str], threads: int) -> Path:
-    """Train once; returns the run folder."""
-    name = f"{recipe}-{seed}"
+def run_recipe(recipe: str, seed: int, folder: Path, settings: list[str], threads: int, *,
+               name: str | None = None, cwd: Path | None = None) -> Path:
+    """Train once, ``cwd`` being the current folder; returns the run folder."""
+    name = name or f"{recipe}-{seed}"
     words = [f"+recipe={recipe}", f"seed={seed}", f"run_name={name}", f"output_dir={folder}",
              "hardware.device=cpu", f"hardware.num_threads={threads}", *settings]
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
     done = subprocess.run([sys.executable, "-m", "ppocli", "train", *words], env=env, text=True,
-                          capture_output=True, check=False)
+                          capture_output=True, check=False, cwd=cwd)
     if done.returncode:
         raise SystemExit(f"{recipe} seed {seed} failed ({done.returncode}):\n{done.stderr[-2000:]}")
     return folder / name

@@ -45,6 +45,11 @@ def kl_estimator(ppo: schema.PPOConfig) -> str:
     return ppo.kl_estimator or ("k1" if kl_in(ppo) == "reward" else in_loss)
 
 
+def wants_entropy(ppo: schema.PPOConfig) -> bool:
+    """Whether the policy's entropy is a term of the loss, at some time."""
+    return max(ppo.ent_coef, ppo.ent_coef_end or 0.0) > 0
+
+
 def whitens_advantages(ppo: schema.PPOConfig) -> bool:
     """Whether advantages are centred and scaled over the whole rollout."""
     return estimator_of(ppo).whitened if ppo.whiten_advantages is None else ppo.whiten_advantages

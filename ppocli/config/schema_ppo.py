@@ -116,6 +116,8 @@ class PPOConfig:
     cliprange_value: Optional[float] = key(0.2, "clip of the value change (null: none)", gt=0)
     vf_coef: float = key(0.1, "weight of the value loss", ge=0)
     ent_coef: float = key(0.0, "weight of the entropy bonus", ge=0)
+    ent_coef_end: Optional[float] = key(None, "its weight in the last step, reached from ent_coef "
+                                        "in equal parts (null: ent_coef throughout)", ge=0)
     gamma: float = key(1.0, "discount of token rewards (gae, reinforce_pp)", ge=0, le=1)
     lam: float = key(0.95, "GAE lambda", ge=0, le=1)
     lam_value: Optional[float] = key(None, "gae: lambda of what the value function learns, where "

@@ -13,13 +13,14 @@ from sessions import experience_of, hand_rollout, rollout_of, session_of, small_
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import next_kl_coef, sequence_kl, to_experience
-from ppocli.tasks.ppo.figures import watch
+from ppocli.tasks.ppo.figures import optimize_figures, watch
 from ppocli.tasks.ppo.records import PPOState, Rollout
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
 from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import _better
+from ppocli.training.optimize import probe_gradient
 from ppocli.training.state import Best, TrainState
-from ppocli.training.task import Verdict
+from ppocli.training.task import OptimizeResult, Verdict
 
 FINE = {"approx_kl": 0.0, "ratio": 1.0}
 
@@ -159,6 +160,25 @@ def test_the_best_evaluation_is_the_highest_finite_one():
     assert _better(-3.0, None, lowest=False)
     for figure in (None, float("nan"), float("inf")):
         assert not _better(figure, None, lowest=False)
+
+
+def test_the_entropy_bonus_changes_by_equal_parts_to_its_end(tmp_path):
+    """Four steps: the loss has the weight of its step, and the figures tell it."""
+    found = []
+    with session_of(small_config(tmp_path, ppo__num_steps=4, ppo__ent_coef=0.3,
+                                 ppo__ent_coef_end=0.0, ppo__mini_batch_size=16,
+                                 ppo__ppo_epochs=1)) as session:
+        task, rollout = PPOTask(session), rollout_of(session)
+        for step in range(5):  # a run that was prolonged by one stays at the end's
+            state = replace(TrainState({}, "", step=step), task=task.initial()[0])
+            plan = task.plan(state, rollout)
+            terms = probe_gradient(task, plan, plan.groups[0])
+            bonus = terms["policy"] + session.cfg.ppo.vf_coef * terms["value"] - terms["total"]
+            found.append(bonus / terms["entropy"])
+            row = optimize_figures(OptimizeResult(0, 0, 0, False, 0.0, {}, 0), plan.atoms,
+                                   session.cfg.ppo)
+            assert row["objective/ent_coef"] == pytest.approx(found[-1], abs=1e-5)
+    assert found == pytest.approx([0.3, 0.2, 0.1, 0.0, 0.0], abs=1e-5)
 
 
 EVALUATED = {"eval_before": {"reward_mean": 0.5, "metrics/truth": 0.8}, "eval_step": 0}

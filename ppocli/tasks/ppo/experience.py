@@ -98,13 +98,15 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
     return found, dense
 
 
-def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig) -> Experience:
+def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
+                  progress: float = 0.0) -> Experience:
     """Token rewards, advantages and whitening over the valid samples of a rollout.
 
     The samples of a prompt that are left without an invalid one are their whole group.
 
     Args:
         state: with this rollout's moments already merged, and the KL coefficient to charge.
+        progress: 0 in the first step of the run, 1 in the last.
     """
     keep = rollout.valid.nonzero().squeeze(-1)
     mask = rollout.response_mask[keep]
@@ -133,6 +135,8 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig) ->
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
         counts=rollout.finished[keep] if ppo.mask_truncated else None,
         kl_coef=state.kl_coef if charged else 0.0,
+        ent_coef=ppo.ent_coef if ppo.ent_coef_end is None else
+        (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end,
         frozen_states=[rollout.frozen_states[i] for i in keep.tolist()]
         if rollout.frozen_states else [])
 

@@ -149,7 +149,9 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
     }
     if experience.returns is not None:
         figures |= _critic_figures(terms, experience.returns[experience.response_mask].double())
-    if ppo.ent_coef > 0:  # else it is not computed; objective/entropy is the sampled estimate
+    if ppo.ent_coef_end is not None:
+        figures["objective/ent_coef"] = experience.ent_coef
+    if algorithm.wants_entropy(ppo):  # else only objective/entropy, the sampled estimate
         figures["policy/entropy_avg"] = terms.get("entropy", math.nan)
     if experience.ref_logprobs is not None:
         figures["loss/kl_avg"] = terms.get("kl", math.nan)

@@ -151,6 +151,8 @@ class Experience:
     """[B, R] where the KL is a term of the loss"""
     kl_coef: float = 0.0
     """of the KL term of the loss; 0 where the reward is charged"""
+    ent_coef: float = 0.0
+    """of the entropy bonus in this step"""
     frozen_states: list[torch.Tensor | None] = field(default_factory=list)
     """as of :class:`Rollout`"""
     counts: torch.Tensor | None = None

@@ -81,7 +81,10 @@ class PPOTask(task.Task):
         """
         check_invalid_share(int((~batch.valid).sum()), len(batch))
         own = update_moments(records.PPOState.from_json(state.task), batch, self.cfg)
-        return plan_updates(self.session, to_experience(batch, own, self.cfg), state.step)
+        steps = -(-self.total_samples() // self.samples_per_step)
+        experience = to_experience(batch, own, self.cfg,
+                                   progress=min(state.step / max(steps - 1, 1), 1.0))
+        return plan_updates(self.session, experience, state.step)
 
     def loss(self, atoms: records.Experience, rows: torch.Tensor, weights: torch.Tensor,
              group: task.UpdateGroup) -> task.LossTerms:
@@ -95,7 +98,7 @@ class PPOTask(task.Task):
             return None if x is None else x.reshape(-1).index_select(0, place)
 
         found = ppo_loss(
-            loss_options(self.cfg.ppo, atoms.kl_coef), logprobs=out.logprobs,
+            loss_options(self.cfg.ppo, atoms), logprobs=out.logprobs,
             values=out.values, entropy=out.entropy, old_logprobs=flat(atoms.logprobs),
             advantages=flat(atoms.advantages), old_values=flat(atoms.values),
             returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
@@ -263,12 +266,13 @@ def _on_device(session: Session, experience: records.Experience) -> records.Expe
     return replace(experience, **there)
 
 
-def loss_options(ppo: schema.PPOConfig, kl_coef: float) -> LossOptions:
-    """The loss that a configuration asks for, with the coefficient of its KL term."""
+def loss_options(ppo: schema.PPOConfig, experience: records.Experience) -> LossOptions:
+    """The loss that a configuration asks for, with the coefficients of this step."""
     return LossOptions(
         cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
-        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=ppo.ent_coef,
-        kl_coef=kl_coef, kl_estimator=algorithm.kl_estimator(ppo), policy_loss=ppo.policy_loss)
+        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=experience.ent_coef,
+        kl_coef=experience.kl_coef, kl_estimator=algorithm.kl_estimator(ppo),
+        policy_loss=ppo.policy_loss)
 
 
 def replay(session: Session, experience: records.Experience, rows: torch.Tensor, *, value_only: bool
@@ -286,7 +290,7 @@ def replay(session: Session, experience: records.Experience, rows: torch.Tensor,
     remembers = kept is not None and batch.frozen_states is None
     with layer_stack.inputs_at(split if remembers else None, session.policy.lm) as found:
         out = session.trained.engine(batch, temperature=session.sampling.temperature,
-                                     want_entropy=session.cfg.ppo.ent_coef > 0,
+                                     want_entropy=algorithm.wants_entropy(session.cfg.ppo),
                                      value_only=value_only)
     if kept is not None and found:
         keep_states(kept, session.frozen_states_bytes, places, (samples.lengths - 1).tolist(),
