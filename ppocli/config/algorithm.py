@@ -139,8 +139,21 @@ def _critic(config: schema.TrainConfig) -> keys.Rules:
         yield (getattr(ppo, name) is not None and ppo.advantage != "gae",
                f"ppo.{name}, ppo.advantage",
                f"{name} belongs to gae; {ppo.advantage} has no lambda")
+    yield (ppo.critic_warmup_steps > 0 and ppo.value_pretrain_steps > 0,
+           "ppo.critic_warmup_steps, ppo.value_pretrain_steps",
+           "both train the value function alone at first: set one of them to 0")
+    yield (ppo.value_pretrain_until is not None and ppo.value_pretrain_steps == 0,
+           "ppo.value_pretrain_until, ppo.value_pretrain_steps",
+           "nothing is pretrained: say in ppo.value_pretrain_steps how many steps at most")
+    yield (ppo.critic_epochs is not None and config.hardware.zero_stage > 0,
+           "ppo.critic_epochs, hardware.zero_stage",
+           "ZeRO's optimizer moves the policy by its momentum in passes of the value function: "
+           "leave critic_epochs out, or use hardware.zero_stage=0")
     if estimator_of(ppo).needs_critic:
         return
+    for name in ("value_pretrain_steps", "critic_epochs"):
+        yield (getattr(ppo, name), f"ppo.{name}, ppo.advantage",
+               f"{ppo.advantage} has no value function to train: leave {name} out")
     yield (ppo.critic_warmup_steps > 0, "ppo.critic_warmup_steps, ppo.advantage",
            f"{ppo.advantage} has no critic to warm up: set ppo.critic_warmup_steps=0")
     yield (config.model.value.kind != "head", "model.value.kind, ppo.advantage",

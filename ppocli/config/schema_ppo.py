@@ -102,6 +102,8 @@ class PPOConfig:
     chunk_size: Optional[int] = key(None, "samples that are generated at once, and scored at once "
                                     "(default: num_rollouts, at most 128)", ge=1)
     ppo_epochs: int = key(4, "passes over a rollout", ge=1)
+    critic_epochs: Optional[int] = key(None, "passes over a rollout for the value function alone, "
+                                       "before those of ppo_epochs (null: none)", ge=1)
     mini_batch_size: int = key(32, "samples per optimizer update", ge=1)
     micro_batch_size: Optional[int] = key(None, "samples per forward/backward pass (default: "
                                           "mini_batch_size); never changes the gradient", ge=1)
@@ -161,6 +163,11 @@ class PPOConfig:
     max_grad_norm: Optional[float] = key(1.0, "gradient norm clip (null: none)", gt=0)
     max_nonfinite: int = key(3, "stop after this many non-finite updates in a row", ge=1)
     critic_warmup_steps: int = key(0, "first steps that train the value head only", ge=0)
+    value_pretrain_steps: int = key(0, "first steps, at most, that train the value function only, "
+                                    "on the rewards to come (lambda 1)", ge=0)
+    value_pretrain_until: Optional[float] = key(
+        None, "explained variance of a rollout's returns, measured before it is learnt from, that "
+        "ends value_pretrain_steps early (null: never)", lt=1)
     logprobs_from: str = key("auto", "old logprobs and values: from the decoding pass, or from a "
                              "forward pass (auto: decode in fp32, forward in bf16)",
                              choices=("auto", "decode", "forward"))

@@ -147,9 +147,9 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
     timeout = timedelta(seconds=cfg.hardware.timeout_seconds)
     group = utils.InitProcessGroupKwargs(backend="nccl" if use_cuda else "gloo", timeout=timeout)
     if cfg.hardware.zero_stage == 0:
-        # critic warm-up leaves the trunk without gradients
-        ddp = utils.DistributedDataParallelKwargs(
-            find_unused_parameters=cfg.ppo.critic_warmup_steps > 0)
+        # updates of the critic alone leave the trunk without gradients
+        ddp = utils.DistributedDataParallelKwargs(find_unused_parameters=bool(
+            cfg.ppo.critic_warmup_steps or cfg.ppo.value_pretrain_steps or cfg.ppo.critic_epochs))
         return Accelerator(cpu=not use_cuda, mixed_precision=_mixed(cfg.hardware),
                            kwargs_handlers=[group, ddp])
     if not use_cuda:

@@ -40,10 +40,10 @@ def list_steps(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def prune(folder: Path, keep_last: int, keep_best_step: int | None) -> list[str]:
+def prune(folder: Path, keep_last: int, *keep_steps: int | None) -> list[str]:
     """Delete old checkpoints; to be called after a save has returned.
 
-    The newest ``keep_last`` valid ones stay (at least one), and ``keep_best_step``. A folder that
+    The newest ``keep_last`` valid ones stay (at least one), and ``keep_steps``. A folder that
     isn't valid never counts as kept: it stays if it is newer than the oldest kept one, for whoever
     wants to look, and goes otherwise. Superseded steps go once the run is past them. What somebody
     reads (an evaluation) stays until a later call. A failure is a warning, and a link is left
@@ -52,7 +52,7 @@ def prune(folder: Path, keep_last: int, keep_best_step: int | None) -> list[str]
     Args:
         folder: the run's ``checkpoints/``.
         keep_last: how many of the newest stay, >= 1.
-        keep_best_step: a step that stays besides (``None``: no such step).
+        keep_steps: steps that stay besides (``None``: no such step).
 
     Returns:
         what couldn't be deleted, and why.
@@ -61,7 +61,7 @@ def prune(folder: Path, keep_last: int, keep_best_step: int | None) -> list[str]
     valid = [manifest.step for manifest in sound_steps(folder)]
     if not valid:
         return []
-    kept = {*valid[-keep_last:], keep_best_step}
+    kept = {*valid[-keep_last:], *keep_steps}
     oldest_kept = valid[-keep_last:][0]
     doomed = [path for step, path in list_steps(folder)
               if step not in kept and step < oldest_kept]

@@ -224,7 +224,7 @@ def finish_step(run: Run) -> None:
     overdue = minutes is not None and ranks.broadcast(
         monotonic() - run.saved_at >= 60 * minutes)  # clocks of ranks differ
     if step > 0 and (improved or overdue or _due(cfg.checkpoint.every_steps, step)
-                     or _is_last(run)):
+                     or run.task.kept_step(run.state) == step or _is_last(run)):
         run.clock.mark("between")
         save(run, going_on=not _is_last(run))
         run.clock.mark("saving")
@@ -335,7 +335,8 @@ def _tidy(run: Run, saved: TrainState) -> None:
             atomic.write_atomic(path, raw)
             log.warning("%s was gone; it is written again as it was", path)
     folder, cfg = run.folder.checkpoints, run.task.cfg.checkpoint
-    for complaint in [*retention.prune(folder, cfg.keep_last, kept_best(cfg, saved)),
+    for complaint in [*retention.prune(folder, cfg.keep_last, kept_best(cfg, saved),
+                                        run.task.kept_step(saved)),
                       *point_to(folder, cfg, saved)]:
         log.warning(complaint)
 

@@ -279,6 +279,11 @@ class Task(ABC):
         ``trained.module``."""
         return {}
 
+    def kept_step(self, state: TrainState) -> int | None:
+        """The step after which a checkpoint is written that stays whatever is pruned; None: no
+        such step so far."""
+        return None
+
     def rate_factors(self, state: TrainState, update: int) -> dict[str, float]:
         """The factor that the schedule puts on the learning rate, by ``role`` of the optimizer's
         groups.
@@ -364,4 +369,4 @@ class Task(ABC):
         full, rest = divmod(left, self.samples_per_step)
         per_full = -(-self.samples_per_step // ppo.mini_batch_size)
         to_come = full * per_full + -(-rest // ppo.mini_batch_size)
-        return state.updates + ppo.ppo_epochs * to_come
+        return state.updates + (ppo.ppo_epochs + (ppo.critic_epochs or 0)) * to_come

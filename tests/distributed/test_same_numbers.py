@@ -62,6 +62,7 @@ def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, keys):
     {"hardware.zero_stage": 3, "model.gradient_checkpointing": True},
     {"hardware.zero_stage": 2, "model.num_layers_unfrozen": 1},
     {"ppo.critic_warmup_steps": 1}, {"hardware.zero_stage": 3, "ppo.critic_warmup_steps": 1},
+    {"ppo.critic_epochs": 2, "ppo.optimizer.momentum": 0.9},
     {"ppo.loss_aggregation": "seq-mean-token-mean", "ppo.whiten_rewards": True},
     {"ppo.optimizer.momentum": 0.9}, {"hardware.zero_stage": 2, "ppo.optimizer.momentum": 0.9},
     {"ppo.kl_in": "loss", "ppo.dual_clip": 2.0, "ppo.cliprange_high": 0.3}])

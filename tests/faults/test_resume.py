@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from helpers import checked, jsonl, save_lm, write_prompts
 from runs import (
     STEPS,
@@ -23,6 +24,7 @@ from runs import (
     whole_copy,
     words,
 )
+from safetensors.torch import load_file
 
 from ppocli.config.resolved import read_config
 from ppocli.launching.opened_folder import open_folder
@@ -73,6 +75,24 @@ def test_each_kind_of_model_resumes_exactly(keys, command, world):
     stopped = copied(world / "runs/straight", world / "runs/stopped", 1)
     resumed(stopped)
     assert_equal_runs(world / "runs/straight", stopped)
+
+
+def test_the_end_of_value_pretraining_is_kept_and_resumed_from_exactly(command, world):
+    """It ends with the first step, as any explained variance is enough; its checkpoint stays beside
+    the only one that keep_last leaves, with the policy as it was."""
+    done = command(*words("run_name=straight", "ppo.value_pretrain_steps=3", "eval.every_steps=4",
+                          "ppo.value_pretrain_until=-1e9", "checkpoint.keep_last=1",
+                          "ppo.critic_epochs=1"), code=0)
+    straight, stopped = world / "runs/straight", world / "runs/stopped"
+    assert "value pretraining ends with step 1: " in done.said
+    kept = sorted(path.name for path in (straight / "checkpoints").glob("step-*"))
+    assert kept == ["step-000001", "step-000004"]
+    before = load_file(world / "lm/model.safetensors")
+    for name, same in zip(kept, (True, False), strict=True):
+        after = load_file(straight / "checkpoints" / name / "policy/model.safetensors")
+        assert all(torch.equal(before[key], after[key]) for key in before) == same
+    resumed(copied(straight, stopped, 1))
+    assert_equal_runs(straight, stopped)
 
 
 KILLS = ["rollout.token@70:kill9"]

@@ -12,7 +12,13 @@ from sessions import experience_of, hand_rollout, rollout_of, session_of, small_
 
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.stop import StopFlag
-from ppocli.tasks.ppo.experience import next_kl_coef, sequence_kl, to_experience
+from ppocli.tasks.ppo.experience import (
+    after_pretraining,
+    explained_variance,
+    next_kl_coef,
+    sequence_kl,
+    to_experience,
+)
 from ppocli.tasks.ppo.figures import optimize_figures, watch
 from ppocli.tasks.ppo.records import PPOState, Rollout
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
@@ -123,6 +129,67 @@ def test_each_pass_over_the_samples_has_an_order_of_its_own(tmp_path):
         order = np.random.default_rng([3, 5, epoch]).permutation(16).tolist()
         found = [plan.groups[2 * epoch + half].rows.tolist() for half in (0, 1)]
         assert found == [order[:8], order[8:]]
+
+
+def test_passes_of_the_critic_alone_come_first_in_an_order_of_their_own(tmp_path):
+    """They change nothing in the order of the passes that train both."""
+    with session_of(small_config(tmp_path, ppo__ppo_epochs=2)) as session:
+        experience = experience_of(session)
+        plain = plan_updates(session, experience, 0).groups
+        session.cfg.ppo.critic_epochs = 2
+        groups = plan_updates(session, experience, 0).groups
+        assert PPOTask(session).total_updates(TrainState({}, "")) == 2 * len(groups)
+    assert [group.epoch for group in groups] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [group.part for group in groups] == ["critic"] * 4 + ["all"] * 4
+    assert [g.rows.tolist() for g in groups[4:]] == [g.rows.tolist() for g in plain]
+    passes = [tuple(a.rows.tolist() + b.rows.tolist())
+              for a, b in zip(groups[::2], groups[1::2], strict=True)]
+    assert len(set(passes)) == 4
+    assert all(sorted(one) == list(range(16)) for one in passes)
+
+
+def test_in_pretraining_the_critic_learns_what_followed_and_the_policy_nothing(tmp_path):
+    """By hand: a score of 2 behind three tokens, gamma 0.5: returns 0.5, 1, 2 whatever lambda. The
+    advantages keep theirs."""
+    cfg = small_config(tmp_path, ppo__lam=0.3, ppo__lam_value=0.6, ppo__gamma=0.5,
+                       ppo__value_pretrain_steps=2, ppo__whiten_advantages=False)
+    rollout = replace(hand_rollout([2.0], [3], [True]), values=torch.tensor([[0.7, -0.2, 0.4]]))
+    state = PPOState(kl_coef=0.0, init_kl_coef=0.0)
+    found = to_experience(rollout, state, cfg, pretrains=True)
+    assert found.returns.tolist()[0] == pytest.approx([0.5, 1.0, 2.0])
+    later = to_experience(rollout, state, cfg)
+    assert later.returns.tolist()[0] != pytest.approx([0.5, 1.0, 2.0])
+    assert torch.equal(later.advantages, found.advantages)
+    with session_of(cfg) as session:
+        task, batch = PPOTask(session), rollout_of(session)
+        own, _ = task.initial()
+        for step, at, part in ((0, None, "critic"), (1, None, "critic"), (1, 1, "all"),
+                               (2, None, "all")):
+            given = TrainState({}, "", step=step, task={**own, "pretrained_at": at})
+            plan = task.plan(given, batch)
+            assert {group.part for group in plan.groups} == {part}
+            assert plan.atoms.pretrains == (part == "critic")
+
+
+def test_pretraining_ends_when_the_returns_are_explained_or_the_steps_are_made(tmp_path, caplog):
+    """By hand: returns 1, 3 have variance 1; values 1, 2 are wrong by 0, 1: half is explained."""
+    cfg = small_config(tmp_path, ppo__value_pretrain_steps=3, ppo__lam=0.5)
+    rollout = replace(hand_rollout([1.0, 3.0], [1, 1], [True, True]),
+                      values=torch.tensor([[1.0], [2.0]]))
+    state = PPOState(kl_coef=0.0, init_kl_coef=0.0)
+    found = to_experience(rollout, state, cfg, pretrains=True)
+    assert explained_variance(found) == pytest.approx(0.5)
+    same = to_experience(replace(rollout, scores=[2.0, 2.0]), state, cfg, pretrains=True)
+    caplog.set_level("INFO", "ppocli")
+    for until, experience, step, at in ((None, found, 1, None), (None, found, 3, 3),
+                                        (0.49, found, 1, 1), (0.51, found, 2, None),
+                                        (0.49, same, 1, None), (0.51, found, 3, 3)):
+        cfg.ppo.value_pretrain_until = until
+        caplog.clear()
+        after = after_pretraining(state, experience, cfg.ppo, step)
+        assert after.pretrained_at == at
+        assert ("explains 0.500 of the variance" in caplog.text) == (at is not None)
+        assert PPOState.from_json(after.to_json()) == after
 
 
 def test_responses_that_did_not_end_weigh_nothing_and_still_count_for_the_others(tmp_path):

@@ -1,5 +1,6 @@
 """Between the phases: scores, KL and values become advantages and returns."""
 
+import logging
 import math
 from dataclasses import replace
 
@@ -9,6 +10,8 @@ from ppocli.config import algorithm, schema
 from ppocli.ppo import kl, shaping
 from ppocli.ppo.advantages import Samples, token_rewards
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
+
+log = logging.getLogger("ppocli")
 
 
 def update_moments(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> PPOState:
@@ -99,7 +102,7 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
 
 
 def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
-                  progress: float = 0.0) -> Experience:
+                  progress: float = 0.0, pretrains: bool = False) -> Experience:
     """Token rewards, advantages and whitening over the valid samples of a rollout.
 
     The samples of a prompt that are left without an invalid one are their whole group.
@@ -107,6 +110,9 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     Args:
         state: with this rollout's moments already merged, and the KL coefficient to charge.
         progress: 0 in the first step of the run, 1 in the last.
+        pretrains: the value function learns what really followed, ``R_t = sum over k >= t of
+            gamma^(k-t) r_k``, and nothing of its own estimates (VC-PPO, Yuan et al. 2025, arXiv
+            2503.01491, section on value pretraining).
     """
     keep = rollout.valid.nonzero().squeeze(-1)
     mask = rollout.response_mask[keep]
@@ -122,8 +128,9 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     values = rollout.values[keep] if algorithm.estimator_of(ppo).needs_critic else None
     groups = torch.tensor(rollout.prompts.episodes)[keep] // ppo.n
     advantages, returns = algorithm.estimator_of(ppo).estimate(Samples(
-        rewards, mask, groups, values, gamma=ppo.gamma, lam=ppo.lam, lam_value=ppo.lam_value,
-        lam_alpha=ppo.lam_alpha, group_std=ppo.group_std, batch_std=ppo.batch_std,
+        rewards, mask, groups, values, gamma=ppo.gamma, lam=ppo.lam,
+        lam_value=1.0 if pretrains else ppo.lam_value, lam_alpha=ppo.lam_alpha,
+        group_std=ppo.group_std, batch_std=ppo.batch_std,
         gaps=None if rollout.gaps is None else rollout.gaps[keep]))
     if algorithm.whitens_advantages(ppo):
         advantages = shaping.whiten(advantages, mask, center=True)
@@ -133,12 +140,35 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
         values=None if values is None else values * mask,
         advantages=advantages, returns=returns,
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
-        counts=rollout.finished[keep] if ppo.mask_truncated else None,
+        counts=rollout.finished[keep] if ppo.mask_truncated else None, pretrains=pretrains,
         kl_coef=state.kl_coef if charged else 0.0,
         ent_coef=ppo.ent_coef if ppo.ent_coef_end is None else
         (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end,
         frozen_states=[rollout.frozen_states[i] for i in keep.tolist()]
         if rollout.frozen_states else [])
+
+
+def explained_variance(experience: Experience) -> float:
+    """``1 - mean((R - V)^2) / var(R)`` over all response tokens, of the values ``V`` before any
+    update on these samples; NaN where all returns are the same, or there is no value function."""
+    if experience.values is None or experience.returns is None:
+        return math.nan
+    mask = experience.response_mask
+    returns, values = (x.cpu()[mask].double() for x in (experience.returns, experience.values))
+    variance = float(returns.var(correction=0)) if returns.numel() else 0.0
+    return 1.0 - float((returns - values).square().mean()) / variance if variance else math.nan
+
+
+def after_pretraining(state: PPOState, experience: Experience, ppo: schema.PPOConfig, step: int
+                      ) -> PPOState:
+    """The state after a step of value pretraining, ``step`` with it; says when it was the last:
+    ``ppo.value_pretrain_until`` is reached, or the steps are made."""
+    found, until = explained_variance(experience), ppo.value_pretrain_until
+    if (until is None or not found >= until) and step < ppo.value_pretrain_steps:
+        return state
+    log.info("value pretraining ends with step %d: the value function explains %.3f of the "
+             "variance of the returns; the policy trains from the next step on", step, found)
+    return replace(state, pretrained_at=step)
 
 
 def sequence_kl(rollout: Rollout) -> float:

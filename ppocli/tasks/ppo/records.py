@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ppocli.config.schema import PPOConfig
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.models.layout import Sequences, joined_right
 from ppocli.ppo.shaping import RunningMoments
@@ -157,6 +158,8 @@ class Experience:
     """as of :class:`Rollout`"""
     counts: torch.Tensor | None = None
     """[B] bool, whether a sample's tokens are in the loss; None: all are"""
+    pretrains: bool = False
+    """whether the value function alone learns from it, on returns of lambda 1"""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -182,6 +185,12 @@ class PPOState:
     """consecutive steps of each unhealthy sign"""
     first_length: float | None = None
     """mean response tokens of the first rollout"""
+    pretrained_at: int | None = None
+    """steps made when value pretraining ended; None: it hasn't, or there was none"""
+
+    def pretrains(self, ppo: PPOConfig, step: int) -> bool:
+        """Whether the step after ``step`` of them trains the value function alone."""
+        return self.pretrained_at is None and step < ppo.value_pretrain_steps
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON types."""

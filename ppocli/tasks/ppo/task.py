@@ -22,7 +22,12 @@ from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo import figures, records, rollout
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
-from ppocli.tasks.ppo.experience import next_kl_coef, to_experience, update_moments
+from ppocli.tasks.ppo.experience import (
+    after_pretraining,
+    next_kl_coef,
+    to_experience,
+    update_moments,
+)
 from ppocli.tasks.ppo.session import Session, build_session, saved_model
 from ppocli.training import optimizers, task
 from ppocli.training.clock import PhaseClock
@@ -73,8 +78,8 @@ class PPOTask(task.Task):
     def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
 
-        Updates made = ppo_epochs x ceil(samples / mini_batch_size), less skipped ones and less what
-        ``target_kl`` cuts off.
+        Updates made = (critic_epochs + ppo_epochs) x ceil(samples / mini_batch_size), less skipped
+        ones and less what ``target_kl`` cuts off.
 
         Raises:
             RewardError: too few samples have a valid score.
@@ -83,7 +88,8 @@ class PPOTask(task.Task):
         own = update_moments(records.PPOState.from_json(state.task), batch, self.cfg)
         steps = -(-self.total_samples() // self.samples_per_step)
         experience = to_experience(batch, own, self.cfg,
-                                   progress=min(state.step / max(steps - 1, 1), 1.0))
+                                   progress=min(state.step / max(steps - 1, 1), 1.0),
+                                   pretrains=own.pretrains(self.cfg.ppo, state.step))
         return plan_updates(self.session, experience, state.step)
 
     def loss(self, atoms: records.Experience, rows: torch.Tensor, weights: torch.Tensor,
@@ -134,6 +140,8 @@ class PPOTask(task.Task):
         cfg, before = self.cfg, records.PPOState.from_json(state.task)
         after = replace(update_moments(before, batch, cfg),
                         kl_coef=next_kl_coef(before, batch, cfg))
+        if plan.atoms.pretrains:
+            after = after_pretraining(after, plan.atoms, cfg.ppo, state.step + 1)
         row = figures.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         after, warnings = figures.watch(self.session, batch, after, row, state)
         return task.Finished(row, after.to_json(), warnings=warnings,
@@ -184,6 +192,10 @@ class PPOTask(task.Task):
         found: dict[str, Any] = {"value_head": policy.value_head, "value_trunk": policy.value_trunk}
         return {name: module for name, module in found.items() if module is not None}
 
+    def kept_step(self, state: TrainState) -> int | None:
+        """As :class:`Task`: the end of value pretraining, from which other runs can start."""
+        return records.PPOState.from_json(state.task).pretrained_at
+
     def rate_factors(self, state: TrainState, update: int) -> dict[str, float]:
         """As :class:`Task`: ``ppo.scheduler``, and ``ppo.value_scheduler`` for the critic."""
         ppo, total = self.cfg.ppo, self.total_updates(state)
@@ -229,16 +241,22 @@ def build_task(setup: task.TaskSetup) -> PPOTask:
 
 def plan_updates(session: Session, experience: records.Experience, step: int) -> task.Plan:
     """``ppo_epochs`` passes over the experience, each in another order that (seed, step, epoch)
-    alone decide; the last minibatch of a pass may be smaller.
+    alone decide; the last minibatch of a pass may be smaller. Before them come ``critic_epochs``
+    passes for the value function alone, in orders of their own: the critic catches up with the
+    policy before that moves on (phasic policy gradient, Cobbe et al. 2020, arXiv 2009.04416, has
+    such a number of value epochs of its own).
 
     Args:
         step: steps before this one.
     """
     ppo, groups = session.cfg.ppo, list[task.UpdateGroup]()
-    part = CRITIC if step < ppo.critic_warmup_steps else "all"
-    for epoch in range(ppo.ppo_epochs):
-        order = np.random.default_rng([session.cfg.seed, step, epoch]).permutation(len(experience))
-        groups += [update_of(session, experience, rows, epoch, part)
+    part = CRITIC if step < ppo.critic_warmup_steps or experience.pretrains else "all"
+    first = ppo.critic_epochs or 0
+    for epoch in range(first + ppo.ppo_epochs):
+        # numpy takes [.., 0] for [..]: the 1 sets the critic's own passes apart
+        own = [epoch, 1] if epoch < first else [epoch - first]
+        order = np.random.default_rng([session.cfg.seed, step, *own]).permutation(len(experience))
+        groups += [update_of(session, experience, rows, epoch, CRITIC if epoch < first else part)
                    for rows in torch.from_numpy(order).split(ppo.mini_batch_size)]
     return task.Plan(_on_device(session, experience), groups)
 
