@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.cli import rehearsed
 from ppocli.cli.output import print_json, say, working
 from ppocli.cli.run_plan import Plan, plan_of
 from ppocli.config import resolved, schema, secrets, tasks
@@ -321,12 +320,14 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
                     and not os.environ.get("NO_COLOR"))
     for warning in dict.fromkeys(found.warnings):
         say(f"warning: {clean(warning)}")
-    rehearsal = None
+    rehearsal, told = dict[str, Any](), list[str]()
     if deep and not found.problems and found.config is not None:
         say(f"loading {found.config.model.path}")
         try:
             with working() as stop:
-                rehearsal = rehearsed.rehearse(found.config, stop)
+                from ppocli.cli.rehearsed import rehearsed
+
+                rehearsal, told = rehearsed(found.config, stop)
         except PpocliError as error:
             found.add([error])
     problems = sorted(found.problems, key=lambda error: ORDER.index(error.exit_code)
@@ -346,14 +347,12 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         print(f"valid: {found.plans[0]}")
     else:
         print("\n  ".join([f"valid: a sweep of {len(found.plans)} jobs", *map(str, found.plans)]))
-    for line in found.facts:
+    for line in [*found.facts, *told]:
         print(line)
-    if rehearsal is not None:
-        print("\n".join(rehearsed.told(rehearsal)))
 
 
 def _as_json(problems: Sequence[PpocliError], plans: Sequence[Plan], facts: list[str],
-             rehearsal: "rehearsed.Rehearsal | None") -> dict[str, Any]:
+             rehearsal: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "valid": not problems, "exit_code": problems[0].exit_code if problems else 0,
         "problems": [{"exit_code": error.exit_code,
@@ -363,6 +362,6 @@ def _as_json(problems: Sequence[PpocliError], plans: Sequence[Plan], facts: list
         "runs": [asdict(plan) for plan in plans]}
     if facts:
         answer["data"] = facts
-    if rehearsal is not None:
-        answer["rehearsal"] = rehearsed.as_json(rehearsal)
+    if rehearsal:
+        answer["rehearsal"] = rehearsal
     return answer

@@ -1,52 +1,25 @@
 """A run rehearsed before it begins, and how ``ppocli validate --deep`` tells what came of it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ppocli.config import schema, tasks
+from ppocli.config.schema import TrainConfig
+from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.rehearsal import DataRehearsal, PPORehearsal, Rehearsal, rehearse
 from ppocli.text import clean, figure
 
-if TYPE_CHECKING:
-    from ppocli.parallel.stop import StopFlag
-    from ppocli.tasks.ppo.rehearsal import Rehearsal as PPORehearsal
-    from ppocli.tasks.rehearsal import Rehearsal as DataRehearsal
 
-    Rehearsal = PPORehearsal | DataRehearsal
-
-
-def rehearse(cfg: schema.TrainConfig, stop: StopFlag) -> Rehearsal:
-    """Everything that a run of ``cfg`` loads, taken through a step without an update.
+def rehearsed(cfg: TrainConfig, stop: StopFlag) -> tuple[dict[str, Any], list[str]]:
+    """What came of a rehearsal: for a program, and in lines for a person.
 
     Raises:
-        PpocliError: whatever would end the run at its first step, with the same exit code.
-        StopRequested: at a safe point.
+        PpocliError, StopRequested: as :func:`ppocli.tasks.rehearsal.rehearse`.
     """
-    if tasks.task_name(cfg) in tasks.DATA_TASKS:
-        from ppocli.tasks import rehearsal
-
-        return rehearsal.rehearse(cfg, stop)
-    from ppocli.tasks.ppo.rehearsal import rehearse as rehearse_ppo
-
-    return rehearse_ppo(cfg, stop)
-
-
-def as_json(found: Rehearsal) -> dict[str, Any]:
-    """For a program."""
-    agrees = getattr(found, "agrees", None)
-    return asdict(found) if agrees is None else {**asdict(found), "agrees": agrees}
-
-
-def told(found: Rehearsal) -> Iterator[str]:
-    """Lines for a person."""
-    from ppocli.tasks.rehearsal import Rehearsal as DataRehearsal
-
+    found = rehearse(cfg, stop)
     if isinstance(found, DataRehearsal):
-        yield from _told_data(found)
-    else:
-        yield from _told_ppo(found)
+        return asdict(found), list(_told_data(found))
+    return {**asdict(found), "agrees": found.agrees}, list(_told_ppo(found))
 
 
 def _told_data(found: DataRehearsal) -> Iterator[str]:

@@ -1,27 +1,52 @@
-"""The first update of a training on a data set, up to its gradient and no further."""
+"""A run's first step in small, up to the gradient and no further: of PPO everything that a step
+does with samples, on two of them; of a training on a data set its first update.
+
+What a configuration can't tell shows here within seconds: how a prompt is rendered, what the reward
+makes of real responses, whether the reference agrees with the policy, whether gradients are finite.
+"""
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+
+from ppocli.config import tasks
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import DivergedError
-from ppocli.parallel.backend import open_backend
+from ppocli.errors import DivergedError, OutOfMemoryError
+from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag
+from ppocli.sampling.samples import response_ids
+from ppocli.tasks.ppo import experience, figures, records, reward_calls
+from ppocli.tasks.ppo.rollout import collect_rollout
+from ppocli.tasks.ppo.session import Session, build_session
+from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
 from ppocli.tasks.select import build_task
 from ppocli.training import loop, optimize, optimizers
 from ppocli.training.clock import PhaseClock
 from ppocli.training.state import seed_generators
-from ppocli.training.task import PythonObjects, TaskSetup
+from ppocli.training.task import Plan, PythonObjects, Task, TaskSetup, UpdateGroup
+
+SAMPLES = 2
+"""how many of the first step's samples are drawn"""
+KL_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
+"""nats per token by which rounding may part a policy from its copy"""
 
 
 @dataclass(frozen=True, slots=True)
-class Rehearsal:
-    """What came of it. Seconds are by phase; memory is the device's peak, or the process's."""
+class Loaded:
+    """What was loaded, and where: the beginning of what came of a rehearsal."""
 
     device: str
     precision: str
     parameters: int
     trainable: int
+
+
+@dataclass(frozen=True, slots=True)
+class DataRehearsal(Loaded):
+    """What came of it. Seconds are by phase; memory is the device's peak, or the process's."""
+
     examples: int
     """to train on; of a reward model: pairs"""
     rows: int
@@ -33,32 +58,130 @@ class Rehearsal:
     peak_memory_mib: float
 
 
+@dataclass(frozen=True, slots=True)
+class PPORehearsal(Loaded):
+    """The same of PPO."""
+
+    prompts: int
+    prompt: str
+    """the first prompt as the model gets it, special tokens included"""
+    prompt_tokens: int
+    samples: list[dict[str, Any]]
+    """prompt, response, score, kl, response_tokens, finished of each sample"""
+    parts: dict[str, list[float | None]]
+    """scores of each reward by sample"""
+    metrics: dict[str, list[float]]
+    kl_per_token: float | None
+    """nats, policy to reference; None without a reference. Before training both are one model"""
+    terms: dict[str, float] | None
+    """loss terms and gradient norm; None if no sample has a score"""
+    seconds: dict[str, float]
+    peak_memory_mib: float
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the KL to the reference is what rounding explains."""
+        return self.kl_per_token is None or abs(self.kl_per_token) <= KL_TOLERANCE[self.precision]
+
+
+Rehearsal = PPORehearsal | DataRehearsal
+
+
 def rehearse(cfg: TrainConfig, stop: StopFlag) -> Rehearsal:
-    """Load everything that a run loads and find the gradient of its first update.
+    """Load everything that a run loads, and take it through its first step without an update.
 
     Raises:
         PpocliError: whatever would end the run at its first step, with the same exit code.
-        StopRequested: before the gradient.
+        StopRequested: between two tokens or phases.
     """
     with open_backend(cfg.hardware) as backend:
         seed_generators(cfg.seed)
         clock = PhaseClock(backend.device)
-        task = build_task(TaskSetup(cfg, backend, PythonObjects()))
+        rehearse_kind = _data if tasks.task_name(cfg) in tasks.DATA_TASKS else _ppo
+        return rehearse_kind(cfg, backend, clock, stop)
+
+
+def _data(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> DataRehearsal:
+    task = build_task(TaskSetup(cfg, backend, PythonObjects()))
+    clock.mark("load")
+    stop.check()
+    state = loop.initial_state(task)
+    plan = task.plan(state, task.collect(state, stop, clock))
+    group = plan.groups[0]
+    terms = _gradient(task, plan, group, "check the model's weights, or use "
+                      "hardware.precision=fp32")
+    clock.mark("optimize")
+    return DataRehearsal(
+        **_loaded(backend, task.trained.module), examples=task.examples or 0,
+        rows=len(group.rows), tokens=int(group.tokens.sum()), terms=terms,
+        seconds=dict(clock.seconds), peak_memory_mib=backend.peak_memory_mib())
+
+
+def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> PPORehearsal:
+    try:
+        session = build_session(cfg, backend, PythonObjects())
         clock.mark("load")
         stop.check()
-        state = loop.initial_state(task)
-        plan = task.plan(state, task.collect(state, stop, clock))
-        group, module = plan.groups[0], task.trained.module
-        terms = optimize.probe_gradient(task, plan, group)
-        clock.mark("optimize")
-        wrong = [name for name, value in terms.items() if not math.isfinite(value)]
-        if wrong:
-            raise DivergedError(f"Before any update {', '.join(wrong)} is not finite.",
-                                where="model.path", fix="check the model's weights, or use "
-                                "hardware.precision=fp32")
-        return Rehearsal(
-            device=str(backend.device), precision=backend.precision,
-            parameters=sum(p.numel() for p in module.parameters()),
-            trainable=sum(p.numel() for p in optimizers.named_trainable(module).values()),
-            examples=task.examples or 0, rows=len(group.rows), tokens=int(group.tokens.sum()),
-            terms=terms, seconds=dict(clock.seconds), peak_memory_mib=backend.peak_memory_mib())
+        return _first_samples(session, clock, stop)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"Out of memory with {SAMPLES} samples.", where="hardware, model.path",
+            fix="set model.gradient_checkpointing=true, generation.max_new_tokens or "
+                "prompts.max_length lower, or take a smaller model") from error
+
+
+def _first_samples(session: Session, clock: PhaseClock, stop: StopFlag) -> PPORehearsal:
+    prompts = session.next_prompts(0, SAMPLES)
+    rollout = collect_rollout(session, prompts, stop, clock)
+    metrics: dict[str, list[float]] = {}
+    if session.metric is not None:
+        metrics = session.metric.compute(reward_calls.request_of(
+            session, prompts, rollout.responses,
+            response_ids(rollout.response_tokens, rollout.response_mask),
+            rollout.finished.tolist()))
+        clock.mark("metric")
+    terms = _ppo_gradient(PPOTask(session), rollout)
+    clock.mark("optimize")
+    tokens = int(rollout.response_mask.sum()) if rollout.has_reference else 0
+    kl = float(rollout.k1.double().sum()) / tokens if tokens else None
+    ids = prompts.tokens[0][prompts.mask[0]].tolist()
+    return PPORehearsal(
+        **_loaded(session.backend, session.policy), prompts=len(session.prompts),
+        prompt=session.tokenizer.decode(ids), prompt_tokens=len(ids),
+        samples=[{name: row[name] for name in ("prompt", "response", "score", "kl",
+                                               "response_tokens", "finished")}
+                 for row in figures.rollout_samples(rollout, 0, session.cfg)],
+        parts=dict(rollout.parts), metrics=metrics, kl_per_token=kl, terms=terms,
+        seconds=dict(clock.seconds), peak_memory_mib=session.backend.peak_memory_mib())
+
+
+def _loaded(backend: Backend, module: torch.nn.Module) -> dict[str, Any]:
+    """The fields of :class:`Loaded`."""
+    return {"device": str(backend.device), "precision": backend.precision,
+            "parameters": sum(p.numel() for p in module.parameters()),
+            "trainable": sum(p.numel() for p in optimizers.named_trainable(module).values())}
+
+
+def _ppo_gradient(task: PPOTask, rollout: records.Rollout) -> dict[str, float] | None:
+    if not bool(rollout.valid.any()):
+        return None
+    state = records.PPOState.from_json(task.initial()[0])
+    own = experience.update_moments(state, rollout, task.cfg)
+    plan = plan_updates(task.session, experience.to_experience(rollout, own, task.cfg), 0)
+    whole = update_of(task.session, plan.atoms, torch.arange(len(rollout)))
+    return _gradient(task, plan, whole, "check the model's weights and the reward's scale, or use "
+                     "hardware.precision=fp32")
+
+
+def _gradient(task: Task, plan: Plan, group: UpdateGroup, fix: str) -> dict[str, float]:
+    """The loss terms and the gradient's norm of an update, which are finite.
+
+    Raises:
+        DivergedError: they aren't; ``fix`` says what to do then.
+    """
+    terms = optimize.probe_gradient(task, plan, group)
+    wrong = [name for name, value in terms.items() if not math.isfinite(value)]
+    if wrong:
+        raise DivergedError(f"Before any update {', '.join(wrong)} is not finite.",
+                            where="model.path", fix=fix)
+    return terms

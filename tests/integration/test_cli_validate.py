@@ -191,7 +191,7 @@ def test_the_rehearsal_in_words(validate, world):
 
 
 def test_a_reference_that_disagrees_is_pointed_out(validate, world, monkeypatch):
-    from ppocli.tasks.ppo import rehearsal
+    from ppocli.tasks import rehearsal
 
     monkeypatch.setitem(rehearsal.KL_TOLERANCE, "fp32", 1e-9)  # what bf16 rounds off is small here
     done = validate(*words("model.dtype=bf16"), "--deep")
