@@ -249,7 +249,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
     """
     from ppocli.evaluation.request import EvalRequest
-    from ppocli.evaluation.work import run_evaluation
+    from ppocli.evaluation.work import evaluate_rows, run_evaluation
     from ppocli.training.task import PythonObjects
 
     source, items = (prompts, None) if prompts is None or isinstance(prompts, str | Path) else (
@@ -262,8 +262,6 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     request.check()
     target = find_target(request.run, say=log.info, step=step, best=best)
     if request.on_rows(target_config.trained_on_data(target)):
-        from ppocli.evaluation.held_back import evaluate_rows
-
         cfg = target_config.data_config(target, request.row_words(), trusts=trust)
         with catch_signals() as stop:
             return _result(*evaluate_rows(request, target,

@@ -84,12 +84,13 @@ def evaluate(
                                     needs_prompts=True, trusts=trust)
     cfg = with_absolute_paths(cfg, Path.cwd())
     with working() as stop:
-        if on_rows:
-            from ppocli.evaluation.held_back import evaluate_rows
+        from ppocli.evaluation.work import evaluate_rows, run_evaluation
+        from ppocli.training.task import PythonObjects
 
-            folder, report = evaluate_rows(request, target, cfg, stop=stop, say=say)
+        if on_rows:
+                folder, report = evaluate_rows(request, target, cfg, stop=stop, say=say)
         else:
-            from ppocli.evaluation.work import run_evaluation
+            from ppocli.evaluation.work import evaluate_rows, run_evaluation
             from ppocli.training.task import PythonObjects
 
             with _progress() as watch:

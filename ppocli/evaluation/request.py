@@ -218,6 +218,14 @@ def _counting(words: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def folder_of(request: EvalRequest, target: Target) -> Path:
+    """The folder of an evaluation under its own name: below the run, or below the current folder
+    for a bare model."""
+    root = Path(request.output).expanduser().absolute() if request.output else (
+        target.run_dir or Path.cwd()) / EVAL
+    return root / (request.name or target.label)
+
+
 def is_finished(folder: Path) -> bool:
     """Whether the evaluation in a folder went through."""
     return (folder / RESULT).is_file()

@@ -1,4 +1,7 @@
-"""An evaluation from its models to its files: sample, score, append, and sum up at the end."""
+"""An evaluation from its models to its files: of a policy's responses, which are sampled, scored,
+appended and summed up at the end; or on rows of a data set, as ``ppocli sft`` and ``ppocli
+reward-model`` make them of what they hold back: loss and perplexity of a policy, accuracy of a
+reward model."""
 
 import logging
 from collections.abc import Callable
@@ -10,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ppocli.config import tasks
 from ppocli.config.resolved import with_values
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, PpocliError, StoppedError
@@ -25,9 +29,10 @@ from ppocli.runs.target import Target
 from ppocli.storage import atomic, model_files, run_folder, run_logs
 from ppocli.tasks.ppo.evaluate import EvalChunk, evaluate_chunks, evaluation_size
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
+from ppocli.tasks.select import build_task
 from ppocli.text import counted, first_line
 from ppocli.training.state import seed_generators
-from ppocli.training.task import PythonObjects
+from ppocli.training.task import Evaluation, PythonObjects, TaskSetup
 
 log = logging.getLogger("ppocli")
 Watch = Callable[[str, int, int], None]
@@ -79,10 +84,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
         PpocliError: models, prompts, rewards, disk; samples scored so far are kept.
     """
     model_files.quiet_transformers()
-    # below the run, or below the current folder for a bare model
-    root = Path(request.output).expanduser().absolute() if request.output else (
-        target.run_dir or Path.cwd()) / files.EVAL
-    default = root / (request.name or target.label)
+    default = files.folder_of(request, target)
     if target.run_dir is not None and not request.output:
         run_folder.refuse_links(target.run_dir)
     files.refuse_taken(default, request)
@@ -141,12 +143,16 @@ def _say_declared(session: EvalSession, request: EvalRequest, say: Callable[[str
             + " ".join(left))
 
 
+def _compared(request: EvalRequest, target: Target, cfg: TrainConfig, say: Callable[[str], None]
+              ) -> dict[str, Target]:
+    """A policy and, if asked for, what it is compared with, by role."""
+    against = request.find_against(target, cfg, say)
+    return {"policy": target} | ({} if against is None else {"against": against})
+
+
 def _targets(request: EvalRequest, target: Target, cfg: TrainConfig, say: Callable[[str], None]
              ) -> dict[str, Target]:
-    targets = {"policy": target}
-    against = request.find_against(target, cfg, say)
-    if against is not None:
-        targets["against"] = against
+    targets = _compared(request, target, cfg, say)
     if request.frontier:
         if cfg.model.reference.kind == "none":
             raise ConfigError("A frontier needs the KL to the base, and there is no reference.",
@@ -288,3 +294,84 @@ def _finish(work: _Work) -> dict[str, Any]:
             atomic.write_atomic(work.folder / files.PICTURE, figures.frontier_svg(found))
         atomic.write_json_atomic(work.folder / files.RESULT, report)
     return report
+
+
+# On rows of a data set ----------------------------------------------------------------------------
+
+def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, stop: StopFlag,
+                  say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+    """Evaluate a model, and what it is compared with, on ``data.val``; without it on all of
+    ``data.path``.
+
+    Args:
+        cfg: of :func:`ppocli.launching.target_config.data_config`, paths absolute.
+
+    Returns:
+        as :func:`run_evaluation`. The figures are those of the task; samples
+        are responses to the first prompts.
+
+    Raises:
+        CheckpointError: a name that is taken.
+        PpocliError: the model, the data, the disk.
+    """
+    model_files.quiet_transformers()
+    begun, started = monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    cfg = with_values(cfg, {  # what is said, and refused, of a training
+        "checkpoint.keep_best": False, "hardware.memory_check": "off"})
+    default = files.folder_of(request, target)
+    files.refuse_taken(default, request)
+    targets = _compared(request, target, cfg, say)
+    found: dict[str, dict[str, Any]] = {}
+    rows: list[dict[str, Any]] = []
+    identity: dict[str, Any] = {}
+    try:
+        for role, each in targets.items():
+            measured, digests, count = _measure(each, cfg, stop)
+            identity |= {"data": digests.pop("data"), role: digests["model"]}
+            errors = {name.removesuffix("_stderr"): value
+                      for name, value in measured.figures.items() if name.endswith("_stderr")}
+            found[role] = {
+                "model": {"name": each.name, "path": each.model, "step": each.step,
+                          "digest": digests["model"]},
+                "figures": {name: value for name, value in measured.figures.items()
+                            if not name.endswith("_stderr")},
+                "stderr": errors, "quantiles": {}, "samples": count, "scored": count}
+            rows += [{"model": role, "number": i, "prompt_index": i, "sample": 0,
+                      **{name: value for name, value in row.items() if name not in ("score", "kl")}}
+                     for i, row in enumerate(measured.samples)]
+    except StopRequested as stopped:
+        raise StoppedError(f"stopped by {stopped}; nothing was written",
+                           signal_number=stopped.signal_number) from None
+    identity |= {"task": cfg.task.fn, "seed": cfg.seed}
+    folder = choose(default, request, identity, say)
+    report: dict[str, Any] = run_folder.finite_or_null({
+        "schema": figures.SCHEMA, "name": folder.name, "kind": tasks.task_name(cfg),
+        "run": None if target.run_dir is None else str(target.run_dir), "step": target.step,
+        **found["policy"], "against": found.get("against"), "win_rate": None, "frontier": None,
+        "base": None, "settings": identity,
+        "time": {"started": started, "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+                 "seconds": monotonic() - begun}})
+    with files.working_in(folder, request.overwrite), stop.defer():
+        atomic.write_json_atomic(folder / files.SETTINGS, {"schema": 1, "started": started,
+                                                           "identity": identity})
+        with run_logs.JsonlWriter(folder / files.SAMPLES) as writer:
+            writer.append(rows)
+        atomic.write_json_atomic(folder / files.RESULT, report)
+    return folder, report
+
+
+def _measure(target: Target, cfg: TrainConfig, stop: StopFlag
+             ) -> tuple[Evaluation, dict[str, str], int]:
+    """What the evaluation of a training would find, digests of rows and weights, and how many rows
+    there are."""
+    model = player.policy_config(cfg.model, target.model)
+    if not model_files.is_adapter(Path(target.model)):
+        model = replace(model, peft={}, quantization=None)
+    with open_backend(cfg.hardware) as backend:
+        task: Any = build_task(TaskSetup(replace(cfg, model=model), backend,
+                                         PythonObjects()))
+        if task.val is None:
+            task.val = task.train
+        digests = {"data": task.val.digest(),
+                   "model": tensors_digest(task.saved.lm.state_dict())}
+        return task.evaluate(stop), digests, len(task.val)
