@@ -68,11 +68,8 @@ class PromptBatch:
         index = torch.tensor(list(places), dtype=torch.int64)
         return PromptBatch(
             tokens=self.tokens[index, skip:], mask=self.mask[index, skip:],
-            texts=[self.texts[i] for i in places],
-            columns={name: [values[i] for i in places] for name, values in self.columns.items()},
             indices=[self.indices[i] for i in places],
-            episodes=[self.episodes[i] for i in places],
-            messages=[self.messages[i] for i in places] if self.messages else [])
+            episodes=[self.episodes[i] for i in places], **_said_at(self, places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,19 +109,13 @@ class PromptSet:
                               dtype=torch.int64).reshape(len(rows), width)
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         mask = torch.arange(width)[None, :] >= width - lengths[:, None]
-        return PromptBatch(
-            tokens=tokens, mask=mask, texts=[self.texts[i] for i in indices],
-            columns={name: [cells[i] for i in indices] for name, cells in self.columns.items()},
-            indices=list(indices), episodes=list(episodes),
-            messages=[self.messages[i] for i in indices] if self.messages else [])
+        return PromptBatch(tokens=tokens, mask=mask, indices=list(indices),
+                           episodes=list(episodes), **_said_at(self, indices))
 
     def rows(self, places: Sequence[int]) -> PromptSet:
         """The prompts at ``places``, with what is said of the whole."""
         return replace(self, token_ids=[self.token_ids[i] for i in places],
-                       texts=[self.texts[i] for i in places],
-                       columns={name: [cells[i] for i in places]
-                                for name, cells in self.columns.items()},
-                       messages=[self.messages[i] for i in places] if self.messages else [])
+                       **_said_at(self, places))
 
     def digest(self) -> str:
         """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run sees the same.
@@ -138,6 +129,15 @@ class PromptSet:
         for i, ids in enumerate(self.token_ids):
             sha.update(_canonical_json([ids, [self.columns[name][i] for name in names]]))
         return sha.hexdigest()
+
+
+def _said_at(prompts: PromptBatch | PromptSet, places: Sequence[int]) -> dict[str, Any]:
+    """What is known of the prompts at ``places`` beside their tokens, by the names of the fields.
+    """
+    return {"texts": [prompts.texts[i] for i in places],
+            "columns": {name: [cells[i] for i in places]
+                        for name, cells in prompts.columns.items()},
+            "messages": [prompts.messages[i] for i in places] if prompts.messages else []}
 
 
 def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int,

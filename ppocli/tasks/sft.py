@@ -12,7 +12,7 @@ import torch
 
 from ppocli.config import kinds
 from ppocli.data.data_set import Examples
-from ppocli.data.prompt_set import PromptBatch
+from ppocli.data.prompt_set import PromptBatch, PromptSet
 from ppocli.errors import ConfigError
 from ppocli.models import layout
 from ppocli.models.fast import attention
@@ -183,14 +183,10 @@ class SFTTask(supervised.SupervisedTask):
 
     def _prompts(self, places: list[int]) -> PromptBatch:
         assert self.val is not None
-        ids = [torch.tensor(self.val.prompt_tokens(i)) for i in places]
-        pad = torch.nn.utils.rnn.pad_sequence
-        return PromptBatch(
-            pad(ids, batch_first=True, padding_side="left",
-                padding_value=self.tokenizer.pad_token_id),
-            pad([torch.ones(len(one), dtype=torch.bool) for one in ids], batch_first=True,
-                padding_side="left"),
-            [self.val.prompts[i] for i in places], {}, places, places)
+        found = PromptSet([self.val.prompt_tokens(i) for i in places],
+                          [self.val.prompts[i] for i in places], {}, [])
+        batch = found.batch(range(len(places)), places, self.tokenizer.pad_token_id)
+        return replace(batch, indices=places)
 
 
 def build_task(setup: task.TaskSetup) -> SFTTask:
