@@ -5,9 +5,9 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 LONGEST_LINE = 300
 """characters of an exception's line that a message repeats"""
@@ -83,6 +83,18 @@ def figure(value: object, digits: int, kind: Literal["f", "e"] = "f") -> str:
         return "-"
     text = f"{value:.{digits}{kind}}"
     return text.removeprefix("-") if float(text) == 0 else text  # no minus before a rounded zero
+
+
+def each_text(value: Any, change: Callable[[str], str],
+              change_key: Callable[[Any], Any] = lambda key: key) -> Any:
+    """Plain data with every text in it changed, keys of mappings by a function of their own."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change_key(key): each_text(item, change, change_key)
+                for key, item in value.items()}
+    return [each_text(item, change, change_key) for item in value] \
+        if isinstance(value, list | tuple) else value
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"

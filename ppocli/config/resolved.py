@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,7 +25,7 @@ from ppocli.config.problems import range_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.config.tasks import DATA_TASKS, written_sections
 from ppocli.errors import CheckpointError
-from ppocli.text import did_you_mean, first_line
+from ppocli.text import did_you_mean, each_text, first_line
 
 CONFIG_FILE = "config.yaml"
 NEXT_CONFIG_FILE = "config.next.yaml"
@@ -81,24 +81,14 @@ def config_text(config: TrainConfig) -> str:
     User paths should already be absolute (:func:`with_absolute_paths`).
     """
     sections = set(written_sections(config))
-    values = _each_text({name: value for name, value in dataclasses.asdict(config).items()
-                         if name in sections}, _plain)
+    values = each_text({name: value for name, value in dataclasses.asdict(config).items()
+                        if name in sections}, _plain)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 
 def _plain(text: str) -> str:
     """``text`` as OmegaConf reads it back: ``${`` in it is text, not an interpolation."""
     return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", text)
-
-
-def _each_text(value: Any, change: Callable[[str], str]) -> Any:
-    """Plain data with every text in it, but for keys, changed."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, Mapping):
-        return {key: _each_text(item, change) for key, item in value.items()}
-    return [_each_text(item, change) for item in value] if isinstance(value, (list, tuple)) \
-        else value
 
 
 def read_config(path: Path) -> TrainConfig:
@@ -146,7 +136,7 @@ def parsed(text: str) -> TrainConfig | None:
         raise yaml.YAMLError(str(error)) from error
     if not isinstance(loaded, DictConfig) or not loaded:
         return None
-    _each_text(OmegaConf.to_container(loaded, resolve=False), _refuse_interpolation)
+    each_text(OmegaConf.to_container(loaded, resolve=False), _refuse_interpolation)
     config = typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), loaded)))
     if "reward" in loaded and OmegaConf.select(loaded, "reward.style") is None:
         # made before there were others

@@ -17,6 +17,7 @@ from ppocli.runs.record import RunRecord, first_of_each_prompt, read_run
 from ppocli.runs.target import Target
 from ppocli.storage.atomic import read_json
 from ppocli.storage.model_files import ADAPTER_CONFIG, is_adapter, quiet_transformers
+from ppocli.text import each_text
 
 _NUM_SAMPLES = 4
 _LICENSE_KEYS = ("license", "license_name", "license_link")
@@ -279,10 +280,4 @@ class Mask:
 
     def tree(self, value: Any) -> Any:
         """Plain data (mappings, lists, texts, numbers) with every text in it masked."""
-        if isinstance(value, str):
-            return self(value)
-        if isinstance(value, Mapping):
-            return {self.tree(key): self.tree(item) for key, item in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.tree(item) for item in value]
-        return value
+        return each_text(value, self, self.tree)

@@ -27,7 +27,7 @@ import yaml
 from ppocli.config import keys, schema, secrets
 from ppocli.errors import StoppedError
 from ppocli.storage.run_folder import RunFolder
-from ppocli.text import short_path
+from ppocli.text import each_text, short_path
 from ppocli.tracking.tracker_child import Opening, cause_of, locate_tracker
 
 log = logging.getLogger("ppocli")
@@ -185,14 +185,6 @@ def _warn(name: str, cause: str) -> None:
                 secrets.hide_secrets(cause))
 
 
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _without_secrets(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_secrets(item) for item in value]
-    return secrets.hide_secrets(value) if isinstance(value, str) else value
-
-
 def check_trackers(cfg: schema.TrackingConfig) -> None:
     """Import the trackers that are classes of the user's own, before anything else is loaded.
 
@@ -210,7 +202,8 @@ def open_trackers(cfg: schema.TrackingConfig, folder: RunFolder) -> Iterator[Seq
     trackers: list[Tracker] = []
     try:
         if served:
-            config = _without_secrets(yaml.safe_load(folder.config.read_text(encoding="utf-8")))
+            config = each_text(yaml.safe_load(folder.config.read_text(encoding="utf-8")),
+                               secrets.hide_secrets, str)
             trackers.append(TrackerProcess(Opening(
                 served, folder.path.name, cfg.project, str(folder.path), config, os.getpid(),
                 [path for path in sys.path if path])))
