@@ -9,11 +9,10 @@ import logging
 import os
 import signal
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Thread
 from typing import Any
 
 import torch
@@ -106,19 +105,10 @@ class Saving:
     def begin(self, work: Callable[[], None]) -> None:
         """Start ``work`` in a thread; nothing may be under way."""
         assert self._under_way is None
-        outcome: Future[None] = Future()
-
-        def body() -> None:
-            signal.pthread_sigmask(signal.SIG_BLOCK, _STOPPING)
-            try:
-                work()
-            except BaseException as error:
-                outcome.set_exception(error)
-            else:
-                outcome.set_result(None)
-
-        Thread(target=body, name="checkpoint").start()
-        self._under_way = outcome
+        thread = ThreadPoolExecutor(1, "checkpoint", signal.pthread_sigmask,
+                                    (signal.SIG_BLOCK, _STOPPING))
+        self._under_way = thread.submit(work)
+        thread.shutdown(wait=False)
 
     def wait(self) -> None:
         """Wait for what is under way.
