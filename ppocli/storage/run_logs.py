@@ -7,10 +7,9 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from ppocli.config import bounded
 from ppocli.storage import atomic, run_folder
@@ -20,7 +19,7 @@ _FRAME = 16
 """bytes of length and checksums around a record of TensorBoard's"""
 
 
-class JsonlWriter:
+class JsonlWriter(AbstractContextManager["JsonlWriter"]):
     """Appends rows to a JSON-lines file; each ``append`` is on the disk when it returns.
 
     Rows are strict JSON: NaN and infinities become null. A torn last line, left by a kill, is cut
@@ -63,11 +62,7 @@ class JsonlWriter:
             os.close(self._descriptor)
             self._descriptor = -1
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
