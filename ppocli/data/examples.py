@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 from ppocli.data import render
 from ppocli.data.files import Row
 from ppocli.data.implied import shared_text, shared_turns
-from ppocli.data.sources import Source, open_rows
+from ppocli.data.sources import Source, as_list, open_rows
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import cut, suggestion
 
@@ -93,12 +93,10 @@ def data_source(cfg: DataConfig, items: Sequence[Any] | None, *, path_key: str =
     if path is None and items is None:
         raise ConfigError("There is no data to train on.", where=f"{path_key}=null",
                           fix=f"{path_key}=FILE, a folder or a data set on the Hub")
-    if isinstance(items, str | bytes | Mapping):
-        raise ConfigError(f"Examples must be a list, not one {type(items).__name__}.",
-                          where="data.items", fix="put it in a list: [...]")
+    items = as_list(items, "Examples", "data.items")
     return Source(key="data", noun="data", path=None if items is not None else str(path),
                   path_key=path_key, name=cfg.name, split=cfg.split,
-                  split_asked=cfg.split != "train", items=None if items is None else list(items),
+                  split_asked=cfg.split != "train", items=items,
                   column="text", limit=cfg.limit if path_key == "data.path" else None,
                   template=cfg.template, chat=cfg.chat)
 

@@ -87,7 +87,7 @@ def training_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> PromptS
         items = cfg.items
     return PromptSpec(
         key="prompts", path=None if items is not None else cfg.path, path_key="prompts.path",
-        split_asked=cfg.split != "train", items=_as_list(items), limit=cfg.limit,
+        split_asked=cfg.split != "train", items=as_list(items), limit=cfg.limit,
         **{name: getattr(cfg, name) for name in _INHERITED})
 
 
@@ -109,18 +109,22 @@ def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Promp
     return PromptSpec(
         key="prompts.eval", path=path,
         path_key="prompts.path" if own.path is None else "prompts.eval.path",
-        split_asked=own.split is not None, items=_as_list(items), limit=own.limit,
+        split_asked=own.split is not None, items=as_list(items), limit=own.limit,
         **{name: getattr(cfg if getattr(own, name) is None else own, name)
            for name in _INHERITED})
 
 
-def _as_list(items: Any) -> list[Any] | None:
-    if items is None:
-        return None
+def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.items"
+            ) -> list[Any] | None:
+    """Rows from Python as a list; None without any.
+
+    Raises:
+        ConfigError: one text or mapping in place of a list.
+    """
     if isinstance(items, str | bytes | Mapping):
-        raise ConfigError(f"Inline prompts must be a list, not one {type(items).__name__}.",
-                          where="prompts.items", fix="put it in a list: [...]")
-    return list(items)
+        raise ConfigError(f"{what} must be a list, not one {type(items).__name__}.", where=where,
+                          fix="put it in a list: [...]")
+    return None if items is None else list(items)
 
 
 def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
