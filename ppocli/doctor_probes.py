@@ -5,13 +5,12 @@ which prints facts as JSON in its last line."""
 import importlib
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,6 +19,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, Literal
 
+from ppocli.daemon import in_daemon
 from ppocli.text import error_line, first_line
 
 Verdict = Literal["ok", "warning", "fail"]
@@ -103,22 +103,16 @@ def run_checks(checks: Sequence[Check], around: Surroundings, *,
 
 
 def _within(check: Check, around: Surroundings, seconds: float) -> Finding:
-    answers: queue.SimpleQueue[Finding] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            answers.put(check(around))
-        except Exception as error:  # a machine that breaks a check must not keep the others back
-            answers.put(Finding("fail", f"the check broke: {error_line(error)}",
-                                "report it with the output of: ppocli env"))
-
     # a call into a dead network or file system can't be interrupted, only left behind
-    threading.Thread(target=work, name=f"doctor-{check.__name__}", daemon=True).start()
-    try:
-        return answers.get(timeout=seconds)
-    except queue.Empty:
+    future = in_daemon(lambda: check(around), f"doctor-{check.__name__}")
+    if not wait([future], seconds).done:
         return Finding("fail", f"no answer within {seconds:g} s",
                        "something hangs: a network file system, a driver or a lock")
+    try:
+        return future.result()
+    except Exception as error:  # a machine that breaks a check must not keep the others back
+        return Finding("fail", f"the check broke: {error_line(error)}",
+                       "report it with the output of: ppocli env")
 
 
 # The probes --------------------------------------------------------------------------------------

@@ -7,11 +7,11 @@ fails. Whoever is about to load something by name asks :func:`hub_reachable` fir
 
 import functools
 import os
-import queue
 import socket
 import sys
-import threading
 from urllib.parse import urlsplit
+
+from ppocli.daemon import in_daemon
 
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})  # what huggingface_hub takes for true
 _GATEWAY_ERRORS = frozenset({407, 502, 503, 504})  # the proxy speaking, not the Hub
@@ -78,23 +78,17 @@ def _proxy_for(endpoint: str) -> str | None:
 
 @functools.cache
 def _probe(endpoint: str, proxy: str | None, timeout: float) -> bool:
-    def ask() -> None:
-        from http.client import HTTPException
+    from http.client import HTTPException
 
-        try:
-            if proxy is None or urlsplit(proxy).scheme.startswith("socks"):
-                answers.put(_connects(proxy or endpoint, timeout))
-            else:
-                answers.put(_answers_through(proxy, endpoint, timeout))
-        except (OSError, HTTPException, ValueError):
-            answers.put(False)
+    def ask() -> bool:
+        if proxy is None or urlsplit(proxy).scheme.startswith("socks"):
+            return _connects(proxy or endpoint, timeout)
+        return _answers_through(proxy, endpoint, timeout)
 
     # Name resolution ignores socket timeouts and can take half a minute: only a thread bounds it.
-    answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    threading.Thread(target=ask, name="hub-probe", daemon=True).start()
     try:
-        return answers.get(timeout=timeout)
-    except queue.Empty:
+        return in_daemon(ask, "hub-probe").result(timeout)
+    except (OSError, HTTPException, ValueError):  # the first also when there is no answer in time
         return False
 
 

@@ -11,9 +11,8 @@ import inspect
 import itertools
 import logging
 import math
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
@@ -21,6 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ppocli.config.schema import RewardConfig
+from ppocli.daemon import in_daemon
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, styles
 from ppocli.rewards.records import RewardRequest, Score
@@ -116,20 +116,6 @@ def _drained(result: Any, count: int, bound: BoundCallable) -> Any:
         raise RewardError(f"{bound.label} returned more than {count} values for {count} samples.",
                           where=bound.located.key, fix="return exactly one value a sample")
     return items
-
-
-def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
-    """What ``work`` comes to in a daemon thread: a call that never ends can't keep the process."""
-    future: Future[T] = Future()
-
-    def body() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=body, name=name, daemon=True).start()
-    return future
 
 
 def _in_thread(work: Callable[[], Any], timeout: float | None, bound: BoundCallable) -> Any:

@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from ppocli.config.secrets import looks_secret
+from ppocli.daemon import in_daemon
 from ppocli.errors import RewardError
-from ppocli.rewards.calls import in_daemon
 from ppocli.rewards.records import RewardRequest, WireError, decode_scores, encode_request, opening
 from ppocli.rewards.resolve import wrong_argument
 from ppocli.rewards.styles import WHOLE_REQUEST
