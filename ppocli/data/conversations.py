@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from ppocli.data.examples import Message
+from ppocli.data.render import rendered_chat, template_errors
 from ppocli.errors import InputError
 
 if TYPE_CHECKING:
@@ -63,33 +64,15 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: PreTrainedTokeni
     return [piece for piece in [*pieces, (whole[at:], False)] if piece[0]]
 
 
-def rendered_chat(messages: list[Message], place: str, tokenizer: PreTrainedTokenizerBase, *,
-                  prompt: bool = False) -> str:
-    """What the template makes of a conversation, with the generation prompt where asked.
-
-    Raises:
-        InputError: it refuses it.
-    """
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False,
-                                                 add_generation_prompt=prompt))
-    except Exception as error:  # templates are programs: jinja's errors and any Python error
-        raise InputError(f"The chat template refuses {place}: {error}",
-                         where="model.tokenizer_path") from error
-
-
 def _marked(messages: list[Message], place: str, tokenizer: PreTrainedTokenizerBase
             ) -> tuple[str, list[tuple[int, int]]]:
     """The rendered text and the places in it that the template marks as generated."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     render: Any = render_jinja_template  # is typed as if it returned a text
-    try:
+    with template_errors(place):
         texts, spans = render([messages], chat_template=tokenizer.get_chat_template(),
                               return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
-    except Exception as error:  # as of rendered_chat
-        raise InputError(f"The chat template refuses {place}: {error}",
-                         where="model.tokenizer_path") from error
     return str(texts[0]), [(int(start), int(end)) for start, end in spans[0] if end > start]
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ppocli.config import tasks
-from ppocli.data.conversations import Piece, chat_pieces, rendered_chat
+from ppocli.data.conversations import Piece, chat_pieces
 from ppocli.data.data_set import Examples, Ids, Mask, Pairs
 from ppocli.data.examples import Cell, Example, Read, Wants, read_examples
-from ppocli.data.render import note_count, token_ids_of, tokens_around
+from ppocli.data.render import note_count, rendered_chat, token_ids_of, tokens_around
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import counted, printable
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -141,8 +142,8 @@ def prompt_texts(rows: Sequence[Row], spec: PromptSpec,
         raise InputError("The tokenizer has no chat template.", where=f"{spec.key}.chat=true",
                          fix=f"{spec.key}.chat=false (with {spec.key}.template=... if the model "
                              "expects a form), or model.tokenizer_path= a tokenizer that has one")
-    return [encodable(cell if isinstance(cell, str) else _render_chat(cell, row, spec, tokenizer),
-                       row, spec)
+    return [encodable(cell if isinstance(cell, str) else rendered_chat(
+        cell, row.place, tokenizer, prompt=True, where=f"{spec.key}.chat=true"), row, spec)
             for row, cell in zip(rows, prompt_cells(rows, spec), strict=True)]
 
 
@@ -195,15 +196,25 @@ def _refuse_text_settings(row: Row, spec: PromptSpec) -> None:
                              fix=f"{spec.key}.{name}=null")
 
 
-def _render_chat(messages: list[dict[str, Any]], row: Row, spec: PromptSpec,
-                 tokenizer: PreTrainedTokenizerBase) -> str:
+def rendered_chat(messages: list[dict[str, Any]], place: str, tokenizer: PreTrainedTokenizerBase, *,
+                  prompt: bool = False, where: str = "model.tokenizer_path") -> str:
+    """What the template makes of a conversation, with the generation prompt where asked.
+
+    Raises:
+        InputError: it refuses it.
+    """
+    with template_errors(place, where):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False,
+                                                 add_generation_prompt=prompt))
+
+
+@contextmanager
+def template_errors(place: str, where: str = "model.tokenizer_path") -> Iterator[None]:
+    """Name the conversation that a chat template refuses inside the block."""
     try:
-        rendered = tokenizer.apply_chat_template(messages, tokenize=False,
-                                                 add_generation_prompt=True)
+        yield
     except Exception as error:  # templates are programs: jinja's errors and any Python error
-        raise InputError(f"The chat template refuses {row.place}: {error}",
-                         where=f"{spec.key}.chat=true") from error
-    return str(rendered)
+        raise InputError(f"The chat template refuses {place}: {error}", where=where) from error
 
 
 def parse_template(spec: Source, names: list[str]) -> list[Piece]:
