@@ -110,7 +110,7 @@ MUTANTS = (
            "next_prompts(0, self._count(state))",
            (f"{TASK}::test_a_step_collects_from_where_the_one_before_ended",)),
     Mutant("one_order_for_all_epochs", "ppocli/tasks/ppo/task.py",
-           "default_rng([session.cfg.seed, step, epoch])",
+           "default_rng([session.cfg.seed, step, *own])",
            "default_rng([session.cfg.seed, step])",
            (f"{TASK}::test_each_pass_over_the_samples_has_an_order_of_its_own",)),
     # the engine
@@ -158,7 +158,7 @@ MUTANTS = (
            ("tests/unit/test_checkpoints_crashes.py::"
             "test_a_power_cut_at_any_point_leaves_a_valid_step",)),
     Mutant("best_is_pruned", "ppocli/storage/retention.py",
-           "kept = {*valid[-keep_last:], keep_best_step}", "kept = {*valid[-keep_last:]}",
+           "kept = {*valid[-keep_last:], *keep_steps}", "kept = {*valid[-keep_last:]}",
            ("tests/unit/test_checkpoints_saving.py::test_prune_keeps_the_newest_and_the_best",)),
     Mutant("rows_cut_one_too_early", "ppocli/storage/run_logs.py",
            "and step > last_step", "and step >= last_step",
