@@ -88,11 +88,8 @@ def evaluate(
         from ppocli.training.task import PythonObjects
 
         if on_rows:
-                folder, report = evaluate_rows(request, target, cfg, stop=stop, say=say)
+            folder, report = evaluate_rows(request, target, cfg, stop=stop, say=say)
         else:
-            from ppocli.evaluation.work import evaluate_rows, run_evaluation
-            from ppocli.training.task import PythonObjects
-
             with _progress() as watch:
                 folder, report = run_evaluation(request, target, cfg, PythonObjects(), stop=stop,
                                                 say=say, watch=watch)

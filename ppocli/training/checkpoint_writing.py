@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from ppocli.errors import PpocliError
 from ppocli.parallel.ranks import Ranks
 from ppocli.storage.model_files import POLICY
 from ppocli.training.optimizers import named_trainable
@@ -209,15 +210,21 @@ def save_together(task: Task, state: TrainState,
         fill(folder)
 
     if ranks.first:
-        ranks.first_does(lambda: put(command))
+        ended: PpocliError | None = None
+        try:
+            put(command)
+        except PpocliError as error:
+            ended = error
+        ranks.broadcast(ended)
+        if ended is not None:
+            raise ended
         return
     message: Any
     while isinstance(message := ranks.broadcast(None), str):
         with suppress(Exception):  # rank 0 has heard of it and decides
             fill(Path(message))
-    _, failed = message  # as Ranks.first_does ends
-    if failed is not None:
-        raise failed
+    if message is not None:
+        raise message
 
 
 def _part(name: str, ranks: Ranks) -> str:
