@@ -87,14 +87,13 @@ def open_ranks(cfg: TrainConfig, noted: bool | None = None, store: Any = None
         with open_backend(cfg.hardware, noted) as backend:
             yield backend
         return
-    with _process_state(cfg.hardware) as use_cuda:
+    with _process_state(cfg.hardware) as use_cuda, _patience_of_groups(cfg.hardware) as timeout:
         if store is not None:
             torch.distributed.init_process_group(
                 "nccl" if use_cuda else "gloo", store=store, rank=launchers.my_rank(),
-                world_size=launchers.launched_world(),
-                timeout=timedelta(seconds=cfg.hardware.timeout_seconds))
-        accelerator = _accelerator(cfg, use_cuda)
-        ranks = _ranks(cfg.hardware)
+                world_size=launchers.launched_world(), timeout=timeout)
+        accelerator = _accelerator(cfg, use_cuda, timeout)
+        ranks = _ranks(timeout)
         # what each of them measures may differ, their numbers should not
         onednn = not use_cuda and ranks.broadcast(choose_gemm(cfg.hardware, noted))
         yield Backend(accelerator, accelerator.device, cfg.hardware.precision, ranks,
@@ -131,11 +130,28 @@ def _process_state(hardware: HardwareConfig) -> Iterator[bool]:
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@contextmanager
+def _patience_of_groups(hardware: HardwareConfig) -> Iterator[timedelta]:
+    """How long ranks wait for each other, also in groups that are made without a word about it:
+    DeepSpeed's own, through which gradients go, would wait for as long as torch thinks fit, half an
+    hour on CPUs."""
+    from torch.distributed import distributed_c10d
+
+    timeout = timedelta(seconds=hardware.timeout_seconds)
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(distributed_c10d, name) for name in names}
+    try:
+        vars(distributed_c10d).update(dict.fromkeys(names, timeout))
+        yield timeout
+    finally:
+        vars(distributed_c10d).update(before)
+
+
 def _mixed(hardware: HardwareConfig) -> str:
     return "bf16" if hardware.precision == "bf16" else "no"
 
 
-def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
+def _accelerator(cfg: TrainConfig, use_cuda: bool, timeout: timedelta) -> Any:
     """accelerate's object for several ranks: DDP, or with DeepSpeed behind it."""
     from accelerate import Accelerator, utils
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -144,7 +160,6 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
 
     # of `accelerate launch --cpu`: it would outdo DeepSpeed, and what the device is is settled here
     os.environ.pop("ACCELERATE_USE_CPU", None)
-    timeout = timedelta(seconds=cfg.hardware.timeout_seconds)
     group = utils.InitProcessGroupKwargs(backend="nccl" if use_cuda else "gloo", timeout=timeout)
     if cfg.hardware.zero_stage == 0:
         # updates of the critic alone leave the trunk without gradients
@@ -169,9 +184,8 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool) -> Any:
     return accelerator
 
 
-def _ranks(hardware: HardwareConfig) -> Ranks:
+def _ranks(timeout: timedelta) -> Ranks:
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return Ranks()
-    timeout = timedelta(seconds=hardware.timeout_seconds)
     return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(),
                  torch.distributed.new_group(backend="gloo", timeout=timeout))
