@@ -173,5 +173,7 @@ def is_lost_neighbour(error: BaseException) -> bool:
 
     if isinstance(error, torch.distributed.DistError):
         return True
-    # gloo raises plain RuntimeErrors; all name their place in its sources
-    return isinstance(error, RuntimeError) and "gloo" in str(error)
+    # gloo raises plain RuntimeErrors that name their place in its sources, save those of
+    # operations that had begun when another one waited too long
+    return isinstance(error, RuntimeError) and any(
+        text in str(error) for text in ("gloo", "Application timeout caused pair closure"))

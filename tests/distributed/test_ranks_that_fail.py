@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from ranks import (
     REWARD,
     close_to,
     errors_in,
+    free_port,
     launchers_of,
     ranks_of,
     rows_of,
@@ -88,6 +90,47 @@ def test_a_rank_that_hangs_in_python_is_named(world, hardware, fault, phase):
     assert errors_in(err) == [f"Error: rank {rank}, {phase}: no answer within 8 seconds "
                              "(hardware.timeout_seconds); all ranks were ended."]
     wait_for_no_ranks(world / "runs/hung")
+
+
+SILENT = """
+import sys
+import time
+from datetime import timedelta
+
+import torch
+from torch import distributed
+
+from ppocli.parallel.ranks import is_lost_neighbour
+
+rank = int(sys.argv[1])
+distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=rank,
+                               world_size=2, timeout=timedelta(seconds=3))
+distributed.all_reduce(torch.ones(3))
+if rank == 1:
+    time.sleep(600)
+for waiting in [distributed.all_reduce(torch.ones(10**6), async_op=True) for _ in range(3)]:
+    try:
+        waiting.wait()
+    except RuntimeError as error:
+        print(is_lost_neighbour(error), error, flush=True)
+"""
+
+
+def test_operations_that_had_begun_when_a_rank_fell_silent_say_so_too():
+    """As gradients that are reduced behind the computing: one of them waits too long, and gloo ends
+    the others in words that don't name it."""
+    port = str(free_port())
+    silent = subprocess.Popen([sys.executable, "-c", SILENT, "1", port])
+    try:
+        done = subprocess.run([sys.executable, "-c", SILENT, "0", port], capture_output=True,
+                              text=True, timeout=120, check=False)
+    finally:
+        silent.kill()
+        silent.wait()
+    said = done.stdout.splitlines()
+    assert len(said) == 3, done.stderr
+    assert any("gloo" not in line for line in said)
+    assert all(line.startswith("True ") for line in said)
 
 
 @pytest.mark.parametrize("number", [0, 1])
