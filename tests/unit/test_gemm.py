@@ -181,6 +181,7 @@ def test_weights_that_are_not_there_yet_only_have_shapes():
         assert all(part.packed is None for part in whole)
 
 
+@pytest.mark.skipif(onednn.probe(torch.bfloat16) is not None, reason="no oneDNN in bf16 here")
 def test_packed_weights_in_bf16_serve_inputs_of_any_type():
     whole = nn.Sequential(nn.Linear(24, 40), conv1d(40, 8))
     plain = copy.deepcopy(whole)
@@ -219,6 +220,28 @@ def test_a_product_that_is_not_exact_is_refused(monkeypatch):
         with pytest.raises(ConfigError, match=r"oneDNN can't be used.*off by"):
             onednn.choose_gemm(HardwareConfig(gemm="onednn"))
         assert not onednn.choose_gemm(HardwareConfig(gemm="auto"))
+    finally:
+        monkeypatch.undo()
+        onednn.probe.cache_clear()
+
+
+def test_a_processor_without_products_in_bf16_takes_torch_s_own(monkeypatch):
+    """As all without AVX-512: oneDNN lays no bf16 weight out there."""
+    laid_out = onednn.packed
+
+    def refuses(weight):
+        if weight.dtype == torch.bfloat16:
+            raise RuntimeError("mkldnn_reorder_linear_weight: bf16 path needs the cpu support")
+        return laid_out(weight)
+
+    monkeypatch.setattr(onednn, "packed", refuses)
+    monkeypatch.setattr(onednn, "_gain", lambda _threads: 2.0)
+    onednn.probe.cache_clear()
+    try:
+        assert not onednn.choose_gemm(HardwareConfig(precision="bf16"))
+        with pytest.raises(ConfigError, match="its operator fails here"):
+            onednn.choose_gemm(HardwareConfig(precision="bf16", gemm="onednn"))
+        assert onednn.choose_gemm(HardwareConfig())
     finally:
         monkeypatch.undo()
         onednn.probe.cache_clear()
