@@ -1,6 +1,7 @@
 """What keys come to where they are left open, to the advantage estimator or to ZeRO's stage, and
 which of the algorithm's contradict each other."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import fields, replace
@@ -198,9 +199,10 @@ def _groups(config: schema.TrainConfig) -> keys.Rules:
 def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
     """Rules between the keys of the value function and the reference."""
     value, reference = config.model.value, config.model.reference
-    yield (value.path is not None and value.kind != "model", "model.value.path, model.value.kind",
-           f"a value function of kind {value.kind} is made from the policy: set "
-           "model.value.kind=model, or leave the path out")
+    yield (value.path is not None and value.kind != "model"
+           and not os.path.isdir(value.path), "model.value.path, model.value.kind",
+           f"a value function of kind {value.kind} is made from the policy, or starts as another "
+           "PPO run's: name a run's folder, set model.value.kind=model, or leave the path out")
     layers = "model.value.num_layers_unfrozen, model.value.kind"
     yield (value.kind == "branch" and value.num_layers_unfrozen < 1, layers,
            "a branch needs layers of its own: set model.value.num_layers_unfrozen=2, say")

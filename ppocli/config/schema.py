@@ -34,7 +34,8 @@ class ValueConfig:
     kind: str = key("head", "a 'head' on the policy's trunk, a 'branch' with top layers of its "
                     "own, or a 'model' of its own", choices=("head", "branch", "model"))
     path: Optional[str] = key(None, "kind=model: folder or Hub name, such as the reward model's "
-                              "(default: model.path)")
+                              "(default: model.path); any kind: a PPO run or a checkpoint of one, "
+                              "as whose value function this one starts")
     num_layers_unfrozen: int = key(-1, "kind=branch: how many top layers of its own; kind=model: "
                                    "train only the top k layers (-1: all)", ge=-1)
 

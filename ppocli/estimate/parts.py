@@ -23,6 +23,7 @@ from ppocli.models.loading.language_model import DTYPES, frozen_dtype
 from ppocli.models.loading.model_config import attention_wanted, loading, reference_kind
 from ppocli.models.trunk import RELATIVE_POSITIONS
 from ppocli.rewards.resolve import BUILTIN_REWARDS, MODEL_REWARDS
+from ppocli.storage.critic import value_start
 
 QUANTIZED_BITS = {"8bit": 8, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
 """of each number: LLM.int8() (arXiv 2208.07339), but for a scale of each row; QLoRA's double
@@ -175,11 +176,12 @@ def _empty(cfg: schema.ModelConfig, config: Any | None, path: str | None, key: s
 
 def _value_model(cfg: schema.ModelConfig) -> tuple[Any, nn.Module]:
     """As :func:`ppocli.models.loading.reference_and_value.load_value_model`."""
-    path, key = cfg.value.path, "model.value.path" if cfg.value.path else "model.path"
-    config = read_config(path or cfg.path, key=key, revision=None if path else cfg.revision,
+    key = "model.value.path" if cfg.value.path else "model.path"
+    cfg = value_start(cfg)
+    config = read_config(cfg.path, key=key, revision=cfg.revision,
                          trust_remote_code=cfg.trust_remote_code)
     scores = any("ForSequenceClassification" in a for a in config.architectures or [])
-    whole = _empty(cfg, config, path, key,
+    whole = _empty(cfg, config, cfg.path, key,
                    "AutoModelForSequenceClassification" if scores else "AutoModel")
     trunk, score = whole.base_model, getattr(whole, "score", None)
     if scores and config.num_labels == 1 and isinstance(score, nn.Linear):

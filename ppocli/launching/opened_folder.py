@@ -27,6 +27,7 @@ from ppocli.launching.target_config import allow_code
 from ppocli.parallel.launchers import NODE_FAILED
 from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.storage import atomic, environment, model_files, retention, run_folder
+from ppocli.storage.critic import saved_critic, value_start
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
@@ -328,10 +329,11 @@ def _named_models(cfg: schema.TrainConfig
         yield "model.tokenizer_path", cfg.model.tokenizer_path, None, "tokenizer"
     else:
         yield "model.path", cfg.model.path, cfg.model.revision, "model and tokenizer"
-    for key, path in (("model.value.path", cfg.model.value.path),
-                      ("model.reference.path", cfg.model.reference.path)):
-        if path is not None:
-            yield key, path, None, "model"
+    if cfg.model.value.path is not None and cfg.model.value.kind == "model":
+        start = value_start(cfg.model)
+        yield "model.value.path", start.path, start.revision, "model"
+    if cfg.model.reference.path is not None:
+        yield "model.reference.path", cfg.model.reference.path, None, "model"
     rewards: dict[str, tuple[Any, Any]] = {"reward.kwargs": (cfg.reward.fn, cfg.reward.kwargs)}
     for name, entry in cfg.reward.fns.items():
         if isinstance(entry, dict):
@@ -343,6 +345,10 @@ def _named_models(cfg: schema.TrainConfig
 
 
 def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
+    try:
+        saved_critic(cfg.model)
+    except InputError as error:
+        yield error
     for key, name, revision, needs in _named_models(cfg):
         if name == PYTHON_OBJECT:
             continue

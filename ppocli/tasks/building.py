@@ -1,10 +1,12 @@
 """Builds what a run trains: the policy with its value function, the reference beside it; how the
 policy is sampled from, and how it is written."""
 
+import logging
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from safetensors.torch import load_file
 
 from ppocli.config import adapters, algorithm, schema
 from ppocli.config.keys import several
@@ -21,11 +23,15 @@ from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.parallel.launchers import launched_here
 from ppocli.sampling.decoding import load_decodable, load_policy
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
-from ppocli.storage.model_files import adapter_at, named_base
+from ppocli.storage.critic import saved_critic
+from ppocli.storage.model_files import VALUE_HEAD, VALUE_TRUNK, adapter_at, named_base
 from ppocli.text import first_line
+from ppocli.training.resume import fill_module
 from ppocli.training.saved_model import SavedModel
 from ppocli.zero.sharded_models import load_in_parts, sharded_copy, share_sharded_trunk
 from ppocli.zero.sharded_weights import gathered
+
+log = logging.getLogger("ppocli")
 
 T = TypeVar("T", bound=torch.nn.Module)
 
@@ -219,22 +225,30 @@ def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -
     value = cfg.model.value
     if not algorithm.needs_critic(cfg):
         return None, None
-    if value.kind == "head":
-        return build_value_head(loaded.lm, cfg.seed), None
+    trunk: Any = None
     try:
-        if value.kind == "branch":
-            branch = ValueBranch(loaded.lm, value.num_layers_unfrozen)
-            return build_value_head(loaded.lm, cfg.seed), branch
-        model, head = reference_and_value.load_value_model(cfg.model, tokenizer, loaded.lm,
-                                                           cfg.seed)
-        freeze_lower_layers(model.lm, value.num_layers_unfrozen)
+        if value.kind == "model":
+            trunk, head = reference_and_value.load_value_model(cfg.model, tokenizer, loaded.lm,
+                                                               cfg.seed)
+            freeze_lower_layers(trunk.lm, value.num_layers_unfrozen)
+        else:
+            head = build_value_head(loaded.lm, cfg.seed)
+            if value.kind == "branch":
+                trunk = ValueBranch(loaded.lm, value.num_layers_unfrozen)
     except ValueError as error:
         raise InputError(f"The value function can't be built: {error}.", where="model.value",
                          fix="set model.value.kind=head, or change "
                          "model.value.num_layers_unfrozen") from error
-    if cfg.model.gradient_checkpointing:
-        _checkpoint_gradients(model.lm)
-    return head, model
+    if (saved := saved_critic(cfg.model)) is not None:
+        log.info("values start as those of %s, step %d", cfg.model.value.path, saved.step)
+        for module, name in ((head, VALUE_HEAD), (trunk, VALUE_TRUNK)):
+            if module is not None:
+                fill_module(module, load_file(saved.path / name), "value function",
+                            where="model.value.path", fix="start from the model that the other "
+                            "run started from, with its model.value")
+    if value.kind == "model" and cfg.model.gradient_checkpointing:
+        _checkpoint_gradients(trunk.lm)
+    return head, trunk
 
 
 def sampling_specs(cfg: schema.GenerationConfig, tokenizer: Any, loaded: LoadedLM

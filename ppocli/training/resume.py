@@ -145,8 +145,18 @@ def _set_aside_finished(folder: run_folder.RunFolder) -> None:
             log.info("the model of the finished run is now %s", target)
 
 
-def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what: str,
-                 allowed_missing: Set[str] = frozenset()) -> None:
+def fill_module(module: torch.nn.Module, tensors: saved_model.Tensors, what: str,
+                allowed_missing: Set[str] = frozenset(), *, where: str = "model.path",
+                fix: str = "resume with the model the run was started with") -> None:
+    """Put a checkpoint's tensors in place of a module's, which may be in parts.
+
+    Args:
+        what: the module, for messages, as are ``where`` and ``fix``.
+        allowed_missing: names that may not be among them.
+
+    Raises:
+        CheckpointError: one is missing, superfluous or of another shape.
+    """
     own = module.state_dict(keep_vars=True)
     wrong = [f"{name}: {tuple(tensors[name].shape)} saved, {tuple(whole_shape(own[name]))} here"
              for name in tensors if name in own and tensors[name].shape != whole_shape(own[name])]
@@ -155,8 +165,7 @@ def _load_module(module: torch.nn.Module, tensors: dict[str, torch.Tensor], what
     extra = [f"{name} is not in the model" for name in tensors if name not in own]
     if problems := wrong + missing + extra:
         raise CheckpointError(f"The {what} of the checkpoint does not fit the model: "
-                              f"{'; '.join(problems[:3])}", where="model.path",
-                              fix="resume with the model the run was started with")
+                              f"{'; '.join(problems[:3])}", where=where, fix=fix)
     with torch.no_grad():
         for name, tensor in tensors.items():
             with sharded_weights.one_gathered(own[name], modify=True):
@@ -175,7 +184,7 @@ def _load_modules(task: Task, folder: Path) -> None:
             f"{', '.join(sorted(wanted)) or 'none'}", where="model.value, ppo.advantage",
             fix="resume with what the run was started with")
     for name, module in wanted.items():
-        _load_module(module, load_file(folder / name), Path(name).stem.replace("_", " "))
+        fill_module(module, load_file(folder / name), Path(name).stem.replace("_", " "))
 
 
 def _tied_names(lm: Any, saved: set[str]) -> set[str]:
@@ -230,7 +239,7 @@ def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
     for path in sorted((folder / checkpoint_writing.POLICY).glob("*.safetensors")):
         weights |= load_file(path)
     if saved.adapter is None:
-        _load_module(saved.lm, weights, "policy", _tied_names(saved.lm, set(weights)))
+        fill_module(saved.lm, weights, "policy", _tied_names(saved.lm, set(weights)))
     elif not saved.prompt_encoders():
         with sharded_weights.gathered(module, stage, modify=True):
             fill_adapter(saved.adapter, weights, str(folder / checkpoint_writing.POLICY))

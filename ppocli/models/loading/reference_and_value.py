@@ -23,6 +23,7 @@ from ppocli.models.loading.model_config import max_positions
 from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.deepspeed_internals import whole_shape
+from ppocli.storage.critic import value_start
 from ppocli.storage.model_files import find_model, scores
 
 log = logging.getLogger("ppocli")
@@ -50,7 +51,8 @@ def load_reference(load: Callable[..., LoadedLM], cfg: ModelConfig, hardware: Ha
 
 def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
                      ) -> tuple[ValueModel, ValueHead | ScoreHead]:
-    """The trunk of ``model.value.path`` (default: the policy's own start) and a head on it.
+    """The trunk of ``model.value.path`` (default: the policy's own start) and a head on it; where
+    another run's critic is named, what that one was before it was trained.
 
     A reward model's score layer becomes the head, so that values start as its scores (as TRL's
     ``value_model``); any other trunk gets a fresh head that starts at 0.
@@ -65,8 +67,8 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
             tokens.
     """
     key = "model.value.path" if cfg.value.path else "model.path"
-    name = cfg.value.path or cfg.path
-    revision = None if cfg.value.path else cfg.revision
+    cfg = value_start(cfg)
+    name, revision = cfg.path, cfg.revision
     source, _ = find_model(name, key=key, revision=revision, needs="model")
     model, config = load_weights(cfg, source, _class_of_value, name=name, key=key,
                                  revision=revision, dtype=torch.float32, what="value model")

@@ -1,0 +1,74 @@
+"""``model.value.path`` names a PPO run: its value function is where this one starts."""
+
+from pathlib import Path
+
+import pytest
+from runs import STEPS, run, words
+from safetensors.torch import load_file
+
+TRUNK, HEAD = "value_trunk.safetensors", "value_head.safetensors"
+STILL = ("ppo.optimizer.lr=1e-12", "ppo.num_steps=1")
+
+
+def critic_at(run_dir: Path, step: int) -> dict:
+    """Its tensors in a checkpoint."""
+    return {f"{name}/{key}": value for name in (HEAD, TRUNK)
+            if (path := run_dir / f"checkpoints/step-{step:06d}" / name).is_file()
+            for key, value in load_file(path).items()}
+
+
+def assert_close(one: dict, other: dict) -> None:
+    assert one.keys() == other.keys()
+    for key, value in one.items():
+        assert float((value - other[key]).abs().max()) < 1e-9, key
+
+
+@pytest.mark.parametrize("kind", [
+    ("model.value.kind=head",),
+    pytest.param(("model.value.kind=branch", "model.value.num_layers_unfrozen=1"),
+                 marks=pytest.mark.slow),
+    ("model.value.kind=model",)])
+def test_a_critic_starts_as_another_run_s(world, kind):
+    run("train", *words("run_name=first", *kind, "ppo.num_steps=2"), cwd=world, code=0)
+    done = run("train", *words("run_name=second", *kind, *STILL, "model.value.path=runs/first"),
+               cwd=world, code=0)
+    assert "values start as those of" in done.said
+    first, second = world / "runs/first", world / "runs/second"
+    assert_close(critic_at(second, 1), critic_at(first, 2))
+    assert any(value.any() for value in critic_at(first, 2).values())
+    # a step that is named, and a critic that has come from a third run
+    run("train", *words("run_name=third", *kind, *STILL,
+                        "model.value.path=runs/first/checkpoints/step-000001"), cwd=world, code=0)
+    assert_close(critic_at(world / "runs/third", 1), critic_at(first, 1))
+    run("train", *words("run_name=fourth", *kind, *STILL, "model.value.path=runs/third"),
+        cwd=world, code=0)
+    assert_close(critic_at(world / "runs/fourth", 1), critic_at(first, 1))
+
+
+def test_a_run_without_that_critic_is_refused_before_anything_is_loaded(world):
+    run("train", *words("run_name=none", "ppo.advantage=rloo", "ppo.n=2", "ppo.num_steps=1"),
+        cwd=world, code=0)
+    run("train", *words("run_name=head", "ppo.num_steps=1"), cwd=world, code=0)
+    (world / "notes").mkdir()
+    for given, code, told in (
+            (("runs/none",), 3, "it was trained without a critic"),
+            (("runs/head", "model.value.kind=model"), 3, "is of kind head, not model"),
+            (("notes",), 3, "is no run of PPO"),
+            (("elsewhere",), 2, "name a run's folder"),
+            (("runs/head/checkpoints/step-000009",), 2, "name a run's folder")):
+        path, *more = given
+        done = run("train", *words("run_name=new", f"model.value.path={path}", *more), cwd=world,
+                   code=code)
+        assert told in done.err
+        assert "model.value.path" in done.err
+        assert "Traceback" not in done.err
+        assert not (world / "runs/new").exists()
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(world):
+    run("train", *words("run_name=first", f"ppo.num_steps={STEPS}"), cwd=world, code=0)
+    newest = world / f"runs/first/checkpoints/step-{STEPS:06d}" / HEAD
+    newest.write_bytes(newest.read_bytes()[:-1])
+    run("train", *words("run_name=second", *STILL, "model.value.path=runs/first"), cwd=world,
+        code=0)
+    assert_close(critic_at(world / "runs/second", 1), critic_at(world / "runs/first", STEPS - 1))
