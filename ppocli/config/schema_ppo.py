@@ -120,6 +120,10 @@ class PPOConfig:
     ent_coef: float = key(0.0, "weight of the entropy bonus", ge=0)
     ent_coef_end: Optional[float] = key(None, "its weight in the last step, reached from ent_coef "
                                         "in equal parts (null: ent_coef throughout)", ge=0)
+    positive_nll_coef: float = key(0.0, "weight of the negative log-likelihood of responses with a "
+                                   "score above positive_above", ge=0)
+    positive_above: float = key(0.0, "score, as the reward gave it, from above which a response is "
+                                "imitated with weight positive_nll_coef")
     gamma: float = key(1.0, "discount of token rewards (gae, reinforce_pp)", ge=0, le=1)
     lam: float = key(0.95, "GAE lambda", ge=0, le=1)
     lam_value: Optional[float] = key(None, "gae: lambda of what the value function learns, where "

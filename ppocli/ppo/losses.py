@@ -65,6 +65,8 @@ class LossOptions:
     """None: values are not clipped"""
     vf_coef: float = 0.0
     ent_coef: float = 0.0
+    nll_coef: float = 0.0
+    """of the likelihood of imitated tokens"""
     kl_coef: float = 0.0
     """of the KL term; 0 where the reward is charged instead"""
     kl_estimator: str = "k3"
@@ -85,6 +87,8 @@ class PPOLoss:
     entropy: torch.Tensor
     kl: torch.Tensor
     """the KL term before its coefficient; 0 where it is not part of the loss"""
+    nll: torch.Tensor
+    """mean negative log-likelihood of imitated tokens, before its coefficient; 0 without any"""
     approx_kl: torch.Tensor
     """mean of (old - new logprob): what early stopping looks at"""
     approx_kl_squared: torch.Tensor
@@ -140,7 +144,8 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
              values: torch.Tensor | None = None, old_values: torch.Tensor | None = None,
              returns: torch.Tensor | None = None, entropy: torch.Tensor | None = None,
              ref_logprobs: torch.Tensor | None = None,
-             lengths: torch.Tensor | None = None) -> PPOLoss:
+             lengths: torch.Tensor | None = None, imitated: torch.Tensor | None = None
+             ) -> PPOLoss:
     """Clipped policy and value losses (Schulman et al. 2017, eq. 7 and 9), all inputs [N].
 
     Policy: ``max(-A ratio, -A clip(ratio, 1-c, 1+c_high))``, with a dual clip ``d`` at most
@@ -153,8 +158,10 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
     Value: ``0.5 max((V-R)^2, (V_old + clip(V-V_old, -c, c) - R)^2)``, or ``0.5 (V-R)^2`` without a
     clip range. KL: the estimate between policy and reference, differentiated as it stands (Shao et
     al. 2024, eq. 4, for k3); 0 for a token on which both agree but for fp32's rounding.
-    total = policy + vf_coef * value - ent_coef * entropy + kl_coef * kl, each a sum of
-    ``weights`` times the term.
+    Likelihood of good responses: ``-sum imitated logprob`` (VAPO, Yue et al. 2025, arXiv
+    2504.05118: a mean over the tokens of all correct ones).
+    total = policy + vf_coef * value - ent_coef * entropy + kl_coef * kl + nll_coef * nll, each but
+    the last a sum of ``weights`` times the term.
 
     Args:
         weights: each token's weight in the loss, from :func:`token_weights`.
@@ -164,6 +171,8 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
         entropy: of the policy at each token, or None when it is not computed.
         ref_logprobs: of the reference, or None when the KL is not part of the loss.
         lengths: [b] tokens of each response, whose sum is N; gspo alone needs them.
+        imitated: each token's weight in the likelihood of good responses, which over the whole
+            update sum to 1; or None.
     """
     log_ratio = logprobs - old_logprobs
     losses, is_clipped, is_bounded = _policy_terms(logprobs, log_ratio, advantages,
@@ -171,7 +180,7 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
     policy = (weights * losses).sum()
     total, zero = policy, policy.new_zeros(())
     square = square_clipped = policy.new_zeros(1)
-    value = mean_entropy = kl = zero
+    value = mean_entropy = kl = nll = zero
     if values is not None and old_values is not None and returns is not None:
         square = square_clipped = (values - returns).square()
         if options.cliprange_value is not None:
@@ -188,11 +197,14 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
         kl = torch.where((logprobs - ref_logprobs).detach().abs() <= ROUNDING, 0.0, kl)
         kl = (weights * kl).sum()
         total = total + options.kl_coef * kl
+    if imitated is not None:
+        nll = -(imitated * logprobs).sum()
+        total = total + options.nll_coef * nll
     share = 1.0 / max(total_tokens, 1)
     with torch.no_grad():
         return PPOLoss(
             total=total, policy=policy.detach(), value=value.detach(),
-            entropy=mean_entropy.detach(), kl=kl.detach(),
+            entropy=mean_entropy.detach(), kl=kl.detach(), nll=nll.detach(),
             approx_kl=-log_ratio.sum() * share,
             approx_kl_squared=0.5 * log_ratio.square().sum() * share,
             policy_clipfrac=is_clipped.sum() * share,

@@ -208,6 +208,32 @@ def test_responses_that_did_not_end_weigh_nothing_and_still_count_for_the_others
     assert found.advantages[1].tolist() == [3.0, 3.0, 3.0]
 
 
+def test_good_responses_are_imitated_by_the_token_however_an_update_is_cut(tmp_path):
+    cfg = small_config(tmp_path, ppo__positive_nll_coef=0.1, ppo__positive_above=0.5,
+                       ppo__mask_truncated=True, ppo__logprobs_from="forward")
+    with session_of(cfg) as session:
+        rollout = rollout_of(session)
+        scores = [float(i % 3 == 0) for i in range(len(rollout))]
+        rollout = replace(rollout, scores=scores)
+        experience = to_experience(rollout, PPOState(kl_coef=0.0, init_kl_coef=0.0), cfg)
+        group, task = update_of(session, experience, torch.arange(len(rollout))), PPOTask(session)
+        counted = [i for i, score in enumerate(scores) if score > 0.5 and rollout.finished[i]]
+        assert 0 < len(counted) < len(rollout)
+        lengths = rollout.response_mask.sum(1).tolist()
+        # the policy is still the one that sampled
+        said = [value for i in counted for value in rollout.logprobs[i, :lengths[i]].tolist()]
+        wanted = -math.fsum(said) / len(said)
+        for size in (1, 3, len(rollout)):
+            sums = torch.zeros(len(task.terms))
+            for rows in group.rows.split(size):
+                found = task.loss(experience, rows, group.weights[rows], group)
+                sums += found.terms
+            told = dict(zip(task.terms, sums.tolist(), strict=True))
+            assert told["nll"] == pytest.approx(wanted, rel=1e-5)
+            assert told["total"] == pytest.approx(
+                told["policy"] + cfg.ppo.vf_coef * told["value"] + 0.1 * told["nll"], rel=1e-5)
+
+
 @pytest.mark.parametrize(("off", "charged"), [(9e-6, 0.0), (2e-5, -2e-6), (float("nan"), None)])
 def test_a_kl_of_rounding_alone_is_not_charged_and_nan_is_no_rounding(tmp_path, off, charged):
     cfg = small_config(tmp_path, ppo__advantage="reinforce_pp", ppo__whiten_advantages=False)

@@ -141,6 +141,8 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
         advantages=advantages, returns=returns,
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
         counts=rollout.finished[keep] if ppo.mask_truncated else None, pretrains=pretrains,
+        imitated=torch.tensor(rollout.scores)[keep] > ppo.positive_above
+        if ppo.positive_nll_coef else None,
         kl_coef=state.kl_coef if charged else 0.0,
         ent_coef=ppo.ent_coef if ppo.ent_coef_end is None else
         (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end,

@@ -155,6 +155,8 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
         figures["policy/entropy_avg"] = terms.get("entropy", math.nan)
     if experience.ref_logprobs is not None:
         figures["loss/kl_avg"] = terms.get("kl", math.nan)
+    if experience.imitated is not None:
+        figures["loss/positive_nll_avg"] = terms.get("nll", math.nan)
     if ppo.dual_clip is not None:
         figures["policy/dual_clipfrac_avg"] = terms.get("dual_clipfrac", math.nan)
     return figures

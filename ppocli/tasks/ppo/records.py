@@ -158,6 +158,8 @@ class Experience:
     """as of :class:`Rollout`"""
     counts: torch.Tensor | None = None
     """[B] bool, whether a sample's tokens are in the loss; None: all are"""
+    imitated: torch.Tensor | None = None
+    """[B] bool, whether the likelihood of a sample is a term of the loss; None: of none"""
     pretrains: bool = False
     """whether the value function alone learns from it, on returns of lambda 1"""
 

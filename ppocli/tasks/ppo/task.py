@@ -103,13 +103,20 @@ class PPOTask(task.Task):
         def flat(x: Any) -> Any:
             return None if x is None else x.reshape(-1).index_select(0, place)
 
+        imitated: torch.Tensor | None = None
+        if atoms.imitated is not None:
+            # what is in no part of the loss has the weight 0
+            told = group.counts * group.weights.sign() * atoms.imitated[group.rows]
+            shares = atoms.imitated[rows] * weights.sign() / told.sum().clamp(min=1)
+            imitated = shares.repeat_interleave(mask.sum(1)).to(device)
         found = ppo_loss(
             loss_options(self.cfg.ppo, atoms), logprobs=out.logprobs,
             values=out.values, entropy=out.entropy, old_logprobs=flat(atoms.logprobs),
             advantages=flat(atoms.advantages), old_values=flat(atoms.values),
             returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
             weights=weights.repeat_interleave(mask.sum(1)).to(device),
-            total_tokens=int(group.counts.sum()), lengths=mask.sum(1).to(device))
+            total_tokens=int(group.counts.sum()), lengths=mask.sum(1).to(device),
+            imitated=imitated)
         return task.LossTerms(found.total, torch.stack(
             [getattr(found, name).detach() for name in self.terms]), tokens)
 
@@ -290,7 +297,7 @@ def loss_options(ppo: schema.PPOConfig, experience: records.Experience) -> LossO
         cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
         cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=experience.ent_coef,
         kl_coef=experience.kl_coef, kl_estimator=algorithm.kl_estimator(ppo),
-        policy_loss=ppo.policy_loss)
+        policy_loss=ppo.policy_loss, nll_coef=ppo.positive_nll_coef)
 
 
 def replay(session: Session, experience: records.Experience, rows: torch.Tensor, *, value_only: bool
