@@ -208,6 +208,9 @@ def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
            "a branch needs layers of its own: set model.value.num_layers_unfrozen=2, say")
     yield (value.kind == "head" and value.num_layers_unfrozen >= 0, layers,
            "a head has no layers of its own: set model.value.kind=branch or =model")
+    yield (value.kind == "head" and value.freeze_attention,
+           "model.value.freeze_attention, model.value.kind",
+           "a head has no attention of its own: set model.value.kind=branch or =model")
     if reference.device is not None:
         kind = schema.reference_kind(config.model)
         yield (not re.fullmatch(r"cpu|cuda(:\d+)?", reference.device), "model.reference.device",

@@ -263,9 +263,9 @@ _HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
 _REFUSED = frozenset({
     "seed", "model.path", "model.arch", "model.revision", "model.tokenizer_path", "model.dtype",
     "model.num_layers_unfrozen", "model.reference.kind", "model.reference.path",
-    "model.value.kind", "model.value.path", "model.value.num_layers_unfrozen", "hardware.precision",
-    "hardware.weights", "ppo.optimizer.name", "ppo.value_optimizer.name", "ppo.advantage", "ppo.n",
-    "reward.scale", "ppo.kl_controller",
+    "model.value.kind", "model.value.path", "model.value.num_layers_unfrozen",
+    "model.value.freeze_attention", "hardware.precision", "hardware.weights", "ppo.optimizer.name",
+    "ppo.value_optimizer.name", "ppo.advantage", "ppo.n", "reward.scale", "ppo.kl_controller",
 })
 
 

@@ -38,6 +38,7 @@ class ValueConfig:
                               "as whose value function this one starts")
     num_layers_unfrozen: int = key(-1, "kind=branch: how many top layers of its own; kind=model: "
                                    "train only the top k layers (-1: all)", ge=-1)
+    freeze_attention: bool = key(False, "kind=branch or model: leave its attention as it starts")
 
 
 @dataclass

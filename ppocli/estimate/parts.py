@@ -145,6 +145,9 @@ def models_of(cfg: schema.TrainConfig, config: Any | None = None) -> Models:
             elif algorithm.needs_critic(cfg):
                 head = policy.build_value_head(lm, 0)
                 branch = _branch(lm, value.num_layers_unfrozen) if value.kind == "branch" else None
+            own = value_lm or branch
+            if own is not None and value.freeze_attention:
+                policy.freeze_attention(own)
     return Models(lm, head, branch, value_lm)
 
 

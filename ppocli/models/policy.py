@@ -202,6 +202,20 @@ class Policy(nn.Module):
         return PolicyOutput(logprobs, self.values(batch, hidden, shared), entropy)
 
 
+def freeze_attention(trunk: nn.Module) -> None:
+    """Leave no gradients to a value function's attention (SAO, arXiv 2607.07508).
+
+    Raises:
+        ValueError: there is none that can be told by its name.
+    """
+    found = [module for module in trunk.modules() if "Attention" in type(module).__name__]
+    for module in found:  # T5 has a layer of that name around it, with a norm
+        if not any(inner in found for inner in list(module.modules())[1:]):
+            module.requires_grad_(False)
+    if not found:
+        raise ValueError("model.value.freeze_attention finds no attention in it")
+
+
 def freeze_lower_layers(lm: Any, num_layers_unfrozen: int) -> None:
     """Leave gradients only to the top ``num_layers_unfrozen`` layers and what follows them.
 

@@ -16,7 +16,13 @@ from ppocli.models.fast.gemm import route_linears
 from ppocli.models.loading import reference_and_value
 from ppocli.models.loading.language_model import LoadedLM, empty_lm, stop_rules
 from ppocli.models.loading.model_config import reference_kind
-from ppocli.models.policy import Policy, ValueBranch, build_value_head, freeze_lower_layers
+from ppocli.models.policy import (
+    Policy,
+    ValueBranch,
+    build_value_head,
+    freeze_attention,
+    freeze_lower_layers,
+)
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import whole_shape
@@ -235,6 +241,8 @@ def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -
             head = build_value_head(loaded.lm, cfg.seed)
             if value.kind == "branch":
                 trunk = ValueBranch(loaded.lm, value.num_layers_unfrozen)
+        if value.freeze_attention:
+            freeze_attention(trunk)
     except ValueError as error:
         raise InputError(f"The value function can't be built: {error}.", where="model.value",
                          fix="set model.value.kind=head, or change "

@@ -242,6 +242,36 @@ def test_the_critic_s_own_optimizer_and_schedule(tmp_path):
         assert len(slots) == sum(n.startswith("lm.") for n in before)
 
 
+@pytest.mark.parametrize(("critic", "kind"), [("branch", "gpt2"), ("model", "llama"),
+                                              ("model", "t5")])
+def test_frozen_attention_of_the_critic_stays_and_the_rest_learns(tmp_path, critic, kind):
+    cfg = with_critic(tmp_path, critic, kind, ppo__vf_coef=1.0, ppo__optimizer__lr=0.01,
+                      model__value__freeze_attention=True)
+    with session_of(cfg, reward=count_letters) as session:
+        before = weights_of(session)
+        optimize(session, experience_of(session))
+        optimize(session, experience_of(session))
+        after = weights_of(session)
+        told = {name for name, p in session.policy.named_parameters()
+                if name.startswith("value_") and not p.requires_grad}
+    words = ("attn.", "self_attn.", "SelfAttention.", "EncDecAttention.")
+    frozen = {name for name in after if name.startswith("value_trunk") and
+              any(word in name for word in words)}
+    assert told == frozen
+    assert len(frozen) >= 4
+    assert all(torch.equal(before[name], after[name]) for name in frozen)
+    moved = {name for name in after
+             if name.startswith("value_") and not torch.equal(before[name], after[name])}
+    assert any("mlp" in name or "DenseReluDense" in name for name in moved)
+    assert not moved & frozen
+
+
+def test_a_critic_without_attention_can_freeze_none(tmp_path):
+    with pytest.raises(InputError, match="finds no attention"), session_of(
+            with_critic(tmp_path, "model", "mamba", model__value__freeze_attention=True)):
+        pass
+
+
 @pytest.mark.parametrize(("keys", "problem"), [
     ({"ppo__value_optimizer__name": "sgd", "ppo__value_optimizer__betas": [0.9, 0.9]},
      "sgd has no betas"),
@@ -249,6 +279,7 @@ def test_the_critic_s_own_optimizer_and_schedule(tmp_path):
     ({"model__value__path": "x"}, "set model.value.kind=model"),
     ({"model__value__kind": "branch"}, "a branch needs layers of its own"),
     ({"model__value__num_layers_unfrozen": 1}, "a head has no layers of its own"),
+    ({"model__value__freeze_attention": True}, "a head has no attention of its own"),
     ({"model__reference__path": "x", "model__reference__kind": "shared"},
      "is made from the policy"),
     ({"model__reference__device": "gpu7"}, "must be cpu, cuda or cuda:N"),
