@@ -281,7 +281,7 @@ def _record(job: SweepJob, status: str, code: int, summary: dict[str, Any] | Non
             config: TrainConfig | None, error: str | None = None) -> sweeps.JobRecord:
     after = (summary or {}).get("eval_after") or {}
     figures = {} if config is None else sweeps.figures_of(
-        config, lambda name: finite_number(after.get(name)))
+        config, job.folder, lambda name: finite_number(after.get(name)))
     return sweeps.JobRecord(job.number, job.words, job.varied, status, code, **figures,
                             seconds=round(seconds, 1), folder=str(job.folder),
                             error=error or (summary or {}).get("error"))

@@ -41,11 +41,16 @@ KINDS = {
 """by :func:`ppocli.config.tasks.task_name`"""
 
 
-def kind_of(config: schema.TrainConfig) -> Kind:
-    """The kind of a run; of a task of the user's own, ``checkpoint.metric`` is what counts."""
+def kind_of(config: schema.TrainConfig, lower_is_better: frozenset[str] | None = None) -> Kind:
+    """The kind of a run; of a task of the user's own, ``checkpoint.metric`` is what counts.
+
+    Args:
+        lower_is_better: what such a task says of its figures.
+    """
     metric = config.checkpoint.metric
     return KINDS.get(tasks.task_name(config)) or Kind(
-        "training", _UPDATES, ((metric.rpartition("/")[2], metric),))
+        "training", _UPDATES, ((metric.rpartition("/")[2], metric),),
+        lower_is_better or frozenset())
 
 
 def curves_of(row: Mapping[str, Any]) -> Named:

@@ -162,6 +162,7 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
         atomic.write_json_atomic(folder.path / environment.ENV_FILE, {
             "started": datetime.now(UTC).isoformat(timespec="seconds"), **environment.describe(),
             _PRODUCTS: "oneDNN" if backend.onednn else "torch",
+            environment.LOWER: sorted(task.lower_is_better),
             **({} if task.examples is None else {environment.EXAMPLES: task.examples})})
         if cfg.hardware.zero_stage > 0:
             atomic.write_json_atomic(folder.path / DEEPSPEED_FILE,

@@ -16,7 +16,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import list_runs, written
-from ppocli.storage import atomic, holds, manifest, model_files, retention, run_folder
+from ppocli.storage import atomic, environment, holds, manifest, model_files, retention, run_folder
 from ppocli.storage.checkpoints import best_step
 
 
@@ -84,7 +84,8 @@ def best_evaluation(run: RunRecord) -> tuple[int, float] | tuple[None, None]:
     """(step, figure) of the evaluation with the best ``checkpoint.metric``, the first of several:
     the lowest loss, else the highest figure; Nones without evaluations."""
     metric = run.config.checkpoint.metric
-    sign = -1 if metric in kinds.kind_of(run.config).lower_is_better else 1
+    kind = kinds.kind_of(run.config, environment.lower_is_better(run.folder.path))
+    sign = -1 if metric in kind.lower_is_better else 1
     return max(run.series(f"eval/{metric}"), key=lambda point: (sign * point[1], -point[0]),
                default=(None, None))
 

@@ -14,7 +14,7 @@ from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import RUNS, run_named
-from ppocli.storage import signature
+from ppocli.storage import environment, signature
 from ppocli.storage.atomic import read_json, write_json_atomic
 from ppocli.storage.run_folder import Owner, finite_or_null, live_owner
 from ppocli.text import did_you_mean, printable, short_path
@@ -59,9 +59,12 @@ class JobRecord:
         return best if best is None or self.lower_is_better else -best
 
 
-def figures_of(config: schema.TrainConfig, value: Callable[[str], float | None]) -> dict[str, Any]:
-    """What a :class:`JobRecord` tells of a job's evaluation; ``value`` has its figures by name."""
-    kind, metric = kinds.kind_of(config), config.checkpoint.metric
+def figures_of(config: schema.TrainConfig, folder: Path, value: Callable[[str], float | None]
+               ) -> dict[str, Any]:
+    """What a :class:`JobRecord` tells of the evaluation of a job in ``folder``; ``value`` has its
+    figures by name."""
+    kind = kinds.kind_of(config, environment.lower_is_better(folder))
+    metric = config.checkpoint.metric
     named = dict(kind.evaluations)
     if metric not in kind.names:
         named[metric.rpartition("/")[2]] = metric
@@ -216,7 +219,7 @@ def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | 
         newest = {name: run.series(name)[-1][1] for name in run.names if name.startswith("eval/")
                   and run.series(name)}
         if newest:
-            now |= figures_of(run.config, lambda name: newest.get(f"eval/{name}"))
+            now |= figures_of(run.config, folder, lambda name: newest.get(f"eval/{name}"))
     return replace(job, **now), run
 
 

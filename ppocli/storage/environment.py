@@ -19,6 +19,8 @@ from ppocli.version import __version__
 ENV_FILE = "env.json"
 EXAMPLES = "examples"
 """key of what a run that trains on a data set found there"""
+LOWER = "lower_is_better"
+"""key of the figures of which less is better to a run's task"""
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "hydra-core", "omegaconf",
             "datasets", "tokenizers", "safetensors", "huggingface-hub", "typer", "rich", "numpy",
             "pyarrow")
@@ -190,6 +192,13 @@ def _torch() -> dict[str, Any]:
                           "capability": f"{gpu.major}.{gpu.minor}"} for gpu in gpus]}
     except Exception as error:  # a broken installation raises whatever its loader does
         return {"error": " ".join([type(error).__name__, *str(error).splitlines()[:1]])}
+
+
+def lower_is_better(run_dir: Path) -> frozenset[str] | None:
+    """Figures of evaluations of which less is better, as the task of a run has them; None where
+    that isn't known."""
+    found = (atomic.read_json(run_dir / ENV_FILE) or {}).get(LOWER)
+    return frozenset(map(str, found)) if isinstance(found, list) else None
 
 
 def examples_of(run_dir: Path) -> int | None:

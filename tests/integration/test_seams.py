@@ -175,3 +175,19 @@ def test_validate_looks_for_a_task_and_a_sampler_of_one_s_own(here, word, says):
 
 def test_validate_finds_a_sampler_of_one_s_own(here):
     run("validate", *words("sampler"), cwd=here, code=0)
+
+
+def test_what_a_task_minimises_is_best_where_it_is_lowest(here):
+    (here / "least.py").write_text(
+        "from pairs_task import Pairs\n\n\nclass Least(Pairs):\n"
+        "    lower_is_better = frozenset({'margin_mean'})\n")
+    run("train", *words("task", "run_name=least", "task.fn=least.py:Least", "eval.every_steps=1",
+                        "checkpoint.metric=margin_mean"), cwd=here, code=0)
+    told = {row["step"]: row["eval/margin_mean"]
+            for row in jsonl(here / "runs/least/metrics.jsonl")}
+    assert min(told.values()) < max(told.values())
+    [listed] = json.loads(run("runs", "list", "--json", cwd=here, code=0).out)
+    assert (listed["best"], listed["best_step"]) == min((told[step], step) for step in told)
+    # the start has no checkpoint
+    summary = json.loads((here / "runs/least/summary.json").read_text())
+    assert summary["best"]["metric"] == min(told[step] for step in told if step)
