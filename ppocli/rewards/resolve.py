@@ -257,6 +257,7 @@ BUILTIN_REWARDS: Mapping[str, str] = {
     "length": "ppocli.rewards.rules:Length",
     "keyword": "ppocli.rewards.rules:Keyword",
     "word_list": "ppocli.rewards.rules:WordList",
+    "answer": "ppocli.rewards.rules:Answer",
     "randomwalks": "ppocli.rewards.randomwalks:optimality",
 }
 

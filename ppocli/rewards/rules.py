@@ -7,11 +7,13 @@ loaded; each call gets a chunk of samples and returns one number a sample. A pla
 
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from ppocli.errors import RewardError
 from ppocli.rewards.resolve import wrong_argument
 
+NUMBER = re.compile(r"(?<!\d)-?\d+(?:,\d{3})*(?:\.\d+)?")
 WORD = re.compile(r"\w+(?:'\w+)*")
 
 
@@ -109,6 +111,46 @@ class WordList:
             bad = sum(word in self.negative for word in words)
             scores.append((good - bad) / (good + bad) if good + bad else 0.0)
         return scores
+
+
+class Answer:
+    """1 where the last number of a response is the one that is wanted, else 0.
+
+    Args:
+        column: column of the prompts that has the answer. Its last number counts, so that GSM8K's
+            worked solutions will do.
+        after: text behind which the response's number stands, such as ``####``; 0 without it.
+
+    Raises:
+        RewardError: the prompts have no such column, or an answer has no number.
+    """
+
+    def __init__(self, column: str = "answer", after: str = "") -> None:
+        for name, value in (("column", column), ("after", after)):
+            if not isinstance(value, str):
+                raise wrong_argument(name, value, "a text")
+        self.column, self.after = column, after
+
+    def __call__(self, responses: list[str], **columns: Any) -> list[float]:
+        """[N] 1 or 0."""
+        if self.column not in columns:
+            raise RewardError(f"The prompts have no column {self.column!r}.",
+                              where="reward.kwargs.column", fix="name the column with the answers")
+        wanted = [_last_number(str(answer)) for answer in columns[self.column]]
+        if None in wanted:
+            answer = columns[self.column][wanted.index(None)]
+            raise RewardError(f"{answer!r} holds no number to compare with.",
+                              where=f"prompts, column {self.column}", fix="name another column: "
+                              "reward.kwargs.column")
+        said = [response.rpartition(self.after)[2] if self.after in response else ""
+                for response in responses] if self.after else responses
+        return [float(_last_number(text) == number)
+                for text, number in zip(said, wanted, strict=True)]
+
+
+def _last_number(text: str) -> Decimal | None:
+    found = NUMBER.findall(text)
+    return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def _words(name: str, words: Any) -> list[str]:

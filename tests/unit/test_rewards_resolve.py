@@ -363,7 +363,27 @@ def test_word_list():
     assert score_of("word_list", texts, positive=["good", "Fine"], negative=["bad"]) == expected
 
 
+def answers(responses, answers_, **kwargs):
+    request = RewardRequest(["q"] * len(responses), responses, [[1]] * len(responses),
+                            {"answer": answers_}, None)
+    return build_reward(RewardConfig(fn="answer", kwargs=kwargs),
+                        columns=["answer"]).score(request).scores
+
+
+def test_answer():
+    worked = "She has 5 * 3 = <<5*3=15>>15 eggs. #### 1,215"
+    said = ["1215", "it is 1,215.0!", "12 and 15", "-1215", "", "no number", "3-1215", "121.5"]
+    assert answers(said, [worked] * len(said)) == [1, 1, 0, 0, 0, 0, 1, 0]
+    assert answers(["7 #### 8", "8", "#### 7, not 8 #### 9", "####"], [8, "8", 9.0, 8],
+                   after="####") == [1, 0, 1, 0]
+    with refused(RewardError, "'none' holds no number"):
+        answers(["1"], ["none"])
+    with refused(RewardError, "no column 'answer'"):
+        score_of("answer", ["1"])
+
+
 @pytest.mark.parametrize(("name", "kwargs", "words"), [
+    ("answer", {"after": 4}, "after=4 is not a text"),
     ("length", {}, "reward.kwargs.target=..."),
     ("length", {"target": 0}, "target=0 is not a number above 0"),
     ("length", {"target": 3, "unit": "chars"}, "tokens or words"),
