@@ -17,6 +17,7 @@ from ppocli.evaluation.request import EvalRequest
 from ppocli.launching.target_config import target_config
 from ppocli.runs import trust
 from ppocli.runs.target import Target, find_target
+from ppocli.storage import environment
 
 if TYPE_CHECKING:
     from ppocli.evaluation.player import Player
@@ -143,7 +144,8 @@ def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str
     # before anything is loaded
     generation = sampling_of(request, chosen, None) if chosen.from_run else None
     reward = build_judge(chosen.cfg.reward, list(columns)) if request.scored else None
-    with open_backend(chosen.cfg.hardware) as backend:
+    with open_backend(chosen.cfg.hardware,
+                      environment.products_of(chosen.models[0][0].run_dir)) as backend:
         players = [load_player(policy_config(cfg, target.model), target.name, backend)
                    for target, cfg in chosen.models]
         yield players, generation or sampling_of(request, chosen, players[0]), reward

@@ -26,7 +26,7 @@ from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag, StopRequested
 from ppocli.runs.target import Target
-from ppocli.storage import atomic, model_files, run_folder, run_logs
+from ppocli.storage import atomic, environment, model_files, run_folder, run_logs
 from ppocli.tasks.ppo.evaluate import EvalChunk, evaluate_chunks, evaluation_size
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
 from ppocli.tasks.select import build_task
@@ -91,7 +91,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     cfg = _without_own_reference(cfg, target, say)
     targets = _targets(request, target, cfg, say)
     try:
-        with open_backend(cfg.hardware) as backend:
+        with open_backend(cfg.hardware, environment.products_of(target.run_dir)) as backend:
             session = _session(cfg, backend, objects, "policy", target, None, say)
             swept = list(sampling_sweep(cfg.generation, session.eval_sampling))
             if swept:
@@ -367,7 +367,7 @@ def _measure(target: Target, cfg: TrainConfig, stop: StopFlag
     model = player.policy_config(cfg.model, target.model)
     if not model_files.is_adapter(Path(target.model)):
         model = replace(model, peft={}, quantization=None)
-    with open_backend(cfg.hardware) as backend:
+    with open_backend(cfg.hardware, environment.products_of(target.run_dir)) as backend:
         task: Any = build_task(TaskSetup(replace(cfg, model=model), backend,
                                          PythonObjects()))
         if task.val is None:

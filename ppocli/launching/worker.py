@@ -40,8 +40,6 @@ log = logging.getLogger("ppocli")
 
 _MEETING = "meeting the other ranks"
 """the phase in which a rank waits for the others to be there"""
-_PRODUCTS = "linear_layers"
-"""key of env.json"""
 
 
 def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bool = False,
@@ -72,7 +70,8 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
             stop.request(early)
         launchers.note_phase(_MEETING)
         model_files.quiet_transformers()
-        with open_ranks(cfg, noted_products(folder) if start.resume else None) as backend:
+        with open_ranks(cfg, environment.products_of(folder.path) if start.resume
+                        else None) as backend:
             ranks = stop.ranks = backend.ranks
             if start.resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
                 return done
@@ -96,7 +95,7 @@ def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Ite
     limit(start.limited)
     model_files.quiet_transformers()
     with _held(replace(start, display="quiet"), folder) as shown, \
-            open_ranks(cfg, noted_products(folder) if start.resume else None,
+            open_ranks(cfg, environment.products_of(folder.path) if start.resume else None,
                        store) as backend, \
             open_run(cfg, folder, objects, backend, stop, shown, resume=start.resume,
                      began=began) as run:
@@ -161,7 +160,7 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
         keep_log()
         atomic.write_json_atomic(folder.path / environment.ENV_FILE, {
             "started": datetime.now(UTC).isoformat(timespec="seconds"), **environment.describe(),
-            _PRODUCTS: "oneDNN" if backend.onednn else "torch",
+            environment.PRODUCTS: "oneDNN" if backend.onednn else "torch",
             environment.LOWER: sorted(task.lower_is_better),
             **({} if task.examples is None else {environment.EXAMPLES: task.examples})})
         if cfg.hardware.zero_stage > 0:
@@ -185,13 +184,6 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
             finally:
                 task.close()
                 task.trained.close()
-
-
-def noted_products(folder: run_folder.RunFolder) -> bool | None:
-    """Whether linear layers of a run that goes on multiplied through oneDNN; None where nothing
-    says so."""
-    noted = (atomic.read_json(folder.path / environment.ENV_FILE) or {}).get(_PRODUCTS)
-    return None if noted is None else noted == "oneDNN"
 
 
 def _run_id(folder: run_folder.RunFolder) -> str:

@@ -19,6 +19,8 @@ from ppocli.version import __version__
 ENV_FILE = "env.json"
 EXAMPLES = "examples"
 """key of what a run that trains on a data set found there"""
+PRODUCTS = "linear_layers"
+"""key of how a run's linear layers multiply: ``oneDNN`` or ``torch``"""
 LOWER = "lower_is_better"
 """key of the figures of which less is better to a run's task"""
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "hydra-core", "omegaconf",
@@ -192,6 +194,13 @@ def _torch() -> dict[str, Any]:
                           "capability": f"{gpu.major}.{gpu.minor}"} for gpu in gpus]}
     except Exception as error:  # a broken installation raises whatever its loader does
         return {"error": " ".join([type(error).__name__, *str(error).splitlines()[:1]])}
+
+
+def products_of(run_dir: Path | None) -> bool | None:
+    """Whether a run's linear layers multiply through oneDNN, for those who compute what it has
+    computed; None where nothing says so."""
+    noted = None if run_dir is None else (atomic.read_json(run_dir / ENV_FILE) or {}).get(PRODUCTS)
+    return None if noted is None else noted == "oneDNN"
 
 
 def lower_is_better(run_dir: Path) -> frozenset[str] | None:

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import types
 
 import pytest
 import torch
@@ -12,9 +11,9 @@ from torch import nn
 
 from ppocli.config.schema import HardwareConfig
 from ppocli.errors import ConfigError
-from ppocli.launching.worker import noted_products
 from ppocli.models.fast import gemm
 from ppocli.parallel import onednn
+from ppocli.storage import environment
 
 pytestmark = [pytest.mark.skipif(onednn.probe() is not None, reason="no oneDNN here"),
               # PEFT asks transformers by a name that is going to be dropped
@@ -263,4 +262,4 @@ def test_auto_takes_what_was_measured_faster_unless_a_run_goes_on(monkeypatch, g
 def test_what_a_run_began_with_is_noted_in_its_folder(tmp_path, text, noted):
     if text is not None:
         (tmp_path / "env.json").write_text(text)
-    assert noted_products(types.SimpleNamespace(path=tmp_path)) is noted
+    assert environment.products_of(tmp_path) is noted
