@@ -7,12 +7,15 @@ import sys
 
 import pytest
 import torch
-from helpers import environment, make_lm
+from helpers import environment, make_lm, save_lm
+from safetensors.torch import load_file, save_file
 
 from ppocli.config.adapters import FIELDS, FILLED_IN, field_types
+from ppocli.config.schema import ModelConfig
 from ppocli.errors import ConfigError
 from ppocli.models import transformers_internals
 from ppocli.models.loading import peft_internals
+from ppocli.models.loading.language_model import load_lm
 from ppocli.parallel import deepspeed_internals, onednn
 from ppocli.storage.environment import check_parts
 
@@ -117,3 +120,15 @@ def test_a_deepspeed_without_a_part_is_told(monkeypatch):
     monkeypatch.setattr(deepspeed_internals, "_PARTS", ("deepspeed.utils:safe_set_everything",))
     with pytest.raises(ConfigError, match=r"deepspeed .* no deepspeed\.utils\.safe_set_everything"):
         deepspeed_internals.probe()
+
+
+def test_weights_lie_where_torch_puts_them_wherever_they_lay_in_their_file(tmp_path):
+    """MKL rounds by the place of its operands; a longer header moves all tensors of a file."""
+    save_lm(tmp_path / "lm", "gpt2")
+    file = tmp_path / "lm/model.safetensors"
+    tensors = load_file(file)
+    for note in ("", "x", "x" * 13, "x" * 29):
+        save_file(tensors, file, metadata={"format": "pt", "note": note})
+        lm = load_lm(ModelConfig(path=str(tmp_path / "lm"))).lm
+        assert all(p.data_ptr() % 64 == 0 for p in lm.parameters())
+        assert lm.get_output_embeddings().weight is lm.get_input_embeddings().weight

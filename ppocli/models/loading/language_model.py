@@ -28,6 +28,8 @@ from ppocli.text import first_line
 log = logging.getLogger("ppocli")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ALIGNMENT = 64
+"""bytes: where torch puts what it makes on a CPU"""
 
 
 def frozen_dtype(cfg: ModelConfig, hardware: HardwareConfig) -> torch.dtype:
@@ -181,7 +183,18 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
         raise InputError(f"{name} lacks {len(missing)} weights that {type(model).__name__} needs "
                          f"(the first: {missing[0]}); they would be random.", where=key,
                          fix="give a complete checkpoint")
+    _align(model)
     return model, config
+
+
+def _align(model: torch.nn.Module) -> None:
+    """Weights lie where they lay in the file, at any multiple of a few bytes; put each where torch
+    would put it. MKL rounds otherwise from one place to another, and the same weights shall give
+    the same numbers whatever file they have come from."""
+    for parameter in model.parameters():
+        if (type(parameter) is torch.nn.Parameter and parameter.device.type == "cpu"
+                and parameter.data_ptr() % ALIGNMENT):
+            parameter.data = parameter.data.clone()
 
 
 def make_ready(cfg: ModelConfig, model: Any) -> None:
