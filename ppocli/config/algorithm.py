@@ -46,6 +46,11 @@ def kl_estimator(ppo: schema.PPOConfig) -> str:
     return ppo.kl_estimator or ("k1" if kl_in(ppo) == "reward" else in_loss)
 
 
+def full_kl_in_loss(ppo: schema.PPOConfig) -> bool:
+    """Whether the KL over the whole vocabulary is a term of the loss."""
+    return kl_in(ppo) == "loss" and kl_estimator(ppo) == "full"
+
+
 def wants_entropy(ppo: schema.PPOConfig) -> bool:
     """Whether the policy's entropy is a term of the loss, at some time."""
     return max(ppo.ent_coef, ppo.ent_coef_end or 0.0) > 0
@@ -129,9 +134,11 @@ def _kl(config: schema.TrainConfig) -> keys.Rules:
     yield (adaptive and ppo.init_kl_coef == 0, "ppo.kl_controller, ppo.init_kl_coef",
            "the adaptive controller multiplies the coefficient and can never leave 0: start above "
            "0 or use ppo.kl_controller=fixed")
-    yield (kl_in(ppo) == "loss" and ppo.kl_estimator == "full", "ppo.kl_in, ppo.kl_estimator",
-           "the full KL can only be charged in the reward: use k3+, k2 or k3 in the loss, or "
-           "ppo.kl_in=reward")
+    yield (full_kl_in_loss(ppo) and config.hardware.zero_stage == 3 and reference_sharded(config),
+           "ppo.kl_estimator, hardware.zero_stage",
+           "in the loss the full KL needs the reference's whole output embedding in every update, "
+           "and this one lies in parts: use k3+, k2 or k3, ppo.kl_in=reward, or a copy with "
+           "model.reference.shard=false")
 
 
 def _critic(config: schema.TrainConfig) -> keys.Rules:

@@ -150,8 +150,9 @@ class PPOConfig:
     kl_in: Optional[str] = key(None, "charge the KL in the reward, or as a term of the loss "
                                "(default: loss with grpo, else reward)",
                                choices=("reward", "loss"))
-    kl_estimator: Optional[str] = key(None, "per-token KL estimate (default: k1 in the reward; in "
-                                      "the loss k3+, without a critic k3)",
+    kl_estimator: Optional[str] = key(None, "per-token KL estimate, or the 'full' KL over the "
+                                      "vocabulary (default: k1 in the reward; in the loss k3+, "
+                                      "without a critic k3)",
                                       choices=("k1", "abs", "k2", "k3", "k3+", "full"))
     kl_controller: str = key("fixed", "keep the coefficient, or steer it towards target",
                              choices=("fixed", "adaptive"))

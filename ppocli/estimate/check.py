@@ -9,7 +9,12 @@ from typing import Any
 import torch
 
 from ppocli.config import tasks
-from ppocli.config.algorithm import decoding_scores, kl_estimator, whole_while_acting
+from ppocli.config.algorithm import (
+    decoding_scores,
+    full_kl_in_loss,
+    kl_estimator,
+    whole_while_acting,
+)
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import several
 from ppocli.config.schema import TrainConfig, reference_kind
@@ -135,7 +140,8 @@ def _kept_states(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens
     lm, room = models.lm, cfg.hardware.frozen_states_mib * 2**20
     words, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
     samples, new = cfg.ppo.num_rollouts, cfg.generation.max_new_tokens
-    tokens, full = prompt_tokens + new, kl_estimator(cfg.ppo) == "full"
+    tokens, in_loss = prompt_tokens + new, full_kl_in_loss(cfg.ppo)
+    full = kl_estimator(cfg.ppo) == "full" and not in_loss
     shares = reference_kind(cfg.model) == "shared"
     # whether the policy's own layers run in scoring, after decoding
     forward = not decoding_scores(cfg) or full or models.branch is not None
@@ -155,6 +161,8 @@ def _kept_states(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens
     yield Line("states kept for the reference", phases="score", estimated=True,
                device=layout.decoded * (full * new + apart * (tokens - 1)) * head.shape[1]
                * head.element_size())
+    yield Line("the reference's final states", 0, phases="score update", estimated=True,
+               host=in_loss * samples * new * head.shape[1] * head.element_size())
 
 
 def _splits(cfg: TrainConfig, models: Models) -> bool:

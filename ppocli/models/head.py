@@ -1,4 +1,4 @@
-"""Log-probability and entropy of chosen tokens straight from hidden states.
+"""Log-probability, entropy and KL at chosen tokens straight from hidden states.
 
 The logits exist one chunk of rows at a time. For the backward pass those of few tokens are kept,
 and turned into their gradient in place; those of more are computed again.
@@ -77,6 +77,24 @@ class HeadWeights(NamedTuple):
                              bias=None if self.bias is None else self.bias.detach())
 
 
+class OtherHead(NamedTuple):
+    """What another model makes of N tokens, to be compared with; without gradients."""
+
+    states: torch.Tensor
+    """[N, D] its final hidden states, where the policy's are"""
+    head: HeadWeights
+
+
+class TokenFigures(NamedTuple):
+    """What a model's logits say of N tokens; fp32, each [N]."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None
+    """None unless it was wanted, as is ``kl``"""
+    kl: torch.Tensor | None
+    """from another model, over the whole vocabulary"""
+
+
 CHUNK_BYTES = 64 * 2**20
 """most memory that the fp32 logits of one chunk may take"""
 KEPT_BYTES = 256 * 2**20
@@ -103,18 +121,31 @@ def _entropy(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
     return -log_p.exp().mul_(log_p).sum(-1)
 
 
+def _log_q(other: OtherHead, part: slice, temperature: float) -> torch.Tensor:
+    """[n, V] what the other model gives to each token, rounded as the policy's are: two equal
+    models are 0 apart."""
+    logits = _logits(other.head, other.states[part], temperature)
+    return logits.sub_(torch.logsumexp(logits, -1)[:, None])
+
+
 class _TokenLogprob(torch.autograd.Function):
-    """(logprob [N], entropy [N]) of ``targets`` under softmax(map(h W^T + b) / temperature)."""
+    """(logprob [N], entropy [N], KL [N]) of ``targets`` under softmax(map(h W^T + b) / temperature)
+    and, the last, against ``other``; zero what wasn't wanted."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
-                targets: torch.Tensor, temperature: float, want_entropy: bool, head: HeadWeights
-                ) -> tuple[torch.Tensor, torch.Tensor]:
+                targets: torch.Tensor, temperature: float, want_entropy: bool, head: HeadWeights,
+                other: OtherHead | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         dtype = _compute_dtype(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             h, cast = hidden.to(dtype), _in_type(head, weight, bias, dtype)
             logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
             lses, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
+            kls = torch.zeros_like(logprobs)
+            if other is not None:
+                there = other.head
+                other = OtherHead(other.states.to(dtype),
+                                  _in_type(there, there.weight, there.bias, dtype))
             keep = any(ctx.needs_input_grad[:3]) and (
                 4 * len(targets) * weight.shape[0] <= KEPT_BYTES)
             kept = []
@@ -124,17 +155,22 @@ class _TokenLogprob(torch.autograd.Function):
                 logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - lses[part]
                 if want_entropy:
                     entropies[part] = _entropy(logits, lses[part])
+                if other is not None:
+                    log_p = logits - lses[part, None]
+                    apart = log_p - _log_q(other, part, temperature)
+                    kls[part] = apart.mul_(log_p.exp_()).sum(-1)
                 if keep:
                     kept.append(logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, lses, entropies)
+        ctx.save_for_backward(hidden, weight, bias, targets, lses, entropies, kls)
         ctx.kept, ctx.temperature, ctx.dtype = kept, temperature, dtype
-        ctx.want_entropy, ctx.head = want_entropy, head
-        return logprobs, entropies
+        ctx.want_entropy, ctx.head, ctx.other = want_entropy, head, other
+        return logprobs, entropies, kls
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor) -> Any:
-        hidden, weight, bias, targets, lses, entropies = ctx.saved_tensors
+    def backward(ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor,
+                 grad_kl: torch.Tensor) -> Any:
+        hidden, weight, bias, targets, lses, entropies, kls = ctx.saved_tensors
         h, head = hidden.to(ctx.dtype), _in_type(ctx.head, weight, bias, ctx.dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -147,10 +183,12 @@ class _TokenLogprob(torch.autograd.Function):
             if logits is None:
                 logits = _logits(head, h[part], ctx.temperature)
             slope = head.logit_map.slope(logits, ctx.temperature)
+            apart = ctx.other and _log_q(ctx.other, part, ctx.temperature)
             grad = _logit_gradient(
                 logits, lses[part], targets[part], grad_logprob[part],
-                (entropies[part], grad_entropy[part]) if ctx.want_entropy else None)
-            del logits
+                (entropies[part], grad_entropy[part]) if ctx.want_entropy or ctx.other else None,
+                ctx.other and (apart, kls[part], grad_kl[part]))
+            del logits, apart
             divisor = ctx.temperature / head.logit_map.scale
             grad = grad.div_(divisor) if divisor != 1.0 else grad
             grad = (grad if slope is None else grad.mul_(slope)).to(ctx.dtype)
@@ -163,7 +201,7 @@ class _TokenLogprob(torch.autograd.Function):
                 grad_bias += grad.sum(0).to(bias.dtype)
         if need_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
 def _in_type(head: HeadWeights, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
@@ -185,13 +223,17 @@ def _added(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
 
 def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor,
                     grad_logprob: torch.Tensor,
-                    entropy: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+                    entropy: tuple[torch.Tensor, torch.Tensor] | None,
+                    kl: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
     """[n, V] gradient by the logits, in their place.
 
-    d logprob / d logit = onehot - p; d entropy / d logit = -p (log p + entropy).
+    d logprob / d logit = onehot - p; d entropy / d logit = -p (log p + entropy); d KL / d logit =
+    p (log p - log q - KL).
 
     Args:
         entropy: [n] entropies and the gradients by them.
+        kl: log q [n, V], which is used up, KLs [n] and the gradients by them; ``entropy`` goes
+            with it.
     """
     log_p = logits.sub_(lse[:, None])
     if entropy is None:
@@ -199,14 +241,16 @@ def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tens
     else:
         found, grad_entropy = entropy
         p = log_p.exp()
+        pull = kl and kl[0].neg_().add_(log_p).sub_(kl[1][:, None]).mul_(kl[2][:, None])
         grad = log_p.add_(found[:, None]).mul_(-grad_entropy[:, None]).sub_(
-            grad_logprob[:, None]).mul_(p)
+            grad_logprob[:, None])
+        grad = (grad if pull is None else grad.add_(pull)).mul_(p)
     return grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
 
 
 def token_logprobs(hidden: torch.Tensor, head: HeadWeights, targets: torch.Tensor, *,
-                   temperature: float, want_entropy: bool
-                   ) -> tuple[torch.Tensor, torch.Tensor | None]:
+                   temperature: float, want_entropy: bool, other: OtherHead | None = None
+                   ) -> TokenFigures:
     """Log-probabilities of ``targets`` under logits / temperature, in fp32.
 
     Args:
@@ -214,13 +258,12 @@ def token_logprobs(hidden: torch.Tensor, head: HeadWeights, targets: torch.Tenso
         head: the model's output embedding.
         targets: [N] token ids.
         want_entropy: also return the entropy of each distribution, with its gradient.
-
-    Returns:
-        logprobs [N] and entropies [N] (None unless wanted), fp32.
+        other: also return KL(this || other) ``sum_v p_v (log p_v - log q_v)``, with its gradient.
     """
-    logprobs, entropies = _TokenLogprob.apply(hidden, head.weight, head.bias, targets, temperature,
-                                              want_entropy, head)
-    return logprobs, (entropies if want_entropy else None)
+    logprobs, entropies, kls = _TokenLogprob.apply(
+        hidden, head.weight, head.bias, targets, temperature, want_entropy, head, other)
+    return TokenFigures(logprobs, entropies if want_entropy else None,
+                        None if other is None else kls)
 
 
 @torch.no_grad()

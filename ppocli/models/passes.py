@@ -48,6 +48,8 @@ class ReferencePass:
     """[N]"""
     full_kl: torch.Tensor | None
     """[N] from the policy, over the whole vocabulary; None where that wasn't asked for"""
+    states: torch.Tensor
+    """[N, D] final ones"""
     frozen_states: torch.Tensor | None
     """as of :class:`PolicyPass`"""
 
@@ -110,8 +112,8 @@ def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logp
         if want_logprobs or keep_hidden or not policy.values_apart:
             hidden, shared = policy.trunk(one.batch)
     if want_logprobs and hidden is not None:
-        logprobs, _ = token_logprobs(hidden, HeadWeights.of(policy.lm), one.batch.targets,
-                                     temperature=temperature, want_entropy=False)
+        logprobs = token_logprobs(hidden, HeadWeights.of(policy.lm), one.batch.targets,
+                                  temperature=temperature, want_entropy=False).logprobs
     values = policy.values(one.batch, hidden, shared) if want_values else None
     return PolicyPass(logprobs, values, hidden if keep_hidden else None,
                       frozen[-1] if frozen else None)
@@ -138,10 +140,10 @@ def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWe
     with layer_stack.inputs_at(split if frozen_states is None else None, view) as found:
         states = trunk.response_hidden(lm, batch)
     own = HeadWeights.of(view)
-    logprobs, _ = token_logprobs(states, own, batch.targets, temperature=temperature,
-                                 want_entropy=False)
+    logprobs = token_logprobs(states, own, batch.targets, temperature=temperature,
+                              want_entropy=False).logprobs
     kl = None if hidden is None else full_kl(hidden, head, states, own, temperature=temperature)
-    return ReferencePass(logprobs, kl, found[-1] if found else frozen_states)
+    return ReferencePass(logprobs, kl, states, found[-1] if found else frozen_states)
 
 
 def states_of_samples(passes: Sequence[RowBatch], states: Sequence[torch.Tensor | None], count: int,
@@ -156,6 +158,21 @@ def states_of_samples(passes: Sequence[RowBatch], states: Sequence[torch.Tensor 
     for one, one_states in there:
         for i, row in zip(one.rows, split_rows(one_states, one.batch, one.lengths), strict=True):
             found[i] = row
+    return found
+
+
+def states_by_sample(passes: Sequence[RowBatch], states: Sequence[torch.Tensor],
+                     counts: torch.Tensor) -> list[torch.Tensor]:
+    """[n, D] on the CPU for each of B samples, of [N, D] for each pass, in the places of its own.
+
+    Args:
+        counts: [B] tokens of each sample.
+    """
+    found = [torch.empty(0)] * len(counts)
+    for one, flat in zip(passes, states, strict=True):
+        parts = flat.cpu().split(counts[one.rows].tolist())
+        for i, row in zip(one.rows, parts, strict=True):
+            found[i] = row.clone()  # whoever pickles a view sends the whole
     return found
 
 

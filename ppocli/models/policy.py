@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ppocli.models import layer_stack as stacks
-from ppocli.models.head import HeadWeights, token_logprobs
+from ppocli.models.head import HeadWeights, OtherHead, token_logprobs
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.trunk import has_encoder, response_hidden
 from ppocli.parallel.deepspeed_internals import whole_shape
@@ -25,6 +25,8 @@ class PolicyOutput(NamedTuple):
     values: torch.Tensor | None
     """None without a value function"""
     entropy: torch.Tensor | None
+    kl: torch.Tensor | None = None
+    """from a reference over the whole vocabulary; None unless that was given"""
 
 
 class ValueHead(nn.Module):
@@ -187,19 +189,21 @@ class Policy(nn.Module):
         return self.value_head(hidden)
 
     def forward(self, batch: SequenceBatch, *, temperature: float, want_entropy: bool = False,
-                value_only: bool = False) -> PolicyOutput:
+                value_only: bool = False, reference: OtherHead | None = None) -> PolicyOutput:
         """Logprobs, values and (on demand) entropies of the batch's response tokens.
 
         Args:
+            reference: what it makes of them, for the KL over the whole vocabulary.
             value_only: train nothing but the value function (critic warm-up): logprobs and the
                 policy's hidden states carry no gradient.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
             hidden, shared = self.trunk(batch)
-            logprobs, entropy = token_logprobs(
+            found = token_logprobs(
                 hidden, HeadWeights.of(self.lm), batch.targets, temperature=temperature,
-                want_entropy=want_entropy)
-        return PolicyOutput(logprobs, self.values(batch, hidden, shared), entropy)
+                want_entropy=want_entropy, other=reference)
+        return PolicyOutput(found.logprobs, self.values(batch, hidden, shared), found.entropy,
+                            found.kl)
 
 
 def freeze_attention(trunk: nn.Module) -> None:

@@ -70,7 +70,7 @@ class LossOptions:
     kl_coef: float = 0.0
     """of the KL term; 0 where the reward is charged instead"""
     kl_estimator: str = "k3"
-    """of the KL term, one of ``ppocli.ppo.kl.SAMPLED_ESTIMATORS``"""
+    """of the KL term, one of ``ppocli.ppo.kl.SAMPLED_ESTIMATORS``, unless the KL itself is given"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +144,8 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
              values: torch.Tensor | None = None, old_values: torch.Tensor | None = None,
              returns: torch.Tensor | None = None, entropy: torch.Tensor | None = None,
              ref_logprobs: torch.Tensor | None = None,
-             lengths: torch.Tensor | None = None, imitated: torch.Tensor | None = None
-             ) -> PPOLoss:
+             lengths: torch.Tensor | None = None, imitated: torch.Tensor | None = None,
+             full_kl: torch.Tensor | None = None) -> PPOLoss:
     """Clipped policy and value losses (Schulman et al. 2017, eq. 7 and 9), all inputs [N].
 
     Policy: ``max(-A ratio, -A clip(ratio, 1-c, 1+c_high))``, with a dual clip ``d`` at most
@@ -173,6 +173,7 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
         lengths: [b] tokens of each response, whose sum is N; gspo alone needs them.
         imitated: each token's weight in the likelihood of good responses, which over the whole
             update sum to 1; or None.
+        full_kl: the KL over the whole vocabulary, in place of an estimate; or None.
     """
     log_ratio = logprobs - old_logprobs
     losses, is_clipped, is_bounded = _policy_terms(logprobs, log_ratio, advantages,
@@ -192,7 +193,8 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
         mean_entropy = (weights * entropy).sum()
         total = total - options.ent_coef * mean_entropy
     if ref_logprobs is not None:
-        kl = kl_per_token(logprobs, ref_logprobs, options.kl_estimator)
+        kl = full_kl if full_kl is not None else kl_per_token(
+            logprobs, ref_logprobs, options.kl_estimator)
         # the gradient of a KL that is rounding alone is noise, of which Adam makes whole steps
         kl = torch.where((logprobs - ref_logprobs).detach().abs() <= ROUNDING, 0.0, kl)
         kl = (weights * kl).sum()

@@ -1,6 +1,7 @@
 """What must hold of the engine whichever kind of model it trains: adapters, critics with layers of
 their own or none, encoder-decoders; and whichever advantage estimator it works with."""
 
+import copy
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -284,6 +285,51 @@ def test_a_kl_in_the_loss_holds_the_policy_back(tmp_path, estimator, caplog):
     assert ("k1 is zero on average" in caplog.text) == (estimator == "k1")
     if estimator != "k1":
         assert moved[20.0] < 0.5 * moved[0.0]
+
+
+REFERENCES = {"copy": {}, "offloaded": {"model__reference__offload": True},
+              "shared": {"model__num_layers_unfrozen": 1}, "adapter": KINDS["lora"][1]}
+
+
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_the_full_kl_in_the_loss_has_the_gradient_of_its_definition(tmp_path, kind):
+    """Of both models' own logits in float64, in micro-batches and with an invalid sample."""
+    cfg = small_config(tmp_path, ppo__kl_in="loss", ppo__kl_estimator="full", ppo__vf_coef=0.0,
+                       ppo__init_kl_coef=2.0, ppo__micro_batch_size=3, generation__temperature=0.7,
+                       ppo__optimizer__lr=0.05, **REFERENCES[kind])
+    with session_of(cfg) as session:
+        equal = gradients(session, without_advantages(experience_of(session)))
+        assert equal[1]["kl"] == 0.0
+        assert not any(grad.any() for grad in equal[0].values())
+        optimize(session, experience_of(session))
+        rollout = rollout_of(session, start=16)
+        rollout.valid[2] = False
+        experience = without_advantages(to_experience(rollout, fresh_state(session), cfg))
+        grads, terms = gradients(session, experience)
+        policy = copy.deepcopy(session.policy.lm).double()
+        with session.reference.view(session.policy.lm) as view:
+            reference = copy.deepcopy(view).double()
+        total, tokens = 0.0, 0
+        for row in range(len(rollout)):
+            mask = rollout.response_mask[row]
+            prompt = rollout.prompts.tokens[row][rollout.prompts.mask[row]]
+            ids = torch.cat([prompt, rollout.response_tokens[row][mask]])[None]
+            if row != 2:
+                log_p, log_q = (torch.log_softmax(lm(ids).logits[0, len(prompt) - 1:-1] / 0.7, -1)
+                                for lm in (policy, reference))
+                total = total + (log_p.exp() * (log_p - log_q.detach())).sum()
+                tokens += int(mask.sum())
+        (2.0 * total / tokens).backward()
+        assert terms["kl"] == pytest.approx(total.item() / tokens, rel=1e-4)
+        wanted = {f"lm.{name}": p.grad for name, p in policy.named_parameters()
+                  if p.grad is not None and p.requires_grad}
+        assert wanted.keys() == {name for name in grads if name.startswith("lm.")}
+        for name, grad in wanted.items():
+            torch.testing.assert_close(grads[name].double(), grad, rtol=1e-3, atol=1e-5)
+
+
+def without_advantages(experience):
+    return replace(experience, advantages=torch.zeros_like(experience.advantages))
 
 
 def test_charging_the_reward_and_the_loss_are_apart(tmp_path):

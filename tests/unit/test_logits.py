@@ -6,7 +6,7 @@ from helpers import save_lm
 from sessions import assert_own_logprobs, rollout_of, session_of, small_config
 
 from ppocli.errors import InputError
-from ppocli.models.head import HeadWeights, LogitMap, full_kl, token_logprobs
+from ppocli.models.head import HeadWeights, LogitMap, OtherHead, full_kl, token_logprobs
 from ppocli.models.loading.language_model import load_lm
 
 KINDS = {"gemma2": ({"final_logit_softcapping": 2.0}, LogitMap(1.0, 2.0)),
@@ -43,15 +43,56 @@ def test_gradients_are_those_of_autograd(monkeypatch, logit_map, kept):
     wanted = log_p[torch.arange(8), targets], -(log_p.exp() * log_p).sum(-1)
     inputs = [hidden, layer.weight, layer.bias]
     grads = []
-    for logprobs, entropy in (found, wanted):
+    for logprobs, entropy in (found[:2], wanted):
         grads.append(torch.autograd.grad((logprobs * weights).sum() + 0.3 * entropy.sum(), inputs))
-    for ours, theirs in zip([*found, *grads[0]], [*wanted, *grads[1]], strict=True):
+    for ours, theirs in zip([*found[:2], *grads[0]], [*wanted, *grads[1]], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     other = HeadWeights(layer.weight, layer.bias)
     own = full_kl(hidden.detach(), head.as_now(), hidden.detach(), other, temperature=0.7)
     plain = torch.log_softmax(layer(hidden) / 0.7, -1)
     torch.testing.assert_close(own, (log_p.exp() * (log_p - plain)).sum(-1).detach(), rtol=1e-4,
                                atol=1e-5)
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "computed again"])
+@pytest.mark.parametrize("logit_map", [LogitMap(), LogitMap(0.5, 3.0)])
+def test_the_gradient_of_the_full_kl_is_that_of_its_definition(monkeypatch, logit_map, kept,
+                                                               with_entropy):
+    """In float64, beside logprobs and entropy; nothing between a model and itself."""
+    monkeypatch.setattr("ppocli.models.head.KEPT_BYTES", 2**20 if kept else 0)
+    monkeypatch.setattr("ppocli.models.head.CHUNK_BYTES", 4 * 11 * 3)
+    torch.manual_seed(0)
+    weight, bias, hidden = torch.randn(11, 6), torch.randn(11), torch.randn(8, 6)
+    targets, weights = torch.randint(0, 11, (8,)), torch.randn(8)
+    there, their_states = HeadWeights(torch.randn(11, 5), None), torch.randn(8, 5)
+
+    def graded(tensors, figures):
+        logprobs, entropy, kl = figures
+        total = (weights * (logprobs - 2.0 * kl)).sum() + (0.3 * entropy.sum() if with_entropy
+                                                           else 0.0)
+        return torch.autograd.grad(total, tensors)
+
+    ours = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    found = token_logprobs(ours[0], HeadWeights(ours[1], ours[2], logit_map), targets,
+                           temperature=0.7, want_entropy=with_entropy,
+                           other=OtherHead(their_states, there))
+    exact = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    scaled = logit_map.scale * (exact[0] @ exact[1].T + exact[2])
+    capped = scaled if logit_map.cap is None else logit_map.cap * torch.tanh(scaled / logit_map.cap)
+    log_p = torch.log_softmax(capped / 0.7, -1)
+    log_q = torch.log_softmax(their_states.double() @ there.weight.double().T / 0.7, -1)
+    wanted = (log_p[range(8), targets], -(log_p.exp() * log_p).sum(-1),
+              (log_p.exp() * (log_p - log_q)).sum(-1))
+    torch.testing.assert_close(found.kl.double(), wanted[2], rtol=1e-5, atol=1e-6)
+    for mine, theirs in zip(graded(ours, found), graded(exact, wanted), strict=True):
+        torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5)
+
+    head = HeadWeights(ours[1], ours[2], logit_map)
+    own = token_logprobs(ours[0], head, targets, temperature=0.7, want_entropy=False,
+                         other=OtherHead(ours[0].detach(), head.as_now())).kl
+    assert not own.any()
+    assert not torch.autograd.grad(own.sum(), ours[0])[0].any()
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "computed again"])

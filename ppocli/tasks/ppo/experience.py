@@ -140,6 +140,8 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
         values=None if values is None else values * mask,
         advantages=advantages, returns=returns,
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
+        ref_states=[rollout.ref_states[i] for i in keep.tolist()]
+        if charged and rollout.ref_states else [],
         counts=rollout.finished[keep] if ppo.mask_truncated else None, pretrains=pretrains,
         imitated=torch.tensor(rollout.scores)[keep] > ppo.positive_above
         if ppo.positive_nll_coef else None,

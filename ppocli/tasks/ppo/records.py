@@ -12,6 +12,7 @@ import torch
 
 from ppocli.config.schema import PPOConfig
 from ppocli.data.prompt_set import PromptBatch
+from ppocli.models.head import HeadWeights
 from ppocli.models.layout import Sequences, joined_right
 from ppocli.ppo.shaping import RunningMoments
 
@@ -54,6 +55,9 @@ class Rollout:
     kept; empty where nobody knows of it"""
     gaps: torch.Tensor | None = None
     """[B, R] as of :class:`ppocli.ppo.advantages.Samples`"""
+    ref_states: list[torch.Tensor] = field(default_factory=list)
+    """[n, D] of each sample: the reference's final states at its response tokens; empty unless the
+    loss compares whole distributions"""
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -160,6 +164,10 @@ class Experience:
     """[B] bool, whether a sample's tokens are in the loss; None: all are"""
     imitated: torch.Tensor | None = None
     """[B] bool, whether the likelihood of a sample is a term of the loss; None: of none"""
+    ref_states: list[torch.Tensor] = field(default_factory=list)
+    """as of :class:`Rollout`"""
+    ref_head: HeadWeights | None = None
+    """of the reference, on the device, where there are ``ref_states``"""
     pretrains: bool = False
     """whether the value function alone learns from it, on returns of lambda 1"""
 

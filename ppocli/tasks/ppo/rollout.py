@@ -13,7 +13,7 @@ from itertools import chain
 
 import torch
 
-from ppocli.config.algorithm import kl_estimator
+from ppocli.config.algorithm import full_kl_in_loss, kl_estimator
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import DivergedError
 from ppocli.models import passes
@@ -180,11 +180,13 @@ class Measured:
     frozen_states: list[torch.Tensor | None]
     """[n, D] of each sample, where it was kept: what entered the policy's lowest layer that trains
     """
+    ref_states: list[torch.Tensor]
+    """as of :class:`Rollout`"""
 
 
 def measure(session: EvalSession, out: Samples, *, phase: str, want_policy: bool,
             want_values: bool, estimator: str, temperature: float, stop: StopFlag,
-            most_frozen_bytes: int = 0) -> Measured:
+            most_frozen_bytes: int = 0, want_ref_states: bool = False) -> Measured:
     """Forward passes over B samples: reference logprobs, KL, and the policy's own on demand. All
     ranks call it in step.
 
@@ -195,6 +197,7 @@ def measure(session: EvalSession, out: Samples, *, phase: str, want_policy: bool
         estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.
         most_frozen_bytes: bytes that may be kept of what enters the policy's lowest layer that
             trains.
+        want_ref_states: also keep the reference's final states.
 
     Raises:
         OutOfMemoryError: there is no room for one sample.
@@ -202,13 +205,13 @@ def measure(session: EvalSession, out: Samples, *, phase: str, want_policy: bool
     asked = min(session.forward_rows, len(out))
     return session.passes.retry(phase, asked, int(out.sequences.spans.max()), lambda: _measure(
         session, out, session.passes.limit(phase, asked), want_policy, want_values, estimator,
-        temperature, stop, most_frozen_bytes), in_step=session.scores_in_step)
+        temperature, stop, most_frozen_bytes, want_ref_states), in_step=session.scores_in_step)
 
 
 @torch.no_grad()
 def _measure(session: EvalSession, out: Samples, size: int, want_policy: bool, want_values: bool,
-             estimator: str, temperature: float, stop: StopFlag, most_frozen_bytes: int
-             ) -> Measured:
+             estimator: str, temperature: float, stop: StopFlag, most_frozen_bytes: int,
+             want_ref_states: bool) -> Measured:
     """As :func:`measure`, ``size`` rows per pass, on this rank."""
     limit = session.cfg.ppo.micro_batch_tokens
     if limit is not None and session.scores_in_step:  # then all ranks make equally many passes
@@ -256,7 +259,9 @@ def _measure(session: EvalSession, out: Samples, size: int, want_policy: bool, w
     kl = (spread([one.full_kl for one in compared]) if whole and compared else
           torch.zeros(shape) if whole else kl_per_token(sampled, ref_logprobs, estimator))
     return Measured(logprobs, values, ref_logprobs, kl * out.mask, passes.states_of_samples(
-        batches, frozen, len(out.mask), 0 if kept_at is None else most_frozen_bytes))
+        batches, frozen, len(out.mask), 0 if kept_at is None else most_frozen_bytes),
+        passes.states_by_sample(batches, [one.states for one in compared], out.mask.sum(1))
+        if want_ref_states and compared else [])
 
 
 def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bool) -> Measured:
@@ -265,10 +270,11 @@ def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bo
     Args:
         forward: also for logprobs and values, in place of those of the sampler.
     """
-    policy = session.policy
+    policy, in_loss = session.policy, full_kl_in_loss(session.cfg.ppo)
     want_values = policy.value_head is not None and (forward or not policy.values_while_decoding)
     return measure(session, chunk.out, phase="scoring", want_policy=forward,
-                   want_values=want_values, stop=stop, estimator=kl_estimator(session.cfg.ppo),
+                   want_values=want_values, stop=stop, want_ref_states=in_loss,
+                   estimator="k1" if in_loss else kl_estimator(session.cfg.ppo),
                    temperature=session.sampling.temperature,
                    most_frozen_bytes=session.frozen_states_bytes * len(chunk.out)
                    // session.cfg.ppo.num_rollouts)
@@ -286,7 +292,7 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: M
         valid=torch.tensor(scores.valid), finished=mine.finished,
         has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts,
         logs=scores.logs,
-        frozen_states=measured.frozen_states[:own])
+        frozen_states=measured.frozen_states[:own], ref_states=measured.ref_states[:own])
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from ppocli.config import algorithm, schema
 from ppocli.models import layer_stack, layout
 from ppocli.models.fast.frozen_states import keep_states, known_states
+from ppocli.models.head import HeadWeights, OtherHead
 from ppocli.models.policy import PolicyOutput
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
@@ -116,7 +117,7 @@ class PPOTask(task.Task):
             returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
             weights=weights.repeat_interleave(mask.sum(1)).to(device),
             total_tokens=int(group.counts.sum()), lengths=mask.sum(1).to(device),
-            imitated=imitated)
+            imitated=imitated, full_kl=out.kl)
         return task.LossTerms(found.total, torch.stack(
             [getattr(found, name).detach() for name in self.terms]), tokens)
 
@@ -288,6 +289,9 @@ def _on_device(session: Session, experience: records.Experience) -> records.Expe
                              if (tensor := getattr(experience, name)) is not None}
     if session.frozen_states_bytes and not experience.frozen_states:
         there["frozen_states"] = [None] * len(experience)
+    if experience.ref_states and session.reference is not None:
+        with session.reference.view(session.policy.lm) as view:
+            there["ref_head"] = HeadWeights.of(view).as_now()
     return replace(experience, **there)
 
 
@@ -313,10 +317,13 @@ def replay(session: Session, experience: records.Experience, rows: torch.Tensor,
         kept = experience.frozen_states
         batch = replace(batch, frozen_states=known_states(kept, places, batch))
     remembers = kept is not None and batch.frozen_states is None
+    other = None if experience.ref_head is None else OtherHead(
+        torch.cat([experience.ref_states[i] for i in places]).to(session.backend.device),
+        experience.ref_head)
     with layer_stack.inputs_at(split if remembers else None, session.policy.lm) as found:
         out = session.trained.engine(batch, temperature=session.sampling.temperature,
                                      want_entropy=algorithm.wants_entropy(session.cfg.ppo),
-                                     value_only=value_only)
+                                     value_only=value_only, reference=other)
     if kept is not None and found:
         keep_states(kept, session.frozen_states_bytes, places, (samples.lengths - 1).tolist(),
                     batch, found[-1])
