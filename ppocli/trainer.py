@@ -7,7 +7,6 @@ calls them when, and where scores come from, is up to the loop.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -220,7 +219,7 @@ class PPOTrainer:
             DivergedError: the policy stopped being finite.
         """
         from ppocli.tasks.ppo import own_samples
-        from ppocli.training.loop import commit, learn
+        from ppocli.training.loop import learn, settle
         from ppocli.training.optimizers import follow_scheduler
 
         self._check_open()
@@ -258,7 +257,7 @@ class PPOTrainer:
         if self._lr_scheduler is not None:
             follow_scheduler(self._task.trained.optimizer, self._lr_scheduler, 1)
         figures = self._run.state.pending or {}
-        commit(self._run, replace(self._run.state, pending=None))  # the row is the caller's
+        settle(self._run)  # the row is the caller's
         self._drawn = max(self._drawn, self._run.state.episodes)
         return dict(figures)
 

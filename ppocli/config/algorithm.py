@@ -182,6 +182,13 @@ def _groups(config: schema.TrainConfig) -> keys.Rules:
     yield (grouped and not config.generation.do_sample, "ppo.advantage, generation.do_sample",
            f"{ppo.advantage} compares samples of the same prompt, and without sampling they are "
            "all alike")
+    yield (not grouped and ppo.dynamic_sampling is not None, "ppo.dynamic_sampling, ppo.advantage",
+           f"{ppo.advantage} doesn't compare the samples of a prompt, and learns from equal scores "
+           "too: leave dynamic_sampling out, or use grpo or rloo")
+    yield (ppo.epochs is not None and ppo.dynamic_sampling is not None,
+           "ppo.epochs, ppo.dynamic_sampling",
+           "how many prompts a step takes is not known before, so that passes over them can't be "
+           "planned: say how long to train with ppo.total_episodes or ppo.num_steps")
     yield (grouped and ppo.whiten_rewards, "ppo.advantage, ppo.whiten_rewards",
            f"{ppo.advantage} normalises the rewards of whole responses itself: set "
            "ppo.whiten_rewards=false")
@@ -228,6 +235,22 @@ def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
         yield (kl_estimator(config.ppo) == "full", "model.reference.device, ppo.kl_estimator",
                "the full KL compares whole distributions, which must lie on one device: leave the "
                "device out, or use ppo.kl_estimator=k1")
+    if reference.sync_every is not None:
+        kind, where = schema.reference_kind(config.model), "model.reference.sync_every, model."
+        yield (kind in ("shared", "adapter"), f"{where}reference.kind",
+               f"a reference of kind {kind} has no weights of its own that could follow the "
+               "policy: set model.reference.kind=copy")
+        yield (kind == "none", f"{where}reference.kind", "there is no reference to follow")
+        yield (kind == "copy" and bool(config.model.peft), f"{where}peft",
+               "a copy has no adapter, in which alone such a policy moves: train without "
+               "model.peft, or leave sync_every out")
+        yield (reference.path is not None, f"{where}reference.path",
+               "a reference of another model's weights can't take the policy's: leave one out")
+        yield (config.hardware.zero_stage == 3, "model.reference.sync_every, hardware.zero_stage",
+               "the policy's weights lie in parts: use zero_stage 2 or less, or leave it out")
+    yield (reference.sync_alpha != 1.0 and reference.sync_every is None,
+           "model.reference.sync_alpha, model.reference.sync_every",
+           "sync_alpha says how far the reference moves every sync_every steps, which is not set")
     yield (reference.path is not None and reference.kind not in ("auto", "copy"),
            "model.reference.path, model.reference.kind",
            f"a reference of kind {reference.kind} is made from the policy: set "

@@ -26,6 +26,10 @@ class ReferenceConfig:
     offload: bool = key(False, "keep the reference in host memory while it is not run")
     device: Optional[str] = key(None, "kind=copy: run the reference elsewhere: cpu, cuda:1, ... "
                                 "(default: beside the policy)")
+    sync_every: Optional[int] = key(None, "kind=copy: steps after which it becomes the policy of "
+                                    "that moment (null: it stays as it starts)", ge=1)
+    sync_alpha: float = key(1.0, "share of the policy in that; the rest stays what it was", gt=0,
+                            le=1)
     shard: Optional[bool] = key(None, "keep a part of it on each process (default: under ZeRO 3)")
 
 

@@ -93,12 +93,15 @@ class ValueSchedulerConfig:
 
 @dataclass
 class PPOConfig:
-    total_episodes: Optional[int] = key(None, "samples drawn in the whole run", ge=1)
+    total_episodes: Optional[int] = key(None, "samples that the whole run learns from", ge=1)
     epochs: Optional[int] = key(None, "passes over the prompts in the whole run, with n samples of "
                                 "each", ge=1)
     num_steps: Optional[int] = key(None, "steps (rollout + optimize) in the whole run", ge=1)
     num_rollouts: int = key(128, "samples per rollout phase", ge=1)
     n: int = key(1, "samples of each prompt, one after another; they count in num_rollouts", ge=1)
+    dynamic_sampling: Optional[int] = key(
+        None, "grpo, rloo: draw prompts in place of those whose samples all score the same, up to "
+        "this many times num_rollouts samples in a step (null: learn from all)", ge=2)
     chunk_size: Optional[int] = key(None, "samples that are generated at once, and scored at once "
                                     "(default: num_rollouts, at most 128)", ge=1)
     ppo_epochs: int = key(4, "passes over a rollout", ge=1)

@@ -22,7 +22,7 @@ layer after the other (:mod:`ppocli.zero.sharded_weights`), and a reference is i
 (:mod:`ppocli.zero.sharded_models`).
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -175,12 +175,18 @@ def lines_of(cfg: schema.TrainConfig, parts: Iterable[Part], layout: Layout, hea
     # what is written while training goes on (ppocli.training.background_saving); where they compute
     # on the host, weights that don't train are shared with their copy
     if cfg.checkpoint.background != "never" and ranks == 1 and not stage:
-        yield _line(CHECKPOINT_COPY, sum(p.pinned for p in own) if layout.cuda else trained + state,
-                    on_host=layout.cuda)
+        copied = sum(p.pinned for p in own) if layout.cuda else trained + state
+        yield _line(CHECKPOINT_COPY, copied + _followed(cfg, parts), on_host=layout.cuda)
 
 
 def _line(name: str, size: int, phases: str = LASTING, *, on_host: bool = False) -> Line:
     return Line(name, 0 if on_host else size, size if on_host else 0, phases)
+
+
+def _followed(cfg: schema.TrainConfig, parts: Iterable[Part]) -> int:
+    """Bytes of a reference that changes and is saved with what trains."""
+    return sum(p.size for p in parts if p.kind == "reference") if (
+        cfg.model.reference.sync_every) else 0
 
 
 def _share(count: int, ranks: int) -> int:
@@ -244,11 +250,11 @@ class Disk:
     """at its fullest: all checkpoints that are kept, one being written, and the model"""
 
 
-def disk_of(cfg: schema.TrainConfig, parts: Iterable[Part]) -> Disk:
+def disk_of(cfg: schema.TrainConfig, parts: Sequence[Part]) -> Disk:
     """fp32 weights, or an adapter's alone, with the optimizer's state in a checkpoint
     (:mod:`ppocli.training.checkpoint_writing`); logs and samples apart."""
     own = [p for p in parts if p.sharded]
     model = sum(p.saved - p.state for p in own if p.kind == "policy")
-    checkpoint = sum(p.saved for p in own)
+    checkpoint = sum(p.saved for p in own) + _followed(cfg, parts)
     kept = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1
     return Disk(checkpoint, model, kept * checkpoint + model)

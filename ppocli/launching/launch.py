@@ -247,6 +247,8 @@ def refuse_objects(config: schema.TrainConfig, objects: PythonObjects) -> None:
          "lr_scheduler: ReduceLROnPlateau waits for a figure, which nobody gives it"),
         (scheduler is not None and config.ppo.scheduler != schema.PPOConfig().scheduler,
          "lr_scheduler: ppo.scheduler would change the same rates; leave it at its default"),
+        (config.ppo.dynamic_sampling is not None, "ppo.dynamic_sampling: the loop chooses and "
+         "scores its samples itself; leave it out"),
         (config.hardware.zero_stage > 0,
          "hardware.zero_stage: PPOTrainer holds whole weights on each process (DDP); for ZeRO, "
          "which shards them, use ppocli train")) if broken]

@@ -51,6 +51,16 @@ class CopyReference:
             yield self.lm
 
 
+@torch.no_grad()
+def follow(reference: CopyReference, policy_lm: Any, alpha: float) -> None:
+    """Move a reference to ``alpha * policy + (1 - alpha) * reference``, weight by weight: with 1 a
+    reset (ProRL, Liu et al. 2025, arXiv 2505.24864), below it TR-DPO's soft update (Gorbatovski et
+    al. 2024, arXiv 2404.09656), which is TRL's ``ref_model_mixup_alpha``."""
+    now = dict(policy_lm.named_parameters())
+    for name, own in reference.lm.named_parameters():
+        own.lerp_(now[name].to(own), alpha)
+
+
 @dataclass(frozen=True, slots=True)
 class SharedReference:
     """The policy's own frozen trunk, and copies of the few tensors that train (trlX's hydra)."""

@@ -160,7 +160,7 @@ def write_checkpoint(task: Task, folder: Path, state: TrainState) -> None:
         task.saved.write(folder / POLICY, _within("lm", whole))
         for name, module in module_files(task).items():
             part = _within(Path(name).stem, whole)
-            save_tensors(module.state_dict() if part is None else part, folder / name)
+            save_tensors(part or module.state_dict(), folder / name)
         for name, tensors in _task_files(state).items():
             save_tensors(tensors, folder / name)
 

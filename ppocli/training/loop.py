@@ -178,6 +178,12 @@ def learn(run: Run, batch: Any) -> None:
     run.intact = True
 
 
+def settle(run: Run) -> None:
+    """Commit that nothing of the newest step is pending any more."""
+    run.task.settled(run.state)
+    commit(run, replace(run.state, pending=None))
+
+
 def commit(run: Run, state: TrainState) -> None:
     """Commit a state: a stop saves it, and work after it is repeated on resume."""
     run.state = replace(state, generators=Generators.now(run.task.backend.device))
@@ -219,7 +225,7 @@ def finish_step(run: Run) -> None:
     ranks.first_does(lambda: check_place(run))
     ranks.first_does(lambda: run.recorder.row(row))
     run.display.step(row, run.task.total_steps())
-    commit(run, replace(run.state, pending=None))
+    settle(run)
     minutes = cfg.checkpoint.every_minutes
     overdue = minutes is not None and ranks.broadcast(
         monotonic() - run.saved_at >= 60 * minutes)  # clocks of ranks differ

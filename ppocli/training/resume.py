@@ -181,7 +181,8 @@ def _load_modules(task: Task, folder: Path) -> None:
         raise CheckpointError(
             "What trains beside the model (a value function, say) is of another kind in the "
             f"checkpoint: it has {', '.join(sorted(there)) or 'none'}, the run needs "
-            f"{', '.join(sorted(wanted)) or 'none'}", where="model.value, ppo.advantage",
+            f"{', '.join(sorted(wanted)) or 'none'}",
+            where="model.value, ppo.advantage, model.reference.sync_every",
             fix="resume with what the run was started with")
     for name, module in wanted.items():
         fill_module(module, load_file(folder / name), Path(name).stem.replace("_", " "))

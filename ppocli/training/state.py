@@ -122,7 +122,8 @@ class TrainState:
     """digest of everything that evaluation figures depend on, except the trained weights"""
     step: int = 0
     episodes: int = 0
-    """samples drawn; also the cursor into the data"""
+    """planned samples used; also the cursor into the data, unless the task draws more than it uses
+    and counts them itself"""
     updates: int = 0
     """optimizer updates made; the learning-rate schedule runs over these"""
     best: Best | None = None

@@ -257,6 +257,10 @@ class Task(ABC):
         return Finished({f"loss/{name}": value for name, value in result.terms.items()},
                         state.task, state.tensors)
 
+    def settled(self, state: TrainState) -> None:  # noqa: B027 - may be left
+        """Change what the next step starts from, once a step is over, its evaluation and its row
+        included, and before a checkpoint is made of it; nothing by default."""
+
     def initial(self) -> tuple[dict[str, Any], Mapping[str, torch.Tensor]]:
         """The task's own numbers and tensors before the first step."""
         return {}, {}
@@ -275,8 +279,8 @@ class Task(ABC):
         return ""
 
     def modules(self) -> dict[str, torch.nn.Module]:
-        """Modules that train in addition to ``saved.lm``, by their attribute name in
-        ``trained.module``."""
+        """Modules that change in addition to ``saved.lm``, by their attribute name in
+        ``trained.module``; of a name that isn't one of it, whole on every rank."""
         return {}
 
     def kept_step(self, state: TrainState) -> int | None:

@@ -26,11 +26,13 @@ from sessions import (
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
+from ppocli.tasks.ppo.dynamic_sampling import collect_differing
 from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
 from ppocli.tasks.ppo.task import PPOTask
+from ppocli.training.clock import PhaseClock
 from ppocli.training.optimizers import named_trainable
 from ppocli.zero.sharded_weights import gathered, optimizer_slots
 
@@ -45,13 +47,16 @@ def stop_of(session: Session) -> StopFlag:
 def update(session: Session, step: int) -> tuple[Rollout, dict[str, torch.Tensor]]:
     """One rollout, and what it and its optimize phase came to."""
     cfg = session.cfg
-    rollout = rollout_of(session, step * cfg.ppo.num_rollouts)
+    start, count = step * cfg.ppo.num_rollouts, cfg.ppo.num_rollouts
+    rollout = rollout_of(session, start) if cfg.ppo.dynamic_sampling is None else collect_differing(
+        session, start, count, stop_of(session), PhaseClock(session.backend.device))
     state = update_moments(fresh_state(session), rollout, cfg)
     experience = to_experience(rollout, state, cfg)
     result = optimize(session, experience, stop_of(session), step=step, updates=step * 4)
     return rollout, {
         **experience_tensors(experience),
         "terms": torch.tensor([result.terms[name] for name in sorted(result.terms)]),
+        "drawn": torch.tensor(rollout.drawn.samples if rollout.drawn else 0),
         "counts": torch.tensor([result.updates, result.skipped, result.nonfinite])}
 
 

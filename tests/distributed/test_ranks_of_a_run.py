@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import jsonl, stable_rows
 from ranks import REWARD, close_to, rows_of, wait_for_no_ranks
-from runs import app_in_process, assert_tidy, run, spawn, wait_for, words
+from runs import app_in_process, assert_tidy, copied, run, spawn, wait_for, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppocli
@@ -57,6 +57,20 @@ def test_what_follows_a_training_needs_one_process_whatever_that_had(world, hard
     command("export", "runs/two", "--step", "4", "-o", "plain", code=0)
     assert_plain(world / "plain", world / "runs/one/model")
     assert_plain(world / "runs/two/model", world / "runs/one/model")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware", ["ddp", "zero2"])
+def test_a_reference_that_follows_is_the_same_on_two_and_after_a_kill(world, hardware):
+    keys = ("model.reference.sync_every=2", "model.reference.sync_alpha=0.5")
+    run("train", *words("run_name=one", *keys), cwd=world, code=0)
+    run("train", *words("run_name=two", *keys, f"hardware={hardware}"), cwd=world, code=0,
+        ACCELERATE_USE_CPU="True")
+    rows = [stable_rows(world / f"runs/{name}/metrics.jsonl") for name in ("one", "two")]
+    assert close_to(*rows)
+    again = copied(world / "runs/two", world / "again/two", last_step=3)
+    run("resume", str(again), cwd=world, code=0, ACCELERATE_USE_CPU="True")
+    assert stable_rows(again / "metrics.jsonl") == rows[1]
 
 
 @pytest.mark.slow

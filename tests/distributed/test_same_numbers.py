@@ -83,9 +83,12 @@ def test_estimators_without_a_critic_are_the_same_on_any_ranks(config, tmp_path,
     """14 samples in groups of two, which chunks of 3 and shares of the ranks cut through."""
     base = {**config, "ppo.advantage": advantage, "ppo.n": 2, "ppo.num_rollouts": 14}
     if (advantage, stage) == ("grpo", 0):  # whose KL is in the loss
-        base["ppo.kl_estimator"] = "full"
+        base |= {"ppo.kl_estimator": "full", "ppo.dynamic_sampling": 4}
     one = run_job(tmp_path, "one", base, world=1)
-    assert_same_update(one, run_job(tmp_path, "many", {**base, **under(stage, tmp_path)}, world=2))
+    many = run_job(tmp_path, "many", {**base, **under(stage, tmp_path)}, world=2)
+    assert_same_update(one, many)
+    assert one["drawn"] == many["drawn"]
+    assert (one["drawn"] > 14) == ("ppo.dynamic_sampling" in base)
 
 
 @pytest.mark.slow

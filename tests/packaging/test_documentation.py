@@ -273,8 +273,8 @@ def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
     summary = json.loads((tmp_path / "runs/x/summary.json").read_text(encoding="utf-8"))
     own |= {"brief", "praise", "logs", "told", "missing_eos"}
     found = {without_names(name, own) for name in figures}
-    of_ranks = {"time/gather"}
-    assert found | set(summary) | of_ranks == explained()
+    elsewhere = {"time/gather", "rollout/drawn", "rollout/uniform_groups"}
+    assert found | set(summary) | elsewhere == explained()
     left = {path.name for path in (tmp_path / "runs/x").iterdir()} - {".lock"}
     assert left == {"config.yaml", "metrics.jsonl", "samples.jsonl", "events", "summary.json",
                     "checkpoints", "model", "ppocli.log", "run.json", "env.json"}

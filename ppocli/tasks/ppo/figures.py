@@ -97,6 +97,9 @@ def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True
         "rollout/response_tokens_max": float(lengths.max()),
         "rollout/finished_share": float(rollout.finished.double().mean()),
     }
+    if rollout.drawn is not None:
+        figures |= {"rollout/drawn": float(rollout.drawn.samples),
+                    "rollout/uniform_groups": float(rollout.drawn.uniform_groups)}
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
             figures[f"reward/{name}"] = mean([v for v in part if v is not None])

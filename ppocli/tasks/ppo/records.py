@@ -18,6 +18,17 @@ from ppocli.ppo.shaping import RunningMoments
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """What dynamic sampling has drawn for a rollout, what it left out included."""
+
+    samples: int
+    uniform_groups: int
+    """prompts whose samples all have the same score"""
+    tokens: int
+    """of responses"""
+
+
+@dataclass(frozen=True, slots=True)
 class Rollout:
     """B samples of phase 1. Made by ``collect_rollout``, logged, read by ``to_experience``.
 
@@ -58,6 +69,8 @@ class Rollout:
     ref_states: list[torch.Tensor] = field(default_factory=list)
     """[n, D] of each sample: the reference's final states at its response tokens; empty unless the
     loss compares whole distributions"""
+    drawn: Drawn | None = None
+    """None without dynamic sampling"""
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -101,7 +114,10 @@ class Rollout:
 
     def in_order(self) -> Rollout:
         """The samples in the order of their episodes."""
-        order = sorted(range(len(self)), key=lambda i: self.prompts.episodes[i])
+        return self.rows(sorted(range(len(self)), key=lambda i: self.prompts.episodes[i]))
+
+    def rows(self, order: list[int], drawn: Drawn | None = None) -> Rollout:
+        """The samples at these places, which were chosen from what was ``drawn``."""
         index = torch.tensor(order)
 
         def moved(value: Any) -> Any:
@@ -115,7 +131,8 @@ class Rollout:
                 return [value[i] for i in order] if value else []
             return value[index] if isinstance(value, torch.Tensor) else value
 
-        return Rollout(*(moved(getattr(self, f.name)) for f in fields(Rollout)))
+        found = Rollout(*(moved(getattr(self, f.name)) for f in fields(Rollout)))
+        return replace(found, drawn=drawn)
 
 
 def _joined(values: list[Any]) -> Any:
@@ -197,6 +214,10 @@ class PPOState:
     """mean response tokens of the first rollout"""
     pretrained_at: int | None = None
     """steps made when value pretraining ended; None: it hasn't, or there was none"""
+
+    left_out: int = 0
+    """samples drawn so far that no step has learnt from (``ppo.dynamic_sampling``); the next one to
+    draw has the number ``TrainState.episodes + left_out``"""
 
     def pretrains(self, ppo: PPOConfig, step: int) -> bool:
         """Whether the step after ``step`` of them trains the value function alone."""

@@ -17,11 +17,13 @@ from ppocli.models import layer_stack, layout
 from ppocli.models.fast.frozen_states import keep_states, known_states
 from ppocli.models.head import HeadWeights, OtherHead
 from ppocli.models.policy import PolicyOutput
+from ppocli.models.reference import CopyReference, follow
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo import figures, records, rollout
+from ppocli.tasks.ppo.dynamic_sampling import collect_differing
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import (
     after_pretraining,
@@ -72,9 +74,13 @@ class PPOTask(task.Task):
 
     def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> records.Rollout:
         """As :class:`Task`: sample, score, measure."""
-        prompts = self.session.next_prompts(state.episodes, self._count(state))
+        start = state.episodes + records.PPOState.from_json(state.task).left_out
+        session = replace(self.session, step=state.step)
+        if self.cfg.ppo.dynamic_sampling is not None:
+            return collect_differing(session, start, self._count(state), stop, clock)
+        prompts = session.next_prompts(start, self._count(state))
         clock.mark("other")
-        return rollout.collect_rollout(replace(self.session, step=state.step), prompts, stop, clock)
+        return rollout.collect_rollout(session, prompts, stop, clock)
 
     def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
@@ -148,12 +154,24 @@ class PPOTask(task.Task):
         cfg, before = self.cfg, records.PPOState.from_json(state.task)
         after = replace(update_moments(before, batch, cfg),
                         kl_coef=next_kl_coef(before, batch, cfg))
+        tokens = int(batch.response_mask.sum())
+        if batch.drawn is not None:
+            tokens = batch.drawn.tokens
+            after = replace(after, left_out=before.left_out + batch.drawn.samples - len(batch))
         if plan.atoms.pretrains:
             after = after_pretraining(after, plan.atoms, cfg.ppo, state.step + 1)
         row = figures.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         after, warnings = figures.watch(self.session, batch, after, row, state)
         return task.Finished(row, after.to_json(), warnings=warnings,
-                             tokens={"rollout": int(batch.response_mask.sum())})
+                             tokens={"rollout": tokens})
+
+    def settled(self, state: TrainState) -> None:
+        """As :class:`Task`: a reference that follows the policy does so now."""
+        wanted, reference = self.cfg.model.reference, self.session.reference
+        if (isinstance(reference, CopyReference) and wanted.sync_every is not None
+                and state.step > 0 and state.step % wanted.sync_every == 0):
+            follow(reference, self.session.policy.lm, wanted.sync_alpha)
+            self._ref_responses = None
 
     def evaluate(self, stop: StopFlag) -> task.Evaluation:
         """As :class:`Task`: responses to the evaluation prompts, scored."""
@@ -195,9 +213,12 @@ class PPOTask(task.Task):
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
 
     def modules(self) -> dict[str, torch.nn.Module]:
-        """As :class:`Task`: what the value function is made of; empty without one."""
+        """As :class:`Task`: what the value function is made of, and a reference that follows the
+        policy."""
         policy = self.session.policy
         found: dict[str, Any] = {"value_head": policy.value_head, "value_trunk": policy.value_trunk}
+        if self.cfg.model.reference.sync_every is not None:
+            found["reference"] = getattr(self.session.reference, "lm", None)
         return {name: module for name, module in found.items() if module is not None}
 
     def kept_step(self, state: TrainState) -> int | None:
