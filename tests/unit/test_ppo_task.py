@@ -107,8 +107,9 @@ def test_whitened_advantages_have_no_mean():
 def test_a_step_collects_from_where_the_one_before_ended(tmp_path):
     with session_of(small_config(tmp_path)) as session:
         clock = PhaseClock(session.backend.device)
-        state = TrainState({}, "", step=1, episodes=16)
-        rollout = PPOTask(session).collect(state, StopFlag(), clock)
+        task = PPOTask(session)
+        state = TrainState({}, "", step=1, episodes=16, task=task.initial()[0])
+        rollout = task.collect(state, StopFlag(), clock)
     assert rollout.prompts.episodes == list(range(16, 32))
 
 
