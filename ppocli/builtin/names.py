@@ -23,6 +23,8 @@ _BUILTINS = {  # name: its folder or file, and one line about it
                        "2000 pairs of film reviews, a tenth of them the wrong way round"),
     "pipeline-pairs-eval": ("pipeline_pairs_eval.jsonl",
                             "400 pairs to other requests, as noisy"),
+    "arithmetic": ("arithmetic.jsonl", "260 questions of arithmetic, in the form of GSM8K"),
+    "arithmetic-eval": ("arithmetic_eval.jsonl", "64 others"),
 }
 
 

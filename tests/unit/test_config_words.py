@@ -13,7 +13,7 @@ from helpers import checked
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
-from ppocli.builtin.names import recipe_files
+from ppocli.builtin.names import config_groups, recipe_files
 from ppocli.config.compose import print_composition
 from ppocli.config.keys import schema_keys, schema_sections
 from ppocli.config.resolved import (
@@ -194,6 +194,11 @@ def comes_back(*words):
 @pytest.mark.parametrize("recipe", sorted(recipe_files()))
 def test_a_recipe_comes_back(recipe):
     comes_back(f"+recipe={recipe}")
+
+
+@pytest.mark.parametrize("option", config_groups()["ppo"])
+def test_a_published_setting_goes_with_a_recipe(option):
+    comes_back("+recipe=randomwalks", f"ppo={option}", "ppo.n=8", "ppo.num_rollouts=128")
 
 
 @pytest.mark.parametrize("words", [

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -13,6 +14,7 @@ from ppocli.builtin.names import resolve_builtin
 from ppocli.rewards import randomwalks
 from ppocli.rewards.classifier import TextClassifier
 from ppocli.rewards.randomwalks import GOAL, MAX_LENGTH, SUCCESSORS
+from ppocli.rewards.rules import Answer
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # tools/ is in no wheel
 
@@ -73,6 +75,21 @@ def test_shipped_prompts_are_what_the_command_writes(tmp_path):
                for name in ("reviews-prompts", "reviews-eval-prompts")}
     assert [len(lines) for lines in prompts.values()] == [192, 64]
     assert not set.intersection(*map(set, prompts.values()))
+
+
+def test_arithmetic_is_right_and_what_the_command_writes(tmp_path):
+    assert build.main(["arithmetic", "--out", str(tmp_path)]) == 0
+    seen: dict[str, set] = {}
+    for name, count in (("arithmetic", 260), ("arithmetic-eval", 64)):
+        shipped, rows = resolve_builtin(name), lines_of(name)
+        assert (tmp_path / shipped.name).read_bytes() == shipped.read_bytes()
+        pairs = [tuple(map(int, re.findall(r"\d+", row["question"]))) for row in rows]
+        assert [row["answer"].rpartition("\n#### ")[2] for row in rows] == [
+            str(a + b) for a, b in pairs]
+        assert len(seen.setdefault(name, set(pairs))) == len(rows) == count
+        answers = [row["answer"] for row in rows]
+        assert Answer(after="####")(answers, answer=answers) == [1.0] * count
+    assert not set.intersection(*seen.values())
 
 
 def lines_of(name: str) -> list[dict[str, str]]:

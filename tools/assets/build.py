@@ -9,13 +9,14 @@ from pathlib import Path
 
 from ppocli.errors import PpocliError
 from ppocli.rewards.randomwalks import GOAL, SUCCESSORS
+from tools.assets.arithmetic import build_arithmetic
 from tools.assets.corpus import neutral_openings
 
 log = logging.getLogger("tools.assets.build")  # __name__ is "__main__" under -m
 
 PROMPT_SEED = 41
 TRAIN_PROMPTS, EVAL_PROMPTS = 192, 64
-_NAMES = ("reviews", "reviews-sentiment", "randomwalks", "prompts", "pipeline")
+_NAMES = ("reviews", "reviews-sentiment", "randomwalks", "prompts", "pipeline", "arithmetic")
 
 
 def build_prompts(folder: Path) -> None:
@@ -37,6 +38,9 @@ def build(name: str, folder: Path) -> None:
     """
     if name == "prompts":
         build_prompts(folder)
+        return
+    if name == "arithmetic":
+        build_arithmetic(folder)
         return
     if name == "pipeline":
         from tools.assets.preferences import build_pipeline
