@@ -2,12 +2,13 @@
 through the prompts one by one, and what a checkpoint of it goes on with."""
 
 import copy
+import json
 import logging
 
 import pytest
 import torch
 from helpers import stable_rows
-from runs import assert_equal_runs, copied, resumed, run, words
+from runs import assert_equal_runs, copied, last_checkpoint, resumed, run, words
 from safetensors.torch import load_file
 from sessions import rollout_of, session_of, small_config
 
@@ -112,3 +113,18 @@ def test_a_run_goes_on_with_its_prompts_and_its_reference(world):
     again = copied(whole, world / "again/whole", last_step=3)
     resumed(again)
     assert_equal_runs(whole, again)
+
+
+@pytest.mark.long
+def test_a_stop_between_a_step_and_the_move_of_its_reference_loses_neither(world):
+    """In the evaluation after step 2, whose passes are the twelfth: one at the start, five a step.
+    """
+    given = words("model.reference.sync_every=2", "model.reference.sync_alpha=0.5",
+                  "ppo.num_steps=3")
+    run("train", *given, "run_name=whole", cwd=world, code=0)
+    run("train", *given, "run_name=cut", cwd=world, code=143,
+        PPOCLI_FAULTS="scoring.forward@12:term")
+    state = json.loads((last_checkpoint(world / "runs/cut") / "state.json").read_text())
+    assert (state["step"], state["pending"]["step"]) == (2, 2)
+    resumed(world / "runs/cut")
+    assert_equal_runs(world / "runs/whole", world / "runs/cut")
