@@ -3,9 +3,10 @@
     python benchmarks/kinds.py --out docs/kinds.md        # all kinds, three seeds each
     python benchmarks/kinds.py lora grpo --seeds 1 --set ppo.optimizer.lr=2e-4
 
-All but one are trlX's random walks: the recipe with the words shown. The encoder-decoder is a small
-T5 with random weights, whose reward is the share of vowels among the letters of its answer. Every
-run is a whole ``ppocli train`` in a process of its own.
+All but one are trlX's random walks: the recipe with the words shown, and beside it what the same
+weights reach when they are taught the shortest walks (``ceilings.py``). The encoder-decoder is a
+small T5 with random weights, whose reward is the share of vowels among the letters of its answer.
+Every run is a whole ``ppocli train`` in a process of its own.
 """
 
 import argparse
@@ -18,19 +19,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean
 
+from ceilings import ceiling
 from machine import provenance
 from tables import marks, write_between
 
 WALKS = "+recipe=randomwalks"
+TOP2 = "model.num_layers_unfrozen=2"
 LORA = ("model.peft.type=lora model.peft.r=16 model.peft.lora_alpha=32 "
-        "model.peft.target_modules=[c_attn,c_proj,c_fc] ppo.optimizer.lr=1e-3")
+        "model.peft.target_modules=[c_attn,c_proj,c_fc]")
+NORM = "model.peft.modules_to_save=[ln_f]"
 KINDS = {
     "full": ("all weights", WALKS),
-    "top2": ("top 2 of 6 layers, shared trunk", f"{WALKS} model.num_layers_unfrozen=2"),
+    "top2": ("top 2 of 6 layers, shared trunk", f"{WALKS}_top2"),
     "branch": ("critic with 2 layers of its own", f"{WALKS} model.value.kind=branch "
                "model.value.num_layers_unfrozen=2"),
     "critic": ("critic of its own", f"{WALKS} model.value.kind=model"),
-    "lora": ("LoRA, reference = adapter off", f"{WALKS} {LORA}"),
+    "lora": ("LoRA and the final norm, reference = adapter off", f"{WALKS}_lora"),
+    "lora_alone": ("LoRA alone", f"{WALKS}_lora model.peft.modules_to_save=null"),
     "grpo": ("GRPO, 4 samples per prompt", f"{WALKS} ppo.advantage=grpo ppo.n=4"),
     "rloo": ("RLOO, 4 samples per prompt", f"{WALKS} ppo.advantage=rloo ppo.n=4"),
     "reinforce_pp": ("REINFORCE++", f"{WALKS} ppo.advantage=reinforce_pp"),
@@ -40,6 +45,8 @@ KINDS = {
            "ppo.init_kl_coef=0.001 generation.max_new_tokens=12 eval.every_steps=null "
            "checkpoint.every_steps=null"),
 }
+TRAINED = {"top2": TOP2, "lora": f"{LORA} {NORM}", "lora_alone": LORA}
+"""kind -> what says which weights train, where those aren't all of the random walks' model"""
 VOWELS = """def vowels(outputs, **_):
     letters = [[c for c in text.lower() if c.isalpha()] for text in outputs]
     return [sum(c in "aeiou" for c in row) / max(len(row), 1) for row in letters]
@@ -81,15 +88,15 @@ def train(kind: str, seed: int, folder: Path, more: list[str]) -> dict[str, floa
             "seconds": sum(told["seconds"].values())}
 
 
-def row(kind: str, found: list[dict[str, float]]) -> str:
-    """One line of the table: means, and the lowest of the seeds."""
+def row(kind: str, found: list[dict[str, float]], best: str) -> str:
+    """One line of the table: means, the lowest of the seeds, and the ceiling."""
     def average(name: str) -> float:
         return mean(one[name] for one in found)
 
-    words = KINDS[kind][1].removeprefix(WALKS).strip() or "-"
+    words = KINDS[kind][1].removeprefix(WALKS + " ") if KINDS[kind][1] != WALKS else "-"
     return (f"| {KINDS[kind][0]} | `{words}` | {len(found)} | {average('before'):.3f} | "
             f"{average('after'):.3f} | "
-            f"{min(one['after'] for one in found):.3f} | {average('kl'):.2f} | "
+            f"{min(one['after'] for one in found):.3f} | {best} | {average('kl'):.2f} | "
             f"{average('memory'):.0f} | {average('seconds'):.0f} |")
 
 
@@ -103,16 +110,19 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the table into this file, between "
                         f"its lines {' and '.join(marks('kinds'))}")
     args = parser.parse_args()
-    lines = ["| what trains | words | seeds | before | after | lowest seed | KL | MiB | seconds |",
-             "|---|---|---|---|---|---|---|---|---|"]
+    lines = ["| what trains | words | seeds | before | after | lowest seed | ceiling | KL | MiB | "
+             "seconds |", "|---|---|---|---|---|---|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prepare(folder)
         with ThreadPoolExecutor(args.jobs) as pool:
             runs = {kind: [pool.submit(train, kind, seed, folder, args.set)
                            for seed in args.seeds] for kind in args.kinds}
+            taught = {words: pool.submit(ceiling, words.split(), args.seeds[0], folder)
+                      for words in {TRAINED.get(kind, "") for kind in args.kinds if kind != "t5"}}
             for kind, futures in runs.items():
-                lines.append(row(kind, [future.result() for future in futures]))
+                best = "-" if kind == "t5" else f"{taught[TRAINED.get(kind, '')].result()[0]:.3f}"
+                lines.append(row(kind, [future.result() for future in futures], best))
                 print(lines[-1], flush=True)
     if args.out:
         seeds = ", ".join(map(str, args.seeds))
