@@ -25,9 +25,9 @@ from tables import marks, write_between
 
 WALKS = "+recipe=randomwalks"
 TOP2 = "model.num_layers_unfrozen=2"
-LORA = ("model.peft.type=lora model.peft.r=16 model.peft.lora_alpha=32 "
-        "model.peft.target_modules=[c_attn,c_proj,c_fc]")
-NORM = "model.peft.modules_to_save=[ln_f]"
+LORA = "model.peft.type=lora model.peft.r=16 model.peft.target_modules=[c_attn,c_proj,c_fc]"
+NORM = "model.peft.lora_alpha=8 model.peft.modules_to_save=[ln_f]"
+ALONE = f"{LORA} model.peft.lora_alpha=32"
 KINDS = {
     "full": ("all weights", WALKS),
     "top2": ("top 2 of 6 layers, shared trunk", f"{WALKS}_top2"),
@@ -35,7 +35,7 @@ KINDS = {
                "model.value.num_layers_unfrozen=2"),
     "critic": ("critic of its own", f"{WALKS} model.value.kind=model"),
     "lora": ("LoRA and the final norm, reference = adapter off", f"{WALKS}_lora"),
-    "lora_alone": ("LoRA alone", f"{WALKS}_lora model.peft.modules_to_save=null"),
+    "lora_alone": ("LoRA alone", f"{WALKS} {ALONE} ppo.optimizer.lr=1e-3"),
     "grpo": ("GRPO, 4 samples per prompt", f"{WALKS} ppo.advantage=grpo ppo.n=4"),
     "rloo": ("RLOO, 4 samples per prompt", f"{WALKS} ppo.advantage=rloo ppo.n=4"),
     "reinforce_pp": ("REINFORCE++", f"{WALKS} ppo.advantage=reinforce_pp"),
@@ -45,7 +45,7 @@ KINDS = {
            "ppo.init_kl_coef=0.001 generation.max_new_tokens=12 eval.every_steps=null "
            "checkpoint.every_steps=null"),
 }
-TRAINED = {"top2": TOP2, "lora": f"{LORA} {NORM}", "lora_alone": LORA}
+TRAINED = {"top2": TOP2, "lora": f"{LORA} {NORM}", "lora_alone": ALONE}
 """kind -> what says which weights train, where those aren't all of the random walks' model"""
 VOWELS = """def vowels(outputs, **_):
     letters = [[c for c in text.lower() if c.isalpha()] for text in outputs]
