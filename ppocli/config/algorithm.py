@@ -11,6 +11,7 @@ from typing import Any
 from ppocli.config import keys, schema, schema_ppo, schema_tasks, tasks
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
+from ppocli.ppo.off_policy import CRITERIA, why_no_bound
 from ppocli.text import did_you_mean
 
 OPTIMIZER_KEYS = {
@@ -63,9 +64,16 @@ def whitens_advantages(ppo: schema.PPOConfig) -> bool:
 
 def decoding_scores(config: schema.TrainConfig) -> bool:
     """Whether old logprobs and values are taken from the decoding pass, what ``ppo.logprobs_from``
-    comes to."""
+    comes to. That of an earlier policy has neither; and what is to be corrected is compared."""
     choice = config.ppo.logprobs_from
+    if config.ppo.staleness or corrects(config.ppo):
+        return False
     return exact_when_decoded(config) if choice == "auto" else choice == "decode"
+
+
+def corrects(ppo: schema.PPOConfig) -> bool:
+    """Whether the policy that sampled and the trained one are compared, token by token."""
+    return ppo.importance.level is not None or bool(ppo.importance.reject)
 
 
 def exact_when_decoded(config: schema.TrainConfig) -> bool:
@@ -100,6 +108,7 @@ def algorithm_rules(config: schema.TrainConfig) -> keys.Rules:
         yield from _kl(config)
         yield from _critic(config)
         yield from _groups(config)
+        yield from _old_policy(config.ppo)
     yield from _optimizer(config, "ppo", {"optimizer": updates.optimizer,
                                           "value_optimizer": value_optimizer(updates)})
     yield from _schedule("ppo.scheduler", updates.scheduler)
@@ -208,6 +217,35 @@ def _groups(config: schema.TrainConfig) -> keys.Rules:
         yield (not odd and (tasks.planned_samples(config) or 0) % ppo.n,
                "ppo.total_episodes, ppo.n",
                f"total_episodes {ppo.total_episodes} must be a multiple of n {ppo.n}")
+
+
+def _old_policy(ppo: schema.PPOConfig) -> keys.Rules:
+    decode, forward = (ppo.logprobs_from == name for name in ("decode", "forward"))
+    for name in ("level", "reject"):
+        on, where = getattr(ppo.importance, name), f"ppo.importance.{name}"
+        yield (on and ppo.old_logprobs == "sampler", f"{where}, ppo.old_logprobs",
+               "ratios to the policy that sampled need no correction: leave it out, or set "
+               "ppo.old_logprobs=trainer")
+        yield (on and decode, f"{where}, ppo.logprobs_from",
+               "what the decoding pass says would be compared with itself: set "
+               "ppo.logprobs_from=auto")
+    yield (ppo.importance.level is None and ppo.importance.cap != schema_ppo.ImportanceConfig().cap,
+           "ppo.importance.cap, ppo.importance.level",
+           "there are no weights to cap: set ppo.importance.level=token or =sequence")
+    for name, bound in ppo.importance.reject.items():
+        wrong = why_no_bound(name, bound)
+        yield (wrong, f"ppo.importance.reject.{name}",
+               f"{wrong}{'' if name in CRITERIA else did_you_mean(name, CRITERIA)}")
+    yield (decode and ppo.staleness > 0, "ppo.logprobs_from, ppo.staleness",
+           "the decoding pass was an earlier policy's: set ppo.logprobs_from=auto; for ratios to "
+           "that policy there is ppo.old_logprobs=sampler")
+    yield (ppo.staleness > 0 and ppo.dynamic_sampling is not None,
+           "ppo.staleness, ppo.dynamic_sampling",
+           "samples wait unscored, and which prompts to draw more of is known from scores: set one "
+           "of them to its default")
+    yield (forward and ppo.old_logprobs == "sampler", "ppo.logprobs_from, ppo.old_logprobs",
+           "a forward pass is the trained policy's: set ppo.logprobs_from=auto or "
+           "ppo.old_logprobs=trainer")
 
 
 def value_function_rules(config: schema.TrainConfig) -> keys.Rules:

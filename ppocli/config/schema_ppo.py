@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from ppocli.ppo.advantages import ESTIMATORS
+from ppocli.ppo.off_policy import LEVELS
 
 
 def key(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, ge: float | None = None,
@@ -89,6 +90,18 @@ class ValueSchedulerConfig:
                                         le=1)
     kwargs: dict[str, Any] = key({}, "arguments of the schedule, laid over ppo.scheduler's where "
                                  "that has the same name")
+
+
+@dataclass
+class ImportanceConfig:
+    """Correction for samples of another policy: a stale one, or other arithmetic."""
+
+    level: Optional[str] = key(None, "multiply a token's policy loss by the ratio of the trained "
+                               "policy to the one that sampled: the token's own, or the product "
+                               "over its response (sequence; null: no weights)", choices=LEVELS)
+    cap: float = key(2.0, "largest of these weights", gt=0)
+    reject: dict[str, Any] = key({}, "leave out of the loss what lies beyond these bounds, by "
+                                 "verl's names: token_k1: [0.5,2] or seq_mean_k3: 0.01, say")
 
 
 @dataclass
@@ -179,6 +192,12 @@ class PPOConfig:
     logprobs_from: str = key("auto", "old logprobs and values: from the decoding pass, or from a "
                              "forward pass (auto: decode in fp32, forward in bf16)",
                              choices=("auto", "decode", "forward"))
+    old_logprobs: str = key("trainer", "the policy that ratios compare with: the trained one at "
+                            "the start of a step's updates, or the one that sampled, by the "
+                            "logprobs that it said itself", choices=("trainer", "sampler"))
+    staleness: int = key(0, "train on samples of the policy of so many steps before; the first "
+                         "steps on those of the first policy", ge=0)
+    importance: ImportanceConfig = key(ImportanceConfig, "where samples are another policy's")
     optimizer: PPOOptimizerConfig = key(PPOOptimizerConfig, "the optimizer")
     scheduler: SchedulerConfig = key(SchedulerConfig, "the learning-rate schedule, over updates")
     value_optimizer: ValueOptimizerConfig = key(

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ppocli.config import resolved, schema
+from ppocli.config import algorithm, resolved, schema
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.launching import adopted_ranks
 from ppocli.launching.adopted_ranks import PROVIDED
@@ -249,6 +249,10 @@ def refuse_objects(config: schema.TrainConfig, objects: PythonObjects) -> None:
          "lr_scheduler: ppo.scheduler would change the same rates; leave it at its default"),
         (config.ppo.dynamic_sampling is not None, "ppo.dynamic_sampling: the loop chooses and "
          "scores its samples itself; leave it out"),
+        (config.ppo.staleness > 0 or config.ppo.old_logprobs == "sampler"
+         or algorithm.corrects(config.ppo),
+         "ppo.staleness, ppo.old_logprobs, ppo.importance: a loop of one's own brings samples that "
+         "don't say which policy they are of; use ppocli train"),
         (config.hardware.zero_stage > 0,
          "hardware.zero_stage: PPOTrainer holds whole weights on each process (DDP); for ZeRO, "
          "which shards them, use ppocli train")) if broken]

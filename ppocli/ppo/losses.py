@@ -145,7 +145,8 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
              returns: torch.Tensor | None = None, entropy: torch.Tensor | None = None,
              ref_logprobs: torch.Tensor | None = None,
              lengths: torch.Tensor | None = None, imitated: torch.Tensor | None = None,
-             full_kl: torch.Tensor | None = None) -> PPOLoss:
+             full_kl: torch.Tensor | None = None,
+             importance: torch.Tensor | None = None) -> PPOLoss:
     """Clipped policy and value losses (Schulman et al. 2017, eq. 7 and 9), all inputs [N].
 
     Policy: ``max(-A ratio, -A clip(ratio, 1-c, 1+c_high))``, with a dual clip ``d`` at most
@@ -174,11 +175,13 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
         imitated: each token's weight in the likelihood of good responses, which over the whole
             update sum to 1; or None.
         full_kl: the KL over the whole vocabulary, in place of an estimate; or None.
+        importance: a factor of each token's policy loss, of
+            :func:`ppocli.ppo.off_policy.importance_weights`; or None.
     """
     log_ratio = logprobs - old_logprobs
     losses, is_clipped, is_bounded = _policy_terms(logprobs, log_ratio, advantages,
                                                    lengths, options)
-    policy = (weights * losses).sum()
+    policy = (weights * (losses if importance is None else importance * losses)).sum()
     total, zero = policy, policy.new_zeros(())
     square = square_clipped = policy.new_zeros(1)
     value = mean_entropy = kl = nll = zero

@@ -72,9 +72,14 @@ class Samples:
     def first(self, count: int) -> Samples:
         """The first ``count`` samples."""
         some = slice(count)
-        return Samples(self.sequences.rows(some), self.logprobs[some], self.values[some],
-                       self.finished[some],
-                       None if self.frozen_states is None else self.frozen_states[some])
+        return replace(self.rows(some), frozen_states=None if self.frozen_states is None else
+                       self.frozen_states[some])
+
+    def rows(self, index: Any) -> Samples:
+        """The samples at ``index`` (a slice or a tensor of places), padding and all; without states
+        of layers."""
+        return Samples(self.sequences.rows(index), self.logprobs[index], self.values[index],
+                       self.finished[index])
 
     def only(self, kept: torch.Tensor) -> Samples:
         """The same samples with only some of their actions, whose tokens the others stay in.

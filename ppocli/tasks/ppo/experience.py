@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ppocli.config import algorithm, schema
-from ppocli.ppo import kl, shaping
+from ppocli.ppo import kl, off_policy, shaping
 from ppocli.ppo.advantages import Samples, token_rewards
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 
@@ -134,6 +134,14 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
         gaps=None if rollout.gaps is None else rollout.gaps[keep]))
     if algorithm.whitens_advantages(ppo):
         advantages = shaping.whiten(advantages, mask, center=True)
+    counts = mask & rollout.finished[keep, None] if ppo.mask_truncated else None
+    wanted, gap, importance = ppo.importance, rollout.gap, None
+    if gap is not None and wanted.reject:
+        accepted = off_policy.accepted(gap[keep], mask, wanted.reject)
+        counts = accepted if counts is None else counts & accepted
+    if gap is not None and wanted.level is not None:
+        importance = off_policy.importance_weights(gap[keep], mask, level=wanted.level,
+                                                   cap=wanted.cap)
     charged = not in_reward and rollout.has_reference and state.kl_coef > 0
     return Experience(
         sequences=rollout.sequences.rows(keep), logprobs=rollout.logprobs[keep],
@@ -142,7 +150,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
         ref_states=[rollout.ref_states[i] for i in keep.tolist()]
         if charged and rollout.ref_states else [],
-        counts=rollout.finished[keep] if ppo.mask_truncated else None, pretrains=pretrains,
+        counts=counts, importance=importance, pretrains=pretrains,
         imitated=torch.tensor(rollout.scores)[keep] > ppo.positive_above
         if ppo.positive_nll_coef else None,
         kl_coef=state.kl_coef if charged else 0.0,

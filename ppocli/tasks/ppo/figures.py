@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ppocli.config import algorithm, schema
+from ppocli.config import algorithm, schema, schema_ppo
+from ppocli.ppo import off_policy
 from ppocli.tasks.ppo.experience import penalties_of, sequence_kl
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 from ppocli.tasks.ppo.session import Session
@@ -69,7 +70,29 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
                  cfg: schema.TrainConfig) -> dict[str, float]:
     """All figures of a step; ``kl_coef`` is the coefficient that its rewards were charged with."""
     return {**rollout_figures(rollout, kl_coef, in_reward=algorithm.kl_in(cfg.ppo) == "reward"),
+            **gap_figures(rollout, experience, cfg.ppo.importance),
             **penalty_figures(rollout, cfg), **optimize_figures(result, experience, cfg.ppo)}
+
+
+def gap_figures(rollout: Rollout, experience: Experience, wanted: schema_ppo.ImportanceConfig
+                ) -> dict[str, float]:
+    """How far the trained policy is from the one that sampled, and what is made of it; empty where
+    they are the same or the sampler doesn't say."""
+    gap, mask = rollout.gap, rollout.response_mask
+    if gap is None:
+        return {}
+    far = gap[mask].double().abs()
+    figures = {"rollout/logprob_gap_mean": float(far.mean()),
+               "rollout/logprob_gap_max": float(far.max())}
+    if experience.importance is not None:
+        weights = experience.importance.cpu()[experience.response_mask].double()
+        figures["rollout/importance_mean"] = float(weights.mean())
+        figures["rollout/importance_capped"] = float((weights >= wanted.cap).double().mean())
+    if wanted.reject:
+        left_out = mask & ~off_policy.accepted(gap, mask, wanted.reject)
+        figures["rollout/rejected_tokens"] = float(left_out.sum() / mask.sum())
+        figures["rollout/rejected_samples"] = float((left_out == mask).all(1).double().mean())
+    return figures
 
 
 def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True

@@ -39,7 +39,8 @@ class Rollout:
     sequences: Sequences
     """tokens and action places"""
     logprobs: torch.Tensor
-    """[B, R] fp32 of the actions under the rollout policy"""
+    """[B, R] fp32 of the actions under the policy that ratios compare with (``ppo.old_logprobs``)
+    """
     ref_logprobs: torch.Tensor
     """[B, R] fp32 under the reference"""
     values: torch.Tensor
@@ -71,6 +72,11 @@ class Rollout:
     loss compares whole distributions"""
     drawn: Drawn | None = None
     """None without dynamic sampling"""
+    sampler_logprobs: torch.Tensor | None = None
+    """[B, R] fp32 as the sampler said them, where ``logprobs`` are others; zero from a sampler that
+    says none"""
+    waiting: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """samples for later steps (:mod:`ppocli.tasks.ppo.stale`)"""
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -89,6 +95,14 @@ class Rollout:
     def k1(self) -> torch.Tensor:
         """[B, R] the plainest estimate of the KL, in nats; only with a reference."""
         return (self.logprobs - self.ref_logprobs) * self.response_mask
+
+    @property
+    def gap(self) -> torch.Tensor | None:
+        """[B, R] log-ratio of the trained policy to the one that sampled, in nats; None where they
+        are the same, or the sampler doesn't say."""
+        if self.sampler_logprobs is None or not bool(self.sampler_logprobs.any()):
+            return None
+        return (self.logprobs - self.sampler_logprobs) * self.response_mask
 
     @property
     def shown_scores(self) -> list[float | None]:
@@ -164,7 +178,7 @@ class Experience:
     sequences: Sequences
     """tokens and action places"""
     logprobs: torch.Tensor
-    """[B, R] under the rollout policy, as all below"""
+    """[B, R] of the old policy, as all below"""
     values: torch.Tensor | None
     """None without a critic, as are ``returns``"""
     advantages: torch.Tensor
@@ -178,7 +192,9 @@ class Experience:
     frozen_states: list[torch.Tensor | None] = field(default_factory=list)
     """as of :class:`Rollout`"""
     counts: torch.Tensor | None = None
-    """[B] bool, whether a sample's tokens are in the loss; None: all are"""
+    """[B, R] bool of the actions that are in the loss; None: all are"""
+    importance: torch.Tensor | None = None
+    """[B, R] factors of each token's policy loss; None: there are none"""
     imitated: torch.Tensor | None = None
     """[B] bool, whether the likelihood of a sample is a term of the loss; None: of none"""
     ref_states: list[torch.Tensor] = field(default_factory=list)

@@ -13,9 +13,9 @@ from itertools import chain
 
 import torch
 
-from ppocli.config.algorithm import full_kl_in_loss, kl_estimator
+from ppocli.config.algorithm import corrects, full_kl_in_loss, kl_estimator
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.errors import DivergedError
+from ppocli.errors import ConfigError, DivergedError
 from ppocli.models import passes
 from ppocli.models.fast.frozen_states import joined_rows
 from ppocli.models.head import HeadWeights
@@ -33,18 +33,31 @@ from ppocli.tasks.ppo.session import EvalSession, Session
 from ppocli.training.clock import PhaseClock
 
 
-def collect_rollout(session: Session, prompts: PromptBatch, stop: StopFlag, clock: PhaseClock
-                    ) -> Rollout:
+def collect_rollout(session: Session, prompts: PromptBatch, stop: StopFlag, clock: PhaseClock,
+                    drawn: Samples | None = None) -> Rollout:
     """Generate, score and measure all prompts, ``chunk_size`` at a time on every rank.
 
     Each rank takes its share; the result, the same on all ranks, is the whole rollout in the order
     of the prompts.
+
+    Args:
+        drawn: one sample of an earlier policy for each prompt, in place of the present one's.
+
+    Raises:
+        ConfigError: ratios to the sampler's logprobs are asked for, and it computes none.
     """
     rows, own = session.backend.ranks.share(range(len(prompts)))
     with session.acting() as acting:
-        mine = list(_collect_chunks(acting, prompts.rows(rows), own, stop, clock))
+        mine = list(_collect_chunks(acting, prompts.rows(rows), own, stop, clock,
+                                    drawn and drawn.rows(rows)))
     found = session.backend.ranks.gather(Rollout.joined(mine) if mine else None)
     whole = Rollout.joined([part for part in found if part is not None])
+    ppo = session.cfg.ppo
+    if (ppo.old_logprobs == "sampler" and not bool(whole.logprobs.any())) or (
+            corrects(ppo) and whole.gap is None):
+        raise ConfigError(f"{type(session.sampler).__name__} says no logprobs of what it samples.",
+                          where="ppo.old_logprobs, ppo.importance, rollout.engine",
+                          fix="let it compute them, or use ppo.old_logprobs=trainer alone")
     if len(found) == 1:
         return whole
     clock.mark("gather")
@@ -52,7 +65,7 @@ def collect_rollout(session: Session, prompts: PromptBatch, stop: StopFlag, cloc
 
 
 def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stop: StopFlag,
-                    clock: PhaseClock) -> Iterator[Rollout]:
+                    clock: PhaseClock, drawn: Samples | None) -> Iterator[Rollout]:
     """A rollout for each chunk that has some of the first ``own`` rows, which are this rank's.
 
     A reward that waits for others (``reward.overlap``) scores a chunk while the next one is
@@ -64,14 +77,14 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stop: Stop
     if at_first:  # rank 0 alone has built the reward
         beside = ranks.broadcast(beside)
     asked: list[tuple[Chunk, Question, Callable[[], RewardScores]]] = []
-    for chunk in generate_chunks(session, prompts, own, stop):
+    for chunk in generate_chunks(session, prompts, own, stop, drawn):
         question = ask(session, chunk.prompts, chunk.mine, chunk.responses, at_first)
         work: Callable[[], RewardScores] = partial(score, session, question)
         if beside and (ranks.first or not question.together):
             before = asked[-1][2] if asked else None
             work = begin(partial(_score_after, before, session, question), device, stop.check)
         asked.append((chunk, question, work))
-    forward = not session.from_decode
+    forward = drawn is not None or not session.from_decode
     for chunk, question, work in asked:
         clock.mark("rollout")
         measured = measure_chunk(session, chunk, stop, forward=forward) if beside else None
@@ -116,14 +129,21 @@ def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, own: int)
     return Chunk(out, prompts, mine, response_texts(session, prompts, mine, session.sampling))
 
 
-def generate_chunks(session: Session, prompts: PromptBatch, own: int, stop: StopFlag
-                    ) -> Iterator[Chunk]:
+def generate_chunks(session: Session, prompts: PromptBatch, own: int, stop: StopFlag,
+                    drawn: Samples | None = None) -> Iterator[Chunk]:
     """Sample one response to each prompt, the first ``own`` of them for this rank: each chunk as
-    soon as it is there, in their order. All ranks call it in step."""
+    soon as it is there, in their order. All ranks call it in step.
+
+    Args:
+        drawn: as of :func:`collect_rollout`.
+    """
     start = 0
     if len(prompts) == 0:
         return
-    with closing(sample_policy(session, prompts, session.sampling, ROLLOUT, stop)) as parts:
+    made = sample_policy(session, prompts, session.sampling, ROLLOUT, stop) if drawn is None else (
+        drawn.rows(slice(i, i + session.chunk_size))
+        for i in range(0, len(prompts), session.chunk_size))
+    with closing(made) as parts:
         for out in parts:
             some = prompts.rows(range(start, start + len(out)))
             yield chunk_of(session, some, out, min(max(own - start, 0), len(some)))
@@ -268,11 +288,13 @@ def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bo
     """The forward passes over a chunk's samples. All ranks call it in step.
 
     Args:
-        forward: also for logprobs and values, in place of those of the sampler.
+        forward: also for values, and for logprobs unless ratios are to be to the sampler's own, in
+            place of those of the sampler.
     """
     policy, in_loss = session.policy, full_kl_in_loss(session.cfg.ppo)
     want_values = policy.value_head is not None and (forward or not policy.values_while_decoding)
-    return measure(session, chunk.out, phase="scoring", want_policy=forward,
+    want_policy = forward and session.cfg.ppo.old_logprobs == "trainer"
+    return measure(session, chunk.out, phase="scoring", want_policy=want_policy,
                    want_values=want_values, stop=stop, want_ref_states=in_loss,
                    estimator="k1" if in_loss else kl_estimator(session.cfg.ppo),
                    temperature=session.sampling.temperature,
@@ -292,7 +314,8 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: M
         valid=torch.tensor(scores.valid), finished=mine.finished,
         has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts,
         logs=scores.logs,
-        frozen_states=measured.frozen_states[:own], ref_states=measured.ref_states[:own])
+        frozen_states=measured.frozen_states[:own], ref_states=measured.ref_states[:own],
+        sampler_logprobs=None if measured.logprobs is None else mine.logprobs)
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:

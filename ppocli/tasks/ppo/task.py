@@ -22,7 +22,7 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
-from ppocli.tasks.ppo import figures, records, rollout
+from ppocli.tasks.ppo import figures, records, rollout, stale
 from ppocli.tasks.ppo.dynamic_sampling import collect_differing
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import (
@@ -75,10 +75,14 @@ class PPOTask(task.Task):
     def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> records.Rollout:
         """As :class:`Task`: sample, score, measure."""
         start = state.episodes + records.PPOState.from_json(state.task).left_out
-        session = replace(self.session, step=state.step)
+        session, count = replace(self.session, step=state.step), self._count(state)
         if self.cfg.ppo.dynamic_sampling is not None:
-            return collect_differing(session, start, self._count(state), stop, clock)
-        prompts = session.next_prompts(start, self._count(state))
+            return collect_differing(session, start, count, stop, clock)
+        if (ahead := self.cfg.ppo.staleness) or state.tensors:
+            most = min((1 + ahead) * self.samples_per_step, self.total_samples() - state.episodes)
+            return stale.collect_stale(session, state.tensors, range(start, start + count),
+                                       start + most, stop, clock)
+        prompts = session.next_prompts(start, count)
         clock.mark("other")
         return rollout.collect_rollout(session, prompts, stop, clock)
 
@@ -110,6 +114,9 @@ class PPOTask(task.Task):
         def flat(x: Any) -> Any:
             return None if x is None else x.reshape(-1).index_select(0, place)
 
+        term_weights = weights.repeat_interleave(mask.sum(1)).to(device)
+        if atoms.counts is not None:
+            term_weights = term_weights * atoms.counts[rows][mask].to(device)
         imitated: torch.Tensor | None = None
         if atoms.imitated is not None:
             # what is in no part of the loss has the weight 0
@@ -121,7 +128,7 @@ class PPOTask(task.Task):
             values=out.values, entropy=out.entropy, old_logprobs=flat(atoms.logprobs),
             advantages=flat(atoms.advantages), old_values=flat(atoms.values),
             returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
-            weights=weights.repeat_interleave(mask.sum(1)).to(device),
+            weights=term_weights, importance=flat(atoms.importance),
             total_tokens=int(group.counts.sum()), lengths=mask.sum(1).to(device),
             imitated=imitated, full_kl=out.kl)
         return task.LossTerms(found.total, torch.stack(
@@ -154,7 +161,8 @@ class PPOTask(task.Task):
         cfg, before = self.cfg, records.PPOState.from_json(state.task)
         after = replace(update_moments(before, batch, cfg),
                         kl_coef=next_kl_coef(before, batch, cfg))
-        tokens = int(batch.response_mask.sum())
+        tokens = (int(batch.response_mask.sum()) + stale.response_tokens(batch.waiting)
+                  - stale.response_tokens(state.tensors))
         if batch.drawn is not None:
             tokens = batch.drawn.tokens
             after = replace(after, left_out=before.left_out + batch.drawn.samples - len(batch))
@@ -162,7 +170,7 @@ class PPOTask(task.Task):
             after = after_pretraining(after, plan.atoms, cfg.ppo, state.step + 1)
         row = figures.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         after, warnings = figures.watch(self.session, batch, after, row, state)
-        return task.Finished(row, after.to_json(), warnings=warnings,
+        return task.Finished(row, after.to_json(), tensors=batch.waiting, warnings=warnings,
                              tokens={"rollout": tokens})
 
     def settled(self, state: TrainState) -> None:
@@ -294,7 +302,7 @@ def update_of(session: Session, experience: records.Experience, rows: torch.Tens
               part: str = "all") -> task.UpdateGroup:
     """The update of these rows of the experience, each token weighted for the whole of it."""
     ppo, lengths = session.cfg.ppo, experience.response_mask[rows].sum(1)
-    said = lengths if experience.counts is None else lengths * experience.counts[rows]
+    said = lengths if experience.counts is None else experience.counts[rows].sum(1)
     weights = token_weights(
         said, aggregation=ppo.loss_aggregation, total_tokens=int(said.sum()),
         total_samples=len(rows), max_tokens=session.sampling.max_new_tokens) * (said > 0)
@@ -305,7 +313,7 @@ def _on_device(session: Session, experience: records.Experience) -> records.Expe
     """The figures that losses are made of on the device, once for all updates, and room for what
     the layers below the lowest that trains make of each sample. Tokens and masks stay on the CPU,
     where batches are laid out without waiting for the device."""
-    names = ("logprobs", "values", "advantages", "returns", "ref_logprobs")
+    names = ("logprobs", "values", "advantages", "returns", "ref_logprobs", "importance")
     there: dict[str, Any] = {name: tensor.to(session.backend.device) for name in names
                              if (tensor := getattr(experience, name)) is not None}
     if session.frozen_states_bytes and not experience.frozen_states:
