@@ -189,8 +189,9 @@ class PPOConfig:
     value_pretrain_until: Optional[float] = key(
         None, "explained variance of a rollout's returns, measured before it is learnt from, that "
         "ends value_pretrain_steps early (null: never)", lt=1)
-    logprobs_from: str = key("auto", "old logprobs and values: from the decoding pass, or from a "
-                             "forward pass (auto: decode in fp32, forward in bf16)",
+    logprobs_from: str = key("auto", "old logprobs and values of the trained policy: from the "
+                             "decoding pass, or from a forward pass (auto: decode in fp32, forward "
+                             "in bf16)",
                              choices=("auto", "decode", "forward"))
     old_logprobs: str = key("trainer", "the policy that ratios compare with: the trained one at "
                             "the start of a step's updates, or the one that sampled, by the "

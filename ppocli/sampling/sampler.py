@@ -50,7 +50,7 @@ class Sampler(Protocol):
     """whether the same requests to the same weights give the same tokens"""
     logprobs_match: bool
     """whether its logprobs equal those of a forward pass over the finished sample; if not, they are
-    used as old logprobs only with ``ppo.logprobs_from=decode``"""
+    used as old logprobs only with ``ppo.logprobs_from=decode`` or ``ppo.old_logprobs=sampler``"""
 
     def acting(self, policy: Policy) -> AbstractContextManager[Policy]:
         """A context with the policy as it runs outside of training; spans generation and scoring.

@@ -26,11 +26,11 @@ def assert_plain(exported: Path, model: Path) -> None:
         assert torch.allclose(one(ids).logits, other(ids).logits, atol=1e-4)
 
 
-def assert_two_come_to_what_one_comes_to(world: Path, hardware: str) -> None:
+def assert_two_come_to_what_one_comes_to(world: Path, hardware: str, *more: str) -> None:
     """The runs ``one`` and ``two``, left below ``world``."""
-    run("train", *words("run_name=one"), cwd=world, code=0)
+    run("train", *words("run_name=one", *more), cwd=world, code=0)
     # as `accelerate launch --cpu` sets it, without its own words on DeepSpeed
-    two = run("train", *words("run_name=two", f"hardware={hardware}"), cwd=world, code=0,
+    two = run("train", *words("run_name=two", f"hardware={hardware}", *more), cwd=world, code=0,
               ACCELERATE_USE_CPU="True")
     assert two.out == f"{world / 'runs/two/model'}\n"
     assert "Warning" not in two.err
@@ -43,6 +43,21 @@ def assert_two_come_to_what_one_comes_to(world: Path, hardware: str) -> None:
 
 def test_a_run_on_two_processes_comes_to_what_one_comes_to(world):
     assert_two_come_to_what_one_comes_to(world, "zero2")
+
+
+def test_samples_that_wait_are_those_of_one_process(world):
+    assert_two_come_to_what_one_comes_to(world, "ddp", "ppo.staleness=2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hardware", ["ddp", "zero3"])
+def test_samples_that_wait_are_resumed_with(world, hardware):
+    assert_two_come_to_what_one_comes_to(
+        world, hardware, "ppo.staleness=2", "ppo.importance.level=sequence",
+        "ppo.importance.reject.token_k3=0.5")
+    stopped = copied(world / "runs/two", world / "runs/stopped", 1)
+    run("resume", str(stopped), cwd=world, code=0)
+    assert stable_rows(stopped / "metrics.jsonl") == stable_rows(world / "runs/two/metrics.jsonl")
 
 
 @pytest.mark.slow

@@ -95,6 +95,19 @@ def test_the_end_of_value_pretraining_is_kept_and_resumed_from_exactly(command, 
     assert_equal_runs(straight, stopped)
 
 
+def test_a_killed_run_still_has_the_samples_that_wait(command, world):
+    """Killed in step 3, after the checkpoint of step 2, which holds those of steps 3 and 4."""
+    more = ["ppo.staleness=2", "ppo.importance.level=token", "ppo.importance.reject.seq_mean_k3=1"]
+    command(*words("run_name=straight", *more, stateful=True), code=0)
+    given = words("run_name=killed", *more, stateful=True)
+    killed = run("train", *given, cwd=world, PPOCLI_FAULTS="optimize.minibatch@9:kill9")
+    assert killed.code == -9, killed.err
+    saved = load_file(world / "runs/killed/checkpoints/step-000002/task_state.safetensors")
+    assert saved["waiting/logprobs"].shape[0] == saved["waiting/tokens"].shape[0] == 24
+    command(*given, "resume=auto", code=0)
+    assert_equal_runs(world / "runs/straight", world / "runs/killed")
+
+
 KILLS = ["rollout.token@70:kill9"]
 MORE_KILLS = [
     "export.before_rename@1:kill9",

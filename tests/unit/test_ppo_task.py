@@ -284,6 +284,7 @@ EVALUATED = {"eval_before": {"reward_mean": 0.5, "metrics/truth": 0.8}, "eval_st
     ({"val/ratio": 0.8}, {}, r"\(0.80\)", 3), ({"val/ratio": 1.05}, {}, None, 12),
     ({"val/var_explained": -0.01}, {}, "explains less than the mean would for 10 steps", 10),
     ({"val/var_explained": math.nan}, {}, None, 12),
+    ({"rollout/rejected_tokens": 0.95}, {}, "more than nine of ten tokens for 3 steps", 3),
     ({}, {"eval_last": {"reward_mean": 0.9, "metrics/truth": 0.7}},
      "reward rises while metrics/truth falls", 3),
     ({}, {"eval_last": {"reward_mean": 0.9, "metrics/truth": 0.79}}, None, 12),

@@ -49,6 +49,9 @@ ADVICE = {
     "held_back": "The reward rises while {falling} falls, for {n} evaluations: the policy may be "
                  "learning the reward's gaps. Compare samples, raise ppo.init_kl_coef, stop "
                  "earlier, or let checkpoint.metric={falling} keep what is best.",
+    "rejected": "ppo.importance.reject leaves out more than nine of ten tokens for {n} steps: "
+                "hardly anything is learnt. Widen its bounds, or lower ppo.staleness or "
+                "ppo.optimizer.lr.",
     "lambda_zero": "Half of the responses, or more, have so few tokens that their lambda is 0 for "
                    "{n} steps: advantages are one step of the value function's. Raise "
                    "ppo.lam_alpha to a few times 1 / {length:.0f} (tokens of a response).",
@@ -262,6 +265,7 @@ def _signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: 
         "kl_runaway": kl > 50.0,
         "ratio": abs(row["val/ratio"] - 1.0) > 0.1,
         "critic": row.get("val/var_explained", 0.0) < 0.0,
+        "rejected": row.get("rollout/rejected_tokens", 0.0) > 0.9,
         **({} if (alpha := session.cfg.ppo.lam_alpha) is None else {
             "lambda_zero": float((alpha * lengths <= 1).double().mean()) >= 0.5}),
     }
@@ -288,7 +292,8 @@ def watch(session: Session, rollout: Rollout, own: PPOState, row: Mapping[str, f
         health[name] = health.get(name, 0) + 1 if present else 0
         patience = CRITIC_PATIENCE if name == "critic" else PATIENCE
         if health[name] == patience:
-            why = "" if session.sampling.is_policy_distribution else \
+            why = " (ppo.staleness)" if session.cfg.ppo.staleness else \
+                "" if session.sampling.is_policy_distribution else \
                 " (top-k, top-p, min-p, a repetition penalty, min_new_tokens or greedy sampling)"
             messages.append(ADVICE[name].format(
                 kl=row["objective/kl"], n=patience, tokens=session.sampling.max_new_tokens, why=why,
