@@ -27,7 +27,7 @@ from ppocli.sampling.sampler import DecodeSampler
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.figures import gap_figures
 from ppocli.tasks.ppo.records import PPOState, Rollout
-from ppocli.tasks.ppo.task import PPOTask, update_of
+from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
 from ppocli.training.clock import PhaseClock
 from ppocli.training.optimize import optimize
 from ppocli.training.state import TrainState
@@ -138,6 +138,38 @@ def test_what_is_rejected_weighs_nothing_and_the_others_the_more(tmp_path):
         "rollout/rejected_samples": 1 / 3}, rel=1e-5)
 
 
+def test_of_a_rollout_that_is_all_rejected_no_update_is_made(tmp_path):
+    """Nor of a minibatch: with momentum, a gradient of 0 would still be a step."""
+    cfg = small_config(tmp_path, ppo__staleness=1, ppo__optimizer__lr=1e-2, ppo__num_steps=3)
+    with session_of(cfg) as session:
+        steps = made_steps(PPOTask(session), 3)
+        next(steps)
+        cfg.ppo.importance.reject = {"token_k2": 1e-12}
+        (batch, plan), before = next(steps), copy.deepcopy(session.policy.state_dict())
+        next(steps)
+        assert all(torch.equal(now, before[name])
+                   for name, now in session.policy.state_dict().items())
+        row = gap_figures(batch, plan.atoms, cfg.ppo.importance)
+        assert row["rollout/rejected_samples"] == 1.0
+        assert not plan.groups
+        kept = torch.zeros_like(batch.response_mask)
+        kept[3] = batch.response_mask[3]
+        plan = plan_updates(session, replace(plan.atoms, counts=kept), 1)
+        assert [3 in group.rows.tolist() for group in plan.groups] == [True] * cfg.ppo.ppo_epochs
+
+
+def test_advantages_are_whitened_over_what_is_learnt_from(tmp_path):
+    cfg = small_config(tmp_path, ppo__staleness=1)
+    with session_of(cfg) as session:
+        *_, (batch, _) = made_steps(PPOTask(session), 2)
+    cfg.ppo.importance.reject = {"token_k1": 1.1}
+    found = to_experience(batch, PPOState(0.0, 0.0), cfg)
+    left = found.advantages[found.counts].double()
+    assert 1 < len(left) < int(batch.response_mask.sum())
+    assert left.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert left.std(correction=0).item() == pytest.approx(1.0, abs=1e-5)
+
+
 @pytest.mark.parametrize(("words", "said"), [
     ("ppo.importance.level=token ppo.old_logprobs=sampler", "need no correction"),
     ("ppo.importance.level=token ppo.logprobs_from=decode", "compared with itself"),
@@ -150,6 +182,7 @@ def test_what_is_rejected_weighs_nothing_and_the_others_the_more(tmp_path):
     ("ppo.importance.reject.seq_mean_k3=high", "high must be a number above 0"),
     ("ppo.staleness=1 ppo.logprobs_from=decode", "an earlier policy's"),
     ("ppo.old_logprobs=sampler ppo.logprobs_from=forward", "is the trained policy's"),
+    ("ppo.staleness=1 ppo.dynamic_sampling=3 ppo.advantage=grpo ppo.n=4", "wait unscored"),
     ("ppo.staleness=-1", "must be >= 0")])
 def test_contradictions_are_refused(words, said):
     with refused(ConfigError, said):

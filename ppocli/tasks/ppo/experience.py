@@ -132,16 +132,18 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
         lam_value=1.0 if pretrains else ppo.lam_value, lam_alpha=ppo.lam_alpha,
         group_std=ppo.group_std, batch_std=ppo.batch_std,
         gaps=None if rollout.gaps is None else rollout.gaps[keep]))
-    if algorithm.whitens_advantages(ppo):
-        advantages = shaping.whiten(advantages, mask, center=True)
-    counts = mask & rollout.finished[keep, None] if ppo.mask_truncated else None
-    wanted, gap, importance = ppo.importance, rollout.gap, None
-    if gap is not None and wanted.reject:
+    wanted, gap, accepted, importance = ppo.importance, rollout.gap, mask, None
+    if gap is not None:
         accepted = off_policy.accepted(gap[keep], mask, wanted.reject)
-        counts = accepted if counts is None else counts & accepted
-    if gap is not None and wanted.level is not None:
-        importance = off_policy.importance_weights(gap[keep], mask, level=wanted.level,
-                                                   cap=wanted.cap)
+        if wanted.level is not None:
+            importance = off_policy.importance_weights(gap[keep], mask, level=wanted.level,
+                                                       cap=wanted.cap)
+    if algorithm.whitens_advantages(ppo):
+        # what is learnt from would have a mean otherwise, which pushes all of it one way
+        advantages = shaping.whiten(advantages, accepted, center=True)
+    counts = accepted if wanted.reject else None
+    if ppo.mask_truncated:
+        counts = accepted & rollout.finished[keep, None]
     charged = not in_reward and rollout.has_reference and state.kl_coef > 0
     return Experience(
         sequences=rollout.sequences.rows(keep), logprobs=rollout.logprobs[keep],

@@ -32,8 +32,8 @@ def collect_stale(session: Session, tensors: Mapping[str, torch.Tensor], episode
     """The rollout of a step from samples that wait, once those up to number ``until`` are drawn.
 
     As many are drawn as are missing: those of several steps at the start of a run, or where a
-    resume has made ``ppo.staleness`` larger, and none where it has become smaller, until so many
-    are used up.
+    resume has made ``ppo.staleness`` larger or lets a run go on from its last steps, and none where
+    it has become smaller, until so many are used up.
 
     Args:
         tensors: what waits, as :func:`tensors_of` gave it.

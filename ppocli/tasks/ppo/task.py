@@ -281,7 +281,7 @@ def plan_updates(session: Session, experience: records.Experience, step: int) ->
     alone decide; the last minibatch of a pass may be smaller. Before them come ``critic_epochs``
     passes for the value function alone, in orders of their own: the critic catches up with the
     policy before that moves on (phasic policy gradient, Cobbe et al. 2020, arXiv 2009.04416, has
-    such a number of value epochs of its own).
+    such a number of value epochs of its own). Updates in which no token counts are left out.
 
     Args:
         step: steps before this one.
@@ -295,7 +295,8 @@ def plan_updates(session: Session, experience: records.Experience, step: int) ->
         order = np.random.default_rng([session.cfg.seed, step, *own]).permutation(len(experience))
         groups += [update_of(session, experience, rows, epoch, CRITIC if epoch < first else part)
                    for rows in torch.from_numpy(order).split(ppo.mini_batch_size)]
-    return task.Plan(_on_device(session, experience), groups)
+    # of an update in which no token counts, momentum would still make a step
+    return task.Plan(_on_device(session, experience), [g for g in groups if g.weights.any()])
 
 
 def update_of(session: Session, experience: records.Experience, rows: torch.Tensor, epoch: int = 0,
