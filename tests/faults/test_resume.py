@@ -97,7 +97,8 @@ def test_the_end_of_value_pretraining_is_kept_and_resumed_from_exactly(command, 
 
 def test_a_killed_run_still_has_the_samples_that_wait(command, world):
     """Killed in step 3, after the checkpoint of step 2, which holds those of steps 3 and 4."""
-    more = ["ppo.staleness=2", "ppo.importance.level=token", "ppo.importance.reject.seq_mean_k3=1"]
+    more = ["ppo.staleness=2", "ppo.importance.level=token", "checkpoint.background=never",
+            "ppo.importance.reject.seq_mean_k3=1"]
     command(*words("run_name=straight", *more, stateful=True), code=0)
     given = words("run_name=killed", *more, stateful=True)
     killed = run("train", *given, cwd=world, PPOCLI_FAULTS="optimize.minibatch@9:kill9")
