@@ -187,19 +187,21 @@ class Policy(nn.Module):
         return self.value_head(hidden)
 
     def forward(self, batch: SequenceBatch, *, temperature: float, want_entropy: bool = False,
-                value_only: bool = False) -> PolicyOutput:
+                value_only: bool = False, want_values: bool = True) -> PolicyOutput:
         """Logprobs, values and (on demand) entropies of the batch's response tokens.
 
         Args:
             value_only: train nothing but the value function (critic warm-up): logprobs and the
                 policy's hidden states carry no gradient.
+            want_values: run the value function, where there is one.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
             hidden, shared = self.trunk(batch)
             logprobs, entropy = token_logprobs(
                 hidden, HeadWeights.of(self.lm), batch.targets, temperature=temperature,
                 want_entropy=want_entropy)
-        return PolicyOutput(logprobs, self.values(batch, hidden, shared), entropy)
+        values = self.values(batch, hidden, shared) if want_values else None
+        return PolicyOutput(logprobs, values, entropy)
 
 
 def freeze_attention(trunk: nn.Module) -> None:
