@@ -161,6 +161,11 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
         count = _examine_data(config, found)
     elif not on_data and not any(key.startswith("prompts") for key in wrong):
         count, columns = _examine_prompts(config, found)
+    mixed_in = config.ppo.ptx.data.path
+    if (mixed_in is not None and not on_data and not sources.names_hub_dataset(mixed_in)
+            and not absent and not any(key.startswith(("ppo.ptx", "model")) for key in wrong)):
+        with found.taking():
+            _examine_mixed_in(config, found)
     try:
         allow_code(composed)
     except PpocliError as error:
@@ -223,6 +228,18 @@ def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
                             if line == count or held is not None]
         return len(train)
     return None
+
+
+def _examine_mixed_in(config: schema.TrainConfig, found: Examined) -> None:
+    """The examples of ``ppo.ptx.data``, as the tokenizer makes them."""
+    from ppocli.data import encoding
+    from ppocli.models.loading import language_model, model_config
+    from ppocli.tasks import supervised
+
+    tokenizer = language_model.load_tokenizer(config.model)
+    data = supervised.read_mixed_in(config, tokenizer, model_config.read_lm(config.model))
+    if data is not None:
+        found.facts += ["ppo.ptx.data:", *encoding.facts(data, tokenizer, colour=found.colour)]
 
 
 def _rows(spec: sources.PromptSpec, model: schema.ModelConfig, found: Examined

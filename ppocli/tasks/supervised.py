@@ -33,7 +33,7 @@ from ppocli.zero.oom_retry import PassRows
 log = logging.getLogger("ppocli")
 
 _DATA_KEYS = re.compile(
-    rf"(?<![\w./-])data\.(?=({'|'.join(vars(schema_ppo.ExamplesConfig()))}|items)\b)")
+    rf"(?<![\w./=-])data\.(?=({'|'.join(vars(schema_ppo.ExamplesConfig()))}|items)\b)")
 """where a text names a key of ``data``"""
 
 
@@ -311,7 +311,7 @@ def sequences_of(data: Examples, rows: torch.Tensor, start: int | None) -> layou
 def weighted_nll(engine: Any, samples: layout.Sequences, weights: torch.Tensor,
                  device: torch.device, *, pack: bool, **how: bool) -> tuple[torch.Tensor, int]:
     """``-sum w log p`` over the actions of some samples at temperature 1, and how many tokens were
-    computed, padding included.
+    computed, padding included. Values that the pass has computed are in it with weight 0.
 
     Args:
         engine: the policy, as it is prepared for training.
@@ -322,7 +322,10 @@ def weighted_nll(engine: Any, samples: layout.Sequences, weights: torch.Tensor,
     batch = layout.lay_out(samples, pack=pack).to(device)
     out = engine(batch, temperature=1.0, **how)
     each = weights.repeat_interleave(samples.mask.sum(1)).to(out.logprobs.device)
-    return -(each * out.logprobs).sum(), batch.tokens.numel()
+    total = -(each * out.logprobs).sum()
+    if out.values is not None:
+        total = total + 0.0 * out.values.sum()
+    return total, batch.tokens.numel()
 
 
 def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -55,13 +55,16 @@ def with_examples(session: Session, experience: Experience, groups: Sequence[Upd
 def examples_loss(session: Session, examples: Examples, rows: torch.Tensor, weights: torch.Tensor
                   ) -> tuple[torch.Tensor, int]:
     """``-sum w log p`` over the trained tokens of some examples at temperature 1, and how many
-    tokens were computed. The value function is left out.
+    tokens were computed.
 
     Args:
         rows: [a] places of the examples.
         weights: [a] fp32 weight of each of their tokens.
     """
     samples = supervised.sequences_of(examples, rows, decoder_start(session.policy.lm))
+    # reducers on several ranks want a gradient of every weight from every pass: ZeRO 3 would add to
+    # what is left of the update before
+    several = session.backend.ranks.world > 1 or session.backend.zero_stage > 0
     return supervised.weighted_nll(
         session.trained.engine, samples, weights, session.backend.device,
-        pack=session.packs and session.cfg.ppo.ptx.data.packing, want_values=False)
+        pack=session.packs and session.cfg.ppo.ptx.data.packing, want_values=several)
