@@ -157,15 +157,12 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
             opened_folder.check_deepspeed(config)
     count, columns = None, None
     on_data = tasks.task_name(config) in tasks.DATA_TASKS
-    if on_data and not absent and not any(key.startswith(("data", "model")) for key in wrong):
+    section = "data" if on_data else "ppo.ptx"
+    if (on_data or config.ppo.ptx.data.path is not None) and not absent \
+            and not any(key.startswith((section, "model")) for key in wrong):
         count = _examine_data(config, found)
-    elif not on_data and not any(key.startswith("prompts") for key in wrong):
+    if not on_data and not any(key.startswith("prompts") for key in wrong):
         count, columns = _examine_prompts(config, found)
-    mixed_in = config.ppo.ptx.data.path
-    if (mixed_in is not None and not on_data and not sources.names_hub_dataset(mixed_in)
-            and not absent and not any(key.startswith(("ppo.ptx", "model")) for key in wrong)):
-        with found.taking():
-            _examine_mixed_in(config, found)
     try:
         allow_code(composed)
     except PpocliError as error:
@@ -207,10 +204,10 @@ def _examine_prompts(config: schema.TrainConfig, found: Examined
 
 def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
     """How many examples or pairs there are to train on, as the tokenizer makes them; None where
-    that isn't known without the Hub."""
-    held = tasks.val_source(config.data)
-    if any(path is not None and sources.names_hub_dataset(path)
-           for path in (config.data.path, held)):
+    that isn't known without the Hub, and of PPO, which mixes examples in."""
+    held, on_data = tasks.val_source(config.data), tasks.task_name(config) in tasks.DATA_TASKS
+    named = (config.data.path, held) if on_data else (config.ppo.ptx.data.path,)
+    if any(path is not None and sources.names_hub_dataset(path) for path in named):
         return None
     from ppocli.data import encoding
     from ppocli.models.loading import language_model, model_config
@@ -218,8 +215,14 @@ def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
 
     with found.taking():
         tokenizer = language_model.load_tokenizer(config.model)
+        unloaded = model_config.read_lm(config.model)
+        if not on_data:
+            mixed_in: Any = supervised.read_mixed_in(config, tokenizer, unloaded)
+            found.facts = ["ppo.ptx.data:",
+                           *encoding.facts(mixed_in, tokenizer, colour=found.colour)]
+            return None
         train, val = supervised.read_rows(
-            config, tokenizer, model_config.read_lm(config.model),
+            config, tokenizer, unloaded,
             "completions" if tasks.task_name(config) == "sft" else "pairs")
         found.facts = list(encoding.facts(train, tokenizer, colour=found.colour))
         if val is not None:
@@ -228,18 +231,6 @@ def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
                             if line == count or held is not None]
         return len(train)
     return None
-
-
-def _examine_mixed_in(config: schema.TrainConfig, found: Examined) -> None:
-    """The examples of ``ppo.ptx.data``, as the tokenizer makes them."""
-    from ppocli.data import encoding
-    from ppocli.models.loading import language_model, model_config
-    from ppocli.tasks import supervised
-
-    tokenizer = language_model.load_tokenizer(config.model)
-    data = supervised.read_mixed_in(config, tokenizer, model_config.read_lm(config.model))
-    if data is not None:
-        found.facts += ["ppo.ptx.data:", *encoding.facts(data, tokenizer, colour=found.colour)]
 
 
 def _rows(spec: sources.PromptSpec, model: schema.ModelConfig, found: Examined

@@ -173,7 +173,7 @@ def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     result = with_values(config, {
         name: _absolute(value, folder, name == "output_dir") for name, value in paths.items()
         if isinstance(value, str) and value != "???"})
-    for name in ("fn", "metric_fn"):
+    for name in ("fn", "step_fn", "metric_fn"):
         setattr(result.reward, name, _absolute_function(getattr(result.reward, name), folder))
     result.tracking.trackers = [str(_absolute_function(name, folder))
                                 for name in result.tracking.trackers]

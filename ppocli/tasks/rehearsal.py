@@ -135,10 +135,11 @@ def _first_samples(session: Session, clock: PhaseClock, stop: StopFlag) -> PPORe
     rollout = collect_rollout(session, prompts, stop, clock)
     metrics: dict[str, list[float]] = {}
     if session.metric is not None:
-        metrics = session.metric.compute(reward_calls.request_of(
-            session, prompts, rollout.responses,
-            response_ids(rollout.response_tokens, rollout.response_mask),
-            rollout.finished.tolist()))
+        metrics = session.metric.compute(reward_calls.in_steps(
+            session.reward, reward_calls.request_of(
+                session, prompts, rollout.responses,
+                response_ids(rollout.response_tokens, rollout.response_mask),
+                rollout.finished.tolist())))
         clock.mark("metric")
     terms = _ppo_gradient(PPOTask(session), rollout)
     clock.mark("optimize")

@@ -83,6 +83,13 @@ class EvalSession:
         with self.sampler.acting(self.policy) as policy:
             yield self if policy is self.policy else replace(self, policy=policy)
 
+    def read_before(self, prompts: prompt_set.PromptBatch) -> list[list[int]]:
+        """The ids that each prompt's response is decoded behind: what a decoder says stands alone,
+        what a causal model says continues its prompt."""
+        alone = self.loaded.decoder_start is not None
+        return [[] if alone else row[mask].tolist()
+                for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
+
     @property
     def scores_in_step(self) -> bool:
         """Whether forward passes for scoring gather weights, so that all ranks make them in step.

@@ -204,8 +204,9 @@ class PPOTask(task.Task):
         """
         cfg = self.cfg
         reward = asdict(cfg.reward)
-        if reward["style"] == "ppocli":  # as before there were others
-            del reward["style"]
+        for name, early in (("style", "ppocli"), ("step_separator", None), ("step_fn", None)):
+            if reward[name] == early:  # as before there were others
+                del reward[name]
         judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric,
                  cfg.prompts.eval.repeat]
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
