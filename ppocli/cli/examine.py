@@ -157,9 +157,11 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
             opened_folder.check_deepspeed(config)
     count, columns = None, None
     on_data = tasks.task_name(config) in tasks.DATA_TASKS
-    if on_data and not absent and not any(key.startswith(("data", "model")) for key in wrong):
+    section = "data" if on_data else "ppo.ptx"
+    if (on_data or config.ppo.ptx.data.path is not None) and not absent \
+            and not any(key.startswith((section, "model")) for key in wrong):
         count = _examine_data(config, found)
-    elif not on_data and not any(key.startswith("prompts") for key in wrong):
+    if not on_data and not any(key.startswith("prompts") for key in wrong):
         count, columns = _examine_prompts(config, found)
     try:
         allow_code(composed)
@@ -202,10 +204,10 @@ def _examine_prompts(config: schema.TrainConfig, found: Examined
 
 def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
     """How many examples or pairs there are to train on, as the tokenizer makes them; None where
-    that isn't known without the Hub."""
-    held = tasks.val_source(config.data)
-    if any(path is not None and sources.names_hub_dataset(path)
-           for path in (config.data.path, held)):
+    that isn't known without the Hub, and of PPO, which mixes examples in."""
+    held, on_data = tasks.val_source(config.data), tasks.task_name(config) in tasks.DATA_TASKS
+    named = (config.data.path, held) if on_data else (config.ppo.ptx.data.path,)
+    if any(path is not None and sources.names_hub_dataset(path) for path in named):
         return None
     from ppocli.data import encoding
     from ppocli.models.loading import language_model, model_config
@@ -213,8 +215,14 @@ def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
 
     with found.taking():
         tokenizer = language_model.load_tokenizer(config.model)
+        unloaded = model_config.read_lm(config.model)
+        if not on_data:
+            mixed_in: Any = supervised.read_mixed_in(config, tokenizer, unloaded)
+            found.facts = ["ppo.ptx.data:",
+                           *encoding.facts(mixed_in, tokenizer, colour=found.colour)]
+            return None
         train, val = supervised.read_rows(
-            config, tokenizer, model_config.read_lm(config.model),
+            config, tokenizer, unloaded,
             "completions" if tasks.task_name(config) == "sft" else "pairs")
         found.facts = list(encoding.facts(train, tokenizer, colour=found.colour))
         if val is not None:

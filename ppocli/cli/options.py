@@ -168,7 +168,8 @@ def _values(key: str, value: str) -> list[str]:
         options = config_groups()[name]
     elif name == "resume":
         options = ["never", "auto", *complete_run("")]
-    elif name in ("model.path", "data.path", "data.val", "prompts.path", "prompts.eval.path"):
+    elif name in ("model.path", "data.path", "data.val", "ppo.ptx.data.path", "prompts.path",
+                  "prompts.eval.path"):
         from ppocli.builtin.names import BUILTIN_PREFIX, list_builtins
 
         def section(builtin: str) -> str:
@@ -177,7 +178,7 @@ def _values(key: str, value: str) -> list[str]:
 
         options = [BUILTIN_PREFIX + found for found, about in list_builtins().items()
                    if not about.startswith("classifier")
-                   and section(found) == name.partition(".")[0]]
+                   and section(found) == name.removeprefix("ppo.ptx.").partition(".")[0]]
     elif name == "reward.fn":
         from ppocli.rewards.resolve import BUILTIN_REWARDS
 

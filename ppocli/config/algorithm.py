@@ -109,6 +109,12 @@ def algorithm_rules(config: schema.TrainConfig) -> keys.Rules:
         yield from _critic(config)
         yield from _groups(config)
         yield from _old_policy(config.ppo)
+    data = updates.ptx.data
+    yield (updates.ptx.coef > 0 and data.path is None, "ppo.ptx.data.path",
+           "ppo.ptx.coef mixes examples in, and none are named: give ppo.ptx.data.path=FILE, a "
+           "folder or a data set of the Hub")
+    yield (data.template is not None and "{" not in data.template, "ppo.ptx.data.template",
+           f"{data.template!r} has no placeholder such as {{prompt}}")
     yield from _optimizer(config, "ppo", {"optimizer": updates.optimizer,
                                           "value_optimizer": value_optimizer(updates)})
     yield from _schedule("ppo.scheduler", updates.scheduler)

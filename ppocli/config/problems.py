@@ -185,6 +185,9 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
         yield (reward.fn is None and reward.kwargs, "reward.kwargs", "these belong to reward.fn, "
                "which is not given; with reward.fns each entry has its own kwargs")
     yield reward.fn == "", "reward.fn", "must not be empty"
+    yield reward.step_separator == "", "reward.step_separator", "must not be empty"
+    yield (reward.step_separator and reward.step_fn, "reward.step_separator, reward.step_fn",
+           "both say where steps end: give one of them")
     yield (reward.fn == "http" and reward.style not in ("auto", "ppocli"), "reward.style",
            f"http calls no function: give reward.style={reward.style} to ppocli serve-reward")
     for name, entry in reward.fns.items():

@@ -38,7 +38,7 @@ _LENGTH = ("ppo.total_episodes", "ppo.epochs", "ppo.num_steps", "ppo.num_rollout
 ChangeKind = Literal["harmless", "accepted", "refused"]
 _PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "model.value.path",
               "model.reference.path", "prompts.path", "prompts.eval.path", "data.path", "data.val",
-              "hardware.deepspeed_config")
+              "ppo.ptx.data.path", "hardware.deepspeed_config")
 
 
 def schema_node() -> DictConfig:
@@ -173,7 +173,7 @@ def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     result = with_values(config, {
         name: _absolute(value, folder, name == "output_dir") for name, value in paths.items()
         if isinstance(value, str) and value != "???"})
-    for name in ("fn", "metric_fn"):
+    for name in ("fn", "step_fn", "metric_fn"):
         setattr(result.reward, name, _absolute_function(getattr(result.reward, name), folder))
     result.tracking.trackers = [str(_absolute_function(name, folder))
                                 for name in result.tracking.trackers]
@@ -279,9 +279,10 @@ def classify_change(key: str) -> ChangeKind:
     """
     section, _, name = key.partition(".")
     if key in _PLACE or key in _HARMLESS or key.startswith(_HARMLESS_SECTIONS) \
-            or (section in DATA_TASKS and name in _OF_UPDATES) or key == "data.packing":
+            or (section in DATA_TASKS and name in _OF_UPDATES) or key.endswith("data.packing"):
         return "harmless"
     if key in _REFUSED or section in ("prompts", "data", "task") \
+            or key.startswith("ppo.ptx.data.") \
             or (section in DATA_TASKS and name == "optimizer.name"):
         return "refused"
     return "accepted"

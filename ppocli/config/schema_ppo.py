@@ -1,4 +1,5 @@
-"""How a key is declared, and those of the algorithm: sizes, losses, KL, optimizers, schedules."""
+"""How a key is declared, and those of the algorithm: sizes, losses, KL, optimizers, schedules, and
+examples that are mixed in."""
 
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -105,6 +106,42 @@ class ImportanceConfig:
 
 
 @dataclass
+class ExamplesConfig:
+    path: Optional[str] = key(None, "json, jsonl, csv, parquet or txt file, a folder saved by "
+                              "`datasets`, or a Hub data set; its columns say what it holds")
+    name: Optional[str] = key(None, "Hub data set configuration")
+    split: str = key("train", "split of the data set; splits can be added: train+test")
+    columns: dict[str, Any] = key({}, "other names of columns: columns.completion=summary "
+                                  "reads the completion from the column summary")
+    limit: Optional[int] = key(None, "use only the first n rows", ge=1)
+    max_length: Optional[int] = key(None, "longest example in tokens (default: what the model "
+                                    "reads); longer ones are cut, longer pairs dropped", ge=2)
+    train_on: str = key("auto", "the tokens that count: the 'completion' after a prompt, every "
+                        "turn of the 'assistant', or 'all' (auto: completion where there is a "
+                        "prompt, assistant in conversations, else all)",
+                        choices=("auto", "completion", "assistant", "all"))
+    chat: bool = key(False, "render plain prompts with the tokenizer's chat template, as the turn "
+                     "of a user (conversations always are)")
+    template: Optional[str] = key(None, "text with {prompt} and {column} placeholders that becomes "
+                                  "the prompt")
+    packing: bool = key(True, "lay the examples of a pass out in one row without padding, each "
+                        "attending to itself alone, where the model allows it; never changes the "
+                        "gradient")
+    shuffle: bool = key(True, "draw a new order every epoch from the seed")
+
+
+@dataclass
+class PTXConfig:
+    """A supervised stream beside the samples."""
+
+    coef: float = key(0.0, "weight of the negative log-likelihood of the examples of ptx.data in "
+                      "the loss of each update of the policy (0: none are mixed in)", ge=0)
+    mini_batch_size: Optional[int] = key(None, "examples of an update (default: "
+                                         "ppo.mini_batch_size)", ge=1)
+    data: ExamplesConfig = key(ExamplesConfig, "the examples, as `ppocli sft` reads them")
+
+
+@dataclass
 class PPOConfig:
     total_episodes: Optional[int] = key(None, "samples that the whole run learns from", ge=1)
     epochs: Optional[int] = key(None, "passes over the prompts in the whole run, with n samples of "
@@ -140,6 +177,7 @@ class PPOConfig:
                                    "score above positive_above", ge=0)
     positive_above: float = key(0.0, "score, as the reward gave it, from above which a response is "
                                 "imitated with weight positive_nll_coef")
+    ptx: PTXConfig = key(PTXConfig, "supervised examples mixed into the loss")
     gamma: float = key(1.0, "discount of token rewards (gae, reinforce_pp)", ge=0, le=1)
     lam: float = key(0.95, "GAE lambda", ge=0, le=1)
     lam_value: Optional[float] = key(None, "gae: lambda of what the value function learns, where "

@@ -2,36 +2,15 @@
 and what they have in place of ``ppo``."""
 
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Optional
 
-from ppocli.config.schema_ppo import OptimizerConfig, SchedulerConfig, key
+from ppocli.config.schema_ppo import ExamplesConfig, OptimizerConfig, SchedulerConfig, key
 
 
 @dataclass
-class DataConfig:
-    path: Optional[str] = key(None, "json, jsonl, csv, parquet or txt file, a folder saved by "
-                              "`datasets`, or a Hub data set; its columns say what it holds")
-    name: Optional[str] = key(None, "Hub data set configuration")
-    split: str = key("train", "split of the data set; splits can be added: train+test")
+class DataConfig(ExamplesConfig):
     val: Optional[str] = key(None, "what evaluations are made on: a path as of data.path, or the "
                              "share of the rows that is held back, such as 0.05 (drawn by seed)")
-    columns: dict[str, Any] = key({}, "other names of columns: data.columns.completion=summary "
-                                  "reads the completion from the column summary")
-    limit: Optional[int] = key(None, "use only the first n rows", ge=1)
-    max_length: Optional[int] = key(None, "longest example in tokens (default: what the model "
-                                    "reads); longer ones are cut, longer pairs dropped", ge=2)
-    train_on: str = key("auto", "the tokens that count: the 'completion' after a prompt, every "
-                        "turn of the 'assistant', or 'all' (auto: completion where there is a "
-                        "prompt, assistant in conversations, else all)",
-                        choices=("auto", "completion", "assistant", "all"))
-    chat: bool = key(False, "render plain prompts with the tokenizer's chat template, as the turn "
-                     "of a user (conversations always are)")
-    template: Optional[str] = key(None, "text with {prompt} and {column} placeholders that becomes "
-                                  "the prompt")
-    packing: bool = key(True, "lay the examples of a pass out in one row without padding, each "
-                        "attending to itself alone, where the model allows it; never changes the "
-                        "gradient")
-    shuffle: bool = key(True, "draw a new order every epoch from the seed")
 
 
 @dataclass

@@ -29,7 +29,10 @@ from ppocli.tasks.ppo.session import EvalSession
 from ppocli.text import cut
 from ppocli.training.task import PythonObjects
 
-_REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid", "style")
+_REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid", "style",
+                "step_separator", "step_fn")
+_LATER = (("style", "ppocli"), ("step_separator", None), ("step_fn", None))
+"""what evaluations have as they were made before there was the key"""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 30
 """steps from an object to what it refers to"""
@@ -56,9 +59,8 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "generation": json.loads(json.dumps(asdict(session.eval_sampling))),
         "prompts": {**asdict(cfg.prompts), "digest": session.eval_prompts.digest(),
                     "count": len(session.eval_prompts)},
-        # evaluations made before there were styles have none
         "reward": {key: value for key, value in asdict(cfg.reward).items()
-                   if key in _REWARD_KEYS and (key, value) != ("style", "ppocli")},
+                   if key in _REWARD_KEYS and (key, value) not in _LATER},
         # code that was typed in has no file
         "code": {path: atomic.sha256_file(Path(path)) if Path(path).is_file() else None
                  for path in dict.fromkeys(code)},

@@ -23,6 +23,7 @@ from ppocli.sampling.decoding import load_decodable, say_decoding
 from ppocli.sampling.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
 from ppocli.sampling.token_choice import SAMPLING_KEYS
 from ppocli.tasks.building import sampling_specs
+from ppocli.tasks.ppo.reward_calls import in_steps
 
 log = logging.getLogger("ppocli")
 
@@ -212,12 +213,16 @@ def scores_of(reward: Reward, player: Player, prompts: Sequence[str], answers: S
         RewardError: the function raised, or returned something unusable.
     """
     places = [answer.prompt for answer in answers]
-    scores = reward.score(RewardRequest(
-        prompts=[prompts[i] for i in places], responses=[answer.text for answer in answers],
+    texts = [prompts[i] for i in places]
+    # what a decoder says stands alone
+    before: Any = [[]] * len(places) if player.loaded.decoder_start is not None else prompt_ids(
+        player.tokenizer, texts, rendered=bool(messages), whole=False) if reward.has_steps else ()
+    scores = reward.score(in_steps(reward, RewardRequest(
+        prompts=texts, prompt_ids=before, responses=[answer.text for answer in answers],
         response_ids=[answer.ids for answer in answers],
         columns={name: [cells[i] for i in places] for name, cells in columns.items()},
         tokenizer=player.tokenizer, ended=[answer.finished for answer in answers],
         messages=[[{"role": "user", "content": cell}] if isinstance(cell, str) else cell
-                  for cell in (messages[i] for i in places if messages)]))
+                  for cell in (messages[i] for i in places if messages)])))
     return [score if valid else None
             for score, valid in zip(scores.scores, scores.valid, strict=True)]

@@ -365,6 +365,7 @@ def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
 def _missing_data(cfg: schema.TrainConfig) -> Iterator[InputError]:
     for key, path in (("prompts.path", cfg.prompts.path),
                       ("prompts.eval.path", cfg.prompts.eval.path),
+                      ("ppo.ptx.data.path", cfg.ppo.ptx.data.path),
                       ("data.path", cfg.data.path), ("data.val", tasks.val_source(cfg.data))):
         if path is None or path.startswith("<") or not names_hub_dataset(path):
             continue

@@ -189,21 +189,23 @@ class Policy(nn.Module):
         return self.value_head(hidden)
 
     def forward(self, batch: SequenceBatch, *, temperature: float, want_entropy: bool = False,
-                value_only: bool = False, reference: OtherHead | None = None) -> PolicyOutput:
+                value_only: bool = False, want_values: bool = True,
+                reference: OtherHead | None = None) -> PolicyOutput:
         """Logprobs, values and (on demand) entropies of the batch's response tokens.
 
         Args:
             reference: what it makes of them, for the KL over the whole vocabulary.
             value_only: train nothing but the value function (critic warm-up): logprobs and the
                 policy's hidden states carry no gradient.
+            want_values: run the value function, where there is one.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
             hidden, shared = self.trunk(batch)
             found = token_logprobs(
                 hidden, HeadWeights.of(self.lm), batch.targets, temperature=temperature,
                 want_entropy=want_entropy, other=reference)
-        return PolicyOutput(found.logprobs, self.values(batch, hidden, shared), found.entropy,
-                            found.kl)
+        values = self.values(batch, hidden, shared) if want_values else None
+        return PolicyOutput(found.logprobs, values, found.entropy, found.kl)
 
 
 def freeze_attention(trunk: nn.Module) -> None:

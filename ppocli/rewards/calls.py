@@ -23,7 +23,7 @@ from ppocli.config.schema import RewardConfig
 from ppocli.daemon import in_daemon
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, styles
-from ppocli.rewards.records import RewardRequest, Score
+from ppocli.rewards.records import RewardRequest, Score, StepScores
 from ppocli.rewards.resolve import BoundCallable, name_own_key
 from ppocli.text import counted, error_line, first_line, said
 from ppocli.user_code import raised_at, shorten
@@ -38,6 +38,10 @@ T = TypeVar("T")
 
 EXPECTED = ("return one number a sample, or one list of numbers a sample with as many as its "
             "response has tokens")
+EXPECTED_PER_STEP = ("return one number a sample, or one list of numbers a sample with as many as "
+                     "it has steps")
+EXPECTED_STEPS = ("return one list a sample: the texts of its steps, which together are "
+                  "the response or its beginning")
 EXPECTED_METRICS = "return a dict: metric name -> a list with one finite number a sample"
 
 
@@ -142,16 +146,21 @@ def scores_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig)
 
 
 def _scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[Score]:
+    per_step = request.steps is not None and (
+        isinstance(returned, StepScores) or bound.takes_steps)
+    expected = EXPECTED_PER_STEP if per_step else EXPECTED
     returned = styles.scores_in(
         returned, bound.style, request,
         lambda what: RewardError(f"{bound.label} returned {what}.", where=bound.located.key,
-                                 fix=EXPECTED))
+                                 fix=expected))
     scores: list[Score] = []
     dense: bool | None = None
-    for index, value in enumerate(_items(returned, len(request), bound, " returned", EXPECTED)):
+    for index, value in enumerate(_items(returned, len(request), bound, " returned", expected)):
         try:
-            score = _score(value)
-            if isinstance(score, list) and bound.style == "trlx":
+            score = _score(value, "step" if per_step else "token")
+            if isinstance(score, list) and per_step:
+                score = _on_tokens(score, request, index)
+            elif isinstance(score, list) and bound.style == "trlx":
                 score = styles.aligned(score, request, index)
             num_tokens = len(request.response_ids[index])
             if isinstance(score, list) and len(score) != num_tokens:
@@ -163,9 +172,43 @@ def _scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> list
                     raise _BadValue(f"{this}, but {others} for those before it,")
                 dense = isinstance(score, list)
         except _BadValue as problem:
-            raise _sample_error(bound, request, index, str(problem), EXPECTED) from None
+            raise _sample_error(bound, request, index, str(problem), expected) from None
         scores.append(score)
     return scores
+
+
+def _on_tokens(score: list[float], request: RewardRequest, index: int) -> list[float]:
+    """Numbers of the steps of a sample on the tokens with which these are complete."""
+    ends = request.step_ends[index]
+    if len(score) != len(ends):
+        raise _BadValue(f"a list of {counted(len(score), 'number')}, but the response has "
+                        f"{counted(len(ends), 'step')},")
+    tokens = [0.0] * len(request.response_ids[index])
+    for end, number in zip(ends, score, strict=True):
+        tokens[end] += number
+    return tokens
+
+
+def step_ends_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig
+                   ) -> list[list[int]]:
+    """Where the steps of each response end, in characters, as ``reward.step_fn`` says.
+
+    Raises:
+        RewardError: as :func:`call_with_request`; or not a list of such texts a sample.
+    """
+    return call_with_request(bound, request, cfg, partial(_step_ends, bound, request))
+
+
+def _step_ends(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[list[int]]:
+    found: list[list[int]] = []
+    for index, value in enumerate(_items(returned, len(request), bound, " returned",
+                                         EXPECTED_STEPS)):
+        texts = list(value) if isinstance(value, (list, tuple)) else [value]
+        if not all(isinstance(text, str) and text for text in texts) or isinstance(value, str) \
+                or not request.responses[index].startswith("".join(texts)):
+            raise _sample_error(bound, request, index, _kind(value), EXPECTED_STEPS)
+        found.append(list(itertools.accumulate(map(len, texts))))
+    return found
 
 
 def metrics_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig
@@ -255,8 +298,8 @@ def _items(returned: Any, count: int, bound: BoundCallable, begun: str, fix: str
     return values
 
 
-def _score(value: Any) -> Score:
-    """One sample's value as a float, a list of floats or None.
+def _score(value: Any, noun: str) -> Score:
+    """One sample's value as a float, a list of floats (of so many of the noun) or None.
 
     Raises:
         _BadValue: neither a number nor a flat list of numbers, infinite, or beyond float32.
@@ -271,7 +314,7 @@ def _score(value: Any) -> Score:
         try:
             numbers.append(math.nan if item is None else _number(item))
         except _BadValue as problem:
-            raise _BadValue(f"{problem} at token {position}") from None
+            raise _BadValue(f"{problem} at {noun} {position}") from None
     return numbers
 
 

@@ -6,9 +6,10 @@ elsewhere.
 a list with one number a response token, or null. Failures have another status than 200 and
 ``{"error": text}``.
 
-Where they are known the request also has ``"ended": [N booleans]``, ``"messages": [N lists]`` and
-``"progress": [steps done, steps in all, passes over the prompts]``, and the answer ``"logs"``: N
-objects as in :attr:`RewardScores.logs`.
+Where they are known the request also has ``"ended": [N booleans]``, ``"messages": [N lists]``,
+``"progress": [steps done, steps in all, passes over the prompts]``, and ``"steps"`` with
+``"step_ends"``: N lists as in :class:`RewardRequest`. The answer may also have ``"logs"``, N
+objects as in :attr:`RewardScores.logs`, and ``"per_step": true``: its lists have one number a step.
 """
 
 import json
@@ -24,6 +25,10 @@ from ppocli.user_code import shorten
 
 Score = float | list[float] | None
 """of one sample: a number, one number a response token, or None; NaN is still in it"""
+
+
+class StepScores(list[Any]):
+    """Scores that a function returned, of which lists have one number a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +94,13 @@ class RewardRequest:
     progress: Sequence[float] = (0.0, 0.0, 0.0)
     """steps done, steps of the whole run and passes over the prompts; zeros outside of a run"""
     logs: RewardLogs = field(default_factory=RewardLogs)
+    prompt_ids: Sequence[Sequence[int]] = ()
+    """what each response was decoded behind, where there may be steps"""
+    steps: Sequence[Sequence[str]] | None = None
+    """the steps of each response, its beginning one after another; None: nothing says what steps
+    are"""
+    step_ends: Sequence[Sequence[int]] = ()
+    """for each of them the place in ``response_ids`` of the token with which it is complete"""
 
     def __len__(self) -> int:
         return len(self.responses)
@@ -134,7 +146,9 @@ def encode_request(request: RewardRequest, part: slice) -> bytes:
     # escaped, so that halves of a character that a response was cut in survive
     known: dict[str, Any] = {
         "ended": request.ended and list(request.ended[part]), "messages": request.messages[part],
-        "progress": request.progress[1] and list(map(float, request.progress))}
+        "progress": request.progress[1] and list(map(float, request.progress)),
+        "steps": request.steps and list(request.steps[part]),
+        "step_ends": list(request.step_ends[part])}
     return json.dumps({"prompts": list(request.prompts[part]),
                        "responses": list(request.responses[part]),
                        "response_ids": [list(ids) for ids in request.response_ids[part]],
@@ -172,7 +186,7 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
     if not isinstance(said, dict):
         raise WireError("the body must be a JSON object")
     unknown = sorted(set(said) - {"prompts", "responses", "response_ids", "columns", "ended",
-                                  "messages", "progress"})
+                                  "messages", "progress", "steps", "step_ends"})
     if unknown:
         raise WireError(f"unknown key {unknown[0]!r}")
     samples: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in (
@@ -184,13 +198,22 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
         raise WireError("'columns' must be an object of lists")
     lists = {f"columns.{name}": _list_of(object, columns, name) for name in columns}
     known: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in (
-        ("ended", bool), ("messages", list), ("progress", float)) if name in said}
+        ("ended", bool), ("messages", list), ("progress", float), ("steps", list),
+        ("step_ends", list)) if name in said}
     if len(known.get("progress", "123")) != 3:
         raise WireError("'progress' must hold three numbers")
     count = len(samples["responses"])
     for name, values in {**samples, **lists, **known}.items():
         if len(values) != count and name != "progress":
             raise WireError(f"{name!r} has {len(values)} values for {count} responses")
+    rows = zip(known.get("steps", []), known.get("step_ends", []), samples["response_ids"],
+               strict=False)
+    if ("steps" in known) != ("step_ends" in known) or any(
+            len(steps) != len(ends) or not all(isinstance(step, str) for step in steps)
+            or any(type(end) is not int or not 0 <= end < len(ids) for end in ends)
+            for steps, ends, ids in rows):
+        raise WireError("'steps' must hold lists of texts, and 'step_ends' for each of them the "
+                        "place of a token in 'response_ids'")
     return RewardRequest(**samples, columns=columns, tokenizer=tokenizer, **known)
 
 
@@ -212,7 +235,7 @@ def encode_scores(scores: Sequence[Score], logs: Sequence[Mapping[str, Any]] = (
 
 def decode_scores(body: bytes) -> tuple[list[Any], list[Any]]:
     """The scores in an answer, ``{"scores": [...]}`` or the bare list, not yet checked; and what
-    was logged, one mapping a sample, or nothing.
+    was logged, one mapping a sample, or nothing. They are :class:`StepScores` where it says so.
 
     Raises:
         WireError: it is no JSON, or something else.
@@ -222,7 +245,9 @@ def decode_scores(body: bytes) -> tuple[list[Any], list[Any]]:
         if "scores" not in said:
             raise WireError("a JSON object without 'scores'")
         logs = _list_of(dict, said, "logs") if "logs" in said else []
+        kind = StepScores if said.get("per_step") is True else list
         said = said["scores"]
+        said = kind(said) if isinstance(said, list) else said
     if not isinstance(said, list):
         raise WireError(f"{shorten(json.dumps(said))} in place of a list of scores")
     if logs and len(logs) != len(said):

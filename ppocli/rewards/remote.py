@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 from ppocli.config.secrets import looks_secret
 from ppocli.daemon import in_daemon
 from ppocli.errors import RewardError
+from ppocli.rewards import records
 from ppocli.rewards.records import RewardRequest, WireError, decode_scores, encode_request, opening
 from ppocli.rewards.resolve import wrong_argument
 from ppocli.rewards.styles import WHOLE_REQUEST
@@ -108,7 +109,9 @@ class HttpReward:
         with ThreadPool(min(self.concurrency, len(parts))) as pool:
             answers = list(pool.imap(ask, parts))
         request.logs.take([log for scores, logs in answers for log in logs or [{}] * len(scores)])
-        return [score for scores, _ in answers for score in scores]
+        found = [score for scores, _ in answers for score in scores]
+        per_step = any(isinstance(scores, records.StepScores) for scores, _ in answers)
+        return records.StepScores(found) if per_step else found
 
     def _scores(self, body: bytes, part: slice, count: int, most: int
                 ) -> tuple[list[Any], list[Any]]:

@@ -40,6 +40,11 @@ class BoundCallable:
     """how it is called and its answer read, one of :mod:`ppocli.rewards.styles`"""
 
     @property
+    def takes_steps(self) -> bool:
+        """Whether it asks for the steps of responses: lists that it returns are then theirs."""
+        return "steps" not in self.kwargs and any(p.name == "steps" for p in self.parameters)
+
+    @property
     def label(self) -> str:
         """the function with its file and line, for messages"""
         return self.located.label
@@ -71,13 +76,16 @@ class BoundCallable:
             located = replace(located, spec=told, file=None, line=None)
         return type(self)(located, call, _parameters(call, located), style=self.style)
 
-    def check_columns(self, columns: Sequence[str]) -> None:
+    def check_columns(self, columns: Sequence[str], *, steps: bool = False) -> None:
         """Check that every required parameter has a source, now that the columns are known.
+
+        Args:
+            steps: whether something says what the steps of a response are.
 
         Raises:
             RewardError: a parameter is neither a known argument nor a column nor in the kwargs.
         """
-        known = styles.known(self.style, columns)
+        known = styles.known(self.style, columns, steps=steps)
         own = known.keys() | self.kwargs.keys()
         wanted = set(columns)
         if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in self.parameters):
@@ -99,7 +107,7 @@ class BoundCallable:
         """
         positional: list[Any] = []
         named: dict[str, Any] = {}
-        known = styles.known(self.style, request.columns)
+        known = styles.known(self.style, request.columns, steps=request.steps is not None)
         sources = {**dict.fromkeys(request.columns), **known, **self.kwargs}
 
         def value(name: str) -> Any:
@@ -137,6 +145,11 @@ class BoundCallable:
         known, listed = ", ".join(names), ", ".join(columns) or "none"
         near = suggestion(name, [*names, *columns])
         key = self.located.key
+        if name == "steps":
+            return RewardError(
+                f"{self.label} asks for the steps of responses, and nothing says what they are.",
+                where=f"{key}={self.located.spec}", fix="say where one ends: reward.step_separator "
+                "or reward.step_fn (of a served reward: in the run that asks it)")
         configure = f"; or set {kwargs_key(key)}.{name}=..." if key.endswith(".fn") else ""
         return RewardError(
             f"{self.label} needs an argument {name!r} that nothing provides. {near}".rstrip(),
@@ -253,6 +266,7 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
 BUILTIN_REWARDS: Mapping[str, str] = {
     "classifier": "ppocli.rewards.classifier:TextClassifier",
     "reward_model": "ppocli.rewards.reward_model:RewardModel",
+    "step_reward_model": "ppocli.rewards.reward_model:StepRewardModel",
     "http": "ppocli.rewards.remote:HttpReward",
     "length": "ppocli.rewards.rules:Length",
     "keyword": "ppocli.rewards.rules:Keyword",
@@ -261,7 +275,7 @@ BUILTIN_REWARDS: Mapping[str, str] = {
     "randomwalks": "ppocli.rewards.randomwalks:optimality",
 }
 
-MODEL_REWARDS = ("classifier", "reward_model")
+MODEL_REWARDS = ("classifier", "reward_model", "step_reward_model")
 """those whose ``model`` argument names a model of their own"""
 REWARD = Kind("function", RewardError, BUILTIN_REWARDS)
 

@@ -6,6 +6,7 @@ it shares with the classifier, a sequence-classification model run frozen over t
 
 import logging
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -276,3 +277,41 @@ class RewardModel(SequenceReward):
                  responses: list[str]) -> list[float]:
         """[N] raw scores."""
         return self.logits(samples, prompts, responses)[:, 0].tolist()
+
+
+class StepRewardModel(RewardModel):
+    """Score of each step of a response (``reward.step_separator``, ``reward.step_fn``): of the text
+    up to its end, under an ``AutoModelForSequenceClassification`` with a single output.
+
+    Args:
+        model: folder, Hub name or ``builtin:NAME``.
+        difference: give each step after the first what it adds to the score of the text before it,
+            so that the sum over the steps is the score of the last.
+        on, batch_size, max_length, truncation_side, device, dtype, revision, trust_remote_code: as
+            of :class:`RewardModel`.
+
+    Raises:
+        InputError, RewardError: as :class:`RewardModel`.
+    """
+
+    def __init__(self, model: str, *, difference: bool = False, on: str = "sample",
+                 batch_size: int = 32, max_length: int | None = None,
+                 truncation_side: str = "left", device: str = "auto", dtype: str = "fp32",
+                 revision: str | None = None, trust_remote_code: bool = False) -> None:
+        super().__init__(model, on=on, batch_size=batch_size, max_length=max_length,
+                         truncation_side=truncation_side, device=device, dtype=dtype,
+                         revision=revision, trust_remote_code=trust_remote_code)
+        self.difference = difference
+
+    def __call__(self, samples: list[str], prompts: list[str],  # type: ignore[override]
+                 responses: list[str], steps: list[list[str]]) -> list[list[float]]:
+        """[N] lists of one number a step."""
+        before = [prompt for prompt, own in zip(prompts, steps, strict=True) for _ in own]
+        until = [text for own in steps for text in accumulate(own)]
+        if not until:
+            return [[] for _ in steps]
+        whole = [prompt + text for prompt, text in zip(before, until, strict=True)]
+        flat = self.logits(whole, before, until)[:, 0]
+        found = [scores.tolist() for scores in flat.split([len(own) for own in steps])]
+        return [[now - then for then, now in pairwise([0.0, *scores])] for scores in found] \
+            if self.difference else found

@@ -8,7 +8,15 @@ from typing import Any, Self
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards.calls import MAX_FLOAT32, invalid_error, is_nan, metrics_from, scores_from
+from ppocli.rewards import steps
+from ppocli.rewards.calls import (
+    MAX_FLOAT32,
+    invalid_error,
+    is_nan,
+    metrics_from,
+    scores_from,
+    step_ends_from,
+)
 from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score
 from ppocli.rewards.resolve import BoundCallable, bind
 from ppocli.rewards.styles import WHOLE_REQUEST
@@ -30,11 +38,14 @@ class Judge:
 
     parts: tuple[Part, ...]
     cfg: RewardConfig
+    splits: BoundCallable | None = None
+    """``reward.step_fn``"""
 
     @property
     def code_files(self) -> list[str]:
         """Files of the user's code that judging runs, for ``running code from FILE``."""
-        files = {part.bound.located.file or "" for part in self.parts}
+        bound = [*(part.bound for part in self.parts), *([self.splits] if self.splits else [])]
+        files = {one.located.file or "" for one in bound}
         package = str(Path(__file__).resolve().parent)
         return sorted(file for file in files if file and not file.startswith(package))
 
@@ -47,20 +58,30 @@ class Judge:
                        for part in self.parts)
         return self.cfg.ranks == "first"
 
-    def check_columns(self, columns: Sequence[str]) -> None:
+    @property
+    def has_steps(self) -> bool:
+        """Whether the configuration says what the steps of a response are."""
+        return self.cfg.step_separator is not None or self.cfg.step_fn is not None
+
+    def check_columns(self, columns: Sequence[str], *, steps: bool | None = None) -> None:
         """Check every signature against the metadata columns that the prompts turned out to have.
+
+        Args:
+            steps: whether requests come with steps (default: :attr:`has_steps`).
 
         Raises:
             RewardError: a required parameter has no source.
         """
+        if self.splits is not None:
+            self.splits.check_columns(columns)
         for part in self.parts:
-            part.bound.check_columns(columns)
+            part.bound.check_columns(columns, steps=self.has_steps if steps is None else steps)
 
     def _ready(self, columns: Sequence[str] | None, first: bool) -> Self:
         """With objects made of the classes on each rank that calls them, and checked columns."""
-        ready = self
+        ready = replace(self, splits=self.splits and self.splits.built())
         if first or not self.needs_all_samples:
-            ready = replace(self, parts=tuple(replace(part, bound=part.bound.built())
+            ready = replace(ready, parts=tuple(replace(part, bound=part.bound.built())
                                               for part in self.parts))
         if columns is not None:
             ready.check_columns(columns)
@@ -78,6 +99,18 @@ class Reward(Judge):
         """Whether scoring only waits for others, so that generation may go on beside it: every
         reward says so by an attribute ``waits = True``."""
         return all(getattr(part.bound.call, "waits", False) is True for part in self.parts)
+
+    def step_ends(self, request: RewardRequest) -> list[list[int]]:
+        """[N] lists of where the steps of each response end, in characters.
+
+        Raises:
+            RewardError: ``reward.step_fn`` raised, or returned something unusable.
+        """
+        if self.splits is None:
+            # a command line has no other way to say it
+            separator = (self.cfg.step_separator or "\n").replace(r"\n", "\n")
+            return [steps.separated(text, separator) for text in request.responses]
+        return step_ends_from(self.splits, request, self.cfg) if len(request) else []
 
     def score(self, request: RewardRequest) -> RewardScores:
         """Call every reward on N samples and sum what applies.
@@ -232,6 +265,12 @@ def check_reward_config(cfg: RewardConfig, *, columns: Sequence[str] | None = No
 def _reward(cfg: RewardConfig, reward_fn: Any) -> Reward:
     """What ``cfg`` names, or ``reward_fn``, not built yet; config/problems.py has checked the form
     of ``cfg``."""
+    splits = None if cfg.step_fn is None else bind(cfg.step_fn, {}, key="reward.step_fn")
+    return replace(_functions(cfg, reward_fn), splits=splits)
+
+
+def _functions(cfg: RewardConfig, reward_fn: Any) -> Reward:
+    """As :func:`_reward`, without what says where steps end."""
     entries: Mapping[str, Mapping[str, Any]] = cfg.fns
     if isinstance(reward_fn, Mapping):
         entries = {str(name): {"fn": target} for name, target in reward_fn.items()}

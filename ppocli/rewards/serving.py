@@ -151,7 +151,7 @@ class RewardServer(ThreadingHTTPServer):
             with self._turn:
                 request = records.decode_request(body, self.tokenizer)
                 status = 422
-                reward.check_columns(list(request.columns))
+                reward.check_columns(list(request.columns), steps=request.steps is not None)
                 status = 500
                 found = reward.score(request)
             with self._counting:

@@ -66,8 +66,19 @@ def recognised(names: Collection[str]) -> str:
     return "trl" if of_trl else "ppocli"
 
 
-def known(style: str, columns: Collection[str]) -> Mapping[str, Source]:
-    """What a function of a style gets by name beside these columns of the prompts."""
+def known(style: str, columns: Collection[str], *, steps: bool = False) -> Mapping[str, Source]:
+    """What a function of a style gets by name beside these columns of the prompts.
+
+    Args:
+        steps: whether something says what the steps of a response are.
+    """
+    found = _known(style, columns)
+    if not steps or style == WHOLE_REQUEST:
+        return found
+    return {**found, "steps": lambda r: [list(one) for one in r.steps or ()]}
+
+
+def _known(style: str, columns: Collection[str]) -> Mapping[str, Source]:
     if style == WHOLE_REQUEST:
         return {"request": lambda r: r}
     if style == "verl":

@@ -26,6 +26,7 @@ def import_paths(config: schema.TrainConfig) -> list[tuple[str, str | None]]:
     an order that only its keys decide."""
     reward = config.reward
     return [("reward.fn", reward.fn), ("reward.metric_fn", reward.metric_fn),
+            ("reward.step_fn", reward.step_fn),
             *((f"reward.fns.{name}.fn", entry.get("fn"))
               for name, entry in reward.fns.items() if isinstance(entry, dict)),
             ("task.fn", config.task.fn), ("rollout.engine", config.rollout.engine),

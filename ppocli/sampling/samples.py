@@ -3,8 +3,10 @@ reads them, and the texts that rewards see."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os.path import commonprefix
 from typing import Any
 
@@ -158,6 +160,28 @@ def texts_and_stops(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
                for pair in zip(texts, soon, strict=True)]
     return [(text, _first_stop(text, stop_sequences, past))
             for text, past in zip(texts, settled, strict=True)]
+
+
+def places_of_ends(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
+                   responses: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]
+                   ) -> list[list[int]]:
+    """For each end within the text of a response, a number of characters, the place of the token
+    with which the text up to there is complete.
+
+    Args:
+        ends: of each response, rising.
+    """
+    def says(before: Sequence[int], ids: Sequence[int], text: str, count: int) -> bool:
+        # until a character is whole its tokens are read as another one
+        return _texts_behind(tokenizer, [before], [ids[:count]])[0].startswith(text)
+
+    found = [list[int]() for _ in ends]
+    for places, before, ids, own in zip(found, prompt_ids, responses, ends, strict=True):
+        whole = _texts_behind(tokenizer, [before], [ids])[0]
+        for end in own:
+            places.append(bisect_left(range(1, len(ids)), True, lo=max(places, default=0),
+                                      key=partial(says, before, ids, whole[:end])))
+    return found
 
 
 def _first_stop(text: str, stops: Sequence[str], past: int) -> int | None:

@@ -20,7 +20,7 @@ from ppocli.sampling.samples import response_ids
 from ppocli.tasks.ppo import experience, figures, records, reward_calls
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
-from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
+from ppocli.tasks.ppo.task import PPOTask, plan_of, update_of
 from ppocli.tasks.select import build_task
 from ppocli.training import loop, optimize, optimizers
 from ppocli.training.clock import PhaseClock
@@ -135,10 +135,11 @@ def _first_samples(session: Session, clock: PhaseClock, stop: StopFlag) -> PPORe
     rollout = collect_rollout(session, prompts, stop, clock)
     metrics: dict[str, list[float]] = {}
     if session.metric is not None:
-        metrics = session.metric.compute(reward_calls.request_of(
-            session, prompts, rollout.responses,
-            response_ids(rollout.response_tokens, rollout.response_mask),
-            rollout.finished.tolist()))
+        metrics = session.metric.compute(reward_calls.in_steps(
+            session.reward, reward_calls.request_of(
+                session, prompts, rollout.responses,
+                response_ids(rollout.response_tokens, rollout.response_mask),
+                rollout.finished.tolist())))
         clock.mark("metric")
     terms = _ppo_gradient(PPOTask(session), rollout)
     clock.mark("optimize")
@@ -167,10 +168,11 @@ def _ppo_gradient(task: PPOTask, rollout: records.Rollout) -> dict[str, float] |
         return None
     state = records.PPOState.from_json(task.initial()[0])
     own = experience.update_moments(state, rollout, task.cfg)
-    plan = plan_updates(task.session, experience.to_experience(rollout, own, task.cfg), 0)
-    whole = update_of(task.session, plan.atoms, torch.arange(len(rollout)))
-    return _gradient(task, plan, whole, "check the model's weights and the reward's scale, or use "
-                     "hardware.precision=fp32")
+    learnt = experience.to_experience(rollout, own, task.cfg)
+    whole = update_of(task.session, learnt, torch.arange(len(rollout)))
+    plan = plan_of(task.session, learnt, [whole], 0)
+    return _gradient(task, plan, plan.groups[0], "check the model's weights and the reward's "
+                     "scale, or use hardware.precision=fp32")
 
 
 def _gradient(task: Task, plan: Plan, group: UpdateGroup, fix: str) -> dict[str, float]:

@@ -71,29 +71,15 @@ class SFTTask(supervised.SupervisedTask):
 
     def lengths(self, data: Examples) -> torch.Tensor:
         """As :class:`SupervisedTask`."""
-        read = [len(ids) for ids in data.tokens]
-        if data.encoder_tokens:
-            read = [n + len(ids) for n, ids in zip(read, data.encoder_tokens, strict=True)]
-        return torch.tensor(read)
+        return supervised.lengths_of(data)
 
     def counts(self, data: Examples) -> torch.Tensor:
         """As :class:`SupervisedTask`: the trained tokens."""
-        return torch.tensor([int(mask.sum()) for mask in data.trained])
+        return supervised.counts_of(data)
 
     def sequences(self, data: Examples, rows: torch.Tensor) -> layout.Sequences:
         """Some examples as a forward pass reads them; what is trained on are their actions."""
-        some, start = data.rows(rows.tolist()), decoder_start(self.loaded.lm)
-        before = [] if start is None else [start]
-        places = [np.flatnonzero(mask) + len(before) for mask in some.trained]
-        count = torch.tensor([len(one) for one in places])
-        tokens = [np.concatenate([np.array(before, np.int32), ids]) for ids in some.tokens]
-        encoder: tuple[Any, ...] = ()
-        if some.encoder_tokens:
-            encoder = supervised.padded(some.encoder_tokens), supervised.padded(
-                [np.ones(len(ids)) for ids in some.encoder_tokens], torch.bool)
-        return layout.Sequences(
-            supervised.padded(tokens), torch.tensor([len(ids) for ids in tokens]),
-            supervised.padded(places), torch.arange(int(count.max())) < count[:, None], *encoder)
+        return supervised.sequences_of(data, rows, decoder_start(self.loaded.lm))
 
     def plan(self, state: TrainState, batch: list[int]) -> task.Plan:
         """As :class:`Task`; the rows with the run's number of the first of them."""
@@ -105,12 +91,10 @@ class SFTTask(supervised.SupervisedTask):
         """As :class:`Task`."""
         data, first = atoms
         samples = self.sequences(data, rows)
-        batch = layout.lay_out(samples, pack=self.packs).to(self.backend.device)
         with self._noise(samples, first + rows):
-            out = self.trained.engine(batch, temperature=1.0, want_entropy=False)
-        each = weights.repeat_interleave(samples.mask.sum(1)).to(out.logprobs.device)
-        total = -(each * out.logprobs).sum()
-        return task.LossTerms(total, total.detach().reshape(1), batch.tokens.numel())
+            total, tokens = supervised.weighted_nll(self.trained.engine, samples, weights,
+                                                    self.backend.device, pack=self.packs)
+        return task.LossTerms(total, total.detach().reshape(1), tokens)
 
     @contextmanager
     def _noise(self, samples: layout.Sequences, numbers: torch.Tensor) -> Iterator[None]:

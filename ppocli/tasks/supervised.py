@@ -5,17 +5,21 @@ import hashlib
 import json
 import logging
 import math
+import re
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ppocli.config import schema, tasks
+from ppocli.config import schema, schema_ppo, schema_tasks, tasks
 from ppocli.data import encoding
-from ppocli.data.data_set import Pairs
+from ppocli.data.data_set import Examples, Pairs
+from ppocli.errors import PpocliError
+from ppocli.models import layout
 from ppocli.models.loading import model_config
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
@@ -27,6 +31,10 @@ from ppocli.training.state import TrainState
 from ppocli.zero.oom_retry import PassRows
 
 log = logging.getLogger("ppocli")
+
+_DATA_KEYS = re.compile(
+    rf"(?<![\w./=-])data\.(?=({'|'.join(vars(schema_ppo.ExamplesConfig()))}|items)\b)")
+"""where a text names a key of ``data``"""
 
 
 def read_rows(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any, wants: Any,
@@ -45,6 +53,28 @@ def read_rows(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any, wants: Any
         max_tokens=model_config.max_positions(unloaded) or 2**31,
         items=None if objects is None else objects.data,
         val_items=None if objects is None else objects.val_data)
+
+
+def read_mixed_in(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any) -> Examples | None:
+    """The examples of ``ppo.ptx.data``, read as ``ppocli sft`` reads its own; None where none are
+    named.
+
+    Args:
+        unloaded: the model before its weights are read.
+
+    Raises:
+        ConfigError, InputError: as :func:`read_rows`, by the keys that they have here.
+    """
+    if cfg.ppo.ptx.data.path is None:
+        return None
+    data = schema_tasks.DataConfig(**vars(cfg.ppo.ptx.data))
+    try:
+        found: Examples = read_rows(replace(cfg, data=data), tokenizer, unloaded, "completions")[0]
+    except PpocliError as error:
+        raise error.reworded(**{part: text and _DATA_KEYS.sub("ppo.ptx.data.", text)
+                                for part in ("what", "where", "fix")
+                                for text in [getattr(error, part)]}) from error
+    return found
 
 
 def pass_tokens(cfg: schema.TrainConfig, data: Any, ranks: int) -> tuple[int, int]:
@@ -243,6 +273,59 @@ class SupervisedTask(task.Task):
 
 def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
     return float(np.mean([row[name] for row in rows]))
+
+
+def lengths_of(data: Examples) -> torch.Tensor:
+    """[n] int64 tokens that a pass over each example reads, those of an encoder included."""
+    read = [len(ids) for ids in data.tokens]
+    if data.encoder_tokens:
+        read = [n + len(ids) for n, ids in zip(read, data.encoder_tokens, strict=True)]
+    return torch.tensor(read)
+
+
+def counts_of(data: Examples) -> torch.Tensor:
+    """[n] int64 trained tokens of each example."""
+    return torch.tensor([int(mask.sum()) for mask in data.trained])
+
+
+def sequences_of(data: Examples, rows: torch.Tensor, start: int | None) -> layout.Sequences:
+    """Some examples as a forward pass reads them; what is trained on are their actions.
+
+    Args:
+        start: the token that a decoder beside an encoder starts from; None for a causal model.
+    """
+    some = data.rows(rows.tolist())
+    before = [] if start is None else [start]
+    places = [np.flatnonzero(mask) + len(before) for mask in some.trained]
+    count = torch.tensor([len(one) for one in places])
+    tokens = [np.concatenate([np.array(before, np.int32), ids]) for ids in some.tokens]
+    encoder: tuple[Any, ...] = ()
+    if some.encoder_tokens:
+        encoder = padded(some.encoder_tokens), padded(
+            [np.ones(len(ids)) for ids in some.encoder_tokens], torch.bool)
+    return layout.Sequences(
+        padded(tokens), torch.tensor([len(ids) for ids in tokens]),
+        padded(places), torch.arange(int(count.max())) < count[:, None], *encoder)
+
+
+def weighted_nll(engine: Any, samples: layout.Sequences, weights: torch.Tensor,
+                 device: torch.device, *, pack: bool, **how: bool) -> tuple[torch.Tensor, int]:
+    """``-sum w log p`` over the actions of some samples at temperature 1, and how many tokens were
+    computed, padding included. Values that the pass has computed are in it with weight 0.
+
+    Args:
+        engine: the policy, as it is prepared for training.
+        weights: [b] fp32 weight of each action of a sample.
+        pack: as of :func:`ppocli.models.layout.lay_out`.
+        how: further arguments of the policy's pass.
+    """
+    batch = layout.lay_out(samples, pack=pack).to(device)
+    out = engine(batch, temperature=1.0, **how)
+    each = weights.repeat_interleave(samples.mask.sum(1)).to(out.logprobs.device)
+    total = -(each * out.logprobs).sum()
+    if out.values is not None:
+        total = total + 0.0 * out.values.sum()
+    return total, batch.tokens.numel()
 
 
 def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:

@@ -226,13 +226,13 @@ def _backward(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool) -> 
     ranks, trained = task.backend.ranks, task.trained
     parts = _micro_batches(task, group)
     if ranks.world == 1 and not trained.decides_first:
-        parts = [part for part in parts if int(group.counts[part].sum())]
+        parts = [(part, spare) for part, spare in parts if int(group.counts[part].sum())]
     verdict, tokens, said = Verdict.STEP, 0, list[torch.Tensor]()
     terms: torch.Tensor | None = None
-    for number, part in enumerate(parts, 1):
+    for number, (part, spare) in enumerate(parts, 1):
         last = number == len(parts)
         # a rank without rows left goes through one of its neighbours' with weight 0
-        some = part if len(part) else torch.argmax(group.counts).reshape(1)
+        some = part if len(part) else spare
         with trained.accumulating(last=last):
             faults.point("optimize.forward", len(part))
             found = task.loss(plan.atoms, group.rows[some],
@@ -248,9 +248,16 @@ def _backward(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool) -> 
     return _Found(verdict, _whole(task, said) if terms is None else terms, tokens)
 
 
-def _micro_batches(task: Task, group: UpdateGroup) -> list[torch.Tensor]:
-    """This rank's part of an update's atoms."""
-    return dealt(task, group.tokens, "optimize")
+def _micro_batches(task: Task, group: UpdateGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """This rank's part of an update's atoms, kind by kind; beside each group of them an atom of the
+    same kind."""
+    kinds = torch.zeros_like(group.rows) if group.kinds is None else group.kinds
+    found = list[tuple[torch.Tensor, torch.Tensor]]()
+    for kind in kinds.unique().tolist():
+        places = kinds.eq(kind).nonzero().squeeze(1)
+        spare = places[torch.argmax(group.counts[places])].reshape(1)
+        found += [(places[part], spare) for part in dealt(task, group.tokens[places], "optimize")]
+    return found
 
 
 def dealt(task: Task, lengths: torch.Tensor, phase: str) -> list[torch.Tensor]:

@@ -87,6 +87,9 @@ class UpdateGroup:
     """number of the pass over the batch, from 0"""
     part: str = "all"
     """which part of the model trains; the names are the task's own"""
+    kinds: torch.Tensor | None = None
+    """[A] int64 kind of each atom: a pass reads atoms of one kind, the lowest first, and all ranks
+    make as many of each; None: all are alike"""
 
 
 @dataclass(frozen=True, slots=True)

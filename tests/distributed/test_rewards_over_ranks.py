@@ -93,6 +93,28 @@ def test_the_key_says_it_for_any_function(world):
 
 
 @pytest.mark.slow
+def test_steps_are_the_same_on_several_ranks(world):
+    (world / "steps.py").write_text(
+        "def score(steps):\n    return [[float(len(step)) for step in own] for own in steps]\n\n\n"
+        "def cut(responses):\n    return [[text[:4], text[4:]] if text[4:] else [text] * bool(text)"
+        "\n            for text in responses]\n\n\n"
+        "def measure(steps):\n    return {'steps': [len(own) for own in steps]}\n")
+    given = ["reward.fn=steps.py:score", "reward.step_fn=steps.py:cut", *KEYS, "ppo.chunk_size=8",
+             "tracking.log_rollouts=true", "tracking.rollout_tokens=true",
+             "reward.metric_fn=steps.py:measure"]
+    found = []
+    for name, more in (("one", []), ("first", ["hardware=ddp", "reward.ranks=first"]),
+                       ("all", ["hardware=ddp", "reward.ranks=all"])):
+        run("train", *words(f"run_name={name}", *given, *more), cwd=world, code=0)
+        summary = json.loads((world / f"runs/{name}/summary.json").read_text())
+        found.append(([(row["score"], row["token_rewards"])
+                       for row in jsonl(world / f"runs/{name}/samples.jsonl")
+                       if row["kind"] == "rollout"], summary["eval_after"]["metrics/steps"]))
+    assert found[0] == found[1] == found[2]
+    assert any(len([value for value in rewards if value]) == 2 for _, rewards in found[0][0])
+
+
+@pytest.mark.slow
 def test_functions_of_other_libraries_are_called_alike_on_several_ranks(world):
     """The messages of a chat, the state and the logs of TRL, the EOS text and the lists of trlX."""
     rows = jsonl(world / "prompts.jsonl")

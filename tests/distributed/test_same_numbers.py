@@ -1,5 +1,7 @@
 """1, 2 and 4 ranks, ZeRO 0 to 3, any micro-batch: one and the same update from one rollout."""
 
+import json
+
 import pytest
 from ranks import assert_same_update, largest_difference, odd_config, run_job, under
 
@@ -74,6 +76,20 @@ def test_settings_that_move_weights_elsewhere(config, tmp_path, changes):
                          if not name.startswith("hardware.")}}
     one = run_job(tmp_path, "one", base, world=1)
     assert_same_update(one, run_job(tmp_path, "many", {**base, **changes}, world=2))
+
+
+@pytest.mark.parametrize("stage", [0, *(
+    pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2, 3))])
+@pytest.mark.parametrize("keys", [{}, *(pytest.param(keys, marks=pytest.mark.slow) for keys in (
+    {"model.value.kind": "model"}, {"ppo.micro_batch_size": 5}))])
+def test_examples_that_are_mixed_in_are_the_same_on_two_ranks(config, tmp_path, stage, keys):
+    """3 examples an update, of which one rank gets two micro-batches less than samples."""
+    (tmp_path / "texts.jsonl").write_text("".join(
+        json.dumps({"prompt": "the film", "completion": " good" * n}) + "\n" for n in range(1, 8)))
+    base = {**config, "ppo.ptx.coef": 0.5, "ppo.ptx.mini_batch_size": 3,
+            "ppo.ptx.data.path": str(tmp_path / "texts.jsonl"), **keys}
+    one = run_job(tmp_path, "one", base, world=1)
+    assert_same_update(one, run_job(tmp_path, "many", {**base, **under(stage, tmp_path)}, world=2))
 
 
 @pytest.mark.parametrize(("advantage", "stage"), [("grpo", 0), *(

@@ -256,11 +256,13 @@ def score(completions, log_metric, **columns):
 
 def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
     (tmp_path / "logs.py").write_text(LOGS)
+    (tmp_path / "texts.txt").write_text("The film was a joy.\n")
     ppocli(
         "train", "model=reviews", "prompts=reviews", "run_name=x", *SMALL,
         "eval.at_start=true", "ppo.ent_coef=0.01", "ppo.ent_coef_end=0", "ppo.kl_in=loss",
         "ppo.dual_clip=3", "ppo.positive_nll_coef=0.1", "ppo.importance.level=token",
         "ppo.importance.reject.token_k3=1",
+        "ppo.ptx.coef=0.1", "ppo.ptx.data.path=texts.txt",
         "reward.missing_eos_penalty=0.1", "reward.fns.logs.fn=logs.py:score",
         "reward.fns.brief.fn=length", "reward.fns.brief.kwargs.target=8",
         "reward.fns.praise.fn=keyword", "reward.fns.praise.kwargs.words=[great]",

@@ -69,7 +69,8 @@ def test_what_ships_is_called_our_way(monkeypatch):
     for name in BUILTIN_REWARDS:
         target: Any = locate_reward(name, key="reward.fn").target
         kwargs = {"classifier": {"model": "m"}, "reward_model": {"model": "m"},
-                  "http": {"url": "u"}, "length": {"target": 1}}.get(name, {})
+                  "step_reward_model": {"model": "m"}, "http": {"url": "u"},
+                  "length": {"target": 1}}.get(name, {})
         cfg = RewardConfig(fn=name, kwargs=kwargs)
         assert with_styles(cfg) == replace(cfg, style="ppocli"), target
 

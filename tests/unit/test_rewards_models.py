@@ -25,7 +25,8 @@ from transformers import (
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import InputError, RewardError
 from ppocli.rewards.classifier import TextClassifier
-from ppocli.rewards.reward_model import RewardModel
+from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.reward_model import RewardModel, StepRewardModel
 from ppocli.rewards.scoring import build_reward
 
 WORDS = ["good", "bad", "film", "the", "a", "was", "plot", "very", "so", "dull"]
@@ -214,6 +215,40 @@ def test_samples_responses_and_pairs(tmp_path):
     assert scores("response") == pytest.approx([alone(r) for r in responses], abs=1e-5)
     assert scores("pair") == pytest.approx(
         [alone(p, r) for p, r in zip(prompts, responses, strict=True)], abs=1e-5)
+
+
+def test_steps_are_scored_up_to_their_ends(tmp_path):
+    folder = gpt2_rm(tmp_path / "rm")
+    cuts = [["good ", "film"], [], ["bad "]]
+    asked = {"prompts": ["the ", "a ", "so "], "responses": ["good film", "", "bad "],
+             "samples": ["the good film", "a ", "so bad "], "steps": cuts}
+    wanted = [[raw_logits(folder, GPT2ForSequenceClassification, text)[0] for text in texts]
+              for texts in (("the good ", "the good film"), (), ("so bad ",))]
+    found = StepRewardModel(str(folder), device="cpu")(**asked)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5)
+    first, second = wanted[0]
+    gains = StepRewardModel(str(folder), device="cpu", difference=True, batch_size=1)(**asked)
+    assert gains[0] == pytest.approx([first, second - first], abs=1e-5)
+    assert gains[2] == pytest.approx(wanted[2], abs=1e-5)
+    assert StepRewardModel(str(folder), device="cpu")(**{**asked, "steps": [[], [], []]}) == [
+        [], [], []]
+
+
+def test_several_reward_models_are_summed_each_with_its_own_arguments(tmp_path):
+    one, other = gpt2_rm(tmp_path / "one"), gpt2_rm(tmp_path / "other")
+    cfg = RewardConfig(step_separator=" ", fns={
+        "whole": {"fn": "reward_model", "kwargs": {"model": str(one), "device": "cpu"}},
+        "said": {"fn": "reward_model", "weight": 2.0,
+                 "kwargs": {"model": str(other), "on": "response", "device": "cpu"}},
+        "steps": {"fn": "step_reward_model", "kwargs": {"model": str(one), "device": "cpu"}}})
+    request = RewardRequest(["the "], ["good film"], [[1, 2, 3]], {}, None,
+                            steps=[["good ", "film"]], step_ends=[[0, 1]])
+    kind = GPT2ForSequenceClassification
+    step, whole = (raw_logits(one, kind, text)[0] for text in ("the good ", "the good film"))
+    said = raw_logits(other, kind, "good film")[0]
+    assert build_reward(cfg, columns=[]).score(request).dense[0] == pytest.approx(
+        [step, whole, whole + 2 * said], abs=1e-5)
 
 
 def test_the_model_is_frozen(tmp_path):

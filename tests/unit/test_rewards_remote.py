@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
@@ -71,6 +72,28 @@ def lengths(body: dict[str, Any], call: int) -> tuple[int, str]:
 @pytest.fixture(autouse=True)
 def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+
+
+def test_scores_of_steps_over_http():
+    """Another's server says that its lists are of steps; parts of a request have their own."""
+    asked_of = replace(request_of(3), steps=[["r", "0"], [], ["r2"]], step_ends=[[0, 1], [], [1]])
+
+    def per_step(body: dict[str, Any], call: int) -> tuple[int, str]:
+        return 200, json.dumps({"scores": [[2.0] * len(one) for one in body["steps"]],
+                                "per_step": True})
+
+    with answering(per_step) as (url, asked):
+        found = build_reward(cfg_of(url, batch_size=2)).score(asked_of)
+        assert found.dense == [[2.0, 2.0], [0.0, 0.0], [0.0, 2.0]]
+        assert [one["body"]["steps"] for one in asked] == [[["r", "0"], []], [["r2"]]]
+        assert [one["body"]["step_ends"] for one in asked] == [[[0, 1], []], [[1]]]
+
+    def short(body: dict[str, Any], call: int) -> tuple[int, str]:
+        return 200, json.dumps({"scores": [[1.0], [], []], "per_step": True})
+
+    with answering(short) as (url, _), refused(
+            RewardError, "a list of 1 number, but the response has 2 steps, for sample 0", url):
+        build_reward(cfg_of(url)).score(asked_of)
 
 
 def test_parts_are_asked_at_once_and_their_scores_come_back_to_their_samples():

@@ -53,6 +53,28 @@ def asked(url: str, count: int = 5, concurrency: int = 1, **settings: Any) -> Re
     return build_reward(cfg).score(samples)
 
 
+def test_a_served_reward_scores_the_steps_that_it_is_told():
+    """It needs neither a tokenizer nor to know what a step is; without steps it refuses."""
+    samples = replace(request_of(2, 3), steps=[["res", "ponse0"], ["response1"]],
+                      step_ends=[[0, 2], [1]])
+
+    def score(prompts, steps):
+        return [[float(len(step)) for step in own] for own in steps]
+
+    with serving(score) as url:
+        found = build_reward(RewardConfig(fn="http", kwargs={"url": f"{url}/score"})).score(samples)
+        assert found.dense == [[3.0, 0.0, 6.0], [0.0, 9.0, 0.0]]
+        plain = {"prompts": ["p"], "responses": ["r"], "response_ids": [[1, 2]]}
+        for more, status, told in (({}, 422, "asks for the steps of responses"),
+                                   ({"steps": [["r"]]}, 400, "'steps' must hold lists of texts"),
+                                   ({"steps": [["r"]], "step_ends": [[2]]}, 400, "'step_ends'"),
+                                   ({"steps": [["r"]], "step_ends": [[0, 1]]}, 400, "'steps'"),
+                                   ({"steps": [[1]], "step_ends": [[0]]}, 400, "'steps'")):
+            found = post(f"{url}/score", json.dumps({**plain, **more}).encode())
+            assert found[0] == status
+            assert told in found[1]["error"]
+
+
 def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any]]:
     try:
         with urlopen(Request(url, body, headers), timeout=20) as answer:

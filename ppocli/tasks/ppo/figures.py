@@ -186,6 +186,8 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
         figures["loss/kl_avg"] = terms.get("kl", math.nan)
     if experience.imitated is not None:
         figures["loss/positive_nll_avg"] = terms.get("nll", math.nan)
+    if experience.examples is not None:
+        figures["loss/ptx"] = terms.get("ptx", math.nan)
     if ppo.dual_clip is not None:
         figures["policy/dual_clipfrac_avg"] = terms.get("dual_clipfrac", math.nan)
     return figures

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ppocli.config.schema import PPOConfig
+from ppocli.data.data_set import Examples
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.models.head import HeadWeights
 from ppocli.models.layout import Sequences, joined_right
@@ -203,6 +204,8 @@ class Experience:
     """of the reference, on the device, where there are ``ref_states``"""
     pretrains: bool = False
     """whether the value function alone learns from it, on returns of lambda 1"""
+    examples: Examples | None = None
+    """those of ``ppo.ptx.data`` that the updates mix in; None: none"""
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -13,8 +13,10 @@ import torch
 from ppocli.config import tasks
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.parallel.ranks import Ranks, woven
+from ppocli.rewards import steps
 from ppocli.rewards.records import RewardRequest, RewardScores
-from ppocli.sampling.samples import Samples
+from ppocli.rewards.scoring import Reward
+from ppocli.sampling.samples import Samples, places_of_ends
 from ppocli.storage import faults
 from ppocli.tasks.ppo.session import EvalSession
 
@@ -49,13 +51,28 @@ def request_of(session: EvalSession, prompts: PromptBatch, responses: list[str],
                response_ids: list[list[int]], ended: list[bool]) -> RewardRequest:
     """Samples as a reward or a metric gets them."""
     ppo = session.cfg.ppo
+    before = session.read_before(prompts) if session.reward.has_steps else ()
     return RewardRequest(
         prompts=prompts.texts, responses=responses, response_ids=response_ids,
         columns=prompts.columns, tokenizer=session.tokenizer, ended=ended,
-        messages=prompts.messages,
+        messages=prompts.messages, prompt_ids=before,
         progress=(session.step,
                   tasks.planned_steps(session.cfg, session.num_prompts) or 0,
                   session.step * ppo.num_rollouts / ppo.n / (session.num_prompts or 1)))
+
+
+def in_steps(reward: Reward, request: RewardRequest) -> RewardRequest:
+    """The request with the steps of its responses, where the configuration says what those are.
+
+    Raises:
+        RewardError: ``reward.step_fn`` failed.
+    """
+    if not reward.has_steps:
+        return request
+    ends = reward.step_ends(request)
+    return replace(
+        request, steps=[steps.texts(*one) for one in zip(request.responses, ends, strict=True)],
+        step_ends=places_of_ends(request.tokenizer, request.prompt_ids, request.response_ids, ends))
 
 
 def ask(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str],
@@ -79,7 +96,7 @@ def score(session: EvalSession, question: Question) -> RewardScores:
         RewardError: the reward failed.
     """
     faults.point("score.before")
-    scores = session.reward.score(question.request)
+    scores = session.reward.score(in_steps(session.reward, question.request))
     faults.point("score.after")
     return scores
 
@@ -98,7 +115,8 @@ def judge(session: EvalSession, prompts: PromptBatch, out: Samples, responses: l
         return scores, {}
     if metric.needs_all_samples != session.reward.needs_all_samples:
         question = ask(session, prompts, out, responses, metric.needs_all_samples)
-    return scores, question.answer(lambda: metric.compute(question.request), _some_metrics, phase)
+    return scores, question.answer(
+        lambda: metric.compute(in_steps(session.reward, question.request)), _some_metrics, phase)
 
 
 def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:
@@ -110,7 +128,8 @@ def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:
         columns={name: woven([share.columns[name] for share in shares])
                  for name in shares[0].columns}, tokenizer=tokenizer,
         ended=woven([share.ended or [] for share in shares]),
-        messages=woven([share.messages for share in shares]))
+        messages=woven([share.messages for share in shares]),
+        prompt_ids=woven([share.prompt_ids for share in shares]))
 
 
 def some_scores(scores: RewardScores, rows: slice) -> RewardScores:

@@ -181,11 +181,7 @@ def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec
 def response_texts(session: EvalSession, prompts: PromptBatch, out: Samples, spec: SamplingSpec
                    ) -> list[str]:
     """The responses as text, which ``spec`` says where to trim."""
-    rows = zip(prompts.tokens, prompts.mask, strict=True)
-    # what a decoder says stands alone; what a causal model says continues its prompt
-    alone = session.loaded.decoder_start is not None
-    prompt_ids = [[] if alone else row[mask].tolist() for row, mask in rows]
-    return decode_responses(session.tokenizer, prompt_ids, out.action_ids,
+    return decode_responses(session.tokenizer, session.read_before(prompts), out.action_ids,
                             spec.stop_sequences, spec.min_new_tokens)
 
 

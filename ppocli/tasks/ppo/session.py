@@ -10,6 +10,7 @@ from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, refere
 from ppocli.config.keys import several
 from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
 from ppocli.data import prompt_set, sources
+from ppocli.data.data_set import Examples
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast import attention, frozen_states, gemm
 from ppocli.models.loading import adapters, language_model, model_config, reference_and_value
@@ -20,7 +21,7 @@ from ppocli.parallel.backend import Backend
 from ppocli.sampling.decoding import load_judged
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
-from ppocli.tasks import building
+from ppocli.tasks import building, supervised
 from ppocli.training.optimizers import build_optimizer, taken_optimizer
 from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import PASSES, PythonObjects
@@ -82,6 +83,13 @@ class EvalSession:
         with self.sampler.acting(self.policy) as policy:
             yield self if policy is self.policy else replace(self, policy=policy)
 
+    def read_before(self, prompts: prompt_set.PromptBatch) -> list[list[int]]:
+        """The ids that each prompt's response is decoded behind: what a decoder says stands alone,
+        what a causal model says continues its prompt."""
+        alone = self.loaded.decoder_start is not None
+        return [[] if alone else row[mask].tolist()
+                for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
+
     @property
     def scores_in_step(self) -> bool:
         """Whether forward passes for scoring gather weights, so that all ranks make them in step.
@@ -108,6 +116,8 @@ class Session(EvalSession):
 
     trained: Trained
     prompts: prompt_set.PromptSet
+    examples: Examples | None = field(default=None, kw_only=True)
+    """of ``ppo.ptx.data``; None where none are mixed in"""
 
     def next_prompts(self, start: int, count: int) -> prompt_set.PromptBatch:
         """The prompts of episodes ``start`` to ``start + count``, each ``ppo.n`` times in a row;
@@ -279,6 +289,9 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     cfg = replace(cfg, reward=_with_stored_scale(reward))  # with the style of each function
     tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
+    examples = supervised.read_mixed_in(cfg, tokenizer, unloaded)
+    for note in () if examples is None else examples.notes:
+        log.info("ppo.ptx.data: %s", note)
     token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
     building.check_memory(cfg, backend, unloaded.config,
                           prompt_tokens=max(map(len, token_ids)))
@@ -299,7 +312,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                    sampling=sampling, eval_sampling=eval_sampling, sampler=sampler,
                    passes=PassRows(backend, PASSES), trained=trained, prompts=prompts,
-                   num_prompts=len(prompts),
+                   num_prompts=len(prompts), examples=examples,
                    packs=_take_packed(policy, reference))
 
 

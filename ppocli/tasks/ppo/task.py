@@ -22,7 +22,7 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
-from ppocli.tasks.ppo import figures, records, rollout, stale
+from ppocli.tasks.ppo import figures, ptx, records, rollout, stale
 from ppocli.tasks.ppo.dynamic_sampling import collect_differing
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import (
@@ -58,6 +58,8 @@ class PPOTask(task.Task):
         self.trained, self.passes = session.trained, session.passes
         self.saved = saved_model(session)
         self.examples = session.num_prompts if self.cfg.ppo.epochs else None
+        if session.examples is not None:
+            self.terms = (*self.terms, "ptx")
         self._ref_responses: list[str] | None = None
 
     def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -105,7 +107,15 @@ class PPOTask(task.Task):
 
     def loss(self, atoms: records.Experience, rows: torch.Tensor, weights: torch.Tensor,
              group: task.UpdateGroup) -> task.LossTerms:
-        """As :class:`Task`; :func:`ppocli.ppo.losses.ppo_loss` of the policy of this moment."""
+        """As :class:`Task`; :func:`ppocli.ppo.losses.ppo_loss` of the policy of this moment, or
+        ``ppo.ptx.coef`` times the negative log-likelihood of examples."""
+        count = len(atoms)
+        if atoms.examples is not None and int(rows[0]) >= count:
+            nll, tokens = ptx.examples_loss(self.session, atoms.examples, rows - count, weights)
+            total = self.cfg.ppo.ptx.coef * nll
+            return task.LossTerms(total, self._terms(total=total, ptx=nll), tokens)
+        samples = group.rows < count
+        said, which = group.counts[samples], group.rows[samples]
         mask, device = atoms.response_mask[rows], self.backend.device
         out, tokens = replay(self.session, atoms, rows, value_only=group.part == CRITIC)
         row, column = mask.nonzero(as_tuple=True)
@@ -120,7 +130,7 @@ class PPOTask(task.Task):
         imitated: torch.Tensor | None = None
         if atoms.imitated is not None:
             # what is in no part of the loss has the weight 0
-            told = group.counts * group.weights.sign() * atoms.imitated[group.rows]
+            told = said * group.weights[samples].sign() * atoms.imitated[which]
             shares = atoms.imitated[rows] * weights.sign() / told.sum().clamp(min=1)
             imitated = shares.repeat_interleave(mask.sum(1)).to(device)
         found = ppo_loss(
@@ -129,10 +139,15 @@ class PPOTask(task.Task):
             advantages=flat(atoms.advantages), old_values=flat(atoms.values),
             returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
             weights=term_weights, importance=flat(atoms.importance),
-            total_tokens=int(group.counts.sum()), lengths=mask.sum(1).to(device),
+            total_tokens=int(said.sum()), lengths=mask.sum(1).to(device),
             imitated=imitated, full_kl=out.kl)
-        return task.LossTerms(found.total, torch.stack(
-            [getattr(found, name).detach() for name in self.terms]), tokens)
+        return task.LossTerms(found.total, self._terms(
+            **{f.name: getattr(found, f.name) for f in fields(found)}), tokens)
+
+    def _terms(self, **known: torch.Tensor) -> torch.Tensor:
+        """:attr:`LossTerms.terms` of these, and 0 for the others."""
+        zero = known["total"].new_zeros(())
+        return torch.stack([known.get(name, zero).detach() for name in self.terms])
 
     def judge(self, terms: dict[str, float]) -> task.Verdict:
         """As :class:`Task`: ``ppo.target_kl`` ends the phase, ``ppo.ratio_threshold`` skips."""
@@ -207,6 +222,8 @@ class PPOTask(task.Task):
         session, reference = self.session, self.session.reference_digest()
         return {"prompts": session.prompts.digest(),
                 "evaluation prompts": session.eval_prompts.digest(),
+                **({} if session.examples is None else {
+                    "ppo.ptx.data": session.examples.digest()}),
                 **({} if reference is None else {"reference model": reference})}
 
     def judged_by(self) -> str:
@@ -214,8 +231,9 @@ class PPOTask(task.Task):
         """
         cfg = self.cfg
         reward = asdict(cfg.reward)
-        if reward["style"] == "ppocli":  # as before there were others
-            del reward["style"]
+        for name, early in (("style", "ppocli"), ("step_separator", None), ("step_fn", None)):
+            if reward[name] == early:  # as before there were others
+                del reward[name]
         judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric,
                  cfg.prompts.eval.repeat]
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
@@ -296,7 +314,14 @@ def plan_updates(session: Session, experience: records.Experience, step: int) ->
         groups += [update_of(session, experience, rows, epoch, CRITIC if epoch < first else part)
                    for rows in torch.from_numpy(order).split(ppo.mini_batch_size)]
     # of an update in which no token counts, momentum would still make a step
-    return task.Plan(_on_device(session, experience), [g for g in groups if g.weights.any()])
+    return plan_of(session, experience, [g for g in groups if g.weights.any()], step)
+
+
+def plan_of(session: Session, experience: records.Experience, groups: list[task.UpdateGroup],
+            step: int) -> task.Plan:
+    """These updates, with examples of ``ppo.ptx.data`` in them where there are any."""
+    experience, groups = ptx.with_examples(session, experience, groups, step)
+    return task.Plan(_on_device(session, experience), groups)
 
 
 def update_of(session: Session, experience: records.Experience, rows: torch.Tensor, epoch: int = 0,

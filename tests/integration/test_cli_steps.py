@@ -1,0 +1,65 @@
+"""Rewards of steps, by the command: in a run, served, at an evaluation, and refused."""
+
+import json
+
+from helpers import jsonl, stable_rows
+from runs import app_in_process, run, words
+from test_cli_serve import server
+
+STEPS = '''\
+def words(responses, steps):
+    """0.5 for each step, which here is a word."""
+    assert all("".join(own) == text for own, text in zip(steps, responses))
+    return [[0.5] * len(own) for own in steps]
+
+
+def count(steps):
+    return {"steps": [len(own) for own in steps]}
+'''
+KEYS = ("ppo.num_steps=1", "reward.step_separator=' '", "tracking.log_rollouts=true",
+        "tracking.rollout_tokens=true", "generation.stop_sequences=[film]")
+
+
+def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(world, capsys):
+    (world / "steps.py").write_text(STEPS)
+    given = words("reward.fn=steps.py:words", "reward.metric_fn=steps.py:count", *KEYS)
+    told = run("validate", "--deep", *given, cwd=world, code=0).out
+    run("train", *given, "run_name=here", cwd=world, code=0)
+    rows = jsonl(world / "runs/here/samples.jsonl")
+    assert {row["kind"] for row in rows} == {"rollout", "eval"}
+    for row in rows:
+        count = len(row["response"].split())
+        assert row["score"] == 0.5 * count
+        if row["kind"] == "rollout":
+            # a token is a word with the space before it; <pad>, <eos> and <unk> are no text
+            places = [i for i, token in enumerate(row["response_ids"]) if token not in (0, 1, 3)]
+            wanted = [0.0] * len(row["response_ids"])
+            for i in range(count):
+                wanted[places[i + (i < count - 1 or row["response"].endswith(" "))]] += 0.5
+            assert row["token_rewards"] == wanted
+    assert any(0 < row["score"] < 0.5 * row["response_tokens"] for row in rows)
+    figures = json.loads((world / "runs/here/summary.json").read_text())["eval_after"]
+    assert figures["metrics/steps"] == 2 * figures["reward_mean"]
+    with server("reward.fn=steps.py:words", "--port", "0", cwd=world) as (_, address):
+        run("train", *words("reward.metric_fn=steps.py:count", *KEYS, "reward.fn=http",
+                            f"reward.kwargs.url={address}/score"), "run_name=there", cwd=world,
+            code=0)
+    assert stable_rows(world / "runs/here/metrics.jsonl") == stable_rows(
+        world / "runs/there/metrics.jsonl")
+    assert "score" in told
+    # the judge of single responses
+    said = app_in_process(capsys, "generate")(
+        world / "runs/here", "--prompt", "the film was", "--score", "--json", code=0).out
+    found = json.loads(said)
+    assert found["score"] == 0.5 * len(found["response"].split())
+
+
+def test_steps_without_ends_are_refused_before_a_model_is_loaded(world):
+    (world / "steps.py").write_text(STEPS)
+    ended = run("train", *words("reward.fn=steps.py:words", "run_name=r"), cwd=world, code=7)
+    assert "asks for the steps of responses, and nothing says what they are" in ended.err
+    assert "reward.step_separator or reward.step_fn" in ended.err
+    ended = run("validate", *words("reward.fn=steps.py:words", "reward.step_fn=steps.py:gone"),
+                cwd=world, code=7)
+    assert "steps.py" in ended.err
+    assert "gone" in ended.err

@@ -1,0 +1,167 @@
+"""Supervised examples in the loss of PPO (``ppo.ptx``), against a loss written by hand."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers import checked, refused, save_lm
+from sessions import experience_of, session_of, set_keys, small_config
+
+from ppocli.errors import ConfigError, PpocliError
+from ppocli.tasks.ppo.task import PPOTask, plan_updates
+from ppocli.tasks.supervised import read_mixed_in
+from ppocli.training.optimize import _backward
+
+ROWS = [("the film was", " very good ."), ("i saw", " a dull film and hated it ."),
+        ("it", " is fine"), ("the actor is not", " bad , but the plot was awful !"),
+        ("we liked", " this ."), ("you hated that film and", " so was i ."),
+        ("that plot", " was so very very cold .")]
+COEF = 0.7
+
+
+def mixed(folder: Path, kind: str = "gpt2", **keys: Any) -> Any:
+    """A configuration whose updates mix examples in."""
+    if not (folder / "lm").exists():
+        save_lm(folder / "lm", kind, gain=1.0 if kind == "t5" else 4.0)
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt, "completion": completion}) + "\n"
+                            for prompt, completion in ROWS))
+    return small_config(folder, **{
+        "ppo__ptx__coef": COEF, "ppo__ptx__data__path": str(path), "ppo__ptx__mini_batch_size": 5,
+        "ppo__ptx__data__shuffle": False, "generation__temperature": 0.7, "ppo__ppo_epochs": 2,
+        "hardware__gemm": "default", **keys})
+
+
+def nll_by_hand(lm: Any, data: Any, places: list[int], start: int | None) -> torch.Tensor:
+    """The mean of transformers' cross entropy over all trained tokens, one row at a time."""
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for i in places:
+        ids = torch.tensor(data.tokens[i]).long()
+        labels = ids.masked_fill(~torch.tensor(data.trained[i]), -100)
+        if start is None:
+            logits, labels = lm(input_ids=ids[None]).logits[0, :-1], labels[1:]
+        else:
+            logits = lm(input_ids=torch.tensor(data.encoder_tokens[i]).long()[None],
+                        decoder_input_ids=torch.cat([torch.tensor([start]), ids[:-1]])[None]
+                        ).logits[0]
+        total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum",
+                                                          ignore_index=-100)
+        count += int((labels != -100).sum())
+    return total / count
+
+
+def ppo_by_hand(policy: Any, experience: Any, rows: list[int], vf_coef: float) -> torch.Tensor:
+    """The loss of the policy that has sampled: no ratio and no value is far enough to be clipped.
+    """
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for i in rows:
+        places = experience.sequences.actions[i][experience.response_mask[i]]
+        tokens = experience.sequences.tokens[i][:int(experience.sequences.lengths[i])]
+        out = policy.lm(input_ids=tokens[None], output_hidden_states=True)
+        said = torch.log_softmax(out.logits[0, places - 1] / 0.7, -1).gather(
+            1, tokens[places][:, None])[:, 0]
+        hidden = out.hidden_states[-1][0, places - 1]
+        head = policy.value_head
+        values = head.outer(torch.relu(head.inner(hidden)))[:, 0]
+        n = len(places)
+        ratio = torch.exp(said - experience.logprobs[i, :n].double())
+        total = total - (experience.advantages[i, :n].double() * ratio).sum()
+        total = total + vf_coef * 0.5 * (values - experience.returns[i, :n].double()
+                                         ).square().sum()
+        count += n
+    return total / count
+
+
+@pytest.mark.parametrize(("kind", "keys"), [
+    ("gpt2", {}), ("gpt2", {"model__num_layers_unfrozen": 1}), ("t5", {}),
+    ("gpt2", {"model__value__kind": "model", "ppo__ptx__data__packing": False})])
+def test_the_gradient_is_that_of_both_losses_in_whatever_passes(tmp_path, kind, keys):
+    with session_of(mixed(tmp_path, kind, **keys)) as session:
+        experience = experience_of(session)
+        plan = plan_updates(session, experience, 0)
+        group = plan.groups[1]  # examples 5 to 9 of 7 rows, in their own order
+        places = [5, 6, 0, 1, 2]
+        exact = copy.deepcopy(session.policy).double()
+        nll = nll_by_hand(exact.lm, session.examples, places, session.loaded.decoder_start)
+        loss, whole = COEF * nll, kind == "gpt2" and "model__value__kind" not in keys
+        if whole:
+            loss = loss + ppo_by_hand(exact, experience, [
+                int(i) for i in group.rows if i < len(experience)], session.cfg.ppo.vf_coef)
+        loss.backward()
+        wanted = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+        for size in (1, 3, None):
+            session.cfg.ppo.micro_batch_size = size
+            found, terms = gradient(session, plan, group)
+            if not whole:  # what PPO itself adds is what is there without examples
+                session.cfg.ppo.ptx.coef = 0.0
+                alone = plan_updates(session, experience, 0)
+                own, _ = gradient(session, alone, alone.groups[1])
+                session.cfg.ppo.ptx.coef = COEF
+                found = {name: found[name] - own[name] for name in found if name in wanted}
+            scale = max(float(one.abs().max()) for one in wanted.values())
+            assert found.keys() == wanted.keys()
+            assert max(float((found[name] - wanted[name]).abs().max())
+                       for name in wanted) < 2e-6 * max(scale, 1.0)
+            assert terms["ptx"] == pytest.approx(float(nll.detach()), rel=1e-6)
+            assert terms["total"] == pytest.approx(
+                terms["policy"] + session.cfg.ppo.vf_coef * terms["value"]
+                + COEF * terms["ptx"], rel=1e-5)
+            # a mean over the tokens of responses, as without examples
+            assert terms["ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
+def gradient(session: Any, plan: Any, group: Any) -> tuple[dict[str, Any], dict[str, float]]:
+    task = PPOTask(session)
+    session.trained.clear()
+    found = _backward(task, plan, group, poisoned=False)
+    return ({name: p.grad.double() for name, p in session.policy.named_parameters()
+             if p.grad is not None}, dict(zip(task.terms, found.terms.tolist(), strict=True)))
+
+
+def test_the_stream_goes_on_with_the_updates_that_are_planned(tmp_path):
+    """16 samples in minibatches of 8, twice: 4 updates of the policy a step, with 5 examples each;
+    the 2 of the value function alone before them have none."""
+    cfg = mixed(tmp_path, ppo__critic_epochs=1, ppo__ptx__data__shuffle=True)
+    with session_of(cfg) as session:
+        experience = experience_of(session)
+
+        def texts(step: int) -> list[int]:
+            plan = plan_updates(session, experience, step)
+            assert [group.kinds is None for group in plan.groups] == [True] * 2 + [False] * 4
+            rows = [int(i) - 16 for group in plan.groups[2:] for i in group.rows[:5]]
+            assert rows == list(range(20))
+            return [session.examples.places.index(plan.atoms.examples.places[i]) for i in rows]
+
+        orders = [np.random.default_rng([0, epoch]).permutation(7).tolist() for epoch in range(6)]
+        endless = [place for order in orders for place in order]
+        assert texts(0) == endless[:20]
+        assert texts(1) == endless[20:40]
+        # switched off, the updates are those of a run without examples
+        cfg.ppo.ptx.coef = 0.0
+        off = plan_updates(session, experience, 0)
+        assert off.atoms.examples is None
+        assert all(group.kinds is None for group in off.groups)
+
+
+@pytest.mark.parametrize(("keys", "told"), [
+    ({"columns": {"prompt": "question"}}, "ppo.ptx.data.columns.prompt=question"),
+    ({"train_on": "assistant"}, "where: ppo.ptx.data.train_on=assistant\n"
+                                "  fix:   ppo.ptx.data.train_on=auto"),
+    ({"path": "data.path.jsonl"}, "ppo.ptx.data.path=data.path.jsonl")])
+def test_what_is_wrong_with_the_data_is_told_by_its_key(tmp_path, keys, told):
+    cfg = mixed(tmp_path)
+    set_keys(cfg, {f"ppo.ptx.data.{name}": value for name, value in keys.items()})
+    with session_of(mixed(tmp_path)) as session, pytest.raises(PpocliError) as error:
+        read_mixed_in(cfg, session.tokenizer, session.loaded.lm)
+    assert told in str(error.value)
+    assert "ppo.ptx.ppo" not in str(error.value)
+
+
+def test_a_weight_without_examples_is_refused():
+    with refused(ConfigError, "ppo.ptx.data.path: ppo.ptx.coef mixes examples in, and none"):
+        checked("model.path=lm", "reward.fn=length", "reward.kwargs.target=8", "ppo.num_steps=1",
+                "ppo.ptx.coef=0.1")

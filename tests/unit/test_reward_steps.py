@@ -1,0 +1,189 @@
+"""Scores of the steps of a response: where steps end, on which tokens scores land, what is refused.
+All by hand."""
+
+from dataclasses import replace
+
+import pytest
+from data_tokenizers import utf8_bytes
+from helpers import refused
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from ppocli.config.schema import RewardConfig
+from ppocli.errors import RewardError
+from ppocli.rewards import steps
+from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.scoring import build_metric, build_reward
+from ppocli.sampling.samples import decode_responses, places_of_ends
+from ppocli.tasks.ppo.reward_calls import in_steps, joined
+
+SEPARATED = [
+    ("a\nb\nc", "\n", ["a\n", "b\n", "c"]),
+    ("a\nb\n", "\n", ["a\n", "b\n"]),
+    ("one", "\n", ["one"]), ("", "\n", []), (" \n\n", "\n", [" \n\n"]),
+    # what is empty between two separators, at the end or the beginning is part of a step
+    ("\n\na\n\n \nb\n ", "\n", ["\n\na\n\n \n", "b\n "]),
+    ("Step 1. é. 世界. x", ". ", ["Step 1. ", "é. ", "世界. ", "x"]),
+    ("a\n\nb\nc", "\n\n", ["a\n\n", "b\nc"])]
+
+
+@pytest.mark.parametrize(("text", "separator", "wanted"), SEPARATED)
+def test_a_step_ends_behind_a_separator_or_with_the_text(text, separator, wanted):
+    ends = steps.separated(text, separator)
+    assert steps.texts(text, ends) == wanted
+
+
+def pieces(*tokens: str, metaspace: bool = False) -> PreTrainedTokenizerFast:
+    """One token a piece of text, whatever is in it; SentencePiece's mark of a word in front."""
+    vocabulary = {token: i for i, token in enumerate((*tokens, "<eos>"))}
+    inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    inner.decoder = decoders.Metaspace() if metaspace else decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<eos>")
+
+
+SPANNING = pieces("x", " = 1", "\ny", "\n\n", "z")
+"""token 2 ends one step and begins the next"""
+MARKED = pieces("▁the", "▁cat", ".", "▁it", metaspace=True)
+BYTES = utf8_bytes()
+
+
+def bytes_of(text: str) -> list[int]:
+    return BYTES(text)["input_ids"]
+
+
+PLACES = [
+    # "x = 1\n" ends within token 2, "y\n\n" with 3, "z" with 4; <eos> (5) is part of no step
+    (SPANNING, [], [0, 1, 2, 3, 4, 5], ["x = 1\n", "y\n\n", "z"], [2, 3, 4]),
+    (SPANNING, [0], [2, 2, 3], ["\ny\n", "y\n\n"], [1, 2]),
+    # decoded alone, the response would lose the space that it begins with
+    (MARKED, [0], [1, 2, 3, 2], [" cat.", " it."], [1, 3]),
+    (MARKED, [], [1, 2, 3, 2], ["cat.", " it."], [1, 3]),
+    # é has two bytes, 世 three: a step is complete with the last of them
+    (BYTES, bytes_of("q"), bytes_of("é\n世"), ["é", "\n世"], [1, 5]),
+    (BYTES, [], bytes_of("é\n世"), ["é\n", "世"], [2, 5]),
+    (BYTES, [], [256], [], [])]
+
+
+@pytest.mark.parametrize(("tokenizer", "before", "ids", "parts", "wanted"), PLACES)
+def test_a_step_ends_with_the_token_that_completes_it(tokenizer, before, ids, parts, wanted):
+    text, = decode_responses(tokenizer, [before], [ids])
+    assert text == "".join(parts)
+    ends = [len("".join(parts[:n + 1])) for n in range(len(parts))]
+    assert places_of_ends(tokenizer, [before], [ids], [ends]) == [wanted]
+
+
+def request() -> RewardRequest:
+    """Two responses of three steps and of none."""
+    return RewardRequest(["q", "q"], ["x = 1\ny\n\nz", ""], [[0, 1, 2, 3, 4, 5], [5]], {}, SPANNING,
+                         prompt_ids=[[], []])
+
+
+LINES = RewardConfig(step_separator="\n")
+
+
+def scored(fn, cfg: RewardConfig = LINES):
+    reward = build_reward(cfg, reward_fn=fn, columns=[])
+    return reward.score(in_steps(reward, request()))
+
+
+def test_scores_land_on_the_tokens_that_end_steps():
+    seen = []
+
+    def score(responses, steps):
+        seen.extend(steps)
+        return [[0.5, -1, 2.25], []]
+
+    found = scored(score)
+    assert seen == [["x = 1\n", "y\n\n", "z"], []]
+    assert found.dense == [[0, 0, 0.5, -1, 2.25, 0], [0]]
+    assert found.scores == [1.75, 0.0]
+    # a function that doesn't ask for steps scores tokens as ever
+    assert scored(lambda response_ids: [[1.0] * len(ids) for ids in response_ids]).dense == [
+        [1.0] * 6, [1.0]]
+    # two steps that end in one token add up
+    both = replace(request(), steps=[["a", "b"], []], step_ends=[[2, 2], []])
+    assert build_reward(LINES, reward_fn=lambda steps: [[1.0, 2.0], []]).score(both).dense == [
+        [0, 0, 3.0, 0, 0, 0], [0]]
+
+
+def test_rewards_of_steps_samples_and_tokens_are_summed_on_tokens(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "def each(steps):\n    return [[1.0] * len(one) for one in steps]\n\n\n"
+        "def whole(responses):\n    return [3.0 if text else None for text in responses]\n\n\n"
+        "def tokens(response_ids):\n    return [[0.5] * len(ids) for ids in response_ids]\n")
+    monkeypatch.chdir(tmp_path)
+    weights = {"each": 2.0, "whole": 10.0, "tokens": 1.0}
+    found = scored(None, replace(LINES, fns={
+        name: {"fn": f"mine.py:{name}", "weight": weight} for name, weight in weights.items()}))
+    assert found.dense == [[0.5, 0.5, 2.5, 2.5, 2.5, 30.5], [0.5]]
+    assert found.scores == [39.0, 0.5]
+    assert found.parts == {"each": [3.0, 0.0], "whole": [3.0, None], "tokens": [3.0, 0.5]}
+
+
+@pytest.mark.parametrize(("answer", "words"), [
+    ([[1.0, 2.0], []], ("a list of 2 numbers, but the response has 3 steps, for sample 0: 'qx = 1",
+                        "user_score", "as many as it has steps")),
+    ([[1.0, 2.0, 3.0], [1.0]], ("a list of 1 number, but the response has 0 steps, for sample 1",)),
+    ([[1.0, "x", 3.0], []], ("str 'x' at step 1 for sample 0",)),
+    ([[1.0, 2.0, None], []], ("a list with a None or NaN in it for sample 0",))])
+def test_wrong_scores_name_function_sample_and_counts(answer, words):
+    def user_score(steps):
+        return answer
+
+    with refused(RewardError, *words):
+        scored(user_score)
+
+
+def test_a_function_says_what_steps_are(tmp_path, monkeypatch):
+    (tmp_path / "cut.py").write_text(
+        "def texts(responses):\n    return [[x[:3], x[3:7]] if x else [] for x in responses]\n\n\n"
+        "def ends(responses):\n    return [[3, 7], []]\n\n\n"
+        "def empty(responses):\n    return [['x', ''], []]\n\n\n"
+        "def other(responses):\n    return [['x', '= 1'], []]\n\n\n"
+        "def one(responses):\n    return ['x', '']\n\n\n"
+        "def raises(responses):\n    raise ValueError('no steps today')\n")
+    monkeypatch.chdir(tmp_path)
+    # "x =" is within token 1, " 1\ny" ends token 2; what follows is no step
+    assert scored(lambda steps: [[1.0] * len(own) for own in steps],
+                  RewardConfig(step_fn="cut.py:texts")).dense == [[0, 1, 1, 0, 0, 0], [0]]
+    for name, told in (("ends", "list [3, 7] for sample 0: 'qx = 1"), ("empty", "list ['x', '']"),
+                       ("other", "list ['x', '= 1'] for sample 0"), ("one", "str 'x' for sample 0"),
+                       ("raises", "no steps today")):
+        with refused(RewardError, told, f"cut.py:{name}"):
+            scored(lambda steps: [], RewardConfig(step_fn=f"cut.py:{name}"))
+
+
+def test_steps_are_refused_where_nothing_says_what_they_are():
+    def score(responses, steps):
+        return [len(one) for one in steps]
+
+    with refused(RewardError, "asks for the steps of responses, and nothing says what they are",
+                 "reward.step_separator or reward.step_fn"):
+        build_reward(RewardConfig(), reward_fn=score, columns=[])
+    build_reward(LINES, reward_fn=score, columns=[])
+    # a column of that name is one as ever
+    asked = replace(request(), columns={"steps": [[7], [7, 7]]})
+    found = build_reward(RewardConfig(), reward_fn=score, columns=["steps"]).score(asked)
+    assert found.scores == [1.0, 2.0]
+    assert found.dense is None
+
+
+def test_metrics_and_functions_of_other_libraries_get_steps_too():
+    def verl(solution_str, ground_truth, steps):
+        return [float(len(step)) for step in steps]
+
+    reward = build_reward(LINES, reward_fn=verl)
+    asked = replace(request(), columns={"ground_truth": ["", ""]})
+    assert reward.score(in_steps(reward, asked)).dense == [[0, 0, 6, 3, 1, 0], [0]]
+    metric = build_metric(LINES, lambda steps: {"steps": [len(one) for one in steps]}, columns=[])
+    assert metric.compute(in_steps(reward, request())) == {"steps": [3.0, 0.0]}
+
+
+def test_steps_of_several_ranks_are_those_of_one():
+    one = request()
+    shares = [RewardRequest(*([column[i]] for column in (one.prompts, one.responses,
+                                                         one.response_ids)), {}, None,
+                            prompt_ids=[[]]) for i in range(2)]
+    reward = build_reward(LINES, reward_fn=lambda steps: [[1.0] * len(own) for own in steps])
+    whole = in_steps(reward, joined(shares, SPANNING))
+    assert reward.score(whole).dense == [[0, 0, 1, 1, 1, 0], [0]]
