@@ -24,6 +24,7 @@ from machine import provenance
 from tables import marks, write_between
 
 WALKS = "+recipe=randomwalks"
+PLAIN = "ppo.whiten_advantages=null ppo.positive_nll_coef=0"
 TOP2 = "model.num_layers_unfrozen=2"
 LORA = "model.peft.type=lora model.peft.r=16 model.peft.target_modules=[c_attn,c_proj,c_fc]"
 NORM = "model.peft.lora_alpha=8 model.peft.modules_to_save=[ln_f]"
@@ -32,13 +33,13 @@ KINDS = {
     "full": ("all weights", WALKS),
     "top2": ("top 2 of 6 layers, shared trunk", f"{WALKS}_top2"),
     "branch": ("critic with 2 layers of its own", f"{WALKS} model.value.kind=branch "
-               "model.value.num_layers_unfrozen=2"),
-    "critic": ("critic of its own", f"{WALKS} model.value.kind=model"),
+               f"model.value.num_layers_unfrozen=2 {PLAIN}"),
+    "critic": ("critic of its own", f"{WALKS} model.value.kind=model {PLAIN}"),
     "lora": ("LoRA and the final norm, reference = adapter off", f"{WALKS}_lora"),
-    "lora_alone": ("LoRA alone", f"{WALKS} {ALONE} ppo.optimizer.lr=1e-3"),
-    "grpo": ("GRPO, 4 samples per prompt", f"{WALKS} ppo.advantage=grpo ppo.n=4"),
-    "rloo": ("RLOO, 4 samples per prompt", f"{WALKS} ppo.advantage=rloo ppo.n=4"),
-    "reinforce_pp": ("REINFORCE++", f"{WALKS} ppo.advantage=reinforce_pp"),
+    "lora_alone": ("LoRA alone", f"{WALKS} {ALONE} ppo.optimizer.lr=1e-3 {PLAIN}"),
+    "grpo": ("GRPO, 4 samples per prompt", f"{WALKS} ppo.advantage=grpo ppo.n=4 {PLAIN}"),
+    "rloo": ("RLOO, 4 samples per prompt", f"{WALKS} ppo.advantage=rloo ppo.n=4 {PLAIN}"),
+    "reinforce_pp": ("REINFORCE++", f"{WALKS} ppo.advantage=reinforce_pp {PLAIN}"),
     "t5": ("encoder-decoder (T5), share of vowels",
            "model.path=./t5 prompts=reviews reward.fn=vowels.py:vowels ppo.total_episodes=3072 "
            "ppo.num_rollouts=64 ppo.mini_batch_size=32 ppo.optimizer.lr=3e-3 "
