@@ -1,5 +1,5 @@
-"""Which figures of runs are drawn: those of a report together, thinned to what a chart can show, and
-those that ``ppocli plot`` is asked for, smoothed.
+"""Which figures of runs are drawn: those of a report together, thinned to what a chart can show,
+and those that ``ppocli plot`` is asked for, smoothed.
 
 Drawing is done by the report's page, :mod:`ppocli.runs.pictures` and :mod:`ppocli.cli.plot`.
 """

@@ -25,8 +25,8 @@ class Samples:
     pairs: list[dict[str, Any]]
     """different prompts in the order of the evaluation, so nothing is picked: ``prompt``; its
     responses ``before``, ``after``, and those at the steps ``between``, each with ``text``,
-    ``score``, ``kl``, ``tokens`` and ``finished``; ``reference``, the reference's own where the run kept it (``eval.ref_responses``)
-    """
+    ``score``, ``kl``, ``tokens`` and ``finished``; ``reference``, the reference's
+    own where the run kept it (``eval.ref_responses``)"""
     between: list[int]
     """steps of evaluations after the first and before the last, evenly chosen if they are many"""
     prompts: int
@@ -79,7 +79,9 @@ def samples_of(record: RunRecord, before: int | None, after: int | None, steps: 
               "between": [_response(each.get(prompt)) for each in between],
               "reference": _reference(new.get(prompt) or old.get(prompt))}
              for prompt in prompts[:SHOWN + HIDDEN]]
-    return Samples(pairs, middle, len(prompts), *map(_scores, found[:2]), *map(_stderr, found[:2]))
+    first, last, *_ = found
+    return Samples(pairs, middle, len(prompts), _scores(first), _scores(last), _stderr(first),
+                   _stderr(last))
 
 
 def _reference(row: dict[str, Any] | None) -> str | None:

@@ -82,5 +82,7 @@ def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
                     markersize=4, label=f" {clean(line.name)}")  # "_..." would be left out
             if len(panel.lines) > 1:
                 axes.legend()
-        drawing.savefig(buffer, format=form, metadata={"Date": None} if form == "svg" else None)
-    return buffer.getvalue()
+        facts = dict.fromkeys(("Date", "Creator", "Format", "Type")) if form == "svg" else None
+        drawing.savefig(buffer, format=form, metadata=facts)
+    drawn = buffer.getvalue()
+    return drawn[drawn.index(b"<svg"):] if form == "svg" else drawn  # no DOCTYPE, no addresses

@@ -183,6 +183,7 @@ bar.hidden = windows.length < 2;
 slide.addEventListener("input", smooth);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
 draw();
+document.getElementById("undrawn")?.remove();
 
 const over = document.getElementById("over");
 if (over) {
