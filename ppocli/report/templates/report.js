@@ -1,5 +1,5 @@
-// Draws the curves of the page's data, and lets samples be looked at step by step. Names in the data
-// come from strangers: they become text nodes (uPlot sets labels of that kind, too), never markup.
+// Draws the curves of the page's data, and lets samples be looked at step by step. Names in the
+// data come from strangers: they become text nodes (of uPlot's labels, too), never markup.
 (() => {
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
@@ -70,7 +70,8 @@ const card = (parent, title, unit, notes, height, options, table) => {
   if (unit) head.append(make("span", "soft", unit));
   const room = box.appendChild(make("div", "plot", ""));
   if (notes) box.append(make("figcaption", "", notes));
-  const chart = new uPlot({...options, width: room.clientWidth || 320, height}, table, room);
+  const size = {padding: [8, 14, 0, 0], width: room.clientWidth || 320, height};
+  const chart = new uPlot({...options, ...size}, table, room);
   new ResizeObserver(() => {
     if (room.clientWidth && room.clientWidth !== chart.width)
       chart.setSize({width: room.clientWidth, height});
@@ -101,7 +102,7 @@ const lines = (parent, curve, height) => {
     return joined;
   };
   const count = curve.lines.length;
-  const series = [{label: "step", value: (u, v, s, i) => i == null ? "–" : String(v)},
+  const series = [{label: "step", value: (u, v, s, i) => i == null ? "–" : String(Math.round(v))},
     ...curve.lines.map((line, at) => ({label: line.name, class: "ghost", stroke: colour(line, at),
       alpha: 0.25, width: 1, spanGaps: true, points: {show: false}})),
     ...curve.lines.map((line, at) => ({
@@ -112,15 +113,15 @@ const lines = (parent, curve, height) => {
       value: (u, v, s, i) => {
         const x = i == null ? null : u.data[0][u.cursor.idx ?? i];
         const [where, y] = upTo(shown[at], x);
-        return figure(y, curve.unit.startsWith("nats")) + (x != null && where != null && where !== x && line.kind === "dots"
-                            ? ` (step ${where})` : "");
+        return figure(y, curve.unit.startsWith("nats"))
+          + (x != null && where != null && where !== x ? ` (step ${Math.round(where)})` : "");
       }}))];
   const chart = card(parent, curve.title, curve.unit, curve.notes, height, {
     series, scales: {x: {time: false}, y: {range: around}},
     axes: [axis({size: 26, space: 60, values: ticks, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500,
              1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5, 5e5, 1e6, 1e7]}),
            axis({size: 56, space: 34, values: ticks})],
-    cursor: {sync: {key: "steps"}, y: false, points: {size: 7},
+    cursor: {sync: {key: "steps"}, y: false, points: {size: (u, s) => s > count ? 7 : 0},
              dataIdx: (u, s, i) => {  // of a series without a value there, the newest one before
                const ys = u.data[s];
                while (s && i > 0 && ys[i] == null) i--;
@@ -140,9 +141,11 @@ const lines = (parent, curve, height) => {
 
 // shares of the scores in equal ranges, before and after side by side
 const spread = (parent, groups) => {
-  const low = Math.min(...groups.map(g => g.lowest)), high = Math.max(...groups.map(g => g.highest));
+  const low = Math.min(...groups.map(g => g.lowest));
+  const high = Math.max(...groups.map(g => g.highest));
   const bins = groups[0].shares.length, width = (high - low) / bins || 1;
-  const middle = groups[0].shares.map((_, i) => low + (high > low ? i + 0.5 : i - bins / 2) * width);
+  const middle = groups[0].shares.map((_, i) =>
+    low + (high > low ? i + 0.5 : i - bins / 2) * width);
   const size = 0.9 / groups.length;
   card(parent, "Distribution of the scores", "% of responses", "", 220, {
     series: [{label: "score around", value: (u, v) => figure(v)},
