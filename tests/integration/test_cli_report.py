@@ -369,7 +369,7 @@ def test_ten_thousand_steps_are_thinned_and_said_to_be(run, say):
     assert drawn["Explained variance of the returns"]["notes"] == (
         f"Values below -1 are drawn at -1. {said}")
     assert drawn["Explained variance of the returns"]["floor"] == -1
-    steps, means = drawn["Reward"]["lines"][0]["means"]  # 0 to 96 over and over
+    _, means = drawn["Reward"]["lines"][0]["means"]  # 0 to 96 over and over
     assert sum(means) / len(means) == pytest.approx(48, abs=0.5)
     lines = [line for curve in say_data(say, run)["curves"] for line in curve["lines"]]
     assert max(len(line["points"]) for line in lines) == 1000
