@@ -80,6 +80,9 @@ def pages(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     rows = jsonl(hostile / "metrics.jsonl")
     for number, text in enumerate(TEXTS[:3]):
         rows[-1][f"reward/{text}"] = rows[-1][f"eval/metrics/{text}"] = float(number)
+    for row, sign in zip(rows[-3:], (-1, 0, 1), strict=True):
+        row |= {"policy/grad_norm": sign * 1.7e308, "lr": 1e-320 * (sign + 1), "val/error": 1e25,
+                "objective/entropy": 1e20 + 16384 * sign}
     (hostile / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     begun = folder / "begun"
     begun.mkdir()

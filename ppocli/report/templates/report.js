@@ -81,8 +81,8 @@ const card = (parent, title, unit, notes, height, options, table) => {
 
 // one chart of lines; returns how to draw it with another smoothing
 const lines = (parent, curve, height) => {
-  const below = ([xs, ys]) => curve.floor == null ? [xs, ys]
-    : [xs, ys.map(y => Math.max(y, curve.floor))];
+  const floor = curve.floor ?? -1e300;  // what is farther out has no differences any more
+  const below = ([xs, ys]) => [xs, ys.map(y => Math.min(Math.max(y, floor), 1e300))];
   const noisy = line => line.kind !== "dots" && line.points[0].length > 2;
   const colour = (line, at) => paint(`--c${(line.run < 0 ? at : line.run) % 8}`);
   const others = new Set(curve.lines.filter(l => l.kind === "line").map(l => l.name.split(",")[0]));
