@@ -2,46 +2,38 @@
 
     python benchmarks/curve.py runs/NAME docs/quickstart-curve.svg
 
-Two panels over one axis: reward (every rollout's mean as a thin line, evaluations on the fixed
-prompts as dots) and the KL to the starting model.
+Two panels, drawn by matplotlib: reward (every rollout's mean as a thin line, evaluations on the
+fixed prompts as dots) and the KL to the starting model.
 """
 
 import argparse
 import sys
-from html import escape
 from pathlib import Path
 
 from ppocli.errors import PpocliError
-from ppocli.runs.charts import Line, line_chart
+from ppocli.runs.pictures import Line, Panel, draw
 from ppocli.runs.record import RunRecord, read_run
 
-WIDTH, PANEL = 720, 260
 PANELS = {"reward": ("reward/mean", "eval/reward_mean"),
           "KL to the starting model, nats a sample": ("objective/kl", "eval/kl_mean")}
 
 
-def picture(run: RunRecord, title: str) -> str:
+def picture(run: RunRecord, title: str) -> bytes:
     """The whole SVG.
 
     Raises:
         SystemExit: the run has no evaluation or no step to draw.
     """
-    last = max((row["episode"] for row in run.rows), default=0)
-    drawn = []
-    for number, (name, figures) in enumerate(PANELS.items()):
+    panels = []
+    for name, figures in PANELS.items():
         rollouts, evals = ([(row["episode"], row[figure]) for row in run.rows
                             if row.get(figure) is not None] for figure in figures)
         if not (rollouts and evals):
             raise SystemExit("there is nothing to draw: the run has no step or no evaluation yet")
-        chart = line_chart(
-            [Line("rollouts", rollouts, "thin"), Line("evaluation, fixed prompts", evals, "dots")],
-            title=f"{title}: {name}", x_label="episodes", width=WIDTH, height=PANEL,
-            x_range=(0, last))
-        drawn.append(f'<g transform="translate(0 {number * PANEL})">{chart}</g>')
-    height = len(PANELS) * PANEL
-    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
-                      f'viewBox="0 0 {WIDTH} {height}" role="img">', f"<title>{escape(title)}"
-                      "</title>", *drawn, "</svg>", ""])
+        panels.append(Panel(f"{title}: {name}", [
+            Line("rollouts", rollouts, "thin"), Line("evaluation, fixed prompts", evals, "dots")],
+            "episodes"))
+    return draw(panels)
 
 
 def main() -> int:
@@ -55,7 +47,7 @@ def main() -> int:
         run = read_run(args.run)
     except PpocliError as error:
         raise SystemExit(str(error)) from error
-    args.out.write_text(picture(run, args.title or run.name), encoding="utf-8")
+    args.out.write_bytes(picture(run, args.title or run.name))
     return 0
 
 

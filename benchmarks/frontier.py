@@ -22,7 +22,7 @@ from machine import provenance
 from pipeline import ppocli
 from tables import marks, table, write_between
 
-from ppocli.runs.charts import Line, line_chart
+from ppocli.runs.pictures import Line, Panel, draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +108,14 @@ def rows_of(found: dict[float, list[Bought]], best: list[tuple[int, float, float
 
 
 def picture(name: str, found: dict[float, list[Bought]], best: list[tuple[int, float, float]]
-            ) -> str:
+            ) -> bytes:
     """Reward over KL as SVG."""
     mean = sorted((fmean(run.kl for run in runs), fmean(run.reward for run in runs))
                   for runs in found.values())
     dots = [(run.kl, run.reward) for runs in found.values() for run in runs]
-    return line_chart([Line("training, mean over seeds", mean), Line("each run", dots, "dots"),
-                       Line("best-of-n of the start", [(kl, reward) for _, kl, reward in best])],
-                      title=f"{name}: reward over KL", x_label="KL to the start, nats a response",
-                      width=720, height=320)
+    lines = [Line("training, mean over seeds", mean), Line("each run", dots, "dots"),
+             Line("best-of-n of the start", [(kl, reward) for _, kl, reward in best])]
+    return draw([Panel(f"{name}: reward over KL", lines, "KL to the start, nats a response")])
 
 
 def main() -> int:
@@ -147,7 +146,7 @@ def main() -> int:
                          rows_of(found, best))
             print(f"{name}\n\n{text}\n", flush=True)
             if args.svg and not texts:
-                args.svg.write_text(picture(name, found, best), encoding="utf-8")
+                args.svg.write_bytes(picture(name, found, best))
             texts.append(f"**{name}**\n\n{text}")
     if args.out:
         seeds = f"seeds {', '.join(map(str, args.seeds))}; one thread a run"

@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -25,7 +25,8 @@ Style = Literal["dots", "colours", "marks", "ascii"]
 _ROWS = 15
 """of a chart, its axis included"""
 _COLOURS = ("cyan", "orange", "magenta", "green", "blue", "red")
-_MARKS = "*ox+#@%&"
+_MARKS, _DOTS = "*ox+#@%&", "ABCDEFGH"
+"""of the lines, and of their evaluations where there are no colours"""
 _FRAME = "┤│└─┬"
 
 
@@ -49,8 +50,9 @@ def plot_runs(
       ppocli plot runs/NAME --metric eval,kl,policy/grad_norm --smooth 5
       ppocli plot runs/ONE runs/OTHER --metric reward --out reward.svg
     """
-    from ppocli.report.curves import as_png, as_svg, collect, metric_names
+    from ppocli.report.curves import collect, metric_names, panels_of
     from ppocli.report.render import write_file
+    from ppocli.runs.pictures import draw as draw_picture
     from ppocli.runs.target import find_run
 
     if smooth < 1:
@@ -60,8 +62,8 @@ def plot_runs(
     runs = read_runs(given or [str(find_run(None, say=say))])
     series = collect(runs, metric_names(metric, runs), smooth)
     if out is not None:
-        as_picture = as_svg if out.suffix.lower() == ".svg" else as_png
-        write_file(out, as_picture(series, smooth), "--out")
+        drawn = draw_picture(panels_of(series, smooth), out.suffix.lower().removeprefix("."))
+        write_file(out, drawn, "--out")
     if as_json:
         print(printable_json(json.dumps({"smooth": smooth, "series": [
             {"run": each.run, "metric": each.metric,
@@ -123,7 +125,8 @@ def draw(curves: "Sequence[Series]", *, title: str, width: int = 80, style: Styl
     shown = [curve for curve in curves if curve.points]
     if not shown:
         return [clean(title), "  no values"]
-    steps, values = zip(*(point for curve in shown for point in curve.points), strict=True)
+    steps, values = zip(*(point for curve in shown for point in (*curve.points, *curve.evaluated)),
+                        strict=True)
     low, high = min(values), max(values)
     plotext.terminal.limit(False, False)
     chart = plotext.figure
@@ -136,19 +139,29 @@ def draw(curves: "Sequence[Series]", *, title: str, width: int = 80, style: Styl
     marks = {value / 4: _tick(value, low, high) for value in (low, low / 2 + high / 2, high)}
     chart.ruler("y", "left").ticks(list(marks), list(marks.values()))
     keys = {curve.run: f"    {clean(curve.run)}: no values" for curve in curves}
+    over = []  # evaluations lie above every line of rollouts
     for number, curve in enumerate(shown):
         colour = plotext.pixel(_COLOURS[number % len(_COLOURS)] if style == "colours" else None)
         sign = "braille" if style in ("dots", "colours") else _MARKS[number % len(_MARKS)]
-        chart.draw(chart.signal([step for step, _ in curve.points],
-                                [value / 4 for _, value in curve.points],
-                                marker=plotext.marker(sign, colour)).lines())
+        dot = "●" if style in ("dots", "colours") else _DOTS[number % len(_DOTS)]
+        over += [(curve.evaluated, plotext.marker(dot, colour))] if curve.evaluated else []
+        chart.draw(_signal(chart, curve.points, plotext.marker(sign, colour)).lines())
         key = plotext.colorize("⣿⣿").fill(colour).string() if style == "colours" else sign
-        keys[curve.run] = f"  {key} {clean(curve.run)}"
+        keys[curve.run] = f"  {key} {clean(curve.run)}" + (
+            f"   {dot} its evaluations" if curve.evaluated else "")
+    for points, marker in over:
+        chart.draw(_signal(chart, points, marker))
     lines = chart.build().string(colorless=style != "colours")
     if style == "ascii":
         lines = lines.translate(str.maketrans(_FRAME, "|||-+"))
-    return [clean(title), *(line.rstrip() for line in lines.splitlines()),
-            *(keys.values() if len(curves) > 1 else ())]
+    legend = [*keys.values()] if len(curves) > 1 else [f"  {dot} evaluation"] if over else []
+    return [clean(title), *(line.rstrip() for line in lines.splitlines()), *legend]
+
+
+def _signal(chart: Any, points: "Sequence[tuple[int, float]]", marker: Any) -> Any:
+    """Points of a chart, quartered like its axis."""
+    return chart.signal([step for step, _ in points], [value / 4 for _, value in points],
+                        marker=marker)
 
 
 def _tick(value: float, low: float, high: float) -> str:

@@ -67,18 +67,21 @@ def report(
         form: str | None = option("html|md|both", "What to write (default: by the ending of "
             "--output, otherwise both).", "--format",
             autocompletion=lambda: ["html", "md", "both"]),
+        others: list[str] | None = option("RUN", "Another run, whose curves are drawn over this "
+            "one's (may be repeated).", "--with", autocompletion=complete_run),
         overwrite: bool = flag("Also replace files that aren't reports.", "--overwrite"),
         as_json: AsJson = False) -> None:
-    """Write a report of a run: settings, curves, samples before and after, warnings.
+    """Write a report of a run: outcome, curves, samples over the steps, warnings, settings.
 
-    The page is self-contained: no script, no network. Unfinished and failed runs work too. An
-    earlier report is replaced; any other file only with --overwrite.
+    The page is one file and loads nothing. Unfinished and failed runs work too. An earlier report
+    is replaced; any other file only with --overwrite.
 
     \b
     Examples:
       ppocli report
       ppocli report runs/NAME
       ppocli report runs/NAME -o talk/reviews.html
+      ppocli report runs/NAME --with runs/OTHER
       ppocli report runs/NAME --format md
       ppocli report runs/NAME --json | jq .outcome
     """
@@ -95,10 +98,11 @@ def report(
     targets = [] if as_json else destinations(folder, output, form)
     check_replaceable((path for path, _ in targets), overwrite)
     record = read_run(folder)
+    more = [run for run in read_runs(others or ()) if run.folder.path != record.folder.path]
     # no command trains again with Python objects
     command = None if PYTHON_OBJECT in flat(record.config).values() else \
         training_command(record.config)
-    gathered = gather(record, command=command, shown_as=str(folder))
+    gathered = gather(record, command=command, shown_as=str(folder), others=more)
     if as_json:
         print_json(gathered.as_json())
     for path, form_of_file in targets:

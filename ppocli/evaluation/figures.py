@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ppocli.evaluation.request import Row
+from ppocli.runs.pictures import Line, Panel, draw
 from ppocli.runs.target import Target
 from ppocli.tasks.ppo.evaluate import distinct, evaluation_figures
 from ppocli.tasks.ppo.session import EvalSession
@@ -180,16 +181,12 @@ def frontier_of(base: Sequence[Row], policy: Sequence[Row], *, plain_sampling: b
             "difference": difference, "difference_stderr": spread}
 
 
-def frontier_svg(frontier: dict[str, Any]) -> str:
+def frontier_svg(frontier: dict[str, Any]) -> bytes:
     """The frontier and the policy as an SVG picture."""
-    from ppocli.runs.charts import Line, line_chart
-
-    lines = [Line("best-of-n of the base", [(p["kl"], p["reward"]) for p in frontier["points"]])]
     place = (frontier["policy"]["kl"], frontier["policy"]["reward"])
-    if all(map(math.isfinite, place)):
-        lines.append(Line("policy", [place], kind="dots"))
-    return line_chart(lines, title="reward by KL to the base", x_label="KL (nats)",
-                      y_label="reward")
+    lines = [Line("best-of-n of the base", [(p["kl"], p["reward"]) for p in frontier["points"]]),
+             Line("policy", [place] if all(map(math.isfinite, place)) else [], kind="dots")]
+    return draw([Panel("reward by KL to the base", lines, "KL (nats)", "reward")])
 
 
 def _by_prompt(rows: Sequence[Row]) -> dict[int, list[float]]:

@@ -25,6 +25,7 @@ from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag, StopRequested
+from ppocli.runs import pictures
 from ppocli.runs.target import Target
 from ppocli.storage import atomic, environment, model_files, run_folder, run_logs
 from ppocli.tasks.ppo.evaluate import EvalChunk, evaluate_chunks, evaluation_size
@@ -290,8 +291,10 @@ def _finish(work: _Work) -> dict[str, Any]:
         work.identity, work.targets, work.rows, found, session=session, name=work.folder.name,
         started=work.started, seconds=monotonic() - work.clock))
     with work.stop.defer():
-        if found is not None:
+        if found is not None and pictures.installed():
             atomic.write_atomic(work.folder / files.PICTURE, figures.frontier_svg(found))
+        elif found is not None:
+            work.say(f"no {files.PICTURE}: {pictures.MISSING}")
         atomic.write_json_atomic(work.folder / files.RESULT, report)
     return report
 

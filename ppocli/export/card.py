@@ -7,7 +7,7 @@ from typing import Any
 
 from ppocli.config import resolved, schema, tasks
 from ppocli.export.facts import Facts, Mask, hub_name, is_encoder_decoder, split_card
-from ppocli.runs import charts, record
+from ppocli.runs import pictures, record
 from ppocli.runs.listing import last_part
 from ppocli.storage.model_files import is_adapter, is_scorer
 from ppocli.text import clean, figure
@@ -27,7 +27,6 @@ _HOW = {"ppo": "fine-tuned with PPO (proximal policy optimization)",
 _LOSSES = {"sft": "mean negative log-probability of the tokens that are trained on (%s)",
            "reward_model": "-log sigmoid(chosen - rejected - margin) + %s * (chosen + rejected)^2"}
 _TAGS = {"sft": ["sft"], "reward_model": ["reward-model", "rlhf"]}
-_WIDTH, _HEIGHT = 640, 240
 _LONGEST_TEXT = 300
 _SPECIAL = re.compile(r"[\\`*_\[\]{}()#!|~$@^]")
 _LINK = re.compile(r"\b(www|https?|ftp|mailto|xmpp)([.:])", re.IGNORECASE)
@@ -258,16 +257,14 @@ def _eval_prompts(config: schema.TrainConfig) -> str:
 def curve(run: record.RunRecord) -> str | None:
     """``curve.svg``: the reward above, the KL (nats per response) below; lines of the rollouts,
     dots of the evaluations; of trainings on a data set loss and accuracy. None for a run without
-    any figure."""
+    any figure, and without matplotlib."""
     panels = []
     for title, trained, evaluated, unit in (
             ("Loss", "loss/total", "eval/loss", "nats"), ("Accuracy", "", "eval/accuracy", "share"),
             ("Mean reward", "reward/mean", "eval/reward_mean", ""),
             ("KL from the starting model", "objective/kl", "eval/kl_mean", "nats per response")):
-        lines = [charts.Line("training", run.series(trained)),
-                 charts.Line("evaluation", run.series(evaluated), kind="dots")]
-        lines = [line for line in lines if line.points]
-        if lines:
-            panels.append(charts.line_chart(lines, title=title, x_label="step", y_label=unit,
-                                            width=_WIDTH, height=_HEIGHT))
-    return charts.stacked(panels, _WIDTH, _HEIGHT) if panels else None
+        lines = [pictures.Line("training", run.series(trained), kind="thin"),
+                 pictures.Line("evaluation", run.series(evaluated), kind="dots")]
+        if lines := [line for line in lines if line.points]:
+            panels.append(pictures.Panel(title, lines, y_label=unit))
+    return pictures.draw(panels).decode() if panels and pictures.installed() else None

@@ -21,7 +21,7 @@ from ppocli.export.folder import (
     plan_export,
     read_record,
 )
-from ppocli.runs import trust
+from ppocli.runs import pictures, trust
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
 from ppocli.storage import atomic, model_files, run_folder
@@ -193,6 +193,8 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     if facts.run is None and (earlier := earlier_export(source, say)) is not None:
         facts = replace(facts, name=earlier["run"] or facts.name, step=earlier["step"],
                         earlier=source)
+    if facts.run is not None and not pictures.installed():
+        say(f"no {CURVE}: {pictures.MISSING}")
     plan = plan_export(target.name, source, destination, facts, dtype=request.dtype,
                        max_shard=parse_size(request.max_shard_size or DEFAULT_SHARD), merge=merge,
                        critic=critic, repo_id=request.repo_id)

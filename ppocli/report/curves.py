@@ -1,34 +1,37 @@
-"""Which figures of runs are drawn: those of a report together, thinned to what a picture can show,
-and those that ``ppocli plot`` is asked for, smoothed, as SVG or PNG.
+"""Which figures of runs are drawn: those of a report together, thinned to what a chart can show,
+and those that ``ppocli plot`` is asked for, smoothed.
 
-Drawing in the terminal is :mod:`ppocli.cli.plot`.
+Drawing is done by the report's page, :mod:`ppocli.runs.pictures` and :mod:`ppocli.cli.plot`.
 """
 
-import io
-import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from statistics import fmean
 from typing import Any, Literal
 
 from ppocli.errors import ConfigError, InputError
-from ppocli.runs.charts import Line, line_chart, stacked, thin
+from ppocli.runs.pictures import Line, Panel
 from ppocli.runs.record import RunRecord
 from ppocli.text import did_you_mean, sparkline
 
 MOST_POINTS = 1000
 _MOST_DOTS = 60
+_MOST_LINES = 4
+"""of one run in a chart over which other runs lie"""
 _LEAST_EXPLAINED = -1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One picture: lines over the steps, and what has to be said about them."""
+    """One chart: lines over the steps, and what has to be said about them."""
 
     title: str
     unit: str
     lines: list[Line]
+    means: list[list[tuple[float, float]]]
+    """of each line that is thinned, the mean of every run of neighbours, which a smoothed line is
+    made of; empty where the line has all its points"""
     figures: list[dict[str, Any]]
     """what the whole of each line comes to: ``name``, ``first``, ``last``, ``lowest``, ``highest``
     of every step, and ``blocks``, means over equal parts as characters"""
@@ -38,14 +41,6 @@ class Curve:
     """the same in words; often empty"""
     thinned: str
     """which points of a long run ``lines`` have, in words"""
-    steps: int
-    """where the axis ends: the run's newest step"""
-
-    def svg(self, width: int = 480, height: int = 220) -> str:
-        """The picture as an SVG element."""
-        return line_chart(self.lines, title=self.title, y_label=self.unit, width=width,
-                          height=height, x_range=(0, self.steps),
-                          floor=-math.inf if self.floor is None else self.floor)
 
 
 # title, unit, (name of the line, figure)
@@ -81,45 +76,74 @@ _PLAN: list[tuple[str, str, list[tuple[str, str]]]] = [
 ]
 
 
-def curves_of(record: RunRecord) -> list[Curve]:
-    """Every picture that a run has values for, in the order of the report."""
+_EVALUATED = {wanted[0][1]: wanted[-1][1] for _, _, wanted in _PLAN
+              if wanted[0][0] in ("rollouts", "training")}
+"""figure of the rollouts or the training -> the same of the evaluations, which lies over it"""
+
+
+def curves_of(runs: Sequence[RunRecord]) -> list[Curve]:
+    """Every chart that runs have values for, in the order of the report; the runs lie over one
+    another."""
     plan = list(_PLAN)
-    parts = [name for name in record.names if name.startswith("reward/")
+    names = list(dict.fromkeys(name for run in runs for name in run.names))
+    parts = [name for name in names if name.startswith("reward/")
              and name not in ("reward/mean", "reward/std", "reward/invalid")]
     if parts:
         plan.insert(1, ("Rewards by name", "score", [(n.removeprefix("reward/"), n)
                                                      for n in parts]))
     plan += [(f"Metric {name.removeprefix('eval/metrics/')}", "evaluation mean",
               [(name.removeprefix("eval/metrics/"), name)])
-             for name in record.names if name.startswith("eval/metrics/")]
-    found = (_curve(record, *entry) for entry in plan)
+             for name in names if name.startswith("eval/metrics/")]
+    found = (_curve(runs, *entry) for entry in plan)
     return [curve for curve in found if curve is not None]
 
 
-def _curve(record: RunRecord, title: str, unit: str, wanted: list[tuple[str, str]]
+def _curve(runs: Sequence[RunRecord], title: str, unit: str, wanted: list[tuple[str, str]]
            ) -> Curve | None:
-    lines: list[Line] = []
-    figures: list[dict[str, Any]] = []
-    floor, note, thinned = None, "", ""
-    evaluated = any(figure.startswith("eval/") and record.series(figure) for _, figure in wanted)
-    for name, figure in wanted:
-        points: list[tuple[float, float]] = [(float(x), y) for x, y in record.series(figure)]
-        if not points:
-            continue
-        if figure == "val/var_explained" and min(y for _, y in points) < _LEAST_EXPLAINED:
-            floor = _LEAST_EXPLAINED
-            note = f"Values below {floor:g} are drawn at {floor:g}."
-        kept = thin(points, MOST_POINTS)
-        if len(kept) < len(points):
-            thinned = (f"Of about every {2 * len(points) / MOST_POINTS:.0f} neighbouring steps the "
-                       "lowest and the highest value are drawn.")
-        lines.append(Line(name, kept, _kind(figure, len(kept), evaluated)))
-        figures.append(_figures(name, [y for _, y in points], floor))
-    if not lines:
+    runs = runs[:1] if len(wanted) > _MOST_LINES else runs
+    drawn = [(number, name, figure, points) for number, run in enumerate(runs)
+             for name, figure in wanted if (points := run.series(figure))]
+    if not drawn:
         return None
-    if len(wanted) > 1 and len(lines) == 1 and lines[0].name not in ("rollouts", "training"):
-        title = f"{title}: {lines[0].name}"  # a picture of one line has no legend
-    return Curve(title, unit, lines, figures, floor, note, thinned, record.step)
+    evaluated = any(figure.startswith("eval/") for _, _, figure, _ in drawn)
+    low = min((y for _, _, figure, points in drawn if figure == "val/var_explained"
+               for _, y in points), default=0.0)
+    floor = _LEAST_EXPLAINED if low < _LEAST_EXPLAINED else None
+    if len(wanted) > 1 and len(drawn) == 1 and drawn[0][1] not in ("rollouts", "training"):
+        title = f"{title}: {drawn[0][1]}"  # a chart of one line has no legend
+    lines, means, figures = [], [], []
+    labels = run_labels(runs)
+    for number, short, figure, points in drawn:
+        name = short if len(runs) == 1 else f"{short}, {labels[number]}"
+        kept, mean = thin(points)
+        kind = _kind(figure, len(kept), evaluated)
+        lines.append(Line(name, kept, kind, number if len(runs) > 1 else -1))
+        means.append(mean)
+        figures.append(_figures(name, [y for _, y in points], floor))
+    longest = max(len(points) for *_, points in drawn)
+    thinned = "" if longest <= MOST_POINTS else (
+        f"Of about every {2 * longest / MOST_POINTS:.0f} neighbouring steps the lowest and the "
+        "highest value are drawn.")
+    note = "" if floor is None else f"Values below {floor:g} are drawn at {floor:g}."
+    return Curve(title, unit, lines, means, figures, floor, note, thinned)
+
+
+def thin(points: Sequence[tuple[float, float]], limit: int = MOST_POINTS
+         ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """At most ``limit`` points: both ends, and of every run of neighbours between them the lowest
+    and the highest, so that single outliers stay. Then the mean of each of these runs; nothing
+    where all the points are kept.
+    """
+    if len(points) <= limit:
+        return list(points), []
+    between, buckets = points[1:-1], max(1, limit // 2 - 1)
+    kept, means = [points[0]], [points[0]]
+    for number in range(buckets):
+        bucket = between[number * len(between) // buckets:(number + 1) * len(between) // buckets]
+        ends = {min(bucket, key=lambda point: point[1]), max(bucket, key=lambda point: point[1])}
+        kept += sorted(ends)
+        means.append((fmean(x for x, _ in bucket), fmean(y for _, y in bucket)))
+    return [*kept, points[-1]], [*means, points[-1]]
 
 
 def _figures(name: str, values: list[float], floor: float | None) -> dict[str, Any]:
@@ -143,7 +167,6 @@ SHORT = {
     "eval": ("eval/reward_mean", "eval/accuracy", "eval/loss"), "accuracy": ("eval/accuracy",),
     "perplexity": ("eval/perplexity",), "margin": ("eval/margin_mean",)}
 """short names of the figures that are looked at most: the first of each that the runs have"""
-_WIDTH, _HEIGHT = 640, 240
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +178,8 @@ class Series:
     metric: str
     points: list[tuple[int, float]]
     """(step, value) of every step that has a finite value"""
+    evaluated: Sequence[tuple[int, float]] = ()
+    """the same of the evaluations, where ``points`` are of rollouts or of training"""
 
 
 def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
@@ -203,7 +228,8 @@ def run_labels(runs: Sequence[RunRecord]) -> list[str]:
 def collect(runs: Sequence[RunRecord], metrics: Sequence[str], smooth: int = 1) -> list[Series]:
     """The series of all charts, metric by metric, in the order of the runs."""
     labels = run_labels(runs)
-    return [Series(label, metric, smoothed(run.series(metric), smooth))
+    return [Series(label, metric, smoothed(run.series(metric), smooth),
+                   run.series(_EVALUATED.get(metric, "")))
             for metric in metrics for label, run in zip(labels, runs, strict=True)]
 
 
@@ -219,45 +245,17 @@ def smoothed(points: Sequence[tuple[int, float]], steps: int) -> list[tuple[int,
     return found
 
 
-def as_svg(series: Sequence[Series], smooth: int = 1) -> str:
-    """One SVG file with a chart for each metric, one below the other."""
-    charts = [line_chart([Line(each.run, thin(each.points)) for each in group],
-                         title=chart_title(metric, group, smooth), x_label="step", y_label="",
-                         width=_WIDTH, height=_HEIGHT) for metric, group in by_metric(series)]
-    return charts[0] if len(charts) == 1 else stacked(charts, _WIDTH, _HEIGHT)
-
-
-def as_png(series: Sequence[Series], smooth: int = 1) -> bytes:
-    """The same as a PNG, drawn by matplotlib.
-
-    Raises:
-        ConfigError: matplotlib isn't installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError("Drawing a .png needs matplotlib, which is not installed.",
-                          where="--out", fix="pip install 'ppocli[plot]'; or write a .svg, which "
-                          "needs nothing") from None
-    groups = by_metric(series)
-    drawing = Figure(figsize=(8, 3 * len(groups)), dpi=100, layout="constrained")
-    axes = drawing.subplots(len(groups), 1, squeeze=False)[:, 0]
-    for axis, (metric, group) in zip(axes, groups, strict=True):
-        for each in group:
-            axis.plot([step for step, _ in each.points], [value for _, value in each.points],
-                      marker="." if len(each.points) < 20 else None,
-                      label=f" {each.run}")  # one that begins with "_" would be left out
-        heading = axis.set_title(chart_title(metric, group, smooth), loc="left", fontsize=11)
-        heading.set_parse_math(False)
-        axis.set_xlabel("step")
-        axis.grid(alpha=0.3)
-        for text in axis.legend(fontsize=9).get_texts() if len(group) > 1 else ():
-            text.set_parse_math(False)
-    buffer = io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # letters of a run's name that the font hasn't got
-        drawing.savefig(buffer, format="png")
-    return buffer.getvalue()
+def panels_of(series: Sequence[Series], smooth: int = 1) -> list[Panel]:
+    """A panel for each metric, evaluations over the rollouts."""
+    found = []
+    for metric, group in by_metric(series):
+        lines = [line for run, each in enumerate(group) for line in (
+            Line(each.run, each.points, "thin" if each.evaluated else "line",
+                 run if len(group) > 1 else -1),
+            Line(f"{each.run}, evaluation", each.evaluated, "dots",
+                 run if len(group) > 1 else -1)) if line.points or line.kind != "dots"]
+        found.append(Panel(chart_title(metric, group, smooth), lines))
+    return found
 
 
 def chart_title(metric: str, group: Sequence[Series], smooth: int) -> str:

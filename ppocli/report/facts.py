@@ -8,7 +8,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 from ppocli.config import kinds, resolved, schema, secrets, tasks
 from ppocli.errors import PpocliError
 from ppocli.evaluation.request import read_result
-from ppocli.report.curves import Curve, curves_of
+from ppocli.report.curves import Curve, curves_of, run_labels
 from ppocli.report.samples import Samples, samples_of, shown
 from ppocli.runs.record import Change, RunRecord
 from ppocli.storage import atomic, manifest, retention, run_folder
@@ -86,6 +86,8 @@ class Report:
     """figures of the first and the last evaluation: ``name``, ``label``, ``before``, ``after``"""
     best: Row | None
     """the best evaluation so far by ``checkpoint.metric``: ``name``, ``step``, ``value``"""
+    overlaid: list[str]
+    """the other runs of the curves, each as the curves call it, with its status"""
     curves: list[Curve]
     samples: Samples
     complaints: list[Row]
@@ -110,16 +112,20 @@ class Report:
         return found
 
 
-def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
+def gather(record: RunRecord, *, command: str | None, shown_as: str,
+           others: Sequence[RunRecord] = ()) -> Report:
     """Everything a report says.
 
     Args:
+        others: runs whose curves lie over this one's.
         command: the command line that makes such a run again; None if no command line can.
         shown_as: how the user names the run's folder, for commands.
     """
     config, summary = record.config, record.summary or {}
     kind, task = kinds.kind_of(config), tasks.task_name(config)
-    before, after = _evaluations(record)
+    evaluated = [row for row in record.rows
+                 if (figure := kinds.evaluation_of(row)) and row[figure[1]] is not None]
+    before, after = _first_and_last(evaluated)
     first, last = before.get("step"), after.get("step")
     best, error = _best(record), summary.get("error")
     resumes = record.status not in ("finished", "running") and command is not None
@@ -140,8 +146,10 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str) -> Report:
         command=command, modules=_modules(config), changes=record.changes,
         before_step=first, after_step=last,
         main=kind.names, outcome=_outcome(before, after), best=best,
-        curves=curves_of(record),
-        samples=samples_of(record, first, last),
+        overlaid=[f"{label} ({run.status})" for label, run in
+                  zip(run_labels([record, *others])[1:], others, strict=True)],
+        curves=curves_of([record, *others]),
+        samples=samples_of(record, first, last, [row["step"] for row in evaluated]),
         complaints=_complaints(record), evaluations=evaluations_of(record.folder.path),
         checkpoints=checkpoints_of(record.folder, best["step"] if best else None),
         phases=_phases(record, summary), environment=environment_of(record.folder.path, summary))
@@ -198,11 +206,9 @@ def _sentence(record: RunRecord) -> str:
                            "down."}[record.status]
 
 
-def _evaluations(record: RunRecord) -> tuple[dict[str, Any], dict[str, Any]]:
+def _first_and_last(rows: list[Row]) -> tuple[Row, Row]:
     """The rows of the first and of the last evaluation, empty where there is none; a lone one
     before any step is a first."""
-    rows = [row for row in record.rows
-            if (figure := kinds.evaluation_of(row)) and row[figure[1]] is not None]
     if len(rows) == 1:
         return (rows[0], {}) if rows[0]["step"] == 0 else ({}, rows[0])
     return (rows[0], rows[-1]) if rows else ({}, {})

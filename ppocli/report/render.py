@@ -4,7 +4,9 @@ written, and what it never replaces."""
 import math
 import os
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,8 @@ from ppocli.storage import atomic, run_folder
 from ppocli.text import figure, format_bytes, printable, sparkline
 
 FORMATS = ("html", "md")
+_VENDOR = "vendor/uPlot"
+"""the library that draws the page's curves; its license goes where it goes"""
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&$@]|:(?=//)|(?<=\bwww)\.)")
 
 
@@ -26,18 +30,41 @@ def render(report: facts.Report, form: str) -> str:
     Args:
         form: ``html``, one page that needs nothing else, or ``md``.
     """
+    loader = PackageLoader("ppocli.report")
     environment = Environment(
-        loader=PackageLoader("ppocli.report"), autoescape=form == "html", trim_blocks=True,
+        loader=loader, autoescape=form == "html", trim_blocks=True,
         lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
     environment.filters |= {
         "number": number, "rounded": rounded, "visible": printable, "inline": inline, "code": code,
         "fenced": fenced, "labelled": labelled, "sparkline": sparkline, "verdict": _verdict,
         "duration": duration, "bytes": format_bytes,
-        "percent": lambda share: f"{100 * share:.0f} %",
-        "svg": lambda drawn: Markup(drawn.svg())}  # charts escape their own texts
+        "percent": lambda share: f"{100 * share:.0f} %"}
     total = duration(sum(phase["seconds"] for phase in report.phases)) if report.phases else ""
+    # no templates: braces of a minified script aren't Jinja's
+    library, license_of, ours, style, our_style = (
+        loader.get_source(environment, name)[0] for name in (
+            f"{_VENDOR}.iife.min.js", f"{_VENDOR}.LICENSE", "report.js", f"{_VENDOR}.min.css",
+            "report.css"))
+    script = f"{library}/*\n{license_of}\n*/\n{ours}"
     return environment.get_template(f"report.{form}.jinja").render(
-        report=report, samples=report.samples, shown=samples.SHOWN, total_time=total)
+        report=report, samples=report.samples, shown=samples.SHOWN, total_time=total,
+        script=Markup(script), style=Markup(f"{style}\n{our_style}"), data=_drawn(report),
+        digest=b64encode(sha256(script.encode()).digest()).decode())
+
+
+def _drawn(report: facts.Report) -> dict[str, Any]:
+    """What the page's script draws, each text made harmless, in figures of six digits."""
+    def columns(points: Iterable[tuple[float, float]]) -> list[list[float]]:
+        return [[float(f"{value:.6g}") for value in column] for column in zip(*points, strict=True)]
+
+    return {
+        "step": report.step, "shares": report.samples.spreads(), "curves": [
+            {"title": printable(curve.title), "unit": curve.unit, "floor": curve.floor,
+             "notes": f"{curve.note} {curve.thinned}".strip(), "lines": [
+                 {"name": printable(line.name), "kind": line.kind, "run": line.run,
+                  "points": columns(line.points), "means": columns(means)}
+                 for line, means in zip(curve.lines, curve.means, strict=True)]}
+            for curve in report.curves]}
 
 
 def _verdict(figures: tuple[float | None, float | None]) -> str:

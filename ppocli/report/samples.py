@@ -1,30 +1,34 @@
-"""What the policy answered to the same prompts before and after, and how it was scored."""
+"""What the policy answered to the same prompts at each evaluation, and how it was scored."""
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppocli.runs.charts import histogram
 from ppocli.runs.record import RunRecord, first_of_each_prompt, said
 from ppocli.text import BLOCKS, finite_number, printable
 
 SHOWN, HIDDEN = 8, 40
 """pairs of a report that are seen at once, and those behind a fold"""
 _BINS = 20
+_MOST_STEPS = 24
+"""evaluations whose samples a report shows"""
 LONGEST = 1500
 """characters of a response that a report shows"""
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What samples.jsonl tells of two evaluations."""
+    """What samples.jsonl tells of the first evaluation, the last, and those between."""
 
     pairs: list[dict[str, Any]]
     """different prompts in the order of the evaluation, so nothing is picked: ``prompt``; its
-    responses ``before`` and ``after``, each with ``text``, ``score``, ``kl``, ``tokens`` and
-    ``finished``; ``reference``, the reference's own where the run kept it (``eval.ref_responses``)
-    """
+    responses ``before``, ``after``, and those at the steps ``between``, each with ``text``,
+    ``score``, ``kl``, ``tokens`` and ``finished``; ``reference``, the reference's
+    own where the run kept it (``eval.ref_responses``)"""
+    between: list[int]
+    """steps of evaluations after the first and before the last, evenly chosen if they are many"""
     prompts: int
     """how many different prompts there are"""
     scores_before: list[float]
@@ -33,15 +37,11 @@ class Samples:
     stderr_after: float | None
     """of the mean score, over prompts: responses to one prompt hang together"""
 
-    def svg(self) -> str:
-        """How scores are distributed at both evaluations."""
-        return histogram(self._groups(), title="Distribution of the reward",
-                         x_label="score of a response", width=480, height=220)
-
     def spreads(self) -> list[dict[str, Any]]:
-        """The same as figures and characters; ``blocks`` are shares of the scores in equal ranges,
-        which are those of both."""
-        groups = self._groups()
+        """The same as figures and characters; ``shares`` are those of the scores in equal ranges,
+        which are the same of both, and ``blocks`` draw them."""
+        groups = [(name, scores) for name, scores in (("before", self.scores_before),
+                                                      ("after", self.scores_after)) if scores]
         everything = [score for _, scores in groups for score in scores]
         shares = [_shares(scores, min(everything), max(everything)) for _, scores in groups]
         top = max((share for row in shares for share in row), default=1.0)
@@ -51,12 +51,8 @@ class Samples:
                 scores if len(scores) > 1 else 2 * scores, method="inclusive")
             found.append({"name": name, "responses": len(scores), "lowest": min(scores),
                           "lower": lower, "median": median, "upper": upper,
-                          "highest": max(scores), "blocks": bars(row, top)})
+                          "highest": max(scores), "shares": row, "blocks": bars(row, top)})
         return found
-
-    def _groups(self) -> list[tuple[str, list[float]]]:
-        return [(name, scores) for name, scores in (("before", self.scores_before),
-                                                    ("after", self.scores_after)) if scores]
 
 
 def _shares(scores: list[float], low: float, high: float) -> list[float]:
@@ -69,16 +65,23 @@ def _shares(scores: list[float], low: float, high: float) -> list[float]:
     return [count / len(scores) for count in counts]
 
 
-def samples_of(record: RunRecord, before: int | None, after: int | None) -> Samples:
-    """Samples of the evaluations at two steps."""
-    old, new = record.eval_samples(before, after)
-    first_old, first_new = first_of_each_prompt(old), first_of_each_prompt(new)
-    prompts = list(dict.fromkeys([*first_old, *first_new]))
-    pairs = [{"prompt": shown(prompt), "before": _response(first_old.get(prompt)),
-              "after": _response(first_new.get(prompt)),
-              "reference": _reference(first_new.get(prompt) or first_old.get(prompt))}
+def samples_of(record: RunRecord, before: int | None, after: int | None, steps: Sequence[int]
+               ) -> Samples:
+    """Samples of the evaluations at two steps, and at those of ``steps`` between them."""
+    middle = [step for step in steps if step not in (before, after)]
+    count = min(len(middle), _MOST_STEPS - 2)
+    middle = [middle[(2 * part + 1) * len(middle) // (2 * count)] for part in range(count)]
+    found = record.eval_samples(before, after, *middle)
+    old, new, *between = map(first_of_each_prompt, found)
+    prompts = list(dict.fromkeys([*old, *new]))
+    pairs = [{"prompt": shown(prompt), "before": _response(old.get(prompt)),
+              "after": _response(new.get(prompt)),
+              "between": [_response(each.get(prompt)) for each in between],
+              "reference": _reference(new.get(prompt) or old.get(prompt))}
              for prompt in prompts[:SHOWN + HIDDEN]]
-    return Samples(pairs, len(prompts), _scores(old), _scores(new), _stderr(old), _stderr(new))
+    first, last, *_ = found
+    return Samples(pairs, middle, len(prompts), _scores(first), _scores(last), _stderr(first),
+                   _stderr(last))
 
 
 def _reference(row: dict[str, Any] | None) -> str | None:

@@ -5,6 +5,7 @@ import json
 import math
 import re
 import shutil
+import sys
 
 import pytest
 from helpers import jsonl, save_lm, write_prompts
@@ -163,7 +164,7 @@ def test_a_run_that_cannot_be_written_to_is_evaluated_elsewhere(place, evaluate)
     assert (place / "results" / NAME / "eval.json").is_file()
 
 
-def test_the_frontier_says_its_price_and_what_it_found(place, evaluate, inject):
+def test_the_frontier_says_its_price_and_what_it_found(place, evaluate, inject, monkeypatch):
     given = [RUN, "--frontier", "--limit", "2", "--name", "x"]
     inject("score.before@4:term")
     assert evaluate(*given).code == 143
@@ -185,7 +186,11 @@ def test_the_frontier_says_its_price_and_what_it_found(place, evaluate, inject):
     assert [line.split("  ")[0] for line in done.out.splitlines() if "best of" in line][:5] == [
         "best of 1", "best of 2", "best of 4", "best of 8", "best of 16"]
     assert (folder / "frontier.svg").read_text().startswith("<svg")
-    hot = evaluate(*given, "--output", "hot", "generation.temperature=0.5")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    hot = evaluate(*given, "--output", "hot", "generation.temperature=0.5", code=0)
+    assert "no frontier.svg: it needs matplotlib, which is not installed: pip install" in hot.err
+    assert [path.name for path in place.glob("hot/**/*.*") if path.stem in ("eval", "frontier")
+            ] == ["eval.json"]
     assert re.search(r"--frontier will take about \d+ s more", hot.err)
     assert "The policy can't be placed" in hot.out
 

@@ -69,13 +69,23 @@ def test_smoothing_is_a_mean_over_steps():
     assert smoothed(points, 4) == [(0, 8.0), (1, 5.0), (2, 14 / 3), (5, 5.0)]
 
 
-def test_svg_holds_a_chart_for_each_figure(plot):
+def test_svg_draws_evaluations_over_the_rollouts_of_each_figure(plot):
     done = plot("one", "other", "-m", "reward,lr", "--smooth", 2, "--out", "new/a.svg", code=0)
     assert done.out == "new/a.svg\n"
-    root = ElementTree.parse("new/a.svg").getroot()
-    titles = [e.text for e in root.iter("{http://www.w3.org/2000/svg}title")]
-    assert titles == ["reward/mean, mean of 2 steps", "lr, mean of 2 steps"]
-    assert (root.get("width"), root.get("height")) == ("640", "480")
+    texts = [(e.text or "").strip() for e in ElementTree.parse("new/a.svg").getroot().iter(
+        "{http://www.w3.org/2000/svg}text")]
+    for text, times in (("reward/mean, mean of 2 steps", 1), ("lr, mean of 2 steps", 1),
+                        ("one", 2), ("other", 2), ("one, evaluation", 1), ("step", 2)):
+        assert texts.count(text) == times, text
+
+
+def test_evaluations_lie_over_the_rollouts(plot, runs):
+    lines = plot("one", "--metric", "reward", code=0).out.splitlines()
+    assert lines[-1] == "  ● evaluation"
+    evaluated = [row for row in jsonl(runs / "runs/one/metrics.jsonl")
+                 if row.get("eval/reward_mean") is not None]
+    assert 2 <= sum(line.count("●") for line in lines[:-1]) <= len(evaluated)
+    assert "●" not in plot("one", "--metric", "lr", code=0).out
 
 
 @pytest.mark.parametrize("out", ["file/b/a.png", "/proc/a.svg", f"{'n' * 300}.svg"])
@@ -92,12 +102,14 @@ def test_png(runs, plot):
     assert Path("a.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
-def test_png_without_matplotlib_names_the_extra(plot, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert plot("one", "--out", "a.png", code=2).said == (
-        "Error: Drawing a .png needs matplotlib, which is not installed.\n  where: --out\n"
-        "  fix:   pip install 'ppocli[plot]'; or write a .svg, which needs nothing\n")
-    assert not Path("a.png").exists()
+@pytest.mark.parametrize("kind", ["png", "svg"])
+def test_pictures_without_matplotlib_name_the_extra(plot, monkeypatch, kind):
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)
+    assert plot("one", "--out", f"a.{kind}", code=2).said == (
+        f"Error: Drawing a .{kind} needs matplotlib, which is not installed.\n  where: --out\n"
+        "  fix:   pip install 'ppocli[plot]'\n")
+    assert not Path(f"a.{kind}").exists()
 
 
 def test_nothing_is_overwritten_without_being_told(plot):
@@ -145,7 +157,7 @@ def test_parts_of_a_run_stand_for_it_and_equal_names_are_told_apart(runs, plot):
 def test_what_only_reads_loads_no_torch(runs):
     code = ("import sys; from ppocli.cli import plot, runs\n"
             "runs.watch('one', interval=1, from_start=True, plain=True, as_json=False)\n"
-            "runs.report('one', None, None, False, False)\n"
+            "runs.report('one', None, None, None, False, False)\n"
             "plot.plot_runs(['one'], metric='lr', smooth=1, out=None, overwrite=False, "
             "as_json=True)\n"
             "runs.compare(['one', 'other'], True)\nruns.print_runs(None, True)\n"

@@ -1,9 +1,12 @@
 """``ppocli report``: what a page and a Markdown file say of real runs, and what they never do."""
 
+import base64
+import hashlib
 import json
 import re
 import shutil
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -13,6 +16,8 @@ from runs import PLANTED, last_checkpoint, whole_copy
 
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import report
+from ppocli.report.samples import samples_of
+from ppocli.runs.record import read_run
 from ppocli.storage.run_folder import lock
 
 
@@ -29,7 +34,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         self.tags.append(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in ("meta", "link", "wbr"):
+        if tag not in ("meta", "link", "wbr", "input"):
             self._open.append(tag)
 
     def handle_startendtag(self, tag, attrs):
@@ -39,7 +44,7 @@ class Page(HTMLParser):
         assert self._open.pop() == tag
 
     def handle_data(self, data):
-        if not {"style"} & set(self._open):
+        if not {"style", "script"} & set(self._open):
             self._text.append(data)
 
 
@@ -59,10 +64,10 @@ def say_data(say, run: Path) -> dict:
 @pytest.fixture
 def say(capsys: pytest.CaptureFixture[str]):
     """The command in this process: (exit code, stdout, stderr)."""
-    def command(run=None, output=None, form=None, overwrite=False, as_json=False):
+    def command(run=None, output=None, form=None, overwrite=False, as_json=False, others=None):
         capsys.readouterr()
-        code = code_of(lambda: report(run and str(run), output and Path(output), form, overwrite,
-                                      as_json))
+        code = code_of(lambda: report(run and str(run), output and Path(output), form, others,
+                                      overwrite, as_json))
         return code, *capsys.readouterr()
     return command
 
@@ -104,16 +109,98 @@ def test_the_command_writes_a_page_and_markdown_into_the_newest_run(run, tmp_pat
                      "All 4 steps are done.", "newest"):
             assert part in text, part
         assert PLANTED not in text
-    # reward, KL, ... and the distribution of the reward
-    assert page.tags.count("svg") >= 13
-    assert {"script", "img", "iframe", "object", "base"} & set(page.tags) == set()
+    drawn = drawn_data(run / "report.html")
+    assert [curve["title"] for curve in drawn["curves"]][:2] == ["Reward", "KL to the reference"]
+    assert len(drawn["curves"]) > 10
+    rollouts, evaluation = drawn["curves"][0]["lines"]
+    assert evaluation["points"][0] == [row["step"] for row in rows if "eval/reward_mean" in row]
+    assert rollouts["points"][1] == pytest.approx([row["reward/mean"] for row in rows[1:]],
+                                                  rel=1e-5)
+    assert {"img", "iframe", "object", "base"} & set(page.tags) == set()
+
+
+def drawn_data(page: Path) -> dict:
+    """What the page's script draws."""
+    [data] = re.findall(r'<script type="application/json" id="data">(.*?)</script>',
+                        page.read_text(encoding="utf-8"))
+    return json.loads(data)
+
+
+def test_only_the_script_that_the_page_names_may_run(run, say):
+    assert say(run)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)
+    [script] = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy == (f"default-src 'none'; script-src 'sha256-{digest}'; style-src "
+                      "'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'")
+    assert not re.search(r"<!--|<script|innerHTML\s*=\s*[^\"']*(?:name|title|label)", script)
+    assert "Copyright (c) 2022 Leon Sorokin" in script
+    assert re.search(r"uPlot \(v1\.\d+\.\d+\)", script)
+
+
+def test_without_scripts_the_page_has_the_figures_in_a_table(run, say):
+    assert say(run)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    assert "doesn't run. The table holds their figures." in text
+    first = next(row for row in jsonl(run / "metrics.jsonl") if "reward/mean" in row)
+    assert f"Reward: rollouts {first['reward/mean']:.3f}" in re.sub(r"<[^>]+>", " ", text).replace(
+        "  ", " ")
+
+
+def test_outcome_and_curves_come_first_and_settings_are_folded(run, say):
+    assert say(run)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    places = [text.index(f'<h2 id="{name}"') for name in (
+        "outcome", "curves", "samples", "warnings", "asked", "environment")]
+    assert places == sorted(places)
+    assert "<details open" not in text
+
+
+def test_samples_of_every_evaluation_are_there_but_only_two_are_seen_at_first(run, say):
+    data = say_data(say, run)["samples"]
+    rows = [row for row in jsonl(run / "samples.jsonl") if row["kind"] == "eval"]
+    steps = sorted({row["step"] for row in rows})
+    assert data["between"] == steps[1:-1] != []
+    for pair in data["pairs"]:
+        for step, response in zip(data["between"], pair["between"], strict=True):
+            row = next(r for r in rows if r["step"] == step and r["prompt"] == pair["prompt"])
+            assert (response["text"], response["score"]) == (row["response"], row["score"])
+    assert say(run)[0] == 0
+    text = (run / "report.html").read_text(encoding="utf-8")
+    for step in steps[1:]:
+        hidden = " hidden" if step != steps[-1] else ""
+        assert text.count(f'<section data-step="{step}"{hidden}>') == len(data["pairs"])
+
+
+def test_many_evaluations_are_chosen_evenly(run):
+    rows = [{"kind": "eval", "step": step, "prompt": "p", "response": str(step), "score": 1.0}
+            for step in range(101)]
+    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = samples_of(read_run(run), 0, 100, list(range(101)))
+    assert len(found.between) == 22
+    assert {b - a for a, b in pairwise(found.between)} <= {4, 5}
+    assert [each["text"] for each in found.pairs[0]["between"]] == list(map(str, found.between))
+
+
+def test_other_runs_lie_over_the_curves(run, say, reference, tmp_path):
+    other = whole_copy(reference, tmp_path / "runs" / "<b>other")
+    assert say(run, others=[str(other), str(run)])[0] == 0
+    assert "The curves also show <b>other (finished)." in Page(run / "report.html").text
+    assert "The curves also show \\<b\\>other (finished)." in (run / "report.md").read_text()
+    curves = {curve["title"]: curve for curve in drawn_data(run / "report.html")["curves"]}
+    assert [(line["name"], line["run"]) for line in curves["Reward"]["lines"]] == [
+        ("rollouts, one", 0), ("evaluation, one", 0), ("rollouts, <b>other", 1),
+        ("evaluation, <b>other", 1)]
+    assert {line["run"] for line in curves["Time of a step"]["lines"]} == {-1}
 
 
 def test_a_page_refers_to_nothing_outside_itself(run, say):
     assert say(run)[0] == 0
     text = (run / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r"url\(|@import", text)
-    assert set(re.findall(r"https?://[^\"'<\s]+", text)) == {"http://www.w3.org/2000/svg"}
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|WebSocket|import\(", text)
+    assert set(re.findall(r"https?://[^\"'<\s]+", text)) == {
+        "https://github.com/leeoniya/uPlot"}, "where the library says it is from"
     assert "default-src 'none'" in text
     page = Page(run / "report.html")
     loading = {value for name, value in page.attributes
@@ -149,7 +236,9 @@ def test_hostile_texts_stay_texts_on_the_page(reference, tmp_path, say):
     raw = (run / "report.html").read_text(encoding="utf-8")
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2066\u2069\ud800-\udfff]", raw)
     page = Page(run / "report.html")
-    assert {"script", "img"} & set(page.tags) == set()
+    assert "img" not in page.tags
+    assert page.tags.count("script") == 2, "the data, and what draws it"
+    assert "<script>document" not in raw
     assert "alert(1)" not in "".join(value for _, value in page.attributes)
     for part in ("</script><script>document.title='owned'", "a | b || c \\| d", "{{ 7 * 7 }}",
                  "\\x1b[31mred", "\\u202egnp.exe", "lone \\ud83d surrogate", "&amp;",
@@ -166,8 +255,8 @@ def test_hostile_texts_stay_texts_in_markdown(reference, tmp_path, say):
     lines = outside_fences(raw)
     assert [line for line in lines if line.startswith("#")] == [
         "# hostile: PPO training report", *(f"## {name}" for name in (
-            "What was asked", "Outcome", "Curves", "Samples", "Warnings", "Evaluations",
-            "Checkpoints", "Environment", "Reproduce"))]
+            "Outcome", "Curves", "Samples", "Warnings", "Evaluations", "Checkpoints",
+            "What was asked", "Environment", "Reproduce"))]
     assert not any(line.startswith(("out of the fence", "~~~")) for line in lines)
     for line in lines[1:]:
         bare = re.sub(r"\\.", "", re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", line))
@@ -272,11 +361,16 @@ def test_ten_thousand_steps_are_thinned_and_said_to_be(run, say):
             file.write(json.dumps({**row, "step": step, "reward/mean": step % 97,
                                    "val/var_explained": -5.0 - (step in (1, 9_999)),
                                    "lr": 0.5 if step in (1, 10_000) else step % 7}) + "\n")
-    page, text = texts(say, run)
+    _, text = texts(say, run)
     assert (run / "report.html").stat().st_size < 1_000_000
     said = "Of about every 20 neighbouring steps the lowest and the highest value are drawn."
-    assert said in page
-    assert "Values below -1 are drawn at -1." in page
+    drawn = {curve["title"]: curve for curve in drawn_data(run / "report.html")["curves"]}
+    assert drawn["Reward"]["notes"] == said
+    assert drawn["Explained variance of the returns"]["notes"] == (
+        f"Values below -1 are drawn at -1. {said}")
+    assert drawn["Explained variance of the returns"]["floor"] == -1
+    _, means = drawn["Reward"]["lines"][0]["means"]  # 0 to 96 over and over
+    assert sum(means) / len(means) == pytest.approx(48, abs=0.5)
     lines = [line for curve in say_data(say, run)["curves"] for line in curve["lines"]]
     assert max(len(line["points"]) for line in lines) == 1000
     assert "| Explained variance of the returns | -6 | -5 | -6 | -5 | ▅" in text
@@ -321,7 +415,8 @@ def test_a_lone_evaluation_says_of_when_it_is(run, say, kept, said):
     assert f"Reward on the evaluation prompts {said}{reward}" in page
     alone = "| Reward: evaluation |" in text and "| Reward: rollouts |" not in text
     assert alone == (said == "before training")
-    assert ("Reward: evaluation" in (run / "report.html").read_text()) == alone
+    titles = [curve["title"] for curve in drawn_data(run / "report.html")["curves"]]
+    assert ("Reward: evaluation" in titles) == alone
 
 
 def test_markdown_tells_how_the_scores_are_distributed(run, say):

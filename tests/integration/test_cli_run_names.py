@@ -184,7 +184,7 @@ def test_a_step_that_was_saved_without_a_row_counts(place, capsys):
     assert code_of(lambda: print_runs(None, True)) == 0
     assert {row["name"]: row["step"] for row in json.loads(capsys.readouterr().out)} == {
         "done": 4, "kl/0": 4}
-    assert code_of(lambda: report("done", None, None, False, True)) == 0
+    assert code_of(lambda: report("done", None, None, None, False, True)) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], told["episodes"]) == (4, summary["episodes"])
     assert told["sentence"] == "Stopped at step 4 of 4."

@@ -54,7 +54,7 @@ def test_the_wheel_holds_all_that_a_run_reads(wheel):
     shipped = [path.relative_to(ROOT) for folder in ("conf", "recipes")
                for path in (ROOT / folder).rglob("*.yaml")]
     code = [path.relative_to(ROOT) for path in (ROOT / "ppocli").rglob("*")
-            if path.suffix in (".py", ".css", ".j2", ".jinja")]
+            if path.suffix in (".py", ".css", ".js", ".LICENSE", ".j2", ".jinja")]
     data = [path.relative_to(ROOT) for path in (ROOT / "ppocli/builtin/data").rglob("*")
             if path.is_file()]
     assert len(shipped) > 10
@@ -68,7 +68,7 @@ def test_the_wheel_holds_nothing_else(wheel):
     assert {name.split("/")[0] for name in names} == {"ppocli"}
     assert {Path(name).suffix for name in names} <= {".py", ".yaml", ".json", ".jsonl",
                                                      ".safetensors", ".md", ".typed", ".css",
-                                                     ".j2", ".jinja"}
+                                                     ".js", ".LICENSE", ".j2", ".jinja"}
     assert not [name for name in names
                 if {"tests", "__pycache__"} & set(Path(name).parts)]
     assert wheel.stat().st_size < 9 * MEBIBYTE

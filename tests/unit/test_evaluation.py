@@ -145,7 +145,7 @@ def test_a_prompt_with_too_few_scores_is_left_out_of_the_points():
     base += [row(None, 1) for _ in range(11)]
     found = frontier_of(base, [row(1.0, 0)], plain_sampling=True)
     assert [point["prompts"] for point in found["points"]] == [2, 2, 2, 1, 1]
-    assert "best-of-n of the base" in frontier_svg(found)
+    assert b"best-of-n of the base" in frontier_svg(found)
 
 
 def write_rows(folder: Path, count, roles=("policy",), tail=b""):

@@ -109,7 +109,7 @@ def test_the_reference_answers_beside_the_policy(swept):
     # before training the policy is the reference: same random numbers, same words
     assert [row["ref_response"] for row in before] == [row["response"] for row in before]
     assert [row["ref_response"] for row in after] == [row["response"] for row in before]
-    report(str(swept / "swept"), None, None, False, False)
+    report(str(swept / "swept"), None, None, None, False, False)
     for name in ("report.md", "report.html"):
         assert "reference" in (swept / "swept" / name).read_text()
     assert "\nreference" in (swept / "swept/report.md").read_text()

@@ -39,6 +39,19 @@ def test_several_series_are_told_apart():
     assert colours[-2:] == [f"  {cyan}⣿⣿\x1b[0m low", f"  {yellow}⣿⣿\x1b[0m high"]
 
 
+@pytest.mark.parametrize(("style", "dots"), [("dots", "●"), ("marks", "A"), ("ascii", "A")])
+def test_evaluations_are_dots_over_every_line(style, dots):
+    one = Series("a", "reward/mean", [(0, 1.0), (10, 1.0)], [(5, 1.0), (10, 0.0)])
+    rows = draw([one], title="t", style=style, width=40)
+    assert rows[1].count(dots) == 1, "in the middle of the line of rollouts"
+    assert 18 <= rows[1].index(dots) <= 24
+    assert any(row.endswith(dots) for row in rows[9:14])
+    assert rows[-1] == f"  {dots} evaluation"
+    rows = draw([one, curve([(0, 1.0), (10, 1.0)], "b")], title="t", style=style, width=40)
+    assert rows[1].count(dots) == 1, "not under the second run"
+    assert rows[-2].endswith(f" a   {dots} its evaluations")
+
+
 def test_ascii_is_ascii():
     lines = draw([curve([(0, 0.0), (5, 2.0)])], title="t", style="ascii")
     assert "\n".join(lines).isascii()

@@ -1,0 +1,88 @@
+"""Curves as PNG and SVG files, drawn by matplotlib, which the extra ``plot`` installs.
+
+The report's page draws its own (``report/templates/report.js``), the terminal's are
+:mod:`ppocli.cli.plot`.
+"""
+
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Literal
+
+from ppocli.errors import ConfigError
+from ppocli.text import clean
+
+MISSING = "it needs matplotlib, which is not installed: pip install 'ppocli[plot]'"
+_LARGEST = 1e300
+"""beyond it a difference of two values may overflow: drawn there"""
+_STYLE = {"svg.fonttype": "none", "svg.hashsalt": "ppocli", "text.parse_math": False,
+          "axes.spines.top": False, "axes.spines.right": False, "axes.titlelocation": "left",
+          "axes.titlesize": 11, "legend.fontsize": 9, "legend.frameon": False,
+          "axes.grid": True, "grid.alpha": 0.3}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One series of a picture."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    """(x, y) in the order they are joined"""
+    kind: Literal["line", "thin", "dots"] = "line"
+    """``thin`` for noisy figures, ``dots`` for few values that were measured one by one"""
+    run: int = -1
+    """which of several runs it is of: those of one run have one colour; -1 where there is one"""
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Lines over one pair of axes; several have a legend."""
+
+    title: str
+    lines: Sequence[Line]
+    x_label: str = "step"
+    y_label: str = ""
+
+
+def installed() -> bool:
+    """Whether there is a matplotlib to draw with."""
+    return find_spec("matplotlib") is not None
+
+
+def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
+    """Panels below one another as a file of the given form, ``svg`` or ``png``; equal panels give
+    equal bytes.
+
+    Raises:
+        ConfigError: matplotlib isn't installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(f"Drawing a .{form} needs matplotlib, which is not installed.",
+                          where="--out", fix="pip install 'ppocli[plot]'") from None
+    buffer = io.BytesIO()
+    with warnings.catch_warnings(), rc_context(_STYLE):  # type: ignore[arg-type]
+        warnings.simplefilter("ignore")  # letters of a run's name that the font hasn't got
+        drawing = Figure(figsize=(8, 3 * len(panels)), dpi=100, layout="constrained")
+        for axes, panel in zip(drawing.subplots(len(panels), 1, squeeze=False)[:, 0], panels,
+                               strict=True):
+            axes.set(title=clean(panel.title), xlabel=panel.x_label, ylabel=panel.y_label)
+            for number, line in enumerate(panel.lines):
+                axes.plot(
+                    [x for x, _ in line.points],
+                    [max(-_LARGEST, min(_LARGEST, y)) for _, y in line.points],
+                    color=f"C{(number if line.run < 0 else line.run) % 10}",
+                    alpha=0.5 if line.kind == "thin" else 1.0,
+                    linewidth=1.0 if line.kind == "thin" else 1.8,
+                    marker="o" if line.kind == "dots" or len(line.points) == 1 else "",
+                    markersize=4, label=f" {clean(line.name)}")  # "_..." would be left out
+            if len(panel.lines) > 1:
+                axes.legend()
+        facts = dict.fromkeys(("Date", "Creator", "Format", "Type")) if form == "svg" else None
+        drawing.savefig(buffer, format=form, metadata=facts)
+    drawn = buffer.getvalue()
+    return drawn[drawn.index(b"<svg"):] if form == "svg" else drawn  # no DOCTYPE, no addresses

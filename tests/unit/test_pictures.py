@@ -1,0 +1,76 @@
+"""Pictures by matplotlib: what is in them, whatever the values and names; and thinned curves."""
+
+import math
+import re
+from xml.etree import ElementTree
+
+import pytest
+
+from ppocli.report.curves import thin
+from ppocli.runs.pictures import Line, Panel, draw
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(svg: bytes) -> list[str]:
+    return [(element.text or "").strip()
+            for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def strokes(svg: bytes) -> set[tuple[str, str]]:
+    """(colour, width) of what is drawn as lines."""
+    return set(re.findall(r"stroke: (#[0-9a-f]{6});[^\"]*?stroke-width: ([\d.]+)", svg.decode()))
+
+
+def test_lines_have_a_legend_and_equal_pictures_equal_bytes():
+    panel = Panel("Reward", [Line("rollouts", [(0, 1.0), (1, 2.0)], "thin"),
+                             Line("_evaluation", [(0, 1.0), (1, 3.0)], "dots")], "step", "score")
+    svg = draw([panel, Panel("Loss", [Line("alone", [(0, 1.0)])])])
+    assert {"Reward", "Loss", "rollouts", "_evaluation", "score"} <= set(texts(svg))
+    assert "alone" not in texts(svg)
+    assert texts(svg).count("step") == 2
+    assert svg == draw([panel, Panel("Loss", [Line("alone", [(0, 1.0)])])])
+    assert draw([panel], "png").startswith(b"\x89PNG\r\n\x1a\n")
+    for name in re.findall(rb'xmlns(?::\w+)?="[^"]*"', svg):
+        svg = svg.replace(name, b"")
+    assert svg.startswith(b"<svg")
+    assert b"://" not in svg
+
+
+def test_lines_of_one_run_share_a_colour():
+    points = [(0, 1.0), (1, 2.0)]
+    one, other = (draw([Panel("t", [Line("a", points, "thin", run), Line("b", points, "dots", run)])
+                        ]) for run in (0, 1))
+    assert {"#1f77b4"} == {colour for colour, _ in strokes(one)} & {"#1f77b4", "#ff7f0e"}
+    assert {"#ff7f0e"} == {colour for colour, _ in strokes(other)} & {"#1f77b4", "#ff7f0e"}
+
+
+@pytest.mark.parametrize("points", [
+    [], [(3, 0.5)], [(0, -1.7e308), (1, 1.7e308)], [(0, 1e-320), (1, 2e-320)],
+    [(0, math.nan), (1, 1.0)], [(0, math.inf), (1, 1.0)], [(n, -3.0) for n in range(5)]])
+def test_odd_values_are_drawn(points):
+    assert "t" in texts(draw([Panel("t", [Line("a", points), Line("b", points, "dots")])]))
+
+
+def test_names_are_texts():
+    nasty = '</title></svg><script>alert(1)</script> "quoted" & $x_{1}$ \x1b[31m \x00 \u202e'
+    svg = draw([Panel(nasty, [Line(nasty, [(0, 1.0)]), Line("b", [(0, 1.0)])])])
+    assert b"<script" not in svg
+    assert sum("$x_{1}$" in text for text in texts(svg)) == 2
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u202e]", svg.decode())
+
+
+def test_thinning_keeps_ends_of_the_range_every_outlier_and_the_means():
+    points = [(float(step), math.sin(step / 50)) for step in range(10_000)]
+    points[4321] = (4321.0, 99.0)
+    points[7000] = (7000.0, -99.0)
+    kept, means = thin(points, 1000)
+    assert len(kept) <= 1000
+    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
+    assert {points[4321], points[7000]} <= set(kept)
+    assert (kept[0], kept[-1]) == (points[0], points[-1]) == (means[0], means[-1])
+    assert len(means) == 501
+    x, y = means[200]  # of about twenty neighbours, one of which is no outlier's
+    near = [value for step, value in points if abs(step - x) < 10]
+    assert y == pytest.approx(sum(near) / len(near), abs=0.02)
+    assert thin(points[:1000], 1000) == (points[:1000], [])
