@@ -174,7 +174,7 @@ def _values(key: str, value: str) -> list[str]:
 
         def section(builtin: str) -> str:
             return ("prompts" if builtin.endswith("prompts") else "data"
-                    if builtin.startswith("pipeline") else "model")
+                    if builtin.startswith(("pipeline", "arithmetic")) else "model")
 
         options = [BUILTIN_PREFIX + found for found, about in list_builtins().items()
                    if not about.startswith("classifier")
