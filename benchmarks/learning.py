@@ -78,13 +78,15 @@ def quickstart_row(run: Path) -> tuple[dict[str, float], bool]:
     ended = [r["response"].rstrip().endswith(SENTENCE_END) or not r["finished"] for r in samples]
     found = {
         "reward before": before["reward_mean"], "reward after": after["reward_mean"],
-        "kl after": after["kl_mean"], "distinct-2 kept": after["distinct_2"] / before["distinct_2"],
+        "kl after": after["kl_mean"],
+        "length kept": after["response_tokens_mean"] / before["response_tokens_mean"],
+        "distinct-2 kept": after["distinct_2"] / before["distinct_2"],
         "well ended": sum(ended) / len(ended),
         "repeating": float(sum(repeats_4gram(r["prompt"] + r["response"]) for r in samples)),
         "seconds": sum(summary["seconds"].values()),
     }
     holds = (found["reward before"] <= 0.6 and found["reward after"] >= 0.92
-             and found["kl after"] <= 6 and found["distinct-2 kept"] >= 0.5
+             and found["kl after"] <= 2 and found["distinct-2 kept"] >= 0.5
              and found["well ended"] >= 0.9 and found["repeating"] == 0)
     return found, holds
 

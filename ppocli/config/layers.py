@@ -157,9 +157,27 @@ def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merg
         else:
             problems.append(Problem(entry.key, problem, entry.source))
     problems += _unresolvable(node, sources, hydra_resolves)
+    _give_way(node, {key for key, source in sources.items() if source == COMMAND_LINE})
     return Merged(node, sources, tuple(problems), frozenset(
         text for entry in entries if entry.source == COMMAND_LINE
         for text in _texts(entry.key, entry.value)))
+
+
+def _give_way(node: DictConfig, typed: set[str]) -> None:
+    """What files and defaults say gives way to typed words that it contradicts: another length of
+    the run, batches larger than what they are taken from. Two typed words stay as they are."""
+    ppo = node.ppo
+    lengths = ("total_episodes", "epochs", "num_steps")
+    if any(f"ppo.{name}" in typed and ppo[name] is not None for name in lengths):
+        for name in lengths:
+            if f"ppo.{name}" not in typed:
+                ppo[name] = None
+    decided = "ppo.num_rollouts" in typed
+    for name, most in (("mini_batch_size", "num_rollouts"),
+                       ("micro_batch_size", "mini_batch_size")):
+        decided |= f"ppo.{most}" in typed
+        if decided and f"ppo.{name}" not in typed and (ppo[name] or 0) > ppo[most] > 0:
+            ppo[name] = ppo[most]
 
 
 def _texts(key: str, value: Any) -> Iterator[str]:

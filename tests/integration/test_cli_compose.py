@@ -79,6 +79,19 @@ def test_the_recipe_is_below_the_command_line_whatever_the_order():
             5, 0.7, "builtin:reviews")
 
 
+def test_files_and_defaults_give_way_to_typed_words_that_they_contradict():
+    ppo = checked("+recipe=quickstart", "ppo.num_steps=2", "ppo.num_rollouts=24").config.ppo
+    assert (ppo.num_steps, ppo.total_episodes, ppo.mini_batch_size) == (2, None, 24)
+    ppo = checked(*RUNNABLE, "ppo.num_steps=null", "ppo.epochs=1", "ppo.num_rollouts=8").config.ppo
+    assert (ppo.epochs, ppo.total_episodes, ppo.num_steps, ppo.mini_batch_size) == (
+        1, None, None, 8)
+    assert checked("+recipe=quickstart", "ppo.num_rollouts=512").config.ppo.mini_batch_size == 64
+    assert "contradict each other" in refused("+recipe=quickstart", "ppo.num_steps=2",
+                                              "ppo.total_episodes=64")
+    assert "mini_batch_size 32 must be at most num_rollouts 24" in refused(
+        "+recipe=quickstart", "ppo.mini_batch_size=32", "ppo.num_rollouts=24")
+
+
 def test_groups_are_chosen_added_and_removed():
     assert checked(*RUNNABLE, "ppo=trl").config.ppo.kl_controller == "adaptive"
     assert checked("+recipe=imdb_sentiment").config.ppo.max_grad_norm is None

@@ -15,7 +15,7 @@ def train(folder: Path, *words: str) -> Path:
 
 
 def test_a_part_of_the_quickstart_raises_the_reward(tmp_path):
-    run = train(tmp_path, "ppo.total_episodes=896", "prompts.eval.repeat=2")
+    run = train(tmp_path, "ppo.total_episodes=1536", "prompts.eval.repeat=2")
     summary = json.loads((run / "summary.json").read_text())
     before, after = summary["eval_before"], summary["eval_after"]
     assert before["reward_mean"] <= 0.6
@@ -52,7 +52,7 @@ def test_the_quickstart_keeps_its_promise(tmp_path):
     run = train(tmp_path, "seed=7")
     after = json.loads((run / "summary.json").read_text())["eval_after"]
     assert after["reward_mean"] >= 0.92
-    assert after["kl_mean"] <= 6.0
+    assert after["kl_mean"] <= 2.0
 
 
 def test_a_run_without_a_critic_has_no_figures_of_one_and_saves_no_value_head(tmp_path, capsys):
@@ -63,7 +63,7 @@ def test_a_run_without_a_critic_has_no_figures_of_one_and_saves_no_value_head(tm
     assert row["objective/non_score_reward"] == 0
     assert row["objective/rlhf_reward"] == row["objective/scores"]
     assert not {"loss/value_avg", "val/error", "val/returns_mean"} & set(row)
-    assert json.loads((run / "summary.json").read_text())["updates"] == 2 * 4
+    assert json.loads((run / "summary.json").read_text())["updates"] == 2 * 2
     assert not list(run.rglob("value_*"))
     command = app_in_process(capsys)
     ended = command("export", run, "--include-value-head", "--output", tmp_path / "x", code=3)
