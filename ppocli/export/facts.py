@@ -23,7 +23,8 @@ _NUM_SAMPLES = 4
 _LICENSE_KEYS = ("license", "license_name", "license_link")
 _OWN_LICENSE = "apache-2.0"
 """of the models that ship with ppocli, which is under it"""
-_PLACES = frozenset({"run", "name", "path", "tokenizer_path", "fn", "metric_fn", "targets"})
+_PLACES = frozenset({"run", "name", "path", "tokenizer_path", "fn", "step_fn", "metric_fn",
+                     "targets"})
 """keys of eval.json under which a folder of this machine may stand"""
 _LOCAL = re.compile(r"(?:[/~]|\.\.?/)(?:.*/)?(?=[^/])", re.DOTALL)
 

@@ -181,7 +181,7 @@ def _reward(config: schema.TrainConfig) -> str:
 def _modules(config: schema.TrainConfig) -> list[str]:
     """Modules among the functions that a configuration names; files have absolute paths."""
     reward = config.reward
-    given = [reward.fn, reward.metric_fn,
+    given = [reward.fn, reward.step_fn, reward.metric_fn,
              *(entry.get("fn") for entry in reward.fns.values() if isinstance(entry, dict))]
     modules = (name.rpartition(":" if ":" in name else ".")[0] for name in given if name)
     return [module for module in dict.fromkeys(modules)

@@ -17,7 +17,7 @@ from runs import STEPS, Ended, run
 import ppocli
 from ppocli.errors import ConfigError
 from ppocli.export.card import PLACEHOLDER, user_text, with_user_text
-from ppocli.export.facts import split_card
+from ppocli.export.facts import split_card, without_folders
 from ppocli.storage.run_folder import lock_beside
 
 LAST = f"step-{STEPS:06d}"
@@ -54,6 +54,8 @@ def test_the_own_evaluation_comes_along_without_folders(finished, export, here):
         "rewards.py:score", ["rewards.py"])
     for place in (here, here.resolve(), finished, Path(finished / "config.yaml")):
         assert str(place) not in (folder / "eval.json").read_text()
+    split = {"reward": {"step_fn": f"{here}/steps.py:cut"}}
+    assert without_folders(split) == {"reward": {"step_fn": "steps.py:cut"}}
 
 
 def test_a_second_export_to_the_same_place_is_told_who_works_there(finished, export):
