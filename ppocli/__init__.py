@@ -21,12 +21,13 @@ if TYPE_CHECKING:
         train,
         train_reward_model,
     )
+    from ppocli.episode import Step
     from ppocli.generation import Batch
     from ppocli.trainer import PPOTrainer
 
-__all__ = ["Batch", "EvalResult", "PPOTrainer", "TrainedRun", "__version__", "evaluate",
+__all__ = ["Batch", "EvalResult", "PPOTrainer", "Step", "TrainedRun", "__version__", "evaluate",
            "load_run", "sft", "train", "train_reward_model"]
-_API = frozenset(__all__) - {"Batch", "PPOTrainer", "__version__"}
+_API = frozenset(__all__) - {"Batch", "PPOTrainer", "Step", "__version__"}
 
 
 def __getattr__(name: str) -> Any:
@@ -34,6 +35,10 @@ def __getattr__(name: str) -> Any:
         from ppocli import api
 
         return getattr(api, name)
+    if name == "Step":
+        from ppocli.episode import Step
+
+        return Step
     if name in ("Batch", "PPOTrainer"):
         from ppocli import trainer
 

@@ -18,6 +18,7 @@ from ppocli.config.keys import schema_keys
 from ppocli.config.problems import DEFAULT_SOURCE, OUR_ENGINES, Problem
 from ppocli.config.words import Words, read_words
 from ppocli.data import render, sources
+from ppocli.environments.resolve import resolve
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
 from ppocli.launching import opened_folder
 from ppocli.launching.target_config import allow_code
@@ -174,6 +175,9 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
         if not wrong & keys:
             with found.taking():
                 check_reward_config(part, columns=columns)
+    if config.env.fn is not None and not any(key.startswith("env") for key in wrong):
+        with found.taking():
+            resolve(config.env, columns or ())
     for key, path, noun in (("task.fn", config.task.fn, "function"),
                             ("rollout.engine", config.rollout.engine, "class")):
         if path is not None and path not in (*OUR_ENGINES, *tasks.DATA_TASKS) and key not in wrong:

@@ -124,7 +124,7 @@ def _computes_on_cuda(cfg: TrainConfig) -> bool:
 
 def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, str]:
     """Tokens of the longest prompt, and how that is known."""
-    from ppocli.config.keys import several
+    from ppocli.config.episodes import longest_response
     from ppocli.models.loading.model_config import max_positions, model_facts
     from ppocli.models.trunk import has_encoder
 
@@ -133,8 +133,7 @@ def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[in
     lm = model_facts(cfg.model, config)
     limit = max_positions(lm)
     # an encoder-decoder has that many on either side
-    new = 0 if has_encoder(lm) else max(
-        [cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
+    new = 0 if has_encoder(lm) else longest_response(cfg)
     room = 2**31 if limit is None else max(limit - new, 1)
     measured = _longest_prompt(cfg, room, whole=has_encoder(lm))
     if measured is not None:

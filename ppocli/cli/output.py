@@ -121,7 +121,7 @@ def reward_labels(reward: RewardConfig) -> list[str]:
     has one."""
     functions = [(entry["fn"], entry.get("kwargs") or {}, entry.get("style") or reward.style)
                  for entry in reward.fns.values()] or [
-        (reward.fn or "?", reward.kwargs, reward.style)]
+        (reward.fn or "env.fn", reward.kwargs, reward.style)]
     return [(f"{fn} {kwargs['model']}" if "model" in kwargs else str(fn))
             + ("" if style in ("auto", "ppocli") else f" (style {style})")
             for fn, kwargs, style in functions]

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from ppocli.config import adapters, algorithm, schema, tasks
+from ppocli.config import adapters, algorithm, episodes, schema, tasks
 from ppocli.config.keys import Key, Rules, free_mapping_of, is_import_path, schema_keys, several
 from ppocli.errors import ConfigError
 from ppocli.text import cut, did_you_mean
@@ -96,6 +96,7 @@ def _rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     if task == "ppo":
         yield from _reward(config, handed_in)
         yield from algorithm.value_function_rules(config)
+        yield from episodes.env_rules(config, handed_in)
     if task in ("ppo", "sft"):
         yield from _generation(config)
     yield from _seams(config)
@@ -180,8 +181,9 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     if "reward.fn" not in handed_in:
         yield (reward.fn is not None and reward.fns, "reward.fn, reward.fns",
                "give one function or several, not both")
-        yield (reward.fn is None and not reward.fns, "reward.fn", "missing; give an import path "
-               "(reward.fn=my_rewards:score), a built-in's name, or a config group (reward=...)")
+        yield (reward.fn is None and not reward.fns and config.env.fn is None, "reward.fn",
+               "missing; give an import path (reward.fn=my_rewards:score), a built-in's name, or a "
+               "config group (reward=...)")
         yield (reward.fn is None and reward.kwargs, "reward.kwargs", "these belong to reward.fn, "
                "which is not given; with reward.fns each entry has its own kwargs")
     yield reward.fn == "", "reward.fn", "must not be empty"

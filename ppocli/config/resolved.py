@@ -175,6 +175,9 @@ def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
         if isinstance(value, str) and value != "???"})
     for name in ("fn", "step_fn", "metric_fn"):
         setattr(result.reward, name, _absolute_function(getattr(result.reward, name), folder))
+    result.env.fn = _absolute_function(result.env.fn, folder)
+    result.env.tools = [str(_absolute_function(name, folder)) for name in result.env.tools]
+    result.env.kwargs = _absolute_values(result.env.kwargs, folder)
     result.tracking.trackers = [str(_absolute_function(name, folder))
                                 for name in result.tracking.trackers]
     result.reward.kwargs = _absolute_values(result.reward.kwargs, folder)

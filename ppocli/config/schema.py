@@ -237,6 +237,27 @@ class RolloutConfig:
 
 
 @dataclass
+class EnvConfig:
+    fn: Optional[str] = key(None, "import path of a class whose objects answer the policy turn by "
+                            "turn (reset, step), 'guess_number', 'calculator', or 'tools' for the "
+                            "functions of env.tools")
+    kwargs: dict[str, Any] = key({}, "arguments of that class")
+    adapter: Optional[str] = key(None, "the library that the class was written for",
+                                 choices=("trl", "openrlhf"))
+    tools: list[str] = key([], "import paths of functions that the policy may call by the chat "
+                           "template's syntax, with fn=tools")
+    max_turns: int = key(8, "most turns of the policy in an episode", ge=1)
+    max_tokens: int = key(256, "most tokens of an episode behind its prompt, observations "
+                          "included; generation.max_new_tokens is the limit of one turn", ge=1)
+    timeout: Optional[float] = key(None, "seconds that one call of reset or step may take", gt=0)
+    retries: int = key(0, "how often a call that raised is tried again", ge=0)
+    workers: int = key(1, "calls at a time, each in a thread; async ones all wait together", ge=1)
+    on_error: str = key("stop", "what a failed call does: stop the run, end (truncate) the episode "
+                        "with the rewards so far, or drop it from the update",
+                        choices=("stop", "truncate", "drop"))
+
+
+@dataclass
 class HardwareConfig:
     device: str = key("auto", "where to compute", choices=("auto", "cpu", "cuda"))
     precision: str = key("fp32", "compute type; optimizer state stays fp32",
@@ -316,6 +337,7 @@ class TrainConfig:
     prompts: PromptsConfig = key(PromptsConfig, "what the policy answers to")
     generation: GenerationConfig = key(GenerationConfig, "how responses are sampled")
     rollout: RolloutConfig = key(RolloutConfig, "what samples them")
+    env: EnvConfig = key(EnvConfig, "what answers the policy in episodes of several turns")
     task: TaskConfig = key(TaskConfig, "what is trained, where it is not PPO")
     ppo: PPOConfig = key(PPOConfig, "the algorithm")
     data: DataConfig = key(DataConfig, "what ppocli sft and reward-model train on")

@@ -180,6 +180,9 @@ class PPOConfig:
     ptx: PTXConfig = key(PTXConfig, "supervised examples mixed into the loss")
     gamma: float = key(1.0, "discount of token rewards (gae, reinforce_pp)", ge=0, le=1)
     lam: float = key(0.95, "GAE lambda", ge=0, le=1)
+    gae_unit: str = key("token", "what GAE steps over where an environment answers (env.fn): "
+                        "tokens, or whole turns, whose tokens share an advantage",
+                        choices=("token", "turn"))
     lam_value: Optional[float] = key(None, "gae: lambda of what the value function learns, where "
                                      "it is another one (1: the sum of what was rewarded)", ge=0,
                                      le=1)

@@ -11,7 +11,7 @@ DATA_TASKS = ("sft", "reward_model")
 """values of ``task.fn`` that train on a data set; each has a section of its name"""
 Updates = schema.PPOConfig | schema_tasks.UpdatesConfig
 
-_SAMPLING = ("reward", "prompts", "ppo", "model.value", "model.reference", "task.kwargs",
+_SAMPLING = ("reward", "prompts", "ppo", "env", "model.value", "model.reference", "task.kwargs",
              "eval.ref_responses", "tracking.log_rollouts", "tracking.rollout_tokens")
 _NOT_READ = {"ppo": ("data", "sft", "reward_model"), "own": ("sft", "reward_model"),
              "sft": (*_SAMPLING, "reward_model"),

@@ -7,7 +7,7 @@ imports it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -63,6 +63,9 @@ class Samples:
     """GRPO: divide by that of all outcomes instead"""
     gaps: torch.Tensor | None = None
     """[B, R] steps of reward and value 0 between each token and the next that counts; GAE only"""
+    turns: torch.Tensor | None = None
+    """[B, R] int64 turn of each token, rising from 0: GAE then steps over turns; None: over tokens
+    """
 
 
 def gae(given: Samples) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,6 +90,8 @@ def gae(given: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if given.values is None:
         raise ValueError("gae needs values")
+    if given.turns is not None:
+        return _over_turns(given, given.values, given.turns)
     lam: float | torch.Tensor = given.lam
     if given.lam_alpha is not None:
         lengths = given.mask.sum(1).clamp(min=1).to(given.values.dtype)
@@ -96,6 +101,24 @@ def gae(given: Samples) -> tuple[torch.Tensor, torch.Tensor]:
         own = given.lam if given.lam_value is None else given.lam_value
         targets = _exponential(given, given.values, own)
     return advantages, (targets + given.values * given.mask) * given.mask
+
+
+def _over_turns(given: Samples, values: torch.Tensor, turns: torch.Tensor
+                ) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`gae` with a turn for each step: its reward is the sum of its tokens' rewards, its
+    value that of the state before its first token. All tokens of a turn have its advantage, and the
+    value function learns its return at each of them."""
+    mask, count = given.mask, int(turns.max()) + 1
+    which = turns * mask
+    zeros = values.new_zeros(len(values), count)
+    rewards = zeros.scatter_add(1, which, given.rewards * mask)
+    starts = mask & (which != which.roll(1, 1))
+    starts[:, 0] = mask[:, 0]
+    before = zeros.scatter_add(1, which, values * starts)
+    there = zeros.scatter_add(1, which, values.new_ones(values.shape) * mask) > 0
+    advantages, returns = gae(replace(given, rewards=rewards, values=before, mask=there,
+                                      turns=None))
+    return advantages.gather(1, which) * mask, returns.gather(1, which) * mask
 
 
 def _exponential(given: Samples, values: torch.Tensor, lam: float | torch.Tensor) -> torch.Tensor:

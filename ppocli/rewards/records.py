@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from ppocli.episode import Episode
 from ppocli.errors import RewardError
 from ppocli.text import first_line
 from ppocli.user_code import shorten
@@ -101,6 +102,9 @@ class RewardRequest:
     are"""
     step_ends: Sequence[Sequence[int]] = ()
     """for each of them the place in ``response_ids`` of the token with which it is complete"""
+    episodes: Sequence[Episode] = ()
+    """what happened in each, where an environment answered; a response is then the transcript, and
+    its ids are those that the policy said"""
 
     def __len__(self) -> int:
         return len(self.responses)

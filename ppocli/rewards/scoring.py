@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ppocli.config.resolved import PYTHON_OBJECT
-from ppocli.config.schema import RewardConfig
+from ppocli.config.schema import EnvConfig, RewardConfig
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards import steps
 from ppocli.rewards.calls import (
@@ -17,6 +17,7 @@ from ppocli.rewards.calls import (
     scores_from,
     step_ends_from,
 )
+from ppocli.rewards.episodes import EnvironmentReward
 from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score
 from ppocli.rewards.resolve import BoundCallable, bind
 from ppocli.rewards.styles import WHOLE_REQUEST
@@ -204,7 +205,8 @@ class Metric(Judge):
 
 def build_reward(cfg: RewardConfig, *,
                  reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
-                 columns: Sequence[str] | None = None, first: bool = True) -> Reward:
+                 columns: Sequence[str] | None = None, first: bool = True,
+                 env: EnvConfig | None = None) -> Reward:
     """Resolve, build and check what scores the samples; built-in models are loaded here.
 
     Args:
@@ -215,13 +217,19 @@ def build_reward(cfg: RewardConfig, *,
         columns: metadata columns of the prompts; None while they aren't known yet, then
             :meth:`Reward.check_columns` has to follow.
         first: this is rank 0, which alone builds what :attr:`Reward.needs_all_samples`.
+        env: whose own rewards count too.
 
     Raises:
         RewardError: an import path, a signature or an argument is wrong.
         ConfigError: ``reward_fn`` is empty.
         InputError: a built-in's model is missing or unusable.
     """
-    return _reward(cfg, reward_fn)._ready(columns, first)
+    reward = _reward(cfg, reward_fn)
+    if env is not None and env.fn is not None:
+        own = {"dense": env.max_turns > 1, "drop": env.on_error == "drop"}
+        reward = replace(reward, parts=(Part("env", bind(EnvironmentReward, own, key="env.fn")),
+                                        *reward.parts))
+    return reward._ready(columns, first)
 
 
 def build_metric(cfg: RewardConfig, metric_fn: Callable[..., Any] | None = None, *,
@@ -278,6 +286,8 @@ def _functions(cfg: RewardConfig, reward_fn: Any) -> Reward:
             raise ConfigError("reward_fn is an empty dict.", where="reward_fn",
                               fix="give at least one function: {name: function}")
     elif reward_fn is not None or not entries:
+        if reward_fn is None and cfg.fn is None:  # an environment rewards alone
+            return Reward((), replace(cfg, style="ppocli"))
         # kwargs beside an import path were meant for that function, which reward_fn replaces
         own = reward_fn is None or cfg.fn in (None, PYTHON_OBJECT)
         bound = bind(cfg.fn if reward_fn is None else reward_fn, cfg.kwargs if own else {},

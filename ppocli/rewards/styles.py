@@ -100,6 +100,7 @@ def _known(style: str, columns: Collection[str]) -> Mapping[str, Source]:
             p + q for p, q in zip(r.prompts, ended_outputs(r), strict=True)]}
     if style == "trl":
         return {**KNOWN_ARGUMENTS, "prompts": lambda r: list(r.messages or r.prompts),
+                "environments": lambda r: [one.environment for one in r.episodes],
                 "completions": lambda r: [[{"role": "assistant", "content": text}]
                                           if r.messages else text for text in r.responses],
                 "trainer_state": _trainer_state, "log_extra": lambda r: r.logs.extra,

@@ -10,6 +10,7 @@ from ppocli.config.keys import is_import_path
 from ppocli.config.problems import OUR_ENGINES
 from ppocli.config.resolved import CONFIG_FILE, PYTHON_OBJECT
 from ppocli.config.tasks import DATA_TASKS
+from ppocli.environments.resolve import BUILTIN_ENVIRONMENTS, TOOLS
 from ppocli.errors import CheckpointError
 from ppocli.own_code import TRUST
 from ppocli.rewards.resolve import BUILTIN_REWARDS
@@ -18,6 +19,7 @@ from ppocli.text import printable, short_path
 
 REMOTE = "trust_remote_code"
 _OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *OUR_ENGINES, *DATA_TASKS,
+                   *BUILTIN_ENVIRONMENTS, *BUILTIN_ENVIRONMENTS.values(), TOOLS,
                    "ppocli.rewards.randomwalks:metrics", PYTHON_OBJECT})
 
 
@@ -30,6 +32,7 @@ def import_paths(config: schema.TrainConfig) -> list[tuple[str, str | None]]:
             *((f"reward.fns.{name}.fn", entry.get("fn"))
               for name, entry in reward.fns.items() if isinstance(entry, dict)),
             ("task.fn", config.task.fn), ("rollout.engine", config.rollout.engine),
+            ("env.fn", config.env.fn), *(("env.tools", path) for path in config.env.tools),
             *(("tracking.trackers", name) for name in config.tracking.trackers)]
 
 

@@ -4,7 +4,7 @@ A task asks for samples and doesn't know how they are made: by our decode loop, 
 ``generate``, or by a sampler of the user's own (``rollout.engine=my_sampler.py:Sampler``).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,6 +22,7 @@ from ppocli.parallel.backend import Backend
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
+from ppocli.sampling.conversation import Conversation, Rereading
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation, Samples, single_turn
@@ -149,6 +150,29 @@ class DecodeSampler:
                 rows = slice(done, done + len(out))
                 yield single_turn(prompts.tokens[rows], prompts.mask[rows], out, start)
                 done = rows.stop
+
+
+    @contextmanager
+    def converse(self, contexts: Sequence[Sequence[int]], episodes: Sequence[int],
+                 spec: SamplingSpec, stream: int, speaker: Speaker, stop: StopFlag, *, tokens: int
+                 ) -> Iterator[Conversation]:
+        """Contexts that are continued turn by turn (:mod:`ppocli.sampling.episodes`).
+
+        Args:
+            contexts: [N] ids to begin with.
+            episodes: [N] numbers of the samples.
+            tokens: most that the policy says in one of them.
+        """
+        setup, lm = self.setup, speaker.lm
+
+        def poll() -> None:
+            faults.point("rollout.token", len(contexts))
+            stop.check()
+
+        decoder = Decoder(lm, spec, setup.tokenizer, None, speaker.value_head, poll=poll)
+        noise = uniform(setup.cfg.seed, stream, episodes, tokens)
+        with packed_weights(lm, DTYPES[setup.backend.precision]):
+            yield Rereading(decoder, contexts, noise, self.method(lm), setup.backend.autocast)
 
 
 class TransformersSampler(DecodeSampler):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ppocli.episode import Episode
 from ppocli.models.layout import Sequences, joined_right
 
 
@@ -57,6 +58,8 @@ class Samples:
     frozen_states: list[torch.Tensor] | None = None
     """per sample [n, D], on the device: the inputs of
     :attr:`~ppocli.sampling.sampler.Speaker.split` for all tokens but the last"""
+    episodes: list[Episode] | None = None
+    """per sample what happened, where an environment answered"""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -80,8 +83,10 @@ class Samples:
     def rows(self, index: Any) -> Samples:
         """The samples at ``index`` (a slice or a tensor of places), padding and all; without states
         of layers."""
+        places = torch.arange(len(self))[index].tolist() if self.episodes else ()
         return Samples(self.sequences.rows(index), self.logprobs[index], self.values[index],
-                       self.finished[index])
+                       self.finished[index], episodes=None if self.episodes is None else
+                       [self.episodes[i] for i in places])
 
     def only(self, kept: torch.Tensor) -> Samples:
         """The same samples with only some of their actions, whose tokens the others stay in.
@@ -101,7 +106,10 @@ class Samples:
         """The samples of several, padded to the widest; without states of layers."""
         found: dict[str, Any] = {name: joined_right([getattr(part, name) for part in parts])
                                  for name in ("logprobs", "values", "finished")}
-        return Samples(Sequences.joined([part.sequences for part in parts]), **found)
+        episodes = None if parts[0].episodes is None else [
+            episode for part in parts for episode in part.episodes or ()]
+        return Samples(Sequences.joined([part.sequences for part in parts]), **found,
+                       episodes=episodes)
 
 
 def single_turn(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation,

@@ -5,12 +5,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ppocli.data.prompt_set import PromptBatch
+from ppocli.episode import DONE
 from ppocli.parallel.ranks import woven
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.sampler import Speaker, sample_chunks
 from ppocli.sampling.samples import Samples
-from ppocli.tasks.ppo.figures import logged_figures, mean, mean_std, sample_rows
+from ppocli.tasks.ppo.figures import (
+    episode_row,
+    logged_figures,
+    mean,
+    mean_std,
+    sample_rows,
+)
 from ppocli.tasks.ppo.reward_calls import judge
 from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy
 from ppocli.tasks.ppo.session import EvalSession, sampling_sweep
@@ -95,6 +102,9 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFla
          "response_tokens": out.mask.sum(1).tolist(), "finished": out.finished.tolist()},
         {"rewards": scores.parts if len(scores.parts) > 1 else {}})
     samples = [{**row, **log} for row, log in zip(samples, scores.logs, strict=True)]
+    if out.episodes is not None:
+        samples = [{**row, **episode_row(one)}
+                   for row, one in zip(samples, out.episodes, strict=True)]
     return EvalChunk(start, samples, metrics, dict(scores.parts))
 
 
@@ -179,6 +189,9 @@ def evaluation_figures(samples: list[dict[str, Any]], metrics: dict[str, list[fl
         "distinct_2": distinct([s["response"] for s in samples], 2),
     }
     figures |= logged_figures(samples)
+    if samples and "turns" in samples[0]:
+        figures["turns_mean"] = mean([float(len(s["turns"])) for s in samples])
+        figures["done_share"] = mean([float(s["ended"] == DONE) for s in samples])
     rewards = parts if len(parts) > 1 else {}
     for kind, columns in (("reward", rewards), ("metrics", metrics)):
         figures |= {f"{kind}/{name}": mean(values) for name, values in columns.items()}

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 from ppocli.config import algorithm, schema
+from ppocli.config.episodes import longest_rollout
 from ppocli.ppo import kl, off_policy, shaping
 from ppocli.ppo.advantages import Samples, token_rewards
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
@@ -54,7 +55,7 @@ def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, list[fl
     if reward.overlong_buffer is not None:
         factor = 1.0 if reward.overlong_penalty is None else reward.overlong_penalty
         found["overlong"] = list(shaping.overlong_penalties(
-            lengths, longest=cfg.generation.max_new_tokens, buffer=reward.overlong_buffer,
+            lengths, longest=longest_rollout(cfg), buffer=reward.overlong_buffer,
             factor=factor))
     return found
 
@@ -131,7 +132,9 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
         rewards, mask, groups, values, gamma=ppo.gamma, lam=ppo.lam,
         lam_value=1.0 if pretrains else ppo.lam_value, lam_alpha=ppo.lam_alpha,
         group_std=ppo.group_std, batch_std=ppo.batch_std,
-        gaps=None if rollout.gaps is None else rollout.gaps[keep]))
+        gaps=None if rollout.gaps is None else rollout.gaps[keep],
+        turns=rollout.turns[keep] if ppo.gae_unit == "turn" and rollout.turns is not None
+        else None))
     wanted, gap, accepted, importance = ppo.importance, rollout.gap, mask, None
     if gap is not None:
         accepted = off_policy.accepted(gap[keep], mask, wanted.reject)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ppocli.config import algorithm, schema, schema_ppo
+from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, turn_rows
 from ppocli.ppo import off_policy
 from ppocli.tasks.ppo.experience import penalties_of, sequence_kl
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
@@ -126,10 +127,29 @@ def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True
     if rollout.drawn is not None:
         figures |= {"rollout/drawn": float(rollout.drawn.samples),
                     "rollout/uniform_groups": float(rollout.drawn.uniform_groups)}
+    figures |= episode_figures(rollout.episodes)
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
             figures[f"reward/{name}"] = mean([v for v in part if v is not None])
     return figures | logged_figures(rollout.logs)
+
+
+def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
+    """How episodes went; empty without any."""
+    if not episodes:
+        return {}
+    turns = [turn for one in episodes for turn in one.turns]
+    ended = [one.ended for one in episodes]
+    return {
+        "env/turns_mean": len(turns) / len(episodes),
+        "env/reward_per_turn": mean([turn.reward for turn in turns]),
+        "env/observation_tokens_mean": sum(turn.observation_tokens for turn in turns)
+        / len(episodes),
+        "env/done_share": ended.count(DONE) / len(episodes),
+        "env/truncated_share": (ended.count(TURNS) + ended.count(TOKENS)) / len(episodes),
+        "env/errors": float(ended.count(ERROR)),
+        "env/tool_errors": float(sum(turn.failed is not None for turn in turns)),
+    }
 
 
 def logged_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -204,6 +224,13 @@ def sample_rows(columns: Mapping[str, Sequence[Any]],
     return rows
 
 
+def episode_row(episode: Episode) -> dict[str, Any]:
+    """What a row of samples.jsonl says of an episode."""
+    return {"turns": turn_rows(episode), "ended": episode.ended,
+            **({"opening": episode.opening} if episode.opening else {}),
+            **({"error": episode.error} if episode.error else {})}
+
+
 def rollout_samples(rollout: Rollout, step: int, cfg: schema.TrainConfig) -> list[dict[str, Any]]:
     """The samples of a step as rows of samples.jsonl."""
     count, mask = len(rollout), rollout.response_mask
@@ -217,6 +244,8 @@ def rollout_samples(rollout: Rollout, step: int, cfg: schema.TrainConfig) -> lis
          "penalties": penalties_of(rollout, cfg)})
     for row, log in zip(rows, rollout.logs, strict=False):  # a loop of one's own has none
         row.update(log)
+    for row, episode in zip(rows, rollout.episodes, strict=False):
+        row.update(episode_row(episode))
     if cfg.tracking.rollout_tokens:
         for i, row in enumerate(rows):
             row.update(_token_lists(rollout, i))

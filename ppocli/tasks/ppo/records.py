@@ -13,6 +13,7 @@ import torch
 from ppocli.config.schema import PPOConfig
 from ppocli.data.data_set import Examples
 from ppocli.data.prompt_set import PromptBatch
+from ppocli.episode import Episode, turn_numbers
 from ppocli.models.head import HeadWeights
 from ppocli.models.layout import Sequences, joined_right
 from ppocli.ppo.shaping import RunningMoments
@@ -76,6 +77,8 @@ class Rollout:
     sampler_logprobs: torch.Tensor | None = None
     """[B, R] fp32 as the sampler said them, where ``logprobs`` are others; zero from a sampler that
     says none"""
+    episodes: list[Episode] = field(default_factory=list)
+    """[B] what happened, where an environment answered; else none"""
     waiting: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """samples for later steps (:mod:`ppocli.tasks.ppo.stale`)"""
 
@@ -106,6 +109,12 @@ class Rollout:
         return (self.logprobs - self.sampler_logprobs) * self.response_mask
 
     @property
+    def turns(self) -> torch.Tensor | None:
+        """[B, R] int64 which turn each action belongs to; None without an environment."""
+        return torch.tensor(turn_numbers(self.episodes, self.response_mask.shape[1])) \
+            if self.episodes else None
+
+    @property
     def shown_scores(self) -> list[float | None]:
         """[B] the scores, None where a sample has none."""
         return [score if valid else None
@@ -122,10 +131,16 @@ class Rollout:
         if len(parts) == 1:
             return parts[0]
         if any(part.dense is not None for part in parts):
-            parts = [part if part.dense is not None else
-                     replace(part, dense=torch.zeros(part.logprobs.shape)) for part in parts]
+            parts = [part if part.dense is not None else replace(part, dense=part._on_last())
+                     for part in parts]
         return Rollout(*(_joined([getattr(part, f.name) for part in parts])
                          for f in fields(Rollout)))
+
+    def _on_last(self) -> torch.Tensor:
+        """[B, R] the scores on the last tokens, as dense rewards have them."""
+        last = (self.response_mask.sum(1) - 1).clamp(min=0)
+        scores = torch.tensor(self.scores, dtype=torch.float32) * self.valid
+        return torch.zeros(self.logprobs.shape).scatter(1, last[:, None], scores[:, None])
 
     def in_order(self) -> Rollout:
         """The samples in the order of their episodes."""

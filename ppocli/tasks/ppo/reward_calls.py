@@ -12,6 +12,7 @@ import torch
 
 from ppocli.config import tasks
 from ppocli.data.prompt_set import PromptBatch
+from ppocli.episode import Episode, told_alone
 from ppocli.parallel.ranks import Ranks, woven
 from ppocli.rewards import steps
 from ppocli.rewards.records import RewardRequest, RewardScores
@@ -48,14 +49,15 @@ class Question:
 
 
 def request_of(session: EvalSession, prompts: PromptBatch, responses: list[str],
-               response_ids: list[list[int]], ended: list[bool]) -> RewardRequest:
+               response_ids: list[list[int]], ended: list[bool],
+               episodes: Sequence[Episode] = ()) -> RewardRequest:
     """Samples as a reward or a metric gets them."""
     ppo = session.cfg.ppo
     before = session.read_before(prompts) if session.reward.has_steps else ()
     return RewardRequest(
         prompts=prompts.texts, responses=responses, response_ids=response_ids,
         columns=prompts.columns, tokenizer=session.tokenizer, ended=ended,
-        messages=prompts.messages, prompt_ids=before,
+        messages=prompts.messages, prompt_ids=before, episodes=episodes,
         progress=(session.step,
                   tasks.planned_steps(session.cfg, session.num_prompts) or 0,
                   session.step * ppo.num_rollouts / ppo.n / (session.num_prompts or 1)))
@@ -79,12 +81,14 @@ def ask(session: EvalSession, prompts: PromptBatch, out: Samples, responses: lis
         together: bool) -> Question:
     """One chunk's question; special tokens are left out and stop sequences trimmed. All ranks call
     this in step, each with its share; ``together`` brings the shares to rank 0."""
-    request = request_of(session, prompts, responses, out.action_ids, out.finished.tolist())
+    request = request_of(session, prompts, responses, out.action_ids, out.finished.tolist(),
+                         out.episodes or ())
     ranks = session.backend.ranks
     together = together and ranks.world > 1
     if together:
         # a tokenizer is large, and rank 0 has its own
-        shares = ranks.gather(replace(request, tokenizer=None))
+        shares = ranks.gather(replace(request, tokenizer=None,
+                                      episodes=told_alone(request.episodes)))
         request = joined(shares, session.tokenizer) if ranks.first else request
     return Question(ranks, request, together)
 
@@ -129,6 +133,7 @@ def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:
                  for name in shares[0].columns}, tokenizer=tokenizer,
         ended=woven([share.ended or [] for share in shares]),
         messages=woven([share.messages for share in shares]),
+        episodes=woven([share.episodes for share in shares]),
         prompt_ids=woven([share.prompt_ids for share in shares]))
 
 

@@ -15,6 +15,7 @@ import torch
 
 from ppocli.config.algorithm import corrects, full_kl_in_loss, kl_estimator
 from ppocli.data.prompt_set import PromptBatch
+from ppocli.episode import told_alone
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models import passes
 from ppocli.models.fast.frozen_states import joined_rows
@@ -180,7 +181,9 @@ def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec
 
 def response_texts(session: EvalSession, prompts: PromptBatch, out: Samples, spec: SamplingSpec
                    ) -> list[str]:
-    """The responses as text, which ``spec`` says where to trim."""
+    """The responses as text, which ``spec`` says where to trim; of episodes the transcripts."""
+    if out.episodes is not None:
+        return [episode.transcript for episode in out.episodes]
     return decode_responses(session.tokenizer, session.read_before(prompts), out.action_ids,
                             spec.stop_sequences, spec.min_new_tokens)
 
@@ -311,7 +314,8 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: M
         has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts,
         logs=scores.logs,
         frozen_states=measured.frozen_states[:own], ref_states=measured.ref_states[:own],
-        sampler_logprobs=None if measured.logprobs is None else mine.logprobs)
+        sampler_logprobs=None if measured.logprobs is None else mine.logprobs,
+        episodes=told_alone(mine.episodes or ()))
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:

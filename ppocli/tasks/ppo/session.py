@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, reference_sharded
-from ppocli.config.keys import several
+from ppocli.config.episodes import longest_response
 from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
 from ppocli.data import prompt_set, sources
 from ppocli.data.data_set import Examples
+from ppocli.environments.calls import Calls
+from ppocli.environments.resolve import code_files, resolve
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast import attention, frozen_states, gemm
 from ppocli.models.loading import adapters, language_model, model_config, reference_and_value
@@ -19,6 +21,7 @@ from ppocli.models.reference import Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.sampling.decoding import load_judged
+from ppocli.sampling.episodes import EpisodeSampler
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks import building, supervised
@@ -158,7 +161,7 @@ def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
     limit = model_config.max_positions(lm)  # an encoder-decoder has that many on either side
     if limit is None:
         return 2**31
-    longest = max([cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
+    longest = longest_response(cfg)
     if longest >= limit:
         count = num_virtual_tokens(lm)
         beside = f" beside its {count} virtual tokens" if count else ""
@@ -192,7 +195,7 @@ def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tupl
     from ppocli.rewards import styles
     from ppocli.rewards.scoring import build_metric, build_reward
 
-    reward = build_reward(cfg.reward, reward_fn=objects.reward_fn, first=first)
+    reward = build_reward(cfg.reward, reward_fn=objects.reward_fn, first=first, env=cfg.env)
     metric = build_metric(cfg.reward, objects.metric_fn, first=first)
     for path in dict.fromkeys([*reward.code_files, *(metric.code_files if metric else [])]):
         log.info("running code from %s", path)
@@ -203,6 +206,36 @@ def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tupl
     return reward, metric
 
 
+def _environment(cfg: TrainConfig, prompts: prompt_set.PromptSet) -> Calls | None:
+    """What plays ``env.fn``, tried once on the first prompt; None where there is none.
+
+    Raises:
+        RewardError: it can't be found, made or played.
+    """
+    if cfg.env.fn is None:
+        return None
+    for path in code_files(cfg.env):
+        log.info("running code from %s", path)
+    calls = Calls(resolve(cfg.env, list(prompts.columns)), cfg.env, cfg.seed)
+    calls.rehearse(prompts)
+    if not calls.what.deterministic:
+        log.warning("%s says that it keeps state outside (deterministic = False): a resumed run "
+                    "plays other episodes than an uninterrupted one, and evaluations differ by "
+                    "chance.", calls.what.label)
+    return calls
+
+
+def _playing(setup: SamplerSetup, sampler: Sampler, calls: Calls | None) -> Sampler:
+    """The sampler, with an environment that answers where there is one."""
+    if calls is None:
+        return sampler
+    if setup.loaded.decoder_start is not None:
+        raise ConfigError("An encoder-decoder answers a prompt once; episodes of several turns "
+                          "need a causal model.", where="env.fn, model.path",
+                          fix="leave env.fn out, or use another model")
+    return EpisodeSampler(sampler, calls, setup.tokenizer, chat=setup.cfg.prompts.chat)
+
+
 def _with_stored_scale(reward: Any) -> RewardConfig:
     """The reward's configuration, with what ``reward.scale=ref`` needs and isn't given taken from
     beside the reward model: its deviation on its training data, with ``reward.center`` its mean.
@@ -211,7 +244,7 @@ def _with_stored_scale(reward: Any) -> RewardConfig:
         InputError: there is no mean to centre by.
     """
     cfg: RewardConfig = reward.cfg
-    stored = getattr(reward.parts[0].bound.call, "stored_scale", None)
+    stored = getattr(reward.parts[-1].bound.call, "stored_scale", None)
     if cfg.scale != "ref" or cfg.fn != "reward_model" or not (
             cfg.ref_std is None or (cfg.center and cfg.ref_mean is None)):
         return cfg
@@ -257,7 +290,7 @@ def _check_reach(cfg: TrainConfig, policy: Policy, reference: Reference | None,
                  prompts: list[list[int]]) -> None:
     """Refuse a reference or a value model of another path that has fewer positions than the longest
     sample needs, now instead of when that comes up."""
-    response = max([cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)])
+    response = longest_response(cfg)
     for key, name, model in (
             ("model.reference.path", cfg.model.reference.path, getattr(reference, "lm", None)),
             ("model.value.path", cfg.model.value.path, getattr(policy.value_trunk, "lm", None))):
@@ -289,6 +322,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     cfg = replace(cfg, reward=_with_stored_scale(reward))  # with the style of each function
     tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
+    plays = _environment(cfg, prompts)
     examples = supervised.read_mixed_in(cfg, tokenizer, unloaded)
     for note in () if examples is None else examples.notes:
         log.info("ppo.ptx.data: %s", note)
@@ -306,7 +340,8 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
         policy.split = frozen_states.frozen_split(policy)
     _check_reach(cfg, policy, reference, token_ids)
-    sampler = build_sampler(cfg.rollout, SamplerSetup(cfg, backend, tokenizer, loaded))
+    setup = SamplerSetup(cfg, backend, tokenizer, loaded)
+    sampler = _playing(setup, build_sampler(cfg.rollout, setup), plays)
     _warn_about_samples(cfg, sampling, sampler, len(prompts))
     return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
@@ -354,8 +389,10 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     reference = building.judging_reference(
         cfg, backend, tokenizer, loaded, None if judges is None else (judges.reference,))
     sampling, eval_sampling = building.sampling_specs(cfg.generation, tokenizer, loaded)
+    setup = SamplerSetup(cfg, backend, tokenizer, loaded)
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                        sampling=sampling, eval_sampling=eval_sampling,
-                       sampler=DecodeSampler(SamplerSetup(cfg, backend, tokenizer, loaded)),
+                       sampler=_playing(setup, DecodeSampler(setup),
+                                        _environment(cfg, eval_prompts)),
                        passes=PassRows(backend, PASSES), packs=_take_packed(wrapped, reference))

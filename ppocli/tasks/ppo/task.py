@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from ppocli.config import algorithm, schema
+from ppocli.config.episodes import longest_rollout
 from ppocli.models import layer_stack, layout
 from ppocli.models.fast.frozen_states import keep_states, known_states
 from ppocli.models.head import HeadWeights, OtherHead
@@ -331,7 +332,7 @@ def update_of(session: Session, experience: records.Experience, rows: torch.Tens
     said = lengths if experience.counts is None else experience.counts[rows].sum(1)
     weights = token_weights(
         said, aggregation=ppo.loss_aggregation, total_tokens=int(said.sum()),
-        total_samples=len(rows), max_tokens=session.sampling.max_new_tokens) * (said > 0)
+        total_samples=len(rows), max_tokens=longest_rollout(session.cfg)) * (said > 0)
     return task.UpdateGroup(rows, experience.sequences.spans[rows], lengths, weights, epoch, part)
 
 

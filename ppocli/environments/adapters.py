@@ -1,0 +1,132 @@
+"""Environments written for other libraries, and plain functions as tools, in our terms.
+
+- TRL (``huggingface/trl:trl/trainer/grpo_trainer.py``, ``environment_factory``): ``reset(**row)``
+  returns text for the prompt; every other public method is a tool. The episode is over with the
+  first turn that calls none, and what it was worth is the reward function's to say, which gets
+  ``environments``.
+- OpenRLHF (``OpenRLHF/OpenRLHF:openrlhf/utils/agent.py``, ``AgentInstanceBase``): ``async
+  reset(states)`` and ``async step(states)``, which gets ``observation_text``, ``action_text`` and
+  ``label`` and answers ``environment_feedback``, ``rewards`` and ``done``.
+"""
+
+import asyncio
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ppocli.episode import Step
+from ppocli.text import error_line
+
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
+
+
+def tools_of(thing: Any) -> tuple[Any, ...]:
+    """The public methods of a TRL environment, or of its class, but ``reset``."""
+    return tuple(member for name, member in inspect.getmembers(thing, callable)
+                 if not name.startswith("_") and name != "reset")
+
+
+def called(response: str) -> list[tuple[str, Mapping[str, Any]] | str]:
+    """The tool calls in a response in the syntax of Hermes and Qwen, ``<tool_call>{"name": ...,
+    "arguments": {...}}</tool_call>``, in their order: name and arguments, or what is wrong."""
+    found: list[tuple[str, Mapping[str, Any]] | str] = []
+    for text in _CALL.findall(response):
+        try:
+            said = json.loads(text)
+            name, arguments = said["name"], said.get("arguments") or {}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            found.append(f"the call is no JSON object with a name: {error_line(error)}")
+            continue
+        if isinstance(arguments, str):  # some models write JSON into JSON
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+        found.append((name, arguments) if isinstance(name, str) and isinstance(arguments, dict)
+                     else "arguments must be a JSON object")
+    return found
+
+
+class ToolPlay:
+    """Functions that the policy calls by the chat template's syntax; an episode is over with the
+    first turn that calls none. What a function raises is an observation, not the end of a run."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
+        self._tools = {tool.__name__: tool for tool in tools}
+
+    def reset(self) -> None:
+        """Nothing is said."""
+
+    def step(self, response: str) -> Step:
+        """Make the calls of a turn, in their order."""
+        calls = called(response)
+        if not calls:
+            return Step(done=True)
+        messages, failed = [], None
+        for call in calls:
+            name = call[0] if isinstance(call, tuple) else "unknown"
+            try:
+                text = self._answer(call)
+            except Exception as error:  # the user's own code, or the policy's arguments for it
+                text = failed = f"error: {error_line(error)}"
+            messages.append({"role": "tool", "name": name, "content": text})
+        return Step(observation=messages, failed=failed)
+
+    def _answer(self, call: tuple[str, Mapping[str, Any]] | str) -> str:
+        if isinstance(call, str):
+            raise ValueError(call)
+        name, arguments = call
+        if name not in self._tools:
+            raise ValueError(f"there is no tool {name!r}; there are {', '.join(self._tools)}")
+        result = self._tools[name](**arguments)
+        result = asyncio.run(result) if inspect.iscoroutine(result) else result
+        return result if isinstance(result, str) else json.dumps(result, default=str)
+
+
+class TRLPlay:
+    """An environment of TRL's."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+        self._tools = ToolPlay(tools_of(own))
+
+    def reset(self, *, prompt: Any, messages: Any = None, rng: Any = None, **columns: Any) -> Any:
+        """TRL hands the whole row over, the prompt with it."""
+        return self.own.reset(prompt=messages or prompt, **columns)
+
+    def step(self, response: str) -> Step:
+        """As :class:`ToolPlay`."""
+        return self._tools.step(response)
+
+
+class OpenRLHFPlay:
+    """An ``AgentInstance`` of OpenRLHF's."""
+
+    def __init__(self, own: Any) -> None:
+        self.own, self._text, self._label = own, "", None
+
+    async def reset(self, *, prompt: Any, label: Any = None, **_: Any) -> Any:
+        """What it adds to the prompt; it may not change what stands there."""
+        self._label = label
+        states = await self.own.reset({"observation": prompt, "label": label})
+        text = states["observation"]
+        if not isinstance(text, str) or not text.startswith(prompt):
+            raise ValueError("reset returned an observation that does not begin with the prompt")
+        self._text = text
+        return text[len(prompt):] or None
+
+    async def step(self, response: str) -> Step:
+        """One turn."""
+        said = await self.own.step({
+            "observation_text": self._text, "action_text": response, "label": self._label,
+            "sampling_params": None})
+        feedback = said.get("environment_feedback") or ""
+        self._text += response + feedback
+        return Step(observation=feedback or None, reward=float(said["rewards"]),
+                    done=bool(said["done"]))
+
+
+ADAPTERS: Mapping[str, Callable[[Any], Any]] = {"trl": TRLPlay, "openrlhf": OpenRLHFPlay}
+"""by the name that ``env.adapter`` gives them"""

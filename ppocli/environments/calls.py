@@ -1,0 +1,187 @@
+"""Calls of environments: several at a time, with a time limit and retries, and checks of what they
+answer. What goes wrong is an error that names episode, turn, file and line."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ppocli.config.schema import EnvConfig
+from ppocli.daemon import in_daemon
+from ppocli.data.prompt_set import PromptSet
+from ppocli.environments.resolve import EnvironmentClass
+from ppocli.episode import Step
+from ppocli.errors import RewardError
+from ppocli.ppo.noise import USER
+from ppocli.rewards import guard
+from ppocli.text import said
+from ppocli.user_code import raised_at, shorten
+
+
+@dataclass(frozen=True, slots=True)
+class Called:
+    """One call of an environment: ``reset``, or ``step``."""
+
+    environment: Any
+    """None: it is to be made"""
+    episode: int
+    turn: int
+    """0: ``reset``"""
+    given: Mapping[str, Any]
+    """to ``reset``: all that is known of the episode; to ``step``: the response"""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """What came of a call."""
+
+    environment: Any
+    told: Any = None
+    """what ``reset`` returned, or the :class:`Step`"""
+    error: RewardError | None = None
+
+
+class Calls:
+    """Makes calls for one run.
+
+    Args:
+        key: what random numbers of environments depend on beside episode and turn: seed, stream.
+    """
+
+    def __init__(self, what: EnvironmentClass, cfg: EnvConfig, seed: int) -> None:
+        self.what, self.cfg, self.seed = what, cfg, seed
+
+    def answers(self, calls: Sequence[Called], stream: int) -> list[Answered]:
+        """Make these calls: at once if they are ``async``, else ``env.workers`` at a time.
+
+        Raises:
+            RewardError: one failed, and ``env.on_error`` is ``stop``.
+        """
+        make = partial(self._tried, stream=stream)
+        with guard.contained(self.what.label, "env.fn", f"{len(calls)} calls"):
+            if self.what.waits:
+                found = self._limited(lambda: asyncio.run(self._gather(calls, stream)), calls)
+            elif self.cfg.workers > 1 and len(calls) > 1:
+                with ThreadPoolExecutor(self.cfg.workers) as pool:
+                    found = list(pool.map(make, calls))
+            else:
+                found = [make(call) for call in calls]
+        for one in found:
+            if one.error is not None and self.cfg.on_error == "stop":
+                raise one.error
+        return found
+
+    def rehearse(self, prompts: PromptSet) -> None:
+        """Begin an episode of the first prompt and say one empty turn, whose answers don't count.
+
+        Raises:
+            RewardError: what the environment does then.
+        """
+        found = replace(self.cfg, on_error="stop")
+        trial = Calls(self.what, found, self.seed)
+        known = {"prompt": prompts.texts[0],
+                 "messages": prompts.messages[0] if prompts.messages else None,
+                 **{name: cells[0] for name, cells in prompts.columns.items()}}
+        begun, = trial.answers([Called(None, 0, 0, known)], USER)
+        trial.answers([Called(begun.environment, 0, 1, {"response": ""})], USER)
+
+    async def _gather(self, calls: Sequence[Called], stream: int) -> list[Answered]:
+        return list(await asyncio.gather(*(self._awaited(call, stream) for call in calls)))
+
+    async def _awaited(self, call: Called, stream: int) -> Answered:
+        environment = call.environment
+        for left in range(self.cfg.retries, -1, -1):
+            try:
+                environment, result = self._begun(call, stream)
+                if inspect.isawaitable(result):
+                    result = await asyncio.wait_for(result, self.cfg.timeout)
+                return Answered(environment, self._checked(call, result))
+            except BaseException as error:
+                if not guard.is_its_own(error):
+                    raise
+                if not left:
+                    return Answered(environment, error=self._failed(call, error))
+        raise AssertionError
+
+    def _tried(self, call: Called, *, stream: int) -> Answered:
+        environment = call.environment
+        for left in range(self.cfg.retries, -1, -1):
+            try:
+                environment, result = self._limited(partial(self._begun, call, stream), [call])
+                return Answered(environment, self._checked(call, result))
+            except BaseException as error:
+                if not guard.is_its_own(error):
+                    raise
+                if not left:
+                    return Answered(environment, error=self._failed(call, error))
+        raise AssertionError
+
+    def _begun(self, call: Called, stream: int) -> tuple[Any, Any]:
+        """The environment, and what its method returned."""
+        what, rng = self.what, partial(np.random.default_rng,
+                                       [self.seed, stream, call.episode, call.turn])
+        if call.turn == 0:
+            environment = what.make()
+            known = what.arguments({**call.given, "rng": rng()})
+            result = environment.reset(**known)
+            if inspect.isawaitable(result) and not what.waits:
+                result = asyncio.run(_awaited(result))
+            return environment, result
+        named = {"rng": rng()} if what.step_takes_rng else {}
+        return call.environment, call.environment.step(call.given["response"], **named)
+
+    def _limited(self, work: Callable[[], Any], calls: Sequence[Called]) -> Any:
+        if self.cfg.timeout is None:
+            return work()
+        future = in_daemon(work, f"environment {self.what.label}")
+        # a batch of waiting calls has the limit for each of them already
+        seconds = self.cfg.timeout * (1 if not self.what.waits else 2 * (1 + self.cfg.retries))
+        if not wait([future], seconds).done:
+            raise TimeoutError(f"still running after {self.cfg.timeout:g} s (env.timeout)")
+        return future.result()
+
+    def _checked(self, call: Called, result: Any) -> Any:
+        return result if call.turn == 0 else as_step(result)
+
+    def _failed(self, call: Called, error: BaseException) -> RewardError:
+        doing = "reset" if call.turn == 0 else f"step, turn {call.turn},"
+        shown = "" if call.turn == 0 else f"\n  response: {shorten(str(call.given['response']))}"
+        return RewardError(
+            f"{self.what.label} failed in {doing} of episode {call.episode}: "
+            f"{type(error).__name__}: {said(error)}{shown}",
+            where=raised_at(error, self.what.file) or "env.fn",
+            fix="mend the environment; env.on_error=truncate ends such episodes where they are, "
+                "drop leaves them out, env.retries=N tries again")
+
+
+async def _awaited(result: Any) -> Any:
+    return await result
+
+
+def as_step(result: Any) -> Step:
+    """What ``step`` returned: a :class:`Step`, or ``(observation, reward, done)``.
+
+    Raises:
+        TypeError, ValueError: it is something else, or the reward is no finite number.
+    """
+    if isinstance(result, (tuple, list)) and len(result) == 3:
+        result = Step(*result)
+    if not all(hasattr(result, name) for name in ("observation", "reward", "done")):
+        raise TypeError(f"step returned {shorten(repr(result))}, not a Step or "
+                        "(observation, reward, done)")
+    reward = float(result.reward)
+    if not math.isfinite(reward) or abs(reward) > 3e38:
+        raise ValueError(f"the reward is {reward:g}, which is no finite number")
+    observation = result.observation
+    if not (observation is None or isinstance(observation, str) or (
+            isinstance(observation, (list, tuple))
+            and all(isinstance(one, Mapping) and "content" in one for one in observation))):
+        raise TypeError(f"the observation is {shorten(repr(observation))}, neither text nor "
+                        "messages")
+    return Step(observation or None, reward, bool(result.done), getattr(result, "failed", None))

@@ -1,0 +1,134 @@
+"""From ``env.fn`` to an environment that can be played: imported, its signatures checked."""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+from inspect import Parameter
+from typing import Any
+
+from ppocli.config.schema import EnvConfig
+from ppocli.environments import adapters
+from ppocli.errors import RewardError
+from ppocli.text import suggestion
+from ppocli.user_code import Kind, Located, Wanted, locate
+
+BUILTIN_ENVIRONMENTS: Mapping[str, str] = {
+    "guess_number": "ppocli.environments.guess_number:GuessNumber",
+    "calculator": "ppocli.environments.calculator:Calculator",
+}
+TOOLS = "tools"
+"""value of ``env.fn`` that plays functions of the user's own (``env.tools``)"""
+ENVIRONMENT = Kind("class", RewardError, BUILTIN_ENVIRONMENTS)
+TOOL = Kind("function", RewardError)
+_NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentClass:
+    """What ``env.fn`` names. An object of it plays one episode."""
+
+    label: str
+    """with file and line, for messages"""
+    file: str | None
+    make: Callable[[], Any]
+    """a new environment with ``reset`` and ``step``, ours or adapted"""
+    reset_names: frozenset[str] | None
+    """what ``reset`` takes by name; None: all there is"""
+    step_takes_rng: bool
+    waits: bool
+    """``step`` is ``async``: those of a batch wait together"""
+    deterministic: bool
+    """whether the same words and random numbers give the same episode"""
+    tools: tuple[Any, ...] = ()
+    """functions that the chat template describes to the policy"""
+
+    def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
+        """Those that ``reset`` takes of everything that is known of an episode."""
+        names = self.reset_names
+        return {name: value for name, value in known.items() if names is None or name in names}
+
+
+def code_files(cfg: EnvConfig) -> list[str]:
+    """Files of the user's code that playing runs, for ``running code from FILE``.
+
+    Raises:
+        RewardError: as :func:`resolve`.
+    """
+    return sorted({file for one in _located(cfg) if (file := one.file)
+                   and one.spec not in BUILTIN_ENVIRONMENTS})
+
+
+def _located(cfg: EnvConfig) -> list[Located]:
+    if cfg.fn == TOOLS:
+        return [locate(Wanted(spec, "env.tools", TOOL)) for spec in cfg.tools]
+    return [locate(Wanted(str(cfg.fn), "env.fn", ENVIRONMENT))]
+
+
+def resolve(cfg: EnvConfig, columns: Collection[str]) -> EnvironmentClass:
+    """Import and check what is to be played.
+
+    Args:
+        columns: metadata columns of the prompts.
+
+    Raises:
+        RewardError: the path leads to nothing, a method is missing, or one asks for what there
+            isn't.
+    """
+    found = _located(cfg)
+    if cfg.fn == TOOLS:
+        functions = tuple(one.target for one in found)
+        return EnvironmentClass(", ".join(cfg.tools), found[0].file,
+                                partial(adapters.ToolPlay, functions), frozenset(), False, False,
+                                True, functions)
+    located, = found
+    cls: Any = located.target
+    wrap = adapters.ADAPTERS.get(cfg.adapter or "")
+    where = f"env.fn={cfg.fn}"
+    if not inspect.isclass(cls):
+        raise RewardError(f"{located.label} is no class.", where=where,
+                          fix="name a class with reset and step; each episode gets an object of it")
+    for method in ("reset",) if cfg.adapter == "trl" else ("reset", "step"):
+        if not callable(getattr(cls, method, None)):
+            raise RewardError(f"{located.label} has no method {method}.", where=where,
+                              fix="def reset(self, prompt, **columns) and def step(self, response)"
+                              "; classes of other libraries: env.adapter=trl or openrlhf")
+    try:
+        inspect.signature(cls).bind(**cfg.kwargs)
+    except TypeError as error:
+        raise RewardError(f"{located.label} can't be made with env.kwargs={dict(cfg.kwargs)}: "
+                          f"{error}.", where=f"{where}, env.kwargs",
+                          fix=f"it takes {inspect.signature(cls)}") from error
+    make = partial(cls, **cfg.kwargs)
+    step: Any = getattr(cls, "step", None)
+    deterministic = bool(getattr(cls, "deterministic", True))
+    if wrap is not None:
+        return EnvironmentClass(located.label, located.file, lambda: wrap(make()), None, False,
+                                inspect.iscoroutinefunction(step),
+                                deterministic, adapters.tools_of(cls) if cfg.adapter == "trl"
+                                else ())
+    return EnvironmentClass(located.label, located.file, make, _reset_names(cls, located, columns),
+                            "rng" in inspect.signature(step).parameters,
+                            inspect.iscoroutinefunction(step), deterministic)
+
+
+def _reset_names(cls: Any, located: Located, columns: Collection[str]) -> frozenset[str] | None:
+    """What ``reset`` takes by name.
+
+    Raises:
+        RewardError: it asks for what there isn't.
+    """
+    parameters = list(inspect.signature(cls.reset).parameters.values())[1:]
+    known = {"prompt", "messages", "rng", *columns}
+    for parameter in parameters:
+        if (parameter.kind in _NAMED and parameter.default is Parameter.empty
+                and parameter.name not in known):
+            listed = ", ".join(sorted(columns)) or "none"
+            raise RewardError(
+                f"{located.label}: reset asks for {parameter.name!r}, which nothing provides. "
+                f"{suggestion(parameter.name, known)}".rstrip(), where="env.fn",
+                fix="use prompt, messages, rng or a metadata column of the prompts (there are: "
+                f"{listed}; see prompts.columns)")
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return frozenset(parameter.name for parameter in parameters)

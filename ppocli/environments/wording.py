@@ -1,0 +1,122 @@
+"""What environments say, as token ids behind what is there. Nothing is encoded again: what the
+policy said stays the ids that it sampled."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ppocli.errors import InputError, RewardError
+
+_ASKED = [{"role": "user", "content": "a question"}]
+_SAID = [{"role": "assistant", "content": "<think>\nwords\n</think>\n\nan answer"}]
+_ANSWERED = [{"role": "user", "content": "more"}]
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What stands in a context by an environment's will."""
+
+    ids: list[int]
+    text: str = ""
+
+
+class PlainWords:
+    """Text as it is."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def opening(self, prompt: list[int], messages: Any, said: Any) -> tuple[list[int], Said]:
+        """The prompt's ids and what ``reset`` adds to them."""
+        return prompt, self.between(said)
+
+    def between(self, said: Any, *, ended: bool = True, last: int | None = None) -> Said:
+        """An observation.
+
+        Args:
+            ended: whether a stop token ended the turn before.
+            last: the last token of that turn.
+
+        Raises:
+            RewardError: it is no text.
+        """
+        if said is None:
+            return Said([])
+        if not isinstance(said, str):
+            raise RewardError(f"An observation is of type {type(said).__name__}; without a chat "
+                              "template it must be text.", where="env.fn",
+                              fix="return a text, or set prompts.chat=true")
+        return Said(list(self.tokenizer(said, add_special_tokens=False)["input_ids"]), said)
+
+
+@dataclass
+class ChatWords:
+    """Observations as messages, rendered by the tokenizer's chat template.
+
+    Raises:
+        InputError: the template changes what stands before a message that is added, so that what
+            the policy reads in training isn't what it would be shown.
+    """
+
+    tokenizer: Any
+    tools: Sequence[Any] = ()
+    _known: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        first = self._render(_ASKED, ask=True)
+        second = self._render([*_ASKED, *_SAID, *_ANSWERED], ask=True)
+        third = self._render([*_ASKED, *_SAID, *_ANSWERED, *_SAID], ask=False)
+        if not second.startswith(first + _SAID[0]["content"]) or not third.startswith(second):
+            raise InputError(
+                "The tokenizer's chat template rewrites what was said before when a message is "
+                "added (it may drop thoughts of earlier turns): what an episode's policy has read "
+                "could not be shown to it again.", where="prompts.chat, env.fn",
+                fix="give the tokenizer a template that leaves the history as it is")
+
+    def _render(self, messages: Sequence[Any], *, ask: bool) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=ask,
+            **({"tools": list(self.tools)} if self.tools else {}))
+        return text
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def opening(self, prompt: list[int], messages: Any, said: Any) -> tuple[list[int], Said]:
+        """The prompt's ids, rendered anew with what ``reset`` says: text goes to the end of the
+        last message, messages follow it."""
+        if said is None and not self.tools:
+            return prompt, Said([])
+        told, text = list(messages), ""
+        if isinstance(said, str):
+            text = said
+            told[-1] = {**told[-1], "content": f"{told[-1]['content']}{said}"}
+        elif said is not None:
+            told += said
+            text = _text_of(said)
+        return self._ids(self._render(told, ask=True)), Said([], text)
+
+    def between(self, said: Any, *, ended: bool = True, last: int | None = None) -> Said:
+        """As :meth:`PlainWords.between`: the end of the policy's own message, as far as it has not
+        said it itself, the observation, and the beginning of the policy's next one."""
+        messages = [] if said is None else (
+            [{"role": "user", "content": said}] if isinstance(said, str) else list(said))
+        whole = self._render([*_ASKED, *_SAID, *messages], ask=True)
+        before = self._render(_ASKED, ask=True) + _SAID[0]["content"]
+        rest = whole[len(before):]
+        own = "" if last is None or not ended else self.tokenizer.decode([last])
+        ids = self._ids(rest.removeprefix(own) if own else rest)
+        return Said(ids, _text_of(messages))
+
+
+def _text_of(messages: Sequence[Any]) -> str:
+    return "".join(f"\n[{one.get('role', 'user')}] {one.get('content', '')}\n" for one in messages)
+
+
+def words_of(tokenizer: Any, *, chat: bool, tools: Sequence[Any]) -> PlainWords | ChatWords:
+    """How observations are told.
+
+    Raises:
+        InputError: as :class:`ChatWords`.
+    """
+    return ChatWords(tokenizer, tools) if chat else PlainWords(tokenizer)

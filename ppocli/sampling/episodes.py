@@ -1,0 +1,196 @@
+"""Episodes: a sampler that lets an environment answer, turn by turn, until each is over.
+
+A sample is then tokens of which the policy has said some: prompt and observations are context, and
+no loss, no KL and no advantage knows of them. What it said stays the ids that it sampled.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ppocli.config.schema import EnvConfig
+from ppocli.data.prompt_set import PromptBatch
+from ppocli.environments.calls import Answered, Called, Calls
+from ppocli.environments.wording import Said, words_of
+from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, Step, Turn
+from ppocli.errors import ConfigError, InputError
+from ppocli.models.layout import Sequences
+from ppocli.models.policy import Policy
+from ppocli.parallel.stop import StopFlag
+from ppocli.sampling.conversation import Conversation
+from ppocli.sampling.sampler import Sampler, Speaker
+from ppocli.sampling.samples import Generation, Samples, decode_responses
+from ppocli.sampling.token_choice import SamplingSpec
+
+
+@dataclass(slots=True)
+class Game:
+    """An episode under way."""
+
+    ids: list[int]
+    """all tokens so far, the prompt's first"""
+    fed: Said
+    """what the policy has not read yet, and is not in ``ids``"""
+    start: int
+    """tokens of the prompt"""
+    environment: Any
+    opening: str = ""
+    actions: list[int] = field(default_factory=list)
+    """places in ``ids`` of what the policy said"""
+    logprobs: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    finished: bool = False
+    """whether the policy ended its last turn itself"""
+    ended: str | None = None
+    error: str | None = None
+
+    def room(self, most: int) -> int:
+        """Tokens that may still follow what is to be read, of ``most`` behind the prompt."""
+        return most - (len(self.ids) - self.start) - len(self.fed.ids)
+
+    def record(self) -> Episode:
+        """The finished episode."""
+        return Episode(self.opening, tuple(self.turns), self.ended or DONE, self.error,
+                       self.environment)
+
+
+class EpisodeSampler:
+    """Plays ``env.fn`` with the policy's turns from another sampler.
+
+    Args:
+        inner: of the turns.
+        calls: of the environment.
+
+    Raises:
+        ConfigError: ``inner`` can't continue contexts.
+        InputError: as :class:`ppocli.environments.wording.ChatWords`.
+    """
+
+    def __init__(self, inner: Sampler, calls: Calls, tokenizer: Any, *, chat: bool) -> None:
+        if not hasattr(inner, "converse"):
+            raise ConfigError(f"{type(inner).__name__} has no method converse, which continues the "
+                              "contexts of episodes.", where="rollout.engine, env.fn",
+                              fix="use rollout.engine=decode")
+        self.inner: Any = inner
+        self.calls, self.tokenizer = calls, tokenizer
+        self.cfg: EnvConfig = calls.cfg
+        self.words = words_of(tokenizer, chat=chat, tools=calls.what.tools)
+        self.repeatable = inner.repeatable and calls.what.deterministic
+        self.logprobs_match = inner.logprobs_match
+
+    def acting(self, policy: Policy) -> AbstractContextManager[Policy]:
+        """As :class:`~ppocli.sampling.sampler.Sampler`."""
+        return self.inner.acting(policy)
+
+    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
+               stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
+        """As :class:`~ppocli.sampling.sampler.Sampler`, with :attr:`Samples.episodes`."""
+        speaker = replace(speaker, split=None)
+        for start in range(0, len(prompts), chunk):
+            rows = range(start, min(start + chunk, len(prompts)))
+            yield Samples.joined([
+                self._play(prompts.rows(some), spec, stream, speaker, stop)
+                for some in (rows[i:i + at_once] for i in range(0, len(rows), at_once))])
+
+    def _play(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
+              stop: StopFlag) -> Samples:
+        games = self._begin(prompts, stream)
+        live = [i for i, game in enumerate(games) if game.ended is None]
+        with self.inner.converse([game.ids for game in games], prompts.episodes, spec, stream,
+                                 speaker, stop, tokens=self.cfg.max_tokens) as talk:
+            while live:
+                stop.check()
+                said = self._turn(talk, games, live, spec)
+                answers = self.calls.answers(
+                    [Called(games[i].environment, prompts.episodes[i], len(games[i].turns) + 1,
+                            {"response": text}) for i, text in zip(live, said, strict=True)],
+                    stream)
+                for i, text, answer in zip(live, said, answers, strict=True):
+                    self._answered(games[i], text, answer)
+                live = [i for i in live if games[i].ended is None]
+        return samples_of(games)
+
+    def _begin(self, prompts: PromptBatch, stream: int) -> list[Game]:
+        messages = list[Any](prompts.messages) or [None] * len(prompts)
+        known = [{"prompt": prompts.texts[i], "messages": messages[i],
+                  **{name: cells[i] for name, cells in prompts.columns.items()}}
+                 for i in range(len(prompts))]
+        answers = self.calls.answers([Called(None, episode, 0, given) for episode, given in
+                                      zip(prompts.episodes, known, strict=True)], stream)
+        games = []
+        for i, answer in enumerate(answers):
+            own = prompts.tokens[i][prompts.mask[i]].tolist()
+            ids, said = self.words.opening(own, messages[i], answer.told)
+            game = Game(ids, said, len(ids), answer.environment, said.text)
+            if game.room(self.cfg.max_tokens) < 1:
+                raise InputError(f"What reset says takes {len(said.ids)} tokens and leaves no room "
+                                 f"for a turn in episode {prompts.episodes[i]}.",
+                                 where="env.max_tokens", fix="raise it, or say less")
+            if answer.error is not None:
+                game.error = str(answer.error.what)
+            games.append(game)
+        return games
+
+    def _turn(self, talk: Conversation, games: Sequence[Game], live: Sequence[int],
+              spec: SamplingSpec) -> list[str]:
+        """One turn of the policy in each live episode, as text."""
+        limits = [min(spec.max_new_tokens, games[i].room(self.cfg.max_tokens)) for i in live]
+        fed = [games[i].fed.ids for i in live]
+        before = [[*games[i].ids, *more] for i, more in zip(live, fed, strict=True)]
+        out = talk.speak(live, fed, limits)
+        for row, (i, ids) in enumerate(zip(live, out.ids, strict=True)):
+            _take_in(games[i], before[row], ids, out, row)
+        return decode_responses(self.tokenizer, before, out.ids, spec.stop_sequences,
+                                spec.min_new_tokens)
+
+    def _answered(self, game: Game, text: str, answer: Answered) -> None:
+        """Write down a turn and the answer to it; what the policy is to read next waits."""
+        step = Step(done=True) if answer.error is not None else answer.told
+        said = Said([]) if step.done and step.observation is None else self.words.between(
+            step.observation, ended=game.finished, last=game.ids[-1])
+        if answer.error is not None or game.error is not None:
+            game.ended, game.error = ERROR, game.error or str(answer.error and answer.error.what)
+        elif step.done:
+            game.ended = DONE
+        elif len(game.turns) + 1 == self.cfg.max_turns:
+            game.ended = TURNS
+        said_before = sum(turn.tokens for turn in game.turns)
+        game.turns.append(Turn(text, len(game.actions) - said_before, step.reward, said.text,
+                               0 if game.ended else len(said.ids), step.failed))
+        game.fed = said
+        if game.ended is None and game.room(self.cfg.max_tokens) < 1:
+            game.ended = TOKENS
+
+
+def _take_in(game: Game, before: list[int], ids: list[int], out: Generation, row: int) -> None:
+    """A turn's tokens join an episode."""
+    game.ids = [*before, *ids]
+    game.actions += range(len(before), len(game.ids))
+    game.logprobs += out.logprobs[row, :len(ids)].tolist()
+    game.values += out.values[row, :len(ids)].tolist()
+    game.finished = bool(out.finished[row])
+
+
+def samples_of(games: Sequence[Game]) -> Samples:
+    """Finished episodes as samples, each through its last action."""
+    lengths = torch.tensor([game.actions[-1] + 1 for game in games])
+    width = max(len(game.actions) for game in games)
+
+    def padded(rows: Sequence[Sequence[Any]], dtype: torch.dtype, wide: int) -> torch.Tensor:
+        return torch.tensor([[*row, *[0] * (wide - len(row))] for row in rows], dtype=dtype)
+
+    longest = int(lengths.max())
+    count = torch.tensor([len(game.actions) for game in games])
+    sequences = Sequences(
+        padded([game.ids[:game.actions[-1] + 1] for game in games], torch.long, longest), lengths,
+        padded([game.actions for game in games], torch.long, width),
+        torch.arange(width)[None, :] < count[:, None])
+    return Samples(
+        sequences, padded([game.logprobs for game in games], torch.float32, width),
+        padded([game.values for game in games], torch.float32, width),
+        torch.tensor([game.ended == DONE and game.finished for game in games]),
+        episodes=[game.record() for game in games])
