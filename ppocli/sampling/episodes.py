@@ -54,8 +54,8 @@ class Game:
 
     def record(self) -> Episode:
         """The finished episode."""
-        return Episode(self.opening, tuple(self.turns), self.ended or DONE, self.error,
-                       self.environment)
+        own = getattr(self.environment, "own", self.environment)  # what an adapter is around
+        return Episode(self.opening, tuple(self.turns), self.ended or DONE, self.error, own)
 
 
 class EpisodeSampler:
