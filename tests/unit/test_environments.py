@@ -155,8 +155,8 @@ def test_an_environment_needs_no_reward_function():
 
 TEMPLATE = ("{% for m in messages %}<im>{{ m.role }} {{ m.content }}<eos> {% endfor %}"
             "{% if add_generation_prompt %}<im>assistant {% endif %}")
-FORGETS = ("{% for m in messages %}<im>{{ m.role }} "
-           "{% if m.role == 'assistant' and not loop.last %}{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<eos> "
+FORGETS = ("{% for m in messages %}<im>{{ m.role }} {% if m.role == 'user' or loop.last %}"
+           "{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}<eos> "
            "{% endfor %}{% if add_generation_prompt %}<im>assistant {% endif %}")
 
 
