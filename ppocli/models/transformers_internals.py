@@ -57,7 +57,6 @@ def attention_of(lm: Any) -> str | None:
 def replace_sdpa(lm: Any, name: str, attention: Callable[..., Any]) -> None:
     """Make a model that would take "sdpa" take another attention function, with the same masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     if attention_of(lm) != "sdpa":
         return
@@ -65,8 +64,19 @@ def replace_sdpa(lm: Any, name: str, attention: Callable[..., Any]) -> None:
     if settable is not None and not settable():
         return  # code of its own (Falcon); asked all the same, transformers warns
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, _mask)
     lm.set_attn_implementation(name)
+
+
+def _mask(**words: Any) -> torch.Tensor | None:
+    """transformers' own mask for "sdpa". A device isn't asked, and waited for, in every pass whether
+    a mask it is handed leaves anything out: our loop hands over none that doesn't."""
+    from transformers.masking_utils import sdpa_mask
+
+    given = words.get("attention_mask")
+    if given is not None and given.device.type != "cpu":
+        words["allow_is_causal_skip"] = False
+    return sdpa_mask(**words)
 
 
 def sdpa_attention(*args: Any, **words: Any) -> torch.Tensor:

@@ -9,12 +9,16 @@ from typing import Any, Self
 import torch
 
 from ppocli.models import head, layer_stack, layout, transformers_internals, trunk
+from ppocli.parallel.transfers import to_device, to_host
 from ppocli.sampling.decoder import Decoder, Drawn
 from ppocli.sampling.samples import Generation
 
 SHRINK_AT = 0.75
 """rows that have ended are dropped, and others take their places, once at most this share of all is
 still alive"""
+CHECK_EVERY = 16
+"""tokens after which a device other than a CPU is asked which rows have ended, since it has to be
+waited for; what it has drawn behind their ends is left out"""
 
 
 @dataclass(slots=True)
@@ -37,6 +41,8 @@ class LiveRows:
     """[b, q]"""
     done: torch.Tensor
     """[b] bool"""
+    padding: torch.Tensor
+    """[b] columns on the left that a row doesn't look at; on the CPU"""
     cache: Any
     """transformers' own"""
     encoded: torch.Tensor | None = None
@@ -50,39 +56,48 @@ class LiveRows:
     def advance(self, tokens: torch.Tensor) -> None:
         """Feed these tokens, [b], next."""
         self.inputs = tokens[:, None]
-        self.positions = self.positions[:, -1:] + 1
+        # a row that has ended stays where it is: the model may have no further position
+        self.positions = self.positions[:, -1:] + (~self.done)[:, None]
         self.at = self.at + 1
         self.youngest, self.oldest = self.youngest + 1, self.oldest + 1
         if self.attention is not None:
             self.attention = torch.nn.functional.pad(self.attention, (0, 1), value=True)
 
-    def drop_done(self) -> None:
+    def drop_done(self, done: torch.Tensor, at: torch.Tensor) -> None:
         """Go on without the rows that have ended; one of them stays where all have, since others
-        may go on and a pass needs a row."""
-        keep = (~self.done).nonzero().squeeze(-1)
-        keep = keep if len(keep) else torch.zeros(1, dtype=torch.long, device=keep.device)
+        may go on and a pass needs a row.
+
+        Args:
+            done, at: [b] as those of the rows, on the CPU.
+        """
+        keep = (~done).nonzero().squeeze(-1)
+        keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)
+        self.padding, at = self.padding[keep], at[keep]
+        self.youngest, self.oldest = int(at.min()), int(at.max())
+        keep = to_device(keep, self.rows.device)
         self.cache.batch_select_indices(keep)
         for name in ("rows", "at", "inputs", "positions", "done", "attention", "encoded",
                      "encoder_mask"):
             value = getattr(self, name)
             if value is not None:
                 setattr(self, name, value[keep])
-        if self.youngest < self.oldest:
-            self.youngest, self.oldest = int(self.at.min()), int(self.at.max())
 
     def take_in(self, others: Self) -> None:
         """Go on with these rows and others, each of which has a token to feed."""
         width, widest = (transformers_internals.cached_tokens(one.cache) for one in (self, others))
         first = self.attention
         if first is not None:  # what no row that is left looks at
-            skip = int(first.any(0).long().argmax())
+            skip = int(self.padding.min())
+            self.padding = self.padding - skip
             self.attention, width = first[:, skip:], width - skip
             transformers_internals.drop_first_tokens(self.cache, skip)
         most = max(width, widest)
         if width != widest or self.attention is not None or others.attention is not None:
             self.attention = torch.cat([_padded_mask(one, most + 1) for one in (self, others)])
         transformers_internals.append_rows(self.cache, others.cache, most)
-        for name in ("rows", "at", "inputs", "positions", "done"):
+        self.padding, others.padding = (self.padding + most - width,
+                                        others.padding + most - widest)
+        for name in ("rows", "at", "inputs", "positions", "done", "padding"):
             setattr(self, name, torch.cat([getattr(self, name), getattr(others, name)]))
         self.youngest = min(self.youngest, others.youngest)
         self.oldest = max(self.oldest, others.oldest)
@@ -119,13 +134,13 @@ class _Stepped(Drawn):
         there = prompt_mask[rows.start:rows.stop]
         skip = there.shape[1] - max(int(there.sum(1).max()), 1)
         there = there[:, skip:]
-        tokens = prompt_tokens[rows.start:rows.stop, skip:].to(device)
-        mask, count = there.to(device), len(there)
+        tokens = to_device(prompt_tokens[rows.start:rows.stop, skip:], device)
+        mask, count = to_device(there, device), len(there)
         own: dict[str, Any] = {
             "rows": torch.arange(rows.start, rows.stop, device=device),
             "at": torch.zeros(count, dtype=torch.long, device=device), "youngest": 0, "oldest": 0,
             "done": torch.zeros(count, dtype=torch.bool, device=device),
-            "cache": self._empty_cache(count)}
+            "padding": (~there).sum(1), "cache": self._empty_cache(count)}
         if start is not None:
             tokens, mask = layout.right_padded(tokens, mask)
             encoded = lm.get_encoder()(input_ids=tokens, attention_mask=mask.long())
@@ -135,6 +150,8 @@ class _Stepped(Drawn):
                 encoded=encoded.last_hidden_state, encoder_mask=mask.long())
         before = 0 if self.virtual is None else self.virtual.count
         seen = torch.nn.functional.pad(mask, (before, 0), value=True)
+        if before:  # which all rows look at
+            own["padding"] = torch.zeros_like(own["padding"])
         return LiveRows(**own, inputs=tokens, attention=None if bool(there.all()) else seen,
                         positions=(mask.long().cumsum(1) - 1).clamp(min=0) + before)
 
@@ -207,8 +224,7 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
     # encoder, nor where a layer keeps something else
     refills = (at_once < count and decoder.all_alive is int and decoder.start is None
                and transformers_internals.caches_all_keys(lm))
-    # asking the device whether rows are done costs a synchronisation; on a CPU it is free
-    check_every = 1 if lm.base_model.device.type == "cpu" else 8
+    check_every = 1 if lm.base_model.device.type == "cpu" else CHECK_EVERY
     live: LiveRows | None = None
     taken = passes = handed = 0
 
@@ -228,13 +244,14 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
         passes += 1
         if passes % check_every and live.youngest < drawn.steps:
             continue
-        remaining = int((~live.done).sum())
+        rows, at, done = to_host(live.rows, live.at, live.done)
+        remaining = int((~done).sum())
         if decoder.all_alive(remaining) == 0:
             live, ended = None, taken
         else:
-            ended = int(live.rows[~live.done].min()) if count > chunk and remaining else 0
+            ended = int(rows[~done].min()) if count > chunk and remaining else 0
             if remaining <= SHRINK_AT * len(live) and len(live) > 1:
-                live.drop_done()
+                live.drop_done(done, at)
         while handed < count and min(handed + chunk, count) <= ended:
             end = min(handed + chunk, count)
             yield drawn.found(slice(handed, end))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ppocli.models.layer_stack import SplitPoint
+from ppocli.parallel.transfers import to_device, to_host
 from ppocli.sampling import samples, token_choice
 
 CONTEXT = 4
@@ -63,7 +64,7 @@ class Drawn:
                  uniform: Any, limits: Any) -> None:
         self.decoder, self.prompt_tokens = decoder, prompt_tokens.shape[1]
         device = decoder.lm.base_model.device
-        noise = torch.as_tensor(uniform, dtype=torch.float64).to(device)
+        noise = to_device(torch.as_tensor(uniform, dtype=torch.float64), device)
         count, self.steps = noise.shape
         # what is drawn behind the end of a row goes to the column after the last, at the latest
         self.noise = torch.nn.functional.pad(noise, (0, 1), value=0.5)
@@ -73,9 +74,9 @@ class Drawn:
         self.values = torch.zeros(count, self.steps + 1, device=device)
         self.finished = torch.zeros(count, dtype=torch.bool, device=device)
         self.limits = torch.full((count,), self.steps, device=device) if limits is None else \
-            torch.as_tensor(limits, dtype=torch.long).to(device)
+            to_device(torch.as_tensor(limits, dtype=torch.long), device)
         self.shown = 0
-        self.stops = torch.tensor(decoder.spec.stop_ids, dtype=torch.long, device=device)
+        self.stops = to_device(torch.tensor(decoder.spec.stop_ids, dtype=torch.long), device)
         self.before: list[list[int]] = [[]] * count
         """what the text of each response stands behind: the last tokens of its prompt"""
         if decoder.spec.stop_sequences and decoder.start is None:
@@ -85,7 +86,7 @@ class Drawn:
         self.penalises = decoder.spec.repetition_penalty != 1.0
         if self.penalises:
             # what stands before a response: its prompt, or the one token that a decoder starts from
-            self.given = (prompt_tokens.masked_fill(~prompt_mask, -1).to(device)
+            self.given = (to_device(prompt_tokens.masked_fill(~prompt_mask, -1), device)
                           if decoder.start is None else
                           torch.full((count, 1), decoder.start, device=device))
 
@@ -137,15 +138,16 @@ class Drawn:
         # a token holds at least one byte, and a few more are for context
         window = max(len(stop.encode()) for stop in spec.stop_sequences) + CONTEXT
         places = at[:, None] - torch.arange(window - 1, -1, -1, device=at.device)
-        newest = self.tokens[rows[:, None], places.clamp(min=0)].tolist()
-        starts = [max(last + 1 - window, 0) for last in at.tolist()]
+        newest, rows, ats = (found.tolist() for found in to_host(
+            self.tokens[rows[:, None], places.clamp(min=0)], rows, at))
+        starts = [max(last + 1 - window, 0) for last in ats]
         found = samples.texts_and_stops(
             self.decoder.tokenizer,
             [[] if start else self.before[row]
-             for row, start in zip(rows.tolist(), starts, strict=True)],
-            [ids[-min(window, last + 1):] for ids, last in zip(newest, at.tolist(), strict=True)],
+             for row, start in zip(rows, starts, strict=True)],
+            [ids[-min(window, last + 1):] for ids, last in zip(newest, ats, strict=True)],
             spec.stop_sequences, [max(spec.min_new_tokens - 1 - start, 0) for start in starts])
-        return torch.tensor([place is not None for _, place in found], device=at.device)
+        return to_device(torch.tensor([place is not None for _, place in found]), at.device)
 
     def show(self, most: int) -> None:
         """Let it be watched once the longest response has had ``most`` tokens."""
@@ -154,10 +156,10 @@ class Drawn:
 
     def found(self, rows: slice) -> samples.Generation:
         """The responses in these places, all of which have ended."""
-        width = max(int(self.mask[rows, :self.steps].sum(1).max()), 1)
+        finished, *drawn = to_host(self.finished[rows], *(
+            one[rows, :self.steps] for one in (self.tokens, self.logprobs, self.values, self.mask)))
+        width = max(int(drawn[-1].sum(1).max()), 1)
+        tokens, logprobs, values, mask = (one[:, :width] for one in drawn)
         return samples.Generation(
-            self.tokens[rows, :width].cpu(), self.mask[rows, :width].cpu(),
-            self.logprobs[rows, :width].cpu(), self.values[rows, :width].cpu(),
-            self.finished[rows].cpu(),
-            None if self.frozen_states is None else
+            tokens, mask, logprobs, values, finished, None if self.frozen_states is None else
             self.frozen_states[rows, :self.prompt_tokens + width - 1])

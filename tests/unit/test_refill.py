@@ -132,6 +132,15 @@ def test_models_that_forget_keys_draw_one_batch_after_the_other(kind, keys):
     assert len(rows) == sum(max(lengths[start:start + 6]) for start in range(0, COUNT, 6))
 
 
+def test_a_row_that_has_ended_among_younger_ones_takes_no_position_that_the_model_lacks():
+    """The first row has no room for another token when it ends, and too few others end with it for
+    it to be dropped."""
+    lm = model_of("gpt2", n_positions=12)
+    limits = torch.tensor([10] + [5] * 7 + [10] * 7)
+    out, _ = drawn(lm, 8, SamplingSpec(10, ()), [2] * len(limits), limits=limits)
+    assert torch.equal(out.mask.sum(1), limits)
+
+
 def test_a_stop_is_asked_for_before_every_token():
     polls = []
     _, rows = drawn(model_of("gpt2"), 4, poll=lambda: polls.append(None))
