@@ -2,6 +2,7 @@
 the layers of its cache, and two of its building blocks. Nothing else touches them."""
 
 from collections.abc import Callable
+from copy import copy
 from functools import cache
 from typing import Any
 
@@ -69,8 +70,8 @@ def replace_sdpa(lm: Any, name: str, attention: Callable[..., Any]) -> None:
 
 
 def _mask(**words: Any) -> torch.Tensor | None:
-    """transformers' own mask for "sdpa". A device isn't asked, and waited for, in every pass whether
-    a mask it is handed leaves anything out: our loop hands over none that doesn't."""
+    """transformers' own mask for "sdpa". A device isn't asked, and waited for, in every pass
+    whether a mask leaves anything out: our loop hands over none that doesn't."""
     from transformers.masking_utils import sdpa_mask
 
     given = words.get("attention_mask")
@@ -107,6 +108,14 @@ def drop_first_tokens(cache: Any, count: int) -> None:
     for layer in cache.layers:
         if layer.keys is not None:
             layer.keys, layer.values = layer.keys[:, :, count:], layer.values[:, :, count:]
+
+
+def taken_rows(cache: Any, rows: torch.Tensor) -> Any:
+    """A cache with copies of the keys and values of some rows."""
+    taken = copy(cache)
+    taken.layers = [copy(layer) for layer in cache.layers]
+    taken.batch_select_indices(rows)
+    return taken
 
 
 def append_rows(cache: Any, others: Any, width: int) -> None:

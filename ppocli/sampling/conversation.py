@@ -48,14 +48,10 @@ class Rereading:
         """As :class:`Conversation`."""
         for row, ids in zip(rows, fed, strict=True):
             self.contexts[row] += ids
-        longest = max(len(self.contexts[row]) for row in rows)
-        tokens = torch.zeros(len(rows), longest, dtype=torch.long)
-        mask = torch.zeros(len(rows), longest, dtype=torch.bool)
+        tokens, mask = padded_left([self.contexts[row] for row in rows])
         noise = np.full((len(rows), max(limits)), 0.5)
         for i, row in enumerate(rows):
-            ids, own = self.contexts[row], self.noise[row, self.said[row]:][:limits[i]]
-            tokens[i, longest - len(ids):] = torch.tensor(ids)
-            mask[i, longest - len(ids):] = True
+            own = self.noise[row, self.said[row]:][:limits[i]]
             noise[i, :len(own)] = own
         with self.context():
             out, = decode(self.decoder, tokens, mask, noise, limits=list(limits),
@@ -64,3 +60,11 @@ class Rereading:
             self.contexts[row] += ids
             self.said[row] += len(ids)
         return out
+
+
+def padded_left(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, Q] ids and mask, padded on the left."""
+    longest = max(map(len, rows))
+    tokens = torch.tensor([[*[0] * (longest - len(row)), *row] for row in rows])
+    lengths = torch.tensor([len(row) for row in rows])
+    return tokens, torch.arange(longest)[None, :] >= longest - lengths[:, None]

@@ -111,7 +111,7 @@ def _padded_mask(live: LiveRows, width: int) -> torch.Tensor:
     return torch.nn.functional.pad(mask, (width - own, 0), value=False)
 
 
-class _Stepped(Drawn):
+class Stepped(Drawn):
     """Responses that are drawn by feeding live rows to a model."""
 
     def __init__(self, decoder: Decoder, *given: Any) -> None:
@@ -219,7 +219,7 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
     that; else they wait for the last of them.
     """
     lm, count = decoder.lm, len(prompt_tokens)
-    drawn = _Stepped(decoder, prompt_tokens, prompt_mask, uniform, limits)
+    drawn = Stepped(decoder, prompt_tokens, prompt_mask, uniform, limits)
     # keys and values of rows under way are moved to the right then, behind padding: not with an
     # encoder, nor where a layer keeps something else
     refills = (at_once < count and decoder.all_alive is int and decoder.start is None

@@ -138,13 +138,13 @@ class Drawn:
         # a token holds at least one byte, and a few more are for context
         window = max(len(stop.encode()) for stop in spec.stop_sequences) + CONTEXT
         places = at[:, None] - torch.arange(window - 1, -1, -1, device=at.device)
-        newest, rows, ats = (found.tolist() for found in to_host(
+        newest, numbers, ats = (found.tolist() for found in to_host(
             self.tokens[rows[:, None], places.clamp(min=0)], rows, at))
         starts = [max(last + 1 - window, 0) for last in ats]
         found = samples.texts_and_stops(
             self.decoder.tokenizer,
             [[] if start else self.before[row]
-             for row, start in zip(rows, starts, strict=True)],
+             for row, start in zip(numbers, starts, strict=True)],
             [ids[-min(window, last + 1):] for ids, last in zip(newest, ats, strict=True)],
             spec.stop_sequences, [max(spec.min_new_tokens - 1 - start, 0) for start in starts])
         return to_device(torch.tensor([place is not None for _, place in found]), at.device)

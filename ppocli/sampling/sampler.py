@@ -18,6 +18,7 @@ from ppocli.models import layer_stack, trunk
 from ppocli.models.fast.gemm import packed_weights
 from ppocli.models.loading.language_model import DTYPES, LoadedLM
 from ppocli.models.policy import Policy
+from ppocli.models.transformers_internals import caches_all_keys
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.parallel.stop import StopFlag
@@ -25,6 +26,7 @@ from ppocli.ppo.noise import lengths, uniform
 from ppocli.sampling.conversation import Conversation, Rereading
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
+from ppocli.sampling.kept_turns import KeptKeys
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
@@ -172,7 +174,10 @@ class DecodeSampler:
         decoder = Decoder(lm, spec, setup.tokenizer, None, speaker.value_head, poll=poll)
         noise = uniform(setup.cfg.seed, stream, episodes, tokens)
         with packed_weights(lm, DTYPES[setup.backend.precision]):
-            yield Rereading(decoder, contexts, noise, self.method(lm), setup.backend.autocast)
+            keeps = (self.method(lm) is trunk.Decoding.STEPS and caches_all_keys(lm)
+                     and not spec.looks_back)
+            yield (KeptKeys(decoder, contexts, noise, setup.backend.autocast) if keeps else
+                   Rereading(decoder, contexts, noise, self.method(lm), setup.backend.autocast))
 
 
 class TransformersSampler(DecodeSampler):

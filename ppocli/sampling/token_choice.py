@@ -40,6 +40,12 @@ class SamplingSpec:
         return (self.do_sample and self.top_k == 0 and self.top_p >= 1.0 and self.min_p == 0.0
                 and self.repetition_penalty == 1.0 and self.min_new_tokens == 0)
 
+    @property
+    def looks_back(self) -> bool:
+        """Whether a choice depends on tokens that were chosen before, beside the model's state."""
+        return bool(self.stop_sequences) or self.min_new_tokens > 0 \
+            or self.repetition_penalty != 1.0
+
 
 def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Sample by inverting the cumulative distribution in two levels (blocks, then inside one).

@@ -2,13 +2,14 @@
 
 import copy
 import time
+from contextlib import nullcontext
 from itertools import pairwise
 
 import numpy as np
 import played
 import pytest
 import torch
-from helpers import checked, make_tokenizer, refused, save_lm
+from helpers import checked, make_lm, make_tokenizer, refused, save_lm
 from sessions import gradients, rollout_of, session_of, set_keys, small_config
 
 from ppocli.config.schema import EnvConfig
@@ -18,8 +19,13 @@ from ppocli.environments.resolve import resolve
 from ppocli.environments.wording import ChatWords, PlainWords
 from ppocli.episode import Episode, Step, Turn, turn_numbers
 from ppocli.errors import ConfigError, InputError, RewardError
+from ppocli.models.trunk import Decoding
 from ppocli.ppo import advantages
 from ppocli.ppo.noise import ROLLOUT
+from ppocli.sampling.conversation import Rereading
+from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.kept_turns import KeptKeys
+from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.figures import episode_figures, rollout_samples
 from ppocli.tasks.ppo.records import PPOState
@@ -382,6 +388,52 @@ def test_trl_environments_reach_the_reward(tmp_path):
     assert all(one.environment is None and len(one.turns) == 1 for one in rollout.episodes)
     shown = session.tokenizer.decode(rollout.sequences.tokens[0])
     assert "What is the film?<eos> <im>assistant" in shown.replace(" What", "What")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("limits", [[4, 4, 4, 4, 4], [1, 6, 2, 3, 6]])
+def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(kind, limits):
+    """Rows whose turns end at different times, that are fed nothing, little or much, and that stop
+    speaking; tokens and logprobs of three turns."""
+    lm = make_lm(kind).eval()
+    spec = SamplingSpec(max_new_tokens=6, stop_ids=(1, 5, 6))
+    contexts = [[3, 4, 5], [7], [8, 9], [4, 4, 4, 4], [5]]
+    noise = np.random.default_rng(5).uniform(0.01, 0.99, (5, 30))
+    head = torch.randn(lm.get_output_embeddings().weight.shape[1],
+                       generator=torch.Generator().manual_seed(0))
+    decoder = Decoder(lm, spec, value_head=lambda hidden: hidden @ head)
+    one = Rereading(decoder, contexts, noise, Decoding.STEPS, nullcontext)
+    other = KeptKeys(decoder, contexts, noise, nullcontext)
+    for rows, fed in (([0, 1, 2, 3, 4], [[], [3], [4, 5, 6], [], []]),
+                      ([0, 1, 3, 4], [[7, 7, 7, 7], [], [3], []]), ([1, 3], [[9], [8, 3, 4]])):
+        wanted, found = (talk.speak(rows, fed, [limits[row] for row in rows])
+                         for talk in (one, other))
+        assert torch.equal(found.tokens, wanted.tokens)
+        assert torch.equal(found.mask, wanted.mask)
+        assert torch.equal(found.finished, wanted.finished)
+        for name in ("logprobs", "values"):
+            torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=0,
+                                       atol=2e-5)
+
+
+@pytest.mark.parametrize("keys", [
+    {"kind": "mistral"}, {"model__peft": {"type": "prefix", "num_virtual_tokens": 3}},
+    {"model__peft": {"type": "prompt", "num_virtual_tokens": 3}},
+    {"generation__stop_sequences": ["film"]}, {"generation__min_new_tokens": 2},
+    {"generation__repetition_penalty": 1.3}, {"model__num_layers_unfrozen": 1}])
+def test_decoded_logprobs_of_episodes_are_those_of_a_pass(tmp_path, keys):
+    found, keys = [], dict(keys)
+    save_lm(tmp_path / "lm", keys.pop("kind", "gpt2"))
+    for way in ("decode", "forward"):
+        cfg = small_config(tmp_path, **PLAYS, **keys, ppo__logprobs_from=way)
+        with session_of(cfg, None) as session:
+            found.append(rollout_of(session))
+            assert session.from_decode == (way == "decode")
+    assert found[0].episodes == found[1].episodes
+    assert any(len(one.turns) > 1 for one in found[0].episodes)
+    for name in ("logprobs", "values"):
+        torch.testing.assert_close(getattr(found[0], name), getattr(found[1], name), rtol=0,
+                                   atol=2e-5)
 
 
 # Advantages ---------------------------------------------------------------------------------------

@@ -1,0 +1,130 @@
+"""Contexts that grow, with keys and values kept over turns: what a model has read it doesn't read
+again."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from ppocli.models import transformers_internals
+from ppocli.parallel.transfers import to_device, to_host
+from ppocli.sampling.conversation import padded_left
+from ppocli.sampling.decode_loop import CHECK_EVERY, SHRINK_AT, LiveRows, Stepped
+from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.samples import Generation
+
+
+@dataclass(slots=True)
+class Parked:
+    """b rows whose turn is over: all of their tokens but the last have been fed."""
+
+    rows: torch.Tensor
+    """[b] their numbers"""
+    seen: torch.Tensor
+    """[b, past] bool, the columns of the cache that are theirs: not padding, nor what was fed
+    behind the end of a turn while others went on"""
+    cache: Any
+
+    def with_others(self, others: Self) -> Self:
+        """These rows, then others."""
+        widths = [one.seen.shape[1] for one in (self, others)]
+        most = max(widths)
+        transformers_internals.append_rows(self.cache, others.cache, most)
+        seen = torch.cat([torch.nn.functional.pad(one.seen, (most - width, 0))
+                          for one, width in zip((self, others), widths, strict=True)])
+        return type(self)(torch.cat([self.rows, others.rows]), seen, self.cache)
+
+
+class KeptKeys:
+    """As :class:`ppocli.sampling.conversation.Rereading`, for models whose layers keep all keys and
+    values, and sampling that looks at nothing but the newest state."""
+
+    def __init__(self, decoder: Decoder, contexts: Sequence[Sequence[int]], noise: np.ndarray,
+                 context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.decoder, self.noise, self.context = decoder, noise, context
+        self.contexts = [list(ids) for ids in contexts]
+        self.device = decoder.lm.base_model.device
+        self.drawn: Stepped | None = None
+        self.parked: Parked | None = None
+
+    @torch.no_grad()
+    def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
+              ) -> Generation:
+        """As :class:`~ppocli.sampling.conversation.Conversation`; in the first turn all contexts
+        speak, and one that has missed a turn speaks no more."""
+        live, drawn = self._begun(rows, fed)
+        before = live.at.clone()
+        drawn.finished[live.rows] = False
+        drawn.limits[live.rows] = before + to_device(torch.tensor(limits), self.device)
+        pieces: list[Parked] = []
+        check_every = 1 if self.device.type == "cpu" else CHECK_EVERY
+        passes, most = 0, max(limits)
+        with self.context():
+            while True:
+                drawn.token(live)
+                passes += 1
+                if passes % check_every and passes < most:
+                    continue
+                done, at = to_host(live.done, live.at)
+                left = int((~done).sum())
+                if left == 0 or left <= SHRINK_AT * len(live):
+                    pieces.append(self._park(live, drawn, done.nonzero().squeeze(-1)))
+                    if left == 0:
+                        break
+                    live.drop_done(done, at)
+        self.parked = reduce(Parked.with_others, pieces)
+        return self._said(drawn, torch.tensor(rows, device=self.device), before)
+
+    def _begun(self, rows: Sequence[int], fed: Sequence[Sequence[int]]) -> tuple[LiveRows, Stepped]:
+        """Rows with what they are to read next."""
+        if self.parked is None or self.drawn is None:
+            tokens, mask = padded_left([[*self.contexts[row], *ids]
+                                        for row, ids in zip(rows, fed, strict=True)])
+            self.drawn = Stepped(self.decoder, tokens, mask, self.noise, None)
+            return self.drawn.first_rows(range(len(rows)), tokens, mask), self.drawn
+        parked, drawn = self.parked, self.drawn
+        place = {row: i for i, row in enumerate(parked.rows.tolist())}
+        index = torch.tensor([place[row] for row in rows], device=self.device)
+        parked.cache.batch_select_indices(index)
+        seen, own = parked.seen[index], parked.rows[index]
+        self.parked = None
+        at = drawn.mask[own].sum(1)
+        last = drawn.tokens[own, at - 1]
+        tokens, mask = (to_device(one, self.device) for one in padded_left(
+            [[0, *ids] for ids in fed]))
+        tokens[torch.arange(len(rows)), (~mask).sum(1)] = last
+        attention = torch.cat([seen, mask], dim=1)
+        counts = to_host(at, (~attention).long().cumprod(1).sum(1))
+        return LiveRows(
+            rows=own, at=at, youngest=int(counts[0].min()), oldest=int(counts[0].max()),
+            inputs=tokens, attention=attention,
+            positions=seen.sum(1, keepdim=True) + (mask.long().cumsum(1) - 1).clamp(min=0),
+            done=torch.zeros_like(own, dtype=torch.bool), padding=counts[1],
+            cache=parked.cache), drawn
+
+    def _park(self, live: LiveRows, drawn: Stepped, ended: torch.Tensor) -> Parked:
+        """The rows at these places, out of the live ones."""
+        index = to_device(ended, self.device)
+        width = transformers_internals.cached_tokens(live.cache)
+        rows = live.rows[index]
+        seen = (torch.ones(len(rows), width, dtype=torch.bool, device=self.device)
+                if live.attention is None else live.attention[index, :width])
+        behind = live.at[index] - drawn.mask[rows].sum(1)
+        columns = torch.arange(width, device=self.device)
+        return Parked(rows, seen & (columns[None, :] < width - behind[:, None]),
+                      transformers_internals.taken_rows(live.cache, index))
+
+    def _said(self, drawn: Stepped, rows: torch.Tensor, before: torch.Tensor) -> Generation:
+        """What these rows have said since they had ``before`` tokens."""
+        counts = drawn.mask[rows].sum(1) - before
+        places = torch.arange(int(counts.max()), device=self.device)[None, :]
+        mask = places < counts[:, None]
+        columns = (before[:, None] + places).clamp(max=drawn.steps)
+        finished, mask_, tokens, logprobs, values = to_host(drawn.finished[rows], mask, *(
+            one[rows[:, None], columns] * mask
+            for one in (drawn.tokens, drawn.logprobs, drawn.values)))
+        return Generation(tokens, mask_, logprobs, values, finished)
