@@ -57,6 +57,11 @@ class Calls:
     def __init__(self, what: EnvironmentClass, cfg: EnvConfig, seed: int) -> None:
         self.what, self.cfg, self.seed = what, cfg, seed
 
+    @property
+    def waits(self) -> bool:
+        """Whether calls are likely to wait for others."""
+        return self.what.waits or self.cfg.workers > 1
+
     def answers(self, calls: Sequence[Called], stream: int) -> list[Answered]:
         """Make these calls: at once if they are ``async``, else ``env.workers`` at a time.
 

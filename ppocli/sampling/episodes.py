@@ -4,14 +4,17 @@ A sample is then tokens of which the policy has said some: prompt and observatio
 no loss, no KL and no advantage knows of them. What it said stays the ids that it sampled.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ppocli.config.schema import EnvConfig
+from ppocli.daemon import in_daemon
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.environments.calls import Answered, Called, Calls
 from ppocli.environments.wording import Said, words_of
@@ -24,6 +27,9 @@ from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.sampler import Sampler, Speaker
 from ppocli.sampling.samples import Generation, Samples, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
+
+LOOK = 0.2
+"""seconds between two looks at whether the run is to stop"""
 
 
 @dataclass(slots=True)
@@ -99,20 +105,43 @@ class EpisodeSampler:
     def _play(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
               stop: StopFlag) -> Samples:
         games = self._begin(prompts, stream)
-        live = [i for i, game in enumerate(games) if game.ended is None]
+        live = self._groups(len(games))
+        waiting: list[Callable[[], None]] = [lambda: None] * len(live)
         with self.inner.converse([game.ids for game in games], prompts.episodes, spec, stream,
                                  speaker, stop, tokens=self.cfg.max_tokens) as talk:
-            while live:
-                stop.check()
-                said = self._turn(talk, games, live, spec)
-                answers = self.calls.answers(
-                    [Called(games[i].environment, prompts.episodes[i], len(games[i].turns) + 1,
-                            {"response": text}) for i, text in zip(live, said, strict=True)],
-                    stream)
-                for i, text, answer in zip(live, said, answers, strict=True):
-                    self._answered(games[i], text, answer)
-                live = [i for i in live if games[i].ended is None]
+            while any(live):
+                for g, settle in enumerate(waiting):
+                    stop.check()
+                    settle()
+                    rows = live[g] = [i for i in live[g] if games[i].ended is None]
+                    waiting[g] = self._asked(games, rows, self._turn(talk, games, rows, spec),
+                                             prompts.episodes, stream, stop)
         return samples_of(games)
+
+    def _groups(self, count: int) -> list[list[int]]:
+        """Which episodes take their turns together: all, or halves that do so in turn where calls
+        wait for others, so that one half speaks while the other's environments think. Who speaks
+        with whom does not depend on how long anything takes."""
+        half = (count + 1) // 2 if self.calls.waits and count > 1 else count
+        return [list(range(start, min(start + half, count))) for start in range(0, count, half)]
+
+    def _asked(self, games: Sequence[Game], rows: Sequence[int], said: Sequence[str],
+               episodes: Sequence[int], stream: int, stop: StopFlag) -> Callable[[], None]:
+        """Put a turn of some episodes to their environments; what is returned waits for the answers
+        and writes them down."""
+        work = partial(self.calls.answers, [
+            Called(games[i].environment, episodes[i], len(games[i].turns) + 1, {"response": text})
+            for i, text in zip(rows, said, strict=True)], stream)
+        begun = in_daemon(work, "environments") if self.calls.waits and rows else None
+
+        def settle() -> None:
+            while begun is not None and not wait([begun], LOOK).done:
+                stop.check()
+            for i, text, answer in zip(rows, said, work() if begun is None else begun.result(),
+                                       strict=True):
+                self._answered(games[i], text, answer)
+
+        return settle
 
     def _begin(self, prompts: PromptBatch, stream: int) -> list[Game]:
         messages = list[Any](prompts.messages) or [None] * len(prompts)
@@ -138,6 +167,8 @@ class EpisodeSampler:
     def _turn(self, talk: Conversation, games: Sequence[Game], live: Sequence[int],
               spec: SamplingSpec) -> list[str]:
         """One turn of the policy in each live episode, as text."""
+        if not live:
+            return []
         limits = [min(spec.max_new_tokens, games[i].room(self.cfg.max_tokens)) for i in live]
         fed = [games[i].fed.ids for i in live]
         before = [[*games[i].ids, *more] for i, more in zip(live, fed, strict=True)]

@@ -18,7 +18,7 @@ from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.samples import Generation
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Parked:
     """b rows whose turn is over: all of their tokens but the last have been fed."""
 
@@ -45,18 +45,19 @@ class KeptKeys:
 
     def __init__(self, decoder: Decoder, contexts: Sequence[Sequence[int]], noise: np.ndarray,
                  context: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.decoder, self.noise, self.context = decoder, noise, context
+        self.context = context
         self.contexts = [list(ids) for ids in contexts]
         self.device = decoder.lm.base_model.device
-        self.drawn: Stepped | None = None
-        self.parked: Parked | None = None
+        tokens, mask = padded_left(contexts)
+        self.drawn = Stepped(decoder, tokens, mask, noise, None)
+        self.parked: list[Parked] = []
 
     @torch.no_grad()
     def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
               ) -> Generation:
-        """As :class:`~ppocli.sampling.conversation.Conversation`; in the first turn all contexts
-        speak, and one that has missed a turn speaks no more."""
-        live, drawn = self._begun(rows, fed)
+        """As :class:`~ppocli.sampling.conversation.Conversation`; contexts that speak together once
+        do so from then on, and one that misses a turn of the others' speaks no more."""
+        live, drawn = self._begun(rows, fed), self.drawn
         before = live.at.clone()
         drawn.finished[live.rows] = False
         drawn.limits[live.rows] = before + to_device(torch.tensor(limits), self.device)
@@ -72,26 +73,28 @@ class KeptKeys:
                 done, at = to_host(live.done, live.at)
                 left = int((~done).sum())
                 if left == 0 or left <= SHRINK_AT * len(live):
-                    pieces.append(self._park(live, drawn, done.nonzero().squeeze(-1)))
+                    pieces.append(self._park(live, done.nonzero().squeeze(-1)))
                     if left == 0:
                         break
                     live.drop_done(done, at)
-        self.parked = reduce(Parked.with_others, pieces)
-        return self._said(drawn, torch.tensor(rows, device=self.device), before)
+        self.parked.append(reduce(Parked.with_others, pieces))
+        return self._said(torch.tensor(rows, device=self.device), before)
 
-    def _begun(self, rows: Sequence[int], fed: Sequence[Sequence[int]]) -> tuple[LiveRows, Stepped]:
+    def _begun(self, rows: Sequence[int], fed: Sequence[Sequence[int]]) -> LiveRows:
         """Rows with what they are to read next."""
-        if self.parked is None or self.drawn is None:
+        drawn, group = self.drawn, next(
+            (one for one in self.parked if rows[0] in one.rows.tolist()), None)
+        if group is None:
             tokens, mask = padded_left([[*self.contexts[row], *ids]
                                         for row, ids in zip(rows, fed, strict=True)])
-            self.drawn = Stepped(self.decoder, tokens, mask, self.noise, None)
-            return self.drawn.first_rows(range(len(rows)), tokens, mask), self.drawn
-        parked, drawn = self.parked, self.drawn
-        place = {row: i for i, row in enumerate(parked.rows.tolist())}
-        index = torch.tensor([place[row] for row in rows], device=self.device)
-        parked.cache.batch_select_indices(index)
-        seen, own = parked.seen[index], parked.rows[index]
-        self.parked = None
+            live = drawn.first_rows(range(len(rows)), tokens, mask)
+            live.rows = to_device(torch.tensor(rows), self.device)
+            return live
+        self.parked.remove(group)
+        place = {row: i for i, row in enumerate(group.rows.tolist())}
+        index = to_device(torch.tensor([place[row] for row in rows]), self.device)
+        group.cache.batch_select_indices(index)
+        seen, own = group.seen[index], group.rows[index]
         at = drawn.mask[own].sum(1)
         last = drawn.tokens[own, at - 1]
         tokens, mask = (to_device(one, self.device) for one in padded_left(
@@ -104,22 +107,23 @@ class KeptKeys:
             inputs=tokens, attention=attention,
             positions=seen.sum(1, keepdim=True) + (mask.long().cumsum(1) - 1).clamp(min=0),
             done=torch.zeros_like(own, dtype=torch.bool), padding=counts[1],
-            cache=parked.cache), drawn
+            cache=group.cache)
 
-    def _park(self, live: LiveRows, drawn: Stepped, ended: torch.Tensor) -> Parked:
+    def _park(self, live: LiveRows, ended: torch.Tensor) -> Parked:
         """The rows at these places, out of the live ones."""
         index = to_device(ended, self.device)
         width = transformers_internals.cached_tokens(live.cache)
         rows = live.rows[index]
         seen = (torch.ones(len(rows), width, dtype=torch.bool, device=self.device)
                 if live.attention is None else live.attention[index, :width])
-        behind = live.at[index] - drawn.mask[rows].sum(1)
+        behind = live.at[index] - self.drawn.mask[rows].sum(1)
         columns = torch.arange(width, device=self.device)
         return Parked(rows, seen & (columns[None, :] < width - behind[:, None]),
                       transformers_internals.taken_rows(live.cache, index))
 
-    def _said(self, drawn: Stepped, rows: torch.Tensor, before: torch.Tensor) -> Generation:
+    def _said(self, rows: torch.Tensor, before: torch.Tensor) -> Generation:
         """What these rows have said since they had ``before`` tokens."""
+        drawn = self.drawn
         counts = drawn.mask[rows].sum(1) - before
         places = torch.arange(int(counts.max()), device=self.device)[None, :]
         mask = places < counts[:, None]

@@ -316,6 +316,29 @@ def test_awaited_and_plain_environments_give_the_same_episodes(tmp_path):
     assert found[0].episodes == found[1].episodes
 
 
+def test_one_half_speaks_while_the_environments_of_the_other_think(tmp_path, monkeypatch):
+    events = []
+    answers, speak = Calls.answers, KeptKeys.speak
+
+    def asked(self, calls, stream):
+        if calls and calls[0].turn:
+            events.append("thinks")
+            time.sleep(0.3)  # the other half speaks in less
+            events.append("has thought")
+        return answers(self, calls, stream)
+
+    def spoken(self, *given):
+        events.append(f"{len(given[0])} speak")
+        return speak(self, *given)
+
+    monkeypatch.setattr(Calls, "answers", asked)
+    monkeypatch.setattr(KeptKeys, "speak", spoken)
+    with session_of(small_config(tmp_path, **{**PLAYS, "env__fn": "played:Slow"}),
+                    None) as session:
+        rollout_of(session)
+    assert events[:4] == ["8 speak", "thinks", "8 speak", "thinks"]
+
+
 @pytest.mark.parametrize("keys", [{"ppo__chunk_size": 3}, {"rollout__engine": "transformers"}])
 def test_episodes_depend_on_nothing_but_seed_and_number(tmp_path, keys):
     with session_of(small_config(tmp_path, **PLAYS), None) as session:
