@@ -335,6 +335,7 @@ def test_one_half_speaks_while_the_environments_of_the_other_think(tmp_path, mon
     monkeypatch.setattr(KeptKeys, "speak", spoken)
     with session_of(small_config(tmp_path, **{**PLAYS, "env__fn": "played:Slow"}),
                     None) as session:
+        events.clear()  # those of the rehearsal
         rollout_of(session)
     assert events[:4] == ["8 speak", "thinks", "8 speak", "thinks"]
 
