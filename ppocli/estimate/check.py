@@ -200,7 +200,7 @@ def check_memory(cfg: TrainConfig, lm_config: Any, *, prompt_tokens: int, device
     """
     if cfg.hardware.memory_check == "off":
         return
-    cuda = device.type == "cuda"
+    cuda = device.type != "cpu"
     room = room_here(cuda=cuda, device=device if cuda else None)
     try:
         found = estimate(cfg, models_of(cfg, lm_config), prompt_tokens=prompt_tokens, cuda=cuda,

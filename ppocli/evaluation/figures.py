@@ -255,8 +255,8 @@ def report_of(identity: dict[str, Any], targets: dict[str, Target], rows: dict[s
                  "seconds": seconds},
         "hardware": {
             "device": device.type,
-            "name": (torch.cuda.get_device_name(device) if device.type == "cuda"
-                     else platform.processor() or platform.machine()),
+            "name": (platform.processor() or platform.machine() if device.type == "cpu" else
+                     torch.get_device_module(device).get_device_name(device)),
             "threads": torch.get_num_threads(), "precision": session.backend.precision,
             "peak_memory_mib": session.backend.peak_memory_mib()},
     }

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ppocli.models.fast.packing import Packing, packing_of_lengths
+from ppocli.parallel.transfers import to_device
 
 PACK_ABOVE = 0.03
 """share of padding from which on rows are packed, where the model allows it: moving tokens into a
@@ -129,8 +130,9 @@ class SequenceBatch:
 
     def to(self, device: torch.device) -> SequenceBatch:
         """The same batch on ``device``."""
-        there: Any = [None if (value := getattr(self, f.name)) is None else value.to(device)
-                      for f in fields(self)]
+        there: Any = [to_device(value, device) if isinstance(value, torch.Tensor) else
+                      value and value.to(device)
+                      for value in (getattr(self, f.name) for f in fields(self))]
         return SequenceBatch(*there)
 
 

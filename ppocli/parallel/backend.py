@@ -36,14 +36,14 @@ class Backend:
     def memory_mib(self) -> float | None:
         """What the device's allocator holds now, or on a CPU the process, in MiB; None where the
         system doesn't tell."""
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device) / 2**20
+        if self.device.type != "cpu":
+            return torch.get_device_module(self.device).memory_allocated(self.device) / 2**20
         return host_memory.resident_mib(os.getpid())
 
     def peak_memory_mib(self) -> float:
         """Peak of the device's allocator, or of the process on a CPU, in MiB."""
-        if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self.device) / 2**20
+        if self.device.type != "cpu":
+            return torch.get_device_module(self.device).max_memory_allocated(self.device) / 2**20
         import resource
 
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024

@@ -42,8 +42,9 @@ def room_here(*, cuda: bool, device: torch.device | None = None) -> Room:
         return Room(None, host, "this machine")
     import torch
 
-    free, _ = torch.cuda.mem_get_info(device)
-    return Room(int(free), host, torch.cuda.get_device_name(device))
+    module = torch.get_device_module(device)
+    free, _ = module.mem_get_info(device)
+    return Room(int(free), host, module.get_device_name(device))
 
 
 def host_room(root: Path = Path("/")) -> int | None:

@@ -106,7 +106,8 @@ class PPOLoss:
 
 def _sequence_ratio(log_ratio: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """[N] log-ratios that have the value of their response's mean, and each its own gradient."""
-    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+    row = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths,
+                                  output_size=len(log_ratio))
     means = log_ratio.new_zeros(len(lengths)).index_add(0, row, log_ratio.detach()) / lengths
     return log_ratio - log_ratio.detach() + means[row]
 

@@ -20,6 +20,7 @@ from ppocli.models.loading import adapters, language_model, model_config
 from ppocli.models.loading.language_model import LoadedLM
 from ppocli.models.trunk import response_hidden
 from ppocli.parallel.stop import StopFlag
+from ppocli.parallel.transfers import to_device
 from ppocli.rewards.reward_model import SCORE_END, SCORE_MEAN, SCORE_STD
 from ppocli.tasks import building, supervised
 from ppocli.training import saved_model, task
@@ -164,8 +165,8 @@ class RewardModelTask(supervised.SupervisedTask):
         """As :class:`Task`."""
         some = atoms.rows(rows.tolist())
         chosen, rejected = self.scores(some, self.trained.engine)
-        wanted = torch.tensor(some.margins, dtype=torch.float32, device=chosen.device)
-        weights = weights.to(chosen.device)
+        wanted, weights = (to_device(one, chosen.device) for one in (
+            torch.tensor(some.margins, dtype=torch.float32), weights))
         loss = preference_loss(chosen, rejected, wanted, self.cfg.reward_model.center_coef)
         margins = (chosen - rejected).detach()
         terms = torch.stack([loss.detach(), _accuracy(margins), margins]) @ weights

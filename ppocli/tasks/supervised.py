@@ -23,6 +23,7 @@ from ppocli.models import layout
 from ppocli.models.loading import model_config
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
+from ppocli.parallel.transfers import to_device
 from ppocli.storage import faults
 from ppocli.tasks import building
 from ppocli.training import optimize, task
@@ -321,7 +322,7 @@ def weighted_nll(engine: Any, samples: layout.Sequences, weights: torch.Tensor,
     """
     batch = layout.lay_out(samples, pack=pack).to(device)
     out = engine(batch, temperature=1.0, **how)
-    each = weights.repeat_interleave(samples.mask.sum(1)).to(out.logprobs.device)
+    each = to_device(weights.repeat_interleave(samples.mask.sum(1)), out.logprobs.device)
     total = -(each * out.logprobs).sum()
     if out.values is not None:
         total = total + 0.0 * out.values.sum()

@@ -56,8 +56,9 @@ class HostCopies:
             described = {name: Path(place, name).read_bytes() for name in walk_files(Path(place))}
         files = {file: self._copied(file, tensors, contents.fixed)
                  for file, tensors in contents.files.items()}
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+        for device in {tensor.device for tensors in contents.files.values()
+                       for tensor in tensors.values() if not tensor.is_cpu}:
+            torch.get_device_module(device).synchronize(device)
         return replace(contents, files=files, described=described)
 
     def _copied(self, file: str, tensors: Tensors, fixed: frozenset[int]) -> Tensors:
@@ -71,12 +72,12 @@ class HostCopies:
         return found
 
     def _copy_of(self, key: tuple[str, str], tensor: torch.Tensor, fixed: bool) -> torch.Tensor:
-        if fixed and not tensor.is_cuda:
+        if fixed and tensor.is_cpu:
             return tensor
         held = self.held.get(key)
         if held is not None and held.shape == tensor.shape and held.dtype == tensor.dtype:
             return held if fixed else held.copy_(tensor, non_blocking=True)
-        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
         self.held[key] = held
         return held.copy_(tensor, non_blocking=True)
 
@@ -88,10 +89,10 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def copied_bytes(contents: Contents) -> int:
     """Host memory that :class:`HostCopies` takes for them."""
-    return sum(parts.pinned_bytes(tensor.nbytes) if tensor.is_cuda else tensor.nbytes
+    return sum(tensor.nbytes if tensor.is_cpu else parts.pinned_bytes(tensor.nbytes)
                for tensors in contents.files.values()
                for tensor in {_identity(one): one for one in tensors.values()}.values()
-               if tensor.is_cuda or tensor.data_ptr() not in contents.fixed)
+               if not tensor.is_cpu or tensor.data_ptr() not in contents.fixed)
 
 
 class Saving:

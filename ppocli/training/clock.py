@@ -88,8 +88,8 @@ class PhaseClock:
 
     def mark(self, name: str) -> None:
         """Book the time since the last mark to ``name``."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type != "cpu":
+            torch.get_device_module(self.device).synchronize(self.device)
         now = Moment.now()
         self.seconds[name] = self.seconds.get(name, 0.0) + now.wall - self.last.wall
         self.cpu_seconds[name] = self.cpu_seconds.get(name, 0.0) + now.cpu - self.last.cpu

@@ -15,6 +15,7 @@ from ppocli.config import tasks
 from ppocli.errors import DivergedError
 from ppocli.models.passes import in_groups
 from ppocli.parallel.stop import StopFlag
+from ppocli.parallel.transfers import to_device
 from ppocli.storage import faults
 from ppocli.training.state import TrainState
 from ppocli.training.task import OptimizeResult, Plan, Task, UpdateGroup, Verdict
@@ -137,12 +138,13 @@ class _Found:
 def _whole(task: Task, said: list[torch.Tensor]) -> torch.Tensor:
     """Terms of the whole update, from those of this rank's micro-batches and of other ranks."""
     ranks, own = task.backend.ranks, said[0] if said else torch.zeros(len(task.terms))
-    largest = torch.tensor([name in task.maxima for name in task.terms], device=own.device)
+    largest = torch.tensor([name in task.maxima for name in task.terms])
+    there = to_device(largest, own.device)
     for more in said[1:]:
-        own = torch.where(largest, torch.maximum(own, more), own + more)
+        own = torch.where(there, torch.maximum(own, more), own + more)
     if ranks.world == 1:
         return own
-    return torch.where(largest.cpu(), ranks.max(own), ranks.sum(own))
+    return torch.where(largest, ranks.max(own), ranks.sum(own))
 
 
 def _figures(task: Task, found: _Found, norm: torch.Tensor) -> dict[str, float]:
@@ -187,7 +189,7 @@ def _dropout(task: Task, number: tuple[int, int]) -> Iterator[None]:
         return
     device = task.backend.device
     key = np.random.SeedSequence([task.cfg.seed, *number, task.backend.ranks.rank])
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> np.uint64(1)))
         try:
             for module in found:

@@ -40,8 +40,8 @@ class Generators:
     def now(device: torch.device) -> Generators:
         """Their states at this moment."""
         tensors = {"torch": torch.get_rng_state()}
-        if device.type == "cuda":
-            tensors["cuda"] = torch.cuda.get_rng_state(device)
+        if device.type != "cpu":
+            tensors[device.type] = torch.get_device_module(device).get_rng_state(device)
         layout, numbers, gauss = random.getstate()
         kind, keys, position, has_gauss, cached = np.random.get_state()
         return Generators(tensors, {
@@ -51,8 +51,8 @@ class Generators:
     def restore(self, device: torch.device) -> None:
         """Put the states back."""
         torch.set_rng_state(self.tensors["torch"])
-        if "cuda" in self.tensors and device.type == "cuda":
-            torch.cuda.set_rng_state(self.tensors["cuda"], device)
+        if device.type in self.tensors:
+            torch.get_device_module(device).set_rng_state(self.tensors[device.type], device)
         layout, numbers, gauss = self.numbers["python"]
         random.setstate((layout, tuple(numbers), gauss))
         kind, keys, position, has_gauss, cached = self.numbers["numpy"]

@@ -91,8 +91,8 @@ class PassRows:
         self.found[phase], key = rows // 2, self.keys[phase]
         log.warning("%s; going on with %d (%s=%d starts so)", text, rows // 2, key, rows // 2)
         gc.collect()
-        if self.backend.device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self.backend.device.type != "cpu":
+            torch.get_device_module(self.backend.device).empty_cache()
 
     def once(self, phase: str, rows: int, tokens: int, work: Callable[[], T]) -> T:
         """What ``work`` returns, whose passes are made by all ranks together: one that runs out of
@@ -115,8 +115,8 @@ class PassRows:
     def _too_much(self, text: str, tokens: int, *, alone: bool = False) -> OutOfMemoryError:
         """The error of a pass that can't be made smaller, with numbers."""
         held = f"{self.backend.peak_memory_mib():.0f} MiB"
-        if self.backend.device.type == "cuda":
-            _, total = torch.cuda.mem_get_info(self.backend.device)
+        if self.backend.device.type != "cpu":
+            _, total = torch.get_device_module(self.backend.device).mem_get_info(self.backend.device)
             memory = f"the GPU has {format_memory(total)}, of which this process held up to {held}"
         else:
             left = host_memory.host_room()

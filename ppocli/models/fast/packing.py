@@ -10,6 +10,8 @@ from typing import Any, Self, cast
 
 import torch
 
+from ppocli.parallel.transfers import to_device
+
 _NAME = "ppocli_packing"
 
 
@@ -32,7 +34,8 @@ class Packing:
 
     def to(self, device: torch.device) -> Self:
         """The same on ``device``."""
-        return type(self)(self.rows, self.width, self.to_grid.to(device), self.to_pack.to(device))
+        return type(self)(self.rows, self.width, to_device(self.to_grid, device),
+                          to_device(self.to_pack, device))
 
     def packed(self, values: torch.Tensor) -> torch.Tensor:
         """[1, N] of one value for each token of the rows, one row after the other; zeros fill up.

@@ -165,8 +165,8 @@ def begin(work: Callable[[], T], device: torch.device, poll: Callable[[], None]
 
     def body() -> None:
         try:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)
+            if device.type != "cpu":
+                torch.get_device_module(device).set_device(device)
             outcome.set_result(work())
         except BaseException as error:
             outcome.set_exception(error)

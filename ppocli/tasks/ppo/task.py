@@ -20,6 +20,7 @@ from ppocli.models.head import HeadWeights, OtherHead
 from ppocli.models.policy import PolicyOutput
 from ppocli.models.reference import CopyReference, follow
 from ppocli.parallel.stop import StopFlag
+from ppocli.parallel.transfers import to_device
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
@@ -120,27 +121,27 @@ class PPOTask(task.Task):
         mask, device = atoms.response_mask[rows], self.backend.device
         out, tokens = replay(self.session, atoms, rows, value_only=group.part == CRITIC)
         row, column = mask.nonzero(as_tuple=True)
-        place = (rows[row] * mask.shape[1] + column).to(device)
+        place = to_device(rows[row] * mask.shape[1] + column, device)
 
         def flat(x: Any) -> Any:
             return None if x is None else x.reshape(-1).index_select(0, place)
 
-        term_weights = weights.repeat_interleave(mask.sum(1)).to(device)
+        term_weights = weights.repeat_interleave(mask.sum(1))
         if atoms.counts is not None:
-            term_weights = term_weights * atoms.counts[rows][mask].to(device)
+            term_weights = term_weights * atoms.counts[rows][mask]
         imitated: torch.Tensor | None = None
         if atoms.imitated is not None:
             # what is in no part of the loss has the weight 0
             told = said * group.weights[samples].sign() * atoms.imitated[which]
             shares = atoms.imitated[rows] * weights.sign() / told.sum().clamp(min=1)
-            imitated = shares.repeat_interleave(mask.sum(1)).to(device)
+            imitated = to_device(shares.repeat_interleave(mask.sum(1)), device)
         found = ppo_loss(
             loss_options(self.cfg.ppo, atoms), logprobs=out.logprobs,
             values=out.values, entropy=out.entropy, old_logprobs=flat(atoms.logprobs),
             advantages=flat(atoms.advantages), old_values=flat(atoms.values),
             returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
-            weights=term_weights, importance=flat(atoms.importance),
-            total_tokens=int(said.sum()), lengths=mask.sum(1).to(device),
+            weights=to_device(term_weights, device), importance=flat(atoms.importance),
+            total_tokens=int(said.sum()), lengths=to_device(mask.sum(1), device),
             imitated=imitated, full_kl=out.kl)
         return task.LossTerms(found.total, self._terms(
             **{f.name: getattr(found, f.name) for f in fields(found)}), tokens)
@@ -341,7 +342,7 @@ def _on_device(session: Session, experience: records.Experience) -> records.Expe
     the layers below the lowest that trains make of each sample. Tokens and masks stay on the CPU,
     where batches are laid out without waiting for the device."""
     names = ("logprobs", "values", "advantages", "returns", "ref_logprobs", "importance")
-    there: dict[str, Any] = {name: tensor.to(session.backend.device) for name in names
+    there: dict[str, Any] = {name: to_device(tensor, session.backend.device) for name in names
                              if (tensor := getattr(experience, name)) is not None}
     if session.frozen_states_bytes and not experience.frozen_states:
         there["frozen_states"] = [None] * len(experience)
@@ -374,7 +375,7 @@ def replay(session: Session, experience: records.Experience, rows: torch.Tensor,
         batch = replace(batch, frozen_states=known_states(kept, places, batch))
     remembers = kept is not None and batch.frozen_states is None
     other = None if experience.ref_head is None else OtherHead(
-        torch.cat([experience.ref_states[i] for i in places]).to(session.backend.device),
+        to_device(torch.cat([experience.ref_states[i] for i in places]), session.backend.device),
         experience.ref_head)
     with layer_stack.inputs_at(split if remembers else None, session.policy.lm) as found:
         out = session.trained.engine(batch, temperature=session.sampling.temperature,
