@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ppocli.models.fast.packing import stand_in
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.loading import peft_internals
 
@@ -114,6 +115,8 @@ def trunk_states(lm: Any, batch: SequenceBatch) -> torch.Tensor:
         packed: dict[str, Any] = {}
         if batch.packing is not None:
             packed = {"position_ids": batch.positions, "attention_mask": batch.packing.mask()}
+        elif tokens.device.type != "cpu" and getattr(lm, "ppocli_packs", False):
+            packed = {"attention_mask": stand_in(tokens.device)}
         return lm.base_model(input_ids=tokens, use_cache=False, **packed).last_hidden_state
     if virtual.in_cache:
         return lm.base_model(input_ids=tokens, past_key_values=virtual.cache(len(tokens)),

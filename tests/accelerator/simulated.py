@@ -222,7 +222,7 @@ class Simulated(TorchDispatchMode):
             self.mixed.append(f"{func} in {_asked_by()}: tensors of shape {mixed} lie on the host, "
                               "others on the device")
             raise MixedDevicesError(self.mixed[-1])
-        if name in _WAITING and kwargs.get("output_size") is None or (
+        if (name in _WAITING and kwargs.get("output_size") is None) or (
                 name in _BY_MASK and _by_mask(args)):
             self.wait({"_local_scalar_dense": "item"}.get(name, name))
         if "device" in kwargs:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ppocli.models import layout, transformers_internals, trunk
-from ppocli.models.fast.packing import gathered, packing_of, spread
+from ppocli.models.fast.packing import gathered, meant_by, spread
 
 NAME = "ppocli"
 SHORT = {torch.float32: 128, torch.bfloat16: 256}
@@ -36,10 +36,9 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     Returns:
         [B, T, H, D], and no weights.
     """
-    packing = packing_of(attention_mask)
+    packing, attention_mask = meant_by(attention_mask)
     if packing is not None:
         query, key, value = (spread(heads, packing) for heads in (query, key, value))
-        attention_mask = None
     if _is_short(query, key, attention_mask, dropout, kwargs):
         causal = (attention_mask is None and query.shape[2] > 1
                   and _is_causal(module, kwargs.get("is_causal")))
@@ -137,4 +136,5 @@ def takes_packed(lm: Any) -> bool:
     if whole.shape != found.shape:
         return False
     off = (whole.float() - found.float()).abs().max() / whole.float().std().clamp(min=1e-6)
-    return bool(off < CLOSE.get(whole.dtype, 0.0))
+    lm.ppocli_packs = bool(off < CLOSE.get(whole.dtype, 0.0))
+    return lm.ppocli_packs

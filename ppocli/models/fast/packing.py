@@ -6,7 +6,7 @@ mask of four dimensions on to the attention of every layer as it is.
 """
 
 from dataclasses import dataclass
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 
@@ -44,9 +44,7 @@ class Packing:
 
     def mask(self) -> torch.Tensor:
         """What a model is handed as ``attention_mask``; it means nothing but this packing."""
-        mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=self.to_pack.device)
-        setattr(mask, _NAME, self)
-        return mask
+        return stand_in(self.to_pack.device, self)
 
 
 def packing_of_lengths(lengths: torch.Tensor) -> Packing:
@@ -61,9 +59,18 @@ def packing_of_lengths(lengths: torch.Tensor) -> Packing:
     return Packing(rows, width, to_grid, to_pack)
 
 
-def packing_of(mask: Any) -> Packing | None:
-    """The packing that an attention mask stands for; None for a mask that is one."""
-    return cast("Packing | None", getattr(mask, _NAME, None))
+def stand_in(device: torch.device, packing: Packing | None = None) -> torch.Tensor:
+    """What a model is handed as ``attention_mask`` in place of one: for a packing, or for none at
+    all. Without any, transformers asks the device in every pass whether rows are packed."""
+    mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
+    setattr(mask, _NAME, packing)
+    return mask
+
+
+def meant_by(mask: Any) -> tuple[Packing | None, Any]:
+    """The packing that an attention mask stands for, and the mask unless it stands for something.
+    """
+    return getattr(mask, _NAME, None), None if hasattr(mask, _NAME) else mask
 
 
 class _Moved(torch.autograd.Function):

@@ -1,0 +1,170 @@
+"""How often a step waits for the device, and that a wait or a tensor in the wrong place is found.
+
+Every wait stops the host until the device has done all it was told, and leaves it idle until the
+host has caught up. So few are left: which rows have ended is asked once in 16 tokens, a chunk of
+responses is fetched in one copy, an update's guards read its figures once before weights change,
+scoring fetches each figure once, and the clock waits at the end of each phase.
+"""
+
+from collections import Counter
+
+import pytest
+import torch
+from sessions import (
+    count_letters,
+    fresh_state,
+    optimize,
+    session_of,
+    small_config,
+)
+from simulated import MixedDevicesError
+
+from ppocli.parallel.stop import StopFlag
+from ppocli.sampling.decode_loop import CHECK_EVERY
+from ppocli.sampling.decoder import Drawn
+from ppocli.tasks.ppo.evaluate import evaluate
+from ppocli.tasks.ppo.experience import to_experience
+from ppocli.tasks.ppo.rollout import collect_rollout
+from ppocli.training.clock import Moment, PhaseClock
+
+NEW = 48
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+
+
+def phases_of(sim, session) -> dict[str, Counter[str]]:
+    """The waits of one step by phase, each without the one that the clock makes at its end."""
+    found: dict[str, Counter[str]] = {}
+
+    def tell(name: str) -> None:
+        waits = sim.take()
+        marks = [why for why in waits if why.startswith("synchronize ppocli/training/clock.py")]
+        assert [waits.pop(why) for why in marks] == [1]
+        found[name] = found.get(name, Counter()) + waits
+
+    clock, stop = PhaseClock(session.backend.device, Moment.now(), tell), StopFlag()
+    sim.take()
+    rollout = collect_rollout(session, session.next_prompts(0, 16), stop, clock)
+    experience = to_experience(rollout, fresh_state(session), session.cfg)
+    clock.mark("other")
+    found["updates"] = Counter(made=optimize(session, experience, stop).updates)
+    clock.mark("optimize")
+    return found
+
+
+SAMPLED = {"generation__stop_token_ids": [5, 9, 14], "generation__max_new_tokens": NEW}
+CASES = {
+    "all layers": {}, "top layer": {"model__num_layers_unfrozen": 1},
+    "adapters": {"model__peft": {"type": "lora", "r": 4, "lora_alpha": 8}},
+    "bf16": {"hardware__precision": "bf16"},
+    "one row a pass": {"ppo__micro_batch_size": 1},
+    "a critic of its own": {"model__value__kind": "model"},
+    "a KL in the loss": {"ppo__kl_in": "loss", "ppo__kl_estimator": "k3"},
+    "gspo": {"ppo__policy_loss": "gspo"},
+}
+
+
+@pytest.mark.parametrize("keys", CASES.values(), ids=CASES)
+def test_a_step_waits_for_what_decides_and_no_more(sim, tmp_path, keys):
+    cfg = small_config(tmp_path, hardware__device="cuda", **SAMPLED, **keys)
+    with session_of(cfg, reward=count_letters) as session:
+        passes = []
+        session.policy.lm.base_model.register_forward_pre_hook(lambda *_: passes.append(sim))
+        phases_of(sim, session)  # the optimizer's state is made
+        passes.clear()
+        found = phases_of(sim, session)
+    rollout, updates = found["rollout"].total(), found["updates"].total()
+    assert updates == 8
+    # the last tokens of the longest response, and the fetching of the chunk
+    assert rollout <= -(-NEW // CHECK_EVERY) + 1
+    assert found["optimize"].total() == updates
+    assert found["scoring"].total() <= 4  # logprobs, values and those of the reference, KL
+    assert not found["reward"]
+    assert not found["other"]
+
+
+def test_places_that_are_taken_anew_cost_no_further_waits(sim, tmp_path):
+    """With the places of ended responses taken by other prompts, some of them padded."""
+    cfg = small_config(tmp_path, hardware__device="cuda", ppo__num_rollouts=32, ppo__chunk_size=8,
+                       generation__max_new_tokens=NEW, generation__length_sampler=[4, NEW])
+    with session_of(cfg, reward=count_letters) as session:
+        passes = []
+        session.policy.lm.base_model.register_forward_pre_hook(lambda *_: passes.append(sim))
+        collect = collect_rollout(session, session.next_prompts(0, 32), StopFlag(),
+                                  PhaseClock(session.backend.device, tell=lambda name: None))
+    assert len(set(collect.response_mask.sum(1).tolist())) > 8
+    decoding = [why for why in sim.take().elements() if "/sampling/" in why]
+    chunks = 4
+    assert NEW < len(passes) < chunks * NEW  # else no place was taken anew
+    assert len(decoding) <= -(-len(passes) // CHECK_EVERY) + chunks
+
+
+def test_an_evaluation_waits_as_a_rollout_does(sim, tmp_path):
+    cfg = small_config(tmp_path, hardware__device="cuda", generation__max_new_tokens=NEW)
+    with session_of(cfg) as session:
+        sim.take()
+        evaluate(session, StopFlag())
+        waits = sim.take()
+    assert 2 <= waits.total() <= -(-NEW // CHECK_EVERY) + 1 + 2, waits
+
+
+def test_stop_sequences_are_looked_for_in_text_which_waits_once_a_token(sim, tmp_path):
+    cfg = small_config(tmp_path, hardware__device="cuda", generation__max_new_tokens=NEW,
+                       generation__stop_sequences=["no such words"])
+    with session_of(cfg) as session:
+        found = phases_of(sim, session)
+    assert NEW <= found["rollout"].total() <= NEW + -(-NEW // CHECK_EVERY) + 1
+
+
+def planted_item(drawn: Drawn, chosen: torch.Tensor) -> None:
+    assert chosen.max().item() >= 0
+
+
+def planted_mask(drawn: Drawn, chosen: torch.Tensor) -> None:
+    chosen[chosen > 3].sum()
+
+
+def planted_copy(drawn: Drawn, chosen: torch.Tensor) -> None:
+    chosen.add(torch.zeros(len(chosen), dtype=torch.long, device=chosen.device).copy_(
+        torch.zeros(len(chosen), dtype=torch.long)))
+
+
+@pytest.mark.parametrize("planted", [planted_item, planted_mask, planted_copy])
+def test_a_wait_planted_in_the_decode_loop_is_found(sim, tmp_path, monkeypatch, planted):
+    add = Drawn.add
+
+    def with_wait(self, *args):
+        found = add(self, *args)
+        planted(self, found[0])
+        return found
+
+    monkeypatch.setattr(Drawn, "add", with_wait)
+    cfg = small_config(tmp_path, hardware__device="cuda", generation__max_new_tokens=NEW)
+    with session_of(cfg) as session:
+        found = phases_of(sim, session)
+    assert found["rollout"].total() >= NEW
+    assert any(count == NEW and "ppocli/sampling/decode_loop.py" in why
+               for why, count in found["rollout"].items())
+
+
+@pytest.mark.parametrize("name", ["noise", "stops", "limits", "tokens"])
+def test_a_tensor_left_on_the_host_is_found(sim, tmp_path, monkeypatch, name):
+    made = Drawn.__init__
+
+    def left(self, *args):
+        made(self, *args)
+        setattr(self, name, getattr(self, name).cpu())
+
+    monkeypatch.setattr(Drawn, "__init__", left)
+    cfg = small_config(tmp_path, hardware__device="cuda")
+    with session_of(cfg) as session, pytest.raises(MixedDevicesError, match="ppocli/sampling/"):
+        phases_of(sim, session)
+    assert sim.mixed
+    sim.mixed.clear()
+
+
+def test_a_batch_left_on_the_host_is_found_in_an_update(sim, tmp_path, monkeypatch):
+    monkeypatch.setattr("ppocli.tasks.ppo.task.to_device", lambda tensor, device: tensor)
+    cfg = small_config(tmp_path, hardware__device="cuda")
+    with session_of(cfg) as session, pytest.raises(MixedDevicesError, match=r"ppocli/ppo/losses|task"):
+        phases_of(sim, session)
+    sim.mixed.clear()
