@@ -45,10 +45,10 @@ EXPECTED_STEPS = ("return one list a sample: the texts of its steps, which toget
 EXPECTED_METRICS = "return a dict: metric name -> a list with one finite number a sample"
 
 
-def call_with_request(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig,
-                      checked: Callable[[Any], T]) -> T:
-    """What ``checked`` makes of what ``bound`` returns for ``request``; it may run code of the
-    classes of what was returned.
+def ask(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig,
+        read: Callable[[BoundCallable, RewardRequest, Any], T]) -> T:
+    """What ``read``, one of the three readers below, makes of what ``bound`` returns for
+    ``request``; it may run code of the classes of what was returned.
 
     The program's own errors, a stop request and a Ctrl-C pass through; what else the function
     raises is its error, ``SystemExit`` too. A call past its time limit is not tried again: it may
@@ -60,12 +60,12 @@ def call_with_request(bound: BoundCallable, request: RewardRequest, cfg: RewardC
 
     Raises:
         RewardError: the function raised on every attempt, took longer than the timeout, or left
-            a mode of torch's changed.
+            a mode of torch's changed; or ``read`` can't use what it returned.
     """
     failures = 0
     while True:
         try:
-            return checked(_call(bound, request, cfg.timeout))
+            return read(bound, request, _call(bound, request, cfg.timeout))
         except PpocliError as error:
             name_own_key(error, bound.located.key)
             raise
@@ -135,17 +135,12 @@ class _BadValue(Exception):
     """Why a value can't be used; becomes a RewardError that names the function."""
 
 
-def scores_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig) -> list[Score]:
-    """The scores that a function gives, one per sample, as Python floats or lists of floats.
+def read_scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[Score]:
+    """Scores that a function returned, one per sample, as Python floats or lists of floats.
 
     Raises:
-        RewardError: as :func:`call_with_request`; or wrong count, type, shape or a number that
-            float32 can't hold.
+        RewardError: wrong count, type, shape or a number that float32 can't hold.
     """
-    return call_with_request(bound, request, cfg, partial(_scores, bound, request))
-
-
-def _scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[Score]:
     per_step = request.steps is not None and (
         isinstance(returned, StepScores) or bound.takes_steps)
     expected = EXPECTED_PER_STEP if per_step else EXPECTED
@@ -189,17 +184,13 @@ def _on_tokens(score: list[float], request: RewardRequest, index: int) -> list[f
     return tokens
 
 
-def step_ends_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig
+def read_step_ends(bound: BoundCallable, request: RewardRequest, returned: Any
                    ) -> list[list[int]]:
-    """Where the steps of each response end, in characters, as ``reward.step_fn`` says.
+    """Where the steps of each response end, in characters, of what ``reward.step_fn`` returned.
 
     Raises:
-        RewardError: as :func:`call_with_request`; or not a list of such texts a sample.
+        RewardError: not a list of such texts a sample.
     """
-    return call_with_request(bound, request, cfg, partial(_step_ends, bound, request))
-
-
-def _step_ends(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[list[int]]:
     found: list[list[int]] = []
     for index, value in enumerate(_items(returned, len(request), bound, " returned",
                                          EXPECTED_STEPS)):
@@ -211,18 +202,13 @@ def _step_ends(bound: BoundCallable, request: RewardRequest, returned: Any) -> l
     return found
 
 
-def metrics_from(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig
+def read_metrics(bound: BoundCallable, request: RewardRequest, returned: Any
                  ) -> dict[str, list[float]]:
-    """The metrics that a function gives: name -> one finite number a sample.
+    """Metrics that a function returned: name -> one finite number a sample.
 
     Raises:
-        RewardError: as :func:`call_with_request`; or not a dict of lists of that many finite
-            numbers.
+        RewardError: not a dict of lists of that many finite numbers.
     """
-    return call_with_request(bound, request, cfg, partial(_metrics, bound, request))
-
-
-def _metrics(bound: BoundCallable, request: RewardRequest, returned: Any) -> dict[str, list[float]]:
     if not isinstance(returned, Mapping):
         raise RewardError(f"{bound.label} returned {_kind(returned)}, not a dict of lists.",
                           where=bound.located.key, fix=EXPECTED_METRICS)

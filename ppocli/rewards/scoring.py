@@ -8,15 +8,7 @@ from typing import Any, Self
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import EnvConfig, RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards import steps
-from ppocli.rewards.calls import (
-    MAX_FLOAT32,
-    invalid_error,
-    is_nan,
-    metrics_from,
-    scores_from,
-    step_ends_from,
-)
+from ppocli.rewards import calls, steps
 from ppocli.rewards.episodes import EnvironmentReward
 from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score
 from ppocli.rewards.resolve import BoundCallable, bind
@@ -111,7 +103,8 @@ class Reward(Judge):
             # a command line has no other way to say it
             separator = (self.cfg.step_separator or "\n").replace(r"\n", "\n")
             return [steps.separated(text, separator) for text in request.responses]
-        return step_ends_from(self.splits, request, self.cfg) if len(request) else []
+        return calls.ask(self.splits, request, self.cfg, calls.read_step_ends) if len(request) \
+            else []
 
     def score(self, request: RewardRequest) -> RewardScores:
         """Call every reward on N samples and sum what applies.
@@ -127,7 +120,7 @@ class Reward(Judge):
             return RewardScores([], None, [], {part.name: [] for part in self.parts})
         # each function logs by itself
         asked = [replace(request, logs=RewardLogs()) for _ in self.parts]
-        answers = [scores_from(part.bound, own, self.cfg)
+        answers = [calls.ask(part.bound, own, self.cfg, calls.read_scores)
                    for part, own in zip(self.parts, asked, strict=True)]
         rows = list(zip(*answers, strict=True))
         valid = [self._is_valid(request, index, row) for index, row in enumerate(rows)]
@@ -153,18 +146,18 @@ class Reward(Judge):
 
     def _is_valid(self, request: RewardRequest, index: int, row: Sequence[Score]) -> bool:
         """Whether sample ``index`` has a score: no NaN, and not ``None`` from every reward."""
-        bad = next((k for k, score in enumerate(row) if is_nan(score)), None)
+        bad = next((k for k, score in enumerate(row) if calls.is_nan(score)), None)
         if bad is None and all(score is None for score in row):
             bad = 0
         if bad is None or self.cfg.on_invalid == "skip":
             return bad is None
-        raise invalid_error(self.parts[bad].bound, request, index, row[bad])
+        raise calls.invalid_error(self.parts[bad].bound, request, index, row[bad])
 
     def _total(self, row: Sequence[Score], request: RewardRequest, index: int) -> float:
         """Weighted sum of one sample's scores, its tokens' among them."""
         total = sum(part.weight * (sum(score) if isinstance(score, list) else score)
                     for part, score in zip(self.parts, row, strict=True) if score is not None)
-        if not abs(total) <= MAX_FLOAT32:
+        if not abs(total) <= calls.MAX_FLOAT32:
             text = shorten(request.prompts[index] + request.responses[index])
             raise RewardError(f"The scores of sample {index} sum to {total:g}, which is infinite "
                               f"in float32: {text}", where="reward", fix="use smaller weights")
@@ -200,7 +193,8 @@ class Metric(Judge):
         Raises:
             RewardError: the function raised, took too long, or returned something else.
         """
-        return metrics_from(self.parts[0].bound, request, self.cfg) if len(request) else {}
+        return calls.ask(self.parts[0].bound, request, self.cfg, calls.read_metrics) \
+            if len(request) else {}
 
 
 def build_reward(cfg: RewardConfig, *,
@@ -323,6 +317,6 @@ def _metric(cfg: RewardConfig, metric_fn: Any) -> Metric | None:
 
 
 def _loggable(score: Score) -> float | None:
-    if score is None or is_nan(score):
+    if score is None or calls.is_nan(score):
         return None
     return sum(score) if isinstance(score, list) else score
