@@ -68,7 +68,7 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
     atomic.make_dirs(folder)
     target = folder / retention.step_name(step)
     meta = manifest.Manifest(run_id=run_id, step=step, config_digest=config_digest,
-                             ppocli_version=__version__, versions=dict(versions), files={})
+                             ppocli=__version__, versions=dict(versions), files={})
     for last_try in (False, True):
         if _already_there(target, meta, state):
             return target

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import stat
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,12 +41,14 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of ``MANIFEST.json``; ``files`` maps relative POSIX names to entries."""
+    """Content of ``MANIFEST.json`` under its names there; ``files`` maps relative POSIX names to
+    entries."""
 
+    ppocli: str
+    """the version that wrote it"""
     run_id: str
     step: int
     config_digest: str
-    ppocli_version: str
     versions: dict[str, str]
     files: dict[str, FileEntry]
 
@@ -81,16 +83,8 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     for name in atomic.walk_files(folder):
         faults.point("save.open")
         path = folder / name
-        files[name] = {"size": path.stat().st_size, "sha256": atomic.sha256_file(path)}
-    body: dict[str, Any] = {
-        "schema": SCHEMA,
-        "ppocli": manifest.ppocli_version,
-        "run_id": manifest.run_id,
-        "step": manifest.step,
-        "config_digest": manifest.config_digest,
-        "versions": manifest.versions,
-        "files": files,
-    }
+        files[name] = FileEntry(path.stat().st_size, atomic.sha256_file(path))
+    body = {"schema": SCHEMA, **asdict(replace(manifest, files=files))}
     faults.point("save.before_manifest")
     atomic.write_json_atomic(folder / MANIFEST, body | {"digest": _digest(body)})
 
@@ -172,13 +166,10 @@ def _parse(body: dict[str, Any], folder: Path) -> Manifest:
     if schema != SCHEMA:
         raise Invalid(f"{MANIFEST} has the unknown schema {schema!r}")
     try:
-        files = {name: FileEntry(_typed(entry["size"], int), _typed(entry["sha256"], str))
+        files = {name: FileEntry(**_typed(entry, {"size": int, "sha256": str}))
                  for name, entry in body["files"].items()}
-        manifest = Manifest(
-            run_id=_typed(body["run_id"], str), step=_typed(body["step"], int),
-            config_digest=_typed(body["config_digest"], str),
-            ppocli_version=_typed(version, str), versions=_typed(body["versions"], dict),
-            files=files)
+        manifest = Manifest(files=files, **_typed(body, {
+            "ppocli": str, "run_id": str, "step": int, "config_digest": str, "versions": dict}))
     except (KeyError, TypeError, AttributeError):
         raise Invalid(f"{MANIFEST} lacks a field") from None
     for name in files:
@@ -189,7 +180,9 @@ def _parse(body: dict[str, Any], folder: Path) -> Manifest:
     return manifest
 
 
-def _typed(value: Any, kind: type) -> Any:
-    if not isinstance(value, kind) or isinstance(value, bool):
+def _typed(values: dict[str, Any], kinds: dict[str, type]) -> dict[str, Any]:
+    """The values of those names, each of its type."""
+    found = {name: values[name] for name in kinds}
+    if any(type(value) is not kinds[name] for name, value in found.items()):
         raise TypeError
-    return value
+    return found
