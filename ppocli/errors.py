@@ -143,6 +143,5 @@ class SweepError(PpocliError):
 class StoppedError(PpocliError):
     """The run was asked to stop by a signal and has saved what it could."""
 
-    def __init__(self, what: str, *, signal_number: int, where: str | None = None,
-                 fix: str | None = None) -> None:
-        super().__init__(what, where=where, fix=fix, exit_code=128 + signal_number)
+    def __init__(self, what: str, *, signal_number: int, fix: str | None = None) -> None:
+        super().__init__(what, fix=fix, exit_code=128 + signal_number)

@@ -13,6 +13,8 @@ from urllib.parse import urlsplit
 
 from ppocli.daemon import in_daemon
 
+_SECONDS = 2.0
+"""that the Hub has to answer in"""
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})  # what huggingface_hub takes for true
 _GATEWAY_ERRORS = frozenset({407, 502, 503, 504})  # the proxy speaking, not the Hub
 _DEFAULT_PORTS = {"https": 443, "http": 80, "socks5": 1080, "socks5h": 1080, "socks4": 1080}
@@ -27,8 +29,8 @@ def offline_variable() -> str | None:
     return None
 
 
-def hub_reachable(timeout: float = 2.0) -> bool:
-    """True if the Hub (``HF_ENDPOINT``, else huggingface.co) answers within ``timeout`` seconds.
+def hub_reachable() -> bool:
+    """True if the Hub (``HF_ENDPOINT``, else huggingface.co) answers within two seconds.
 
     Probes at most once per process: a TCP connection, or, when the environment names a proxy for
     the Hub, one HTTP request through it. Probes nothing when the environment forbids downloading.
@@ -40,7 +42,7 @@ def hub_reachable(timeout: float = 2.0) -> bool:
         proxy = _proxy_for(endpoint)
     except ValueError:  # not a URL
         return False
-    return _probe(endpoint, proxy, timeout)
+    return _probe(endpoint, proxy)
 
 
 def offline_hint() -> str:
@@ -77,36 +79,36 @@ def _proxy_for(endpoint: str) -> str | None:
 
 
 @functools.cache
-def _probe(endpoint: str, proxy: str | None, timeout: float) -> bool:
+def _probe(endpoint: str, proxy: str | None) -> bool:
     from http.client import HTTPException
 
     def ask() -> bool:
         if proxy is None or urlsplit(proxy).scheme.startswith("socks"):
-            return _connects(proxy or endpoint, timeout)
-        return _answers_through(proxy, endpoint, timeout)
+            return _connects(proxy or endpoint)
+        return _answers_through(proxy, endpoint)
 
     # Name resolution ignores socket timeouts and can take half a minute: only a thread bounds it.
     try:
-        return in_daemon(ask, "hub-probe").result(timeout)
+        return in_daemon(ask, "hub-probe").result(_SECONDS)
     except (OSError, HTTPException, ValueError):  # the first also when there is no answer in time
         return False
 
 
-def _connects(url: str, timeout: float) -> bool:
+def _connects(url: str) -> bool:
     parts = urlsplit(url)
     port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 443)
-    with socket.create_connection((parts.hostname or "", port), timeout=timeout):
+    with socket.create_connection((parts.hostname or "", port), timeout=_SECONDS):
         return True
 
 
-def _answers_through(proxy: str, endpoint: str, timeout: float) -> bool:
+def _answers_through(proxy: str, endpoint: str) -> bool:
     import ssl
     from urllib.error import HTTPError, URLError
     from urllib.request import ProxyHandler, Request, build_opener
 
     opener = build_opener(ProxyHandler({"http": proxy, "https": proxy}))
     try:
-        with opener.open(Request(endpoint, method="HEAD"), timeout=timeout):
+        with opener.open(Request(endpoint, method="HEAD"), timeout=_SECONDS):
             return True
     except HTTPError as error:
         return error.code not in _GATEWAY_ERRORS

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 SHOWN = 3
 """examples that :func:`facts` shows"""
+_CHUNK = 1024
+"""texts tokenised at once"""
 
 
 def load_data(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, wants: Wants, seed: int,
@@ -184,13 +186,13 @@ def _lines(texts: list[list[Piece]], tokenizer: PreTrainedTokenizerBase, *, plai
             yield _Line(front + tokens, [False] * len(front) + trained, prompt, front + before)
 
 
-def _tokenised(pieces: list[list[Piece]], tokenizer: PreTrainedTokenizerBase, size: int = 1024
+def _tokenised(pieces: list[list[Piece]], tokenizer: PreTrainedTokenizerBase
                ) -> Iterator[list[list[int]]]:
     """The ids of each text's pieces. What is before a piece has the ids that it has alone; a piece
     has those that it has behind it, or, where the tokenizer would join the two, its own."""
     encode = partial(token_ids_of, tokenizer=tokenizer)
-    for start in range(0, len(pieces), size):
-        chunk = pieces[start:start + size]
+    for start in range(0, len(pieces), _CHUNK):
+        chunk = pieces[start:start + _CHUNK]
         done: list[list[int]] = [[] for _ in chunk]
         found: list[list[list[int]]] = [[] for _ in chunk]
         for level in range(max(map(len, chunk))):

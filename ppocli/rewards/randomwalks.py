@@ -35,17 +35,15 @@ def shortest_lengths(successors: Mapping[str, str]) -> dict[str, int]:
 SHORTEST = shortest_lengths(SUCCESSORS)
 
 
-def walk_length(walk: str, successors: Mapping[str, str] = SUCCESSORS) -> int | None:
-    """Nodes up to and including the first goal; None where an edge is missing or the goal is.
-
-    What follows the goal is not looked at.
-    """
-    for place, node in enumerate(walk):
-        if node not in (successors[walk[place - 1]] if place else successors):
-            return None
+def _length(walk: str) -> int:
+    """Nodes up to and including the first goal, at most ``MAX_LENGTH``, which also stands for a
+    failure: an edge is missing, or the goal is. What follows the goal is not looked at."""
+    for place, node in enumerate(walk[:MAX_LENGTH]):
+        if node not in (SUCCESSORS[walk[place - 1]] if place else SUCCESSORS):
+            break
         if node == GOAL:
             return place + 1
-    return None
+    return MAX_LENGTH
 
 
 def optimality(samples: Sequence[str], **columns: Any) -> list[float]:
@@ -70,8 +68,3 @@ def metrics(samples: Sequence[str], **columns: Any) -> dict[str, list[float]]:
     """
     return {"lengths": [float(_length(walk)) for walk in samples],
             "optimality": optimality(samples)}
-
-
-def _length(walk: str) -> int:
-    """Nodes a walk takes to the goal, at most ``MAX_LENGTH``, which also stands for a failure."""
-    return min(walk_length(walk) or MAX_LENGTH, MAX_LENGTH)

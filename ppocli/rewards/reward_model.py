@@ -62,9 +62,10 @@ class SequenceReward:
         RewardError: an argument is out of range.
     """
 
-    def __init__(self, model: str, *, on: str, batch_size: int, max_length: int | None,
-                 truncation_side: str, device: str, dtype: str, revision: str | None,
-                 trust_remote_code: bool) -> None:
+    def __init__(self, model: str, *, on: str = "sample", batch_size: int = 32,
+                 max_length: int | None = None, truncation_side: str = "left",
+                 device: str = "auto", dtype: str = "fp32", revision: str | None = None,
+                 trust_remote_code: bool = False) -> None:
         check_choice("on", on, ("sample", "response", "pair"))
         check_choice("dtype", dtype, tuple(DTYPES))
         check_choice("truncation_side", truncation_side, ("left", "right"))
@@ -96,6 +97,10 @@ class SequenceReward:
         self.max_length = max_length or limit
         self.end: int | None = getattr(config, SCORE_END, None)
         self._said_cut = False
+        self.check_outputs()
+
+    def check_outputs(self) -> None:
+        """Refuse a model whose outputs are of another kind; here any will do."""
 
     def logits(self, samples: list[str], prompts: list[str], responses: list[str]) -> torch.Tensor:
         """Raw outputs of the model, independent of how the texts are batched (1e-5 in fp32).
@@ -252,16 +257,15 @@ class RewardModel(SequenceReward):
         RewardError: the model has several outputs, or an argument is out of range.
     """
 
-    def __init__(self, model: str, *, on: str = "sample", batch_size: int = 32,
-                 max_length: int | None = None, truncation_side: str = "left",
-                 device: str = "auto", dtype: str = "fp32", revision: str | None = None,
-                 trust_remote_code: bool = False) -> None:
-        super().__init__(model, on=on, batch_size=batch_size, max_length=max_length,
-                         truncation_side=truncation_side, device=device, dtype=dtype,
-                         revision=revision, trust_remote_code=trust_remote_code)
+    def check_outputs(self) -> None:
+        """As :class:`SequenceReward`: there is one.
+
+        Raises:
+            RewardError: there are several.
+        """
         if len(self.labels) != 1:
             raise RewardError(
-                f"{model} has {len(self.labels)} outputs ({', '.join(self.labels)}); a reward "
+                f"{self.name} has {len(self.labels)} outputs ({', '.join(self.labels)}); a reward "
                 "model has one.", where=MODEL_KEY,
                 fix=f"reward.fn=classifier reward.kwargs.label={self.labels[-1]}")
 
