@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from ppocli.data import render
 from ppocli.data.files import Row
-from ppocli.data.implied import shared_text, shared_turns
-from ppocli.data.sources import Source, as_list, open_rows
+from ppocli.data.sources import Source, as_list, open_rows, shared_text, shared_turns
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import cut, suggestion
 

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ppocli.data.files import Row
-from ppocli.data.implied import with_prompt
-from ppocli.data.sources import PromptSpec, Source
+from ppocli.data.sources import PromptSpec, Source, with_prompt
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import counted, cut, nearest, suggestion
 

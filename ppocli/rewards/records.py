@@ -14,9 +14,11 @@ objects as in :attr:`RewardScores.logs`, and ``"per_step": true``: its lists hav
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ppocli.episode import Episode
@@ -126,6 +128,25 @@ class RewardScores:
     logs: list[dict[str, dict[str, Any]]] = field(default_factory=list)
     """[N] what the functions logged: ``extra`` by column, and ``logged`` by metric, whose numbers
     are the means over the call; what there is nothing of is left out"""
+
+
+def ends_of_steps(text: str, separator: str) -> list[int]:
+    """Where the steps of a text end, in characters: behind each separator, and with the text. What
+    holds nothing but separators and white space is no step: it belongs to the one before it, at the
+    beginning of the text to the first."""
+    ends, start = list[int](), 0
+    for end in [*(found.end() for found in re.finditer(re.escape(separator), text)), len(text)]:
+        if text[start:end].replace(separator, "").strip():
+            ends.append(end)
+        elif ends:
+            ends[-1] = end
+        start = ends[-1] if ends else 0
+    return ends or [len(text)] * bool(text)
+
+
+def step_texts(text: str, ends: list[int]) -> list[str]:
+    """The steps themselves."""
+    return [text[start:end] for start, end in pairwise([0, *ends])]
 
 
 class WireError(ValueError):

@@ -8,9 +8,9 @@ from typing import Any, Self
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import EnvConfig, RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards import calls, steps
+from ppocli.rewards import calls
 from ppocli.rewards.episodes import EnvironmentReward
-from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score
+from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score, ends_of_steps
 from ppocli.rewards.resolve import BoundCallable, bind
 from ppocli.rewards.styles import WHOLE_REQUEST
 from ppocli.user_code import shorten
@@ -102,7 +102,7 @@ class Reward(Judge):
         if self.splits is None:
             # a command line has no other way to say it
             separator = (self.cfg.step_separator or "\n").replace(r"\n", "\n")
-            return [steps.separated(text, separator) for text in request.responses]
+            return [ends_of_steps(text, separator) for text in request.responses]
         return calls.ask(self.splits, request, self.cfg, calls.read_step_ends) if len(request) \
             else []
 

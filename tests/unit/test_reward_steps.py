@@ -11,8 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import RewardError
-from ppocli.rewards import steps
-from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.records import RewardRequest, ends_of_steps, step_texts
 from ppocli.rewards.scoring import build_metric, build_reward
 from ppocli.sampling.samples import decode_responses, places_of_ends
 from ppocli.tasks.ppo.reward_calls import in_steps, joined
@@ -29,8 +28,8 @@ SEPARATED = [
 
 @pytest.mark.parametrize(("text", "separator", "wanted"), SEPARATED)
 def test_a_step_ends_behind_a_separator_or_with_the_text(text, separator, wanted):
-    ends = steps.separated(text, separator)
-    assert steps.texts(text, ends) == wanted
+    ends = ends_of_steps(text, separator)
+    assert step_texts(text, ends) == wanted
 
 
 def pieces(*tokens: str, metaspace: bool = False) -> PreTrainedTokenizerFast:

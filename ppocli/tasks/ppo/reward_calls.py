@@ -14,8 +14,7 @@ from ppocli.config import tasks
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import Episode, told_alone
 from ppocli.parallel.ranks import Ranks, woven
-from ppocli.rewards import steps
-from ppocli.rewards.records import RewardRequest, RewardScores
+from ppocli.rewards.records import RewardRequest, RewardScores, step_texts
 from ppocli.rewards.scoring import Reward
 from ppocli.sampling.samples import Samples, places_of_ends
 from ppocli.storage import faults
@@ -73,7 +72,7 @@ def in_steps(reward: Reward, request: RewardRequest) -> RewardRequest:
         return request
     ends = reward.step_ends(request)
     return replace(
-        request, steps=[steps.texts(*one) for one in zip(request.responses, ends, strict=True)],
+        request, steps=[step_texts(*one) for one in zip(request.responses, ends, strict=True)],
         step_ends=places_of_ends(request.tokenizer, request.prompt_ids, request.response_ids, ends))
 
 
