@@ -55,6 +55,11 @@ def resolve_builtin(name: str) -> Path:
     return path
 
 
+def shipped_text(name: str) -> str:
+    """The text of a file beside this one."""
+    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+
+
 def shipped(name: str) -> Path:
     """The absolute path of a shipped folder: ``conf`` or ``recipes``.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from ppocli.builtin.names import shipped_text
 from ppocli.config.schema import TrainConfig
 
 _WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
@@ -77,6 +78,49 @@ def free_mapping_of(name: str) -> str | None:
 def key_for(name: str) -> Key | None:
     """The schema key that ``name`` is, or lies in if that is a free mapping; else None."""
     return schema_keys().get(free_mapping_of(name) or name)
+
+
+@cache
+def _names_elsewhere() -> tuple[tuple[str, str, str], ...]:
+    """Names of other libraries, each with its library and our key."""
+    import yaml
+
+    table = yaml.safe_load(shipped_text("other_names.yaml"))
+    return tuple((name, library, key) for key, libraries in table.items()
+                 for library, names in libraries.items() for name in names.split())
+
+
+def named_elsewhere(name: str, task: str | None = None) -> dict[str, str]:
+    """Our keys for what another library calls ``name``, each with that library's name for it:
+    ``{"ppo.optimizer.lr": "TRL's learning_rate"}``.
+
+    A name counts by its last parts: ``ppo.learning_rate`` is TRL's ``learning_rate``.
+
+    Args:
+        task: ``sft`` or ``reward_model``, whose settings are meant; by default the section that the
+            name begins with, else PPO's.
+    """
+    parts, ours = name.split("."), {key.rpartition(".")[2] for key in schema_keys()}
+    section = next((each for each in (parts[0], task) if each in ("sft", "reward_model")), "ppo")
+    found: dict[int, dict[str, str]] = {}
+    for other, library, here in _names_elsewhere():
+        theirs = other.split(".")
+        same = max((n for n in range(1, 1 + len(parts)) if parts[-n:] == theirs[-n:]), default=0)
+        own, _, rest = here.partition(".")
+        key = here if section == "ppo" or own not in ("ppo", "sft") else f"{section}.{rest}"
+        others = ("data", "sft", "reward_model") if section == "ppo" else (
+            "prompts", "generation", "reward")
+        if own not in others and key in schema_keys() and (
+                same > 1 or other == name or (same == 1 and parts[-1] not in ours)):
+            found.setdefault(99 if other == name else same, {}).setdefault(
+                key, other if library == "other" else f"{library}'s {other}")
+    return found[max(found)] if found else {}
+
+
+def told_elsewhere(found: Mapping[str, str]) -> str:
+    """What :func:`named_elsewhere` found, in words; empty if nothing."""
+    names = " and ".join(f"{name} is {key}" for key, name in found.items())
+    return names and f"; here {names} (docs/coming-from-trlx-and-trl.md)"
 
 
 def is_import_path(text: str) -> bool:

@@ -195,7 +195,7 @@ def _merge(node: DictConfig, entry: Entry) -> str | None:
     """Merge one entry into ``node``, or say in words why it can't be."""
     key = keys.key_for(entry.key)
     if key is None:
-        return _unknown(entry)
+        return _unknown(entry, node.task.fn)
     if entry.prefix == "~":
         return _delete(node, entry)
     if entry.prefix == "+" and not isinstance(entry.value, (dict, list)) and OmegaConf.select(
@@ -238,7 +238,7 @@ def _is_boolean_number(key: keys.Key, value: Any) -> bool:
     return key.item in (int, float) and any(isinstance(item, bool) for item in items)
 
 
-def _unknown(entry: Entry) -> str:
+def _unknown(entry: Entry, task: str | None) -> str:
     if entry.key in keys.schema_sections():
         inside = [name for name in keys.schema_keys() if name.startswith(entry.key + ".")]
         return (f"is a section, not a single value; it holds {', '.join(inside[:3])}"
@@ -246,7 +246,8 @@ def _unknown(entry: Entry) -> str:
     names = [*keys.schema_keys(), *keys.schema_sections(), *config_groups()]
     if entry.source == COMMAND_LINE and "." not in entry.key:
         names.append("recipe")
-    return f"unknown key{did_you_mean(entry.key, list(dict.fromkeys(names)))}"
+    elsewhere = keys.told_elsewhere(keys.named_elsewhere(entry.key, task))
+    return f"unknown key{elsewhere or did_you_mean(entry.key, list(dict.fromkeys(names)))}"
 
 
 def _delete(node: DictConfig, entry: Entry) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ppocli.builtin.names import config_groups
 from ppocli.config import resolved, secrets
-from ppocli.config.keys import key_for, schema_keys
+from ppocli.config.keys import key_for, named_elsewhere, schema_keys, told_elsewhere
 from ppocli.errors import ConfigError
 from ppocli.own_code import TRUST
 from ppocli.text import did_you_mean, nearest
@@ -139,7 +139,9 @@ def read_words(words: Sequence[str]) -> Words:
                                   fix=f"e.g. {word} {CHOICES.get(name, ('NAME',))[0]}")
         elif name == "--info" and value is None and rest and rest[0] in CHOICES["--info"]:
             value = rest.pop(0)
-        _check_flag(word, name, value)
+        if name not in FLAGS:
+            raise _unknown_flag(word, rest[0] if rest and value is None else value, words)
+        _check_flag(name, value)
         flags.append((name, value))
     _check_combination(dict(flags))
     secrets.refuse_secrets((setting.key, setting.value, COMMAND_LINE) for setting in settings)
@@ -183,16 +185,25 @@ def _looks_like_setting(word: str) -> bool:
     return bool(equals) and not name.startswith("--") and name not in SHORT
 
 
-def _check_flag(word: str, name: str, value: str | None) -> None:
-    if name not in FLAGS:
-        shown = word.partition("=")[0]
-        keys = nearest(shown.lstrip("-").replace("-", "_"), list(schema_keys()), count=1)
-        hint = (f"settings are written without dashes, e.g. {keys[0]}=..." if keys
-                else "see `ppocli train --help`")
-        if shown in _BEFORE:
-            hint = f"it stands before the command: ppocli {shown} train ..."
-        raise ConfigError(f"unknown option {shown}{did_you_mean(shown, (*FLAGS, *_OURS))}",
-                          where=COMMAND_LINE, fix=hint)
+def _unknown_flag(word: str, value: str | None, words: Sequence[str]) -> ConfigError:
+    """What is meant by an option that there isn't: most often a setting, ours or of elsewhere."""
+    shown = word.partition("=")[0]
+    name = shown.lstrip("-").replace("-", "_")
+    secrets.refuse_secrets([(name, value, COMMAND_LINE)])
+    task = next((each.partition("=")[2] for each in words if each.startswith("task=")), None)
+    elsewhere = named_elsewhere(name, task)
+    keys = list(elsewhere) or nearest(name, list(schema_keys()), count=1)
+    given = "..." if value is None or value.startswith("-") or "=" in value else value
+    fix = f"settings are written without dashes: {keys[0]}={given}" if keys else \
+        "see `ppocli train --help`"
+    if shown in _BEFORE:
+        fix = f"it stands before the command: ppocli {shown} train ..."
+    return ConfigError(f"unknown option {shown}" + (
+        told_elsewhere(elsewhere) or did_you_mean(shown, (*FLAGS, *_OURS))),
+        where=COMMAND_LINE, fix=fix)
+
+
+def _check_flag(name: str, value: str | None) -> None:
     if name in _PLAIN and value is not None:
         raise ConfigError(f"{name} takes no value", where=COMMAND_LINE)
     if name in CHOICES and value is not None and value not in CHOICES[name]:

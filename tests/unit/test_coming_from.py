@@ -4,8 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
+from runs import shell
 
-from ppocli.config.keys import schema_keys
+from ppocli.builtin.names import shipped_text
+from ppocli.config.keys import named_elsewhere, schema_keys
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from-trlx-and-trl.md"
 TABLE = re.compile(r"^\|(?!-|\s*trlX)(.+)\|$", re.MULTILINE)
@@ -54,3 +57,40 @@ def test_what_is_named_as_ours_exists(name):
         # options of commands, values of keys and files of a run
         sources = [*Path(__file__).parents[2].glob("ppocli/**/*.py")]
         assert any(name in path.read_text(encoding="utf-8") for path in sources), name
+
+
+def test_every_name_that_is_recognised_is_on_the_page_and_stands_for_a_key():
+    page = PAGE.read_text(encoding="utf-8")
+    table = yaml.safe_load(shipped_text("other_names.yaml"))
+    assert table.keys() <= schema_keys().keys()
+    names = {name for libraries in table.values() for library, many in libraries.items()
+             for name in many.split() if library != "other"}
+    assert {name for name in names if f"`{name}`" not in page} == set()
+
+
+@pytest.mark.parametrize(("given", "task", "ours"), [
+    ("ppo.learning_rate", None, ["ppo.optimizer.lr"]),
+    ("learning_rate", "sft", ["sft.optimizer.lr"]),
+    ("reward_model.num_train_epochs", None, ["reward_model.epochs"]),
+    ("ppo.batch_size", None, ["ppo.num_rollouts", "ppo.mini_batch_size"]),
+    ("train.batch_size", None, ["ppo.mini_batch_size"]),
+    ("rollout.response_length", None, ["generation.max_new_tokens"]),
+    ("optim.lr", None, ["ppo.optimizer.lr", "ppo.optimizer.value_lr"]),
+    ("data.max_response_length", None, ["generation.max_new_tokens"]),
+    ("model.value.pth", None, []), ("ppo.lrr", None, [])])
+def test_a_name_counts_by_its_last_parts(given, task, ours):
+    assert list(named_elsewhere(given, task)) == ours
+
+
+def test_the_command_answers_with_our_key_and_the_page(tmp_path):
+    said = shell("ppocli train +recipe=quickstart ppo.kl_coef=0.1 train.total_steps=10", tmp_path)
+    assert said.returncode == 2
+    assert "ppo.kl_coef: unknown key; here TRL's kl_coef is ppo.init_kl_coef " in said.stderr
+    assert f"trlX's train.total_steps is ppo.num_steps (docs/{PAGE.name})" in said.stderr
+    flag = shell("ppocli reward-model --learning-rate 1e-5 --pretrain lm", tmp_path)
+    assert flag.returncode == 2
+    assert "fix:   settings are written without dashes: reward_model.optimizer.lr=1e-5" \
+        in flag.stderr
+    secret = shell("ppocli train --hf_token hf_abcdefghijklmnopqrstuvwxyz", tmp_path)
+    assert secret.returncode == 2
+    assert "abcdefg" not in secret.stderr

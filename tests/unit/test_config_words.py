@@ -81,8 +81,8 @@ def test_config_dirs_come_from_the_flag_then_the_environment(tmp_path, monkeypat
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--multirn"], "did you mean --multirun?"),
-    (["--resum=x"], "resume=..."),
-    (["--seed", "3"], "seed=..."),
+    (["--resum=x"], "resume=x"),
+    (["--seed", "3"], "seed=3"),
     (["--cfg"], "--cfg needs a value"),
     (["--cfg", "jb"], "must be one of job, hydra, all, deepspeed; did you mean job?"),
     (["--cfg", "job", "-m"], "--cfg and --multirun exclude each other"),
