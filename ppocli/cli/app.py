@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ppocli.cli import export, machine, output, plot, runs, serve, settings
+from ppocli.cli import export, machine, output, plot, runs, serve, settings, tidy
 from ppocli.cli.eval import evaluate
 from ppocli.cli.generate import chat, generate
 from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
@@ -109,6 +109,12 @@ def find_shell(given: str | None = None) -> str:
     return found
 
 
+def print_help(words: Annotated[list[str] | None, typer.Argument(
+        metavar="[COMMAND]...")] = None) -> None:
+    """Print the help of ppocli or of a command."""
+    app([*(words or ()), "--help"], prog_name="ppocli")
+
+
 _HYDRA: dict[str, Any] = {"cls": HydraCommand, "context_settings": WORDS}
 # in the order in which --help lists them
 app.command(**_HYDRA, help=train_help())(train)
@@ -123,7 +129,7 @@ app.command("export", cls=Command)(export.export_command)
 app.command(cls=Command)(runs.report)
 app.command("plot", cls=Command)(plot.plot_runs)
 app.command(cls=Command)(runs.compare)
-app.add_typer(runs.runs_app, name="runs")
+app.add_typer(tidy.runs_app, name="runs")
 app.add_typer(sweep_app, name="sweep")
 app.add_typer(settings.recipes_app, name="recipes")
 app.command("serve-reward", **_HYDRA)(serve.serve_reward)
@@ -133,6 +139,8 @@ app.command("estimate", **_HYDRA)(machine.print_estimate)
 app.command(cls=Command)(machine.env)
 app.command(cls=Command)(machine.doctor)
 app.command(cls=Command)(completion)
+app.command("help", hidden=True)(print_help)
+app.command("list", hidden=True, cls=Command)(runs.print_runs)
 
 
 def main() -> None:

@@ -34,7 +34,8 @@ def evaluate(
             "SPEC", "Prompts to evaluate on: a file, a folder or a Hub data set."),
         reward: opt.Reward = None,
         limit: int | None = option("N", "At most this many prompts, spread over their source."),
-        num_samples: int | None = option("K", "Responses to each prompt."),
+        num_samples: int | None = option(
+            "K", "Responses to each prompt.", "--num-samples", "-n"),
         seed: int | None = option("S", "Seed of the sampling (default: the run's)."),
         frontier: bool = flag(
             "Compare the policy with best-of-n of the base at the same KL.", "--frontier"),
@@ -42,7 +43,7 @@ def evaluate(
             "X", "Exit with code 10 if the mean reward is below this."),
         step: opt.Step = None, best: opt.Best = False,
         output: str | None = option(
-            "DIR", "Write the folder NAME here (default: RUN/eval, or ./eval)."),
+            "DIR", "Write the folder NAME here (default: RUN/eval, or ./eval).", "--output", "-o"),
         name: str | None = option(
             "NAME", "Name of the results folder (default: e.g. step-000024)."),
         overwrite: bool = flag("Replace existing results of that name.", "--overwrite"),

@@ -23,9 +23,9 @@ from ppocli.text import clean, cut, figure, printable
 if TYPE_CHECKING:
     from ppocli.sampling.prompting import Answer
 
-HOW = ("give --prompt TEXT, --prompts-file FILE (json, jsonl, csv, parquet or txt), or prompts on "
+HOW = ("give --prompt TEXT, --prompts FILE (json, jsonl, csv, parquet or txt), or prompts on "
        "standard input, one per line")
-_OPTIONS = (("prompts.path=", "--prompts-file "), ("prompts.column=", "--column "),
+_OPTIONS = (("prompts.path=", "--prompts "), ("prompts.column=", "--column "),
             ("prompts.chat=true", "--chat"), ("prompts.items", "standard input"))
 LONGEST_HEADING = 100
 
@@ -34,7 +34,8 @@ def generate(
         ctx: typer.Context, run: Run = None, overrides: Overrides = None,
         prompt: list[str] | None = option("TEXT", "A prompt (repeatable).", "--prompt", "-p"),
         prompts_file: str | None = option(
-            "FILE", "Prompts: txt (one per line), json, jsonl, csv or parquet; -: standard input."),
+            "FILE", "Prompts: txt (one per line), json, jsonl, csv or parquet; -: standard input.",
+            "--prompts"),
         column: str = option("NAME", "Column of the file with the prompts.", default="prompt"),
         num_samples: int = option(
             "K", "Responses to each prompt.", "--num-samples", "-n", default=1, min=1),
@@ -52,13 +53,13 @@ def generate(
         as_json: AsJson = False) -> None:
     """Sample responses from a run, a checkpoint or a model.
 
-    Prompts come from --prompt, --prompts-file or standard input. Sampling follows the run's
+    Prompts come from --prompt, --prompts or standard input. Sampling follows the run's
     settings unless options change them. Standard output contains only the responses.
 
     \b
     Examples:
       ppocli generate runs/NAME --prompt "The film was"
-      ppocli generate runs/NAME --prompts-file prompts.jsonl -n 4 --score --json
+      ppocli generate runs/NAME --prompts prompts.jsonl -n 4 --score --json
       ppocli generate runs/NAME --prompt "The film was" --against base --score
       ppocli generate ./model --temperature 0.7 --max-new-tokens 60 < prompts.txt
       ppocli generate runs/NAME -p "Hello" --reward length reward.kwargs.target=20
@@ -145,7 +146,7 @@ def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | 
         InputError: standard input is not UTF-8.
     """
     if prompts and file is not None:
-        raise ConfigError("--prompt and --prompts-file can't be combined.", where="command line",
+        raise ConfigError("--prompt and --prompts can't be combined.", where="command line",
                           fix="give one of them")
     blank = [text for text in prompts or () if not text.strip()]
     if blank:

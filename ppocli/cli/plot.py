@@ -39,7 +39,7 @@ def plot_runs(
             "reward,kl; of trainings on a data set loss,eval).", "--metric", "-m", default=""),
         smooth: int = option("N", "Show the mean of the last N steps.", default=1),
         out: Path | None = option("FILE", "Write a picture, .svg or .png (pip install "
-            "'ppocli[plot]'), instead of drawing in the terminal.", "--out", "-o"),
+            "'ppocli[plot]'), instead of drawing in the terminal.", "--output", "-o"),
         overwrite: bool = flag("Replace FILE if it exists.", "--overwrite"),
         as_json: AsJson = False) -> None:
     """Plot metrics of runs in the terminal or to a file.
@@ -48,7 +48,7 @@ def plot_runs(
     Examples:
       ppocli plot
       ppocli plot runs/NAME --metric eval,kl,policy/grad_norm --smooth 5
-      ppocli plot runs/ONE runs/OTHER --metric reward --out reward.svg
+      ppocli plot runs/ONE runs/OTHER --metric reward --output reward.svg
     """
     from ppocli.report.curves import collect, metric_names, panels_of
     from ppocli.report.render import write_file
@@ -63,7 +63,7 @@ def plot_runs(
     series = collect(runs, metric_names(metric, runs), smooth)
     if out is not None:
         drawn = draw_picture(panels_of(series, smooth), out.suffix.lower().removeprefix("."))
-        write_file(out, drawn, "--out")
+        write_file(out, drawn, "--output")
     if as_json:
         print(printable_json(json.dumps({"smooth": smooth, "series": [
             {"run": each.run, "metric": each.metric,
@@ -78,11 +78,11 @@ def plot_runs(
 
 def _check_out(out: Path, overwrite: bool) -> None:
     if out.suffix.lower() not in (".svg", ".png"):
-        raise ConfigError(f"--out {out}: must end in .svg or .png", where="command line",
-                          fix=f"e.g. --out {out.with_suffix('.svg')}")
+        raise ConfigError(f"--output {out}: must end in .svg or .png", where="command line",
+                          fix=f"e.g. --output {out.with_suffix('.svg')}")
     folder = os.path.isdir(out)
     if folder or (os.path.lexists(out) and not overwrite):
-        raise ConfigError(f"{out} exists already; nothing is overwritten.", where="--out",
+        raise ConfigError(f"{out} exists already; nothing is overwritten.", where="--output",
                           fix="choose another name" + ("" if folder else ", or add --overwrite"))
 
 

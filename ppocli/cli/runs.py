@@ -1,5 +1,4 @@
-"""``ppocli watch``, ``report``, ``compare``, ``runs list`` and ``runs prune``: runs by their
-folders."""
+"""``ppocli watch``, ``report``, ``compare``, ``runs list`` and ``show``: runs by their folders."""
 
 from __future__ import annotations
 
@@ -11,18 +10,26 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, complete_run, flag, option
-from ppocli.cli.output import complain, display_mode, print_json, print_table, say, shown_figure
-from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
-from ppocli.text import clean, figure, format_bytes, printable
+from ppocli.cli.output import (
+    complain,
+    display_mode,
+    print_json,
+    print_table,
+    say,
+    show_text,
+    shown_figure,
+)
+from ppocli.errors import ConfigError, InputError
+from ppocli.text import figure, format_bytes, printable
 
 if TYPE_CHECKING:
     from ppocli.report.compare import At, Comparison
-    from ppocli.runs.listing import Removal, RunInfo
+    from ppocli.runs.listing import RunInfo
     from ppocli.runs.record import RunRecord
 
 
@@ -85,7 +92,6 @@ def report(
       ppocli report runs/NAME --format md
       ppocli report runs/NAME --json | jq .outcome
     """
-    from ppocli.config.resolved import PYTHON_OBJECT, flat, training_command
     from ppocli.report.facts import gather
     from ppocli.report.render import check_replaceable, destinations, render, write_file
     from ppocli.runs.record import read_run
@@ -99,15 +105,19 @@ def report(
     check_replaceable((path for path, _ in targets), overwrite)
     record = read_run(folder)
     more = [run for run in read_runs(others or ()) if run.folder.path != record.folder.path]
-    # no command trains again with Python objects
-    command = None if PYTHON_OBJECT in flat(record.config).values() else \
-        training_command(record.config)
-    gathered = gather(record, command=command, shown_as=str(folder), others=more)
+    gathered = gather(record, command=_command_of(record), shown_as=str(folder), others=more)
     if as_json:
         print_json(gathered.as_json())
     for path, form_of_file in targets:
         write_file(path, render(gathered, form_of_file), "--output")
         print(printable(str(path)))
+
+
+def _command_of(run: RunRecord) -> str | None:
+    """What trains again; None for a run with Python objects, which no command has."""
+    from ppocli.config.resolved import PYTHON_OBJECT, flat, training_command
+
+    return None if PYTHON_OBJECT in flat(run.config).values() else training_command(run.config)
 
 
 # compare ------------------------------------------------------------------------------------------
@@ -187,10 +197,11 @@ def _section(heading: str, moments: Sequence[At]) -> list[list[str]]:
             ["  seconds", *(f"{at.seconds:.0f}" for at in moments)]]
 
 
-# runs list and runs prune -------------------------------------------------------------------------
+# runs list and runs show --------------------------------------------------------------------------
 
 runs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
-                       help="List runs, and delete what is no longer needed.")
+                       help="List, show, rename and delete runs, and what of them is no longer "
+                       "needed.")
 
 Folder = Annotated[Path | None, typer.Argument(
     metavar="[DIR]", help="Folder that contains runs (default: runs).")]
@@ -209,12 +220,10 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
     """
     from ppocli.runs.listing import age, run_infos
 
-    root = _root(folder)
+    root = root_of(folder)
     found = run_infos(root)
     if as_json:
-        print_json([{**asdict(info), "path": str(info.path.absolute()),
-                     "written": datetime.fromtimestamp(info.written, UTC).isoformat(
-                         timespec="seconds")} for info in found])
+        print_json([_info_json(info) for info in found])
         return
     if not found:
         say(f"There are no runs in {root} yet. Start one: ppocli train +recipe=quickstart")
@@ -222,7 +231,7 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
     ppo = all(info.kind in ("ppo", "?") for info in found)
     rows = [("run", "status", "step", "reward" if ppo else "now", "best eval", "size", "age",
              "model", "reward by" if ppo else "reward or data")]
-    rows += [(info.name, f"{info.status} ({info.pid})" if info.pid is not None else info.status,
+    rows += [(info.name, _status(info),
               "-" if info.total_steps is None else f"{info.step}/{info.total_steps}",
               figure(info.reward_mean, 3) if ppo else _now(info),
               "-" if info.best is None else f"{'' if ppo else _label(info.metric)}"
@@ -230,6 +239,48 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
               format_bytes(info.bytes), age(info.written), info.model, info.reward)
              for info in found]
     print_table(rows, right=frozenset({3, 5, 6}))
+
+
+def _info_json(info: RunInfo) -> dict[str, Any]:
+    return {**asdict(info), "path": str(info.path.absolute()),
+            "written": datetime.fromtimestamp(info.written, UTC).isoformat(timespec="seconds")}
+
+
+@runs_app.command("show", cls=Command)
+def show_run(run: RunFolder = None, as_json: AsJson = False) -> None:
+    """Show one run: status, figures, checkpoints, size, and the command that trains it again.
+
+    \b
+    Examples:
+      ppocli runs show
+      ppocli runs show NAME --json | jq .status
+    """
+    from ppocli.runs.listing import age, run_info
+    from ppocli.runs.record import read_run
+    from ppocli.runs.target import find_run
+    from ppocli.storage.retention import list_steps
+
+    folder = find_run(run, say=say)
+    record, info = read_run(folder), run_info(folder, folder.parent)
+    checkpoints, command = list_steps(record.folder.checkpoints), _command_of(record)
+    if as_json:
+        print_json({**_info_json(info), "checkpoints": [str(path.absolute()) for _, path
+                                                        in checkpoints], "command": command})
+        return
+    rows = [("run", str(folder)), ("status", _status(info)),
+            ("step", f"{info.step} of {info.total_steps}, {record.episodes} samples"),
+            ("model", info.model), ("learns from", info.reward), ("newest", _now(info)),
+            ("best", "-" if info.best is None else f"{_label(info.metric)}{figure(info.best, 3)} "
+             f"at step {info.best_step}"),
+            ("checkpoints", ", ".join(path.name for _, path in checkpoints) or "-"),
+            ("size", format_bytes(info.bytes)), ("written", f"{age(info.written)} ago")]
+    print_table([row for row in rows if row[1] != "-"])
+    if command is not None:
+        show_text(command)
+
+
+def _status(info: RunInfo) -> str:
+    return info.status if info.pid is None else f"{info.status} ({info.pid})"
 
 
 def _now(info: RunInfo) -> str:
@@ -242,107 +293,8 @@ def _label(metric: str) -> str:
     return f"{'reward' if metric == 'reward_mean' else metric.rpartition('/')[2]} "
 
 
-def _root(given: Path | None) -> Path:
+def root_of(given: Path | None) -> Path:
     if given is not None and not given.expanduser().is_dir():
         raise InputError(f"{given} does not exist or is no folder (looked in {Path.cwd()}).",
                          where="DIR", fix="name a folder that holds runs (default: runs)")
     return Path("runs") if given is None else given.expanduser()
-
-
-@runs_app.command("prune", cls=Command)
-def prune_runs(
-        folder: Folder = None,
-        checkpoints: bool = flag("Delete the checkpoints of finished runs. Their model, summary, "
-            "metrics and samples stay; they can't be resumed any more. This is the default.",
-            "--checkpoints"),
-        failed: bool = flag("Delete runs that ended before they saved a checkpoint.", "--failed"),
-        keep_best: bool = flag("Keep the checkpoint of the best evaluation.", "--keep-best"),
-        older_than: str | None = option(
-            "AGE", "Only runs last written longer ago than this, e.g. 7d or 12h."),
-        dry_run: bool = flag("List what would be deleted, and its size.", "--dry-run"),
-        yes: bool = flag("Don't ask.", "--yes", "-y"),
-        as_json: AsJson = False) -> None:
-    """Delete what finished and failed runs no longer need. Running runs are never touched.
-
-    \b
-    Examples:
-      ppocli runs prune --dry-run
-      ppocli runs prune --keep-best --older-than 7d
-      ppocli runs prune --failed --yes
-    """
-    from ppocli.runs.listing import parse_age, plan_pruning
-
-    root = _root(folder)
-    plan = plan_pruning(root, checkpoints=checkpoints or not failed, failed=failed,
-                        keep_best=keep_best, say=say,
-                        older_than=None if older_than is None else parse_age(older_than))
-    if not plan:
-        if as_json:
-            print("[]")
-        say(f"There is nothing to delete in {root}.")
-        return
-    if not as_json:
-        rows = [(removal.run.name if removal.run == root else
-                 removal.run.relative_to(root).as_posix(),
-                 removal.why, _shown_parts(removal), format_bytes(removal.size))
-                for removal in plan]
-        print_table([("run", "because", "delete", "size"), *rows], right=frozenset({3}))
-    total = format_bytes(sum(removal.size for removal in plan))
-    if dry_run:
-        say(f"{total} could be given back; nothing was deleted.")
-    elif not yes and not _confirmed(total):
-        say("Nothing was deleted.")
-        return
-    deleted, problems = (plan, []) if dry_run else _delete(plan)
-    for other in problems[1:]:  # the first one ends the command
-        say(f"Error: {clean(other.what)}")
-    if as_json:
-        print_json([{"run": str(removal.run.absolute()), "kind": removal.kind,
-                     "because": removal.why,
-                     "paths": [str(part.absolute()) for part in removal.parts],
-                     "bytes": removal.size}
-                    for removal in deleted])
-    if not dry_run:
-        say(f"{format_bytes(sum(removal.size for removal in deleted))} given back.")
-    if problems:
-        raise problems[0]
-
-
-def _shown_parts(removal: Removal) -> str:
-    from ppocli.storage.retention import STEP
-
-    if removal.kind == "run":
-        return "the whole folder"
-    steps = [part.name for part in removal.parts if STEP.fullmatch(part.name)]
-    found = [f"{len(steps)} checkpoints" if len(steps) > 2 else " and ".join(steps)]
-    found += [part.relative_to(removal.run).as_posix() for part in removal.parts
-              if part.name not in steps and not part.is_symlink()]
-    return ", ".join(filter(None, found)) or "links"
-
-
-def _confirmed(total: str) -> bool:
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise ConfigError("Nothing was deleted: there is no terminal to ask on.",
-                          where="command line",
-                          fix="look at the list (--dry-run prints it alone), then add --yes")
-    sys.stdout.flush()
-    print(f"Delete this ({total})? [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
-
-
-def _delete(plan: list[Removal]) -> tuple[list[Removal], list[PpocliError]]:
-    from ppocli.runs.listing import carry_out
-
-    deleted: list[Removal] = []
-    problems: list[PpocliError] = []
-    for removal in plan:
-        try:
-            carry_out(removal)
-            deleted.append(removal)
-        except PpocliError as problem:
-            problems.append(problem)
-        except OSError as error:
-            problems.append(DiskError(
-                f"{removal.run} could not be deleted: {error.strerror or error}.",
-                where=str(error.filename or removal.run), fix="look at its permissions"))
-    return deleted, problems

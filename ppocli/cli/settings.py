@@ -77,7 +77,7 @@ def print_recipe(name: Name) -> None:
 def copy_recipe(name: Name,
                 destination: Annotated[Path | None, typer.Argument(
                     metavar="[DEST]", help="File or folder (default: ./recipes).")] = None,
-                force: bool = flag("Overwrite an existing file.", "--force")) -> None:
+                overwrite: bool = flag("Replace an existing file.", "--overwrite")) -> None:
     """Copy a recipe in order to change it."""
     source = recipe_file(name)
     target = destination if destination is not None else Path("recipes")
@@ -86,10 +86,10 @@ def copy_recipe(name: Name,
     if target.suffix == ".yml":
         raise ConfigError(f"{target}: recipes end in .yaml", fix=f"{target.with_suffix('.yaml')}")
     same = target.exists() and target.samefile(source)
-    if same or (target.exists() and not force):
+    if same or (target.exists() and not overwrite):
         raise ConfigError(f"{target} exists already" + (" and is that recipe" if same else ""),
                           fix="give another name, e.g. " + str(target.with_name("mine.yaml"))
-                          + ("" if same else ", or overwrite it with --force"))
+                          + ("" if same else ", or replace it with --overwrite"))
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(source.read_bytes())

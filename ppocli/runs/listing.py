@@ -57,11 +57,12 @@ def run_infos(root: Path) -> list[RunInfo]:
     """The runs below ``root``, those of sweeps too, the one written to last first; ``root`` may be
     a run itself."""
     folders = [root] if is_run(root) else list_runs(root)
-    return sorted((_info(folder, root) for folder in folders),
+    return sorted((run_info(folder, root) for folder in folders),
                   key=lambda info: (-info.written, info.name))
 
 
-def _info(folder: Path, root: Path) -> RunInfo:
+def run_info(folder: Path, root: Path) -> RunInfo:
+    """What a list of the runs below ``root`` shows of one."""
     name = folder.name if folder == root else folder.relative_to(root).as_posix()
     size, when, pid = folder_size(folder), written(folder), None
     try:
@@ -206,6 +207,21 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
         if removal is not None:
             found.append(removal)
     return found + _left_over(root)
+
+
+def whole_folder(folder: Path) -> Removal:
+    """All of a run.
+
+    Raises:
+        CheckpointError: it is a link, or may be running on another machine.
+    """
+    if folder.is_symlink():
+        raise CheckpointError(f"{folder} is a link and is left alone.", where=str(folder),
+                              fix=f"name the folder itself: {folder.resolve()}")
+    if (host := run_folder.other_host(folder)) is not None:
+        raise CheckpointError(f"{folder} may be running on {host}.",
+                              where=str(folder / run_folder.LOCK), fix=f"delete it from {host}")
+    return Removal(folder, "run", "named", (folder,), folder_size(folder), written(folder))
 
 
 def carry_out(removal: Removal) -> None:

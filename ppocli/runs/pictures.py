@@ -63,7 +63,7 @@ def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(f"Drawing a .{form} needs matplotlib, which is not installed.",
-                          where="--out", fix="pip install 'ppocli[plot]'") from None
+                          where="--output", fix="pip install 'ppocli[plot]'") from None
     buffer = io.BytesIO()
     with warnings.catch_warnings(), rc_context(_STYLE):  # type: ignore[arg-type]
         warnings.simplefilter("ignore")  # letters of a run's name that the font hasn't got

@@ -13,6 +13,7 @@ from helpers import ppocli
 from runs import Command, app_in_process, shell, words
 
 from ppocli.cli import output
+from ppocli.cli.app import app
 
 HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "datasets")
 
@@ -90,7 +91,7 @@ def test_recipes_are_listed_shown_and_copied(typed):
     assert "ppocli train +recipe=mine" in copied.err
     again = typed("recipes", "copy", "quickstart", "recipes/mine.yaml", code=2)
     assert "exists already" in again.err
-    typed("recipes", "copy", "randomwalks", "recipes/mine.yaml", "--force", code=0)
+    typed("recipes", "copy", "randomwalks", "recipes/mine.yaml", "--overwrite", code=0)
     path = typed("train", "+recipe=mine", "--cfg", "job", "-p", "model.path").out
     assert path.strip() == "builtin:randomwalks"
     elsewhere = typed("recipes", "copy", "quickstart", "lib/")
@@ -141,3 +142,29 @@ def test_dry_run_trains_and_writes_nothing(capsys, command, world):
     before = there()
     app_in_process(capsys)("train", *words("run_name=r"), "--dry-run", code=0)
     assert there() == before
+
+
+def test_help_and_list_are_commands(typed):
+    assert typed("help", "runs", "rm").out == typed("runs", "rm", "--help").out
+    assert "Did you mean 'train'?" in typed("help", "tran", code=2).err
+    assert "There are no runs in runs yet" in typed("list", code=0).err
+
+
+def test_an_option_has_one_name_and_one_letter_in_all_commands():
+    import typer.main
+
+    found: dict[str, list[frozenset[str]]] = {}
+
+    def walk(command: object) -> None:
+        for each in getattr(command, "commands", {}).values():
+            walk(each)
+        for param in command.params:
+            for name in param.opts if param.param_type_name == "option" else ():
+                found.setdefault(name, []).append(frozenset(param.opts))
+
+    walk(typer.main.get_command(app))
+    assert {name: kinds for name, kinds in found.items() if len(set(kinds)) > 1} == {}
+    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert {name for name, kinds in found.items()
+            if len(kinds) > 1 and f"`{name}`" not in page} == set()
+    assert {"--out", "--force", "--prompts-file"} & set(found) == set()

@@ -106,7 +106,7 @@ def test_columns_are_of_equal_width_and_keep_lines(monkeypatch):
 
 def test_prompts_of_a_file(world, generate):
     (world / "p.txt").write_text("the film\n\ni saw\n")
-    ended = generate("./lm", "--prompts-file", "p.txt", "--json", *SHORT)
+    ended = generate("./lm", "--prompts", "p.txt", "--json", *SHORT)
     assert [row["prompt"] for row in rows(ended)] == ["the film", "i saw"]
     assert "1 prompt was blank: dropped" in ended.err
 
@@ -114,7 +114,7 @@ def test_prompts_of_a_file(world, generate):
 def test_standard_input_holds_a_prompt_a_line(world, generate):
     piped = rows(generate("./lm", "--json", *SHORT, stdin=b"\xef\xbb\xbfthe film\r\ni saw"))
     assert [row["prompt"] for row in piped] == ["the film", "i saw"]
-    assert rows(generate("./lm", "--prompts-file", "-", "--json", *SHORT,
+    assert rows(generate("./lm", "--prompts", "-", "--json", *SHORT,
                          stdin=b"the film\n"))[0] == piped[0]
     wrong = generate("./lm", stdin=b"fine\n\xff\n")
     assert (wrong.code, wrong.err.splitlines()[0]) == (
@@ -123,7 +123,7 @@ def test_standard_input_holds_a_prompt_a_line(world, generate):
     assert empty.err == (
         "Error: There are no prompts: standard input is empty.\n"
         "  where: command line\n"
-        "  fix:   give --prompt TEXT, --prompts-file FILE (json, jsonl, csv, parquet or txt), or "
+        "  fix:   give --prompt TEXT, --prompts FILE (json, jsonl, csv, parquet or txt), or "
         "prompts on standard input, one per line\n")
 
 
@@ -132,7 +132,7 @@ def test_metadata_columns_reach_the_reward(world, generate):
         "def score(prompts, target, label):\n"
         "    return [t * (1 if kind == 'up' else -1) for t, kind in zip(target, label)]\n")
     write_prompts(world / "asked.jsonl", TEXTS, target=[1, 2, 3], label=["up", "down", "up"])
-    asked = ("./lm", "--prompts-file", "asked.jsonl", "--reward", "mine.py:score", "--json")
+    asked = ("./lm", "--prompts", "asked.jsonl", "--reward", "mine.py:score", "--json")
     assert [row["score"] for row in rows(generate(*asked, "-n", "2", "--batch-size", "5"))] == [
         1, 1, -2, -2, 3, 3]
     ended = generate("./lm", "-p", "it", "--reward", "mine.py:score", code=7)
@@ -152,7 +152,7 @@ def test_a_chat_template_is_used_on_demand_or_as_in_the_run(here, generate):
     assert chat[0]["prompt"] == "the film"
     (here / "talks.jsonl").write_text(
         '{"prompt": [{"role": "user", "content": "the film"}]}\n')
-    asked = rows(generate("./talker", "--prompts-file", "talks.jsonl", "--json", "--chat", *SHORT))
+    asked = rows(generate("./talker", "--prompts", "talks.jsonl", "--json", "--chat", *SHORT))
     assert asked[0]["response"] == chat[0]["response"]
     assert asked[0]["prompt"] == "you the film . i "
     assert rows(generate("./talker", "-p", "the film", "--json", "prompts.chat=true",
@@ -162,7 +162,7 @@ def test_a_chat_template_is_used_on_demand_or_as_in_the_run(here, generate):
         3, "Error: The tokenizer of runs/first, step 4 has no chat template.")
     assert "--system needs a conversation" in generate(
         "first", "-p", "x", "--system", "y").err
-    assert "fix:   --chat" in generate("./talker", "--prompts-file", "talks.jsonl").err
+    assert "fix:   --chat" in generate("./talker", "--prompts", "talks.jsonl").err
 
 
 def test_checkpoints_and_sampling_of_a_model(here, generate):
@@ -205,9 +205,9 @@ def test_a_stop_text_ends_a_response(here, generate):
 def test_wrong_prompts_and_settings_are_told(here, generate):
     (here / "odd.csv").write_text("text,n\nhello,1\n")
     for words, code, message in (
-            (("--prompts-file", "nope"), 3, "Prompt file or folder nope does not exist"),
-            (("--prompts-file", "odd.csv"), 3, "  where: --column prompt\n  fix:   --column text"),
-            (("-p", "x", "--prompts-file", "odd.csv"), 2, "can't be combined"),
+            (("--prompts", "nope"), 3, "Prompt file or folder nope does not exist"),
+            (("--prompts", "odd.csv"), 3, "  where: --column prompt\n  fix:   --column text"),
+            (("-p", "x", "--prompts", "odd.csv"), 2, "can't be combined"),
             (("-p", "  "), 2, "The prompt '  ' is empty"),
             (("-p", "the film " * 40), 2, "The prompt has 80 tokens; with 8 new ones"),
             (("hello there",), 2, "prompts need an option: --prompt TEXT"),

@@ -70,7 +70,7 @@ def test_smoothing_is_a_mean_over_steps():
 
 
 def test_svg_draws_evaluations_over_the_rollouts_of_each_figure(plot):
-    done = plot("one", "other", "-m", "reward,lr", "--smooth", 2, "--out", "new/a.svg", code=0)
+    done = plot("one", "other", "-m", "reward,lr", "--smooth", 2, "--output", "new/a.svg", code=0)
     assert done.out == "new/a.svg\n"
     texts = [(e.text or "").strip() for e in ElementTree.parse("new/a.svg").getroot().iter(
         "{http://www.w3.org/2000/svg}text")]
@@ -91,14 +91,14 @@ def test_evaluations_lie_over_the_rollouts(plot, runs):
 @pytest.mark.parametrize("out", ["file/b/a.png", "/proc/a.svg", f"{'n' * 300}.svg"])
 def test_a_place_that_can_not_be_written_is_told(plot, out):
     Path("file").write_text("")
-    done = plot("one", "--out", out, code=6)
+    done = plot("one", "--output", out, code=6)
     assert done.out == ""
-    assert done.err.endswith("name a file on another disk or in another folder: --out FILE\n")
+    assert done.err.endswith("name a file on another disk or in another folder: --output FILE\n")
 
 
 def test_png(runs, plot):
     whole_copy(runs / "runs/one", runs / "runs/_日本 $x$")
-    assert plot("one", "_日本 $x$", "--out", "a.png", code=0).said == "a.png\n"
+    assert plot("one", "_日本 $x$", "--output", "a.png", code=0).said == "a.png\n"
     assert Path("a.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
@@ -106,19 +106,19 @@ def test_png(runs, plot):
 def test_pictures_without_matplotlib_name_the_extra(plot, monkeypatch, kind):
     for name in ("matplotlib", "matplotlib.figure"):
         monkeypatch.setitem(sys.modules, name, None)
-    assert plot("one", "--out", f"a.{kind}", code=2).said == (
-        f"Error: Drawing a .{kind} needs matplotlib, which is not installed.\n  where: --out\n"
+    assert plot("one", "--output", f"a.{kind}", code=2).said == (
+        f"Error: Drawing a .{kind} needs matplotlib, which is not installed.\n  where: --output\n"
         "  fix:   pip install 'ppocli[plot]'\n")
     assert not Path(f"a.{kind}").exists()
 
 
 def test_nothing_is_overwritten_without_being_told(plot):
     Path("a.svg").write_text("mine")
-    assert plot("one", "--out", "a.svg", code=2).err == (
-        "Error: a.svg exists already; nothing is overwritten.\n  where: --out\n"
+    assert plot("one", "--output", "a.svg", code=2).err == (
+        "Error: a.svg exists already; nothing is overwritten.\n  where: --output\n"
         "  fix:   choose another name, or add --overwrite\n")
     assert Path("a.svg").read_text() == "mine"
-    plot("one", "--out", "a.svg", "--overwrite", code=0)
+    plot("one", "--output", "a.svg", "--overwrite", code=0)
     assert Path("a.svg").read_text().startswith("<svg")
 
 
@@ -129,7 +129,7 @@ def test_nothing_is_overwritten_without_being_told(plot):
     ("--metric x", "choose of: reward, kl, length, entropy, clip, lr, loss, eval; or by full "
                    "name: "),
     ("--smooth 0", "--smooth 0: must be at least 1"),
-    ("--out a.gif", "--out a.gif: must end in .svg or .png")])
+    ("--output a.gif", "--output a.gif: must end in .svg or .png")])
 def test_wrong_options(plot, given, said):
     done = plot("one", *given.split(), code=2)
     assert said in done.err

@@ -113,7 +113,8 @@ LOOK = """
 import sys
 from pathlib import Path
 from ppocli.cli.follow import find_watched
-from ppocli.cli.runs import compare, print_runs, prune_runs
+from ppocli.cli.runs import compare, print_runs
+from ppocli.cli.tidy import prune_runs
 from ppocli.cli.train import show_sweep
 from ppocli.runs.target import find_run
 try:

@@ -13,7 +13,8 @@ from helpers import environment, jsonl, ppocli
 from runs import app_in_process, copied, whole_copy
 
 from ppocli.cli.output import code_of
-from ppocli.cli.runs import print_runs, prune_runs
+from ppocli.cli.runs import print_runs
+from ppocli.cli.tidy import prune_runs
 from ppocli.config.compose import Checked
 from ppocli.config.resolved import read_config
 from ppocli.errors import CheckpointError
@@ -289,7 +290,7 @@ def test_without_a_terminal_yes_is_needed(runs, capsys, monkeypatch):
     assert prune(yes=False) == 2
     assert capsys.readouterr().err == (
         "Error: Nothing was deleted: there is no terminal to ask on.\n  where: command line\n"
-        "  fix:   look at the list (--dry-run prints it alone), then add --yes\n")
+        "  fix:   look at the list, then add --yes\n")
     assert (runs / "done/checkpoints/step-000004").exists()
 
 
@@ -309,3 +310,50 @@ def test_on_a_terminal_it_asks(runs, answer, deleted):
     assert "? [y/N] " in err
     assert (runs / "done/checkpoints/step-000004").exists() is not deleted
     assert ("Nothing was deleted." in err) is not deleted
+
+
+# ------------------------------------------------------------------------ show, rename, rm
+
+def test_one_run_is_shown_and_its_command_trains_it_again(runs, capsys):
+    typed = app_in_process(capsys, "runs")
+    facts = json.loads(typed("show", "done", "--json", code=0).out)
+    assert facts["checkpoints"] == [str(runs / f"done/checkpoints/step-{step:06d}")
+                                    for step in (1, 2, 3, 4)]
+    assert {key: facts[key] for key in ("status", "step", "reward")} == {
+        key: listed(capsys)[0][key] for key in ("status", "step", "reward")}
+    shown = typed("show", "done", code=0).out
+    assert shown.endswith(facts["command"] + "\n")
+    assert "checkpoints  step-000001, step-000002" in shown
+
+
+def test_a_renamed_run_is_the_same_run(runs, capsys):
+    typed = app_in_process(capsys, "runs")
+    before = snapshot(runs / "done")
+    assert typed("rename", "done", "kept", code=0).out == "runs/kept\n"
+    assert snapshot(runs / "kept") == before
+    assert find_target("kept", say=print).step == 4
+    assert "runs/cut exists already" in typed("rename", "kept", "cut", code=5).err
+    for wrong in ("a/b", "..", ""):
+        assert "must be a plain folder name" in typed("rename", "kept", wrong, code=2).err
+    assert "a job of a sweep" not in typed("rename", "sweep-1/0", "x", code=0).said
+    (runs / "sweep-1/sweep.json").write_text("{}")
+    assert "is a job of a sweep" in typed("rename", "sweep-1/x", "y", code=2).err
+    with lock(runs / "kept"):
+        typed("rename", "kept", "other", code=5)
+
+
+def test_whole_runs_are_deleted_and_nothing_else(runs, capsys):
+    typed = app_in_process(capsys, "runs")
+    before = snapshot(runs)
+    assert "no terminal to ask on" in typed("rm", "done", code=2).err
+    assert "runs/done" in typed("rm", "runs/done/model", "--yes", code=2).err
+    typed("rm", "notes", "--yes", code=3)
+    with lock(runs / "cut"):
+        typed("rm", "cut", "--yes", code=5)
+    (runs / "link").symlink_to(runs / "done")
+    assert "is a link" in typed("rm", "link", "--yes", code=5).err
+    (runs / "link").unlink()
+    assert snapshot(runs) == before
+    typed("rm", "done", "sweep-1/0", "--yes", code=0)
+    assert snapshot(runs) == {name: held for name, held in before.items()
+                              if not name.startswith(("done", "sweep-1/0"))}

@@ -205,7 +205,7 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("export runs/tiny --dtype bf16", 0, "runs/tiny/export/"),
     ("report runs/tiny", 0, "report.html"),
     ("plot runs/tiny --metric reward", 0, "reward"),
-    ("plot runs/tiny --out curve.svg", 0, "curve.svg"),
+    ("plot runs/tiny --output curve.svg", 0, "curve.svg"),
     ("compare runs/tiny runs/other --json", 0, "other"),
     ("runs list --json", 0, '"finished"'),
     ("runs prune --checkpoints --dry-run", 0, "tiny"),
