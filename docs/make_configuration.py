@@ -25,8 +25,8 @@ the list that `ppocli.train` takes. Unknown keys and values out of range are ref
 is loaded, all at once, each with the nearest name. `null` means "not set".
 
 ```console
-$ ppocli train --cfg job +recipe=quickstart              # every key with its value
-$ ppocli train --cfg job +recipe=quickstart -p ppo       # one section
+$ ppocli train --cfg job +recipe=quickstart
+$ ppocli train --cfg job +recipe=quickstart -p ppo
 $ ppocli train --cfg job +recipe=quickstart seed=1 ppo.optimizer.lr=1e-4
 ```
 

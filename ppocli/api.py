@@ -20,6 +20,7 @@ from ppocli.parallel.stop import catch_signals
 from ppocli.runs import trust as trust_of
 from ppocli.runs.target import find_target
 from ppocli.storage.atomic import read_json
+from ppocli.text import pasted
 from ppocli.user_code import join_working_directory
 
 log = logging.getLogger("ppocli")
@@ -308,5 +309,5 @@ def load_run(run_dir: str | Path, *, trust: bool = False) -> TrainedRun:
                          fix="name the folder of a finished run")
     if summary.get("status") != "finished":
         raise InputError(f"The run in {folder} is {summary.get('status')}, not finished.",
-                         where=str(folder), fix=f"ppocli resume {folder}")
+                         where=str(folder), fix=f"ppocli resume {pasted(folder)}")
     return TrainedRun(folder, folder / "model", summary, trust)

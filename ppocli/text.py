@@ -5,6 +5,7 @@ import difflib
 import math
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal
@@ -64,6 +65,11 @@ def short_path(path: str) -> str:
 def cut(text: str, longest: int) -> str:
     """``text``, its end replaced by dots where it is longer."""
     return text if len(text) <= longest else text[:longest - 3] + "..."
+
+
+def pasted(word: object) -> str:
+    """A word of a command to paste into bash or zsh, in quotes where it needs them."""
+    return shlex.quote(str(word))
 
 
 def counted(count: int, noun: str) -> str:

@@ -23,7 +23,7 @@ from typing import Any
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
 from ppocli.own_code import ENTRY_POINTS, limited, may_name
-from ppocli.text import error_line, short_path, suggestion
+from ppocli.text import error_line, pasted, short_path, suggestion
 
 SHOWN_CHARS = 100
 """longest piece of a sample that a message shows"""
@@ -128,7 +128,7 @@ def _refuse_unnamable(wanted: Wanted, module: str | None, file: str | None) -> N
             f"{wanted.spec!r} is refused: a configuration file names it, and it leads to "
             f"{file or module}, which is neither under the current folder nor in a package that "
             f"declares an entry point in the group {ENTRY_POINTS}.",
-            fix=f"if you mean it, type it: {wanted.key}={wanted.spec}")
+            fix=f"if you mean it, type it: {pasted(f'{wanted.key}={wanted.spec}')}")
 
 
 def build(wanted: Wanted, *given: Any, kwargs: Mapping[str, Any], key: str) -> Any:
@@ -303,7 +303,7 @@ def _no_function(wanted: Wanted) -> PpocliError:
     module = spec.rstrip(":")
     module = module if module.endswith(".py") else module.replace(":", ".")
     return wanted.refused(f"{spec!r} names a module or file, but no {noun} in it.",
-                          fix=f"{wanted.key}={module}:{noun.upper()}")
+                          fix=pasted(f"{wanted.key}={module}:{noun.upper()}"))
 
 
 def _attribute(module: ModuleType, attribute: str, wanted: Wanted) -> Any:

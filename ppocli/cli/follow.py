@@ -20,7 +20,7 @@ from ppocli.runs.target import known_names, list_runs, run_named, written
 from ppocli.storage import environment
 from ppocli.storage.run_folder import LOCK, RunFolder, finite_or_null, live_owner, other_host
 from ppocli.storage.run_logs import read_row
-from ppocli.text import did_you_mean, figure, printable_json
+from ppocli.text import did_you_mean, figure, pasted, printable_json
 
 LAST = 5
 """steps of the past that are shown first"""
@@ -69,7 +69,7 @@ class Follower:
 
     def ending(self) -> str:
         """How the run ended, in words, and what to do next."""
-        path, resume = self._shown, f"resume with: ppocli resume {self._shown}"
+        path, resume = self._shown, f"resume with: ppocli resume {pasted(self._shown)}"
         if not is_run(self._run.path):
             removed = "" if self._run.path.is_dir() else " and was removed"
             return f"{path} ended before its first step{removed}"
@@ -78,7 +78,7 @@ class Follower:
         at = f"at step {record.step} of {self._total}"
         saved = record.folder.checkpoints.is_dir()
         if record.status == "running":  # taken up again in this very moment
-            return f"{path} is running again; watch it with: ppocli watch {path}"
+            return f"{path} is running again; watch it with: ppocli watch {pasted(path)}"
         if record.status == "finished":
             label, name = kinds.kind_of(record.config).evaluations[0]
             before, after = (found.get(name) if isinstance(found, dict) else None

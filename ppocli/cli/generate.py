@@ -197,7 +197,8 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
     except PpocliError as error:
         for key, option in _OPTIONS:
             error.where = error.where and error.where.replace(key, option)
-            error.fix = error.fix and error.fix.replace(key, option)
+            error.fix = error.fix and error.fix.replace(
+                f"'{key}", f"{option}'").replace(key, option)
         raise
     for note in notes:
         say(note)

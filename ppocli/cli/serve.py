@@ -41,7 +41,7 @@ def serve_reward(
       ppocli serve-reward reward=reward_model reward.kwargs.model=./rm \\
           reward.kwargs.device=cuda:1 --port 8200
       ppocli serve-reward +recipe=quickstart --host 0.0.0.0 --token-env REWARD_KEY
-      ppocli train +recipe=quickstart ~reward reward.fn=http \\
+      ppocli train +recipe=quickstart reward=null reward.fn=http \\
           reward.kwargs.url=http://127.0.0.1:8123/score
     """
     ignore_broken_pipes()  # whoever has read the address may be gone

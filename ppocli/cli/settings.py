@@ -14,7 +14,7 @@ from ppocli.builtin.names import BUILTIN_PREFIX, recipe_files
 from ppocli.cli.options import AsJson, Command, Overrides, flag
 from ppocli.cli.output import print_json, print_table, reward_labels, say
 from ppocli.errors import ConfigError, DiskError
-from ppocli.text import did_you_mean
+from ppocli.text import did_you_mean, pasted
 
 if TYPE_CHECKING:
     from ppocli.config.keys import Key
@@ -98,8 +98,8 @@ def copy_recipe(name: Name,
                         fix="choose another folder") from error
     print(target)
     folder = target.parent.resolve()
-    option = "" if folder == Path.cwd() / "recipes" else f"--config-dir {target.parent} "
-    say(f"Change it, then run: ppocli train {option}+recipe={target.stem}")
+    option = "" if folder == Path.cwd() / "recipes" else f"--config-dir {pasted(target.parent)} "
+    say(f"Change it, then run: ppocli train {option}{pasted('+recipe=' + target.stem)}")
 
 
 def recipe_file(name: str) -> Path:

@@ -28,7 +28,7 @@ from ppocli.runs import sweeps
 from ppocli.runs.record import is_run, read_run
 from ppocli.storage.model_files import check_folder
 from ppocli.storage.run_folder import LOCK, live_owner, lock
-from ppocli.text import finite_number, short_path
+from ppocli.text import finite_number, pasted, short_path
 
 
 class _Book:
@@ -79,8 +79,8 @@ class _Book:
         if self.words.value("resume") != "auto":
             raise errors.CheckpointError(
                 f"{self.folder} holds a sweep already; nothing is overwritten.",
-                where="hydra.sweep.dir", fix=f"go on with it: ppocli sweep resume {self.folder}; "
-                "or choose another hydra.sweep.dir")
+                where="hydra.sweep.dir", fix="go on with it: ppocli sweep resume "
+                f"{pasted(self.folder)}; or choose another hydra.sweep.dir")
         if self.going_on is not None and grid != tuple(job.varied for job in left.jobs):
             raise errors.ConfigError("The words no longer give the jobs of this sweep.",
                                      where=str(left.folder / sweeps.SWEEP_FILE),
@@ -172,7 +172,7 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         raise errors.StoppedError(
             f"the sweep was stopped by {signal.Signals(number).name} after {len(book.ended)} jobs; "
             "those that follow were not started", signal_number=number,
-            fix=f"ppocli sweep resume {book.folder}" if book.begun and book.grid else None
+            fix=f"ppocli sweep resume {pasted(book.folder)}" if book.begun and book.grid else None
         ) from None
     finally:
         book.close()
@@ -182,8 +182,8 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         raise errors.SweepError(f"{len(failed)} of {len(book.ended)} jobs failed",
                                 where=f"{book.folder}/{sweeps.SWEEP_FILE}",
                                 fix="correct what they say" + (
-                                    f", then: ppocli sweep resume {book.folder}; finished jobs are "
-                                    "kept" if book.grid else ""))
+                                    f", then: ppocli sweep resume {pasted(book.folder)}; "
+                                    "finished jobs are kept" if book.grid else ""))
 
 
 def go_on(given: str, words: Sequence[str], trusts: bool = False) -> None:

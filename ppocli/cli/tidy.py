@@ -12,7 +12,7 @@ from ppocli.cli.options import AsJson, Command, complete_run, flag, option
 from ppocli.cli.output import print_json, print_table, say, show_text
 from ppocli.cli.runs import Folder, root_of, runs_app
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
-from ppocli.text import clean, format_bytes
+from ppocli.text import clean, format_bytes, pasted
 
 if TYPE_CHECKING:
     from ppocli.runs.listing import Removal
@@ -123,10 +123,10 @@ def rename_run(
     target = folder.with_name(name) if name not in ("", ".", "..") and "/" not in name else None
     if target is None:
         raise ConfigError(f"{name!r} must be a plain folder name.", where="NAME",
-                          fix=f"to move the folder: mv {folder} FOLDER")
+                          fix=f"to move the folder: mv {pasted(folder)} FOLDER")
     if is_sweep(folder.parent):
         raise ConfigError(f"{folder} is a job of a sweep, which finds it by its name.",
-                          where="RUN", fix=f"ppocli sweep show {folder.parent}")
+                          where="RUN", fix=f"ppocli sweep show {pasted(folder.parent)}")
     with lock(folder):
         if target.exists() or target.is_symlink():
             raise CheckpointError(f"{target} exists already; nothing is overwritten.",

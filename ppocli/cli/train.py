@@ -20,6 +20,7 @@ from ppocli.cli.options import WORDS, AsJson, Command, NoProgress, Overrides, co
 from ppocli.errors import ConfigError
 from ppocli.own_code import TRUST
 from ppocli.parallel.launchers import Launched, find_launch
+from ppocli.text import pasted
 
 if TYPE_CHECKING:
     from ppocli.config.words import Words
@@ -292,7 +293,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     unfinished = [status for status in statuses if status not in ("finished", "running")]
     if unfinished and sweep.grid and "running" not in statuses:
         output.say(f"{len(unfinished)} of {len(jobs)} jobs are not finished; go on with: "
-                   f"ppocli sweep resume {folder}")
+                   f"ppocli sweep resume {pasted(folder)}")
 
 
 @sweep_app.command("resume", cls=Command, context_settings=WORDS)

@@ -18,7 +18,7 @@ from ppocli.config import resolved, secrets
 from ppocli.config.keys import key_for, named_elsewhere, schema_keys, told_elsewhere
 from ppocli.errors import ConfigError
 from ppocli.own_code import TRUST
-from ppocli.text import did_you_mean, nearest
+from ppocli.text import did_you_mean, nearest, pasted
 
 COMMAND_LINE = "command line"
 """the source of what was typed, in messages"""
@@ -194,7 +194,7 @@ def _unknown_flag(word: str, value: str | None, words: Sequence[str]) -> ConfigE
     elsewhere = named_elsewhere(name, task)
     keys = list(elsewhere) or nearest(name, list(schema_keys()), count=1)
     given = "..." if value is None or value.startswith("-") or "=" in value else value
-    fix = f"settings are written without dashes: {keys[0]}={given}" if keys else \
+    fix = f"settings are written without dashes: {pasted(f'{keys[0]}={given}')}" if keys else \
         "see `ppocli train --help`"
     if shown in _BEFORE:
         fix = f"it stands before the command: ppocli {shown} train ..."

@@ -14,7 +14,7 @@ import numpy as np
 from ppocli.data.files import Row
 from ppocli.data.sources import PromptSpec, Source, with_prompt
 from ppocli.errors import ConfigError, InputError
-from ppocli.text import counted, cut, nearest, suggestion
+from ppocli.text import counted, cut, nearest, pasted, suggestion
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,7 +94,7 @@ def _no_column(row: Row, spec: PromptSpec) -> None:
     raise InputError(f"There is no column {spec.column!r} in {row.place}: {have}. "
                      f"{suggestion(spec.column, names)}".rstrip(),
                      where=f"{spec.key}.column={spec.column}",
-                     fix=f"{spec.key}.column={texts[0]}" if texts else None)
+                     fix=pasted(f"{spec.key}.column={texts[0]}") if texts else None)
 
 
 def _looks_like_messages(cell: Any) -> bool:

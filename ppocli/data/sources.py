@@ -13,7 +13,7 @@ from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config import hub, schema
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
 from ppocli.errors import ConfigError, InputError
-from ppocli.text import first_line, nearest
+from ppocli.text import first_line, nearest, pasted
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -250,7 +250,7 @@ def _wanted_splits(spec: Source, splits: Iterable[Any]) -> list[str]:
             near = nearest(name, present, count=1)
             raise InputError(f"There is no split {name!r} in {spec.path}; it has "
                              f"{', '.join(present)}.", where=f"{spec.key}.split={spec.split}",
-                             fix=f"{spec.key}.split={(near or present)[0]}")
+                             fix=pasted(f"{spec.key}.split={(near or present)[0]}"))
     return wanted
 
 

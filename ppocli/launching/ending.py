@@ -14,6 +14,7 @@ from ppocli.launching.child_process import RunOutcome
 from ppocli.parallel.launchers import my_phase, my_rank
 from ppocli.parallel.stop import StopRequested
 from ppocli.storage import atomic, run_folder, run_logs
+from ppocli.text import pasted
 from ppocli.training import clock, loop
 
 log = logging.getLogger("ppocli")
@@ -39,8 +40,9 @@ def ending_well(run: loop.Run) -> Iterator[None]:
         raise StoppedError(
             f"stopped by {stop} at step {run.state.step} of {run.task.total_steps()}; {where}",
             signal_number=stop.signal_number,
-            fix=f"resume with: ppocli resume {run.folder.path}" if resumable else
-            f"start again: the same words with run_name={run.folder.path.name} resume=auto; "
+            fix=f"resume with: ppocli resume {pasted(run.folder.path)}" if resumable else
+            "start again: the same words with "
+            f"{pasted('run_name=' + run.folder.path.name)} resume=auto; "
             "checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
         ) from None
     except torch.OutOfMemoryError as error:  # not in a pass, which is made anew with fewer rows
@@ -54,7 +56,7 @@ def ending_well(run: loop.Run) -> Iterator[None]:
             f"{_place(run, f'Out of memory in step {run.state.step + 1}', 'out of memory')}; "
             f"{where}", where=f"{rows}, ppo.chunk_size, reward.fn" if in_ppo else rows,
             fix=f"set {rows} (the gradient stays the same){' or ppo.chunk_size' * in_ppo} lower, "
-                f"then: ppocli resume {run.folder.path} {rows}=N") from error
+                f"then: ppocli resume {pasted(run.folder.path)} {rows}=N") from error
     except PpocliError as error:
         if isinstance(error, OutOfMemoryError) and error.alone:
             raise _shortage(run, error) from error
@@ -78,8 +80,8 @@ def _shortage(run: loop.Run, error: OutOfMemoryError) -> OutOfMemoryError:
     fix = error.fix
     if error.retry:
         words = " ".join(f"{key}={value}" for key, value in error.retry.items())
-        fix = (f"ppocli resume {run.folder.path} {words}" if resumable else
-               f"the same command with {words} run_name={run.folder.path.name} "
+        fix = (f"ppocli resume {pasted(run.folder.path)} {words}" if resumable else
+               f"the same command with {words} {pasted('run_name=' + run.folder.path.name)} "
                "resume=auto") + " (the result stays the same)"
     return error.reworded(what=f"{_place(run, what, error.what)}; {where}", fix=fix)
 
@@ -211,5 +213,5 @@ def _show(run: loop.Run) -> None:
     updates, section = run.task.settings, tasks.updates_section(run.task.cfg)
     more = next((name for name in ("total_episodes", "num_updates", "epochs")
                  if getattr(updates, name, None)), "num_steps" if section == "ppo" else "epochs")
-    log.info("go on        ppocli resume %s %s.%s=N", run.folder.path, section, more)
+    log.info("go on        ppocli resume %s %s.%s=N", pasted(run.folder.path), section, more)
     log.info("model        %s", run.folder.model)

@@ -28,6 +28,7 @@ from ppocli.parallel.launchers import NODE_FAILED
 from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.storage import atomic, environment, model_files, retention, run_folder
 from ppocli.storage.critic import saved_critic, value_start
+from ppocli.text import pasted
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
@@ -220,7 +221,7 @@ def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
         go_on = ""
         if (run_dir / resolved.CONFIG_FILE).is_file():
             saved = retention.list_steps(run_folder.RunFolder(run_dir).checkpoints)
-            go_on = "go on with that run: " + (f"ppocli resume {run_dir}; or " if saved else
+            go_on = "go on with that run: " + (f"ppocli resume {pasted(run_dir)}; or " if saved else
                                                "the same words and resume=auto; or ")
         raise CheckpointError(
             f"{run_dir} exists already and isn't empty; nothing is overwritten.",

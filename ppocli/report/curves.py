@@ -13,7 +13,7 @@ from typing import Any, Literal
 from ppocli.errors import ConfigError, InputError
 from ppocli.runs.pictures import Line, Panel
 from ppocli.runs.record import RunRecord
-from ppocli.text import did_you_mean, sparkline
+from ppocli.text import did_you_mean, pasted, sparkline
 
 MOST_POINTS = 1000
 _MOST_DOTS = 60
@@ -197,7 +197,7 @@ def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
                          + (" yet." if going else "."), where="metrics.jsonl",
                          fix="wait for the first step" if going else "it ended without a row: "
                          "name another run, or go on with this one: "
-                         f"ppocli resume {runs[0].folder.path}")
+                         f"ppocli resume {pasted(runs[0].folder.path)}")
     names = []
     short = {key: next((name for name in full if name in known), full[0])
              for key, full in SHORT.items()}

@@ -15,7 +15,7 @@ from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, styles
 from ppocli.rewards.records import RewardRequest
-from ppocli.text import error_line, suggestion
+from ppocli.text import error_line, pasted, suggestion
 from ppocli.user_code import Kind, Located, Wanted, from_object, locate, raised_at, shorten
 
 log = logging.getLogger(__name__)
@@ -250,8 +250,8 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
             listed = ", ".join(settable) or "nothing that can be set"
             near = suggestion(name, settable)
             # what a recipe or a group has set stays where another function is named
-            drop = "; or, where a recipe brought it, take the recipe's reward out: ~reward " \
-                f"{located.key}={located.spec}" if located.key == "reward.fn" else ""
+            drop = "; or, where a recipe brought it, take the recipe's reward out: reward=null " \
+                + pasted(f"reward.fn={located.spec}") if located.key == "reward.fn" else ""
             raise RewardError(
                 f"{located.label} has no argument {name!r}. {near}".rstrip(),
                 where=f"{key}.{name}", fix=f"it takes: {listed}{drop}")

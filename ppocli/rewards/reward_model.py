@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ppocli.errors import InputError, RewardError
 from ppocli.rewards.resolve import wrong_argument
 from ppocli.storage.model_files import find_model, quiet_transformers
-from ppocli.text import error_line, suggestion
+from ppocli.text import error_line, pasted, suggestion
 
 log = logging.getLogger(__name__)
 
@@ -267,7 +267,7 @@ class RewardModel(SequenceReward):
             raise RewardError(
                 f"{self.name} has {len(self.labels)} outputs ({', '.join(self.labels)}); a reward "
                 "model has one.", where=MODEL_KEY,
-                fix=f"reward.fn=classifier reward.kwargs.label={self.labels[-1]}")
+                fix=f"reward.fn=classifier {pasted(f'reward.kwargs.label={self.labels[-1]}')}")
 
     @property
     def stored_scale(self) -> tuple[float, float] | None:

@@ -11,7 +11,7 @@ from ppocli.errors import AmbiguousError, CheckpointError, ConfigError, InputErr
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders, whole
 from ppocli.storage import checkpoints, holds, manifest, retention, run_folder
 from ppocli.storage.model_files import POLICY, check_folder, find_model
-from ppocli.text import did_you_mean
+from ppocli.text import did_you_mean, pasted
 
 RUNS = Path("runs")
 """where runs lie, seen from the current folder"""
@@ -216,7 +216,7 @@ def _nothing_there(run: run_folder.RunFolder, shown: str, finished: bool) -> Che
             f"{shown}/model" if finished else "train it again: they can't be brought back")
     return CheckpointError(f"{shown} holds neither a finished model nor a valid checkpoint.",
                            where=str(run.checkpoints),
-                           fix=f"go on with the run: ppocli resume {shown}")
+                           fix=f"go on with the run: ppocli resume {pasted(shown)}")
 
 
 def _best_step(run: RunRecord) -> int:

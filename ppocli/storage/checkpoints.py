@@ -18,7 +18,7 @@ from typing import Any
 
 from ppocli.errors import CheckpointError, DiskError
 from ppocli.storage import atomic, faults, holds, manifest, retention
-from ppocli.text import format_bytes
+from ppocli.text import format_bytes, pasted
 from ppocli.version import __version__
 
 
@@ -136,7 +136,7 @@ def _no_room(reason: str, target: Path, step: int, staged: int) -> DiskError:
         rest = f"Kept step {kept[-1].step}."
     error = atomic.disk_refused(reason, target, needed, doing=f"step {step}")
     return error.reworded(what=f"{error.what} {rest}", where=str(folder),
-                          fix=f"{error.fix}, then: ppocli resume {folder.parent}")
+                          fix=f"{error.fix}, then: ppocli resume {pasted(folder.parent)}")
 
 
 def _bytes_below(folder: Path) -> int:

@@ -18,6 +18,7 @@ from ppocli.config import bounded
 from ppocli.config.kept import RUN_FILE
 from ppocli.errors import InputError, PpocliError
 from ppocli.storage import atomic
+from ppocli.text import pasted
 
 T = TypeVar("T")
 
@@ -77,7 +78,7 @@ def find_model(model: str, *, key: str, revision: str | None = None,
         if not (path / MODEL).is_dir():
             raise InputError(f"The run in {path} has written no {MODEL}/ yet, which it does when "
                              "it ends.", where=key, fix="wait for its end, or make one of a "
-                             f"checkpoint: ppocli export {path} -o FOLDER, and give that")
+                             f"checkpoint: ppocli export {pasted(path)} -o FOLDER, and give that")
         path = path / MODEL
     if path.is_dir():
         check_folder(path, key=key, needs=needs, adapters=adapters)
@@ -125,8 +126,8 @@ def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer"
     adapter = is_adapter(folder)
     if needs != "tokenizer" and adapter and not adapters:
         raise InputError(f"{folder} holds only an adapter (adapter_config.json).", where=key,
-                         fix=f"merge it into its base: ppocli export {folder} --merge -o FOLDER, "
-                         "and give that")
+                         fix="merge it into its base: ppocli export "
+                         f"{pasted(folder)} --merge -o FOLDER, and give that")
     if needs != "tokenizer" and not adapter and not (folder / "config.json").is_file():
         raise InputError(f"There is no config.json in {folder}.", where=key,
                          fix="give a folder written by save_pretrained()")

@@ -17,6 +17,7 @@ from ppocli.models.loading.adapters import fill_adapter
 from ppocli.parallel.backend import made_on
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.storage import atomic, checkpoints, holds, retention, run_folder, run_logs
+from ppocli.text import pasted
 from ppocli.training import checkpoint_writing, loop, optimizers, saved_model
 from ppocli.training.state import Generators, Pace, TrainState, seed_generators
 from ppocli.training.task import Task
@@ -65,7 +66,8 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
         raise CheckpointError(
             f"The checkpoints of {folder.path.name} were deleted by ppocli runs prune "
             f"({when}): there is nothing to go on from.", where=str(folder.checkpoints),
-            fix=f"start another run with its model: model.path={folder.model} run_name=NAME")
+            fix="start another run with its model: "
+                f"{pasted(f'model.path={folder.model}')} run_name=NAME")
     if task.cfg.resume == "auto":
         log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
         retention.update_pointers(folder.checkpoints, latest=None, best=None)
@@ -73,7 +75,8 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
         return None
     raise CheckpointError(f"No valid checkpoint in {folder.checkpoints}.", where=str(folder.path),
                           fix="start again: the words it was started with, and "
-                          f"run_name={folder.path.name} resume=auto; or choose another run_name")
+                          f"{pasted('run_name=' + folder.path.name)} resume=auto; or choose "
+                          "another run_name")
 
 
 def _note_other_place(found: checkpoints.FoundCheckpoint, task: Task) -> None:

@@ -342,6 +342,12 @@ def test_a_renamed_run_is_the_same_run(runs, capsys):
         typed("rename", "kept", "other", code=5)
 
 
+def test_a_command_to_paste_is_quoted(runs, capsys):
+    (runs / "failed").rename(runs / "fail [1]")
+    said = app_in_process(capsys)("generate", "fail [1]", "-p", "the film", code=5).err
+    assert said.endswith("fix:   go on with the run: ppocli resume 'runs/fail [1]'\n")
+
+
 def test_whole_runs_are_deleted_and_nothing_else(runs, capsys):
     typed = app_in_process(capsys, "runs")
     before = snapshot(runs)

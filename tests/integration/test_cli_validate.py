@@ -74,7 +74,7 @@ def test_a_reward_of_ones_own_after_a_recipe_is_told_the_words_that_work(validat
     assert done.code == 7
     assert "has no argument 'model'" in done.err
     told = done.err.strip().rpartition("take the recipe's reward out: ")[2].split()
-    assert told == ["~reward", "reward.fn=own:score"]
+    assert told == ["reward=null", "reward.fn=own:score"]
     done = validate("+recipe=quickstart", *told)
     assert (done.code, "reward own:score" in done.out) == (0, True), done.said
 

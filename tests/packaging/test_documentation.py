@@ -52,6 +52,23 @@ def commands_of(page: str) -> list[list[str]]:
     return found
 
 
+def typed_lines() -> list[str]:
+    """Every command of the pages, the recipes' headers and the command's own help, as printed."""
+    files = [*PAGES, "CONTRIBUTING.md", *(str(path.relative_to(ROOT)) for pattern in (
+        "recipes/*.yaml", "ppocli/cli/*.py") for path in ROOT.glob(pattern))]
+    return [line for file in files for line in re.findall(
+        r"^(?:\$ |#? +)(ppocli .*)$", re.sub(r"\\{1,2}\n#?", " ", text_of(file)),
+        re.MULTILINE)]
+
+
+def test_commands_mean_the_same_in_bash_and_zsh():
+    """zsh expands brackets, a leading ~ or = and parentheses, and has no comments when typed."""
+    lines = typed_lines()
+    assert len(lines) > 150
+    assert [line for line in lines if re.search(r"[\[\]*?{}^#!]|\s(~[^/]|=)|(?<!<)\(", re.sub(
+        r"'[^']*'|\"[^\"]*\"", "", line))] == []
+
+
 def saved_files(page: str) -> dict[str, str]:
     """Name -> content of each file that a page tells to save."""
     return dict(SAVED.findall(text_of(page)))

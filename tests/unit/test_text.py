@@ -1,5 +1,8 @@
 """Small texts for people, each against lines written by hand."""
 
+import shutil
+import subprocess
+
 import pytest
 
 from ppocli import text
@@ -29,3 +32,15 @@ def test_counts_and_sizes():
         "12 bytes", "3 kB", "214 MB", "9.4 GB", "12 GB"]
     assert [text.format_memory(n) for n in (2048, 5 * 2**20, 1234 * 2**30)] == [
         "2 KiB", "5 MiB", "1234 GiB"]
+
+
+@pytest.mark.parametrize("program", ["bash", "zsh"])
+def test_what_is_to_be_pasted_reaches_a_command_unchanged(program):
+    shell = shutil.which(program) or pytest.skip(f"no {program}")
+    words = ["reward.kwargs.words=[a,b]", "~reward", "prompts.column=prompt;x", "run_name=my run",
+             "it's", "a$b", "x=(1)", "#1", "{a,b}", "!x", "", "ünï", "*", "a~b"]
+    typed = " ".join(map(text.pasted, words))
+    done = subprocess.run([shell, "-c", f"printf '%s\\n' {typed}"], text=True,
+                          capture_output=True, check=True)
+    assert done.stdout.splitlines() == words
+    assert text.pasted("ppo.num_steps=2") == "ppo.num_steps=2"
