@@ -5,6 +5,7 @@ Only code of the user's own or of an installed third-party package is accepted: 
 names Python that will run, so ``os:system`` and everything else of the standard library is refused.
 """
 
+import ast
 import functools
 import hashlib
 import importlib.util
@@ -277,6 +278,8 @@ def _split_dotted(path: str, wanted: Wanted) -> tuple[ModuleType, str]:
 
 def _no_module(name: str, wanted: Wanted) -> PpocliError:
     """The error for a module (or short name) that isn't there, with the nearest that is."""
+    if Path(f"{wanted.spec}.py").is_file():
+        return _no_function(wanted)
     parent, _, leaf = name.rpartition(".")
     spec, built_in = wanted.spec, wanted.kind.short_names
     if parent in sys.modules:
@@ -303,7 +306,21 @@ def _no_function(wanted: Wanted) -> PpocliError:
     module = spec.rstrip(":")
     module = module if module.endswith(".py") else module.replace(":", ".")
     return wanted.refused(f"{spec!r} names a module or file, but no {noun} in it.",
-                          fix=pasted(f"{wanted.key}={module}:{noun.upper()}"))
+                          fix=" or ".join(pasted(f"{wanted.key}={module}:{name}") for name in
+                                          _defined(module, noun)[:3] or [noun.upper()]))
+
+
+def _defined(module: str, noun: str) -> list[str]:
+    """The public functions or classes that a file of the user's defines, read without running it;
+    none of what is no file."""
+    path = Path(module if module.endswith(".py") else module.replace(".", "/") + ".py")
+    try:
+        body = ast.parse(path.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return []
+    kinds = (ast.ClassDef,) if noun == "class" else (ast.FunctionDef, ast.ClassDef)
+    return [node.name for node in body if isinstance(node, kinds)
+            and not node.name.startswith("_")]
 
 
 def _attribute(module: ModuleType, attribute: str, wanted: Wanted) -> Any:

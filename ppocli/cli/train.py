@@ -17,10 +17,10 @@ from ppocli.builtin.names import config_groups, recipe_files
 from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import WORDS, AsJson, Command, NoProgress, Overrides, complete_run, option
-from ppocli.errors import ConfigError
+from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.parallel.launchers import Launched, find_launch
-from ppocli.text import pasted
+from ppocli.text import did_you_mean, pasted
 
 if TYPE_CHECKING:
     from ppocli.config.words import Words
@@ -174,10 +174,19 @@ def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
 
 def resume_words(run: str, words: Sequence[str]) -> list[str]:
     """The words of ``ppocli resume RUN ...`` as those of ``ppocli train``; RUN is a folder, or a
-    run's name below ``runs``."""
-    from ppocli.runs.target import run_named
+    run's name below ``runs``.
 
-    return [f"resume={run_named(run, which=isdir)}", *words]
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    from ppocli.runs.target import known_names, run_named
+
+    folder = run_named(run, which=isdir)
+    if not folder.exists():
+        raise CheckpointError(f"There is no run {run}{did_you_mean(run, known_names())}",
+                              where=str(folder.absolute()),
+                              fix="name a run's folder: ppocli runs list")
+    return [f"resume={folder}", *words]
 
 
 def _train(words: Words, meeting: Meeting | None = None) -> None:

@@ -165,8 +165,14 @@ def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merg
 
 def _give_way(node: DictConfig, typed: set[str]) -> None:
     """What files and defaults say gives way to typed words that it contradicts: another length of
-    the run, batches larger than what they are taken from. Two typed words stay as they are."""
+    the run, batches larger than what they are taken from, another source of prompts. Two typed
+    words stay as they are."""
     ppo = node.ppo
+    for section, prompts in (("prompts", node.prompts), ("prompts.eval", node.prompts.eval)):
+        for name, other in (("path", "items"), ("items", "path")):
+            if f"{section}.{name}" in typed and prompts[name] is not None \
+                    and f"{section}.{other}" not in typed:
+                prompts[other] = None
     lengths = ("total_episodes", "epochs", "num_steps")
     if any(f"ppo.{name}" in typed and ppo[name] is not None for name in lengths):
         for name in lengths:

@@ -155,13 +155,13 @@ def _sizes(config: schema.TrainConfig) -> Rules:
     given = [f"{value} {name}" for name, value in lengths.items() if value is not None]
     length = "ppo.total_episodes, ppo.num_steps"
     yield (not given, length, "say how long to train: give one of them, or ppo.epochs")
-    yield (len(given) > 1, length, f"{' and '.join(given)} contradict each other: give one and set "
-           "the other to null")
+    yield (len(given) > 1, length, f"{' and '.join(given)} contradict each other: leave one "
+           "out, or set it to null")
     for name, most in (("mini_batch_size", "num_rollouts"),
                        ("micro_batch_size", "mini_batch_size")):
         size, limit = getattr(ppo, name), getattr(ppo, most)
         yield (size is not None and size > limit, f"ppo.{name}, ppo.{most}",
-               f"{name} {size} must be at most {most} {limit}")
+               f"{name} {size} must be at most {most} {limit}: ppo.{name}={limit}")
 
 
 def _seams(config: schema.TrainConfig) -> Rules:

@@ -5,6 +5,7 @@ and the line (text formats) or the row (parquet, json lists), counted from 1.
 """
 
 import csv
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -148,9 +149,13 @@ def _read_json(path: Path, column: str, noun: str) -> Iterator[Row]:
 
 
 def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
-    """Columns without a name (such as the index that pandas writes) are left out."""
+    """Columns without a name (such as the index that pandas writes) are left out. A header without
+    commas may have semicolons, as spreadsheets of many countries write them, or tabs."""
     previous_limit = csv.field_size_limit(MAX_LINE_BYTES)
-    reader = csv.reader((line for _, line in _lines(path, noun)), strict=True)
+    lines = (line for _, line in _lines(path, noun))
+    head = next(lines, "")
+    delimiter = next((mark for mark in ",;\t" if mark in head), ",")
+    reader = csv.reader(itertools.chain([head], lines), delimiter=delimiter, strict=True)
     try:
         header = next(reader, None)
         if header is None:
@@ -166,7 +171,7 @@ def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
                 continue
             if len(cells) != len(names):
                 _malformed(path, f"Line {first_line}", f"has {len(cells)} fields where the header "
-                           f"has {len(names)}", "quote fields that hold commas or line breaks")
+                           f"has {len(names)}", f"quote fields that hold {delimiter!r} or line breaks")
             values = {name: cell for name, cell in zip(names, cells, strict=True) if name}
             yield Row(f"line {first_line} of {path.name}", values)
     except csv.Error as error:

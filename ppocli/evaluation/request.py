@@ -160,7 +160,7 @@ class EvalRequest:
         if self.against is None:
             return None
         if self.against != BASE:
-            other = find_target(self.against, say=say, asked_by="--against")
+            other = find_target(self.against, say=say, asked_by="--against", also=(BASE,))
             if other.run_dir is not None:  # its model is loaded as ours is
                 trust.check_run(other.run_dir, cfg, ("model.",), trusts=self.trust)
             return other

@@ -69,4 +69,6 @@ def label_position(label: str, labels: tuple[str, ...], model: str) -> int:
     near = suggestion(str(label).lower(), (name.lower() for name in labels))
     near = next((f"Did you mean {n!r}?" for n in labels if f"{n.lower()!r}" in near), "")
     raise RewardError(f"{model} has no label {label!r}. {near}".rstrip(),
-                      where="reward.kwargs.label", fix=f"its labels: {', '.join(labels)}")
+                      where="reward.kwargs.label", fix=f"its labels: {', '.join(labels)}" + (
+                          "; a reward model, as one of a single output most often is: "
+                          "reward.fn=reward_model" if len(labels) == 1 else ""))

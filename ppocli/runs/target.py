@@ -1,7 +1,7 @@
 """What a command was pointed at: a run, a checkpoint, a model folder or a Hub name."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +43,8 @@ class Target:
 
 
 def find_target(given: str | None, *, say: Callable[[str], None], step: int | None = None,
-                best: bool = False, checkpoint: bool = False, asked_by: str = "RUN") -> Target:
+                best: bool = False, checkpoint: bool = False, asked_by: str = "RUN",
+                also: Sequence[str] = ()) -> Target:
     """Find out what ``given`` names and check that a policy can be loaded from it.
 
     A folder or anything that begins with ``.``, ``/``, ``~`` or a folder that exists is a path;
@@ -58,6 +59,7 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
         step, best: choose a checkpoint of a run.
         checkpoint: choose a checkpoint even of a finished run (for its value head).
         asked_by: what ``given`` was given by, for messages.
+        also: what might have been meant beside runs.
 
     Raises:
         AmbiguousError: as :func:`run_named`.
@@ -85,7 +87,7 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
         run_dir = found.path.parent.parent
         return Target(given, str(found.path / POLICY), run_dir if is_run(run_dir) else None,
                       found.step, found.path, found.held)
-    return _of_model(given, path, say, asked_by)
+    return _of_model(given, path, say, asked_by, also)
 
 
 def run_named(given: str, runs: Path = RUNS, which: Callable[[Path], bool] = is_run,
@@ -245,12 +247,13 @@ def _below_a_folder(given: str) -> bool:
     return bool(slash) and (Path(first).is_dir() or (RUNS / first).is_dir())
 
 
-def _of_model(given: str, path: Path, say: Callable[[str], None], asked_by: str) -> Target:
+def _of_model(given: str, path: Path, say: Callable[[str], None], asked_by: str,
+              also: Sequence[str]) -> Target:
     if not path.exists() or given.startswith(BUILTIN_PREFIX):
         try:
             return Target(given, find_model(given, key=asked_by, adapters=True)[0])
         except InputError as error:
-            error.fix = (error.fix or "") + did_you_mean(given, known_names())
+            error.fix = (error.fix or "") + did_you_mean(given, [*also, *known_names()])
             raise
     check_folder(path, key=asked_by, adapters=True)
     folder = path.resolve()

@@ -16,7 +16,7 @@ from ppocli.cli.follow import find_watched
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import print_runs, report
 from ppocli.cli.train import resume_words, show_sweep
-from ppocli.errors import InputError
+from ppocli.errors import CheckpointError, InputError
 from ppocli.runs.record import read_run
 from ppocli.runs.target import find_run, find_target
 
@@ -42,7 +42,8 @@ def test_a_path_is_no_name(place, monkeypatch):
     for given in ("./done", "../done", f"{place}/done"):
         with pytest.raises(InputError, match="does not exist"):
             find_run(given, say=print)
-        assert resume_words(given, []) == [f"resume={Path(given)}"]
+        with pytest.raises(CheckpointError, match="There is no run"):
+            resume_words(given, [])
     with pytest.raises(InputError, match="x does not exist"):
         find_run("x" * 300, say=print)
 
@@ -82,6 +83,13 @@ def test_on_a_terminal_it_is_asked_which(twice, capsys, monkeypatch, answer, cod
     ended = app_in_process(capsys, "export")("lm", "--dry-run", "-o", "out", code=code)
     assert "lm is both ./lm and runs/lm. Which one? [1: ./lm, 2: runs/lm] " in ended.err
     assert ended.out.startswith(out)
+
+
+def test_near_names_are_told_before_anything_loads(place, capsys):
+    typed = app_in_process(capsys)
+    assert "There is no run don; did you mean done?" in typed(
+        "resume", "don", code=5).err
+    assert "did you mean base?" in typed("eval", "done", "--against", "bse", code=3).err
 
 
 def test_hints_name_jobs_of_sweeps_as_the_list_does(place):

@@ -231,3 +231,32 @@ def test_the_check_needs_no_torch(world):
     done = subprocess.run([sys.executable, "-c", script], cwd=world, text=True, timeout=60,
                           capture_output=True, env=environment(), check=True)
     assert done.stdout.splitlines()[-1] == "set()"
+
+
+@pytest.mark.parametrize(("more", "code", "said"), [
+    (["reward.fn=rewards"], 7, "fix:   reward.fn=rewards:score or reward.fn=rewards:plain"),
+    (["reward.fn=rewards.py"], 7, "fix:   reward.fn=rewards.py:score or"),
+    (["reward.fn=broken"], 7, "fix:   reward.fn=broken:FUNCTION"),
+    (["ppo.num_rollouts=4", "ppo.mini_batch_size=8"], 2, "at most num_rollouts 4: "
+     "ppo.mini_batch_size=4"),
+    (["prompts.path=semi.csv"], 0, ", 2 prompts, "), (["prompts.path=tabs.csv"], 0, ", 2 prompts, "),
+    (["prompts.path=odd.csv"], 3, "Line 3 of odd.csv has 3 fields where the header has 2"),
+])
+def test_what_people_type_instead(more, code, said, validate, world):
+    (world / "broken.py").write_text("def (")
+    (world / "semi.csv").write_text("prompt;n\nthe film, again;1\nthe plot;2\n")
+    (world / "tabs.csv").write_text("prompt\tn\nthe film;1\t1\nthe plot\t2\n")
+    (world / "odd.csv").write_text("prompt;n\nthe film;1\nthe;plot;2\n")
+    done = validate(*words(*more))
+    assert (done.code, said in done.said) == (code, True), done.said
+    assert not done.out or code == 0
+
+
+def test_typed_prompts_take_the_place_of_a_groups(validate, world):
+    (world / "three.txt").write_text("a\nb\nc\n")
+    for more, count in ((["prompts.items=[a,b]"], 2), (["prompts.path=three.txt"], 3),
+                        (["prompts.eval.items=[a]"], 192)):
+        done = validate("+recipe=quickstart", *more, "--json")
+        assert json.loads(done.out)["runs"][0]["prompts"] == count, done.said
+    done = validate("+recipe=quickstart", "prompts.items=[a]", "prompts.path=three.txt")
+    assert (done.code, "give a source or inline prompts, not both" in done.err) == (2, True)
