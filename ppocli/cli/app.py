@@ -13,6 +13,7 @@ from ppocli.cli.generate import chat, generate
 from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
 from ppocli.cli.train import resume, reward_model, sft, sweep_app, train, train_help
 from ppocli.errors import ConfigError, DiskError
+from ppocli.parallel.threads import wait_passively
 from ppocli.text import did_you_mean
 from ppocli.version import __version__
 
@@ -146,6 +147,7 @@ app.command("list", hidden=True, cls=Command)(runs.print_runs)
 def main() -> None:
     """The console script."""
     output.survive_any_terminal()
+    wait_passively()
     if _COMPLETING in os.environ:
         from typer.completion import completion_init
 

@@ -105,8 +105,10 @@ def export(request: ExportRequest, as_json: bool) -> None:
 def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> dict[str, Any]:
     from ppocli.export.folder import write_export
     from ppocli.export.request import check_destination, shown
+    from ppocli.parallel.threads import settle_threads
     from ppocli.storage import atomic, run_folder
 
+    settle_threads(None)  # it is verified by passes
     tell(f"exporting {plan.name} as {plan.written} ({format_bytes(plan.bytes)}) to "
          f"{shown(plan.target)}")
     with (working(fix="nothing was written; export again") as stop,

@@ -145,7 +145,7 @@ def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str
     generation = sampling_of(request, chosen, None) if chosen.from_run else None
     reward = build_judge(chosen.cfg.reward, list(columns)) if request.scored else None
     with open_backend(chosen.cfg.hardware,
-                      environment.products_of(chosen.models[0][0].run_dir)) as backend:
+                      environment.measured_by(chosen.models[0][0].run_dir)) as backend:
         players = [load_player(policy_config(cfg, target.model), target.name, backend)
                    for target, cfg in chosen.models]
         yield players, generation or sampling_of(request, chosen, players[0]), reward

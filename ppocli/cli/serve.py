@@ -91,9 +91,11 @@ def _reward_config(words: Sequence[str]) -> TrainConfig:
 
 
 def _reward(cfg: TrainConfig, hands_tokenizer: bool) -> Reward:
+    from ppocli.parallel.threads import settle_threads
     from ppocli.rewards.scoring import build_reward
     from ppocli.training.state import seed_generators
 
+    settle_threads(cfg.hardware.num_threads)
     seed_generators(cfg.seed)
     reward = build_reward(replace(cfg.reward, on_invalid="skip"))
     for path in reward.code_files:

@@ -6,7 +6,7 @@ is read file by file, each entry is merged into the typed schema, and what fails
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from operator import getitem
 from pathlib import Path
@@ -204,6 +204,8 @@ def _merge(node: DictConfig, entry: Entry) -> str | None:
         return _unknown(entry, node.task.fn)
     if entry.prefix == "~":
         return _delete(node, entry)
+    if entry.key == "hardware.num_threads" and entry.value == "auto":
+        entry = replace(entry, value=None)
     if entry.prefix == "+" and not isinstance(entry.value, (dict, list)) and OmegaConf.select(
             node, entry.key, throw_on_missing=False) is not None:
         return "there is such an item already, + can't add it: leave the + out"

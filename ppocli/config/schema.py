@@ -271,8 +271,8 @@ class HardwareConfig:
     frozen_states_mib: int = key(2048, "memory for what the frozen layers under "
                                  "model.num_layers_unfrozen make of a rollout, once for all passes "
                                  "over it (0: again in each)", ge=0)
-    num_threads: Optional[int] = key(None, "CPU threads of each process (default: torch's "
-                                     "choice)", ge=1)
+    num_threads: Optional[int] = key(None, "CPU threads of each process (null or auto: as many as "
+                                     "pay off, measured at the start)", ge=1)
     num_processes: int = key(1, "processes on each node: one a GPU, or several on a CPU", ge=1)
     num_nodes: int = key(1, "machines that run the same command, each with its node_rank", ge=1)
     node_rank: int = key(0, "number of this machine, from 0", ge=0)

@@ -171,7 +171,8 @@ def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
                 continue
             if len(cells) != len(names):
                 _malformed(path, f"Line {first_line}", f"has {len(cells)} fields where the header "
-                           f"has {len(names)}", f"quote fields that hold {delimiter!r} or line breaks")
+                           f"has {len(names)}",
+                           f"quote fields that hold {delimiter!r} or line breaks")
             values = {name: cell for name, cell in zip(names, cells, strict=True) if name}
             yield Row(f"line {first_line} of {path.name}", values)
     except csv.Error as error:

@@ -92,7 +92,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     cfg = _without_own_reference(cfg, target, say)
     targets = _targets(request, target, cfg, say)
     try:
-        with open_backend(cfg.hardware, environment.products_of(target.run_dir)) as backend:
+        with open_backend(cfg.hardware, environment.measured_by(target.run_dir)) as backend:
             session = _session(cfg, backend, objects, "policy", target, None, say)
             swept = list(sampling_sweep(cfg.generation, session.eval_sampling))
             if swept:
@@ -370,7 +370,7 @@ def _measure(target: Target, cfg: TrainConfig, stop: StopFlag
     model = player.policy_config(cfg.model, target.model)
     if not model_files.is_adapter(Path(target.model)):
         model = replace(model, peft={}, quantization=None)
-    with open_backend(cfg.hardware, environment.products_of(target.run_dir)) as backend:
+    with open_backend(cfg.hardware, environment.measured_by(target.run_dir)) as backend:
         task: Any = build_task(TaskSetup(replace(cfg, model=model), backend,
                                          PythonObjects()))
         if task.val is None:

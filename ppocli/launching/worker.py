@@ -70,8 +70,8 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
             stop.request(early)
         launchers.note_phase(_MEETING)
         model_files.quiet_transformers()
-        with open_ranks(cfg, environment.products_of(folder.path) if start.resume
-                        else None) as backend:
+        with open_ranks(cfg, environment.measured_by(folder.path if start.resume else None)
+                        ) as backend:
             ranks = stop.ranks = backend.ranks
             if start.resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
                 return done
@@ -95,7 +95,7 @@ def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Ite
     limit(start.limited)
     model_files.quiet_transformers()
     with _held(replace(start, display="quiet"), folder) as shown, \
-            open_ranks(cfg, environment.products_of(folder.path) if start.resume else None,
+            open_ranks(cfg, environment.measured_by(folder.path if start.resume else None),
                        store) as backend, \
             open_run(cfg, folder, objects, backend, stop, shown, resume=start.resume,
                      began=began) as run:
@@ -161,6 +161,7 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
         atomic.write_json_atomic(folder.path / environment.ENV_FILE, {
             "started": datetime.now(UTC).isoformat(timespec="seconds"), **environment.describe(),
             environment.PRODUCTS: "oneDNN" if backend.onednn else "torch",
+            environment.THREADS: backend.threads if backend.device.type == "cpu" else None,
             environment.LOWER: sorted(task.lower_is_better),
             **({} if task.examples is None else {environment.EXAMPLES: task.examples})})
         if cfg.hardware.zero_stage > 0:

@@ -14,6 +14,8 @@ from ppocli.errors import ConfigError
 from ppocli.parallel import deepspeed_internals, host_memory, launchers
 from ppocli.parallel.onednn import choose_gemm
 from ppocli.parallel.ranks import Ranks
+from ppocli.parallel.threads import settle_threads
+from ppocli.storage.environment import UNMEASURED, Measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,11 @@ class Backend:
     zero_stage: int = 0
     onednn: bool = False
     """whether linear layers multiply through oneDNN"""
+
+    @property
+    def threads(self) -> int:
+        """CPU threads that compute."""
+        return torch.get_num_threads()
 
     def autocast(self) -> Any:
         """Context in which raw modules compute in the run's precision."""
@@ -55,7 +62,7 @@ def made_on(backend: Backend) -> dict[str, str]:
 
 
 @contextmanager
-def open_backend(hardware: HardwareConfig, noted: bool | None = None) -> Iterator[Backend]:
+def open_backend(hardware: HardwareConfig, noted: Measured = UNMEASURED) -> Iterator[Backend]:
     """The accelerator of a command that works in one process, whatever its configuration says of
     several; its process-wide state is cleared again afterwards.
 
@@ -64,21 +71,21 @@ def open_backend(hardware: HardwareConfig, noted: bool | None = None) -> Iterato
     """
     from accelerate import Accelerator
 
-    with _process_state(hardware) as use_cuda:
+    with _process_state(hardware, noted) as use_cuda:
         accelerator = Accelerator(cpu=not use_cuda, mixed_precision=_mixed(hardware))
         yield Backend(accelerator, accelerator.device, hardware.precision, Ranks(),
-                      onednn=not use_cuda and choose_gemm(hardware, noted))
+                      onednn=not use_cuda and choose_gemm(hardware, noted.onednn))
 
 
 @contextmanager
-def open_ranks(cfg: TrainConfig, noted: bool | None = None, store: Any = None
+def open_ranks(cfg: TrainConfig, noted: Measured = UNMEASURED, store: Any = None
                ) -> Iterator[Backend]:
     """As :func:`open_backend`, for the training of ``cfg``, of which this process is one rank.
 
     Args:
         store: where the ranks meet, for processes that do so more than once: at the launcher's they
             would find the addresses of the first time.
-        noted: as of :func:`ppocli.parallel.onednn.choose_gemm`.
+        noted: by the run that goes on.
 
     Raises:
         ConfigError: also if DeepSpeed's file contradicts the configuration.
@@ -87,7 +94,8 @@ def open_ranks(cfg: TrainConfig, noted: bool | None = None, store: Any = None
         with open_backend(cfg.hardware, noted) as backend:
             yield backend
         return
-    with _process_state(cfg.hardware) as use_cuda, _patience_of_groups(cfg.hardware) as timeout:
+    with _process_state(cfg.hardware, noted) as use_cuda, \
+            _patience_of_groups(cfg.hardware) as timeout:
         if store is not None:
             torch.distributed.init_process_group(
                 "nccl" if use_cuda else "gloo", store=store, rank=launchers.my_rank(),
@@ -95,13 +103,13 @@ def open_ranks(cfg: TrainConfig, noted: bool | None = None, store: Any = None
         accelerator = _accelerator(cfg, use_cuda, timeout)
         ranks = _ranks(timeout)
         # what each of them measures may differ, their numbers should not
-        onednn = not use_cuda and ranks.broadcast(choose_gemm(cfg.hardware, noted))
+        onednn = not use_cuda and ranks.broadcast(choose_gemm(cfg.hardware, noted.onednn))
         yield Backend(accelerator, accelerator.device, cfg.hardware.precision, ranks,
                       cfg.hardware.zero_stage, onednn)
 
 
 @contextmanager
-def _process_state(hardware: HardwareConfig) -> Iterator[bool]:
+def _process_state(hardware: HardwareConfig, noted: Measured) -> Iterator[bool]:
     """Whether to compute on a GPU; threads and accelerate's and torch's global state are as before
     at the end."""
     from accelerate.state import AcceleratorState
@@ -118,8 +126,7 @@ def _process_state(hardware: HardwareConfig) -> Iterator[bool]:
         raise ConfigError("This GPU does not compute in bf16.", where="hardware.precision=bf16",
                           fix="set hardware.precision=fp32")
     threads = torch.get_num_threads()
-    if hardware.num_threads is not None:
-        torch.set_num_threads(hardware.num_threads)
+    settle_threads(hardware.num_threads, noted.threads, measure=not use_cuda)
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         yield use_cuda

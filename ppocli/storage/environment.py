@@ -6,6 +6,7 @@ import pkgutil
 import platform
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ EXAMPLES = "examples"
 """key of what a run that trains on a data set found there"""
 PRODUCTS = "linear_layers"
 """key of how a run's linear layers multiply: ``oneDNN`` or ``torch``"""
+THREADS = "num_threads"
+"""key of how many threads of a CPU each process computes with"""
 LOWER = "lower_is_better"
 """key of the figures of which less is better to a run's task"""
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "hydra-core", "omegaconf",
@@ -196,11 +199,25 @@ def _torch() -> dict[str, Any]:
         return {"error": " ".join([type(error).__name__, *str(error).splitlines()[:1]])}
 
 
-def products_of(run_dir: Path | None) -> bool | None:
-    """Whether a run's linear layers multiply through oneDNN, for those who compute what it has
-    computed; None where nothing says so."""
-    noted = None if run_dir is None else (atomic.read_json(run_dir / ENV_FILE) or {}).get(PRODUCTS)
-    return None if noted is None else noted == "oneDNN"
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a run measured when it began, for those who compute what it has computed; None where
+    nothing says so."""
+
+    onednn: bool | None = None
+    """whether linear layers multiply through oneDNN"""
+    threads: int | None = None
+
+
+UNMEASURED = Measured()
+
+
+def measured_by(run_dir: Path | None) -> Measured:
+    """What a run has noted."""
+    told = {} if run_dir is None else atomic.read_json(run_dir / ENV_FILE) or {}
+    products, threads = told.get(PRODUCTS), told.get(THREADS)
+    return Measured(None if products is None else products == "oneDNN",
+                    threads if isinstance(threads, int) and threads > 0 else None)
 
 
 def lower_is_better(run_dir: Path) -> frozenset[str] | None:

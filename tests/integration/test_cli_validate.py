@@ -239,7 +239,8 @@ def test_the_check_needs_no_torch(world):
     (["reward.fn=broken"], 7, "fix:   reward.fn=broken:FUNCTION"),
     (["ppo.num_rollouts=4", "ppo.mini_batch_size=8"], 2, "at most num_rollouts 4: "
      "ppo.mini_batch_size=4"),
-    (["prompts.path=semi.csv"], 0, ", 2 prompts, "), (["prompts.path=tabs.csv"], 0, ", 2 prompts, "),
+    (["prompts.path=semi.csv"], 0, ", 2 prompts, "),
+    (["prompts.path=tabs.csv"], 0, ", 2 prompts, "),
     (["prompts.path=odd.csv"], 3, "Line 3 of odd.csv has 3 fields where the header has 2"),
 ])
 def test_what_people_type_instead(more, code, said, validate, world):

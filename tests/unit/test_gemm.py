@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import astuple
 
 import pytest
 import torch
@@ -256,10 +257,10 @@ def test_auto_takes_what_was_measured_faster_unless_a_run_goes_on(monkeypatch, g
 
 
 @pytest.mark.parametrize(("text", "noted"), [
-    (json.dumps({"linear_layers": "oneDNN"}), True),
-    (json.dumps({"linear_layers": "torch"}), False),
-    (json.dumps({"python": "3.11"}), None), ("{", None), (None, None)])
+    (json.dumps({"linear_layers": "oneDNN", "num_threads": 2}), (True, 2)),
+    (json.dumps({"linear_layers": "torch", "num_threads": None}), (False, None)),
+    (json.dumps({"num_threads": "2"}), (None, None)), ("{", (None, None)), (None, (None, None))])
 def test_what_a_run_began_with_is_noted_in_its_folder(tmp_path, text, noted):
     if text is not None:
         (tmp_path / "env.json").write_text(text)
-    assert environment.products_of(tmp_path) is noted
+    assert astuple(environment.measured_by(tmp_path)) == noted
