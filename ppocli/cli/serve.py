@@ -132,13 +132,14 @@ def _listen(host: str, port: int, reward: Reward, **settings: Any) -> RewardServ
 
 def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
     """Where it listens (on standard output, for scripts) and what to say in training."""
-    from ppocli.rewards import remote, serving
+    from ppocli.http_client import is_loopback
+    from ppocli.rewards import serving
 
     port = server.server_address[1]
     open_to_all = host in ("0.0.0.0", "::")
     name = socket.gethostname() if open_to_all else f"[{host}]" if ":" in host else host
     address = f"http://{name}:{port}"
-    if not remote.is_loopback(host):
+    if not is_loopback(host):
         complain(f"warning: {host} can be reached from other machines: " + (
             "whoever has the token can have samples scored here" if token_env else
             "anyone can have samples scored here; --token-env NAME asks for a token"))

@@ -6,25 +6,20 @@ What is sent and answered is said in :mod:`ppocli.rewards.records`; ``ppocli ser
 server for it.
 """
 
-import ipaddress
 import logging
-import os
 import re
 import time
-import weakref
 from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
 
-from ppocli.config.secrets import looks_secret
-from ppocli.daemon import in_daemon
 from ppocli.errors import RewardError
+from ppocli.http_client import VARIABLE, Client, asked_pause, from_environment, why_no_url
 from ppocli.rewards import records
 from ppocli.rewards.records import RewardRequest, WireError, decode_scores, encode_request, opening
 from ppocli.rewards.resolve import wrong_argument
 from ppocli.rewards.styles import WHOLE_REQUEST
-from ppocli.text import counted, error_line
+from ppocli.text import counted
 from ppocli.user_code import shorten
 
 log = logging.getLogger(__name__)
@@ -32,7 +27,6 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """seconds before the first retry, doubled before each further one, and at most"""
 TOO_MANY = 429
-_GRACE = 0.3
 LEAST_ANSWER, A_SAMPLE, A_NUMBER = 2**20, 2**12, 64
 """bytes that an answer may have at any rate, those for the score of a sample and what is logged of
 it, and those for each token's number"""
@@ -41,7 +35,7 @@ _REMEDIES = {
     403: "give the token that it asks for: reward.kwargs.token_env=VARIABLE",
     404: "correct the path of reward.kwargs.url; ppocli serve-reward listens at /score",
     413: "send fewer samples at once: reward.kwargs.batch_size=N"}
-_HEADER = re.compile(r"\s*([A-Za-z0-9-]+)\s*:\s*([A-Za-z_][A-Za-z0-9_]*)\s*")
+_HEADER = re.compile(rf"\s*([A-Za-z0-9-]+)\s*:\s*({VARIABLE.pattern})\s*")
 
 
 class HttpReward:
@@ -70,9 +64,7 @@ class HttpReward:
     def __init__(self, url: str, *, timeout: float = 60.0, retries: int = 3, concurrency: int = 1,
                  batch_size: int | None = None, token_env: str | None = None,
                  headers: Sequence[str] = ()) -> None:
-        import httpx2
-
-        host = _checked_host(url)
+        _check_url(url)
         for name, value, lowest in (("retries", retries, 0), ("concurrency", concurrency, 1),
                                     ("batch_size", batch_size, 1)):
             if value is not None and (type(value) is not int or value < lowest):
@@ -82,15 +74,8 @@ class HttpReward:
         self.url, self.told_as = url, f"http {url}"
         self.timeout, self.retries = float(timeout), retries
         self.concurrency, self.batch_size = concurrency, batch_size
-        self._client = httpx2.Client(
-            timeout=self.timeout,
-            # a compressed answer may be a thousand times as large as it looks
-            headers={"Accept-Encoding": "identity", **_secret_headers(token_env, headers)},
-            # a proxy of the environment's would look for "localhost" on its own machine
-            trust_env=not is_loopback(host),
-            # connections of answers that were given up are not waited for
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=concurrency))
-        weakref.finalize(self, self._client.close)
+        self._client = Client(url, timeout=self.timeout, keep=concurrency,
+                              headers=_secret_headers(token_env, headers))
         # any answer will do: that the server is missing is told before models are loaded
         self._patiently("GET", any_status=True)
 
@@ -134,41 +119,21 @@ class HttpReward:
                 fix="it must answer one score a sample, in their order")
         return scores, logs
 
-    def _ask(self, method: str, body: bytes, most: int) -> Any:
-        """One request, and at most one more byte of its answer than ``most``."""
-        content, until = bytearray(), time.monotonic() + self.timeout
-        with self._client.stream(method, self.url, content=body,
-                                 headers={"Content-Type": "application/json"}) as answer:
-            for piece in answer.iter_raw() if most else ():
-                content += piece
-                if time.monotonic() > until:
-                    raise TimeoutError
-                if len(content) > most:
-                    break
-        pause = {"Retry-After": answer.headers.get("Retry-After", "0")}
-        return type(answer)(answer.status_code, headers=pause, content=bytes(content[:most + 1]))
-
     def _patiently(self, method: str, body: bytes = b"", most: int = 0, *,
                    any_status: bool = False) -> Any:
         """The answer, asked for again where that may help."""
-        import httpx2
-
         for attempt in range(self.retries + 1):
             pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE)
             try:
-                # the client's own timeout, which tells a connection from an answer that did not
-                # come in time, begins anew with every byte
-                answer = in_daemon(lambda: self._ask(method, body, most), f"asking {self.url}"
-                                   ).result(self.timeout + _GRACE)
-            except (httpx2.ReadTimeout, httpx2.WriteTimeout, TimeoutError) as error:
+                answer = self._client.ask(method, self.url, body, most)
+            except TimeoutError as error:
                 if any_status:
                     return None  # slow, but there
-                raise RewardError(
-                    f"{self.url} did not answer within {self.timeout:g} s.",
-                    where="reward.kwargs.timeout", fix="make it faster, give smaller parts "
-                    "(reward.kwargs.batch_size=N), or raise reward.kwargs.timeout") from error
-            except httpx2.TransportError as error:
-                failed = f"{self.url} could not be reached: {error_line(error)}"
+                raise RewardError(str(error), where="reward.kwargs.timeout", fix="make it faster, "
+                                  "give smaller parts (reward.kwargs.batch_size=N), or raise "
+                                  "reward.kwargs.timeout") from error
+            except ConnectionError as error:
+                failed = str(error)
                 cause: Exception | None = error
                 fix = "start it (ppocli serve-reward), or correct reward.kwargs.url"
             else:
@@ -177,7 +142,7 @@ class HttpReward:
                     return answer
                 failed = f"{self.url} answered {status}: {shorten(opening(answer.content))}"
                 cause, fix = None, _REMEDIES.get(status, "look into the server's own messages")
-                pause = max(pause, _asked_pause(answer))
+                pause = max(pause, asked_pause(answer, LONGEST_PAUSE))
                 if status < 500 and status != TOO_MANY:
                     raise RewardError(failed, where="reward.kwargs.url", fix=fix)
             if attempt < self.retries:
@@ -188,23 +153,14 @@ class HttpReward:
         raise RewardError(failed + tries, where="reward.kwargs.url", fix=fix) from cause
 
 
-def _checked_host(url: object) -> str:
-    parts = urlsplit(url) if isinstance(url, str) else None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-        raise wrong_argument("url", url, "an address such as http://127.0.0.1:8123/score")
-    if parts.password or any(looks_secret(name) for name, _ in parse_qsl(parts.query)):
+def _check_url(url: object) -> None:
+    wrong = why_no_url(url)
+    if wrong == "a secret":
         raise RewardError("reward.kwargs.url holds a secret (not shown).",
                           where="reward.kwargs.url", fix="send it as a header: "
                           "reward.kwargs.token_env=NAME-OF-A-VARIABLE")
-    return parts.hostname
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name means this machine alone."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
+    if wrong:
+        raise wrong_argument("url", url, "an address such as http://127.0.0.1:8123/score")
 
 
 def _secret_headers(token_env: str | None, headers: Sequence[str]) -> dict[str, str]:
@@ -223,17 +179,7 @@ def _secret_headers(token_env: str | None, headers: Sequence[str]) -> dict[str, 
                               where=f"reward.kwargs.{key}", fix="put the value into a variable of "
                               "the environment and give the variable's name")
         header, variable = matched.groups()
-        if variable not in os.environ:
-            raise RewardError(f"The environment has no variable {variable}, which is to be sent as "
-                              f"{header}.", where=f"reward.kwargs.{key}",
-                              fix=f"export {variable}=...")
-        found[header] = prefix + os.environ[variable]
+        found[header] = prefix + from_environment(variable, header, f"reward.kwargs.{key}",
+                                                  RewardError)
     return found
 
-
-def _asked_pause(answer: Any) -> float:
-    """Seconds that ``Retry-After`` asks for, as far as they are reasonable."""
-    try:
-        return min(float(answer.headers.get("Retry-After", 0)), LONGEST_PAUSE)
-    except ValueError:
-        return 0.0

@@ -1,0 +1,122 @@
+"""HTTP to servers that a run depends on: a deadline for a whole answer, a limit to its size, and
+secrets by the names of environment variables."""
+
+import ipaddress
+import os
+import re
+import time
+import weakref
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from ppocli.config.secrets import looks_secret
+from ppocli.daemon import in_daemon
+from ppocli.errors import PpocliError
+from ppocli.text import error_line
+
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_GRACE = 0.3
+
+
+class Client:
+    """Requests to one host, from any number of threads.
+
+    Args:
+        url: of the host.
+        timeout: seconds that a request may take, from the connection to the end of the answer.
+        headers: sent with each.
+        keep: connections that are kept open.
+    """
+
+    def __init__(self, url: str, *, timeout: float, headers: Mapping[str, str], keep: int) -> None:
+        import httpx2
+
+        self.timeout = timeout
+        self._client = httpx2.Client(
+            timeout=timeout,
+            # a compressed answer may be a thousand times as large as it looks
+            headers={"Accept-Encoding": "identity", **headers},
+            # a proxy of the environment's would look for "localhost" on its own machine
+            trust_env=not is_loopback(urlsplit(url).hostname or ""),
+            # connections of answers that were given up are not waited for
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=keep))
+        weakref.finalize(self, self._client.close)
+
+    def ask(self, method: str, url: str, body: bytes = b"", most: int = 0,
+            timeout: float | None = None) -> Any:
+        """The answer: its status, ``Retry-After``, and at most one more byte than ``most``.
+
+        Args:
+            timeout: seconds, in place of the client's.
+
+        Raises:
+            TimeoutError: it didn't come in time; the server may still be at work on it.
+            ConnectionError: the server can't be reached.
+        """
+        import httpx2
+
+        seconds = timeout or self.timeout
+        try:
+            # the client's own timeout, which tells a connection from an answer that did not come
+            # in time, begins anew with every byte
+            return in_daemon(lambda: self._ask(method, url, body, most, seconds), f"asking {url}"
+                             ).result(seconds + _GRACE)
+        except (httpx2.ReadTimeout, httpx2.WriteTimeout, TimeoutError) as error:
+            raise TimeoutError(f"{url} did not answer within {seconds:g} s.") from error
+        except httpx2.TransportError as error:
+            raise ConnectionError(f"{url} could not be reached: {error_line(error)}") from error
+
+    def _ask(self, method: str, url: str, body: bytes, most: int, seconds: float) -> Any:
+        content, until = bytearray(), time.monotonic() + seconds
+        with self._client.stream(method, url, content=body, timeout=seconds,
+                                 headers={"Content-Type": "application/json"}) as answer:
+            for piece in answer.iter_raw() if most else ():
+                content += piece
+                if time.monotonic() > until:
+                    raise TimeoutError
+                if len(content) > most:
+                    break
+        pause = {"Retry-After": answer.headers.get("Retry-After", "0")}
+        return type(answer)(answer.status_code, headers=pause, content=bytes(content[:most + 1]))
+
+
+def why_no_url(url: object) -> str:
+    """What is wrong with a server's address, which must not hold a secret; empty if nothing is."""
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+    except ValueError:
+        parts = None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        return "no address"
+    if parts.password or any(looks_secret(name) for name, _ in parse_qsl(parts.query)):
+        return "a secret"
+    return ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name means this machine alone."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def from_environment(variable: str, header: str, key: str, error: type[PpocliError]) -> str:
+    """The value of an environment variable that is sent as a header.
+
+    Raises:
+        error: there is no such variable.
+    """
+    if variable not in os.environ:
+        raise error(f"The environment has no variable {variable}, which is to be sent as {header}.",
+                    where=key, fix=f"export {variable}=...")
+    return os.environ[variable]
+
+
+def asked_pause(answer: Any, most: float) -> float:
+    """Seconds that ``Retry-After`` asks for, as far as they are reasonable."""
+    try:
+        return min(float(answer.headers.get("Retry-After", 0)), most)
+    except ValueError:
+        return 0.0
