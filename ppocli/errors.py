@@ -140,6 +140,12 @@ class SweepError(PpocliError):
     exit_code = 11
 
 
+class SamplerError(PpocliError):
+    """A server that samples is missing, too slow, or serves something else."""
+
+    exit_code = 12
+
+
 class StoppedError(PpocliError):
     """The run was asked to stop by a signal and has saved what it could."""
 

@@ -3,19 +3,16 @@ secrets by the names of environment variables."""
 
 import ipaddress
 import os
-import re
 import time
 import weakref
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import urlsplit
 
-from ppocli.config.secrets import looks_secret
 from ppocli.daemon import in_daemon
 from ppocli.errors import PpocliError
 from ppocli.text import error_line
 
-VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GRACE = 0.3
 
 
@@ -79,19 +76,6 @@ class Client:
                     break
         pause = {"Retry-After": answer.headers.get("Retry-After", "0")}
         return type(answer)(answer.status_code, headers=pause, content=bytes(content[:most + 1]))
-
-
-def why_no_url(url: object) -> str:
-    """What is wrong with a server's address, which must not hold a secret; empty if nothing is."""
-    try:
-        parts = urlsplit(url) if isinstance(url, str) else None
-    except ValueError:
-        parts = None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
-        return "no address"
-    if parts.password or any(looks_secret(name) for name, _ in parse_qsl(parts.query)):
-        return "a secret"
-    return ""
 
 
 def is_loopback(host: str) -> bool:

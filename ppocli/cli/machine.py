@@ -54,7 +54,7 @@ def print_estimate(
     """
     if available and memory is not None:
         raise ConfigError("--available and --memory can't be combined.", fix="give one of them")
-    cfg = _composed(overrides or [])
+    cfg = composed(overrides or [])
     from ppocli.config import tasks
     from ppocli.estimate.check import advice, estimate, needs
     from ppocli.estimate.parts import models_of, read_config
@@ -97,7 +97,8 @@ def print_estimate(
                                f"{', '.join(helps)}" if helps else None)
 
 
-def _composed(words: Sequence[str]) -> TrainConfig:
+def composed(words: Sequence[str]) -> TrainConfig:
+    """The configuration of a run that may lack what it is trained on and for how long."""
     from ppocli.config.compose import compose
     from ppocli.config.problems import raise_problems
     from ppocli.config.words import read_words
@@ -107,10 +108,10 @@ def _composed(words: Sequence[str]) -> TrainConfig:
     if read.only_prints or read.is_sweep:
         raise ConfigError("These words don't describe a single run.", where="command line",
                           fix="leave out -m, --cfg, --info and --hydra-help")
-    composed = compose(read)
-    raise_problems([p for p in composed.problems() if p.key not in NOT_NEEDED], composed.hint)
-    allow_code(composed, JUDGED)
-    return composed.config
+    found = compose(read)
+    raise_problems([p for p in found.problems() if p.key not in NOT_NEEDED], found.hint)
+    allow_code(found, JUDGED)
+    return found.config
 
 
 def _computes_on_cuda(cfg: TrainConfig) -> bool:

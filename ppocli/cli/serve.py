@@ -1,4 +1,5 @@
-"""``ppocli serve-reward``: a reward function or model in a process of its own."""
+"""``ppocli serve-reward``, a reward in a process of its own, and ``vllm-command``, how to start a
+server that samples."""
 
 from __future__ import annotations
 
@@ -128,6 +129,27 @@ def _listen(host: str, port: int, reward: Reward, **settings: Any) -> RewardServ
     except OSError as error:
         raise ConfigError(f"{host}:{port} can't be listened on: {error.strerror}.", where="--port",
                           fix="another port; 0 takes a free one") from error
+
+
+def print_vllm_command(overrides: Overrides = None) -> None:
+    """Print the command that starts a vLLM server for a run (docs/vllm.md).
+
+    Takes the settings of ppocli train; reward, prompts and length may be left out. Prints a line
+    for each address of rollout.urls, to be run in an environment that has vLLM.
+
+    \b
+    Examples:
+      ppocli vllm-command +recipe=quickstart rollout.urls=[http://127.0.0.1:8000]
+      ppocli vllm-command model.path=./llama hardware=gpu_bf16 rollout.urls=[http://10.0.0.2:8000]
+    """
+    from ppocli.cli.machine import composed
+    from ppocli.models.loading.model_config import read_lm
+    from ppocli.sampling.vllm.command import DEFAULT_URL, server_command, shell_line
+
+    cfg = composed(overrides or [])
+    facts = read_lm(cfg.model)
+    for url in cfg.rollout.urls or [DEFAULT_URL]:
+        print(shell_line(*server_command(cfg, facts, "python", url)))
 
 
 def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from ppocli.config import adapters, algorithm, episodes, schema, tasks
+from ppocli.config import adapters, algorithm, episodes, schema, servers, tasks
 from ppocli.config.keys import Key, Rules, free_mapping_of, is_import_path, schema_keys, several
 from ppocli.errors import ConfigError
 from ppocli.text import cut, did_you_mean
@@ -57,7 +57,7 @@ def shown(value: Any) -> str:
     return cut(text, 80)
 
 
-OUR_ENGINES = ("decode", "transformers")
+OUR_ENGINES = ("decode", "transformers", "vllm")
 """values of ``rollout.engine`` that are no import path"""
 
 
@@ -174,6 +174,7 @@ def _seams(config: schema.TrainConfig) -> Rules:
     yield (engine not in OUR_ENGINES and not is_import_path(engine), "rollout.engine",
            f"{shown(engine)} must be one of {', '.join(OUR_ENGINES)}, or the import path of a "
            f"sampler of your own (my_sampler.py:Sampler){did_you_mean(engine, OUR_ENGINES)}")
+    yield from servers.server_rules(config)
 
 
 def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:

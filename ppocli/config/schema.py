@@ -231,9 +231,19 @@ class TaskConfig:
 @dataclass
 class RolloutConfig:
     engine: str = key("decode", "where samples come from: our 'decode' loop (transformers' for "
-                      "models that it can't step), always 'transformers', or the import path of "
-                      "a sampler of your own, which is called with a SamplerSetup")
+                      "models that it can't step), always 'transformers', servers of 'vllm', or "
+                      "the import path of a sampler of your own, which is called with a "
+                      "SamplerSetup")
     kwargs: dict[str, Any] = key({}, "further arguments of a sampler of your own")
+    urls: list[str] = key([], "list of vLLM servers, http://HOST:PORT; ppocli vllm-command prints "
+                          "how to start one")
+    token_env: Optional[str] = key(None, "name of the environment variable that holds the token "
+                                   "the servers ask for")
+    timeout: float = key(600.0, "seconds that a server has for a response, or to take new weights",
+                         gt=0)
+    concurrency: int = key(128, "responses that each process has under way at each server", ge=1)
+    weights_dir: Optional[str] = key(None, "folder through which servers get the weights, under "
+                                     "the same path there (default: a temporary one)")
 
 
 @dataclass

@@ -4,6 +4,7 @@ other people's code, such as the message of an exception, are cleaned of secrets
 import os
 import re
 from collections.abc import Iterable, Mapping
+from urllib.parse import parse_qsl, urlsplit
 
 from ppocli.config.keys import schema_keys
 from ppocli.errors import ConfigError
@@ -19,6 +20,8 @@ _SECRET_VALUE = re.compile(
 _URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^/\s:@]+:)[^@/\s]+@", re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"\$\{\s*(oc\.env|env|oc\.decode)\s*:", re.IGNORECASE)
 MASK = "***"
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+"""the name of a variable of the environment"""
 _SHORTEST = 8
 """a shorter value of a variable named like a secret would blot out ordinary words"""
 _REMEDY = ("leave it out: tokens come from the environment (HF_TOKEN) or from `hf auth login`, "
@@ -34,6 +37,19 @@ def looks_secret(name: str) -> bool:
         return False
     return any(_SECRET_NAME.search(part) or _SECRET_CAMEL.search(part)
                for part in name.split("."))
+
+
+def why_no_url(url: object) -> str:
+    """What is wrong with a server's address, which must not hold a secret; empty if nothing is."""
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+    except ValueError:
+        parts = None
+    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+        return "no address"
+    if parts.password or any(looks_secret(name) for name, _ in parse_qsl(parts.query)):
+        return "a secret"
+    return ""
 
 
 def secret_values(environment: Mapping[str, str]) -> set[str]:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
+from ppocli.config.secrets import VARIABLE, why_no_url
 from ppocli.errors import RewardError
-from ppocli.http_client import VARIABLE, Client, asked_pause, from_environment, why_no_url
+from ppocli.http_client import Client, asked_pause, from_environment
 from ppocli.rewards import records
 from ppocli.rewards.records import RewardRequest, WireError, decode_scores, encode_request, opening
 from ppocli.rewards.resolve import wrong_argument

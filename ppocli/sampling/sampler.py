@@ -30,7 +30,6 @@ from ppocli.sampling.kept_turns import KeptKeys
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
-from ppocli.user_code import Kind, Wanted, build
 from ppocli.zero.oom_retry import PassRows
 from ppocli.zero.sharded_weights import gathered_policy, head_parameters, held, is_sharded
 
@@ -44,6 +43,8 @@ class Speaker:
     """computes the values, if the sampler supports it"""
     split: layer_stack.SplitPoint | None = None
     """the layer whose inputs to keep (:attr:`Samples.frozen_states`), if the sampler supports it"""
+    reference: bool = False
+    """whether it is the reference, which may be the policy's own model without its adapter"""
 
 
 class Sampler(Protocol):
@@ -195,22 +196,6 @@ class TransformersSampler(DecodeSampler):
         """As :class:`DecodeSampler`."""
         found = trunk.decoding_of(lm)
         return trunk.Decoding.LIBRARY if found is trunk.Decoding.STEPS else found
-
-
-ENGINES: dict[str, Callable[[SamplerSetup], Sampler]] = {
-    "decode": DecodeSampler, "transformers": TransformersSampler}
-
-
-def build_sampler(cfg: schema.RolloutConfig, setup: SamplerSetup) -> Sampler:
-    """The sampler that ``rollout.engine`` names.
-
-    Raises:
-        ConfigError: its import path leads nowhere.
-    """
-    if cfg.engine in ENGINES:
-        return ENGINES[cfg.engine](setup)
-    return build(Wanted(cfg.engine, "rollout.engine", Kind("class", ConfigError)), setup,
-                 key="rollout.kwargs", kwargs=cfg.kwargs)
 
 
 def _stepped(parts: Iterator[Generation], context: Callable[[], AbstractContextManager[Any]]

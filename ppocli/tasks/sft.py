@@ -22,7 +22,8 @@ from ppocli.models.trunk import decoder_start, has_encoder
 from ppocli.parallel.ranks import woven
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
-from ppocli.sampling.sampler import SamplerSetup, Speaker, build_sampler, sample_chunks
+from ppocli.sampling.engines import build_sampler
+from ppocli.sampling.sampler import SamplerSetup, Speaker, sample_chunks
 from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.tasks import building, supervised
 from ppocli.training import task

@@ -116,7 +116,8 @@ class PassRows:
         """The error of a pass that can't be made smaller, with numbers."""
         held = f"{self.backend.peak_memory_mib():.0f} MiB"
         if self.backend.device.type != "cpu":
-            _, total = torch.get_device_module(self.backend.device).mem_get_info(self.backend.device)
+            device = self.backend.device
+            _, total = torch.get_device_module(device).mem_get_info(device)
             memory = f"the GPU has {format_memory(total)}, of which this process held up to {held}"
         else:
             left = host_memory.host_room()

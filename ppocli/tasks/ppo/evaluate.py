@@ -170,7 +170,7 @@ def reference_responses(session: EvalSession, stop: StopFlag) -> list[str]:
         for batch, own in _shares(session, stop):
             out = Samples.joined(list(sample_chunks(
                 session.sampler, session.passes, batch, session.eval_sampling, EVALUATION,
-                Speaker(lm), stop, phase="evaluation", chunk=session.chunk_size)))
+                Speaker(lm, reference=True), stop, phase="evaluation", chunk=session.chunk_size)))
             texts += woven(session.backend.ranks.gather(
                 response_texts(session, batch, out, session.eval_sampling)[:own]))
     return texts

@@ -324,8 +324,9 @@ def reference_responses(session: Session, prompts: PromptBatch, stop: StopFlag) 
                           fix="leave generate_ref_response out")
     with session.reference.view(session.policy.lm) as lm:
         return Samples.joined(list(sample_chunks(
-            session.sampler, session.passes, prompts, session.sampling, ROLLOUT, Speaker(lm), stop,
-            phase="rollout", chunk=session.chunk_size))).action_ids
+            session.sampler, session.passes, prompts, session.sampling, ROLLOUT,
+            Speaker(lm, reference=True), stop, phase="rollout", chunk=session.chunk_size))
+            ).action_ids
 
 
 def as_tensors(session: Session, queries: Any, prompts: Sequence[list[int]],

@@ -21,8 +21,9 @@ from ppocli.models.reference import Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.sampling.decoding import load_judged
+from ppocli.sampling.engines import build_sampler, check_engine
 from ppocli.sampling.episodes import EpisodeSampler
-from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, build_sampler
+from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks import building, supervised
 from ppocli.training.optimizers import build_optimizer, taken_optimizer
@@ -327,8 +328,9 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     for note in () if examples is None else examples.notes:
         log.info("ppo.ptx.data: %s", note)
     token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
-    building.check_memory(cfg, backend, unloaded.config,
-                          prompt_tokens=max(map(len, token_ids)))
+    longest = max(map(len, token_ids))
+    building.check_memory(cfg, backend, unloaded.config, prompt_tokens=longest)
+    check_engine(cfg, backend, unloaded, longest)
     loaded = building.load_start(cfg, backend, objects.model)
     language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = building.sampling_specs(cfg.generation, tokenizer, loaded)

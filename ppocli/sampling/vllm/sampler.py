@@ -1,0 +1,227 @@
+"""Samples from vLLM servers that are given the policy's weights whenever these have changed."""
+
+import logging
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppocli.daemon import in_daemon
+from ppocli.data.prompt_set import PromptBatch
+from ppocli.errors import ConfigError, SamplerError
+from ppocli.models.loading.adapters import tensors_digest
+from ppocli.models.loading.language_model import DTYPES
+from ppocli.models.loading.model_config import max_positions
+from ppocli.models.policy import Policy
+from ppocli.models.trunk import has_encoder
+from ppocli.parallel.stop import StopFlag
+from ppocli.ppo.noise import lengths, uniform
+from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker
+from ppocli.sampling.samples import Generation, Samples, single_turn
+from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.vllm.command import served_name
+from ppocli.sampling.vllm.dealing import Dealing
+from ppocli.sampling.vllm.server import HOW_TO, Answer, Lost, Server
+from ppocli.sampling.vllm.weights import WeightsFolder, tensors_of
+from ppocli.storage import faults
+
+log = logging.getLogger("ppocli")
+
+PROBE, PROBED = 8, 16
+"""tokens of the prompt whose greedy continuation is compared with ours, and of that"""
+MOST_OFF = {"fp32": 0.01, "bf16": 0.5}
+"""nats that a logprob of the probe may be off on average; other weights are off by several"""
+
+
+class VllmSampler(DecodeSampler):
+    """Responses of vLLM servers. What the reference says is decoded by our own loop."""
+
+    repeatable = False
+
+    def __init__(self, setup: SamplerSetup) -> None:
+        super().__init__(setup)
+        cfg, ranks = setup.cfg, setup.backend.ranks
+        if has_encoder(setup.loaded.lm):
+            raise ConfigError("vLLM serves no encoder-decoder.", where="rollout.engine, model.path",
+                              fix="set rollout.engine=decode")
+        self.logprobs_match = False
+        self.name = served_name(cfg, setup.loaded.export_config)
+        self.servers = [Server(url, cfg.rollout) for url in cfg.rollout.urls]
+        self.version = ""
+        """of the weights that responses have to come from"""
+        self._lm: Any = None
+        self._run, self._sent, self._digest = secrets.token_hex(4), 0, ""
+        self._folder: WeightsFolder | None = None
+        self._newest = Path()
+        ranks.first_does(lambda: check_servers(self.servers, self.name, 0))
+
+    @contextmanager
+    def acting(self, policy: Policy) -> Iterator[Policy]:
+        """As :class:`Sampler`: rank 0 gives the servers the weights, if they have others."""
+        with super().acting(policy) as acting:
+            self.version, lost = self.setup.backend.ranks.first_does(
+                lambda: self._update(acting.lm))
+            for server, why in zip(self.servers, lost, strict=True):
+                server.lost = why
+            self._lm = acting.lm
+            try:
+                yield acting
+            finally:
+                self._lm = None
+
+    def _update(self, lm: Any) -> tuple[str, list[str]]:
+        """The version that servers have from now on, and why each is lost.
+
+        Raises:
+            SamplerError: none is left, or one says other tokens than we do.
+        """
+        cfg, loaded = self.setup.cfg, self.setup.loaded
+        tensors = tensors_of(lm, loaded.adapter, DTYPES[cfg.hardware.precision])
+        digest = tensors_digest(tensors)
+        if digest != self._digest:
+            self._folder = self._folder or WeightsFolder(cfg.rollout.weights_dir)
+            self._digest, self._sent = digest, self._sent + 1
+            self._newest = self._folder.write(lm, tensors, f"{self._run}-{self._sent}")
+        version = self._newest.name
+        todo = [one for one in self.servers if one.lost or one.version != version]
+        begun = [in_daemon(partial(self._give, one, version), f"updating {one.url}")
+                 for one in todo]
+        for server, future in zip(todo, begun, strict=True):
+            try:
+                future.result()
+                self._probe(server, lm)
+            except Lost as error:
+                if not server.lost:
+                    log.warning("%s; it is left out", error)
+                server.lost = str(error)
+        if all(server.lost for server in self.servers):
+            raise self._none_left()
+        return version, [server.lost for server in self.servers]
+
+    def _give(self, server: Server, version: str) -> None:
+        server.check(self.name, 0)
+        was_lost = bool(server.lost)
+        server.load(self._newest, version)
+        if was_lost:
+            log.info("%s is back", server.url)
+
+    @torch.no_grad()
+    def _probe(self, server: Server, lm: Any) -> None:
+        """Compare a greedy continuation with what the policy says of it.
+
+        Raises:
+            Lost, SamplerError.
+        """
+        count, room = lm.get_input_embeddings().num_embeddings, max_positions(lm) or 2**31
+        ids = [(17 * i + 5) % count for i in range(min(PROBE, room // 2))]
+        answer = server.generate(ids, {"temperature": 0.0, "ignore_eos": True, "detokenize": False,
+                                       "max_tokens": min(PROBED, room - len(ids))})
+        with self.setup.backend.autocast():
+            tokens = torch.tensor([ids + answer.ids[:-1]], device=self.setup.backend.device)
+            logits = lm(input_ids=tokens, use_cache=False).logits[0, len(ids) - 1:].float()
+        ours = logits.log_softmax(-1).cpu()
+        said = ours.gather(-1, torch.tensor(answer.ids)[:, None]).squeeze(-1)
+        off = (said - torch.tensor(answer.logprobs)).abs() + ours.amax(-1) - said
+        most = MOST_OFF[self.setup.cfg.hardware.precision]
+        if not float(off.mean()) <= most:
+            raise SamplerError(
+                f"{server.url} says other tokens than the policy whose weights it was given: its "
+                f"greedy logprobs are off by {float(off.mean()):.3g} nats on average.",
+                where="rollout.urls", fix=f"{HOW_TO}: output embeddings that aren't weights of "
+                "their own stay the old ones there")
+
+    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
+               stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
+        """As :class:`Sampler`.
+
+        Raises:
+            SamplerError: no server is left, or what one says makes no sense.
+        """
+        if speaker.reference or speaker.lm is not self._lm:
+            yield from super().sample(prompts, spec, stream, speaker, stop, at_once=at_once,
+                                      chunk=chunk)
+            return
+        cfg, count, version = self.setup.cfg, len(prompts), self.version
+        asked = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
+        params = sampling_params(spec, cfg.seed, stream, prompts.episodes)
+
+        def ask(server: Server, row: int) -> Answer:
+            answer = server.generate(asked[row], params[row])
+            if set(answer.versions) != {version}:
+                raise Lost(f"{server.url} has sampled with weights {' and '.join(answer.versions)} "
+                           f"instead of {version}: it was started anew, or another run uses it")
+            return answer
+
+        def poll() -> None:
+            faults.point("rollout.token", count)
+            stop.check()
+
+        dealing = Dealing([one for one in self.servers if not one.lost], ask, count,
+                          cfg.rollout.concurrency)
+        try:
+            for start in range(0, count, chunk):
+                rows = slice(start, min(start + chunk, count))
+                answers = dealing.take(range(rows.start, rows.stop), poll)
+                yield single_turn(prompts.tokens[rows], prompts.mask[rows], generation_of(answers),
+                                  None)
+        except Lost:
+            raise self._none_left() from None
+        finally:
+            dealing.close()
+
+    def _none_left(self) -> SamplerError:
+        cfg = self.setup.cfg
+        resume = f", then: ppocli resume {Path(cfg.output_dir) / cfg.run_name}" if cfg.run_name \
+            else ""
+        why = "; ".join(f"{one.url}: {one.lost}" for one in self.servers)
+        return SamplerError(f"No server is left to sample: {why}", where="rollout.urls",
+                            fix=f"{HOW_TO}{resume}")
+
+
+def check_servers(servers: Sequence[Server], name: str, tokens: int) -> None:
+    """Make sure that all of them are there and serve the run's own model.
+
+    Args:
+        name, tokens: as of :meth:`Server.check`.
+
+    Raises:
+        SamplerError: one doesn't.
+    """
+    for server in servers:
+        try:
+            server.check(name, tokens)
+        except Lost as error:
+            raise SamplerError(str(error), where="rollout.urls", fix=HOW_TO) from error
+
+
+def sampling_params(spec: SamplingSpec, seed: int, stream: int, episodes: Sequence[int]
+                    ) -> list[dict[str, Any]]:
+    """Fields of vLLM's ``SamplingParams`` for each sample; its seed is a function of the run's seed
+    and the sample's number. Nothing ends a response but ``spec``'s own rules."""
+    limits = [spec.max_new_tokens] * len(episodes) if spec.length_range is None else \
+        lengths(seed, episodes, *spec.length_range).tolist()
+    seeds = (uniform(seed, stream, episodes, 1)[:, 0] * 2**53).astype("int64").tolist()
+    common = {"temperature": spec.temperature if spec.do_sample else 0.0, "top_k": spec.top_k,
+              "top_p": spec.top_p, "min_p": spec.min_p, "ignore_eos": True,
+              "repetition_penalty": spec.repetition_penalty,
+              "stop_token_ids": list(spec.stop_ids), "stop": list(spec.stop_sequences),
+              "detokenize": bool(spec.stop_sequences)}
+    return [{**common, "max_tokens": limit, "min_tokens": min(spec.min_new_tokens, limit),
+             "seed": own} for limit, own in zip(limits, seeds, strict=True)]
+
+
+def generation_of(answers: Sequence[Answer]) -> Generation:
+    """Responses as decode loops return them."""
+    width = max(len(one.ids) for one in answers)
+
+    def padded(rows: list[Any], fill: Any) -> torch.Tensor:
+        return torch.tensor([row + [fill] * (width - len(row)) for row in rows])
+
+    mask = padded([[True] * len(one.ids) for one in answers], False)
+    return Generation(padded([one.ids for one in answers], 0), mask,
+                      padded([one.logprobs for one in answers], 0.0), torch.zeros(mask.shape),
+                      torch.tensor([one.finished for one in answers]))

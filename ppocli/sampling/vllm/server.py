@@ -1,0 +1,180 @@
+"""One vLLM server, as its routes see it."""
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ppocli.config.schema import RolloutConfig
+from ppocli.errors import SamplerError
+from ppocli.http_client import Client, asked_pause, from_environment
+from ppocli.user_code import shorten
+
+log = logging.getLogger(__name__)
+
+ANSWER, A_TOKEN = 2**20, 2**10
+"""bytes that an answer may have at any rate, and those for each token with its logprob"""
+BUSY, TRIES, LONGEST_PAUSE = (429, 503), 4, 30.0
+"""statuses that are tried again, how often, and the most seconds before"""
+LOOK = 10.0
+"""seconds for an answer that needs no work"""
+HOW_TO = "start it as `ppocli vllm-command` with this run's words prints it"
+_REMEDIES = {401: "rollout.token_env=VARIABLE names the variable that holds its token",
+             404: f"{HOW_TO}; the routes are those of vLLM 0.32"}
+
+
+class Lost(Exception):
+    """A server that can't be used any more, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A response, as a server gave it."""
+
+    ids: list[int]
+    logprobs: list[float]
+    """of each token under what it was drawn from"""
+    finished: bool
+    """whether a stop rule ended it"""
+    versions: list[str]
+    """of the weights, in the order of their tokens"""
+
+
+class Server:
+    """A server's address, and what has become of it."""
+
+    def __init__(self, url: str, cfg: RolloutConfig) -> None:
+        token = cfg.token_env and from_environment(cfg.token_env, "Authorization",
+                                                   "rollout.token_env", SamplerError)
+        self.url, self.lost, self.version = url.rstrip("/"), "", ""
+        """why it can't be used, and the version of the weights that it was given"""
+        self._client = Client(url, timeout=cfg.timeout, keep=cfg.concurrency,
+                              headers={"Authorization": f"Bearer {token}"} if token else {})
+
+    def ask(self, path: str, body: Mapping[str, Any] | None = None, *, most: int = ANSWER,
+            timeout: float | None = None) -> Any:
+        """The JSON that a route answers to a GET, or to a POST of ``body``.
+
+        Raises:
+            Lost: the server is away, too slow or broken.
+            SamplerError: the request is refused, or the answer makes no sense.
+        """
+        method, sent = ("GET", b"") if body is None else ("POST", json.dumps(body).encode())
+        for attempt in range(TRIES):
+            try:
+                answer = self._client.ask(method, self.url + path, sent, most, timeout)
+            except (TimeoutError, ConnectionError) as error:
+                raise Lost(str(error)) from error
+            status, content = answer.status_code, answer.content
+            said = f"{self.url}{path} answered {status}"
+            if status not in BUSY or attempt == TRIES - 1:
+                break
+            pause = max(2.0**attempt, asked_pause(answer, LONGEST_PAUSE))
+            log.warning("%s; trying again in %g s", said, pause)
+            time.sleep(pause)
+        if status >= 500 or status in BUSY:
+            raise Lost(f"{said}: {_message(content)}")
+        if status != 200:
+            raise SamplerError(f"{said}: {_message(content)}", where="rollout.urls",
+                               fix=_REMEDIES.get(status, HOW_TO))
+        if len(content) > most:
+            raise SamplerError(f"{said} with more than {most} bytes.", where="rollout.urls",
+                               fix=HOW_TO)
+        try:
+            return json.loads(content or b"null")
+        except ValueError:
+            raise SamplerError(f"{said} with what is no JSON: {_message(content)}",
+                               where="rollout.urls", fix=HOW_TO) from None
+
+    def check(self, name: str, tokens: int) -> None:
+        """Make sure that the run's own model is served, at its length.
+
+        Args:
+            name: that :func:`~ppocli.sampling.vllm.command.served_name` gives it.
+            tokens: of the longest prompt and response together.
+
+        Raises:
+            Lost, SamplerError.
+        """
+        found = self.ask("/v1/models", timeout=LOOK)
+        models = {one["id"]: one.get("max_model_len") for one in found.get("data", ())
+                  if isinstance(one, dict) and "id" in one} if isinstance(found, dict) else {}
+        if name not in models:
+            raise SamplerError(f"{self.url} serves {', '.join(models) or 'no model'}; this run's "
+                               f"is {name}.", where="rollout.urls", fix=HOW_TO)
+        if (models[name] or 0) < tokens:
+            raise SamplerError(f"{self.url} takes {models[name]} tokens; the longest prompt and "
+                               f"response have {tokens}.", where="rollout.urls", fix=HOW_TO)
+
+    def load(self, folder: Path, version: str) -> None:
+        """Replace the weights by those of ``folder``, and forget all that was made by others.
+
+        A reload that fails takes the engine with it: whether the server sees the folder is tried
+        before by another one, of a folder without weights, which changes nothing.
+
+        Raises:
+            Lost, SamplerError.
+        """
+        try:
+            self._reload(folder / "seen", is_checkpoint_format=False)
+        except Lost as error:
+            self.ask("/health", timeout=LOOK)
+            raise SamplerError(f"{self.url} can't read the weights in {folder}: {error}",
+                               where="rollout.weights_dir", fix="name a folder that the servers "
+                               "see under the same path") from error
+        self.ask("/pause?mode=abort", {})  # what a run has left that was killed
+        self._reload(folder)
+        done = self.ask("/reset_prefix_cache", {})
+        if not (isinstance(done, dict) and done.get("success")):
+            raise Lost(f"{self.url} could not forget its prefix cache")
+        self.ask("/update_weight_version", {"new_version": version})
+        self.ask("/resume", {})
+        self.version, self.lost = version, ""
+
+    def _reload(self, folder: Path, **how: Any) -> None:
+        self.ask("/collective_rpc", {"method": "reload_weights",
+                                     "kwargs": {"weights_path": str(folder), **how}})
+
+    def generate(self, ids: Sequence[int], params: Mapping[str, Any]) -> Answer:
+        """One response to a prompt.
+
+        Args:
+            params: fields of vLLM's ``SamplingParams``.
+
+        Raises:
+            Lost, SamplerError.
+        """
+        limit = int(params["max_tokens"])
+        found = self.ask("/inference/v1/generate", most=ANSWER + A_TOKEN * limit, body={
+            "token_ids": list(ids), "sampling_params": {"n": 1, "logprobs": 0, **params}})
+        try:
+            choice, = found["choices"]
+            said = [int(one) for one in choice["token_ids"]]
+            content, reason = choice["logprobs"]["content"], choice["finish_reason"]
+            logprobs = [float(one["logprob"]) for one in content]
+            versions = [str(one["version"]) for one in choice["weight_versions"]]
+            same = [one["token_id"] for one in content] == said
+        except (KeyError, TypeError, ValueError) as error:
+            raise SamplerError(f"{self.url} answered no response with logprobs and weight "
+                               f"versions ({error!r}): {shorten(json.dumps(found))}",
+                               where="rollout.urls", fix=HOW_TO) from None
+        if reason == "abort":
+            raise SamplerError(f"{self.url} has broken a response off: somebody else uses it.",
+                               where="rollout.urls", fix="give each run servers of its own")
+        if not same or not 0 < len(said) <= limit or (reason != "stop" and len(said) < limit):
+            raise SamplerError(f"{self.url} answered {len(said)} tokens of at most {limit} with "
+                               f"{len(logprobs)} logprobs ({reason}).", where="rollout.urls",
+                               fix=HOW_TO)
+        return Answer(said, logprobs, reason == "stop", versions)
+
+
+def _message(content: bytes) -> str:
+    """What an answer says went wrong."""
+    text = content.decode(errors="replace")
+    with suppress(ValueError, KeyError, TypeError):
+        text = json.loads(text)["error"]["message"]
+    return shorten(text) or "nothing"
