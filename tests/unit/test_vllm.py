@@ -1,0 +1,301 @@
+"""Servers that sample, against a double of vLLM's routes (``vllm_double``); what vLLM itself does
+is in ``tests/outside/test_vllm_itself.py``."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import checked, jsonl, refused, save_lm, save_talker
+from runs import command_in_process, words
+from sessions import rollout_of, session_of, set_keys, small_config
+from vllm_double import Engine, dying, serving, slow
+
+from ppocli.config.schema import TrainConfig
+from ppocli.errors import ConfigError, SamplerError
+from ppocli.models.loading.language_model import load_tokenizer
+from ppocli.parallel.stop import StopFlag
+from ppocli.ppo.noise import ROLLOUT
+from ppocli.sampling.sampler import DecodeSampler, Speaker
+from ppocli.sampling.samples import Samples
+from ppocli.tasks.ppo.session import Session
+
+GENERATE = "/inference/v1/generate"
+
+
+def config(folder: Path, *urls: str, **keys: Any) -> TrainConfig:
+    return small_config(folder, rollout__engine="vllm", rollout__urls=list(urls),
+                        rollout__timeout=20.0, **keys)
+
+
+def engine_of(folder: Path, **how: Any) -> Engine:
+    cfg = small_config(folder)
+    return Engine(cfg, load_tokenizer(cfg.model), **how)
+
+
+@contextmanager
+def one_server(folder: Path, spoil: Any = lambda *_: None, engine: Engine | None = None,
+               **keys: Any) -> Iterator[tuple[Session, Engine]]:
+    """A run's session on one server."""
+    engine = engine or engine_of(folder)
+    with serving(engine, spoil) as url, session_of(config(folder, url, **keys)) as session:
+        yield session, engine
+
+
+def drawn(session: Session, count: int = 6, **spec: Any) -> Samples:
+    prompts = session.next_prompts(0, count)
+    with session.acting() as acting:
+        return Samples.joined(list(session.sampler.sample(
+            prompts, replace(session.sampling, **spec), ROLLOUT, Speaker(acting.policy.lm),
+            StopFlag(), at_once=count, chunk=4)))
+
+
+def ours(session: Session, count: int = 6, **spec: Any) -> Samples:
+    own = replace(session, sampler=DecodeSampler(session.sampler.setup))
+    return drawn(own, count, **spec)
+
+
+def disturb(session: Session) -> None:
+    with torch.no_grad():
+        for parameter in session.policy.lm.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def assert_same(found: Samples, wanted: Samples) -> None:
+    assert found.action_ids == wanted.action_ids
+    assert found.finished.tolist() == wanted.finished.tolist()
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_greedy_samples_equal_ours_before_and_after_an_update(kind, tmp_path):
+    save_lm(tmp_path / "lm", kind)
+    with one_server(tmp_path) as (session, engine):
+        for _ in range(2):
+            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+            disturb(session)
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+        assert engine.asked["/pause"] == 3
+
+
+@pytest.mark.parametrize("spec", [
+    {"stop_ids": (7, 9, 11)}, {"stop_ids": (7, 9, 11), "min_new_tokens": 4},
+    {"stop_sequences": ("good", "film")}, {"length_range": (2, 5)}])
+def test_stop_rules_and_limits_are_ours(spec, tmp_path):
+    with one_server(tmp_path) as (session, _):
+        assert_same(drawn(session, do_sample=False, **spec),
+                    ours(session, do_sample=False, **spec))
+
+
+def test_weights_are_sent_only_when_they_have_changed(tmp_path):
+    with one_server(tmp_path) as (session, engine):
+        drawn(session)
+        drawn(session)
+        assert engine.asked["/update_weight_version"] == 1
+        disturb(session)
+        drawn(session)
+        assert engine.asked["/update_weight_version"] == 2
+
+
+def test_a_seed_for_each_row_repeats_it(tmp_path):
+    with one_server(tmp_path) as (session, engine):
+        one, other = drawn(session), drawn(session)
+        assert one.action_ids == other.action_ids
+        seeds = {body["sampling_params"]["seed"] for body in engine.bodies
+                 if "seed" in body.get("sampling_params", {})}
+        assert len(seeds) == 6
+
+
+def test_lora_is_merged_into_what_is_sent(tmp_path):
+    with one_server(tmp_path, model__peft={"type": "lora", "r": 4, "lora_alpha": 8}
+                    ) as (session, _):
+        disturb(session)
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+
+
+def test_a_rollout_keeps_the_servers_logprobs_beside_our_own(tmp_path):
+    with one_server(tmp_path, generation__temperature=0.7) as (session, _):
+        for parameter in session.policy.value_head.parameters():
+            torch.nn.init.normal_(parameter)
+        found = rollout_of(session)
+        assert found.gap is not None
+        assert 0 < float(found.gap.abs().max()) < 1e-4
+        assert bool(found.values[found.response_mask].all())
+
+
+def test_what_the_reference_says_is_decoded_here(tmp_path):
+    with one_server(tmp_path) as (session, engine):
+        disturb(session)
+        prompts = session.next_prompts(0, 4)
+        with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
+            before = engine.asked[GENERATE]
+            list(session.sampler.sample(prompts, session.sampling, ROLLOUT, Speaker(
+                lm, reference=True), StopFlag(), at_once=4, chunk=4))
+            assert engine.asked[GENERATE] == before
+
+
+def test_a_server_with_shared_output_embeddings_is_found_out(tmp_path):
+    with one_server(tmp_path, engine=engine_of(tmp_path, tied=True)) as (session, _):
+        disturb(session)
+        with refused(SamplerError, "says other tokens", "vllm-command"):
+            drawn(session)
+
+
+def spoilt(route: str, status: int, said: Any, start: int = 1) -> Any:
+    return lambda path, number, body: (status, said) if path == route and number >= start else None
+
+
+def said(**over: Any) -> dict[str, Any]:
+    return {"choices": [{"token_ids": [5], "finish_reason": "stop", "logprobs": {"content": [
+        {"token_id": 5, "logprob": -1.0}]}, "weight_versions": [{"version": "x"}], **over}]}
+
+
+@pytest.mark.parametrize(("spoil", "words"), [
+    (spoilt("/v1/models", 200, {"data": [{"id": "other", "max_model_len": 64}]}),
+     ["serves other", "this run's is ppocli-gpt2-float32-", "vllm-command"]),
+    (spoilt("/v1/models", 200, {"data": []}), ["serves no model"]),
+    (spoilt("/v1/models", 401, {"error": {"message": "Unauthorized"}}),
+     ["answered 401: 'Unauthorized'", "rollout.token_env"]),
+    (spoilt("/v1/models", 200, b"<html>"), ["no JSON"]),
+    (spoilt("/collective_rpc", 404, {"detail": "Not Found"}), ["404", "vLLM 0.32"]),
+    (spoilt(GENERATE, 400, {"error": {"message": "too long by 3"}}, 2), ["'too long by 3'"]),
+    (spoilt(GENERATE, 200, said(finish_reason="abort"), 2), ["broken a response off"]),
+    (spoilt(GENERATE, 200, said(logprobs=None), 2), ["no response with logprobs"]),
+    (spoilt(GENERATE, 200, said(token_ids=[6]), 2), ["1 tokens of at most"]),
+    (spoilt(GENERATE, 200, said(token_ids=[5], finish_reason="length"), 2), ["(length)"]),
+    (spoilt(GENERATE, 200, b"x" * 2**21, 2), ["with more than"]),
+    (spoilt(GENERATE, 200, said(), 2), ["No server is left", "weights x instead of",
+                                        "another run uses it"]),
+    (spoilt("/reset_prefix_cache", 200, {"success": False}), ["forget its prefix cache"]),
+    (slow(30, "/v1/models"), ["did not answer within 0.5 s"])])
+def test_a_server_that_is_not_right_is_one_clear_error(spoil, words, tmp_path, monkeypatch):
+    monkeypatch.setattr("ppocli.sampling.vllm.server.LOOK", 0.5)
+    with refused(SamplerError, "rollout.urls", *words), one_server(tmp_path, spoil) as (session, _):
+        drawn(session)
+
+
+def test_a_slow_server_is_left_out_in_time(tmp_path):
+    def spoil(path, number, body):
+        return slow(30)(path, number, body) if number > 1 else None
+
+    with (serving(engine_of(tmp_path), spoil) as url,
+          session_of(set_keys(config(tmp_path, url), {"rollout.timeout": 1.0})) as session,
+          refused(SamplerError, "did not answer within 1 s", "No server is left")):
+        drawn(session)
+
+
+def test_a_server_that_takes_too_few_tokens_is_refused(tmp_path):
+    with (refused(SamplerError, "takes 8 tokens", "rollout.urls"),
+          one_server(tmp_path, engine=engine_of(tmp_path, most_tokens=8))):
+        pass
+
+
+def test_weights_that_a_server_does_not_see_are_not_begun(tmp_path):
+    def spoil(path, number, body):
+        unseen = path == "/collective_rpc" and body["kwargs"]["weights_path"].endswith("/seen")
+        return (500, {"error": {"message": "no such folder"}}) if unseen else None
+
+    with one_server(tmp_path, spoil) as (session, engine):
+        with refused(SamplerError, "can't read the weights", "rollout.weights_dir"):
+            drawn(session)
+        assert not engine.dead
+        assert engine.asked["/pause"] == 0
+
+
+def test_rows_of_a_dead_server_go_to_the_other_and_it_may_come_back(tmp_path, caplog):
+    engines = engine_of(tmp_path), engine_of(tmp_path)
+    down = []
+
+    def spoil(path, number, body):
+        if down or (path == GENERATE and number > 3):
+            down.append(path)
+            raise ConnectionResetError
+
+    with (serving(engines[0]) as one, serving(engines[1], spoil) as other,
+          session_of(config(tmp_path, one, other, rollout__concurrency=1)) as session):
+        assert_same(drawn(session, 12, do_sample=False), ours(session, 12, do_sample=False))
+        assert "its responses are asked for elsewhere" in caplog.text
+        disturb(session)
+        drawn(session)  # it is away for good
+        assert engines[1].version.endswith("-1")
+        down.clear()
+        engines[1].asked[GENERATE] = -100
+        assert_same(drawn(session, 12, do_sample=False), ours(session, 12, do_sample=False))
+        assert engines[1].version == engines[0].version
+        assert engines[1].asked[GENERATE] > -99
+
+
+def test_a_token_is_sent_and_not_kept(tmp_path, monkeypatch):
+    with refused(SamplerError, "no variable VLLM_TOKEN", "rollout.token_env"), one_server(
+            tmp_path, rollout__token_env="VLLM_TOKEN"):
+        pass
+    monkeypatch.setenv("VLLM_TOKEN", "hush-hush")
+    with one_server(tmp_path, rollout__token_env="VLLM_TOKEN") as (session, engine):
+        drawn(session)
+        assert {headers["Authorization"] for headers in engine.headers} == {"Bearer hush-hush"}
+        assert "hush-hush" not in repr(session.cfg)
+
+
+@pytest.mark.parametrize(("given", "key"), [
+    (["rollout.engine=vllm"], "rollout.urls"),
+    (["rollout.engine=vllm", "rollout.urls=[localhost:8000]"], "rollout.urls"),
+    (["rollout.engine=vllm", "rollout.urls=[http://me:pass@host]"], "rollout.token_env"),
+    (["rollout.engine=vllm", "rollout.urls=[http://h]", "rollout.token_env=a b"], "token_env"),
+    (["rollout.urls=[http://h]"], "rollout.engine=vllm"),
+    (["rollout.engine=vllm", "rollout.urls=[http://h]", "ppo.logprobs_from=decode"],
+     "ppo.logprobs_from"),
+    (["rollout.engine=vllm", "rollout.urls=[http://h]", "model.peft.type=prefix",
+      "model.peft.num_virtual_tokens=2"], "model.peft.type"),
+    (["rollout.engine=vllm", "rollout.urls=[http://h]", "hardware.zero_stage=3",
+      "hardware.gather_for_generation=false"], "hardware.gather_for_generation"),
+    (["rollout.engine=vlm"], "did you mean vllm")])
+def test_keys_that_contradict_each_other(given, key):
+    with refused(ConfigError, key) as caught:
+        checked("+recipe=quickstart", *given)
+    assert "pass@" not in str(caught.value)
+
+
+def test_encoder_decoders_are_refused(tmp_path):
+    save_lm(tmp_path / "lm", "t5")
+    with (refused(ConfigError, "encoder-decoder"), serving(engine_of(tmp_path)) as url,
+          session_of(config(tmp_path, url))):
+        pass
+
+
+def test_a_run_stops_when_no_server_is_left_and_goes_on(world, capsys):
+    command = command_in_process(capsys)
+    keys = words("rollout.engine=vllm", "run_name=served")
+
+    def engine() -> Engine:
+        cfg = small_config(world, prompts__path=str(world / "prompts.jsonl"))
+        return Engine(cfg, load_tokenizer(cfg.model))
+
+    with serving(engine(), dying(30)) as url:
+        ended = command(*keys, f"rollout.urls=[{url}]", code=12)
+    assert "No server is left" in ended.err
+    assert f"ppocli resume {world / 'runs/served'}" in ended.err
+    assert "saved step" in ended.err
+    with serving(engine()) as url:
+        command(*keys, f"rollout.urls=[{url}]", "resume=auto", code=0)
+    rows = jsonl(world / "runs/served/metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(0 <= row["rollout/logprob_gap_max"] < 1e-4 for row in rows[1:])
+
+
+def test_the_command_that_starts_a_server(world, capsys):
+    from runs import app_in_process
+
+    save_talker(world / "lm", max_position_embeddings=48)
+    ended = app_in_process(capsys)(
+        "vllm-command", "model.path=lm", "rollout.engine=vllm", "prompts.max_length=10",
+        "generation.max_new_tokens=7", "rollout.urls=[http://10.0.0.2:81,http://h]", code=0)
+    first, second = ended.out.splitlines()
+    assert first.startswith("VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server")
+    assert "--host 10.0.0.2 --port 81 --dtype float32 --max-model-len 17" in first
+    assert f"--model {world / 'lm'}" in first
+    assert "--host h --port 8000" in second
+    assert json.dumps({"tie_word_embeddings": False}) in first

@@ -1,0 +1,169 @@
+"""A small server that speaks the routes of vLLM 0.32 that ppocli uses, on a tiny model through our
+decode loop. What it does where something goes wrong was seen in vLLM itself: a reload that fails
+ends its engine, one that isn't in checkpoint format and has no weights changes nothing, output
+embeddings that are shared keep old weights.
+"""
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from ppocli.config.schema import TrainConfig
+from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decoding import decode, load_decodable
+from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.vllm.command import served_name
+
+Spoilt = Callable[[str, int, dict[str, Any]], tuple[int, Any] | None]
+"""asked with route, number of the request to it and its body: what is answered in place of the
+right answer; an exception breaks the connection off"""
+
+
+class Engine:
+    """The model and what is remembered between requests."""
+
+    def __init__(self, cfg: TrainConfig, tokenizer: Any, *, tied: bool = False,
+                 most_tokens: int = 64) -> None:
+        loaded = load_decodable(cfg.model)
+        self.lm, self.tokenizer = loaded.lm, tokenizer
+        self.name = served_name(cfg, loaded.export_config)
+        self.tied, self.most_tokens = tied, most_tokens
+        self.head = torch.nn.Parameter(self.lm.get_output_embeddings().weight.detach().clone())
+        self.lm.get_output_embeddings().weight = self.head
+        self.version, self.dead, self.paused = "default", False, False
+        self.stale = False
+        """whether the prefix cache is of other weights"""
+        self.lock = threading.Lock()
+        self.asked: Counter[str] = Counter()
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+
+    def answer(self, path: str, body: dict[str, Any]) -> tuple[int, Any]:
+        if self.dead and path != "/v1/models":
+            return 500, {"error": {"message": "EngineCore encountered an issue."}}
+        if path == "/v1/models":
+            return 200, {"data": [{"id": self.name, "max_model_len": self.most_tokens}]}
+        if path in ("/health", "/pause", "/resume"):
+            self.paused = path == "/pause" or (self.paused and path == "/health")
+            return 200, None
+        if path == "/reset_prefix_cache":
+            self.stale = False
+            return 200, {"success": True}
+        if path == "/update_weight_version":
+            self.version = body["new_version"]
+            return 200, {"success": True}
+        if path == "/collective_rpc":
+            return self.reload(**body["kwargs"])
+        if path == "/inference/v1/generate":
+            return self.generate(body["token_ids"], body["sampling_params"])
+        return 404, {"detail": "Not Found"}
+
+    def reload(self, weights_path: str, is_checkpoint_format: bool = True) -> tuple[int, Any]:
+        files = sorted(Path(weights_path).glob("*.safetensors"))
+        if not files:
+            self.dead = is_checkpoint_format
+            return 500, {"error": {"message": f"Worker failed with error '{weights_path}'"}}
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        if is_checkpoint_format:
+            if self.tied:
+                del found["lm_head.weight"]
+            self.lm.load_state_dict(found, strict=not self.tied)
+            self.stale = True
+        return 200, {"results": [None]}
+
+    def generate(self, ids: list[int], params: dict[str, Any]) -> tuple[int, Any]:
+        assert not self.stale, "the prefix cache is of other weights"
+        assert not self.paused, "this would wait for ever"
+        if len(ids) + params["max_tokens"] > self.most_tokens:
+            params = {**params, "max_tokens": self.most_tokens - len(ids)}
+        spec = SamplingSpec(
+            params["max_tokens"], tuple(params.get("stop_token_ids", ())),
+            min_new_tokens=params.get("min_tokens", 0), temperature=params["temperature"] or 1.0,
+            top_k=params.get("top_k", 0), top_p=params.get("top_p", 1.0),
+            do_sample=params["temperature"] > 0, stop_sequences=tuple(params.get("stop", ())))
+        noise = np.random.default_rng(params.get("seed", 0)).random((1, spec.max_new_tokens))
+        tokens = torch.tensor([ids])
+        with torch.no_grad(), self.lock:
+            out, = decode(Decoder(self.lm, spec, self.tokenizer), tokens, torch.ones_like(
+                tokens).bool(), noise)
+        said, logprobs = out.tokens[0].tolist(), out.logprobs[0].tolist()
+        return 200, {"choices": [{
+            "token_ids": said, "finish_reason": "stop" if bool(out.finished[0]) else "length",
+            "logprobs": {"content": [{"token_id": one, "logprob": value} for one, value in zip(
+                said, logprobs, strict=True)]},
+            "weight_versions": [{"version": self.version, "start": 0, "end": len(said)}]}]}
+
+
+@contextmanager
+def serving(engine: Engine, spoil: Spoilt = lambda *_: None) -> Iterator[str]:
+    """The address of a server."""
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            self._answer({})
+
+        def do_POST(self) -> None:
+            self._answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def _answer(self, body: dict[str, Any]) -> None:
+            path = urlsplit(self.path).path
+            engine.asked[path] += 1
+            engine.bodies.append(body)
+            engine.headers.append(dict(self.headers))
+            try:
+                status, said = spoil(path, engine.asked[path], body) or engine.answer(path, body)
+            except ConnectionError:
+                self.close_connection = True
+                return
+            raw = said if isinstance(said, bytes) else json.dumps(said).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def slow(seconds: float, route: str = "/inference/v1/generate") -> Spoilt:
+    """A server that takes its time for one route."""
+    def spoil(path: str, number: int, body: dict[str, Any]) -> None:
+        if path == route:
+            time.sleep(seconds)
+
+    return spoil
+
+
+def dying(after: int) -> Spoilt:
+    """A server that is there for so many responses, and then breaks connections off."""
+    count = Counter[str]()
+
+    def spoil(path: str, number: int, body: dict[str, Any]) -> None:
+        count[path] += 1
+        if count["/inference/v1/generate"] > after:
+            raise ConnectionResetError
+
+    return spoil
