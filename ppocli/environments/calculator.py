@@ -1,0 +1,64 @@
+"""``env.fn=calculator``: sums with a calculator at hand, the smallest case of a tool."""
+
+import ast
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from ppocli import Step
+from ppocli.rewards.rules import Answer
+
+LONGEST = 100
+"""characters of an expression; with no power among the operators it bounds the result too"""
+_OPERATORS: dict[type, Callable[..., float]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+    ast.Div: operator.truediv, ast.USub: operator.neg}
+
+
+def evaluate(expression: str) -> int | float:
+    """The value of numbers, ``+ - * /`` and parentheses, and of nothing else.
+
+    Raises:
+        ValueError: the text is longer than ``LONGEST``, is no such expression, or divides by 0.
+    """
+    if len(expression) > LONGEST:
+        raise ValueError(f"longer than {LONGEST} characters")
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except (SyntaxError, ArithmeticError, RecursionError, MemoryError) as error:
+        raise ValueError(str(error)) from error
+
+
+def _value(node: ast.expr) -> int | float:
+    match node:
+        case ast.Constant(value=value) if type(value) in (int, float):
+            return value
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(left), _value(right))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
+            return _OPERATORS[type(op)](_value(operand))
+    raise ValueError(f"{ast.unparse(node)} is no arithmetic")
+
+
+class Calculator:
+    """A question with a number as its answer; ``calc 37*48`` asks the calculator.
+
+    A turn that begins with ``calc`` is answered by the result, ``= 1776``, or by ``= error``.
+    Any other turn is the answer, which ends the episode and earns 1 if its last number is that of
+    the prompts' column ``answer``, else 0 (:class:`ppocli.rewards.rules.Answer`).
+    """
+
+    def reset(self, *, answer: Any) -> None:
+        """Remember the right answer."""
+        self.answer = answer
+
+    def step(self, response: str) -> Step:
+        """Calculate, or judge the answer."""
+        tool, _, expression = response.strip().partition(" ")
+        if tool != "calc":
+            [right] = Answer()([response], answer=[self.answer])
+            return Step(reward=right, done=True)
+        try:
+            return Step(f" = {evaluate(expression)}\n")
+        except ValueError:
+            return Step(" = error\n")
