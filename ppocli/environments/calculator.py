@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from ppocli import Step
+from ppocli.episode import Step
 from ppocli.rewards.rules import Answer
 
 LONGEST = 100
@@ -31,7 +31,7 @@ def evaluate(expression: str) -> int | float:
 
 def _value(node: ast.expr) -> int | float:
     match node:
-        case ast.Constant(value=value) if type(value) in (int, float):
+        case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
             return value
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_value(left), _value(right))

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ppocli import Step
+from ppocli.episode import Step
 
 TURN_COST = 0.1
 

@@ -11,8 +11,6 @@ from ppocli.config.episodes import longest_response
 from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
 from ppocli.data import prompt_set, sources
 from ppocli.data.data_set import Examples
-from ppocli.environments.calls import Calls
-from ppocli.environments.resolve import code_files, resolve
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast import attention, frozen_states, gemm
 from ppocli.models.loading import adapters, language_model, model_config, reference_and_value
@@ -22,10 +20,10 @@ from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.sampling.decoding import load_judged
 from ppocli.sampling.engines import build_sampler, check_engine
-from ppocli.sampling.episodes import EpisodeSampler
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks import building, supervised
+from ppocli.tasks.ppo.environment import environment_of, playing
 from ppocli.training.optimizers import build_optimizer, taken_optimizer
 from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import PASSES, PythonObjects
@@ -207,36 +205,6 @@ def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tupl
     return reward, metric
 
 
-def _environment(cfg: TrainConfig, prompts: prompt_set.PromptSet) -> Calls | None:
-    """What plays ``env.fn``, tried once on the first prompt; None where there is none.
-
-    Raises:
-        RewardError: it can't be found, made or played.
-    """
-    if cfg.env.fn is None:
-        return None
-    for path in code_files(cfg.env):
-        log.info("running code from %s", path)
-    calls = Calls(resolve(cfg.env, list(prompts.columns)), cfg.env, cfg.seed)
-    calls.rehearse(prompts)
-    if not calls.what.deterministic:
-        log.warning("%s says that it keeps state outside (deterministic = False): a resumed run "
-                    "plays other episodes than an uninterrupted one, and evaluations differ by "
-                    "chance.", calls.what.label)
-    return calls
-
-
-def _playing(setup: SamplerSetup, sampler: Sampler, calls: Calls | None) -> Sampler:
-    """The sampler, with an environment that answers where there is one."""
-    if calls is None:
-        return sampler
-    if setup.loaded.decoder_start is not None:
-        raise ConfigError("An encoder-decoder answers a prompt once; episodes of several turns "
-                          "need a causal model.", where="env.fn, model.path",
-                          fix="leave env.fn out, or use another model")
-    return EpisodeSampler(sampler, calls, setup.tokenizer, chat=setup.cfg.prompts.chat)
-
-
 def _with_stored_scale(reward: Any) -> RewardConfig:
     """The reward's configuration, with what ``reward.scale=ref`` needs and isn't given taken from
     beside the reward model: its deviation on its training data, with ``reward.center`` its mean.
@@ -323,7 +291,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     cfg = replace(cfg, reward=_with_stored_scale(reward))  # with the style of each function
     tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
-    plays = _environment(cfg, prompts)
+    plays = environment_of(cfg, prompts)
     examples = supervised.read_mixed_in(cfg, tokenizer, unloaded)
     for note in () if examples is None else examples.notes:
         log.info("ppo.ptx.data: %s", note)
@@ -343,7 +311,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
         policy.split = frozen_states.frozen_split(policy)
     _check_reach(cfg, policy, reference, token_ids)
     setup = SamplerSetup(cfg, backend, tokenizer, loaded)
-    sampler = _playing(setup, build_sampler(cfg.rollout, setup), plays)
+    sampler = playing(setup, build_sampler(cfg.rollout, setup), plays)
     _warn_about_samples(cfg, sampling, sampler, len(prompts))
     return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
@@ -395,6 +363,6 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                        sampling=sampling, eval_sampling=eval_sampling,
-                       sampler=_playing(setup, DecodeSampler(setup),
-                                        _environment(cfg, eval_prompts)),
+                       sampler=playing(setup, DecodeSampler(setup),
+                                        environment_of(cfg, eval_prompts)),
                        passes=PassRows(backend, PASSES), packs=_take_packed(wrapped, reference))
