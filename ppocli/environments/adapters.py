@@ -10,10 +10,14 @@
 """
 
 import asyncio
+import importlib.util
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 from ppocli.episode import Step
@@ -126,6 +130,32 @@ class OpenRLHFPlay:
         self._text += response + feedback
         return Step(observation=feedback or None, reward=float(said["rewards"]),
                     done=bool(said["done"]))
+
+
+class _AgentInstanceBase:
+    """Stands for OpenRLHF's base class where that is not installed."""
+
+    async def reset(self, states: Any, **_: Any) -> Any:
+        """As there."""
+        return states
+
+
+@contextmanager
+def openrlhf_names() -> Iterator[None]:
+    """The base classes that an agent's file imports can be imported within the block, also where
+    OpenRLHF, which needs Ray and a GPU, isn't installed: it is we who play."""
+    if importlib.util.find_spec("openrlhf") is not None:
+        yield
+        return
+    names = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")
+    sys.modules.update({name: ModuleType(name) for name in names})
+    for base in ("AgentInstanceBase", "MultiTurnAgentExecutor", "AgentExecutorBase"):
+        setattr(sys.modules[names[-1]], base, type(base, (_AgentInstanceBase,), {}))
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
 
 
 ADAPTERS: Mapping[str, Callable[[Any], Any]] = {"trl": TRLPlay, "openrlhf": OpenRLHFPlay}

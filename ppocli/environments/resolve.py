@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter
@@ -62,7 +63,8 @@ def code_files(cfg: EnvConfig) -> list[str]:
 def _located(cfg: EnvConfig) -> list[Located]:
     if cfg.fn == TOOLS:
         return [locate(Wanted(spec, "env.tools", TOOL)) for spec in cfg.tools]
-    return [locate(Wanted(str(cfg.fn), "env.fn", ENVIRONMENT))]
+    with adapters.openrlhf_names() if cfg.adapter == "openrlhf" else nullcontext():
+        return [locate(Wanted(str(cfg.fn), "env.fn", ENVIRONMENT))]
 
 
 def resolve(cfg: EnvConfig, columns: Collection[str]) -> EnvironmentClass:

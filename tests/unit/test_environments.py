@@ -1,6 +1,7 @@
 """Environments: what is asked of them, how their words join an episode, what PPO makes of it."""
 
 import copy
+import sys
 import time
 from contextlib import nullcontext
 from itertools import pairwise
@@ -254,6 +255,23 @@ def test_an_environment_of_trl_s_runs_unchanged():
     assert one.environment.own.found == 1
 
 
+def test_an_agent_s_file_is_read_without_openrlhf(tmp_path, monkeypatch):
+    (tmp_path / "agent.py").write_text(
+        "from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor\n"
+        "class AgentInstance(AgentInstanceBase):\n"
+        "    def __init__(self):\n        pass\n"
+        "    async def step(self, states, **kwargs):\n"
+        "        return {'rewards': 1.0, 'environment_feedback': '', 'done': True}\n"
+        "class AgentExecutor(MultiTurnAgentExecutor):\n"
+        "    def __init__(self):\n        super().__init__(AgentInstance)\n")
+    monkeypatch.chdir(tmp_path)
+    cfg = EnvConfig(fn="agent.py:AgentInstance", adapter="openrlhf")
+    calls = Calls(resolve(cfg, []), cfg, seed=0)
+    one, = calls.answers([Called(None, 0, 0, {"prompt": "p", "messages": None})], 1)
+    assert stepped(calls, [one.environment], 1)[0].told == Step(None, 1.0, True)
+    assert "openrlhf" not in sys.modules
+
+
 def test_an_agent_of_openrlhf_s_runs_unchanged():
     cfg = EnvConfig(fn="played:AgentInstance", adapter="openrlhf")
     calls = Calls(resolve(cfg, ["label"]), cfg, seed=0)
@@ -276,6 +294,8 @@ def own_passes(lm, rollout, row):
 
 @pytest.mark.parametrize("name", ["Words", "Slow"])
 def test_an_episode_is_context_and_what_was_said_in_turn(tmp_path, name):
+    """Action ranges as ``OpenRLHF/OpenRLHF:openrlhf/utils/agent.py@04655bc`` notes them: from the
+    end of all that was there to the end of the turn; feedback is encoded once and appended."""
     keys = {**PLAYS, "env__fn": f"played:{name}"}
     with session_of(small_config(tmp_path, **keys), None) as session:
         rollout = rollout_of(session)
@@ -493,6 +513,28 @@ def test_gae_over_turns_against_a_loop_by_hand():
                         assert float(got[i, t]) == pytest.approx(running + extra * v[k])
             assert not found[i, starts[-1]:].any()
             assert not returns[i, starts[-1]:].any()
+
+
+def test_gae_passes_over_observations_as_areal_s_does():
+    """On whole rows with a loss mask, where what follows an action is carried over the words of
+    others (``inclusionAI/AReaL:areal/trainer/ppo/actor.py@4aef98d``, ``_compute_advantages``)."""
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        length = int(rng.integers(2, 14))
+        said = rng.integers(0, 2, length).astype(bool)
+        said[-1] = True
+        rewards, values = (torch.from_numpy(rng.normal(size=length) * said) for _ in range(2))
+        after, running, wanted = 0.0, 0.0, [0.0] * length
+        for t in reversed(range(length)):
+            delta = float(rewards[t]) + 0.9 * after - float(values[t])
+            if said[t]:
+                after, running = float(values[t]), delta + 0.9 * 0.8 * running
+            wanted[t] = running
+        places = np.flatnonzero(said)
+        found, _ = advantages.gae(advantages.Samples(
+            rewards[None, places], torch.ones(1, len(places), dtype=torch.bool), torch.arange(1),
+            values[None, places], gamma=0.9, lam=0.8))
+        assert found[0].tolist() == pytest.approx([wanted[t] for t in places])
 
 
 def test_turns_of_one_token_are_tokens():
