@@ -17,14 +17,6 @@ import torch
 from ppocli.config.schema import PromptsConfig
 from ppocli.data import render
 from ppocli.data.files import Row
-from ppocli.data.render import (
-    column_names,
-    encode,
-    ends_in_eos,
-    metadata,
-    note_count,
-    take_rows,
-)
 from ppocli.data.sources import PromptSpec, evaluation_spec, open_rows, training_spec
 from ppocli.errors import InputError
 
@@ -165,7 +157,7 @@ def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed
     if not spec.has_source:
         return _bos_set(tokenizer, 1)
     notes: list[str] = []
-    rows = take_rows(open_rows(spec, notes), spec, notes, most=spec.limit)
+    rows = render.take_rows(open_rows(spec, notes), spec, notes, most=spec.limit)
     return _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
                   notes=notes, num_eval=cfg.eval.limit, whole=whole)
 
@@ -194,7 +186,7 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *,
         return _bos_set(tokenizer, cfg.eval.limit)
     source = open_rows(spec, notes) if spec.has_source else training.eval_rows
     # the whole source is read: its first rows are often of one kind (imdb is sorted by label)
-    rows = take_rows(source, spec, notes)
+    rows = render.take_rows(source, spec, notes)
     drops = spec.overlong == "drop"  # whatever is left is spread then
     found = _build(rows if drops else _spread(rows, cfg.eval.limit), spec, tokenizer, seed=seed,
                    max_prompt_tokens=max_prompt_tokens, notes=notes, whole=whole)
@@ -226,10 +218,10 @@ def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) 
 def _build(rows: list[Row], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int,
            max_prompt_tokens: int, notes: list[str], whole: bool,
            num_eval: int = 0) -> PromptSet:
-    columns = metadata(rows, spec)
+    columns = render.metadata(rows, spec)
     conversations = render.prompt_cells(rows, spec) if spec.chat else []
-    encoded = encode(render.prompt_texts(rows, spec, tokenizer), spec, tokenizer, seed=seed,
-                     max_prompt_tokens=max_prompt_tokens, whole=whole)
+    encoded = render.encode(render.prompt_texts(rows, spec, tokenizer), spec, tokenizer, seed=seed,
+                            max_prompt_tokens=max_prompt_tokens, whole=whole)
     drops = spec.overlong == "drop"
     if not encoded.kept and encoded.overlong:
         raise InputError(f"All prompts are longer than {encoded.longest} tokens "
@@ -241,16 +233,16 @@ def _build(rows: list[Row], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase
                          where=f"{spec.key}.column={spec.column}",
                          fix="is it the tokenizer of this model? (model.tokenizer_path)")
     same = len(encoded.kept) - len({tuple(ids) for ids in encoded.token_ids})
-    note_count(notes, len(rows) - len(encoded.kept) - drops * encoded.overlong,
-               "had no token: dropped")
-    note_count(notes, encoded.overlong, f"{{was}} longer than {encoded.longest} tokens: " + (
+    render.note_count(notes, len(rows) - len(encoded.kept) - drops * encoded.overlong,
+                      "had no token: dropped")
+    render.note_count(notes, encoded.overlong, f"{{was}} longer than {encoded.longest} tokens: " + (
         "dropped" if drops else f"cut on the {spec.truncation_side}"))
-    note_count(notes, same, "{was} the same as an earlier one: kept")
+    render.note_count(notes, same, "{was} the same as an earlier one: kept")
     return PromptSet(
         token_ids=encoded.token_ids, texts=encoded.texts,
         columns={name: [cells[i] for i in encoded.kept] for name, cells in columns.items()},
         messages=[conversations[i] for i in encoded.kept] if spec.chat else [],
-        notes=notes, warnings=() if not encoded.ended else (ends_in_eos(
+        notes=notes, warnings=() if not encoded.ended else (render.ends_in_eos(
             [rows[i] for i in encoded.ended], tokenizer.eos_token),),
         eval_rows=tuple(_spread([rows[i] for i in encoded.kept] if drops else rows, num_eval)))
 
@@ -269,7 +261,7 @@ def _bos_set(tokenizer: PreTrainedTokenizerBase, n: int) -> PromptSet:
 
 def _spread(rows: list[Row], most: int) -> list[Row]:
     """At most ``most`` rows, evenly spread, each with every column of the whole (None if empty)."""
-    names = column_names(rows)
+    names = render.column_names(rows)
     picked = (rows[i] for i in _evenly(len(rows), most))
     return [Row(row.place, {name: row.values.get(name) for name in names}) for row in picked]
 

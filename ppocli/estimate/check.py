@@ -8,13 +8,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config import tasks
-from ppocli.config.algorithm import (
-    decoding_scores,
-    full_kl_in_loss,
-    kl_estimator,
-    whole_while_acting,
-)
+from ppocli.config import algorithm, tasks
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.episodes import longest_response, longest_rollout
 from ppocli.config.schema import TrainConfig, reference_kind
@@ -122,7 +116,7 @@ def _decoding(cfg: TrainConfig, lm: Any, layout: Layout, at: passes.Sizes, copie
     dtype = DTYPES[cfg.hardware.precision]
     # oneDNN reads the weights from a copy of its own (ppocli.models.fast.gemm)
     laid_out = (packed_size(lm, dtype) if not layout.cuda and cfg.hardware.gemm != "default"
-                and probe(dtype) is None and whole_while_acting(cfg) else 0)
+                and probe(dtype) is None and algorithm.whole_while_acting(cfg) else 0)
     yield Line("weights in bf16 for rollouts", copies if cfg.hardware.zero_stage < 3 else 0,
                phases="score" if laid_out else "generate score")
     yield Line("weights laid out for decoding", laid_out, phases="generate")
@@ -140,17 +134,18 @@ def _kept_states(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens
     lm, room = models.lm, cfg.hardware.frozen_states_mib * 2**20
     words, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
     samples, new = cfg.ppo.num_rollouts, longest_rollout(cfg)
-    tokens, in_loss = prompt_tokens + new, full_kl_in_loss(cfg.ppo)
-    full = kl_estimator(cfg.ppo) == "full" and not in_loss
+    tokens, in_loss = prompt_tokens + new, algorithm.full_kl_in_loss(cfg.ppo)
+    full = algorithm.kl_estimator(cfg.ppo) == "full" and not in_loss
     shares = reference_kind(cfg.model) == "shared"
     # whether the policy's own layers run in scoring, after decoding
-    forward = not decoding_scores(cfg) or full or models.branch is not None
+    forward = not algorithm.decoding_scores(cfg) or full or models.branch is not None
     scored = False
     if room and layout.ranks == 1 and cfg.hardware.zero_stage < 3 and _splits(cfg, models):
         padded = 4 * samples * words.shape[-1] * tokens  # that decoding asks for room for
         # layers add to the states that they are given, so those stay in the embeddings' type
         whole = samples * head.shape[1] * words.element_size() * (tokens - 1)
-        decodes = decoding_scores(cfg) and cfg.hardware.precision == "fp32" and padded <= room // 2
+        decodes = (algorithm.decoding_scores(cfg) and cfg.hardware.precision == "fp32"
+                   and padded <= room // 2)
         scored = whole <= room and (decodes or forward or shares)
         # updates remember what nobody kept before
         yield Line(FROZEN, min(whole, room), phases="score update" if scored else "update")
@@ -299,7 +294,7 @@ def advice(found: Estimate, cfg: TrainConfig) -> list[str]:
             cfg.model.dtype, cfg.hardware.precision), reference // 2, "model.dtype=bf16"),
         # it is back on the device while it runs
         (layout.cuda, min(reference, sums.device - sums.score), "model.reference.offload=true"),
-        (zero == 3 and whole_while_acting(cfg) and not in_update,
+        (zero == 3 and algorithm.whole_while_acting(cfg) and not in_update,
          size["weights gathered for rollouts"] - size["weights gathered in a pass"],
          "hardware.gather_for_generation=false"),
         (any(("update" if in_update else "score") in line.phases for line in found.lines
