@@ -113,10 +113,14 @@ def _loss(config: schema.TrainConfig | None) -> str | None:
                             f"{config.reward_model.center_coef:g}")
 
 
+def _source(path: str | None) -> str | None:
+    """A path or a Hub name, as a card names it; None where there is none, but a Python object."""
+    return None if path in (None, resolved.PYTHON_OBJECT) else last_part(str(path))
+
+
 def _data(config: schema.TrainConfig | None) -> str:
-    """The data of a training on a data set, as a card names it."""
-    path = config and config.data.path
-    return "given inline" if path in (None, resolved.PYTHON_OBJECT) else last_part(str(path))
+    """The data of a training on a data set."""
+    return _source(config.data.path if config else None) or "given inline"
 
 
 def _of_model(pair: bool, adapter: bool, base: str | None, scorer: bool, kind: str
@@ -236,10 +240,9 @@ def reward_names(cfg: schema.TrainConfig) -> str:
 
 
 def _prompts(config: schema.TrainConfig) -> str:
-    path = config.prompts.path
-    if path is not None and path != resolved.PYTHON_OBJECT:
-        return last_part(path)
-    return "given inline" if config.prompts.items or path else "the beginning-of-sequence token"
+    prompts = config.prompts
+    return _source(prompts.path) or ("given inline" if prompts.items or prompts.path else
+                                     "the beginning-of-sequence token")
 
 
 def _eval_prompts(config: schema.TrainConfig) -> str:
@@ -247,11 +250,9 @@ def _eval_prompts(config: schema.TrainConfig) -> str:
         share = tasks.val_share(config.data)
         return (last_part(str(config.data.val)) if share is None else
                 f"the {share:.3g} of the data that was held back")
-    path = config.prompts.eval.path
-    if path is not None and path != resolved.PYTHON_OBJECT:
-        return last_part(path)
-    inline = config.prompts.eval.items or path
-    return "prompts given inline" if inline else f"prompts of {_prompts(config)}"
+    own = config.prompts.eval
+    return _source(own.path) or ("prompts given inline" if own.items or own.path else
+                                 f"prompts of {_prompts(config)}")
 
 
 def curve(run: record.RunRecord) -> str | None:

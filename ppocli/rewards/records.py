@@ -149,6 +149,12 @@ def step_texts(text: str, ends: list[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise([0, *ends])]
 
 
+_SENT = {"prompts": str, "responses": str, "response_ids": list}
+_WHERE_KNOWN = {"ended": bool, "messages": list, "progress": float, "steps": list,
+                "step_ends": list}
+"""what lists of a request's body hold, those that are always there and those that may be"""
+
+
 class WireError(ValueError):
     """A body that does not keep to the contract; the text says how."""
 
@@ -210,21 +216,18 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
     said = _json(body)
     if not isinstance(said, dict):
         raise WireError("the body must be a JSON object")
-    unknown = sorted(set(said) - {"prompts", "responses", "response_ids", "columns", "ended",
-                                  "messages", "progress", "steps", "step_ends"})
+    unknown = sorted(set(said) - {*_SENT, *_WHERE_KNOWN, "columns"})
     if unknown:
         raise WireError(f"unknown key {unknown[0]!r}")
-    samples: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in (
-        ("prompts", str), ("responses", str), ("response_ids", list))}
+    samples: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in _SENT.items()}
     if any(type(token) is not int for row in samples["response_ids"] for token in row):
         raise WireError("'response_ids' must hold lists of whole numbers")
     columns = said.get("columns", {})
     if not isinstance(columns, dict):
         raise WireError("'columns' must be an object of lists")
     lists = {f"columns.{name}": _list_of(object, columns, name) for name in columns}
-    known: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in (
-        ("ended", bool), ("messages", list), ("progress", float), ("steps", list),
-        ("step_ends", list)) if name in said}
+    known: dict[str, Any] = {name: _list_of(kind, said, name)
+                             for name, kind in _WHERE_KNOWN.items() if name in said}
     if len(known.get("progress", "123")) != 3:
         raise WireError("'progress' must hold three numbers")
     count = len(samples["responses"])
