@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any, Literal
 
 LONGEST_LINE = 300
@@ -70,6 +70,28 @@ def cut(text: str, longest: int) -> str:
 def pasted(word: object) -> str:
     """A word of a command to paste into bash or zsh, in quotes where it needs them."""
     return shlex.quote(str(word))
+
+
+_TURN = re.compile(r"<\|?[\w:/-]+\|?>|\[/?INST\]")
+"""marks that chat templates set between turns"""
+
+
+def without_template(prompts: Sequence[str]) -> list[str]:
+    """What differs in prompts that a chat template has rendered alike: what the users said. Other
+    prompts, and a single one, stay as they are."""
+    head, tail = (_shared(each) for each in (prompts, [prompt[::-1] for prompt in prompts]))
+    opened, closing = list(_TURN.finditer(head)), _TURN.search(tail[::-1])
+    if len(prompts) < 2 or not opened or closing is None:
+        return list(prompts)
+    start = 1 + head.find("\n", opened[-1].end()) or opened[-1].end()
+    end = len(tail) - closing.start()
+    return [prompt[start:len(prompt) - end].strip() for prompt in prompts]
+
+
+def _shared(texts: Sequence[str]) -> str:
+    """What all texts begin with."""
+    same = takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False))
+    return "".join(each[0] for each in same)
 
 
 def counted(count: int, noun: str) -> str:

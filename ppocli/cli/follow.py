@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -133,7 +135,8 @@ class Follower:
         for row in rows:
             lines = [printable_json(json.dumps(finite_or_null(row), ensure_ascii=False))] \
                 if self._as_json \
-                else console.row_lines(row, self._total)
+                else console.row_lines(row, self._total, shutil.get_terminal_size().columns
+                                       if sys.stdout.isatty() else None)
             for line in lines:
                 show_text(line)
 

@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import select
+import shutil
 import signal
 import sys
 import traceback
@@ -103,10 +104,33 @@ def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) 
                       zip(sides, row, widths, strict=True)).rstrip() for row in cells]
 
 
-def print_table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> None:
-    """Print :func:`aligned` rows."""
-    for line in aligned(rows, right):
+def print_table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset(), *,
+                fit: bool = True) -> None:
+    """Print :func:`aligned` rows, columns without a single entry left out.
+
+    Args:
+        fit: on a terminal no line is longer than a row: the last columns give way there.
+    """
+    kept = [number for number, column in enumerate(zip(*rows, strict=True))
+            if not rows[1:] or any(cell not in ("", "-") for cell in column[1:])]
+    rows = [[row[number] for number in kept] for row in rows]
+    lines = aligned(rows, frozenset(kept.index(number) for number in right if number in kept))
+    if fit and sys.stdout.isatty():
+        from rich.cells import cell_len
+
+        width = shutil.get_terminal_size().columns
+        lines = [line if cell_len(line) <= width else _at_words(line, width) for line in lines]
+    for line in lines:
         print(line, flush=True)
+
+
+def _at_words(line: str, width: int) -> str:
+    """A line cut behind a word where that costs little."""
+    from rich.cells import set_cell_size
+
+    kept = set_cell_size(line, width - 1)
+    at_word = kept[:kept.rfind(" ")] if " " in kept[width * 3 // 4:] else kept
+    return at_word.rstrip() + "…"
 
 
 def shown_figure(value: float | None, digits: int = 4) -> str:

@@ -177,7 +177,7 @@ def _print_comparison(found: Comparison) -> None:
              ["", *blank], ["settings that differ", *blank]]
     rows += [[f"  {key}", *(shown(value) for value in values)]
              for key, values in found.differences] or [["  none", *blank]]
-    print_table(rows)
+    print_table(rows, fit=False)
     print()
     for wins in found.wins:
         rate = f"none, {wins['reason']}" if wins["rate"] is None else (

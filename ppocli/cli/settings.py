@@ -31,9 +31,9 @@ def print_recipes(as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
         return
-    print_table([("name", "model", "reward", "prompts", "network", "purpose"), *(
-        (each["name"], each["model"], each["reward"], each["prompts"],
-         "yes" if each["needs_network"] else "no", each["purpose"]) for each in found)])
+    print_table([("name", "network", "purpose", "model", "reward", "prompts"), *(
+        (each["name"], "yes" if each["needs_network"] else "no", each["purpose"], each["model"],
+         each["reward"], each["prompts"]) for each in found)])
 
 
 def _facts(name: str, file: Path) -> dict[str, Any]:

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from rich.cells import cell_len
 from rich.table import Table
 from rich.text import Text
 
 from ppocli.config.secrets import safe_text
 from ppocli.display import dashboard, live_view
 from ppocli.storage import run_folder, run_logs
-from ppocli.text import clean, figure
+from ppocli.text import clean, figure, without_template
 
 log = logging.getLogger("ppocli")
 
@@ -98,13 +99,16 @@ class Display(logging.Handler):
                 (self._out if above else self._err).print(
                     Text(f"{record.levelname.lower()}: {text}"), soft_wrap=True)
         elif self._mode != "quiet":
-            self._out.print(Text(text), soft_wrap=True)
+            fitted = getattr(record, "fitted", None)
+            self._out.print(Text(fitted or text), soft_wrap=True)
 
     def step(self, row: dict[str, Any], total: int) -> None:
         """One line for the figures of a finished step."""
         self.board.add_row(row)
-        for line in row_lines(row, total):
-            log.info(line)
+        known = live_view.is_terminal(self._out.file) and not self._out.is_dumb_terminal
+        width = self._out.width if known else None
+        for line, fitted in zip(row_lines(row, total), row_lines(row, total, width), strict=True):
+            log.info(line, extra={"fitted": fitted})
 
     def table(self, table: Table) -> None:
         """Print a Rich table."""
@@ -216,30 +220,50 @@ def note_in_log(log_file: Path, text: str) -> None:
     file.close()
 
 
-def row_lines(row: dict[str, Any], total: int) -> list[str]:
-    """What is said of a row of metrics.jsonl: PPO's figures, or those of another task."""
+Parts = list[tuple[str, int, int]]
+"""of a line: a text, and the least and most detail with which it is there"""
+DETAIL = 4
+
+
+def row_lines(row: dict[str, Any], total: int, width: int | None = None) -> list[str]:
+    """What is said of a row of metrics.jsonl: PPO's figures, or those of another task; with a
+    ``width`` no more than fits there, and at least the five figures that matter."""
     evaluated = {name: value for name, value in row.items() if name.startswith("eval/")}
     lines = []
     if "reward/mean" in row:
-        lines.append(step_line(row, total))
+        lines.append(_step_parts(row, total))
     elif "lr" in row or any(name.startswith("loss/") for name in row):
         own = [name for name in row if "/" in name and not name.startswith(_NOT_ITS_OWN)]
-        lines.append(f"step {row['step']}/{total}  "
-                     f"{_named(row, sorted(own, key=lambda name: name != 'loss/total'))}  "
-                     f"lr {figure(row.get('lr'), 1, 'e')}  {figure(row.get('time/step'), 1)} s "
-                     f"({figure(row.get('tokens_per_second/optimize'), 0)} tokens/s)")
+        lines.append([(f"step {row['step']}/{total}", 1, DETAIL),
+                      *_named(row, sorted(own, key=lambda name: name != "loss/total")),
+                      (f"lr {figure(row.get('lr'), 1, 'e')}", 2, DETAIL),
+                      (f"{figure(row.get('time/step'), 1)} s", 1, DETAIL),
+                      (f"({figure(row.get('tokens_per_second/optimize'), 0)} tokens/s)", 3,
+                       DETAIL)])
     if "eval/reward_mean" in row:
-        lines.append(eval_line(row))
+        lines.append(_eval_parts(row))
     elif evaluated:
-        lines.append(f"eval at step {row['step']}  {_named(evaluated, list(evaluated))}")
-    return lines
+        lines.append([(f"eval at step {row['step']}", 1, DETAIL),
+                      *_named(evaluated, list(evaluated))])
+    return [_fitting(parts, width) for parts in lines]
 
 
-def _named(row: dict[str, Any], names: list[str]) -> str:
-    """The first figures of those names, ``loss 0.693  margin 1.200``."""
-    return "  ".join(f"{'loss' if name == 'loss/total' else name.rpartition('/')[2]} "
-                     f"{_count_or(row[name])}{_error(row, name)}"
-                     for name in _without_errors(names)[:6])
+def _fitting(parts: Parts, width: int | None) -> str:
+    """The line with as much detail as ``width`` has room for."""
+    for detail in range(DETAIL, 0, -1):
+        line = "  ".join(text for text, low, high in parts if low <= detail <= high)
+        line = line.replace("s  (", "s (")
+        if width is None or cell_len(line) <= width:
+            break
+    return line
+
+
+def _named(row: dict[str, Any], names: list[str]) -> Parts:
+    """The first figures of those names, ``loss 0.693``, ``margin 1.200``; the first three matter.
+    """
+    return [(f"{'loss' if name == 'loss/total' else name.rpartition('/')[2]} "
+             f"{_count_or(row[name])}{_error(row, name)}", 1 if place < 3 else 2, DETAIL)
+            for place, name in enumerate(_without_errors(names)[:6])]
 
 
 def _without_errors(names: Iterable[str]) -> list[str]:
@@ -257,7 +281,7 @@ def _count_or(value: Any) -> str:
     return figure(value, 0 if isinstance(value, float) and value.is_integer() and value > 1 else 3)
 
 
-def step_line(row: dict[str, Any], total: int) -> str:
+def _step_parts(row: dict[str, Any], total: int) -> Parts:
     """``step 12/100  reward 0.43±0.20  kl 3.1  len 38.0  loss -0.02/0.31  clip 0.11  lr 1.0e-05
     12.4 s (rollout 3.1 reward 0.2 scoring 1.0 optimize 8.1, 980 tokens/s)``"""
     def shown(name: str, digits: int) -> str:
@@ -266,22 +290,26 @@ def step_line(row: dict[str, Any], total: int) -> str:
     phases = " ".join(f"{name} {shown(f'time/{name}', 1)}"
                       for name in ("rollout", "reward", "scoring", "optimize")
                       if f"time/{name}" in row)
-    return (f"step {row['step']}/{total}  reward {shown('reward/mean', 3)}"
-            f"±{shown('reward/std', 3)}  kl {shown('objective/kl', 2)}  "
-            f"len {shown('rollout/response_tokens_mean', 1)}  "
-            f"loss {shown('loss/policy_avg', 3)}/{shown('loss/value_avg', 3)}  "
-            f"clip {shown('policy/clipfrac_avg', 2)}  lr {figure(row.get('lr'), 1, 'e')}  "
-            f"{shown('time/step', 1)} s ({phases}, "
-            f"{shown('tokens_per_second/rollout', 0)} tokens/s)")
+    return [(f"step {row['step']}/{total}", 1, DETAIL),
+            (f"reward {shown('reward/mean', 3)}±{shown('reward/std', 3)}", 1, DETAIL),
+            (f"kl {shown('objective/kl', 2)}", 1, DETAIL),
+            (f"len {shown('rollout/response_tokens_mean', 1)}", 1, DETAIL),
+            (f"loss {shown('loss/policy_avg', 3)}/{shown('loss/value_avg', 3)}", 2, DETAIL),
+            (f"clip {shown('policy/clipfrac_avg', 2)}", 2, DETAIL),
+            (f"lr {figure(row.get('lr'), 1, 'e')}", 2, DETAIL),
+            (f"{shown('time/step', 1)} s", 1, DETAIL), (f"({phases})", 3, 3),
+            (f"({phases}, {shown('tokens_per_second/rollout', 0)} tokens/s)", DETAIL, DETAIL)]
 
 
-def eval_line(row: dict[str, Any]) -> str:
-    """The evaluation of a step in one line."""
-    metrics = "".join(f"  {name.removeprefix('eval/metrics/')} {figure(value, 3)}"
-                      for name, value in row.items() if name.startswith("eval/metrics/"))
-    return (f"eval at step {row['step']}  reward {figure(row.get('eval/reward_mean'), 3)}"
-            f"±{figure(row.get('eval/reward_std'), 3)}  kl {figure(row.get('eval/kl_mean'), 2)}  "
-            f"len {figure(row.get('eval/response_tokens_mean'), 1)}{metrics}")
+def _eval_parts(row: dict[str, Any]) -> Parts:
+    """The evaluation of a step."""
+    metrics = [(f"{name.removeprefix('eval/metrics/')} {figure(value, 3)}", 2, DETAIL)
+               for name, value in row.items() if name.startswith("eval/metrics/")]
+    return [(f"eval at step {row['step']}", 1, DETAIL),
+            (f"reward {figure(row.get('eval/reward_mean'), 3)}"
+             f"±{figure(row.get('eval/reward_std'), 3)}", 1, DETAIL),
+            (f"kl {figure(row.get('eval/kl_mean'), 2)}", 1, DETAIL),
+            (f"len {figure(row.get('eval/response_tokens_mean'), 1)}", 1, DETAIL), *metrics]
 
 
 def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
@@ -293,25 +321,31 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
         samples: (before, after) rows of the same prompts.
     """
     table = Table(title="before and after", show_lines=True, title_justify="left")
-    for name in ("", "before", "after"):
+    sides = ("before", "after") if before is not None else ("after",)
+    for name in ("", *sides):
         table.add_column(name, overflow="fold")
     ours = ("reward_mean", "kl_mean", "response_tokens_mean", "distinct_2")
     shown = [name for name in after if name in ours or name.startswith("metrics/")]
     for name in shown if "reward_mean" in after else _without_errors(after):
-        old, new = ("" if row is None else figure(row.get(name), 3) + _error(row, name)
-                    for row in (before, after))
-        table.add_row(clean(name.removeprefix("metrics/")), old, new)
+        figures = ["" if row is None else figure(row.get(name), 3) + _error(row, name)
+                   for row in (before, after)]
+        table.add_row(clean(name.removeprefix("metrics/")), *figures[-len(sides):])
     scored = "reward_mean" in after
-    for old_row, new_row in samples:
-        if not {"prompt", "response", "score"} <= new_row.keys():
-            continue  # rows of another task
-        table.add_row(Text(clean(new_row["prompt"])), _sample(old_row, scored),
-                      _sample(new_row, scored))
+    samples = [pair for pair in samples  # not rows of another task
+               if {"prompt", "response", "score"} <= pair[1].keys()]
+    asked = without_template([new_row["prompt"] for _, new_row in samples])
+    for prompt, (old_row, new_row) in zip(asked, samples, strict=True):
+        responses = [_sample(old_row, new_row, scored), _sample(new_row, old_row, scored)]
+        table.add_row(Text(clean(prompt)), *responses[-len(sides):])
     return table
 
 
-def _sample(row: dict[str, Any] | None, scored: bool) -> Text:
+def _sample(row: dict[str, Any] | None, other: dict[str, Any] | None, scored: bool) -> Text:
+    """A response behind its score, which is green where it is the higher of the two."""
     if row is None or not scored:
         return Text("" if row is None else clean(row["response"]))
-    score = "none" if row["score"] is None else f"{row['score']:.2f}"
-    return Text(f"[{score}] {clean(row['response'])}")
+    score, against = row["score"], None if other is None else other["score"]
+    style = "" if score is None or against is None or score == against else (
+        "green" if score > against else "red")
+    return Text.assemble((f"[{'none' if score is None else f'{score:.2f}'}]", style),
+                         f" {clean(row['response'])}")

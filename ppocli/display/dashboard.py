@@ -13,7 +13,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from ppocli.config import kinds
-from ppocli.text import BLOCKS, clean, figure, finite_number, sparkline
+from ppocli.text import BLOCKS, clean, figure, finite_number, sparkline, without_template
 
 RECENT = 8
 """steps whose mean duration the remaining time is told from"""
@@ -109,7 +109,11 @@ class Dashboard:
 
     def show(self, samples: Sequence[Sample], step: int) -> None:
         """Take samples of a step in place of the earlier ones."""
-        self.samples, self.samples_step = tuple(samples[:SAMPLES]), step
+        taken = samples[:SAMPLES]
+        said = without_template([prompt for prompt, _, _ in taken])
+        self.samples = tuple((prompt, response, score) for prompt, (_, response, score)
+                             in zip(said, taken, strict=True))
+        self.samples_step = step
 
     @property
     def done(self) -> int:
@@ -134,7 +138,8 @@ class Dashboard:
             found.append(Text(more + _one_line(self.warnings[-1]), style="bold yellow"))
         if self.samples:
             found += [Text(f"samples of step {self.samples_step}", style="dim"),
-                      *(_sample_line(sample, width) for sample in self.samples)]
+                      *(_sample_line(sample, width, self._figure("reward/mean"))
+                        for sample in self.samples)]
         for line in found:
             line.no_wrap = True
             line.truncate(width, overflow="ellipsis")
@@ -204,14 +209,16 @@ class Dashboard:
         return finite_number(self.row.get(name))
 
 
-def _sample_line(sample: Sample, width: int) -> Text:
+def _sample_line(sample: Sample, width: int, usual: float | None) -> Text:
+    """A sample behind its score, which is green from the step's mean on, below it yellow."""
     prompt, response = map(_one_line, sample[:2])
     value = finite_number(sample[2])
     score = f"{'none' if value is None else f'{value:.2f}':>6}  "
     room = width - len(score) - 3
     # what a response follows is a prompt's end
     prompt = _end_of(prompt, max(room // 3, room - cell_len(response), 1))
-    return Text.assemble((score, "cyan"), (f"{prompt} │ ", "dim"), response)
+    colour = "cyan" if value is None or usual is None else "green" if value >= usual else "yellow"
+    return Text.assemble((score, colour), (f"{prompt} │ ", "dim"), response)
 
 
 def _one_line(text: str) -> str:

@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable
 
 import pytest
+from rich.console import Console
 from rich.text import Text
 from terminal import Screen
 
-from ppocli.display.console import open_display
+from ppocli.display.console import closing_table, keep_log, open_display, row_lines
 from ppocli.display.dashboard import Dashboard, duration
 from ppocli.display.live_view import LiveView, Outlet
 from ppocli.parallel.host_memory import resident_mib
-from ppocli.text import sparkline
+from ppocli.text import sparkline, without_template
 
 
 def row(step: int, **more: float | None) -> dict:
@@ -337,6 +338,7 @@ def show_a_step(tmp_path, mode: str) -> None:
 @pytest.mark.parametrize(("mode", "term"), [("lines", "xterm"), ("auto", "dumb"), ("auto", "")])
 def test_plain_lines_where_asked_for_or_needed(mode, term, on_terminal, tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", term)
+    monkeypatch.setenv("COLUMNS", "200")
     seen = on_terminal(lambda: show_a_step(tmp_path, mode))
     assert seen.startswith("step 1/3  reward 0.125±0.100  kl 2.00  len 8.0  loss 0.000/0.100  clip "
                            "0.00  lr 1.0e-05  10.0 s (rollout 3.0 reward 0.5 scoring 0.5 optimize "
@@ -367,3 +369,59 @@ def test_a_resumed_run_shows_its_past(on_terminal, tmp_path):
             assert display.board.curves["reward"] == [step / 8 for step in range(1, 6)]
 
     assert "step 5/9 " in on_terminal(go_on)
+
+
+FIVE = "step 1/3  reward 0.125±0.100  kl 2.00  len 8.0  "
+FULL = FIVE + ("loss 0.000/0.100  clip 0.00  lr 1.0e-05  10.0 s (rollout 3.0 reward 0.5 "
+               "scoring 0.5 optimize 6.0, 9876 tokens/s)")
+
+
+@pytest.mark.parametrize(("columns", "line"), [
+    (80, FIVE + "10.0 s"), (120, FIVE + "loss 0.000/0.100  clip 0.00  lr 1.0e-05  10.0 s"),
+    (160, FULL), (150, FULL.replace(", 9876 tokens/s", "")), (30, FIVE + "10.0 s")])
+def test_a_step_is_one_line_of_the_terminal_and_whole_in_the_log(
+        on_terminal, tmp_path, monkeypatch, columns, line):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    def step() -> None:
+        with open_display(tmp_path / "ppocli.log", "lines") as display:
+            keep_log()
+            display.step(row(1), 3)
+    assert on_terminal(step) == line + "\n"
+    assert (tmp_path / "ppocli.log").read_text().endswith(f"INFO {FULL}\n")
+
+
+def test_lines_of_other_tasks_fit_too():
+    of_sft = {"step": 3, "loss/total": 0.5, "sft/accuracy": 0.75, "sft/tokens": 96.0, "lr": 1e-5,
+              "time/step": 2.0, "tokens_per_second/optimize": 480.0, "eval/loss": 0.25,
+              "eval/loss_stderr": 0.5}
+    full, evaluated = row_lines(of_sft, 9)
+    assert full == ("step 3/9  loss 0.500  accuracy 0.750  tokens 96  lr 1.0e-05  2.0 s "
+                    "(480 tokens/s)")
+    assert evaluated == "eval at step 3  loss 0.250±0.500"
+    assert row_lines(of_sft, 9, 60)[0] == "step 3/9  loss 0.500  accuracy 0.750  tokens 96  2.0 s"
+
+
+CHATS = [f"<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n{said}<|im_end|>\n"
+         "<|im_start|>assistant\n" for said in ("What is a cat?", "What is [2]?")]
+
+
+def test_chats_are_shown_by_what_the_users_said(board, tmp_path):
+    rows = [{"prompt": prompt, "response": "It is.", "score": score}
+            for prompt, score in zip(CHATS, (0.5, 0.25), strict=True)]
+    worse = [{**each, "score": 0.4} for each in rows]
+    board.show([(each["prompt"], each["response"], each["score"]) for each in rows], 5)
+    seen = "\n".join(shown(board, 80))
+    assert "What is a cat? │ It is." in seen
+    assert "im_start" not in seen
+    console = Console(file=io.StringIO(), width=80, color_system="standard", force_terminal=True)
+    figures = {"reward_mean": 0.5, "kl_mean": 1.0}
+    console.print(closing_table(figures, figures, list(zip(worse, rows, strict=True))))
+    seen = console.file.getvalue()
+    assert "│ What is [2]?" in seen
+    assert "im_start" not in seen
+    assert "\x1b[32m[0.50]" in seen  # the higher one of two is green, the lower one red
+    assert "\x1b[31m[0.25]" in seen
+    alone = closing_table(None, figures, [(None, each) for each in rows])
+    assert [column.header for column in alone.columns] == ["", "after"]
+    assert without_template(["The film", "The cast"]) == ["The film", "The cast"]
+    assert without_template(CHATS[:1]) == CHATS[:1]
