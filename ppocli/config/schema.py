@@ -294,8 +294,8 @@ class HardwareConfig:
     gather_for_generation: bool = key(True, "ZeRO 3: whole weights on each process in rollouts")
     deepspeed_config: Optional[str] = key(None, "a DeepSpeed JSON file of your own; what it leaves "
                                           "open is filled in")
-    memory_check: str = key("error", "what a run does that surely does not fit into memory, before "
-                            "it loads weights: stop, warn, or not look",
+    memory_check: str = key("error", "what a run does that surely does not fit into memory or onto "
+                            "the disk, before it loads weights: stop, warn, or not look",
                             choices=("error", "warn", "off"))
     timeout_seconds: int = key(1800, "how long a process waits for the others", ge=1)
 

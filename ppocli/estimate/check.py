@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from ppocli.config import algorithm, tasks
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.episodes import longest_response, longest_rollout
 from ppocli.config.schema import TrainConfig, reference_kind
-from ppocli.errors import OutOfMemoryError, PpocliError
+from ppocli.errors import DiskError, OutOfMemoryError, PpocliError
 from ppocli.estimate import memory, passes
 from ppocli.estimate.memory import FROZEN, Layout, Line
 from ppocli.estimate.parts import Models, Part, count, models_of, output_head, parts_of
@@ -22,7 +23,8 @@ from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.host_memory import GIVEN, Room, room_here
 from ppocli.parallel.onednn import probe
-from ppocli.text import first_line, format_memory
+from ppocli.storage.atomic import free_bytes
+from ppocli.text import first_line, format_bytes, format_memory
 
 log = logging.getLogger("ppocli")
 
@@ -211,6 +213,34 @@ def check_memory(cfg: TrainConfig, lm_config: Any, *, prompt_tokens: int, device
         log.info("Of the memory of this run left out: %s", "; ".join(
             f"{name} ({why})" for name, why in found.unknown.items()))
     refuse_or_warn(cfg, found, room, warn=warn)
+    if warn:
+        check_disk(cfg, found.disk)
+
+
+def check_disk(cfg: TrainConfig, disk: memory.Disk) -> None:
+    """Refuse a run whose disk has no room for one checkpoint or its model, warn of one that can't
+    keep all it is to keep. What the run, if it goes on, has on the disk counts as free.
+
+    Raises:
+        DiskError: there is no room, and ``hardware.memory_check`` is ``error``.
+    """
+    folder = Path(cfg.output_dir) / (cfg.run_name or "")
+    free, every = free_bytes(folder), cfg.checkpoint
+    if free is None:
+        return
+    free += sum(path.lstat().st_size for path in (folder / "checkpoints").rglob("*")
+                if path.is_file() and not path.is_symlink())
+    saves = every.every_steps is not None or every.every_minutes is not None
+    text = (f"this run needs {format_bytes(disk.checkpoint)} for each checkpoint and "
+            f"{format_bytes(disk.model)} for its model, {format_bytes(disk.run)} at most, and "
+            f"{format_bytes(free)} are free")
+    if free < max(disk.model, disk.checkpoint * saves) and cfg.hardware.memory_check == "error":
+        raise DiskError(f"Not enough disk space: {text}.", where=str(folder),
+                        fix="free some space or choose another output_dir; or "
+                        "hardware.memory_check=warn to try it all the same")
+    if free < disk.run:
+        log.warning("Disk space is short: %s. What makes it less: checkpoint.keep_last=1, "
+                    "checkpoint.keep_best=false.", text)
 
 
 def refuse_or_warn(cfg: TrainConfig, found: Estimate, room: Room, *, warn: bool = True) -> None:

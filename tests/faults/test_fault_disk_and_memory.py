@@ -2,6 +2,7 @@
 lost, and that numbers stay."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,6 +39,28 @@ def test_one_refusal_is_survived(command, inject, reference, world):
     inject("save.before_manifest@2:enospc")
     command(*words("run_name=r", stateful=True), code=0)
     assert_equal_runs(reference, world / "runs/r")
+
+
+@pytest.mark.parametrize(("free", "code", "said"), [
+    (50_000, 6, "Error: Not enough disk space: this run needs "),
+    (1_000_000, 0, "warning: Disk space is short: this run needs "), (10**9, 0, "")])
+def test_the_disk_is_looked_at_before_weights_are_loaded(
+        free, code, said, command, monkeypatch, world):
+    monkeypatch.setattr("ppocli.estimate.check.free_bytes", lambda folder: free)
+    ended = command(*words("run_name=r", "ppo.num_steps=1"), code=code)
+    assert said in ended.err
+    assert ("Disk space" in ended.err) == (free == 1_000_000)
+    assert (world / "runs/r").exists() == (code == 0)
+    if code:
+        assert "hardware.memory_check=warn" in ended.err
+        command(*words("run_name=r", "ppo.num_steps=1", "hardware.memory_check=warn"), code=0)
+        return
+    sizes = re.findall(r"needs (\d+) kB for each checkpoint and (\d+) kB", ended.err)
+    if sizes:  # what was foretold is what is there
+        for told, name in zip(sizes[0], ("checkpoints/step-000001", "model"), strict=True):
+            there = sum(part.stat().st_size for part in (world / "runs/r" / name).rglob("*")
+                        if part.is_file())
+            assert float(told) * 1000 == pytest.approx(there, rel=0.2)
 
 
 TMPFS = """\
