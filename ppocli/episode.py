@@ -1,9 +1,11 @@
 """What happens in an episode, as plain data: what an environment answers, and a sample of several
 turns as rewards, figures and people read it."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+from ppocli.text import finite_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,43 @@ def turn_rows(episode: Episode) -> list[dict[str, Any]]:
     """The turns as samples.jsonl and pages show them."""
     return [{"response": turn.response, "observation": turn.observation, "reward": turn.reward,
              **({"failed": turn.failed} if turn.failed else {})} for turn in episode.turns]
+
+
+POLICY, ENVIRONMENT = ">", "<"
+"""the marks of who has said something"""
+Sample = tuple[str, str | list[tuple[str, str]], float | None]
+"""prompt, response (of an episode what :func:`spoken` gives) and score, to be shown"""
+
+
+def spoken(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(:data:`POLICY` or :data:`ENVIRONMENT`, text) of an episode in its order, from its row of
+    samples.jsonl: a turn's reward other than 0 stands in brackets before the answer to it, and how
+    an episode was cut off at its end. Empty for a row of a single response."""
+    turns = row.get("turns")
+    if not isinstance(turns, list):
+        return []
+    found = [(ENVIRONMENT, str(row.get("opening", "")).strip())]
+    for turn in turns:
+        reward = finite_number(turn.get("reward"))
+        told = (f"[{reward:+g}]" if reward else "", str(turn.get("observation", "")).strip())
+        found += [(POLICY, str(turn.get("response", "")).strip()),
+                  (ENVIRONMENT, " ".join(filter(None, told)))]
+    if row.get("ended") not in (None, DONE):
+        found.append((ENVIRONMENT, f"(cut off: {row.get('error') or row['ended']})"))
+    return [(who, text) for who, text in found if text or who == POLICY]
+
+
+def transcript_of(row: Mapping[str, Any]) -> str:
+    """:func:`spoken` as lines, each behind its mark."""
+    return "\n".join(f"{who} {text}" for who, text in spoken(row))
+
+
+def in_a_table(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of samples.jsonl as trackers' tables take it: the same names for all, texts and numbers
+    alone."""
+    return dict(row) if "turns" not in row else {
+        **{name: value for name, value in row.items() if name not in ("opening", "error")},
+        "turns": transcript_of(row)}
 
 
 def turn_numbers(episodes: Sequence[Episode], width: int) -> list[list[int]]:

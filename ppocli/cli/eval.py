@@ -194,6 +194,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
 
 _NAMES = {"reward_mean": "reward", "reward_std": "reward std", "kl_mean": "KL to the base",
           "response_tokens_mean": "response tokens", "finished_share": "finished",
+          "turns_mean": "turns", "done_share": "ended by the environment",
           "distinct_1": "distinct-1", "distinct_2": "distinct-2", "distinct_3": "distinct-3"}
 
 

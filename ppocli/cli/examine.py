@@ -177,7 +177,7 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
                 check_reward_config(part, columns=columns)
     if config.env.fn is not None and not any(key.startswith("env") for key in wrong):
         with found.taking():
-            resolve(config.env, columns or ())
+            resolve(config.env, columns)
     for key, path, noun in (("task.fn", config.task.fn, "function"),
                             ("rollout.engine", config.rollout.engine, "class")):
         if path is not None and path not in (*OUR_ENGINES, *tasks.DATA_TASKS) and key not in wrong:

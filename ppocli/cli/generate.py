@@ -50,7 +50,7 @@ def generate(
         system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
         score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None,
         batch_size: int = option("N", "Samples decoded together.", default=64, min=1),
-        as_json: AsJson = False) -> None:
+        env: opt.Env = False, as_json: AsJson = False) -> None:
     """Sample responses from a run, a checkpoint or a model.
 
     Prompts come from --prompt, --prompts or standard input. Sampling follows the run's
@@ -63,10 +63,18 @@ def generate(
       ppocli generate runs/NAME --prompt "The film was" --against base --score
       ppocli generate ./model --temperature 0.7 --max-new-tokens 60 < prompts.txt
       ppocli generate runs/NAME -p "Hello" --reward length reward.kwargs.target=20
+      ppocli generate runs/NAME --env prompts.eval.limit=4
     """
     from ppocli.cli.sampling_request import find_models, loaded, sampling_request
 
     request = sampling_request(ctx)
+    if env:
+        from ppocli.cli import episodes
+
+        episodes.generate(request, episode_words(prompt, prompts_file, column, chat, batch_size),
+                          None if prompts_file == "-" else prompts_file, num_samples,
+                          as_json=as_json)
+        return
     lines = given_lines(prompt, prompts_file)
     chosen = find_models(request)
     chat = chosen.cfg.prompts.chat if chat is None else chat
@@ -111,7 +119,9 @@ def chat(
         greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
         trust: opt.Trust = False,
         system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
-        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None) -> None:
+        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None,
+        env: opt.Env = False,
+        watch: bool = opt.flag("With --env: the policy plays, and you look on.")) -> None:
     """Chat with a run, a checkpoint or a model in the terminal.
 
     Answers appear as they are sampled. With a chat template the conversation is kept; without one
@@ -123,14 +133,22 @@ def chat(
       ppocli chat
       ppocli chat runs/NAME --score
       ppocli chat runs/NAME --against base --temperature 0.7
+      ppocli chat runs/NAME --env
     """
     from ppocli.cli.sampling_request import sampling_request
 
     request = sampling_request(ctx)
+    if watch and not env:
+        raise ConfigError("There is no game to watch.", where="--watch", fix="add --env")
     if not sys.stdin.isatty():
         raise ConfigError("ppocli chat needs a terminal, and standard input isn't one.",
                           where="standard input",
                           fix="ppocli generate takes prompts from a pipe or a file")
+    if env:
+        from ppocli.cli import episodes
+
+        episodes.chat(request, watch=watch)
+        return
     from ppocli.cli.chat import converse
 
     converse(request)
@@ -168,6 +186,19 @@ def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | 
         raise ConfigError("There are no prompts: standard input is empty.", where="command line",
                           fix=HOW)
     return lines[:-1] if lines[-1] == "" else lines
+
+
+def episode_words(prompts: Sequence[str] | None, file: str | None, column: str, chat: bool | None,
+                  batch: int) -> list[str]:
+    """The options of ``generate --env`` on prompts, as words; without any the run's own are played.
+    """
+    from ppocli.config.resolved import literal
+
+    items = prompts or (given_lines(prompts, file) if prompts or file else None)
+    return [f"ppo.chunk_size={batch}", *([] if chat is None else [f"prompts.chat={chat}"]),
+            *([] if file is None else [f"prompts.column={literal(column)}"]),
+            *([] if items is None else ["prompts.eval.path=null", "prompts.eval.items=["
+                                        + ",".join(map(literal, items)) + "]"])]
 
 
 def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat: bool

@@ -225,6 +225,9 @@ Against = Annotated[str | None, typer.Option(
 
 # of generate and chat
 Score = Annotated[bool, typer.Option("--score", help="Score each response with the run's reward.")]
+Env = Annotated[bool, typer.Option(
+    "--env", help="Play the run's environment (env.fn); prompts are those of its evaluation unless "
+    "others are given.")]
 Seed = Annotated[int, typer.Option(
     metavar="N", min=0, help="Equal seeds give equal responses.")]
 System = Annotated[str | None, typer.Option(

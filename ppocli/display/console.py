@@ -21,6 +21,7 @@ from rich.text import Text
 
 from ppocli.config.secrets import safe_text
 from ppocli.display import dashboard, live_view
+from ppocli.episode import spoken
 from ppocli.storage import run_folder, run_logs
 from ppocli.text import clean, figure, without_template
 
@@ -324,7 +325,8 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
     sides = ("before", "after") if before is not None else ("after",)
     for name in ("", *sides):
         table.add_column(name, overflow="fold")
-    ours = ("reward_mean", "kl_mean", "response_tokens_mean", "distinct_2")
+    ours = ("reward_mean", "kl_mean", "response_tokens_mean", "distinct_2", "turns_mean",
+            "done_share")
     shown = [name for name in after if name in ours or name.startswith("metrics/")]
     for name in shown if "reward_mean" in after else _without_errors(after):
         figures = ["" if row is None else figure(row.get(name), 3) + _error(row, name)
@@ -347,5 +349,5 @@ def _sample(row: dict[str, Any] | None, other: dict[str, Any] | None, scored: bo
     score, against = row["score"], None if other is None else other["score"]
     style = "" if score is None or against is None or score == against else (
         "green" if score > against else "red")
-    return Text.assemble((f"[{'none' if score is None else f'{score:.2f}'}]", style),
-                         f" {clean(row['response'])}")
+    return Text.assemble((f"[{'none' if score is None else f'{score:.2f}'}]", style), " ",
+                         dashboard.said_by(spoken(row) or str(row["response"])))

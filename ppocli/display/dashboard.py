@@ -13,6 +13,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from ppocli.config import kinds
+from ppocli.episode import POLICY, Sample
 from ppocli.text import BLOCKS, clean, figure, finite_number, sparkline, without_template
 
 RECENT = 8
@@ -25,10 +26,6 @@ _TO_ASCII = str.maketrans("─━│…⏎" + BLOCKS, "-#|~/" + "_.-=+*#@")
 _PHASES = ("rollout", "reward", "scoring", "optimize")
 _NEXT = {"rollout": "reward", "reward": "scoring", "scoring": "rollout"}
 """phase of a chunk: the one after it"""
-
-
-Sample = tuple[str, str, float | None]
-"""prompt, response and score"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,14 +208,22 @@ class Dashboard:
 
 def _sample_line(sample: Sample, width: int, usual: float | None) -> Text:
     """A sample behind its score, which is green from the step's mean on, below it yellow."""
-    prompt, response = map(_one_line, sample[:2])
+    prompt, response = _one_line(sample[0]), said_by(sample[1])
     value = finite_number(sample[2])
     score = f"{'none' if value is None else f'{value:.2f}':>6}  "
     room = width - len(score) - 3
     # what a response follows is a prompt's end
-    prompt = _end_of(prompt, max(room // 3, room - cell_len(response), 1))
+    prompt = _end_of(prompt, max(room // 3, room - response.cell_len, 1))
     colour = "cyan" if value is None or usual is None else "green" if value >= usual else "yellow"
     return Text.assemble((score, colour), (f"{prompt} │ ", "dim"), response)
+
+
+def said_by(response: str | list[tuple[str, str]]) -> Text:
+    """A response on one line; of an episode what the environment said dim."""
+    if isinstance(response, str):
+        return Text(_one_line(response))
+    return Text(" ").join(Text(f"{who} {_one_line(text)}", "" if who == POLICY else "dim")
+                          for who, text in response)
 
 
 def _one_line(text: str) -> str:

@@ -20,7 +20,7 @@ from ppocli.episode import Step
 from ppocli.errors import RewardError
 from ppocli.ppo.noise import USER
 from ppocli.rewards import guard
-from ppocli.text import said
+from ppocli.text import said, short_path
 from ppocli.user_code import raised_at, shorten
 
 
@@ -157,10 +157,13 @@ class Calls:
     def _failed(self, call: Called, error: BaseException) -> RewardError:
         doing = "reset" if call.turn == 0 else f"step, turn {call.turn},"
         shown = "" if call.turn == 0 else f"\n  response: {shorten(str(call.given['response']))}"
+        where = raised_at(error, self.what.file)
+        if where is None or where.startswith(short_path(__file__)):  # of what it returned
+            where = "env.fn"
         return RewardError(
             f"{self.what.label} failed in {doing} of episode {call.episode}: "
             f"{type(error).__name__}: {said(error)}{shown}",
-            where=raised_at(error, self.what.file) or "env.fn",
+            where=where,
             fix="mend the environment; env.on_error=truncate ends such episodes where they are, "
                 "drop leaves them out, env.retries=N tries again")
 

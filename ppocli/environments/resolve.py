@@ -67,11 +67,11 @@ def _located(cfg: EnvConfig) -> list[Located]:
         return [locate(Wanted(str(cfg.fn), "env.fn", ENVIRONMENT))]
 
 
-def resolve(cfg: EnvConfig, columns: Collection[str]) -> EnvironmentClass:
+def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass:
     """Import and check what is to be played.
 
     Args:
-        columns: metadata columns of the prompts.
+        columns: metadata columns of the prompts; None while they aren't known.
 
     Raises:
         RewardError: the path leads to nothing, a method is missing, or one asks for what there
@@ -114,18 +114,19 @@ def resolve(cfg: EnvConfig, columns: Collection[str]) -> EnvironmentClass:
                             inspect.iscoroutinefunction(step), deterministic)
 
 
-def _reset_names(cls: Any, located: Located, columns: Collection[str]) -> frozenset[str] | None:
+def _reset_names(cls: Any, located: Located, columns: Collection[str] | None
+                 ) -> frozenset[str] | None:
     """What ``reset`` takes by name.
 
     Raises:
         RewardError: it asks for what there isn't.
     """
     parameters = list(inspect.signature(cls.reset).parameters.values())[1:]
-    known = {"prompt", "messages", "rng", *columns}
-    for parameter in parameters:
+    known = {"prompt", "messages", "rng", *(columns or ())}
+    for parameter in () if columns is None else parameters:
         if (parameter.kind in _NAMED and parameter.default is Parameter.empty
                 and parameter.name not in known):
-            listed = ", ".join(sorted(columns)) or "none"
+            listed = ", ".join(sorted(columns or ())) or "none"
             raise RewardError(
                 f"{located.label}: reset asks for {parameter.name!r}, which nothing provides. "
                 f"{suggestion(parameter.name, known)}".rstrip(), where="env.fn",

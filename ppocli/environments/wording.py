@@ -93,7 +93,7 @@ class ChatWords:
             told[-1] = {**told[-1], "content": f"{told[-1]['content']}{said}"}
         elif said is not None:
             told += said
-            text = _text_of(said)
+            text = text_of(said)
         return self._ids(self._render(told, ask=True)), Said([], text)
 
     def between(self, said: Any, *, ended: bool = True, last: int | None = None) -> Said:
@@ -106,10 +106,11 @@ class ChatWords:
         rest = whole[len(before):]
         own = "" if last is None or not ended else self.tokenizer.decode([last])
         ids = self._ids(rest.removeprefix(own) if own else rest)
-        return Said(ids, _text_of(messages))
+        return Said(ids, text_of(messages))
 
 
-def _text_of(messages: Sequence[Any]) -> str:
+def text_of(messages: Sequence[Any]) -> str:
+    """Messages as samples show them."""
     return "".join(f"\n[{one.get('role', 'user')}] {one.get('content', '')}\n" for one in messages)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ppocli.episode import DONE
 from ppocli.evaluation.request import Row
 from ppocli.runs.pictures import Line, Panel, draw
 from ppocli.runs.target import Target
@@ -38,6 +39,8 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
     for row in rows:
         means = {"reward_mean": row["score"], "kl_mean": row["kl"],
                  "response_tokens_mean": row["response_tokens"], "finished_share": row["finished"],
+                 **({"turns_mean": len(row["turns"]), "done_share": row["ended"] == DONE}
+                    if "turns" in row else {}),
                  **{f"reward/{name}": value for name, value in row["rewards"].items()},
                  **{f"metrics/{name}": value for name, value in row["metrics"].items()}}
         for name, value in means.items():

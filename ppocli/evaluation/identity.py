@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ppocli.environments.resolve import code_files
 from ppocli.errors import CheckpointError
 from ppocli.evaluation import request as files
 from ppocli.evaluation.request import EvalRequest
@@ -51,9 +52,11 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         objects: what took the place of reward and metric.
     """
     cfg = session.cfg
+    plays = {} if cfg.env.fn is None else {"env": asdict(cfg.env)}
     code = [file for judge in _judges(session) for file in judge.code_files]
+    code += code_files(cfg.env) if plays else []
     return {
-        "seed": cfg.seed,
+        "seed": cfg.seed, **plays,
         "targets": [target.model for target in targets],
         "frontier": frontier,
         "generation": json.loads(json.dumps(asdict(session.eval_sampling))),

@@ -222,6 +222,10 @@ def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonO
         words = words.adding(f"ppo.optimizer.lr={float(first.get('initial_lr', first['lr']))!r}")
     composed = compose(words)
     refuse_objects(composed.config, objects)
+    if composed.config.env.fn is not None:
+        raise ConfigError("PPOTrainer plays no environment: each sample of a loop of your own is "
+                          "one response.", where="env.fn",
+                          fix="ppocli.train() and ppocli train play it")
     checked = check(composed, PROVIDED | {"reward.fn"} | (
         {"prompts.items"} if objects.prompts is not None else set()))
     return checked if composed.recipe else replace(checked, name="loop")

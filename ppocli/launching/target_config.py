@@ -19,7 +19,7 @@ from ppocli.text import short_path
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked, Composed
 
-JUDGED = ("model.", "reward.")
+JUDGED = ("model.", "reward.", "env.")
 """beginnings of the keys whose code runs where a policy is judged"""
 
 
@@ -78,7 +78,7 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
         base = _going_on(target.run_dir, trusts)
     else:
         base = ["ppo.num_steps=1", *(_start_of(target.model) if run is None else _own(run))]
-        if needs_reward and not given & {"reward.fn", "reward.fns"} and not any(
+        if needs_reward and not given & {"reward.fn", "reward.fns", "env.fn"} and not any(
                 name.startswith("reward.fns.") for name in given):
             raise ConfigError(f"{target.name} is a model and brings no reward of its own.",
                               where="--reward", fix="--reward module:function, or a built-in such "

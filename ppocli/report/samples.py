@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ppocli.episode import spoken
 from ppocli.runs.record import RunRecord, first_of_each_prompt, said
 from ppocli.text import BLOCKS, finite_number, printable
 
@@ -25,8 +26,8 @@ class Samples:
     pairs: list[dict[str, Any]]
     """different prompts in the order of the evaluation, so nothing is picked: ``prompt``; its
     responses ``before``, ``after``, and those at the steps ``between``, each with ``text``,
-    ``score``, ``kl``, ``tokens`` and ``finished``; ``reference``, the reference's
-    own where the run kept it (``eval.ref_responses``)"""
+    ``turns`` (as of :func:`ppocli.episode.spoken`), ``score``, ``kl``, ``tokens`` and ``finished``;
+    ``reference``, the reference's own where the run kept it (``eval.ref_responses``)"""
     between: list[int]
     """steps of evaluations after the first and before the last, evenly chosen if they are many"""
     prompts: int
@@ -94,7 +95,8 @@ def _response(row: dict[str, Any] | None) -> dict[str, Any] | None:
     if row is None:
         return None
     tokens, finished = row.get("response_tokens"), row.get("finished")
-    return {"text": shown(said(row)), "score": finite_number(row.get("score")),
+    return {"text": shown(said(row)), "turns": [(who, shown(text)) for who, text in spoken(row)],
+            "score": finite_number(row.get("score")),
             "kl": finite_number(row.get("kl")),
             "tokens": tokens if isinstance(tokens, int) else None,
             "finished": finished if isinstance(finished, bool) else None}

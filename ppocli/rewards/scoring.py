@@ -215,7 +215,7 @@ def build_reward(cfg: RewardConfig, *,
 
     Raises:
         RewardError: an import path, a signature or an argument is wrong.
-        ConfigError: ``reward_fn`` is empty.
+        ConfigError: ``reward_fn`` is empty, or nothing gives a reward.
         InputError: a built-in's model is missing or unusable.
     """
     reward = _reward(cfg, reward_fn)
@@ -223,6 +223,10 @@ def build_reward(cfg: RewardConfig, *,
         own = {"dense": env.max_turns > 1, "drop": env.on_error == "drop"}
         reward = replace(reward, parts=(Part("env", bind(EnvironmentReward, own, key="env.fn")),
                                         *reward.parts))
+    if not reward.parts:
+        raise ConfigError("There is no reward function: an environment gives the rewards (env.fn).",
+                          where="reward.fn", fix="ppocli eval and ppocli generate --env play it; "
+                          "or name a function: reward.fn=my_rewards:score")
     return reward._ready(columns, first)
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ppocli.config import bounded, kept, resolved, schema, tasks
 from ppocli.config.problems import shown
+from ppocli.episode import transcript_of
 from ppocli.errors import CheckpointError
 from ppocli.storage import atomic, environment, retention, run_logs, signature
 from ppocli.storage.run_folder import (
@@ -142,9 +143,10 @@ def first_of_each_prompt(samples: Iterable[dict[str, Any]]) -> dict[str, dict[st
 
 
 def said(row: dict[str, Any]) -> str:
-    """What a row of samples.jsonl holds: the response, or of a pair both with their scores."""
+    """What a row of samples.jsonl holds: the response; of an episode its turns, line by line; of a
+    pair both with their scores."""
     if "chosen" not in row:
-        return str(row.get("response", ""))
+        return transcript_of(row) or str(row.get("response", ""))
     return "\n".join(f"{name} [{figure(row.get(f'{name}_score'), 3)}] {row.get(name)}"
                      for name in ("chosen", "rejected"))
 

@@ -25,6 +25,7 @@ from typing import Any
 import yaml
 
 from ppocli.config import keys, schema, secrets
+from ppocli.episode import in_a_table
 from ppocli.errors import StoppedError
 from ppocli.storage.run_folder import RunFolder
 from ppocli.text import each_text, short_path
@@ -115,7 +116,7 @@ class TrackerProcess:
 
     def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """The samples of a step's evaluation, before its row."""
-        self._send("samples", (step, samples[:TABLE_ROWS]))
+        self._send("samples", (step, list(map(in_a_table, samples[:TABLE_ROWS]))))
 
     def _send(self, kind: str, what: Any) -> None:
         self._listen()

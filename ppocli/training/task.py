@@ -18,6 +18,7 @@ import torch
 
 from ppocli.config import tasks
 from ppocli.config.schema import TrainConfig
+from ppocli.episode import Sample
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.training import optimizers, saved_model
@@ -305,7 +306,7 @@ class Task(ABC):
         """The number of parts in which the next batch is collected, for the display."""
         return 1
 
-    def preview(self, batch: Any) -> list[tuple[str, str, float | None]]:
+    def preview(self, batch: Any) -> list[Sample]:
         """(prompt, text, score) of a few samples, to be shown."""
         return []
 

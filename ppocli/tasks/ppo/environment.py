@@ -13,7 +13,8 @@ from ppocli.sampling.sampler import Sampler, SamplerSetup
 log = logging.getLogger("ppocli")
 
 
-def environment_of(cfg: schema.TrainConfig, prompts: prompt_set.PromptSet) -> Calls | None:
+def environment_of(cfg: schema.TrainConfig, prompts: prompt_set.PromptSet,
+                   *others: prompt_set.PromptSet) -> Calls | None:
     """What plays ``env.fn``, tried once on the first prompt; None where there is none.
 
     Raises:
@@ -23,7 +24,8 @@ def environment_of(cfg: schema.TrainConfig, prompts: prompt_set.PromptSet) -> Ca
         return None
     for path in code_files(cfg.env):
         log.info("running code from %s", path)
-    calls = Calls(resolve(cfg.env, list(prompts.columns)), cfg.env, cfg.seed)
+    found, *_ = [resolve(cfg.env, list(one.columns)) for one in (prompts, *others)]
+    calls = Calls(found, cfg.env, cfg.seed)
     calls.rehearse(prompts)
     if not calls.what.deterministic:
         log.warning("%s says that it keeps state outside (deterministic = False): a resumed run "

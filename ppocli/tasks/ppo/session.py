@@ -164,9 +164,9 @@ def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
     if longest >= limit:
         count = num_virtual_tokens(lm)
         beside = f" beside its {count} virtual tokens" if count else ""
+        key = "generation.max_new_tokens" if cfg.env.fn is None else "env.max_tokens"
         raise ConfigError(f"{longest} new tokens leave no room for a prompt: the model has "
-                          f"{limit} positions{beside}.", where="generation.max_new_tokens",
-                          fix=f"set generation.max_new_tokens below {limit}")
+                          f"{limit} positions{beside}.", where=key, fix=f"set {key} below {limit}")
     return limit if has_encoder(lm) else limit - longest
 
 
@@ -291,7 +291,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     cfg = replace(cfg, reward=_with_stored_scale(reward))  # with the style of each function
     tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
-    plays = environment_of(cfg, prompts)
+    plays = environment_of(cfg, prompts, eval_prompts)
     examples = supervised.read_mixed_in(cfg, tokenizer, unloaded)
     for note in () if examples is None else examples.notes:
         log.info("ppo.ptx.data: %s", note)

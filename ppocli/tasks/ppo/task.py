@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from ppocli.config import algorithm, schema
 from ppocli.config.episodes import longest_rollout
+from ppocli.episode import Sample, spoken
 from ppocli.models import layer_stack, layout
 from ppocli.models.fast.frozen_states import keep_states, known_states
 from ppocli.models.head import HeadWeights, OtherHead
@@ -259,9 +260,11 @@ class PPOTask(task.Task):
         return {"policy": optimizers.lr_factor(ppo.scheduler, update, total),
                 "value": optimizers.lr_factor(algorithm.value_scheduler(ppo), update, total)}
 
-    def preview(self, batch: records.Rollout) -> list[tuple[str, str, float | None]]:
+    def preview(self, batch: records.Rollout) -> list[Sample]:
         """As :class:`Task`."""
-        return list(zip(batch.prompts.texts, batch.responses, batch.shown_scores, strict=True))[:4]
+        said: list[Any] = [spoken(figures.episode_row(one)) for one in batch.episodes]
+        return list(zip(batch.prompts.texts, said or batch.responses, batch.shown_scores,
+                        strict=True))[:4]
 
     def sample_rows(self, batch: records.Rollout, step: int) -> list[dict[str, Any]]:
         """As :class:`Task`."""

@@ -1,0 +1,198 @@
+"""``--env`` of ``ppocli generate`` and ``ppocli chat``: the environment of a run is played, by its
+policy or by a person."""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ppocli.cli.output import complain, say, show_text, working
+from ppocli.cli.sampling_request import SamplingRequest
+from ppocli.config.resolved import with_values
+from ppocli.environments.calls import Answered, Called, Calls
+from ppocli.environments.wording import text_of
+from ppocli.episode import POLICY, spoken
+from ppocli.errors import ConfigError, StoppedError
+from ppocli.evaluation.request import EvalRequest
+from ppocli.launching.target_config import target_config
+from ppocli.parallel.backend import open_backend
+from ppocli.parallel.stop import StopFlag, signal_handlers
+from ppocli.runs.target import find_target
+from ppocli.sampling.episodes import EpisodeSampler
+from ppocli.sampling.samples import Generation
+from ppocli.storage import environment
+from ppocli.tasks.ppo.evaluate import evaluate_chunks
+from ppocli.tasks.ppo.session import EvalSession, build_eval_session
+from ppocli.text import clean, counted, cut, figure, printable
+from ppocli.training.task import PythonObjects
+
+LONGEST_HEADING = 100
+
+
+def generate(request: SamplingRequest, more: Sequence[str], prompts_file: str | None,
+             num_samples: int, *, as_json: bool) -> None:
+    """Play an episode, or several, of each prompt, and print them as they end.
+
+    Args:
+        more: words beside those of ``request``.
+        prompts_file: default: the prompts of the run's evaluation.
+    """
+    with working() as stop, _session(request, more, prompts_file, num_samples) as session:
+        for row in _played(session, stop):
+            if as_json:
+                print(json.dumps(row), flush=True)
+            else:
+                _show_heading(row)
+                _show(spoken(row))
+                _show_end(row)
+
+
+def chat(request: SamplingRequest, *, watch: bool) -> None:
+    """Play episodes of the run's evaluation prompts in a terminal, a person in the policy's place;
+    or ``watch`` the policy.
+
+    Raises:
+        StoppedError: left by Ctrl-C.
+    """
+    with working() as stop, _session(request, ["ppo.chunk_size=1"], None, 1) as session:
+        sampler: Any = session.sampler
+        calls = ShownCalls(sampler.calls, echo=watch)
+        inner: Any = sampler.inner if watch else Person(session)
+        plays = replace(session, sampler=EpisodeSampler(
+            inner, calls, session.tokenizer, chat=session.cfg.prompts.chat))
+        # while a line is awaited, Ctrl-C ends the waiting at once instead of setting a flag
+        with signal_handlers({signal.SIGINT: signal.default_int_handler}):
+            try:
+                for row in _played(plays, stop):
+                    _show(spoken({**row, "opening": "", "turns": []}))  # how it was cut off
+                    _show_end(row)
+                    if watch:
+                        input("(Enter: the next one, Ctrl-D: leave) ")
+            except EOFError:
+                print(flush=True)
+            except KeyboardInterrupt:
+                print(flush=True)
+                raise StoppedError("left by Ctrl-C", signal_number=signal.SIGINT) from None
+
+
+@contextmanager
+def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | None,
+             num_samples: int) -> Iterator[EvalSession]:
+    """What plays the run's evaluation under the flags and words of a command.
+
+    Raises:
+        ConfigError: there is no environment, or what has no place beside one.
+    """
+    for option, given in (("--against", request.against), ("--system", request.system)):
+        if given is not None:
+            raise ConfigError(f"{option} is for single responses.", where=f"{option}, --env",
+                              fix="leave it out")
+    target = find_target(request.run, say=say, step=request.step, best=request.best)
+    words = (*request.words, *more, *(
+        f"generation.{name}={json.dumps(value) if not isinstance(value, list) else value}"
+        for name, value in request.flags.items()))
+    asked = EvalRequest(words=words, prompts=prompts_file, reward=request.reward,
+                        num_samples=num_samples, seed=request.seed, trust=request.trust)
+    asked.check()
+    cfg = target_config(target, asked.overrides(target), needs_reward=True, needs_prompts=True,
+                        trusts=request.trust)
+    if cfg.env.fn is None:
+        raise ConfigError(f"{target.name} has no environment.", where="--env",
+                          fix="name one: env.fn=my_env.py:Class; or leave out --env")
+    cfg = with_values(cfg, {"model.reference.kind": "none"})
+    with open_backend(cfg.hardware, environment.products_of(target.run_dir)) as backend:
+        yield build_eval_session(cfg, backend, PythonObjects(), policy=target.model)
+
+
+def _played(session: EvalSession, stop: StopFlag) -> Iterator[dict[str, Any]]:
+    with session.acting() as acting:
+        for chunk in evaluate_chunks(acting, stop):
+            count = len(session.eval_prompts)
+            for number, row in enumerate(chunk.samples, start=chunk.start):
+                yield {"prompt_index": number % count, "sample": number // count,
+                       **{name: value for name, value in row.items() if name != "kl"}}
+
+
+class Person:
+    """Stands where a sampler stands: what is typed are the policy's words."""
+
+    repeatable, logprobs_match = False, True
+
+    def __init__(self, session: EvalSession) -> None:
+        self.acting = session.sampler.acting
+        self._tokenizer, self._ends = session.tokenizer, sorted(session.eval_sampling.stop_ids)[:1]
+
+    @contextmanager
+    def converse(self, *_: Any, **__: Any) -> Iterator["Person"]:
+        """As of a sampler: the contexts are on the screen."""
+        yield self
+
+    def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
+              ) -> Generation:
+        """As :class:`~ppocli.sampling.conversation.Conversation`, of one context.
+
+        Raises:
+            EOFError, KeyboardInterrupt: the person leaves.
+        """
+        limit, ids = limits[0], list[int]()
+        while not 0 < len(ids) <= limit:
+            if ids:
+                complain(f"that is {counted(len(ids), 'token')}, and a turn has room for {limit}")
+            said = self._tokenizer(input("> "), add_special_tokens=False)["input_ids"]
+            ids = [*said, *self._ends[:limit - len(said)]]
+        tokens, zeros = torch.tensor([ids]), torch.zeros(1, len(ids))
+        return Generation(tokens, torch.ones_like(tokens, dtype=torch.bool), zeros, zeros,
+                          torch.tensor([ids[-1:] == self._ends]))
+
+
+class ShownCalls(Calls):
+    """Calls of an environment whose episodes are shown as they go.
+
+    Args:
+        echo: whether the policy's words are shown, too.
+    """
+
+    def __init__(self, calls: Calls, *, echo: bool) -> None:
+        super().__init__(calls.what, calls.cfg, calls.seed)
+        self._echo = echo
+
+    def answers(self, calls: Sequence[Called], stream: int) -> list[Answered]:
+        """As :meth:`Calls.answers`."""
+        for call in calls:
+            if call.turn == 0:
+                _show_heading({**call.given, "prompt_index": call.episode})
+            elif self._echo:
+                _show([(POLICY, call.given["response"])])
+        found = super().answers(calls, stream)
+        for call, one in zip(calls, found, strict=True):
+            if one.told is not None:
+                said = one.told.observation if call.turn else one.told
+                text = (said if isinstance(said, str) else text_of(said or ())).strip()
+                _show(spoken({"turns": [{"observation": text, "reward": getattr(
+                    one.told, "reward", 0.0)}]})[1:])
+        return found
+
+
+def _show_heading(row: dict[str, Any]) -> None:
+    number = f", sample {row['sample'] + 1}" if row.get("sample") else ""
+    show_text(f"== prompt {row['prompt_index'] + 1}{number}: "
+              f"{cut(clean(row['prompt']), LONGEST_HEADING)}")
+
+
+def _show(said: Sequence[tuple[str, str]]) -> None:
+    """Who has said what, each line behind the mark of who it was, the environment's dim."""
+    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    for who, text in said:
+        for line in text.split("\n"):
+            shown = printable(f"{who} {line}")
+            print(f"\x1b[2m{shown}\x1b[0m" if colours and who != POLICY else shown, flush=True)
+
+
+def _show_end(row: dict[str, Any]) -> None:
+    show_text(f"-- score {figure(row['score'], 3)}, {counted(len(row['turns']), 'turn')}\n")

@@ -1,0 +1,212 @@
+"""Environments (``env.fn``) by the command: training, kill and resume, evaluation, refusals."""
+
+import json
+import shutil
+from pathlib import Path
+
+import played
+import pytest
+from helpers import jsonl
+from runs import (
+    Command,
+    app_in_process,
+    assert_equal_runs,
+    copied,
+    make_world,
+    resumed,
+    run,
+    signed_again,
+    whole_copy,
+    words,
+)
+
+from ppocli import PPOTrainer
+from ppocli.errors import ConfigError
+
+PLAYS = ("env.fn=env.py:Words", "env.max_turns=3", "env.max_tokens=24",
+         "generation.max_new_tokens=5", "ppo.gae_unit=turn", "ppo.kl_controller=adaptive",
+         "ppo.target=0.5", "ppo.horizon=50", "reward.scale=running", "tracking.log_rollouts=true")
+RUN = "runs/plays"
+STEP = "step-000004"
+
+
+def playing(*more: str) -> list[str]:
+    """The command line of a short run in which the environment's rewards are the only ones."""
+    given = {word.partition("=")[0] for word in more}
+    return [word for word in words(*PLAYS, *more)
+            if not word.startswith("reward.fn=") or "reward.fn" in given]
+
+
+def with_environments(folder: Path) -> Path:
+    shutil.copy(played.__file__, folder / "env.py")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plays(tmp_path_factory) -> Path:
+    """A finished run, made by the command."""
+    world = with_environments(make_world(tmp_path_factory.mktemp("world")))
+    run("train", *playing("run_name=plays"), cwd=world, code=0)
+    return world / RUN
+
+
+@pytest.fixture
+def stage(world) -> Path:
+    """The current folder, with environments in it."""
+    return with_environments(world)
+
+
+@pytest.fixture
+def place(plays, stage) -> Path:
+    """The same with a copy of the run."""
+    (stage / "runs").mkdir()
+    config = whole_copy(plays, stage / RUN) / "config.yaml"
+    config.write_text(config.read_text().replace(str(plays.parents[1]), str(stage)))
+    signed_again(stage / RUN)
+    return stage
+
+
+@pytest.fixture
+def app(capsys) -> Command:
+    return app_in_process(capsys)
+
+
+# Training -----------------------------------------------------------------------------------------
+
+def test_a_run_has_turns_in_its_samples_and_figures_of_its_episodes(plays):
+    rows = jsonl(plays / "samples.jsonl")
+    rollouts = [row for row in rows if row["kind"] == "rollout"]
+    assert [row["episode"] for row in rollouts] == list(range(48))
+    for row in rows:
+        assert row["ended"] in ("done", "turns", "tokens")
+        assert 1 <= len(row["turns"]) <= 3
+        assert row["score"] == pytest.approx(sum(turn["reward"] for turn in row["turns"]))
+        assert row["response"] == row.get("opening", "") + "".join(
+            turn["response"] + turn["observation"] for turn in row["turns"])
+    assert len({len(row["turns"]) for row in rows}) == 3
+    figures = jsonl(plays / "metrics.jsonl")
+    for step in range(1, 5):
+        own, row = rollouts[12 * (step - 1):12 * step], figures[step]
+        assert row["env/turns_mean"] == sum(len(one["turns"]) for one in own) / 12
+        assert row["env/done_share"] == sum(one["ended"] == "done" for one in own) / 12
+        assert row["env/truncated_share"] == pytest.approx(1 - row["env/done_share"])
+        assert row["env/errors"] == row["env/tool_errors"] == 0
+    after = json.loads((plays / "summary.json").read_text())["eval_after"]
+    last = [row for row in rows if row["kind"] == "eval" and row["step"] == 4]
+    assert after["turns_mean"] == sum(len(one["turns"]) for one in last) / len(last)
+
+
+@pytest.mark.parametrize("fault", ["rollout.token@70:kill9", *(
+    pytest.param(fault, marks=pytest.mark.slow) for fault in (
+        "score.before@4:kill9", "optimize.minibatch@5:kill9", "save.before_rename@2:kill9"))])
+def test_kill9_and_resume_give_the_same_run(fault, plays, stage, command):
+    killed = run("train", *playing("run_name=plays"), cwd=stage, PPOCLI_FAULTS=fault)
+    assert killed.code == -9, killed.err
+    command(*playing("run_name=plays", "resume=auto"), code=0)
+    assert_equal_runs(plays, stage / RUN)
+
+
+@pytest.mark.parametrize("more", [
+    ["env.fn=env.py:Slow", "reward.fn=rewards.py:score"],
+    ["env.workers=4", "ppo.advantage=grpo", "ppo.n=2", "ppo.gae_unit=token",
+     "env.fn=env.py:Failing", "env.on_error=truncate"]])
+def test_other_kinds_resume_exactly(more, stage, command):
+    command(*playing("run_name=straight", *more), code=0)
+    resumed(copied(stage / "runs/straight", stage / "runs/stopped", 1))
+    assert_equal_runs(stage / "runs/straight", stage / "runs/stopped")
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+WRONG = [
+    (["env.fn=env.py:Gone"], 7, "There is no 'Gone' in 'env.py'"),
+    (["env.fn=nowhere.py:Words"], 7, "nowhere.py"),
+    (["env.fn=env.py:Mute"], 7, "has no method step"),
+    (["env.fn=env.py:Needy"], 7, "reset asks for 'secret', which nothing provides"),
+    (["env.fn=env.py:Words", "env.kwargs.size=3"], 7, "can't be made with env.kwargs={'size': 3}"),
+    (["env.fn=env.py:add"], 7, "is no class"),
+    (["env.fn=env.py:Words", "env.max_turns=0"], 2, "env.max_turns"),
+    (["env.fn=tools"], 2, "env.fn=tools plays these functions, and there are none"),
+    (["env.fn=env.py:Words", "ppo.staleness=1"], 2, "not with an environment"),
+    (["ppo.gae_unit=turn"], 2, "only an environment (env.fn) makes several turns"),
+    (["env.max_turns=4"], 2, "this belongs to env.fn, which is not given")]
+
+
+@pytest.mark.parametrize(("given", "code", "said"), WRONG)
+def test_train_and_validate_refuse_the_same_before_a_model_loads(given, code, said, stage, app,
+                                                                monkeypatch):
+    from ppocli.models.loading import language_model
+
+    monkeypatch.setattr(language_model, "load_lm", None)
+    for name in ("validate", "train"):
+        ended = app(name, *words(*given), code=code)
+        assert said in ended.err, (name, ended.err)
+        assert not (stage / "runs").exists()
+
+
+def test_what_the_environment_does_in_its_rehearsal_ends_the_run(stage):
+    (stage / "env.py").write_text("class Rude:\n    def reset(self, prompt):\n        pass\n\n"
+                                  "    def step(self, response):\n        return 'no'\n")
+    ended = run("train", *playing("env.fn=env.py:Rude"), cwd=stage, code=7)
+    assert "failed in step, turn 1, of episode 0: TypeError: step returned \"'no'\"" in ended.err
+    assert "where: env.fn" in ended.err
+
+
+@pytest.mark.parametrize(("name", "more"), [
+    ("sft", ["data.path=prompts.jsonl", "data.format=text", "data.text_column=prompt"]),
+    ("reward-model", ["data.path=prompts.jsonl"])])
+def test_tasks_on_data_have_no_environment(name, more, stage, app):
+    ended = app(name, "model.path=./lm", *more, "env.fn=env.py:Words", code=2)
+    assert "env.fn" in ended.err
+
+
+def test_a_loop_of_ones_own_has_no_environment(stage):
+    with pytest.raises(ConfigError, match="plays no environment"):
+        PPOTrainer([word for word in playing() if "log_rollouts" not in word])
+
+
+# Evaluation ---------------------------------------------------------------------------------------
+
+def test_eval_plays_the_same_episodes_as_the_run(place, app):
+    app("eval", RUN, code=0)
+    figures = json.loads((place / RUN / "eval" / STEP / "eval.json").read_text())["figures"]
+    own = json.loads((place / RUN / "summary.json").read_text())["eval_after"]
+    assert {"turns_mean", "done_share"} < own.keys()
+    assert {name: figures[name] for name in own} == own
+    kept = jsonl(place / RUN / "eval" / STEP / "samples.jsonl")
+    trained = [row for row in jsonl(place / RUN / "samples.jsonl")
+               if row["kind"] == "eval" and row["step"] == 4]
+    assert [row["turns"] for row in kept] == [row["turns"] for row in trained]
+
+
+def test_an_evaluation_goes_on_only_with_the_same_environment(place, app):
+    fault = run("eval", RUN, "--name", "x", "ppo.chunk_size=2", cwd=place,
+                PPOCLI_FAULTS="score.before@2:kill9")
+    assert fault.code == -9
+    again = ["eval", RUN, "--name", "x", "--resume", "ppo.chunk_size=2"]
+    assert "env.max_turns: 3 -> 2" in app(*again, "env.max_turns=2", code=5).err
+    with (place / "env.py").open("a") as file:
+        file.write("\n# another one\n")
+    assert "env.py" in app(*again, code=5).err
+    with_environments(place)
+    assert "going on with" in app(*again, code=0).err
+
+
+def test_a_strangers_environment_needs_trust(place, app, monkeypatch):
+    shutil.copytree(place / RUN, place / "dl/run", symlinks=True)
+    config = place / "dl/run/config.yaml"
+    config.write_text(config.read_text().replace("max_turns: 3", "max_turns: 4"))
+    for command in ("eval dl/run", "generate dl/run --env"):
+        ended = app(*command.split(), code=5)
+        assert f"env.fn: {place / 'env.py'}:Words" in ended.err
+        assert "add --trust" in ended.err
+    app("generate", "dl/run", "-p", "the film", code=0)
+    app("eval", "dl/run", "--trust", code=0)
+
+
+def test_eval_plays_a_model_without_a_run(stage, app):
+    app("eval", "./lm", "env.fn=env.py:Words", "env.max_tokens=24", "--prompts", "prompts.jsonl",
+        "generation.max_new_tokens=5", "--limit", "3", code=0)
+    rows = jsonl(stage / "eval/lm/samples.jsonl")
+    assert all(row["turns"] for row in rows)
+    assert len(rows) == 3
