@@ -5,6 +5,7 @@ embeddings that are shared keep old weights.
 """
 
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -19,7 +20,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from ppocli.config.schema import TrainConfig
+from ppocli.config.schema import ModelConfig, TrainConfig
+from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode, load_decodable
 from ppocli.sampling.token_choice import SamplingSpec
@@ -33,11 +35,11 @@ right answer; an exception breaks the connection off"""
 class Engine:
     """The model and what is remembered between requests."""
 
-    def __init__(self, cfg: TrainConfig, tokenizer: Any, *, tied: bool = False,
+    def __init__(self, cfg: TrainConfig, *, name: str | None = None, tied: bool = False,
                  most_tokens: int = 64) -> None:
         loaded = load_decodable(cfg.model)
-        self.lm, self.tokenizer = loaded.lm, tokenizer
-        self.name = served_name(cfg, loaded.export_config)
+        self.lm, self.tokenizer = loaded.lm, load_tokenizer(cfg.model)
+        self.name = name or served_name(cfg, loaded.export_config)
         self.tied, self.most_tokens = tied, most_tokens
         self.head = torch.nn.Parameter(self.lm.get_output_embeddings().weight.detach().clone())
         self.lm.get_output_embeddings().weight = self.head
@@ -106,7 +108,7 @@ class Engine:
 
 
 @contextmanager
-def serving(engine: Engine, spoil: Spoilt = lambda *_: None) -> Iterator[str]:
+def serving(engine: Engine, spoil: Spoilt = lambda *_: None, port: int = 0) -> Iterator[str]:
     """The address of a server."""
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -136,7 +138,11 @@ def serving(engine: Engine, spoil: Spoilt = lambda *_: None) -> Iterator[str]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Quiet(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """Whoever asked is gone, which tests do on purpose."""
+
+    server = Quiet(("127.0.0.1", port), Handler)
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -167,3 +173,16 @@ def dying(after: int) -> Spoilt:
             raise ConnectionResetError
 
     return spoil
+
+
+def main() -> None:
+    """Serve in the place of ``vllm.entrypoints.openai.api_server``, with its words."""
+    words = dict(zip(sys.argv[1:], sys.argv[2:], strict=False))
+    engine = Engine(TrainConfig(model=ModelConfig(path=words["--model"])),
+                    name=words["--served-model-name"], most_tokens=int(words["--max-model-len"]))
+    with serving(engine, port=int(words["--port"])):
+        threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -244,6 +244,14 @@ class RolloutConfig:
     concurrency: int = key(128, "responses that each process has under way at each server", ge=1)
     weights_dir: Optional[str] = key(None, "folder through which servers get the weights, under "
                                      "the same path there (default: a temporary one)")
+    server_args: list[str] = key([], "list of further words of the servers' command: "
+                                 "[--tensor-parallel-size,'2']")
+    ahead: int = key(0, "1: servers sample for the next step while this one is trained on, with "
+                     "weights from before it", ge=0, le=1)
+    launch: bool = key(False, "start the servers of rollout.urls beside the run, and end them with "
+                       "it")
+    python: Optional[str] = key(None, "the Python of the environment that has vLLM, for "
+                                "rollout.launch")
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """Rules between the keys of servers that sample (``rollout.engine=vllm``) and all others."""
 
+from dataclasses import fields
+
 from ppocli.config import adapters, algorithm, schema
 from ppocli.config.keys import Rules
 from ppocli.config.secrets import VARIABLE, why_no_url
@@ -10,11 +12,22 @@ def server_rules(config: schema.TrainConfig) -> Rules:
     """Servers that sample: their addresses, and what can't be sent to them."""
     rollout, own = config.rollout, schema.RolloutConfig()
     if rollout.engine != "vllm":
-        for name in ("urls", "token_env", "timeout", "concurrency", "weights_dir"):
+        for name in (f.name for f in fields(own) if f.name not in ("engine", "kwargs")):
             yield (getattr(rollout, name) != getattr(own, name),
                    f"rollout.{name}, rollout.engine",
                    f"{name} belongs to servers: leave it out, or set rollout.engine=vllm")
         return
+    yield (rollout.ahead and config.ppo.staleness, "rollout.ahead, ppo.staleness",
+           "ahead=1 already trains on samples of the policy before: set one of them to 0")
+    yield (rollout.ahead and config.ppo.dynamic_sampling is not None,
+           "rollout.ahead, ppo.dynamic_sampling", "which prompts to draw more of is known from "
+           "scores, after the next step's samples were begun: set one of them to its default")
+    yield (rollout.launch and rollout.python is None, "rollout.launch, rollout.python",
+           "launch needs the Python of an environment that has vLLM: set rollout.python=PATH")
+    yield (rollout.python is not None and not rollout.launch, "rollout.python, rollout.launch",
+           "nothing is started: leave it out, or set rollout.launch=true")
+    yield (rollout.launch and config.hardware.num_nodes > 1, "rollout.launch, hardware.num_nodes",
+           "launch is for a run on one machine: start the servers by themselves")
     yield (not rollout.urls, "rollout.urls",
            "vllm needs a server: give rollout.urls=[http://127.0.0.1:8000], and start it as "
            "`ppocli vllm-command` prints it")

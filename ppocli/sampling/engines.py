@@ -8,6 +8,7 @@ from ppocli.models.loading.model_config import ModelFacts
 from ppocli.parallel.backend import Backend
 from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, TransformersSampler
 from ppocli.sampling.vllm.command import most_tokens, served_name
+from ppocli.sampling.vllm.launch import check_python
 from ppocli.sampling.vllm.sampler import VllmSampler, check_servers
 from ppocli.sampling.vllm.server import Server
 from ppocli.user_code import Kind, Wanted, build
@@ -36,7 +37,11 @@ def check_engine(cfg: schema.TrainConfig, backend: Backend, facts: ModelFacts, l
     Raises:
         SamplerError: which, and how to start it.
     """
-    if cfg.rollout.engine == "vllm":
+    if cfg.rollout.engine != "vllm":
+        return
+    if cfg.rollout.launch:
+        backend.ranks.first_does(lambda: check_python(cfg.rollout))
+    else:
         backend.ranks.first_does(lambda: check_servers(
             [Server(url, cfg.rollout) for url in cfg.rollout.urls], served_name(cfg, facts.config),
             most_tokens(cfg, longest_prompt)))

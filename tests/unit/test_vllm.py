@@ -2,6 +2,11 @@
 is in ``tests/outside/test_vllm_itself.py``."""
 
 import json
+import os
+import signal
+import socket
+import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+import vllm_double
 from helpers import checked, jsonl, refused, save_lm, save_talker
-from runs import command_in_process, words
+from runs import app_in_process, command_in_process, run, spawn, wait_for, words
 from sessions import rollout_of, session_of, set_keys, small_config
 from vllm_double import Engine, dying, serving, slow
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError, SamplerError
-from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.sampler import DecodeSampler, Speaker
@@ -34,7 +39,7 @@ def config(folder: Path, *urls: str, **keys: Any) -> TrainConfig:
 
 def engine_of(folder: Path, **how: Any) -> Engine:
     cfg = small_config(folder)
-    return Engine(cfg, load_tokenizer(cfg.model), **how)
+    return Engine(cfg, **how)
 
 
 @contextmanager
@@ -266,29 +271,96 @@ def test_encoder_decoders_are_refused(tmp_path):
         pass
 
 
+def engine_for(world: Path) -> Engine:
+    return Engine(small_config(world))
+
+
 def test_a_run_stops_when_no_server_is_left_and_goes_on(world, capsys):
     command = command_in_process(capsys)
     keys = words("rollout.engine=vllm", "run_name=served")
-
-    def engine() -> Engine:
-        cfg = small_config(world, prompts__path=str(world / "prompts.jsonl"))
-        return Engine(cfg, load_tokenizer(cfg.model))
-
-    with serving(engine(), dying(30)) as url:
+    with serving(engine_for(world), dying(30)) as url:
         ended = command(*keys, f"rollout.urls=[{url}]", code=12)
     assert "No server is left" in ended.err
     assert f"ppocli resume {world / 'runs/served'}" in ended.err
     assert "saved step" in ended.err
-    with serving(engine()) as url:
+    with serving(engine_for(world)) as url:
         command(*keys, f"rollout.urls=[{url}]", "resume=auto", code=0)
     rows = jsonl(world / "runs/served/metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(0 <= row["rollout/logprob_gap_max"] < 1e-4 for row in rows[1:])
 
 
-def test_the_command_that_starts_a_server(world, capsys):
-    from runs import app_in_process
+def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, capsys):
+    command = command_in_process(capsys)
+    keys = words("rollout.engine=vllm", "run_name=ahead", "rollout.ahead=1",
+                 "ppo.importance.level=token", "ppo.optimizer.lr=1e-2")
+    engine = engine_for(world)
+    with serving(engine) as url:
+        command(*keys, f"rollout.urls=[{url}]", "ppo.num_steps=3", code=0)
+        asked = engine.asked[GENERATE]
+        command(*keys, f"rollout.urls=[{url}]", "ppo.num_steps=6", "resume=auto", code=0)
+    gaps = [row["rollout/logprob_gap_mean"] for row in jsonl(
+        world / "runs/ahead/metrics.jsonl")[1:]]
+    fresh = [gap < 1e-5 for gap in gaps]
+    # what a start begins with is sampled with the weights of the moment
+    assert fresh == [True, False, False, True, False, False], gaps
+    assert asked == 3 * 12 + 4 * 3 + 4  # steps, evaluations of 4 samples, a probe of each version
 
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def launched(world: Path) -> list[str]:
+    """Words of a run that starts a server, which is the double in vLLM's place."""
+    python = world / "python"
+    python.write_text(f"""#!/bin/sh
+if [ "$1" = -c ]; then exit 0; fi
+shift 2
+PYTHONPATH={Path(vllm_double.__file__).parent} exec {sys.executable} {vllm_double.__file__} "$@"
+""")
+    python.chmod(0o755)
+    port = free_port()
+    return words("rollout.engine=vllm", f"rollout.urls=[http://127.0.0.1:{port}]",
+                 "rollout.launch=true", f"rollout.python={python}", "run_name=launched",
+                 "eval.at_start=false")
+
+
+def nobody_listens(keys: list[str]) -> bool:
+    port = int(next(key for key in keys if "urls" in key).rpartition(":")[2].rstrip("]"))
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_launched_server_ends_with_the_run_however_that_ends(world):
+    keys = launched(world)
+    run("train", *keys, cwd=world, code=0)
+    assert nobody_listens(keys)
+    assert (world / "runs/launched/vllm-0.log").is_file()
+    process = spawn("train", *keys, "resume=auto", "ppo.num_steps=500", cwd=world)
+    wait_for(lambda: len(jsonl(world / "runs/launched/metrics.jsonl")) > 6, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while not nobody_listens(keys):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_a_python_without_vllm_and_a_server_that_ends_are_told(world, capsys):
+    command = command_in_process(capsys)
+    keys = launched(world)
+    told = command(*keys, f"rollout.python={sys.executable}", code=12).err
+    assert "has no vLLM" in told
+    (world / "python").write_text("#!/bin/sh\n[ $1 = -c ]\n")
+    told = command(*keys, code=12).err
+    assert "has ended" in told
+    assert "vllm-0.log" in told
+
+
+def test_the_command_that_starts_a_server(world, capsys):
     save_talker(world / "lm", max_position_embeddings=48)
     ended = app_in_process(capsys)(
         "vllm-command", "model.path=lm", "rollout.engine=vllm", "prompts.max_length=10",

@@ -71,7 +71,8 @@ def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url:
              "--generation-config", "vllm",
              *(["--revision", model.revision] if model.revision else []),
              *(["--tokenizer", model.tokenizer_path] if model.tokenizer_path else []),
-             *(["--trust-remote-code"] if model.trust_remote_code else [])]
+             *(["--trust-remote-code"] if model.trust_remote_code else []),
+             *cfg.rollout.server_args]
     return ENVIRONMENT, words
 
 

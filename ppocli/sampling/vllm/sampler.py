@@ -2,8 +2,9 @@
 
 import logging
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError, SamplerError
 from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import DTYPES
-from ppocli.models.loading.model_config import max_positions
+from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.policy import Policy
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
@@ -25,6 +26,7 @@ from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.command import served_name
 from ppocli.sampling.vllm.dealing import Dealing
+from ppocli.sampling.vllm.launch import Launched
 from ppocli.sampling.vllm.server import HOW_TO, Answer, Lost, Server
 from ppocli.sampling.vllm.weights import WeightsFolder, tensors_of
 from ppocli.storage import faults
@@ -54,17 +56,28 @@ class VllmSampler(DecodeSampler):
         self.version = ""
         """of the weights that responses have to come from"""
         self._lm: Any = None
+        self._ahead: Begun | None = None
         self._run, self._sent, self._digest = secrets.token_hex(4), 0, ""
         self._folder: WeightsFolder | None = None
         self._newest = Path()
-        ranks.first_does(lambda: check_servers(self.servers, self.name, 0))
+        self._launched: Launched | None = None
+        ranks.first_does(self._begin)
+
+    def _begin(self) -> None:
+        cfg = self.setup.cfg
+        if cfg.rollout.launch:
+            self._launched = Launched(cfg, ModelFacts(self.setup.loaded.export_config),
+                                      self.servers)
+        check_servers(self.servers, self.name, 0)
 
     @contextmanager
     def acting(self, policy: Policy) -> Iterator[Policy]:
         """As :class:`Sampler`: rank 0 gives the servers the weights, if they have others."""
         with super().acting(policy) as acting:
-            self.version, lost = self.setup.backend.ranks.first_does(
-                lambda: self._update(acting.lm))
+            ranks = self.setup.backend.ranks
+            if ranks.first_does(lambda: self._changed(acting.lm)) and self._ahead is not None:
+                ranks.all_do(self._ahead.settle, "rollout")
+            self.version, lost = ranks.first_does(lambda: self._update(acting.lm))
             for server, why in zip(self.servers, lost, strict=True):
                 server.lost = why
             self._lm = acting.lm
@@ -73,19 +86,25 @@ class VllmSampler(DecodeSampler):
             finally:
                 self._lm = None
 
+    def _changed(self, lm: Any) -> bool:
+        """Whether the policy has other weights than the last ones that were written; then they
+        are."""
+        cfg = self.setup.cfg
+        tensors = tensors_of(lm, self.setup.loaded.adapter, DTYPES[cfg.hardware.precision])
+        digest = tensors_digest(tensors)
+        if digest == self._digest:
+            return False
+        self._folder = self._folder or WeightsFolder(cfg.rollout.weights_dir)
+        self._digest, self._sent = digest, self._sent + 1
+        self._newest = self._folder.write(lm, tensors, f"{self._run}-{self._sent}")
+        return True
+
     def _update(self, lm: Any) -> tuple[str, list[str]]:
         """The version that servers have from now on, and why each is lost.
 
         Raises:
             SamplerError: none is left, or one says other tokens than we do.
         """
-        cfg, loaded = self.setup.cfg, self.setup.loaded
-        tensors = tensors_of(lm, loaded.adapter, DTYPES[cfg.hardware.precision])
-        digest = tensors_digest(tensors)
-        if digest != self._digest:
-            self._folder = self._folder or WeightsFolder(cfg.rollout.weights_dir)
-            self._digest, self._sent = digest, self._sent + 1
-            self._newest = self._folder.write(lm, tensors, f"{self._run}-{self._sent}")
         version = self._newest.name
         todo = [one for one in self.servers if one.lost or one.version != version]
         begun = [in_daemon(partial(self._give, one, version), f"updating {one.url}")
@@ -145,6 +164,25 @@ class VllmSampler(DecodeSampler):
             yield from super().sample(prompts, spec, stream, speaker, stop, at_once=at_once,
                                       chunk=chunk)
             return
+        begun = self.begin(prompts, spec, stream)
+
+        def poll() -> None:
+            faults.point("rollout.token", len(prompts))
+            stop.check()
+
+        try:
+            for start in range(0, len(prompts), chunk):
+                yield begun.take(slice(start, min(start + chunk, len(prompts))), poll)
+        finally:
+            begun.dealing.close()
+
+    def begin(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, *, ahead: bool = False
+              ) -> "Begun":
+        """Have one sample per prompt made with the weights that the servers have now.
+
+        Args:
+            ahead: they are taken later: weights that are sent before then wait for them.
+        """
         cfg, count, version = self.setup.cfg, len(prompts), self.version
         asked = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
         params = sampling_params(spec, cfg.seed, stream, prompts.episodes)
@@ -156,22 +194,10 @@ class VllmSampler(DecodeSampler):
                            f"instead of {version}: it was started anew, or another run uses it")
             return answer
 
-        def poll() -> None:
-            faults.point("rollout.token", count)
-            stop.check()
-
-        dealing = Dealing([one for one in self.servers if not one.lost], ask, count,
-                          cfg.rollout.concurrency)
-        try:
-            for start in range(0, count, chunk):
-                rows = slice(start, min(start + chunk, count))
-                answers = dealing.take(range(rows.start, rows.stop), poll)
-                yield single_turn(prompts.tokens[rows], prompts.mask[rows], generation_of(answers),
-                                  None)
-        except Lost:
-            raise self._none_left() from None
-        finally:
-            dealing.close()
+        begun = Begun(prompts, Dealing([one for one in self.servers if not one.lost], ask, count,
+                                       cfg.rollout.concurrency), self._none_left)
+        self._ahead = begun if ahead else self._ahead
+        return begun
 
     def _none_left(self) -> SamplerError:
         cfg = self.setup.cfg
@@ -180,6 +206,32 @@ class VllmSampler(DecodeSampler):
         why = "; ".join(f"{one.url}: {one.lost}" for one in self.servers)
         return SamplerError(f"No server is left to sample: {why}", where="rollout.urls",
                             fix=f"{HOW_TO}{resume}")
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Samples that are being made."""
+
+    prompts: PromptBatch
+    dealing: Dealing
+    none_left: Callable[[], SamplerError]
+
+    def take(self, rows: slice, poll: Callable[[], None]) -> Samples:
+        """Samples of these rows, once they are there.
+
+        Raises:
+            SamplerError: no server is left, or what one says makes no sense.
+        """
+        places, prompts = range(len(self.prompts))[rows], self.prompts
+        try:
+            answers = self.dealing.take(places, poll)
+        except Lost:
+            raise self.none_left() from None
+        return single_turn(prompts.tokens[rows], prompts.mask[rows], generation_of(answers), None)
+
+    def settle(self) -> None:
+        """Wait until no server works on them; raises as :meth:`take`."""
+        self.take(slice(None), int)
 
 
 def check_servers(servers: Sequence[Server], name: str, tokens: int) -> None:

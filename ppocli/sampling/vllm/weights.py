@@ -1,6 +1,7 @@
 """The policy's weights, as servers read them: a folder of safetensors that is new for each version.
 """
 
+import os
 import shutil
 import tempfile
 import weakref
@@ -8,12 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from safetensors.torch import save_file
 
 from ppocli.errors import DiskError
 from ppocli.models.loading.adapters import Adapter, merged_tensors
 
+_PREFIX = "ppocli-weights-"
 SEEN = "seen"
 """a folder without weights beside them: who can read it sees the weights, too"""
 
@@ -46,7 +49,10 @@ class WeightsFolder:
 
     def __init__(self, parent: str | None) -> None:
         try:
-            self.path = Path(tempfile.mkdtemp(prefix="ppocli-weights-", dir=parent)).resolve()
+            if parent is None:
+                _remove_abandoned()
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{os.getpid()}-", dir=parent)
+                             ).resolve()
         except OSError as error:
             raise _refused(parent, error) from error
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
@@ -69,6 +75,14 @@ class WeightsFolder:
         for path in old:
             shutil.rmtree(path, ignore_errors=True)
         return folder
+
+
+def _remove_abandoned() -> None:
+    """Remove the folders of processes of this machine that were killed."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        pid = path.name.removeprefix(_PREFIX).split("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _refused(folder: str | None, error: OSError) -> DiskError:

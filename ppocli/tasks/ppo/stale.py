@@ -56,9 +56,19 @@ def _draw(session: Session, prompts: PromptBatch, stop: StopFlag) -> Samples:
     rows, own = ranks.share(range(len(prompts)))
     with session.acting() as acting:
         mine = Samples.joined(list(sample_policy(acting, prompts.rows(rows), session.sampling,
-                                                 ROLLOUT, stop))).first(own)
-    found = ranks.gather(mine)
-    places = torch.arange(len(prompts)).split([len(part) for part in found])
+                                                 ROLLOUT, stop)))
+    return gathered(session, mine.first(own), len(prompts))
+
+
+def gathered(session: Session, mine: Samples, count: int) -> Samples:
+    """The samples of all ranks in the order of their prompts; the same on all ranks.
+
+    Args:
+        mine: this rank's share of them.
+        count: how many there are.
+    """
+    found = session.backend.ranks.gather(mine)
+    places = torch.arange(count).split([len(part) for part in found])
     return Samples.joined(found).rows(torch.tensor(woven([part.tolist() for part in places])))
 
 

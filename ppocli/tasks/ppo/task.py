@@ -25,7 +25,7 @@ from ppocli.parallel.transfers import to_device
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
-from ppocli.tasks.ppo import figures, ptx, records, rollout, stale
+from ppocli.tasks.ppo import ahead, figures, ptx, records, rollout, stale
 from ppocli.tasks.ppo.dynamic_sampling import collect_differing
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import (
@@ -64,6 +64,7 @@ class PPOTask(task.Task):
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
         self._ref_responses: list[str] | None = None
+        self._ahead: ahead.Ahead | None = None
 
     def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """As :class:`Task`."""
@@ -83,8 +84,13 @@ class PPOTask(task.Task):
         session, count = replace(self.session, step=state.step), self._count(state)
         if self.cfg.ppo.dynamic_sampling is not None:
             return collect_differing(session, start, count, stop, clock)
-        if (ahead := self.cfg.ppo.staleness) or state.tensors:
-            most = min((1 + ahead) * self.samples_per_step, self.total_samples() - state.episodes)
+        if self.cfg.rollout.ahead:
+            most = min(2 * self.samples_per_step, self.total_samples() - state.episodes)
+            batch, self._ahead = ahead.collect_ahead(
+                session, self._ahead, range(start, start + count), start + most, stop, clock)
+            return batch
+        if (late := self.cfg.ppo.staleness) or state.tensors:
+            most = min((1 + late) * self.samples_per_step, self.total_samples() - state.episodes)
             return stale.collect_stale(session, state.tensors, range(start, start + count),
                                        start + most, stop, clock)
         prompts = session.next_prompts(start, count)
