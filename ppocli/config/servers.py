@@ -19,6 +19,9 @@ def server_rules(config: schema.TrainConfig) -> Rules:
         return
     yield (rollout.ahead and config.ppo.staleness, "rollout.ahead, ppo.staleness",
            "ahead=1 already trains on samples of the policy before: set one of them to 0")
+    yield (rollout.ahead and config.env.fn is not None, "rollout.ahead, env.fn",
+           "episodes take turns with their environment, which can't go on unattended: set "
+           "rollout.ahead=0")
     yield (rollout.ahead and config.ppo.dynamic_sampling is not None,
            "rollout.ahead, ppo.dynamic_sampling", "which prompts to draw more of is known from "
            "scores, after the next step's samples were begun: set one of them to its default")

@@ -11,7 +11,7 @@ from ppocli.config.problems import OUR_ENGINES
 from ppocli.config.resolved import CONFIG_FILE, PYTHON_OBJECT
 from ppocli.config.tasks import DATA_TASKS
 from ppocli.environments.resolve import BUILTIN_ENVIRONMENTS, TOOLS
-from ppocli.errors import CheckpointError
+from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.rewards.resolve import BUILTIN_REWARDS
 from ppocli.storage import signature
@@ -42,6 +42,8 @@ def code_of(config: schema.TrainConfig) -> Iterator[tuple[str, str]]:
     for key, path in import_paths(config):
         if path and path not in _OURS and (is_import_path(path) or key != "tracking.trackers"):
             yield key, path
+    if config.rollout.launch and config.rollout.python:
+        yield "rollout.python", config.rollout.python
     if config.model.trust_remote_code:
         yield (key := f"model.{REMOTE}"), key
     for key, kwargs in (("reward.kwargs", config.reward.kwargs),
@@ -85,7 +87,15 @@ def named_by_files(before: schema.TrainConfig, config: schema.TrainConfig, typed
     Args:
         before: the configuration as it was composed.
         config: the same with absolute paths.
+
+    Raises:
+        ConfigError: they name a program.
     """
+    program = before.rollout.python
+    if program is not None and program not in typed:
+        raise ConfigError(f"A recipe or a config group names {program}, which would be run.",
+                          where="rollout.python", fix="if you trust it, type it: "
+                          f"rollout.python={program}")
     pairs = zip(import_paths(before), import_paths(config), strict=True)
     return tuple(new for (_, old), (_, new) in pairs
                  if new and new not in _OURS and not {old, new} & typed)

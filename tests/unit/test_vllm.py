@@ -271,6 +271,19 @@ def test_encoder_decoders_are_refused(tmp_path):
         pass
 
 
+def test_turns_of_episodes_are_the_servers(tmp_path):
+    keys = {"env__fn": "played:Words", "env__max_tokens": 40, "env__max_turns": 3,
+            "generation__max_new_tokens": 5, "generation__do_sample": False}
+    with session_of(small_config(tmp_path, **keys)) as session:
+        wanted = rollout_of(session)
+    with one_server(tmp_path, **keys) as (session, engine):
+        found = rollout_of(session)
+        assert found.responses == wanted.responses
+        torch.testing.assert_close(found.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
+        assert float(found.gap.abs().max()) < 1e-4
+        assert engine.asked[GENERATE] > 2 * len(found)
+
+
 def engine_for(world: Path) -> Engine:
     return Engine(small_config(world))
 

@@ -39,9 +39,9 @@ def served_name(cfg: schema.TrainConfig, config: Any) -> str:
 
 
 def most_tokens(cfg: schema.TrainConfig, longest_prompt: int) -> int:
-    """Tokens of the longest prompt and the longest response together."""
+    """Tokens of the longest prompt and the longest response or episode together."""
     new = [cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)]
-    return longest_prompt + max(new)
+    return longest_prompt + max([*new, *([] if cfg.env.fn is None else [cfg.env.max_tokens])])
 
 
 def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url: str

@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +21,7 @@ from ppocli.models.policy import Policy
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
+from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
@@ -118,7 +119,7 @@ class VllmSampler(DecodeSampler):
                     log.warning("%s; it is left out", error)
                 server.lost = str(error)
         if all(server.lost for server in self.servers):
-            raise self._none_left()
+            raise self.none_left()
         return version, [server.lost for server in self.servers]
 
     def _give(self, server: Server, version: str) -> None:
@@ -160,7 +161,7 @@ class VllmSampler(DecodeSampler):
         Raises:
             SamplerError: no server is left, or what one says makes no sense.
         """
-        if speaker.reference or speaker.lm is not self._lm:
+        if not self._is_policy(speaker):
             yield from super().sample(prompts, spec, stream, speaker, stop, at_once=at_once,
                                       chunk=chunk)
             return
@@ -183,9 +184,30 @@ class VllmSampler(DecodeSampler):
         Args:
             ahead: they are taken later: weights that are sent before then wait for them.
         """
-        cfg, count, version = self.setup.cfg, len(prompts), self.version
         asked = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
-        params = sampling_params(spec, cfg.seed, stream, prompts.episodes)
+        begun = Begun(prompts, self.deal(asked, sampling_params(
+            spec, self.setup.cfg.seed, stream, prompts.episodes)), self.none_left)
+        self._ahead = begun if ahead else self._ahead
+        return begun
+
+    @contextmanager
+    def converse(self, contexts: Sequence[Sequence[int]], episodes: Sequence[int],
+                 spec: SamplingSpec, stream: int, speaker: Speaker, stop: StopFlag, *, tokens: int
+                 ) -> Iterator[Conversation]:
+        """As :class:`DecodeSampler`; a server reads what it has read before from its cache."""
+        if self._is_policy(speaker):
+            yield Turns(self, contexts, episodes, spec, stream, stop.check)
+            return
+        with super().converse(contexts, episodes, spec, stream, speaker, stop, tokens=tokens
+                              ) as found:
+            yield found
+
+    def _is_policy(self, speaker: Speaker) -> bool:
+        return not speaker.reference and speaker.lm is self._lm
+
+    def deal(self, asked: Sequence[Sequence[int]], params: Sequence[Mapping[str, Any]]) -> Dealing:
+        """Have the servers answer these ids with the weights that they have now."""
+        version = self.version
 
         def ask(server: Server, row: int) -> Answer:
             answer = server.generate(asked[row], params[row])
@@ -194,12 +216,10 @@ class VllmSampler(DecodeSampler):
                            f"instead of {version}: it was started anew, or another run uses it")
             return answer
 
-        begun = Begun(prompts, Dealing([one for one in self.servers if not one.lost], ask, count,
-                                       cfg.rollout.concurrency), self._none_left)
-        self._ahead = begun if ahead else self._ahead
-        return begun
+        return Dealing([one for one in self.servers if not one.lost], ask, len(asked),
+                       self.setup.cfg.rollout.concurrency)
 
-    def _none_left(self) -> SamplerError:
+    def none_left(self) -> SamplerError:
         cfg = self.setup.cfg
         resume = f", then: ppocli resume {Path(cfg.output_dir) / cfg.run_name}" if cfg.run_name \
             else ""
@@ -250,13 +270,49 @@ def check_servers(servers: Sequence[Server], name: str, tokens: int) -> None:
             raise SamplerError(str(error), where="rollout.urls", fix=HOW_TO) from error
 
 
-def sampling_params(spec: SamplingSpec, seed: int, stream: int, episodes: Sequence[int]
-                    ) -> list[dict[str, Any]]:
-    """Fields of vLLM's ``SamplingParams`` for each sample; its seed is a function of the run's seed
-    and the sample's number. Nothing ends a response but ``spec``'s own rules."""
-    limits = [spec.max_new_tokens] * len(episodes) if spec.length_range is None else \
-        lengths(seed, episodes, *spec.length_range).tolist()
-    seeds = (uniform(seed, stream, episodes, 1)[:, 0] * 2**53).astype("int64").tolist()
+class Turns:
+    """Contexts that servers continue; as of :class:`~ppocli.sampling.conversation.Conversation`."""
+
+    def __init__(self, sampler: VllmSampler, contexts: Sequence[Sequence[int]],
+                 episodes: Sequence[int], spec: SamplingSpec, stream: int,
+                 poll: Callable[[], None]) -> None:
+        self.sampler, self.poll = sampler, poll
+        self.contexts, self.turns = [list(ids) for ids in contexts], [0] * len(contexts)
+        self.params = partial(sampling_params, spec, sampler.setup.cfg.seed, stream)
+        self.episodes = episodes
+
+    def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
+              ) -> Generation:
+        """As :class:`~ppocli.sampling.conversation.Conversation`."""
+        for row, ids in zip(rows, fed, strict=True):
+            self.contexts[row] += ids
+        dealing = self.sampler.deal([self.contexts[row] for row in rows], [
+            self.params([self.episodes[row]], turn=self.turns[row], limits=[limit])[0]
+            for row, limit in zip(rows, limits, strict=True)])
+        try:
+            out = generation_of(dealing.take(range(len(rows)), self.poll))
+        except Lost:
+            raise self.sampler.none_left() from None
+        finally:
+            dealing.close()
+        for row, ids in zip(rows, out.ids, strict=True):
+            self.contexts[row] += ids
+            self.turns[row] += 1
+        return out
+
+
+def sampling_params(spec: SamplingSpec, seed: int, stream: int, episodes: Sequence[int], *,
+                    turn: int = 0, limits: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Fields of vLLM's ``SamplingParams`` for each sample; its seed is a function of the run's
+    seed, the sample's number and the turn. Nothing ends a response but ``spec``'s own rules.
+
+    Args:
+        limits: most tokens of each response, in place of the spec's.
+    """
+    if limits is None:
+        limits = [spec.max_new_tokens] * len(episodes) if spec.length_range is None else \
+            lengths(seed, episodes, *spec.length_range).tolist()
+    seeds = (uniform(seed, stream, episodes, turn + 1)[:, turn] * 2**53).astype("int64").tolist()
     common = {"temperature": spec.temperature if spec.do_sample else 0.0, "top_k": spec.top_k,
               "top_p": spec.top_p, "min_p": spec.min_p, "ignore_eos": True,
               "repetition_penalty": spec.repetition_penalty,

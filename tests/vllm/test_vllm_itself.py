@@ -1,0 +1,174 @@
+"""Against vLLM itself (``make test-vllm``): what the double in ``vllm_double`` is believed to do."""
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+import torch
+from helpers import environment, jsonl, make_lm, make_tokenizer, refused, write_prompts
+from runs import run, spawn, wait_for, words
+from sessions import rollout_of, session_of, small_config
+from unit.test_vllm import assert_same, disturb, drawn, free_port, ours
+
+from ppocli.errors import SamplerError
+
+PYTHON = os.environ.get("VLLM_PYTHON")
+ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+          "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+EAGER = "rollout.server_args=[--enforce-eager]"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800),
+              pytest.mark.skipif(PYTHON is None, reason="VLLM_PYTHON names no Python with vLLM")]
+
+
+def make_world(folder: Path, kind: str, **over: Any) -> Path:
+    """A folder with a model whose heads have a size that vLLM knows on a CPU, and prompts."""
+    sizes = {"n_embd": 64} if kind == "gpt2" else {"hidden_size": 64, "head_dim": 32}
+    make_lm(kind, **sizes, **over).save_pretrained(folder / "lm")
+    make_tokenizer().save_pretrained(folder / "lm")
+    write_prompts(folder / "prompts.jsonl")
+    (folder / "rewards.py").write_text(
+        "def plain(outputs, **columns):\n"
+        "    return [float(text.split().count('good')) for text in outputs]\n")
+    return folder
+
+
+@contextmanager
+def server(folder: Path, *, tied: bool = False) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """vLLM as ``ppocli vllm-command`` starts it; ``tied`` without what we say about embeddings."""
+    url = f"http://127.0.0.1:{free_port()}"
+    line = subprocess.run(
+        [sys.executable, "-m", "ppocli", "vllm-command", "model.path=lm", f"rollout.urls=[{url}]",
+         "rollout.engine=vllm", EAGER], cwd=folder, env=environment(), capture_output=True,
+        text=True, check=True).stdout
+    variable, _, *given = shlex.split(line)
+    if tied:
+        place = given.index("--hf-overrides")
+        del given[place:place + 2]
+    name, value = variable.split("=")
+    with (folder / "vllm.log").open("wb") as log, subprocess.Popen(
+            [str(PYTHON), *given], stdout=log, stderr=log, start_new_session=True,
+            env={**os.environ, **ON_CPU, name: value}) as process:
+        try:
+            wait_until_there(url, process, folder / "vllm.log")
+            yield url, process
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def wait_until_there(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + 900
+    while True:
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline
+        try:
+            if httpx2.get(f"{url}/health", trust_env=False).status_code == 200:
+                return
+        except httpx2.TransportError:
+            time.sleep(1)
+
+
+def config(folder: Path, url: str, **keys: Any) -> Any:
+    return small_config(folder, rollout__engine="vllm", rollout__urls=[url], **keys)
+
+
+@pytest.mark.parametrize(("kind", "tied"), [("gpt2", True), ("llama", True), ("llama", False)])
+def test_greedy_samples_and_stop_rules_equal_ours_after_updates(kind, tied, tmp_path):
+    make_world(tmp_path, kind, tie_word_embeddings=tied)
+    with server(tmp_path) as (url, _), session_of(config(tmp_path, url)) as session:
+        for _ in range(3):
+            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+            disturb(session)
+        for spec in ({"stop_ids": (7, 9, 11)}, {"stop_ids": (7, 9, 11), "min_new_tokens": 4},
+                     {"stop_sequences": ("good", "film")}, {"length_range": (2, 5)},
+                     {"repetition_penalty": 1.5}):
+            assert_same(drawn(session, 12, do_sample=False, **spec),
+                        ours(session, 12, do_sample=False, **spec))
+        gap = rollout_of(session).gap
+        assert 0 < float(gap.abs().max()) < 1e-4
+
+
+def test_samples_come_from_the_policys_distribution(tmp_path):
+    make_world(tmp_path, "gpt2")
+    with (server(tmp_path) as (url, _),
+          session_of(config(tmp_path, url, generation__temperature=0.7)) as session):
+        prompts = [0] * 400
+        firsts = torch.zeros(2, 37)
+        for which, sample in enumerate((drawn, ours)):
+            for ids in sample(session, len(prompts), max_new_tokens=1).action_ids:
+                firsts[which, ids[0]] += 1
+        expected = firsts.sum(0) / 2
+        chi = ((firsts - expected).square() / expected.clamp(min=1)).sum()
+        assert float(chi) < 90  # at most 36 degrees of freedom
+        gap = rollout_of(session).gap
+        assert float(gap.abs().max()) < 1e-4
+
+
+def test_a_reload_from_nowhere_ends_the_engine_and_is_not_begun(tmp_path):
+    make_world(tmp_path, "gpt2")
+    with server(tmp_path) as (url, _), session_of(config(tmp_path, url)) as session:
+        one = session.sampler.servers[0]
+        with refused(SamplerError, "can't read the weights"):
+            one.load(tmp_path / "nowhere", "x")
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+
+
+def served(folder: Path, url: str, *more: str) -> list[str]:
+    return words("rollout.engine=vllm", f"rollout.urls=[{url}]", "run_name=served",
+                 "ppo.num_rollouts=64", "ppo.mini_batch_size=32", "ppo.micro_batch_size=32",
+                 "ppo.chunk_size=64", "ppo.optimizer.lr=3e-3", *more)
+
+
+def test_a_policy_learns_as_with_our_loop(tmp_path):
+    make_world(tmp_path, "gpt2")
+    last: dict[str, list[float]] = {"vllm": [], "decode": []}
+    with server(tmp_path) as (url, _):
+        for seed in (1, 2, 3):
+            for engine in last:
+                own = [] if engine == "vllm" else ["rollout.engine=decode", "rollout.urls=[]"]
+                run("train", *served(tmp_path, url, f"seed={seed}", f"run_name={engine}{seed}",
+                                     "ppo.num_steps=12", *own), cwd=tmp_path, code=0)
+                rows = jsonl(tmp_path / f"runs/{engine}{seed}/metrics.jsonl")
+                last[engine].append(rows[-1]["eval/reward_mean"] - rows[0]["eval/reward_mean"])
+    assert min(last["vllm"]) > 1, last
+    assert abs(sum(last["vllm"]) - sum(last["decode"])) / 3 < 1, last
+
+
+def test_a_server_killed_in_a_rollout_and_what_goes_on(tmp_path):
+    make_world(tmp_path, "gpt2")
+    metrics = tmp_path / "runs/served/metrics.jsonl"
+    with server(tmp_path) as (url, process):
+        going = spawn("train", *served(tmp_path, url, "ppo.num_steps=400"), cwd=tmp_path)
+        wait_for(lambda: metrics.is_file() and len(jsonl(metrics)) > 3, going, seconds=600)
+        os.killpg(process.pid, signal.SIGKILL)
+        _, err = going.communicate(timeout=600)
+    assert going.returncode == 12, err
+    assert "No server is left" in err
+    assert "ppocli resume" in err
+    done = len(jsonl(metrics))
+    with server(tmp_path) as (url, _):
+        run("resume", "runs/served", f"rollout.urls=[{url}]", f"ppo.num_steps={done + 2}",
+            cwd=tmp_path, code=0)
+    assert [row["step"] for row in jsonl(metrics)] == list(range(done + 3))
+
+
+def test_a_server_launched_beside_a_run(tmp_path):
+    make_world(tmp_path, "llama")
+    url = f"http://127.0.0.1:{free_port()}"
+    run("train", *served(tmp_path, url, "rollout.launch=true", f"rollout.python={PYTHON}", EAGER,
+                         "rollout.ahead=1", "ppo.importance.level=token"), cwd=tmp_path, code=0,
+        **ON_CPU)
+    gaps = [row["rollout/logprob_gap_max"]
+            for row in jsonl(tmp_path / "runs/served/metrics.jsonl")[1:]]
+    assert gaps[0] < 1e-4 < min(gaps[1:])
+    with refused(httpx2.ConnectError):
+        httpx2.get(f"{url}/health", trust_env=False)
