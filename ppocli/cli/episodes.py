@@ -106,7 +106,7 @@ def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | 
         raise ConfigError(f"{target.name} has no environment.", where="--env",
                           fix="name one: env.fn=my_env.py:Class; or leave out --env")
     cfg = with_values(cfg, {"model.reference.kind": "none"})
-    with open_backend(cfg.hardware, environment.products_of(target.run_dir)) as backend:
+    with open_backend(cfg.hardware, environment.measured_by(target.run_dir)) as backend:
         yield build_eval_session(cfg, backend, PythonObjects(), policy=target.model)
 
 
