@@ -49,6 +49,7 @@ STEPS = 4
 WORDS = (
     f"ppo.num_steps={STEPS}", "ppo.num_rollouts=12", "ppo.chunk_size=5", "ppo.mini_batch_size=6",
     "ppo.ppo_epochs=2", "ppo.micro_batch_size=4", "ppo.optimizer.lr=1e-3",
+    "ppo.scheduler.name=constant",  # a run of other length trains alike as far as it goes
     "generation.max_new_tokens=8", "prompts.eval.limit=4", "eval.every_steps=2",
     "checkpoint.every_steps=1", "checkpoint.keep_last=100", "hardware.device=cpu",
     "hardware.num_threads=1",

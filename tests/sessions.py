@@ -65,7 +65,8 @@ def small_config(folder: Path, **keys: Any) -> TrainConfig:
         write_prompts(prompts)
     values = {"model.path": str(lm), "prompts.path": str(prompts), "ppo.num_steps": 2,
               "ppo.num_rollouts": 16, "ppo.mini_batch_size": 8, "generation.max_new_tokens": 10,
-              "hardware.device": "cpu", "ppo.optimizer.lr": 1e-3}
+              "hardware.device": "cpu", "ppo.optimizer.lr": 1e-3,
+              "ppo.scheduler.name": "constant"}
     values.update({key.replace("__", "."): value for key, value in keys.items()})
     return set_keys(TrainConfig(), values)
 

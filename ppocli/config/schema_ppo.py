@@ -67,6 +67,13 @@ class SchedulerConfig:
 
 
 @dataclass
+class PPOSchedulerConfig(SchedulerConfig):
+    # the same reward for a third of the KL of a constant rate (docs/curves.md)
+    name: str = key("linear", "shape of the learning rate over updates",
+                    choices=tuple(SCHEDULE_ARGUMENTS))
+
+
+@dataclass
 class ValueOptimizerConfig:
     """The value function's optimizer. A key left null takes the value of ``ppo.optimizer``."""
 
@@ -241,7 +248,8 @@ class PPOConfig:
                          "steps on those of the first policy", ge=0)
     importance: ImportanceConfig = key(ImportanceConfig, "where samples are another policy's")
     optimizer: PPOOptimizerConfig = key(PPOOptimizerConfig, "the optimizer")
-    scheduler: SchedulerConfig = key(SchedulerConfig, "the learning-rate schedule, over updates")
+    scheduler: PPOSchedulerConfig = key(PPOSchedulerConfig, "the learning-rate schedule, over "
+                                        "updates")
     value_optimizer: ValueOptimizerConfig = key(
         ValueOptimizerConfig, "where the value function's optimizer differs (its learning rate: "
         "ppo.optimizer.value_lr)")

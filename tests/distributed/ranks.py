@@ -46,7 +46,7 @@ SCRIPT = Path(__file__).with_name("one_update.py")
 ODD = {"ppo.num_steps": 3, "ppo.num_rollouts": 13, "ppo.mini_batch_size": 7,
        "ppo.micro_batch_size": 2, "ppo.chunk_size": 3, "generation.max_new_tokens": 10,
        "hardware.device": "cpu", "hardware.num_threads": 1, "ppo.optimizer.name": "sgd",
-       "ppo.optimizer.lr": 1e-2, "prompts.eval.limit": 5,
+       "ppo.optimizer.lr": 1e-2, "ppo.scheduler.name": "constant", "prompts.eval.limit": 5,
        # each job would measure for itself which products are faster, and they round differently
        "hardware.gemm": "default"}
 """counts that don't divide: 13 samples, minibatches of 7, micro-batches of 2, chunks of 3"""
