@@ -220,6 +220,8 @@ def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonO
     if objects.optimizer is not None and words.value("ppo.optimizer.lr") is None:
         first = objects.optimizer.param_groups[0]
         words = words.adding(f"ppo.optimizer.lr={float(first.get('initial_lr', first['lr']))!r}")
+    if objects.lr_scheduler is not None and words.value("ppo.scheduler.name") is None:
+        words = words.adding("ppo.scheduler.name=constant")  # it alone says how the rate goes on
     composed = compose(words)
     refuse_objects(composed.config, objects)
     if composed.config.env.fn is not None:

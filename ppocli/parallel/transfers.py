@@ -6,7 +6,7 @@ import torch
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """``tensor.to(device)``. From the host it goes by pinned memory: a copy from any other memory
     waits until the device has done all it was told before."""
-    if tensor.device.type != "cpu" or device.type == "cpu":
+    if tensor.device.type != "cpu" or device.type in ("cpu", "meta"):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 

@@ -19,7 +19,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from multiprocessing import Pipe
 from pathlib import Path
-from time import monotonic, sleep
+from socket import gethostname
+from time import monotonic, sleep, time, time_ns
 from typing import Any
 
 import yaml
@@ -50,13 +51,23 @@ def finite_figures(row: dict[str, Any]) -> dict[str, float]:
 
 
 class EventFiles:
-    """TensorBoard's event files in the run's folder."""
+    """TensorBoard's event files in the run's folder. Written here and not by its SummaryWriter,
+    whose thread would print a traceback where the folder goes away."""
 
     def __init__(self, folder: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
-        self._events: Any = SummaryWriter(str(folder))
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time():010.0f}.{gethostname()}.{os.getpid()}.{time_ns()}"
+        self._records: Any = RecordWriter((folder / name).open("xb"))
         self._warned = False
+        self._write(file_version="brain.Event:2")
+
+    def _write(self, **event: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._records.write(Event(wall_time=time(), **event).SerializeToString())
+        self._records.flush()
 
     @contextmanager
     def _failing_quietly(self) -> Iterator[None]:
@@ -69,10 +80,12 @@ class EventFiles:
 
     def row(self, row: dict[str, Any]) -> None:
         """One step's figures; ``step`` among them."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         with self._failing_quietly():
-            for name, value in finite_figures(row).items():
-                self._events.add_scalar(name, value, row["step"])
-            self._events.flush()
+            self._write(step=row["step"], summary=Summary(value=[
+                Summary.Value(tag=name, simple_value=value)
+                for name, value in finite_figures(row).items()]))
 
     def samples(self, step: int, samples: list[dict[str, Any]]) -> None:
         """They are in samples.jsonl; TensorBoard has no tables."""
@@ -80,7 +93,7 @@ class EventFiles:
     def finish(self, code: int) -> None:
         """No more rows will come."""
         with self._failing_quietly():
-            self._events.close()
+            self._records.close()
 
 
 class TrackerProcess:

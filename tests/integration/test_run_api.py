@@ -121,7 +121,7 @@ def test_a_mapping_is_the_words_it_stands_for(given, monkeypatch):
 
 @pytest.mark.parametrize(("config", "said"), [
     ({"ppo": {"num_step": 3}}, "did you mean ppo.num_steps"),
-    ({"method": {"num_rollouts": 8}}, "did you mean ppo.num_rollouts")])
+    ({"method": {"num_rollouts": 8}}, "trlX's method.num_rollouts is ppo.num_rollouts")])
 def test_an_unknown_key_of_a_mapping_is_told_with_the_nearest(config, said):
     with pytest.raises(ConfigError, match=said):
         ppocli.train({"recipe": "quickstart"}, config=config)

@@ -121,7 +121,7 @@ def test_a_sound_configuration_has_no_problems():
     ({"ppo__dual_clip": 1.0}, "ppo.dual_clip: 1 must be > 1"),
     ({"ppo__scheduler__name": "polynomial", "ppo__scheduler__kwargs": {"powr": 2}},
      "ppo.scheduler.kwargs.powr: the schedule polynomial has power; did you mean power?"),
-    ({"ppo__value_scheduler__kwargs": {"power": 2}}, "the schedule constant has no arguments"),
+    ({"ppo__value_scheduler__kwargs": {"power": 2}}, "the schedule linear has no arguments"),
     ({"ppo__scheduler__name": "inverse_sqrt", "ppo__scheduler__kwargs": {"timescale": True}},
      "True must be a number above 0"),
     ({"ppo__scheduler__name": "warmup_stable_decay"}, "ppo.scheduler.kwargs.num_decay_steps=100"),
