@@ -168,7 +168,7 @@ class ShownCalls(Calls):
             if call.turn == 0:
                 _show_heading({**call.given, "prompt_index": call.episode})
             elif self._echo:
-                _show([(POLICY, call.given["response"])])
+                _show([(POLICY, call.given["response"].strip())])
         found = super().answers(calls, stream)
         for call, one in zip(calls, found, strict=True):
             if one.told is not None:

@@ -19,8 +19,12 @@ from runs import (
     whole_copy,
     words,
 )
+from terminal import Terminal
 
 from ppocli import PPOTrainer
+from ppocli.display.console import closing_table
+from ppocli.display.dashboard import Dashboard
+from ppocli.episode import in_a_table, spoken
 from ppocli.errors import ConfigError
 
 PLAYS = ("env.fn=env.py:Words", "env.max_turns=3", "env.max_tokens=24",
@@ -128,6 +132,7 @@ WRONG = [
     (["env.fn=env.py:Words", "env.max_turns=0"], 2, "env.max_turns"),
     (["env.fn=tools"], 2, "env.fn=tools plays these functions, and there are none"),
     (["env.fn=env.py:Words", "ppo.staleness=1"], 2, "not with an environment"),
+    (["env.fn=env.py:Words", "rollout.engine=vllm"], 2, "rollout.engine, env.fn"),
     (["ppo.gae_unit=turn"], 2, "only an environment (env.fn) makes several turns"),
     (["env.max_turns=4"], 2, "this belongs to env.fn, which is not given")]
 
@@ -139,7 +144,8 @@ def test_train_and_validate_refuse_the_same_before_a_model_loads(given, code, sa
 
     monkeypatch.setattr(language_model, "load_lm", None)
     for name in ("validate", "train"):
-        ended = app(name, *words(*given), code=code)
+        room = ["env.max_tokens=24"] if given[0].startswith("env.fn") else []
+        ended = app(name, *words(*room, *given), code=code)
         assert said in ended.err, (name, ended.err)
         assert not (stage / "runs").exists()
 
@@ -210,3 +216,89 @@ def test_eval_plays_a_model_without_a_run(stage, app):
     rows = jsonl(stage / "eval/lm/samples.jsonl")
     assert all(row["turns"] for row in rows)
     assert len(rows) == 3
+
+
+# Transcripts --------------------------------------------------------------------------------------
+
+def test_generate_plays_what_evaluation_plays(place, app):
+    done = app("generate", RUN, "--env", "--json", code=0)
+    told = [json.loads(line) for line in done.out.splitlines()]
+    trained = [row for row in jsonl(place / RUN / "samples.jsonl")
+               if row["kind"] == "eval" and row["step"] == 4]
+    for name in ("prompt", "turns", "ended", "score"):
+        assert [row[name] for row in told] == [row[name] for row in trained]
+
+
+def test_generate_prints_who_said_what(place, app):
+    done = app("generate", RUN, "--env", "-p", "the film", "-p", "i saw", "-n", "2", "--seed", "3",
+               code=0)
+    told = [json.loads(line) for line in app(
+        "generate", RUN, "--env", "-p", "the film", "-p", "i saw", "-n", "2", "--seed", "3",
+        "--json", code=0).out.splitlines()]
+    blocks = done.out.strip().split("\n\n")
+    assert [block.splitlines()[0] for block in blocks] == [
+        "== prompt 1: the film", "== prompt 2: i saw", "== prompt 1, sample 2: the film",
+        "== prompt 2, sample 2: i saw"]
+    for block, row in zip(blocks, told, strict=True):
+        lines = block.splitlines()[1:-1]
+        assert [line[2:] for line in lines if line.startswith("> ")] == [
+            turn["response"].strip() for turn in row["turns"]]
+        heard = [row.get("opening", "").strip(), *(
+            f"[{turn['reward']:+g}] {turn['observation'].strip()}".strip()
+            for turn in row["turns"])]
+        heard += [] if row["ended"] == "done" else ["(cut off: turns)"]
+        assert [line[2:] for line in lines if line.startswith("< ")] == list(filter(None, heard))
+
+
+@pytest.mark.parametrize(("given", "code", "said"), [
+    ("generate {run} --env --against base", 2, "--against is for single responses"),
+    ("generate ./lm --env -p it --reward length reward.kwargs.target=3", 2, "has no environment"),
+    ("generate {run} -p it --score", 2, "There is no reward function: an environment gives"),
+    ("serve-reward resume={run} --port 0", 2, "There is no reward function: an environment gives"),
+    ("chat {run} --watch", 2, "There is no game to watch")])
+def test_what_has_no_place_beside_an_environment(given, code, said, place, app):
+    assert said in app(*given.format(run=RUN).split(), code=code).err
+
+
+@pytest.mark.parametrize("watch", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_chat_seats_a_person_or_looks_on(watch, place):
+    with Terminal("chat", RUN, "--env", *["--watch"] * watch, cwd=place) as person:
+        if watch:
+            person.wait_for(lambda: "leave) " in person.raw)
+            assert person.raw.count("> ") >= 1
+        else:
+            person.press_until(b"good film a film was good good\r",
+                               "that is 7 tokens, and a turn has room for 5")
+            person.press_until(b"good\r", "-- score")
+        person.type(b"\x04")
+        assert person.end() == 0
+        assert "== prompt 1: the film" in person.raw
+
+
+def test_every_view_tells_the_words_apart(place, app):
+    row = next(row for row in jsonl(place / RUN / "samples.jsonl") if row["kind"] == "eval"
+               and row["step"] == 4 and row["turns"][0]["observation"])
+    first = row["turns"][0]
+    heard = f"[{first['reward']:+g}] {first['observation'].strip()}"
+    app("report", RUN, code=0)
+    page = (place / RUN / "report.html").read_text()
+    assert f'<span class="said heard" dir="auto">{heard}</span>' in page
+    assert f'<span class="said" dir="auto">{first["response"].strip()}</span>' in page
+    assert f"< {heard}" in (place / RUN / "report.md").read_text()
+    table = closing_table(None, {"reward_mean": 1.0, "turns_mean": 2.0}, [(None, row)])
+    cell = list(table.columns[2].cells)[-1]
+    assert first["response"].strip() in cell.plain
+    dim = [cell.plain[span.start:span.end] for span in cell.spans if span.style == "dim"]
+    assert f"< {heard}" in dim
+    assert not any(first["response"].strip() in text for text in dim)
+    assert "turns_mean" in list(table.columns[0].cells)
+    board = Dashboard("run")
+    board.show([(row["prompt"], spoken(row), row["score"])], 4)
+    line = board.lines(200, 40)[-1]
+    assert f"> {first['response'].strip()} < {heard}" in line.plain
+
+
+def test_tables_of_trackers_have_one_kind_of_rows(plays):
+    rows = [in_a_table(row) for row in jsonl(plays / "samples.jsonl") if row["kind"] == "eval"]
+    assert len({tuple(row) for row in rows}) == 1
+    assert all(isinstance(row["turns"], str) for row in rows)
