@@ -87,7 +87,8 @@ def quickstart_row(run: Path) -> tuple[dict[str, float], bool]:
     }
     holds = (found["reward before"] <= 0.6 and found["reward after"] >= 0.95
              and found["kl after"] <= 2 and found["length kept"] >= 0.7
-             and found["distinct-2 kept"] >= 0.5 and found["well ended"] >= 0.9 and found["repeating"] == 0)
+             and found["distinct-2 kept"] >= 0.5 and found["well ended"] >= 0.9
+             and found["repeating"] == 0)
     return found, holds
 
 
