@@ -167,7 +167,8 @@ class PPOTrainer:
                 session, prompts, attention_mask, where="prompts")), "generate")
             own = len(batch)
             batch, count = own_samples.dealt(session, batch, self._drawn)
-        chunks = list(generate_chunks(call, batch, own, self._run.stop))
+        with call.acting() as acting:
+            chunks = list(generate_chunks(acting, batch, own, self._run.stop))
         self._drawn += count
         clock.mark("rollout")
 

@@ -62,6 +62,8 @@ class Engine:
         if path == "/reset_prefix_cache":
             self.stale = False
             return 200, {"success": True}
+        if path == "/weight_info":
+            return 200, {"weight_version": self.version}
         if path == "/update_weight_version":
             self.version = body["new_version"]
             return 200, {"success": True}

@@ -103,6 +103,10 @@ def find_models(request: SamplingRequest) -> ChosenModels:
             :func:`ppocli.launching.target_config.target_config`.
     """
     target = find_target(request.run, say=say, step=request.step, best=request.best)
+    if any(word.startswith("rollout.") for word in request.words):
+        raise ConfigError("Responses are sampled by our own loop here.", where="rollout",
+                          fix="leave the words that begin with rollout. out; ppocli eval takes "
+                          "them")
     judged = EvalRequest(words=request.words, reward=request.reward, against=request.against,
                          trust=request.trust)
     judged.check()

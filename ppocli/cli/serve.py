@@ -135,20 +135,25 @@ def print_vllm_command(overrides: Overrides = None) -> None:
     """Print the command that starts a vLLM server for a run (docs/vllm.md).
 
     Takes the settings of ppocli train; reward, prompts and length may be left out. Prints a line
-    for each address of rollout.urls, to be run in an environment that has vLLM.
+    for each address of rollout.urls (default: http://127.0.0.1:8000), to be run in an environment
+    that has vLLM.
 
     \b
     Examples:
-      ppocli vllm-command +recipe=quickstart rollout.urls=[http://127.0.0.1:8000]
+      ppocli vllm-command +recipe=quickstart
       ppocli vllm-command model.path=./llama hardware=gpu_bf16 rollout.urls=[http://10.0.0.2:8000]
     """
     from ppocli.cli.machine import composed
     from ppocli.models.loading.model_config import read_lm
     from ppocli.sampling.vllm.command import DEFAULT_URL, server_command, shell_line
 
-    cfg = composed(overrides or [])
+    words = list(overrides or [])
+    for key, value in (("engine", "vllm"), ("urls", f"[{DEFAULT_URL}]")):
+        if not any(word.startswith(f"rollout.{key}=") for word in words):
+            words.append(f"rollout.{key}={value}")
+    cfg = composed(words)
     facts = read_lm(cfg.model)
-    for url in cfg.rollout.urls or [DEFAULT_URL]:
+    for url in cfg.rollout.urls:
         print(shell_line(*server_command(cfg, facts, "python", url)))
 
 

@@ -254,21 +254,23 @@ def _sample(work: _Work, role: str, in_all: int, writer: run_logs.JsonlWriter) -
     session, rows = work.session, work.rows[role]
     total = evaluation_size(session)
     work.watch(role, work.kept, in_all)
-    chunks = evaluate_chunks(session, work.stop, skip=len(rows))
     told = role != "policy" or "base" not in work.rows
-    while len(rows) < total:
-        # rewards that draw random numbers draw the same ones when a chunk is done again
-        seed_generators((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)
-        begun = monotonic()
-        new = _rows(role, next(chunks), len(session.eval_prompts))
-        writer.append(new)
-        rows += run_folder.finite_or_null(new)
-        if not told:
-            each = (monotonic() - begun) / len(new)
-            left = len(session.eval_prompts) * figures.BASE_SAMPLES - len(work.rows["base"])
-            work.say(f"--frontier will take about {each * left:.0f} s more (by the first chunk)")
-            told = True
-        work.watch(role, work.kept, in_all)
+    with session.acting() as acting:
+        chunks = evaluate_chunks(acting, work.stop, skip=len(rows))
+        while len(rows) < total:
+            # rewards that draw random numbers draw the same ones when a chunk is done again
+            seed_generators((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)
+            begun = monotonic()
+            new = _rows(role, next(chunks), len(session.eval_prompts))
+            writer.append(new)
+            rows += run_folder.finite_or_null(new)
+            if not told:
+                each = (monotonic() - begun) / len(new)
+                left = len(session.eval_prompts) * figures.BASE_SAMPLES - len(work.rows["base"])
+                work.say(f"--frontier will take about {each * left:.0f} s more (by the first "
+                         "chunk)")
+                told = True
+            work.watch(role, work.kept, in_all)
 
 
 def _rows(role: str, chunk: EvalChunk, prompts: int) -> list[Row]:

@@ -54,7 +54,8 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
     """What ``words`` make of the run's own configuration, or of the defaults for a bare model.
 
     The model to start from (``model.path``), which KL is measured against, stays the run's; a bare
-    model is its own. A run that was trained on a data set has neither reward nor prompts.
+    model is its own. A run that was trained on a data set has neither reward nor prompts. What
+    samples is our own loop, unless ``words`` say otherwise.
 
     Args:
         words: overrides, KEY=VALUE.
@@ -94,7 +95,10 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
     config = _allowed([*base, *words], target, JUDGED if needs_reward else ("model.",), run, words,
                       trusts)
     _refuse_objects(config, target, needs_reward, needs_prompts)
-    return replace(config, resume="never")
+    # the run's own servers may be gone, or be another run's
+    told = any(name.startswith("rollout.") for name in given)
+    rollout = config.rollout if told else schema.RolloutConfig()
+    return replace(config, resume="never", rollout=rollout)
 
 
 def trained_on_data(target: Target) -> bool:

@@ -257,6 +257,10 @@ def test_a_token_is_sent_and_not_kept(tmp_path, monkeypatch):
       "model.peft.num_virtual_tokens=2"], "model.peft.type"),
     (["rollout.engine=vllm", "rollout.urls=[http://h]", "hardware.zero_stage=3",
       "hardware.gather_for_generation=false"], "hardware.gather_for_generation"),
+    (["rollout.engine=vllm", "rollout.urls=[http://h]", "rollout.launch=true"],
+     "rollout.python=PATH"),
+    (["rollout.engine=vllm", "rollout.urls=[http://h]", "rollout.ahead=1", "ppo.staleness=1"],
+     "ppo.staleness"),
     (["rollout.engine=vlm"], "did you mean vllm")])
 def test_keys_that_contradict_each_other(given, key):
     with refused(ConfigError, key) as caught:
@@ -301,6 +305,16 @@ def test_a_run_stops_when_no_server_is_left_and_goes_on(world, capsys):
     rows = jsonl(world / "runs/served/metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(0 <= row["rollout/logprob_gap_max"] < 1e-4 for row in rows[1:])
+    ppocli, found = app_in_process(capsys), []
+    greedy = ["eval", "runs/served", "generation.eval.do_sample=false", "--json"]
+    found.append(ppocli(*greedy, code=0).out)  # the run's servers are gone
+    with serving(engine := engine_for(world)) as url:
+        found.append(ppocli(*greedy, "rollout.engine=vllm", f"rollout.urls=[{url}]", code=0).out)
+    assert engine.asked[GENERATE] > 4
+    ours, theirs = (json.loads(text) for text in found)
+    assert theirs["figures"]["reward_mean"] == ours["figures"]["reward_mean"]
+    told = ppocli("generate", "runs/served", "-p", "the", "rollout.engine=vllm", code=2).err
+    assert "ppocli eval takes them" in told
 
 
 def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, capsys):
@@ -371,6 +385,19 @@ def test_a_python_without_vllm_and_a_server_that_ends_are_told(world, capsys):
     told = command(*keys, code=12).err
     assert "has ended" in told
     assert "vllm-0.log" in told
+
+
+def test_a_recipe_can_not_name_a_program(world, capsys):
+    (world / "recipes").mkdir()
+    (world / "recipes/theirs.yaml").write_text(
+        "# @package _global_\nrollout:\n  engine: vllm\n  urls: ['http://127.0.0.1:1']\n"
+        "  launch: true\n  python: ./python\n")
+    command = command_in_process(capsys)
+    told = command(*words("+recipe=theirs", "run_name=named"), code=2).err
+    assert "type it: rollout.python=./python" in told
+    told = command(*words("+recipe=theirs", "run_name=named", "rollout.python=./python"),
+                   code=12).err
+    assert "can't be started" in told
 
 
 def test_the_command_that_starts_a_server(world, capsys):

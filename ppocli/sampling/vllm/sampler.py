@@ -107,7 +107,7 @@ class VllmSampler(DecodeSampler):
             SamplerError: none is left, or one says other tokens than we do.
         """
         version = self._newest.name
-        todo = [one for one in self.servers if one.lost or one.version != version]
+        todo = [one for one in self.servers if one.lost or not one.holds(version)]
         begun = [in_daemon(partial(self._give, one, version), f"updating {one.url}")
                  for one in todo]
         for server, future in zip(todo, begun, strict=True):
@@ -203,7 +203,9 @@ class VllmSampler(DecodeSampler):
             yield found
 
     def _is_policy(self, speaker: Speaker) -> bool:
-        return not speaker.reference and speaker.lm is self._lm
+        if not speaker.reference and speaker.lm is not self._lm:
+            raise RuntimeError("servers have no weights of a policy outside of acting()")
+        return not speaker.reference
 
     def deal(self, asked: Sequence[Sequence[int]], params: Sequence[Mapping[str, Any]]) -> Dealing:
         """Have the servers answer these ids with the weights that they have now."""

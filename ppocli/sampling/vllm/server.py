@@ -50,8 +50,8 @@ class Server:
     def __init__(self, url: str, cfg: RolloutConfig) -> None:
         token = cfg.token_env and from_environment(cfg.token_env, "Authorization",
                                                    "rollout.token_env", SamplerError)
-        self.url, self.lost, self.version = url.rstrip("/"), "", ""
-        """why it can't be used, and the version of the weights that it was given"""
+        self.url, self.lost = url.rstrip("/"), ""
+        """why it can't be used"""
         self._client = Client(url, timeout=cfg.timeout, keep=cfg.concurrency,
                               headers={"Authorization": f"Bearer {token}"} if token else {})
 
@@ -110,6 +110,14 @@ class Server:
             raise SamplerError(f"{self.url} takes {models[name]} tokens; the longest prompt and "
                                f"response have {tokens}.", where="rollout.urls", fix=HOW_TO)
 
+    def holds(self, version: str) -> bool:
+        """Whether it has this version of the weights."""
+        try:
+            found = self.ask("/weight_info", timeout=LOOK)
+        except Lost:
+            return False
+        return isinstance(found, dict) and found.get("weight_version") == version
+
     def load(self, folder: Path, version: str) -> None:
         """Replace the weights by those of ``folder``, and forget all that was made by others.
 
@@ -133,7 +141,7 @@ class Server:
             raise Lost(f"{self.url} could not forget its prefix cache")
         self.ask("/update_weight_version", {"new_version": version})
         self.ask("/resume", {})
-        self.version, self.lost = version, ""
+        self.lost = ""
 
     def _reload(self, folder: Path, **how: Any) -> None:
         self.ask("/collective_rpc", {"method": "reload_weights",

@@ -20,7 +20,7 @@ from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.sampling.decoding import load_judged
 from ppocli.sampling.engines import build_sampler, check_engine
-from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup
+from ppocli.sampling.sampler import Sampler, SamplerSetup
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks import building, supervised
 from ppocli.tasks.ppo.environment import environment_of, playing
@@ -363,6 +363,6 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                        sampling=sampling, eval_sampling=eval_sampling,
-                       sampler=playing(setup, DecodeSampler(setup),
+                       sampler=playing(setup, build_sampler(cfg.rollout, setup),
                                         environment_of(cfg, eval_prompts)),
                        passes=PassRows(backend, PASSES), packs=_take_packed(wrapped, reference))
