@@ -15,7 +15,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
 
 RUN_FILE = "run.json"
-"""identity of a run, what it was last started with, and what a resume changed"""
+"""identity of a run, who started it, what it was last started with, and what a resume changed"""
 KEPT, BEFORE = "config", "config_before"
 """texts of config.yaml in it: as it has to be; as it still is if a kill came between the files"""
 

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from ppocli.config import tasks
 from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
+from ppocli.config.kept import RUN_FILE
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
@@ -167,8 +168,7 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
         if cfg.hardware.zero_stage > 0:
             atomic.write_json_atomic(folder.path / DEEPSPEED_FILE,
                                      deepspeed_config(cfg, ranks.world))
-    identity = {path: path.read_bytes() for path in (folder.config,
-                                                     folder.path / run_folder.RUN_FILE)}
+    identity = {path: path.read_bytes() for path in (folder.config, folder.path / RUN_FILE)}
     digest = hashlib.sha256(identity[folder.config]).hexdigest()
     recording: Any = loop.open_recorder(folder, cfg.tracking) if ranks.first else nullcontext()
     with recording as recorder:
@@ -189,7 +189,7 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
 
 def _run_id(folder: run_folder.RunFolder) -> str:
     """The run's identity, made at its first start; checkpoints of other runs are refused."""
-    path = folder.path / run_folder.RUN_FILE
+    path = folder.path / RUN_FILE
     if path.is_file():
         run_id = (atomic.read_json(path) or {}).get("run_id")
         if not isinstance(run_id, str):

@@ -15,13 +15,7 @@ from ppocli.config.problems import shown
 from ppocli.episode import transcript_of
 from ppocli.errors import CheckpointError
 from ppocli.storage import atomic, environment, retention, run_logs, signature
-from ppocli.storage.run_folder import (
-    RUN_FILE,
-    RunFolder,
-    finite_or_null,
-    live_owner,
-    write_config,
-)
+from ppocli.storage.run_folder import RunFolder, finite_or_null, live_owner, write_config
 from ppocli.text import figure
 
 log = logging.getLogger("ppocli")
@@ -219,7 +213,7 @@ def _status(run: RunFolder, summary: dict[str, Any] | None, rows: list[dict[str,
 
 def read_changes(run_dir: Path) -> list[Change]:
     """Changes in the order they were made; none where the file doesn't tell any."""
-    found = (atomic.read_json(run_dir / RUN_FILE) or {}).get("changes")
+    found = (atomic.read_json(run_dir / kept.RUN_FILE) or {}).get("changes")
     return [Change(entry["step"], *(str(entry.get(name)) for name in ("key", "before", "after")))
             for entry in (found if isinstance(found, list) else ())
             if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
@@ -232,7 +226,7 @@ def begin_record(run_dir: Path, run_id: str) -> None:
         DiskError: the disk is full, read-only, or refuses.
     """
     text = (run_dir / resolved.CONFIG_FILE).read_text(encoding="utf-8")
-    atomic.write_json_atomic(run_dir / RUN_FILE, {
+    atomic.write_json_atomic(run_dir / kept.RUN_FILE, {
         **signature.sign_run({"run_id": run_id}, resolved.next_config(run_dir)), kept.KEPT: text})
 
 
@@ -245,7 +239,7 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    told, noted = atomic.read_json(run_dir / RUN_FILE) or {}, read_changes(run_dir)
+    told, noted = atomic.read_json(run_dir / kept.RUN_FILE) or {}, read_changes(run_dir)
     asked, own = resolved.next_config(run_dir), RunFolder(run_dir)
     saved = retention.sound_steps(own.checkpoints)
     if saved and kept.KEPT not in told \
@@ -270,7 +264,7 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
             now |= {name: path.read_text(encoding="utf-8") for name, path in
                     ((kept.KEPT, asked), (kept.BEFORE, own.config))}
         if now != told:
-            atomic.write_json_atomic(run_dir / RUN_FILE, finite_or_null(now))
+            atomic.write_json_atomic(run_dir / kept.RUN_FILE, finite_or_null(now))
     resolved.accept_config(run_dir)
 
 
@@ -282,8 +276,8 @@ def settle(run_dir: Path, config: schema.TrainConfig) -> None:
     """
     path = run_dir / resolved.NEXT_CONFIG_FILE
     write_config(config, path)
-    told = atomic.read_json(run_dir / RUN_FILE) or {}
-    atomic.write_json_atomic(run_dir / RUN_FILE, {
+    told = atomic.read_json(run_dir / kept.RUN_FILE) or {}
+    atomic.write_json_atomic(run_dir / kept.RUN_FILE, {
         **signature.sign_run(told, path), kept.BEFORE: told.get(kept.KEPT),
         kept.KEPT: path.read_text(encoding="utf-8")})
     resolved.accept_config(run_dir)

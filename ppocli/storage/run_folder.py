@@ -20,8 +20,6 @@ from ppocli.storage import holds
 from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
 
 LOCK = ".lock"
-RUN_FILE = "run.json"
-"""identity of a run, who started it, and what its settings were changed to when it was resumed"""
 _OWNER_WAIT_SECONDS = 2.0  # a process that has just got the lock needs a moment to write its name
 
 

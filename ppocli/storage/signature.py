@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ppocli.config.kept import RUN_FILE
 from ppocli.errors import DiskError
 from ppocli.storage import atomic, run_folder
 
@@ -118,7 +119,7 @@ def sign_run(told: dict[str, Any], config: Path) -> dict[str, Any]:
 
 def is_own_run(run_dir: Path) -> bool:
     """Whether this user has started the run, or gone on with it, with just this config.yaml."""
-    told = atomic.read_json(run_dir / run_folder.RUN_FILE) or {}
+    told = atomic.read_json(run_dir / RUN_FILE) or {}
     try:
         digest = atomic.sha256_file(run_folder.RunFolder(run_dir).config)
     except OSError:
