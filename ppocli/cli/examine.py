@@ -100,7 +100,8 @@ def _examine_run(composed: Composed, found: Examined) -> None:
 def _examine_sweep(words: Words, found: Examined) -> None:
     """Every job; what is wrong with several jobs alike is told once."""
     unusual = [setting.key for setting in words.settings
-               if setting.key in ("hydra/sweeper", "hydra/launcher") and setting.value != "basic"]
+               if setting.key in ("hydra/sweeper", "hydra/launcher", "sweep.search")
+               and setting.value not in ("basic", "grid")]
     if unusual:
         raise ConfigError(f"{unusual[0]} decides the jobs while they run, so they can't be listed.",
                           where="command line", fix="check one of them: leave out -m and give one "
@@ -113,7 +114,7 @@ def _examine_sweep(words: Words, found: Examined) -> None:
         return 0.0
 
     with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
-        run_sweep_jobs(words, run_job, lambda grid: Path(scratch, "sweep"))
+        run_sweep_jobs(words, run_job, lambda grid: Path(scratch, "sweep"), search=_no_search)
     told: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
         found.config, found.facts = found.config or one.config, found.facts or one.facts
@@ -126,6 +127,10 @@ def _examine_sweep(words: Words, found: Examined) -> None:
                for problem, numbers in told.values()])
     if found.config is not None:
         found.add(_unwritable(Path(given or found.config.output_dir)))
+
+
+def _no_search(*_: Any) -> None:
+    """Searches were refused before."""
 
 
 def _examine_job(job: SweepJob, *, colour: bool) -> Examined:

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ppocli import errors
+from ppocli.cli import search
 from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure, split_words
 from ppocli.config import resolved, secrets
 from ppocli.config.compose import Grid, SweepJob, check, run_sweep_jobs
@@ -45,6 +47,11 @@ class _Book:
         self.begun = 0
         self._held = ExitStack()
         self._new_folder = self._new_file = False
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it can be resumed."""
+        return self.folder is not None and sweeps.read_sweep(self.folder).goes_on
 
     @property
     def ended(self) -> list[sweeps.JobRecord]:
@@ -81,12 +88,15 @@ class _Book:
                 f"{self.folder} holds a sweep already; nothing is overwritten.",
                 where="hydra.sweep.dir", fix="go on with it: ppocli sweep resume "
                 f"{pasted(self.folder)}; or choose another hydra.sweep.dir")
-        if self.going_on is not None and grid != tuple(job.varied for job in left.jobs):
+        if self.going_on is not None and not left.is_search \
+                and grid != tuple(job.varied for job in left.jobs):
             raise errors.ConfigError("The words no longer give the jobs of this sweep.",
                                      where=str(left.folder / sweeps.SWEEP_FILE),
                                      fix="put back the values that were swept, or start another "
                                      "sweep")
         self.known = {job.number: job for job in left.jobs}
+        if left.is_search:
+            self.jobs |= self.known
 
     def note(self, job: sweeps.JobRecord) -> None:
         """Write down what is known of a job."""
@@ -145,7 +155,7 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
     """
     book = _Book(words, going_on)
 
-    def run_job(job: SweepJob) -> float | None:
+    def run_one(job: SweepJob) -> sweeps.JobRecord:
         book.begun += 1
         say(f"job {job.number}{'' if job.total is None else f' of {job.total}'}: "
             f"{' '.join(job.varied or job.words)}")
@@ -153,31 +163,35 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         if kept is not None:
             book.note(kept)
             say(f"job {job.number}: finished already, kept")
-            return kept.objective
+            return kept
         book.note(sweeps.JobRecord(job.number, job.words, job.varied, "running",
                                    folder=str(job.folder)))
         record, stopped_by = _run_job(job)
+        if record.status == "failed" and search.was_pruned(job.folder):
+            record = replace(record, status=search.PRUNED)
         book.note(record)
         say(f"job {job.number}: {_result(record)}")
         if stopped_by is not None:
             # Hydra's sweeper goes on after an Exception of a job
             raise StopRequested(stopped_by)
-        return record.objective
+        return record
 
     try:
-        run_sweep_jobs(words, run_job, book.open)
+        run_sweep_jobs(words, lambda job: run_one(job).objective, book.open,
+                       partial(search.run_search, run_job=run_one))
     except (StopRequested, KeyboardInterrupt) as stop:
         number = stop.signal_number if isinstance(stop, StopRequested) else signal.SIGINT
         _print_table(book.ended)
         raise errors.StoppedError(
             f"the sweep was stopped by {signal.Signals(number).name} after {len(book.ended)} jobs; "
             "those that follow were not started", signal_number=number,
-            fix=f"ppocli sweep resume {pasted(book.folder)}" if book.begun and book.grid else None
+            fix=f"ppocli sweep resume {pasted(book.folder)}" if book.begun and book.goes_on
+            else None
         ) from None
     finally:
         book.close()
     _print_table(book.ended)
-    failed = [job for job in book.ended if job.status != "finished"]
+    failed = [job for job in book.ended if job.status not in ("finished", search.PRUNED)]
     if failed:
         raise errors.SweepError(f"{len(failed)} of {len(book.ended)} jobs failed",
                                 where=f"{book.folder}/{sweeps.SWEEP_FILE}",
@@ -205,7 +219,7 @@ def go_on(given: str, words: Sequence[str], trusts: bool = False) -> None:
                                  fix="name the sweep's folder first: ppocli sweep resume FOLDER "
                                  f"{given}")
     sweep = sweeps.read_sweep(sweeps.find_sweep(folder))
-    if not sweep.grid:
+    if not sweep.goes_on:
         raise errors.ConfigError(f"{sweep.folder} is no grid: its sweeper chose the jobs as it "
                                  "went, and can't be asked again.", fix="start another sweep",
                                  where=str(sweep.folder / sweeps.SWEEP_FILE))
@@ -219,8 +233,9 @@ def go_on(given: str, words: Sequence[str], trusts: bool = False) -> None:
                 "a sweep goes on where it is."), where="command line",
                 fix="start another sweep" if key in swept else "leave it out")
     refuse_running(sweep.folder)
-    unfinished = [job for job, _ in sweeps.jobs_now(sweep) if job.status != "finished"]
-    say(f"{sweep.folder}: {len(unfinished)} of {len(sweep.jobs)} jobs to run")
+    if sweep.grid:
+        unfinished = [job for job, _ in sweeps.jobs_now(sweep) if job.status != "finished"]
+        say(f"{sweep.folder}: {len(unfinished)} of {len(sweep.jobs)} jobs to run")
     if sweep.cwd and Path(sweep.cwd).is_dir():
         os.chdir(sweep.cwd)  # the words may name files from there
     kept = [word for word in _without_place(sweep.words) if _key(word) not in given_keys]

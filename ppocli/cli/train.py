@@ -277,6 +277,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
       ppocli sweep show runs/sweep-20260131-120000 --sort kl
       ppocli sweep show --json
     """
+    from ppocli.cli.search import findings, print_findings
     from ppocli.runs.sweeps import find_sweep, jobs_now, labels_of, read_sweep
 
     folder = find_sweep(given)
@@ -286,10 +287,10 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     now = jobs_now(sweep)
     labels = labels_of(job for job, _ in now)
     jobs = [_facts(job, run) for job, run in sorted(now, key=lambda each: _rank(each[0], sort))]
-    means = marginal_means(jobs)
+    means, found = marginal_means(jobs), findings(sweep) if sweep.is_search else {}
     if as_json:
         output.print_json({"sweep": str(sweep.folder), "words": list(sweep.words),
-                           "grid": sweep.grid, "jobs": jobs, "marginal_means": means})
+                           "grid": sweep.grid, "jobs": jobs, "marginal_means": means, **found})
         return
     _print_jobs(jobs, labels, sweep.folder)
     if means:
@@ -298,9 +299,11 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
             (f"{row['key']}={row['value']}", str(row["jobs"]),
              *(output.shown_figure(row["figures"].get(label)) for label in labels))
             for row in means)], right=frozenset(range(1, 2 + len(labels))))
+    if found:
+        print_findings(found)
     statuses = [job["status"] for job in jobs]
-    unfinished = [status for status in statuses if status not in ("finished", "running")]
-    if unfinished and sweep.grid and "running" not in statuses:
+    unfinished = [status for status in statuses if status not in ("finished", "running", "pruned")]
+    if unfinished and sweep.goes_on and "running" not in statuses:
         output.say(f"{len(unfinished)} of {len(jobs)} jobs are not finished; go on with: "
                    f"ppocli sweep resume {pasted(folder)}")
 
@@ -312,8 +315,8 @@ def resume_sweep(sweep: Annotated[str, typer.Argument(
     """Run the unfinished jobs of a sweep in the same folders.
 
     A job continues from its newest checkpoint, or starts if it has none. Finished jobs are kept.
-    Settings such as reward.timeout=60 apply to the jobs that run. Only grids can be continued:
-    other sweepers choose their jobs as they go.
+    Settings such as reward.timeout=60 apply to the jobs that run. A search (sweep.search) chooses
+    its further jobs as it would have. Other sweepers can't be continued.
 
     \b
     Examples:
@@ -354,6 +357,8 @@ def marginal_means(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     in_order = sorted(jobs, key=lambda job: job["job"])
     keys = list(dict.fromkeys(key for job in in_order for key in job["varied"]))
+    if len(jobs) > 1:  # what a search draws may never come twice
+        keys = [key for key in keys if len({job["varied"].get(key) for job in jobs}) < len(jobs)]
     rows = []
     for key, value in dict.fromkeys((key, job["varied"][key]) for key in keys for job in in_order
                                     if key in job["varied"]):

@@ -8,7 +8,7 @@ told at once and with its source, and so that no secret is ever printed or writt
 
 import itertools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,6 +18,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -226,9 +227,17 @@ Grid = tuple[tuple[str, ...], ...]
 """the words that differ between jobs, job by job"""
 
 
+Ranges = Mapping[str, Override]
+"""what is swept, in Hydra's grammar, by key"""
+Search = Callable[[schema.SweepConfig, Ranges, Path, Callable[[int, tuple[str, ...]], SweepJob]],
+                  None]
+"""runs the jobs of ``sweep.search``: gets the settings of the sweep, its ranges, its folder, and
+what makes a job of its number and its values"""
+
+
 def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
-                   begin: Callable[[Grid | None], Path]) -> None:
-    """Let Hydra's sweeper run ``run_job`` for each job.
+                   begin: Callable[[Grid | None], Path], search: Search) -> None:
+    """Let Hydra's sweeper, or ``search``, run ``run_job`` for each job.
 
     What is wrong with all jobs alike is told before any of them starts; ``SweepJob.compose``
     tells what is wrong with one. ``run_job`` returns what an optimising sweeper maximises.
@@ -254,9 +263,29 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
         raise_problems([*merged.problems, *(
             problem for problem in range_problems(typed(merged.node), merged.sources)
             if problem.key in merged.sources)])
-        folder = quoted(str(begin(swept.grid)))
-        hydra_bridge.run_hydra(words.without("hydra.sweep.dir").adding(f"hydra.sweep.dir={folder}"),
-                               lambda config: run_job(_sweep_job(words, swept)))
+        plan = typed(merged.node).sweep
+        of_sweep = [name for name in keys.schema_keys() if name.startswith("sweep.")]
+        if plan.search != "grid":
+            if not swept.varied:
+                raise ConfigError("there is nothing to search: no key has several values",
+                                  where=COMMAND_LINE, fix="give one a range, such as "
+                                  "'ppo.optimizer.lr=tag(log,interval(1e-5,1e-3))'")
+            folder = begin(None)
+            own = [str(setting) for setting in words.without(*of_sweep, *swept.varied).settings
+                   if not setting.key.startswith("hydra.")]
+            search(plan, swept.ranges, folder,
+                   lambda number, varied: _job(words, number, plan.trials, (*own, *varied), varied,
+                                               folder / str(number)))
+            return
+        if ranged := [each.input_line for each in swept.ranges.values()
+                      if not each.is_discrete_sweep()]:
+            raise ConfigError(f"{ranged[0]}: a grid has no end of values between two",
+                              where=COMMAND_LINE, fix="add sweep.search=optuna or sweep.search="
+                              "random, or list the values")
+        place = quoted(str(begin(swept.grid)))
+        hydra_bridge.run_hydra(
+            words.without("hydra.sweep.dir", *of_sweep).adding(f"hydra.sweep.dir={place}"),
+            lambda config: run_job(_sweep_job(words, swept)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +296,7 @@ class _Swept:
     shared: list[layers.Entry]
     varied: frozenset[str]
     grid: Grid | None
+    ranges: Ranges
 
 
 def _sweep_job(words: Words, swept: _Swept) -> SweepJob:
@@ -274,18 +304,23 @@ def _sweep_job(words: Words, swept: _Swept) -> SweepJob:
     settings = HydraConfig.get()
     task = tuple(settings.overrides.task)
     search = [word for word in settings.overrides.hydra if word.startswith("hydra.searchpath")]
-    folder = Path(settings.runtime.output_dir)
+    varied = tuple(word for word in task if word.lstrip("+~").partition("=")[0] in swept.varied)
+    total = None if swept.grid is None else len(swept.grid)
+    return _job(words, int(settings.job.num), total, task, varied,
+                Path(settings.runtime.output_dir), search)
+
+
+def _job(words: Words, number: int, total: int | None, task: tuple[str, ...],
+         varied: tuple[str, ...], folder: Path, search_path: Sequence[str] = ()) -> SweepJob:
     own = Words((), words.flags, words.config_dirs).adding(
-        *search, *task, f"run_name={quoted(folder.name)}")  # its folder says where it runs
+        *search_path, *task, f"run_name={quoted(folder.name)}")  # its folder says where it runs
 
     @cache
     def composed() -> Composed:
         with hydra_bridge.as_config_errors():
             return compose_here(own)
 
-    varied = tuple(word for word in task if word.lstrip("+~").partition("=")[0] in swept.varied)
-    total = None if swept.grid is None else len(swept.grid)
-    return SweepJob(int(settings.job.num), total, task, varied, folder, composed)
+    return SweepJob(number, total, task, varied, folder, composed)
 
 
 def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
@@ -297,7 +332,7 @@ def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
     entries: list[layers.Entry] = []
     # Hydra's own sweeper: the product of all values, the last key changing fastest
     axes: dict[str, list[str]] = {}
-    varied: set[str] = set()
+    ranges: dict[str, Override] = {}
     is_grid = True
     for override in OverridesParser.create(config_loader=loader).parse_overrides(overrides):
         name = override.key_or_group
@@ -308,7 +343,7 @@ def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
         discrete = swept and override.is_discrete_sweep()
         values = list(override.sweep_string_iterator()) if discrete else []
         if swept:
-            varied.add(name)
+            ranges[name] = override
             is_grid &= discrete
             key = override.get_key_element()
             axes[key] = [f"{key}={value}" for value in values]
@@ -325,4 +360,4 @@ def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
         elif keys.key_for(name) is None:
             entries.append(layers.Entry(name, None, COMMAND_LINE))
     grid = tuple(itertools.product(*axes.values())) if is_grid else None
-    return _Swept(entries, frozenset(varied), grid)
+    return _Swept(entries, frozenset(ranges), grid, ranges)

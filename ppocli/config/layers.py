@@ -17,7 +17,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
-from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf
+from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf, StringNode
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import config_groups
@@ -235,7 +235,7 @@ def _each_converted(key: keys.Key, value: Any) -> Any:
     """
     if value is None or (isinstance(value, str) and "${" in value):
         return value
-    kinds: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode}
+    kinds: dict[Any, Any] = {int: IntegerNode, float: FloatNode, bool: BooleanNode, str: StringNode}
     many = value if isinstance(value, list) else [value]
     converted = [kinds[key.item](item, is_optional=False)._value() for item in many]
     return converted if isinstance(value, list) else converted[0]

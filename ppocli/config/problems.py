@@ -381,6 +381,7 @@ def _hardware(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
 
 def _run(config: schema.TrainConfig) -> Rules:
     name, resume, tracking = config.run_name, config.resume, config.tracking
+    yield config.sweep != schema.SweepConfig(), "sweep", "this is said of several jobs: add -m"
     yield (name is not None and (name in ("", ".", "..") or "/" in name or "\0" in name),
            "run_name",
            f"{shown(name)} must be a plain folder name; the folder above it is output_dir")

@@ -345,6 +345,22 @@ class TrackingConfig:
 
 
 @dataclass
+class SweepConfig:
+    search: str = key("grid", "jobs of `-m`: every combination of the values; values drawn from "
+                      "ranges (random); or those that earlier jobs promise most of (optuna)",
+                      choices=("grid", "random", "optuna"))
+    trials: int = key(20, "jobs of a search", ge=1)
+    metric: Any = key(None, "figure of the evaluation after training that is searched "
+                                "for, or a list of several (default: checkpoint.metric)", each=str)
+    direction: Any = key(None, "minimize or maximize, for each metric (default: minimize "
+                                   "for kl_mean and losses)", choices=("minimize", "maximize"),
+                                   each=str)
+    prune: bool = key(False, "stop jobs whose evaluations during training are worse than half of "
+                      "the earlier jobs' at that step")
+    seed: int = key(0, "of what is drawn", ge=0)
+
+
+@dataclass
 class TrainConfig:
     seed: int = key(0, "seed of sampling, prompt order, value head and minibatch order", ge=0)
     run_name: Optional[str] = key(None, "name of the run folder (default: recipe and time)")
@@ -365,6 +381,7 @@ class TrainConfig:
     eval: EvalConfig = key(EvalConfig, "evaluation during training")
     checkpoint: CheckpointConfig = key(CheckpointConfig, "what is kept on disk")
     tracking: TrackingConfig = key(TrackingConfig, "what is logged")
+    sweep: SweepConfig = key(SweepConfig, "how `ppocli train -m` finds its jobs")
 
 
 def reference_kind(model: ModelConfig) -> str:

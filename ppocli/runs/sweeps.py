@@ -20,6 +20,8 @@ from ppocli.storage.run_folder import Owner, finite_or_null, live_owner
 from ppocli.text import did_you_mean, printable, short_path
 
 SWEEP_FILE = "sweep.json"
+JOURNAL = "search.journal"
+"""what optuna keeps of a search, beside ``sweep.json``"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,8 @@ class JobRecord:
     """all its words; empty before it is started"""
     varied: tuple[str, ...]
     status: str
-    """``planned``, ``running``, ``finished``, ``failed`` or ``stopped``"""
+    """``planned``, ``running``, ``finished``, ``failed``, ``stopped``, or ``pruned`` by a search
+    """
     exit_code: int | None = None
     reward_mean: float | None = None
     kl_mean: float | None = None
@@ -92,6 +95,16 @@ class SweepRecord:
     grid: bool
     """whether all jobs were known beforehand"""
     jobs: tuple[JobRecord, ...]
+
+    @property
+    def is_search(self) -> bool:
+        """Whether its jobs are chosen one after another, on a journal."""
+        return (self.folder / JOURNAL).is_file()
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it can be resumed."""
+        return self.grid or self.is_search
 
 
 def write_sweep(sweep: SweepRecord) -> None:
@@ -233,7 +246,7 @@ def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
         return run.status
     if job.status == "running" and sweep_alive:
         return "running"  # its process is starting
-    return job.status if job.status in ("failed", "stopped") else run.status
+    return job.status if job.status in ("failed", "stopped", "pruned") else run.status
 
 
 def running_job(jobs: Iterable[JobRecord]) -> tuple[JobRecord, Owner] | None:

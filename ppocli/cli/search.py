@@ -1,0 +1,268 @@
+"""``sweep.search``: the jobs of a sweep whose values optuna draws or chooses, asked and told on a
+journal in the sweep's folder.
+
+Each job has a sampler of its own, seeded by its number: together with what the journal holds of
+earlier jobs that decides its values, so a sweep that goes on chooses as it would have.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from math import isfinite
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+from ppocli.cli.output import print_table, show_text, shown_figure
+from ppocli.config import keys, kinds, schema
+from ppocli.config.compose import Ranges, SweepJob
+from ppocli.errors import CheckpointError, ConfigError
+from ppocli.runs.sweeps import JOURNAL, JobRecord, SweepRecord
+from ppocli.storage.run_folder import RunFolder, live_owner
+from ppocli.storage.run_logs import read_jsonl
+from ppocli.text import counted
+
+if TYPE_CHECKING:
+    from optuna import Study
+    from optuna.distributions import BaseDistribution
+    from optuna.trial import Trial
+
+STUDY = "sweep"
+METRICS = "metrics"
+"""attribute of the study: the names of what it is told"""
+ENOUGH = 4
+"""finished jobs from which on the importance of a key is told"""
+STARTUP = 5
+"""jobs that are drawn at random, and never stopped early, before earlier ones tell anything"""
+_PAUSE = 0.5
+"""seconds between two looks at the evaluations of a job"""
+PRUNED = "pruned"
+
+
+def load_optuna() -> Any:
+    """The library, quiet.
+
+    Raises:
+        ConfigError: it isn't installed.
+    """
+    try:
+        import optuna
+    except ImportError:
+        raise ConfigError("Searching needs optuna, which is not installed.", where="sweep.search",
+                          fix="pip install 'ppocli[sweep]'") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    return optuna
+
+
+def open_study(folder: Path, directions: Sequence[str] | None = None) -> Study:
+    """The study of a sweep; made where ``directions`` are given and there is none yet."""
+    optuna = load_optuna()
+    journal = optuna.storages.journal.JournalFileBackend(str(folder / JOURNAL))
+    storage = optuna.storages.JournalStorage(journal)
+    try:
+        if directions is None:
+            return optuna.load_study(study_name=STUDY, storage=storage)
+        return optuna.create_study(study_name=STUDY, storage=storage, directions=list(directions),
+                                   load_if_exists=True,
+                                   pruner=optuna.pruners.MedianPruner(STARTUP))
+    except Exception as error:  # whatever lines that are none of its own make it raise
+        raise CheckpointError(f"the search can't be read: {type(error).__name__}: {error}",
+                              where=str(folder / JOURNAL), fix="start another sweep") from error
+
+
+def run_search(plan: schema.SweepConfig, ranges: Ranges, folder: Path,
+               make_job: Callable[[int, tuple[str, ...]], SweepJob],
+               run_job: Callable[[SweepJob], JobRecord]) -> None:
+    """Run the jobs that are left of ``plan.trials``, and tell the study what came of each.
+
+    Raises:
+        ConfigError: optuna isn't installed, or the settings of the search contradict each other.
+        CheckpointError: the journal is damaged or of another search.
+    """
+    optuna = load_optuna()
+    wanted = {name: distribution(name, each) for name, each in ranges.items()}
+    first = make_job(0, tuple(f"{name}={_first(each)}" for name, each in wanted.items()))
+    metrics, directions = objectives(plan, first.compose().config)
+    study = open_study(folder, directions)
+    study.set_user_attr(METRICS, metrics)
+    states = optuna.trial.TrialState
+    begun = study.get_trials(states=(states.RUNNING,))
+    while begun or len(study.get_trials(deepcopy=False)) < plan.trials:
+        if begun:
+            frozen = begun.pop(0)
+            trial = optuna.trial.Trial(study, frozen._trial_id)
+            _check(frozen.params, wanted, folder)
+        else:
+            number = len(study.get_trials(deepcopy=False))
+            study.sampler = _sampler(optuna, plan, number)
+            trial = study.ask(fixed_distributions=wanted)
+        job = make_job(trial.number, tuple(f"{name}={_shown(trial.params[name])}"
+                                           for name in wanted))
+        with _stopping_early(trial, job, metrics[0], wanted=plan.prune and len(metrics) == 1):
+            record = run_job(job)
+        if record.status == PRUNED:
+            study.tell(trial, state=states.PRUNED)
+        elif (values := _values(job, metrics)) is not None and record.status == "finished":
+            study.tell(trial, values)
+        else:
+            study.tell(trial, state=states.FAIL)
+
+
+def objectives(plan: schema.SweepConfig, config: schema.TrainConfig) -> tuple[list[str], list[str]]:
+    """The figures that are searched for, and their directions.
+
+    Raises:
+        ConfigError: there is another number of directions than of metrics.
+    """
+    metrics = keys.several(plan.metric) or [config.checkpoint.metric]
+    lower = {"kl_mean", "loss", *kinds.kind_of(config).lower_is_better}
+    directions = keys.several(plan.direction) or [
+        "minimize" if name in lower else "maximize" for name in metrics]
+    if len(directions) != len(metrics):
+        raise ConfigError(f"sweep.direction: {counted(len(directions), 'direction')} for "
+                          f"{counted(len(metrics), 'metric')}", where="sweep.direction",
+                          fix="give one for each metric, as sweep.direction=[maximize,minimize]")
+    return metrics, directions
+
+
+def distribution(name: str, override: Any) -> BaseDistribution:
+    """A range in Hydra's grammar as optuna's: ``choice(a,b)``, ``range(1,9,2)``,
+    ``interval(0,1)``, ``tag(log,interval(1e-5,1e-3))``; whole numbers where the key takes them."""
+    distributions, swept = load_optuna().distributions, override.value()
+    log, key = "log" in swept.tags, keys.key_for(name)
+    whole = key is not None and key.item is int
+    if override.is_interval_sweep():
+        kind = distributions.IntDistribution if whole else distributions.FloatDistribution
+        cast = int if whole else float
+        return kind(cast(swept.start), cast(swept.end), log=log)
+    values = list(override.sweep_string_iterator())
+    if override.is_range_sweep() and whole and log:
+        return distributions.IntDistribution(int(values[0]), int(values[-1]), log=True)
+    return distributions.CategoricalDistribution(values)
+
+
+def _shown(value: Any) -> str:
+    """A value as a word; four digits are enough of a number from an interval."""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _first(wanted: Any) -> Any:
+    return wanted.choices[0] if hasattr(wanted, "choices") else wanted.low
+
+
+def findings(sweep: SweepRecord) -> dict[str, Any]:
+    """What a search has found: for each metric the share of each key in what made jobs good
+    (PED-ANOVA, arXiv 2304.10255), the jobs that no other outdoes in all metrics, best first, and
+    the command of the first of them."""
+    optuna, study = load_optuna(), open_study(sweep.folder)
+    done = study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))
+    metrics = list(study.user_attrs.get(METRICS, ()))
+    signs = [1 if each == optuna.study.StudyDirection.MINIMIZE else -1 for each in study.directions]
+    importance = {}
+    for place, name in enumerate(metrics if len(done) >= ENOUGH else ()):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that low values of a target count as good: so they do
+            found = optuna.importance.get_param_importances(
+                study, evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
+                target=lambda trial, place=place: signs[place] * trial.values[place])
+        importance[name] = {key: round(share, 3) for key, share in found.items()}
+    jobs = {job.number: job for job in sweep.jobs}
+    best = [(trial, jobs[trial.number]) for trial in study.best_trials if trial.number in jobs] \
+        if done else []
+    best.sort(key=lambda each: signs[0] * each[0].values[0])
+    return {"importance": importance, "best": [
+        {"job": job.number, "varied": list(job.varied),
+         "metrics": dict(zip(metrics, trial.values, strict=True))} for trial, job in best],
+        "command": None if not best else shlex.join(["ppocli", "train", *best[0][1].overrides])}
+
+
+def print_findings(found: Mapping[str, Any]) -> None:
+    """The same as tables, and a command to paste."""
+    metrics = list(found["importance"])
+    if metrics:
+        print()
+        print_table([("share of", *metrics), *(
+            (key, *(f"{found['importance'][name].get(key, 0):.0%}" for name in metrics))
+            for key in found["importance"][metrics[0]])],
+            right=frozenset(range(1, 1 + len(metrics))))
+    if len(found["best"]) > 1:
+        print()
+        print_table([("not outdone", *found["best"][0]["metrics"], "values"), *(
+            (f"job {each['job']}", *map(shown_figure, each["metrics"].values()),
+             " ".join(each["varied"])) for each in found["best"])])
+    if found["command"]:
+        print()
+        show_text(found["command"])
+
+
+def _check(params: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
+    """Refuse values of a begun job that the sweep's own words, which are signed, don't allow."""
+    if params.keys() != wanted.keys() or not all(
+            params[name] in each.choices if hasattr(each, "choices")
+            else each.low <= params[name] <= each.high for name, each in wanted.items()):
+        raise CheckpointError("the search has begun a job with values outside of its ranges.",
+                              where=str(folder / JOURNAL), fix="start another sweep")
+
+
+def _sampler(optuna: Any, plan: schema.SweepConfig, number: int) -> Any:
+    seed = plan.seed * 1_000_003 + number
+    return optuna.samplers.RandomSampler(seed) if plan.search == "random" else \
+        optuna.samplers.TPESampler(n_startup_trials=STARTUP, seed=seed)
+
+
+def _values(job: SweepJob, metrics: Sequence[str]) -> list[float] | None:
+    """The figures of the evaluation after a job's training; None if one isn't there."""
+    from ppocli.storage.atomic import read_json
+
+    after = (read_json(RunFolder(job.folder).summary) or {}).get("eval_after") or {}
+    values = [after.get(name) for name in metrics]
+    return values if all(isinstance(value, (int, float)) and isfinite(value)
+                         for value in values) else None
+
+
+@contextmanager
+def _stopping_early(trial: Trial, job: SweepJob, metric: str, *, wanted: bool) -> Iterator[None]:
+    """Meanwhile report the evaluations of a job, and end it where optuna's pruner says so: by
+    SIGTERM, so that it saves. What was reported before a kill counts once."""
+    over = Event()
+    reported = set[int]()
+
+    def look() -> None:
+        while not over.wait(_PAUSE):
+            for row in read_jsonl(RunFolder(job.folder).metrics):
+                value, step = row.get(f"eval/{metric}"), row.get("step")
+                if isinstance(value, (int, float)) and isfinite(value) and step not in reported:
+                    reported.add(step)
+                    trial.report(value, step)
+                    if step > 0 and trial.should_prune():
+                        _end(job.folder)
+                        return
+
+    thread = Thread(target=look, name="ppocli-pruning", daemon=True)
+    if wanted:
+        thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if wanted:
+            thread.join()
+
+
+def _end(folder: Path) -> None:
+    """End the job of a folder, and note that this was wanted."""
+    owner = live_owner(folder)
+    if owner is not None:
+        (folder / PRUNED).touch()
+        with suppress(ProcessLookupError):
+            os.kill(owner.pid, signal.SIGTERM)
+
+
+def was_pruned(folder: Path) -> bool:
+    """Whether :func:`run_search` has ended a job."""
+    return (folder / PRUNED).exists()

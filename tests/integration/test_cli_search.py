@@ -1,0 +1,151 @@
+"""``sweep.search``: jobs whose values optuna draws or chooses, that go on exactly after a kill."""
+
+import json
+import os
+import shlex
+import signal
+import sys
+import time
+from pathlib import Path
+
+import optuna
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.trial import TrialState, create_trial
+from runs import app_in_process, run, spawn, words
+
+from ppocli.cli.search import distribution, open_study
+from ppocli.storage.run_folder import RunFolder
+
+RANGES = ("ppo.optimizer.lr=tag(log,interval(1e-4,1e-2))", "ppo.ppo_epochs=range(1,4)",
+          "ppo.gamma=1.0,0.9")
+
+
+def search(*more: str) -> list[str]:
+    own = [word for word in words("ppo.num_steps=1") if not word.startswith(
+        ("ppo.optimizer.lr", "ppo.ppo_epochs", "ppo.gamma"))]
+    return ["train", "-m", *own, "hydra.sweep.dir=runs/s", *RANGES, *more]
+
+
+def drawn(world: Path, sweep: str = "s") -> list[list[str]]:
+    jobs = json.loads((world / "runs" / sweep / "sweep.json").read_text())["jobs"]
+    return [job["varied"] for job in jobs]
+
+
+@pytest.mark.parametrize(("word", "expected"), [
+    ("ppo.optimizer.lr=interval(0.001,0.1)", FloatDistribution(0.001, 0.1)),
+    ("ppo.optimizer.lr=tag(log,interval(1e-5,1e-3))", FloatDistribution(1e-5, 1e-3, log=True)),
+    ("ppo.ppo_epochs=interval(1,8)", IntDistribution(1, 8)),
+    ("ppo.num_rollouts=tag(log,range(8,129))", IntDistribution(8, 128, log=True)),
+    ("ppo.ppo_epochs=range(1,8,2)", CategoricalDistribution(["1", "3", "5", "7"])),
+    ("ppo.advantage=gae,grpo", CategoricalDistribution(["gae", "grpo"])),
+    ("model.peft=choice({type:lora},{})", CategoricalDistribution(["{type:lora}", "{}"]))])
+def test_ranges_in_hydras_grammar(word, expected):
+    override = OverridesParser.create().parse_override(word)
+    assert distribution(override.key_or_group, override) == expected
+
+
+@pytest.mark.long
+def test_a_search_goes_on_exactly_after_a_kill(world: Path):
+    run(*search("sweep.search=optuna", "sweep.trials=7"), cwd=world, code=0)
+    whole = drawn(world)
+    assert len(whole) == 7
+    assert len({tuple(each) for each in whole}) == 7
+    (world / "runs/s").rename(world / "runs/whole")
+    process = spawn(*search("sweep.search=optuna", "sweep.trials=7"), cwd=world)
+    deadline = time.monotonic() + 120
+    book = world / "runs/s/sweep.json"
+    while not book.exists() or len(json.loads(book.read_text())["jobs"]) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    study = open_study(world / "runs/s")
+    assert TrialState.RUNNING in [trial.state for trial in study.trials]
+    ended = run("sweep", "resume", "s", cwd=world, code=0)
+    assert "finished already, kept" not in ended.err  # what is told is not asked again
+    assert drawn(world) == whole
+    values = [[trial.value for trial in open_study(world / "runs" / name).trials]
+              for name in ("s", "whole")]
+    assert values[0] == values[1]  # the numbers of every job too
+
+
+@pytest.mark.long
+def test_several_objectives_importance_and_the_best_command(world: Path, capsys, monkeypatch):
+    run(*search("sweep.search=random", "sweep.trials=5", "sweep.metric=[reward_mean,kl_mean]"),
+        cwd=world, code=0)
+    monkeypatch.chdir(world)
+    typed = app_in_process(capsys)
+    found = json.loads(typed("sweep", "show", "s", "--json", code=0).out)
+    after = {job["job"]: json.loads((world / f"runs/s/{job['job']}/summary.json").read_text())
+             ["eval_after"] for job in found["jobs"]}
+    points = {number: (-one["reward_mean"], one["kl_mean"]) for number, one in after.items()}
+    front = {number for number, (reward, kl) in points.items() if not any(
+        other != (reward, kl) and other[0] <= reward and other[1] <= kl
+        for other in points.values())}
+    assert {each["job"] for each in found["best"]} == front
+    assert found["best"][0]["job"] == min(front, key=points.__getitem__)
+    assert set(found["importance"]) == {"reward_mean", "kl_mean"}
+    assert sum(found["importance"]["kl_mean"].values()) == pytest.approx(1, abs=0.01)
+    shown = typed("sweep", "show", "s", code=0).out
+    assert shown.endswith(found["command"] + "\n")
+    typed(*shlex.split(found["command"])[1:], "run_name=again", code=0)
+    best = found["best"][0]["job"]
+    again, first = (json.loads((RunFolder(world / "runs" / name).summary).read_text())
+                    ["eval_after"] for name in ("again", f"s/{best}"))
+    assert again == first
+
+
+@pytest.mark.long
+def test_a_job_that_is_worse_than_half_of_the_earlier_is_ended(world: Path):
+    folder = world / "runs/s"
+    folder.mkdir(parents=True)
+    study, lr = open_study(folder, ["maximize"]), FloatDistribution(0.1, 0.2)
+    for _ in range(5):
+        study.add_trial(create_trial(value=1e6, params={"ppo.gamma": 0.15},
+                                     distributions={"ppo.gamma": lr},
+                                     intermediate_values=dict.fromkeys(range(3000), 1e6)))
+    own = words("ppo.num_steps=2000", "eval.every_steps=1")
+    run("train", "-m", *own, "hydra.sweep.dir=runs/s", "ppo.gamma=interval(0.1,0.2)",
+        "sweep.search=optuna", "sweep.trials=6", "sweep.prune=true", cwd=world, code=0)
+    job, = json.loads((folder / "sweep.json").read_text())["jobs"]
+    assert (job["number"], job["status"]) == (5, "pruned")
+    assert json.loads((folder / "5/summary.json").read_text())["steps"] < 2000
+    assert open_study(folder).trials[5].state == TrialState.PRUNED
+
+
+@pytest.mark.parametrize(("more", "code", "said"), [
+    (["ppo.gamma=interval(0.1,0.2)"], 2, "add sweep.search=optuna or sweep.search=random"),
+    (["sweep.search=optuna"], 2, "there is nothing to search"),
+    (["sweep.search=optun", "ppo.gamma=1,0.9"], 2, "did you mean optuna?"),
+    (["sweep.search=optuna", "ppo.gamma=1,0.9", "sweep.metric=[reward_mean,kl_mean]",
+      "sweep.direction=maximize"], 2, "1 direction for 2 metrics")])
+def test_what_is_wrong_with_a_search_is_told_before_a_job(more, code, said, world, capsys,
+                                                           monkeypatch):
+    monkeypatch.chdir(world)
+    typed = app_in_process(capsys)
+    assert said in typed("train", "-m", *words(), *more, code=code).err
+    assert not list(world.glob("runs/*/[0-9]"))
+    assert "add -m" in typed("train", *words(), "sweep.trials=3", code=2).err
+
+
+def test_without_optuna(world, capsys, monkeypatch):
+    monkeypatch.chdir(world)
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    said = app_in_process(capsys)("train", "-m", *words(), "ppo.gamma=1,0.9",
+                                  "sweep.search=random", code=2).err
+    assert "pip install 'ppocli[sweep]'" in said
+
+
+@pytest.mark.long
+def test_values_that_the_words_do_not_allow_are_refused(world: Path):
+    folder = world / "runs/s"
+    folder.mkdir(parents=True)
+    study = open_study(folder, ["maximize"])
+    study.ask(fixed_distributions={"ppo.gamma": CategoricalDistribution(["1.0", "0.5"])})
+    wrong = optuna.trial.Trial(study, study.trials[0]._trial_id).params["ppo.gamma"]
+    other = "0.5" if wrong == "1.0" else "1.0"
+    said = run("train", "-m", *words(), "hydra.sweep.dir=runs/s", f"ppo.gamma={other},0.9",
+               "sweep.search=optuna", "sweep.trials=2", cwd=world, code=5).err
+    assert "values outside of its ranges" in said
