@@ -7,7 +7,7 @@ that a sweep that was killed can be looked at and gone on with.
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
@@ -16,8 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from ppocli import errors
-from ppocli.cli import search
-from ppocli.cli.output import complain, display_mode, print_table, say, shown_figure, split_words
+from ppocli.cli.output import (
+    complain,
+    display_mode,
+    print_table,
+    say,
+    show_text,
+    shown_figure,
+    split_words,
+)
 from ppocli.config import resolved, secrets
 from ppocli.config.compose import Grid, SweepJob, check, run_sweep_jobs
 from ppocli.config.kept import keeping_styles
@@ -26,7 +33,7 @@ from ppocli.config.words import Words, read_setting, read_words
 from ppocli.launching.launch import Caller, launch
 from ppocli.launching.opened_folder import new_folder
 from ppocli.parallel.stop import StopRequested
-from ppocli.runs import sweeps
+from ppocli.runs import search, sweeps
 from ppocli.runs.record import is_run, read_run
 from ppocli.storage.model_files import check_folder
 from ppocli.storage.run_folder import LOCK, live_owner, lock
@@ -328,6 +335,25 @@ def _result(record: sweeps.JobRecord) -> str:
         return f"{record.status} with exit code {record.exit_code}"
     figures = [f"{name} {value:.4g}" for name, value in record.shown.items() if value is not None]
     return ", ".join([f"finished in {record.seconds:.0f} s", *figures])
+
+
+def print_findings(found: Mapping[str, Any]) -> None:
+    """What a search has found as tables, and a command to paste."""
+    metrics = list(found["importance"])
+    if metrics:
+        print()
+        print_table([("share of", *metrics), *(
+            (key, *(f"{found['importance'][name].get(key, 0):.0%}" for name in metrics))
+            for key in found["importance"][metrics[0]])],
+            right=frozenset(range(1, 1 + len(metrics))))
+    if len(found["best"]) > 1:
+        print()
+        print_table([("not outdone", *found["best"][0]["metrics"], "values"), *(
+            (f"job {each['job']}", *map(shown_figure, each["metrics"].values()),
+             " ".join(each["varied"])) for each in found["best"])])
+    if found["command"]:
+        print()
+        show_text(found["command"])
 
 
 def _print_table(records: list[sweeps.JobRecord]) -> None:

@@ -277,7 +277,8 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
       ppocli sweep show runs/sweep-20260131-120000 --sort kl
       ppocli sweep show --json
     """
-    from ppocli.cli.search import findings, print_findings
+    from ppocli.cli.sweep import print_findings
+    from ppocli.runs.search import findings
     from ppocli.runs.sweeps import find_sweep, jobs_now, labels_of, read_sweep
 
     folder = find_sweep(given)

@@ -19,6 +19,8 @@ _WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers
           Any: ("any value", "values")}
 """what one is called, and several"""
 
+AUTO = "hardware.num_threads"
+"""the number that may be ``auto`` for null: what it is found by has no name among its values"""
 Rules = Iterator[tuple[object, str, str]]
 """rules between keys: whether one is broken, the keys in it (``a, b``), and what is wrong then"""
 

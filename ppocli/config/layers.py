@@ -204,7 +204,7 @@ def _merge(node: DictConfig, entry: Entry) -> str | None:
         return _unknown(entry, node.task.fn)
     if entry.prefix == "~":
         return _delete(node, entry)
-    if entry.key == "hardware.num_threads" and entry.value == "auto":
+    if entry.key == keys.AUTO and entry.value == "auto":
         entry = replace(entry, value=None)
     if entry.prefix == "+" and not isinstance(entry.value, (dict, list)) and OmegaConf.select(
             node, entry.key, throw_on_missing=False) is not None:

@@ -15,7 +15,7 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import TrialState, create_trial
 from runs import app_in_process, run, spawn, words
 
-from ppocli.cli.search import distribution, open_study
+from ppocli.runs.search import distribution, open_study
 from ppocli.storage.run_folder import RunFolder
 
 RANGES = ("ppo.optimizer.lr=tag(log,interval(1e-4,1e-2))", "ppo.ppo_epochs=range(1,4)",

@@ -13,19 +13,17 @@ import signal
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from math import isfinite
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from ppocli.cli.output import print_table, show_text, shown_figure
 from ppocli.config import keys, kinds, schema
-from ppocli.config.compose import Ranges, SweepJob
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.runs.sweeps import JOURNAL, JobRecord, SweepRecord
+from ppocli.storage.atomic import read_json
 from ppocli.storage.run_folder import RunFolder, live_owner
 from ppocli.storage.run_logs import read_jsonl
-from ppocli.text import counted
+from ppocli.text import counted, finite_number
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -75,10 +73,13 @@ def open_study(folder: Path, directions: Sequence[str] | None = None) -> Study:
                               where=str(folder / JOURNAL), fix="start another sweep") from error
 
 
-def run_search(plan: schema.SweepConfig, ranges: Ranges, folder: Path,
-               make_job: Callable[[int, tuple[str, ...]], SweepJob],
-               run_job: Callable[[SweepJob], JobRecord]) -> None:
+def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path,
+               make_job: Callable[[int, tuple[str, ...]], Any],
+               run_job: Callable[[Any], JobRecord]) -> None:
     """Run the jobs that are left of ``plan.trials``, and tell the study what came of each.
+
+    Args:
+        ranges, make_job: as of ``ppocli.config.compose.Search``; jobs are its ``SweepJob``.
 
     Raises:
         ConfigError: optuna isn't installed, or the settings of the search contradict each other.
@@ -181,25 +182,6 @@ def findings(sweep: SweepRecord) -> dict[str, Any]:
         "command": None if not best else shlex.join(["ppocli", "train", *best[0][1].overrides])}
 
 
-def print_findings(found: Mapping[str, Any]) -> None:
-    """The same as tables, and a command to paste."""
-    metrics = list(found["importance"])
-    if metrics:
-        print()
-        print_table([("share of", *metrics), *(
-            (key, *(f"{found['importance'][name].get(key, 0):.0%}" for name in metrics))
-            for key in found["importance"][metrics[0]])],
-            right=frozenset(range(1, 1 + len(metrics))))
-    if len(found["best"]) > 1:
-        print()
-        print_table([("not outdone", *found["best"][0]["metrics"], "values"), *(
-            (f"job {each['job']}", *map(shown_figure, each["metrics"].values()),
-             " ".join(each["varied"])) for each in found["best"])])
-    if found["command"]:
-        print()
-        show_text(found["command"])
-
-
 def _check(params: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
     """Refuse values of a begun job that the sweep's own words, which are signed, don't allow."""
     if params.keys() != wanted.keys() or not all(
@@ -215,18 +197,16 @@ def _sampler(optuna: Any, plan: schema.SweepConfig, number: int) -> Any:
         optuna.samplers.TPESampler(n_startup_trials=STARTUP, seed=seed)
 
 
-def _values(job: SweepJob, metrics: Sequence[str]) -> list[float] | None:
+def _values(job: Any, metrics: Sequence[str]) -> list[float] | None:
     """The figures of the evaluation after a job's training; None if one isn't there."""
-    from ppocli.storage.atomic import read_json
-
     after = (read_json(RunFolder(job.folder).summary) or {}).get("eval_after") or {}
-    values = [after.get(name) for name in metrics]
-    return values if all(isinstance(value, (int, float)) and isfinite(value)
-                         for value in values) else None
+    values = [finite_number(after.get(name)) for name in metrics]
+    there = [value for value in values if value is not None]
+    return there if len(there) == len(metrics) else None
 
 
 @contextmanager
-def _stopping_early(trial: Trial, job: SweepJob, metric: str, *, wanted: bool) -> Iterator[None]:
+def _stopping_early(trial: Trial, job: Any, metric: str, *, wanted: bool) -> Iterator[None]:
     """Meanwhile report the evaluations of a job, and end it where optuna's pruner says so: by
     SIGTERM, so that it saves. What was reported before a kill counts once."""
     over = Event()
@@ -235,8 +215,8 @@ def _stopping_early(trial: Trial, job: SweepJob, metric: str, *, wanted: bool) -
     def look() -> None:
         while not over.wait(_PAUSE):
             for row in read_jsonl(RunFolder(job.folder).metrics):
-                value, step = row.get(f"eval/{metric}"), row.get("step")
-                if isinstance(value, (int, float)) and isfinite(value) and step not in reported:
+                value, step = finite_number(row.get(f"eval/{metric}")), int(row.get("step") or 0)
+                if value is not None and step not in reported:
                     reported.add(step)
                     trial.report(value, step)
                     if step > 0 and trial.should_prune():
