@@ -46,8 +46,6 @@ def env_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Rul
     yield (longest > env.max_tokens, "generation.max_new_tokens, env.max_tokens",
            f"a turn of {longest} tokens doesn't fit an episode of {env.max_tokens}")
     for wanted, where, why in (
-            (config.rollout.engine == "vllm", "rollout.engine", "its servers sample responses, and "
-             "don't go on with what stands there"),
             (config.ppo.staleness > 0, "ppo.staleness", "samples that wait keep no episodes"),
             (reward.step_separator or reward.step_fn, "reward.step_separator, reward.step_fn",
              "an episode has turns in place of steps: an environment rewards each of them"),

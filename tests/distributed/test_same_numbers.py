@@ -107,6 +107,23 @@ def test_estimators_without_a_critic_are_the_same_on_any_ranks(config, tmp_path,
     assert (one["drawn"] > 14) == ("ppo.dynamic_sampling" in base)
 
 
+PLAYS = {"env.fn": "played:Words", "env.max_turns": 3, "env.max_tokens": 40,
+         "generation.max_new_tokens": 5, "ppo.gae_unit": "turn"}
+GROUPS = {"ppo.advantage": "grpo", "ppo.n": 2, "ppo.num_rollouts": 14, "ppo.gae_unit": "token"}
+
+
+@pytest.mark.parametrize(("keys", "stage"), [({}, 0), *(
+    pytest.param(keys, stage, marks=pytest.mark.slow) for keys, stage in [
+        ({}, 1), ({}, 2), ({}, 3), ({"model.peft": LORA}, 0), ({"model.peft": LORA}, 3),
+        ({"model.num_layers_unfrozen": 1}, 0), ({"model.num_layers_unfrozen": 1}, 2),
+        (GROUPS, 0), (GROUPS, 3)])])
+def test_episodes_of_several_turns_are_the_same_on_two_ranks(config, tmp_path, keys, stage):
+    base = {**config, **PLAYS, **keys}
+    one = run_job(tmp_path, "one", base, world=1)
+    assert_same_update(one, run_job(tmp_path, "many", {**base, **under(stage, tmp_path)}, world=2))
+    assert int(one["experience/response_mask"].sum(1).max()) > 5, "no episode has a second turn"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_skipped_minibatch_changes_nothing_on_any_rank(config, tmp_path, stage):

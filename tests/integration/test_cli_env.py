@@ -132,7 +132,6 @@ WRONG = [
     (["env.fn=env.py:Words", "env.max_turns=0"], 2, "env.max_turns"),
     (["env.fn=tools"], 2, "env.fn=tools plays these functions, and there are none"),
     (["env.fn=env.py:Words", "ppo.staleness=1"], 2, "not with an environment"),
-    (["env.fn=env.py:Words", "rollout.engine=vllm"], 2, "rollout.engine, env.fn"),
     (["ppo.gae_unit=turn"], 2, "only an environment (env.fn) makes several turns"),
     (["env.max_turns=4"], 2, "this belongs to env.fn, which is not given")]
 
