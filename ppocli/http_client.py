@@ -36,8 +36,10 @@ class Client:
             headers={"Accept-Encoding": "identity", **headers},
             # a proxy of the environment's would look for "localhost" on its own machine
             trust_env=not is_loopback(urlsplit(url).hostname or ""),
-            # connections of answers that were given up are not waited for
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=keep))
+            # connections of answers that were given up are not waited for; servers close idle ones
+            # after 5 s, and a request must not meet that
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=keep,
+                                 keepalive_expiry=2.0))
         weakref.finalize(self, self._client.close)
 
     def ask(self, method: str, url: str, body: bytes = b"", most: int = 0,

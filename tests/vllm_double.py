@@ -5,12 +5,14 @@ embeddings that are shared keep old weights.
 """
 
 import json
+import socket
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -22,10 +24,15 @@ from safetensors.torch import load_file
 
 from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.models.loading.language_model import load_tokenizer
+from ppocli.parallel.stop import StopFlag
+from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode, load_decodable
+from ppocli.sampling.sampler import DecodeSampler, Speaker
+from ppocli.sampling.samples import Samples
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.command import served_name
+from ppocli.tasks.ppo.session import Session
 
 Spoilt = Callable[[str, int, dict[str, Any]], tuple[int, Any] | None]
 """asked with route, number of the request to it and its body: what is answered in place of the
@@ -175,6 +182,37 @@ def dying(after: int) -> Spoilt:
             raise ConnectionResetError
 
     return spoil
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return one.getsockname()[1]
+
+
+def drawn(session: Session, count: int = 6, **spec: Any) -> Samples:
+    prompts = session.next_prompts(0, count)
+    with session.acting() as acting:
+        return Samples.joined(list(session.sampler.sample(
+            prompts, replace(session.sampling, **spec), ROLLOUT, Speaker(acting.policy.lm),
+            StopFlag(), at_once=count, chunk=4)))
+
+
+def ours(session: Session, count: int = 6, **spec: Any) -> Samples:
+    own = replace(session, sampler=DecodeSampler(session.sampler.setup))
+    return drawn(own, count, **spec)
+
+
+def disturb(session: Session) -> None:
+    with torch.no_grad():
+        for parameter in session.policy.lm.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+
+
+def assert_same(found: Samples, wanted: Samples) -> None:
+    assert found.action_ids == wanted.action_ids
+    assert found.finished.tolist() == wanted.finished.tolist()
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, atol=5e-5, rtol=1e-4)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,23 @@ import vllm_double
 from helpers import checked, jsonl, refused, save_lm, save_talker
 from runs import app_in_process, command_in_process, run, spawn, wait_for, words
 from sessions import rollout_of, session_of, set_keys, small_config
-from vllm_double import Engine, dying, serving, slow
+from vllm_double import (
+    Engine,
+    assert_same,
+    disturb,
+    drawn,
+    dying,
+    free_port,
+    ours,
+    serving,
+    slow,
+)
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError, SamplerError
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
-from ppocli.sampling.sampler import DecodeSampler, Speaker
-from ppocli.sampling.samples import Samples
+from ppocli.sampling.sampler import Speaker
 from ppocli.tasks.ppo.session import Session
 
 GENERATE = "/inference/v1/generate"
@@ -49,31 +57,6 @@ def one_server(folder: Path, spoil: Any = lambda *_: None, engine: Engine | None
     engine = engine or engine_of(folder)
     with serving(engine, spoil) as url, session_of(config(folder, url, **keys)) as session:
         yield session, engine
-
-
-def drawn(session: Session, count: int = 6, **spec: Any) -> Samples:
-    prompts = session.next_prompts(0, count)
-    with session.acting() as acting:
-        return Samples.joined(list(session.sampler.sample(
-            prompts, replace(session.sampling, **spec), ROLLOUT, Speaker(acting.policy.lm),
-            StopFlag(), at_once=count, chunk=4)))
-
-
-def ours(session: Session, count: int = 6, **spec: Any) -> Samples:
-    own = replace(session, sampler=DecodeSampler(session.sampler.setup))
-    return drawn(own, count, **spec)
-
-
-def disturb(session: Session) -> None:
-    with torch.no_grad():
-        for parameter in session.policy.lm.parameters():
-            parameter.add_(0.3 * torch.randn_like(parameter))
-
-
-def assert_same(found: Samples, wanted: Samples) -> None:
-    assert found.action_ids == wanted.action_ids
-    assert found.finished.tolist() == wanted.finished.tolist()
-    torch.testing.assert_close(found.logprobs, wanted.logprobs, atol=5e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -332,12 +315,6 @@ def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, capsys):
     # what a start begins with is sampled with the weights of the moment
     assert fresh == [True, False, False, True, False, False], gaps
     assert asked == 3 * 12 + 4 * 3 + 4  # steps, evaluations of 4 samples, a probe of each version
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def launched(world: Path) -> list[str]:

@@ -17,7 +17,7 @@ import torch
 from helpers import environment, jsonl, make_lm, make_tokenizer, refused, write_prompts
 from runs import run, spawn, wait_for, words
 from sessions import rollout_of, session_of, small_config
-from unit.test_vllm import assert_same, disturb, drawn, free_port, ours
+from vllm_double import assert_same, disturb, drawn, free_port, ours
 
 from ppocli.errors import SamplerError
 

@@ -67,7 +67,11 @@ class Server:
         for attempt in range(TRIES):
             try:
                 answer = self._client.ask(method, self.url + path, sent, most, timeout)
-            except (TimeoutError, ConnectionError) as error:
+            except TimeoutError as error:
+                raise Lost(str(error)) from error
+            except ConnectionError as error:
+                if attempt == 0:  # vLLM closes a connection behind an error without saying so
+                    continue
                 raise Lost(str(error)) from error
             status, content = answer.status_code, answer.content
             said = f"{self.url}{path} answered {status}"
