@@ -106,7 +106,7 @@ def _examine_sweep(words: Words, found: Examined) -> None:
         raise ConfigError(f"{unusual[0]} decides the jobs while they run, so they can't be listed.",
                           where="command line", fix="check one of them: leave out -m and give one "
                           "value for each key that is swept")
-    given = words.value("hydra.sweep.dir")
+    given, name = words.value("hydra.sweep.dir"), words.value("run_name") or "sweep-DATE-TIME"
     jobs: list[tuple[SweepJob, Examined]] = []
 
     def run_job(job: SweepJob) -> float | None:
@@ -118,7 +118,7 @@ def _examine_sweep(words: Words, found: Examined) -> None:
     told: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
         found.config, found.facts = found.config or one.config, found.facts or one.facts
-        place = Path(given or f"{one.config.output_dir if one.config else ''}/sweep-DATE-TIME")
+        place = Path(given or f"{one.config.output_dir if one.config else ''}/{name}")
         found.warnings += one.warnings
         found.plans += [replace(plan, folder=str(place / str(job.number))) for plan in one.plans]
         for problem in one.problems:

@@ -131,13 +131,21 @@ class _Book:
 def _sweep_folder(words: Words) -> tuple[Path, bool]:
     """The sweep's folder, made, and whether it is new."""
     try:
-        if (given := words.value("hydra.sweep.dir")) is not None:
+        base = words.value("output_dir") or "runs"
+        base = "runs" if "," in base or "(" in base else base  # it is swept
+        name = words.value("run_name")
+        if name is not None and {",", "(", "/"} & {*name}:
+            raise errors.ConfigError(f"run_name={name}: a sweep has one name, and its jobs have "
+                                     "numbers.", where="run_name", fix="give one name, or none")
+        given = words.value("hydra.sweep.dir") or (name and f"{base}/{name}")
+        if given is not None:
             folder = Path(given).expanduser().absolute()
+            if is_run(folder):
+                raise errors.CheckpointError(f"{folder} is a run's; nothing is overwritten.",
+                                             where=str(folder), fix="choose another name")
             new = not folder.exists()
             folder.mkdir(parents=True, exist_ok=True)
             return folder, new
-        base = words.value("output_dir") or "runs"
-        base = "runs" if "," in base or "(" in base else base  # it is swept
         name = f"sweep-{datetime.now():%Y%m%d-%H%M%S}"
         return new_folder(Path(base).expanduser().absolute(), name), True
     except OSError as error:

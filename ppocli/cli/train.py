@@ -163,7 +163,7 @@ def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
     if launched is not None:
         _take_part(launched, words)
     read = read_words(words)
-    if read.is_sweep:
+    if read.is_sweep and not read.only_prints:
         from ppocli.cli.sweep import run_sweep
 
         output.ignore_broken_pipes()

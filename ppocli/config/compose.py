@@ -9,7 +9,7 @@ told at once and with its source, and so that no secret is ever printed or writt
 import itertools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -147,6 +147,7 @@ def print_composition(words: Words) -> None:
     Raises:
         ConfigError: something is wrong with the words or the files.
     """
+    words = _first_job(words) if words.is_sweep else words
     run = _resumed_run(words)
     with hydra_bridge.hydra_for(words, schema_node()):
         if words.flag("--hydra-help") is not None or words.flag("--shell-completion") is not None:
@@ -227,6 +228,23 @@ Grid = tuple[tuple[str, ...], ...]
 """the words that differ between jobs, job by job"""
 
 
+def _first_job(words: Words) -> Words:
+    """The words of a sweep as those of a single run: its first job, or the least values of ranges.
+
+    Raises:
+        ConfigError: a word can't be read.
+    """
+    with hydra_bridge.as_config_errors():
+        overrides = OverridesParser.create().parse_overrides(words.overrides)
+    settings = tuple(
+        replace(setting, value=str(override.value().start) if override.is_interval_sweep()
+                else next(iter(override.sweep_string_iterator())))
+        if override.is_sweep_override() else setting
+        for setting, override in zip(words.settings, overrides, strict=True))
+    return replace(words, settings=settings).without("--multirun", "hydra.mode", *(
+        name for name in keys.schema_keys() if name.startswith("sweep.")))
+
+
 Ranges = Mapping[str, Override]
 """what is swept, in Hydra's grammar, by key"""
 Search = Callable[[schema.SweepConfig, Ranges, Path, Callable[[int, tuple[str, ...]], SweepJob]],
@@ -283,9 +301,12 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
                               where=COMMAND_LINE, fix="add sweep.search=optuna or sweep.search="
                               "random, or list the values")
         place = quoted(str(begin(swept.grid)))
-        hydra_bridge.run_hydra(
-            words.without("hydra.sweep.dir", *of_sweep).adding(f"hydra.sweep.dir={place}"),
-            lambda config: run_job(_sweep_job(words, swept)))
+        own_words = words.without("hydra.sweep.dir", *of_sweep).adding(f"hydra.sweep.dir={place}")
+        # Hydra would have a + before what a free mapping doesn't hold yet
+        hydra_bridge.run_hydra(replace(own_words, settings=tuple(
+            replace(each, prefix="++") if not each.prefix and keys.free_mapping_of(each.key)
+            else each for each in own_words.settings)), lambda config: run_job(
+                _sweep_job(words, swept)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,7 +323,7 @@ class _Swept:
 def _sweep_job(words: Words, swept: _Swept) -> SweepJob:
     """The job that Hydra runs now."""
     settings = HydraConfig.get()
-    task = tuple(settings.overrides.task)
+    task = tuple(word.removeprefix("++") for word in settings.overrides.task)
     search = [word for word in settings.overrides.hydra if word.startswith("hydra.searchpath")]
     varied = tuple(word for word in task if word.lstrip("+~").partition("=")[0] in swept.varied)
     total = None if swept.grid is None else len(swept.grid)
@@ -345,7 +366,7 @@ def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
         if swept:
             ranges[name] = override
             is_grid &= discrete
-            key = override.get_key_element()
+            key = override.get_key_element().removeprefix("++")
             axes[key] = [f"{key}={value}" for value in values]
         options = loader.get_group_options(name, results_filter=ObjectType.CONFIG)
         if options:

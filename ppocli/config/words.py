@@ -213,7 +213,7 @@ def _check_flag(name: str, value: str | None) -> None:
 
 def _check_combination(flags: dict[str, str | None]) -> None:
     modes = [flag for flag in flags if flag in _EXCLUSIVE]
-    if len(modes) > 1:
+    if len(modes) > 1 and set(modes) != {"--cfg", "--multirun"}:  # which is about the first job
         raise ConfigError(f"{' and '.join(modes)} exclude each other", where=COMMAND_LINE,
                           fix="give one of them")
     # what DeepSpeed would be given is printed by ourselves, whole

@@ -149,3 +149,22 @@ def test_values_that_the_words_do_not_allow_are_refused(world: Path):
     said = run("train", "-m", *words(), "hydra.sweep.dir=runs/s", f"ppo.gamma={other},0.9",
                "sweep.search=optuna", "sweep.trials=2", cwd=world, code=5).err
     assert "values outside of its ranges" in said
+
+
+def test_a_sweep_has_a_name_and_keys_of_free_mappings_need_no_plus(world, capsys, monkeypatch):
+    monkeypatch.chdir(world)
+    typed = app_in_process(capsys)
+    (world / "rewards.py").write_text("def scaled(outputs, by):\n"
+                                      "    return [by * len(text) for text in outputs]\n")
+    own = [*words("ppo.num_steps=1", "reward.fn=rewards.py:scaled"), "reward.kwargs.by=1,3"]
+    typed("train", "-m", *own, "run_name=mine", code=0)
+    jobs = json.loads((world / "runs/mine/sweep.json").read_text())["jobs"]
+    assert [job["varied"] for job in jobs] == [["reward.kwargs.by=1"], ["reward.kwargs.by=3"]]
+    assert jobs[1]["reward_mean"] > jobs[0]["reward_mean"] > 0
+    assert "2 jobs" in typed("sweep", "resume", "mine", code=0).err
+    assert "holds a sweep already" in typed("train", "-m", *own, "run_name=mine", code=5).err
+    assert "is a run's" in typed("train", "-m", *own, "hydra.sweep.dir=runs/mine/0", code=5).err
+    assert "a sweep has one name" in typed("train", "-m", *own, "run_name=a,b", code=2).err
+    first = typed("train", "-m", *own, "seed=7,8", "ppo.gamma=interval(0.5,1)", "--cfg", "job",
+                  "-p", "reward.kwargs", code=0)
+    assert first.out == "# @package reward.kwargs\nby: 1\n"

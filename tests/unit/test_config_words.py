@@ -85,7 +85,7 @@ def test_config_dirs_come_from_the_flag_then_the_environment(tmp_path, monkeypat
     (["--seed", "3"], "seed=3"),
     (["--cfg"], "--cfg needs a value"),
     (["--cfg", "jb"], "must be one of job, hydra, all, deepspeed; did you mean job?"),
-    (["--cfg", "job", "-m"], "--cfg and --multirun exclude each other"),
+    (["--info", "-m"], "--info and --multirun exclude each other"),
     (["--resolve"], "--resolve belongs to --cfg"),
     (["-p", "ppo"], "--package belongs to --cfg"),
     (["--cfg", "deepspeed", "--resolve"], "--resolve belongs to --cfg"),
