@@ -141,7 +141,7 @@ def print_vllm_command(overrides: Overrides = None) -> None:
     \b
     Examples:
       ppocli vllm-command +recipe=quickstart
-      ppocli vllm-command model.path=./llama hardware=gpu_bf16 rollout.urls=[http://10.0.0.2:8000]
+      ppocli vllm-command model.path=./llama hardware=gpu_bf16 'rollout.urls=[http://10.0.0.2:8000]'
     """
     from ppocli.cli.machine import composed
     from ppocli.models.loading.model_config import read_lm

@@ -18,7 +18,7 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
@@ -237,8 +237,9 @@ def _first_job(words: Words) -> Words:
     with hydra_bridge.as_config_errors():
         overrides = OverridesParser.create().parse_overrides(words.overrides)
     settings = tuple(
-        replace(setting, value=str(override.value().start) if override.is_interval_sweep()
-                else next(iter(override.sweep_string_iterator())))
+        replace(setting, value=str(ranged.start) if isinstance(
+            ranged := override.value(), IntervalSweep)
+            else next(iter(override.sweep_string_iterator())))
         if override.is_sweep_override() else setting
         for setting, override in zip(words.settings, overrides, strict=True))
     return replace(words, settings=settings).without("--multirun", "hydra.mode", *(
