@@ -260,13 +260,14 @@ def decoding_pass(lm: Any, at: Sizes) -> tuple[int, int]:
     head = lm.get_output_embeddings().weight
     stack = next(stacks(lm, at))
     cache, encoded = 0, 0
-    window = getattr(lm.config, "sliding_window", None) or stack.keys
-    # values take the type of keys, which in bf16 their positions' rotation makes fp32
-    rotary = any("rotary" in type(m).__name__.lower() for m in lm.modules())
+    window = getattr(lm.config, "sliding_window", None)
+    # in transformers' own layers values take the type of keys, which in bf16 their positions'
+    # rotation makes fp32
+    rotary = window and any("rotary" in type(m).__name__.lower() for m in lm.modules())
     for layer in stack.layers:
         if "attention" in layer.blocks:
-            cache += at.rows * min(stack.keys, window) * layer.blocks["attention"].shared * (
-                at.stream if rotary else at.compute)
+            cache += (at.rows * min(stack.keys, window or stack.keys)
+                      * layer.blocks["attention"].shared * (at.stream if rotary else at.compute))
         if "cross" in layer.blocks:
             encoded += at.rows * at.prompt * layer.blocks["cross"].shared * at.compute
     states = at.rows * at.prompt * head.shape[1] * at.stream

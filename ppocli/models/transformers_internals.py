@@ -3,7 +3,7 @@ the layers of its cache, and two of its building blocks. Nothing else touches th
 
 from collections.abc import Callable
 from copy import copy
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -88,6 +88,83 @@ def sdpa_attention(*args: Any, **words: Any) -> torch.Tensor:
 
 
 # The cache of keys and values ---------------------------------------------------------------------
+
+ROOM = 16
+"""tokens that keys and values get more room for at a time"""
+_ROOM = "ppocli_room"
+
+
+@cache
+def _roomy_layer() -> Any:
+    from transformers.cache_utils import DynamicLayer
+
+    class RoomyLayer(DynamicLayer):
+        """All keys and values of a layer, with room for tokens to come: transformers' own layer
+        copies all that are there for every token.
+
+        Args:
+            most: tokens that will be there at the end.
+        """
+
+        def __init__(self, most: int) -> None:
+            super().__init__()
+            self.most = most
+
+        def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+                   ) -> tuple[torch.Tensor, torch.Tensor]:
+            """Add [b, H, n, D] keys and values; returns all."""
+            self.keys, self.values = (
+                _extended(held if self.is_initialized else new[:, :, :0], new, self.most)
+                for held, new in ((self.keys, key_states), (self.values, value_states)))
+            self.is_initialized = True
+            return self.keys, self.values
+
+    return RoomyLayer
+
+
+def _extended(held: torch.Tensor, new: torch.Tensor, most: int) -> torch.Tensor:
+    """[b, H, T, D] and [b, H, n, D] states to [b, H, T + n, D], in place where there is room.
+
+    They are kept in the type of attention's products: under autocast all of them would else be
+    rounded anew for every token.
+    """
+    count, end, room = held.shape[2], held.shape[2] + new.shape[2], room_of(held)
+    if room is None or room.shape[2] < end:
+        kind = new.device.type
+        dtype = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind)
+                 and new.dtype == torch.float32 else new.dtype)
+        room = new.new_zeros(*new.shape[:2], max(end, min(end + ROOM - 1, most)), new.shape[3],
+                             dtype=dtype)
+        room[:, :, :count] = held
+    room[:, :, count:end] = new
+    out = room[:, :, :end]
+    setattr(out, _ROOM, room)
+    return out
+
+
+def room_of(states: torch.Tensor) -> torch.Tensor | None:
+    """[b, H, S, D], of which the [b, H, T, D] keys or values of a cache are the first T; finite
+    numbers follow. None where there is no room, or it isn't known of."""
+    return getattr(states, _ROOM, None)
+
+
+def give_room(cache: Any, most: int) -> Any:
+    """Transformers' cache, empty or not, with such layers in place of its plain ones.
+
+    Args:
+        most: tokens of a row that it will hold at the end.
+    """
+    from transformers.cache_utils import DynamicLayer
+
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer:
+            cache.layers[i] = _roomy_layer()(most)
+            if layer.is_initialized:
+                cache.layers[i].update(layer.keys, layer.values)
+    if cache.layer_class_to_replicate is DynamicLayer:
+        cache.layer_class_to_replicate = partial(_roomy_layer(), most)
+    return cache
+
 
 def caches_all_keys(lm: Any) -> bool:
     """Whether every layer keeps all keys and values of a row, and nothing else."""

@@ -159,11 +159,12 @@ class Stepped(Drawn):
         """transformers' cache of keys and values; it may begin with those of virtual tokens."""
         from transformers import DynamicCache, EncoderDecoderCache
 
+        give_room, virtual = transformers_internals.give_room, self.virtual
         if self.decoder.start is not None:
-            return EncoderDecoderCache(DynamicCache(), DynamicCache())
-        if self.virtual is not None and self.virtual.in_cache:
-            return self.virtual.cache(rows)
-        return DynamicCache(config=self.decoder.lm.config)
+            return EncoderDecoderCache(give_room(DynamicCache(), self.steps), DynamicCache())
+        most = self.prompt_tokens + self.steps + (0 if virtual is None else virtual.count) - 1
+        return give_room(virtual.cache(rows) if virtual is not None and virtual.in_cache
+                         else DynamicCache(config=self.decoder.lm.config), most)
 
     def token(self, live: LiveRows) -> None:
         """Feed the live rows and draw one more token of each."""

@@ -47,7 +47,8 @@ class SamplingSpec:
             or self.repetition_penalty != 1.0
 
 
-def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor
+                      ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample by inverting the cumulative distribution in two levels (blocks, then inside one).
 
     One exponential pass over the vocabulary, no sort and no softmax; -inf logits are never drawn.
@@ -57,12 +58,14 @@ def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tens
         uniform: [b] in (0, 1).
 
     Returns:
-        [b] int64 token ids.
+        token ids [b] int64, and [b] fp32 the logarithm of the sum of the logits' exponentials.
     """
     rows, vocabulary = logits.shape
-    weights = torch.exp(logits - logits.amax(-1, keepdim=True))
     num_blocks = -(-vocabulary // BLOCK)
-    weights = torch.nn.functional.pad(weights, (0, num_blocks * BLOCK - vocabulary))
+    most = logits.amax(-1, keepdim=True)
+    weights = logits.new_empty(rows, num_blocks * BLOCK)
+    weights[:, vocabulary:] = 0.0
+    torch.sub(logits, most, out=weights[:, :vocabulary]).exp_()
     weights = weights.view(rows, num_blocks, BLOCK)
     block_ends = weights.sum(-1).double().cumsum(-1)
     threshold = uniform.double()[:, None] * block_ends[:, -1:]
@@ -73,7 +76,8 @@ def inverse_transform(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tens
     # rounding must not step past the last entry that has any weight
     threshold = torch.minimum(threshold - before, ends[:, -1:] * (1.0 - 1e-12))
     offset = torch.searchsorted(ends, threshold, right=True).clamp_(max=BLOCK - 1)
-    return (block * BLOCK + offset).squeeze(-1).clamp_(max=vocabulary - 1)
+    tokens = (block * BLOCK + offset).squeeze(-1).clamp_(max=vocabulary - 1)
+    return tokens, (most.double() + block_ends[:, -1:].log()).squeeze(-1).float()
 
 
 def _restrict(logits: torch.Tensor, spec: SamplingSpec, position: torch.Tensor,
@@ -148,6 +152,11 @@ def choose(logits: torch.Tensor, uniform: torch.Tensor, spec: SamplingSpec,
     if spec.temperature != 1.0:
         logits = logits / spec.temperature
     restricted = _restrict(logits, spec, position, stops, seen)
-    tokens = inverse_transform(restricted, uniform) if spec.do_sample else restricted.argmax(-1)
-    logprobs = logits.gather(-1, tokens[:, None]).squeeze(-1) - torch.logsumexp(logits, -1)
-    return tokens, logprobs
+    total: torch.Tensor | None = None
+    if spec.do_sample:
+        tokens, total = inverse_transform(restricted, uniform)
+    else:
+        tokens = restricted.argmax(-1)
+    if total is None or restricted is not logits:
+        total = torch.logsumexp(logits, -1)
+    return tokens, logits.gather(-1, tokens[:, None]).squeeze(-1) - total

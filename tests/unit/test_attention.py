@@ -1,5 +1,6 @@
 """Attention of the models that are trained, against transformers' own and against sums in fp64."""
 
+import itertools
 import types
 
 import pytest
@@ -11,6 +12,7 @@ from ppocli.config.schema import ModelConfig
 from ppocli.models.fast import attention as ours
 from ppocli.models.fast.attention import takes_packed
 from ppocli.models.loading.language_model import load_lm
+from ppocli.models.transformers_internals import ROOM, give_room, room_of
 
 pytestmark = pytest.mark.long
 
@@ -99,7 +101,8 @@ def test_in_bf16_states_are_as_near_as_those_of_transformers(folder, products, t
     assert all(bool(torch.isfinite(grad).all()) for grad in gradients.values())
 
 
-def test_one_query_after_the_other_with_a_cache_is_a_whole_pass(folder, products):
+@pytest.mark.parametrize("room", [False, True])
+def test_one_query_after_the_other_with_a_cache_is_a_whole_pass(folder, products, room):
     from transformers import DynamicCache
 
     ids, mask, positions = padded(BELOW, torch.Generator().manual_seed(0))
@@ -110,6 +113,8 @@ def test_one_query_after_the_other_with_a_cache_is_a_whole_pass(folder, products
             input_ids=ids, attention_mask=mask, position_ids=positions).last_hidden_state
         lm = loaded(folder)
         cache = DynamicCache(config=lm.config)
+        if room:
+            give_room(cache, 10 * BELOW)
         products.clear()
         for part in (slice(0, prompt), slice(prompt, BELOW)):
             found = lm.base_model(
@@ -118,6 +123,32 @@ def test_one_query_after_the_other_with_a_cache_is_a_whole_pass(folder, products
             torch.testing.assert_close(found[mask[:, part].bool()], whole[:, part][
                 mask[:, part].bool()], rtol=1e-4, atol=2e-5)
     assert len(products) == 4
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_keys_are_added_where_there_is_room_for_them(amp):
+    from transformers import DynamicCache
+
+    cache, most = give_room(DynamicCache(), 3 * ROOM + 5), 3 * ROOM + 5
+    keys, values = (torch.randn(4, 2, most, 8, generator=torch.Generator().manual_seed(seed))
+                    for seed in range(2))
+    where, wanted = [], torch.bfloat16 if amp else torch.float32
+    rows = torch.arange(4)
+    for at in range(most):
+        if at == ROOM:
+            rows = torch.tensor([3, 1])
+            cache.batch_select_indices(rows)
+        new = slice(at, at + 1)
+        with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+            found = cache.update(keys[rows, :, new], values[rows, :, new], 0)
+        for own, whole in zip(found, (keys, values), strict=True):
+            assert own.dtype == wanted
+            assert torch.equal(own, whole[rows, :, :at + 1].to(wanted))
+        where.append(found[0].data_ptr())
+        room = room_of(found[0])
+        assert at < room.shape[2] <= min(at + ROOM, most)
+        assert bool(torch.isfinite(room).all())
+    assert 1 + sum(a != b for a, b in itertools.pairwise(where)) == -(-most // ROOM)
 
 
 # The function alone -------------------------------------------------------------------------------

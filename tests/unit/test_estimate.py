@@ -22,6 +22,7 @@ from ppocli.estimate.parts import models_of
 from ppocli.models.fast.gemm import packed_weights
 from ppocli.models.layout import lay_out
 from ppocli.models.loading.language_model import DTYPES
+from ppocli.models.transformers_internals import give_room
 from ppocli.models.trunk import virtual_tokens
 from ppocli.parallel import onednn
 from ppocli.parallel.stop import StopFlag
@@ -83,19 +84,19 @@ def cache_of(session) -> int:
     from transformers import DynamicCache, EncoderDecoderCache
 
     lm, rows, new = session.policy.lm, session.chunk_size, session.sampling.max_new_tokens
-    cache, encoded = DynamicCache(config=lm.config), 0
+    cache, encoded = give_room(DynamicCache(config=lm.config), PROMPT + new - 1), 0
     with torch.no_grad(), session.backend.autocast():
         if session.loaded.decoder_start is None:
             words = {"input_ids": torch.ones(rows, PROMPT + new - 1, dtype=torch.long)}
             virtual = virtual_tokens(lm)
             if virtual is not None and virtual.in_cache:
-                cache = virtual.cache(rows)
+                cache = give_room(virtual.cache(rows), virtual.count + PROMPT + new - 1)
             elif virtual is not None:
                 words = {"inputs_embeds": virtual.in_front(
                     lm.get_input_embeddings()(words["input_ids"]))}
             lm.base_model(past_key_values=cache, use_cache=True, **words)
         else:
-            cache = EncoderDecoderCache(DynamicCache(), DynamicCache())
+            cache = EncoderDecoderCache(give_room(DynamicCache(), new), DynamicCache())
             prompts = torch.ones(rows, PROMPT, dtype=torch.long)
             states = lm.get_encoder()(input_ids=prompts).last_hidden_state
             encoded = states.nbytes

@@ -51,7 +51,7 @@ def test_inverse_transform_draws_from_the_softmax(vocabulary):
     logits = torch.randn(vocabulary) * 2
     draws = 20000
     u = torch.from_numpy(uniform(0, 1, range(draws), 1)[:, 0])
-    tokens = inverse_transform(logits.expand(draws, -1), u)
+    tokens, total = inverse_transform(logits.expand(draws, -1), u)
     observed = torch.bincount(tokens, minlength=vocabulary).double()
     expected = torch.softmax(logits.double(), -1) * draws
     big = expected > 5
@@ -61,16 +61,17 @@ def test_inverse_transform_draws_from_the_softmax(vocabulary):
     # the exact inverse of the cumulative distribution, up to rounding at its corners
     exact = torch.searchsorted(torch.softmax(logits.double(), -1).cumsum(0), u)
     assert (exact == tokens).double().mean() > 0.999
+    torch.testing.assert_close(total, torch.logsumexp(logits.double(), -1).float().expand(draws))
 
 
 def test_impossible_tokens_are_never_drawn():
     logits = torch.full((1000, 600), float("-inf"))
     logits[:, [5, 300, 599]] = 0.0
     for edge in (1e-16, 0.5, 1 - 2**-53):
-        drawn = inverse_transform(logits, torch.full((1000,), edge, dtype=torch.float64))
+        drawn, _ = inverse_transform(logits, torch.full((1000,), edge, dtype=torch.float64))
         assert set(drawn.tolist()) <= {5, 300, 599}
     u = torch.from_numpy(uniform(0, 1, range(1000), 1)[:, 0])
-    assert set(inverse_transform(logits, u).tolist()) == {5, 300, 599}
+    assert set(inverse_transform(logits, u)[0].tolist()) == {5, 300, 599}
 
 
 @pytest.mark.parametrize("vocabulary", [9, 256, 257, 5000])

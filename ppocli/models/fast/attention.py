@@ -71,6 +71,12 @@ def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                  mask: torch.Tensor | None, scaling: float | None, causal: bool) -> torch.Tensor:
     """softmax(q k^T scaling + mask) v, the query heads of a group side by side."""
     rows, heads, queries, depth = query.shape
+    with_room = [transformers_internals.room_of(states) for states in (key, value)]
+    if with_room[0] is not None and with_room[1] is not None and queries == 1:
+        # products of a part of each head's keys would copy them first, and take longer than those
+        # of all, which have the same shape for a number of tokens
+        mask = _over_room(key, mask, with_room[0].shape[2])
+        key, value = with_room
     groups, keys = key.shape[1], key.shape[2]
     share = heads // groups
     flat = query.reshape(rows * groups, share * queries, depth)
@@ -81,6 +87,15 @@ def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     weights = torch.softmax(scores, -1)
     out = torch.bmm(weights, value.reshape(rows * groups, keys, value.shape[3]).to(weights.dtype))
     return out.view(rows, heads, queries, -1).transpose(1, 2)
+
+
+def _over_room(key: torch.Tensor, mask: torch.Tensor | None, width: int) -> torch.Tensor:
+    """A mask that is as wide as the keys with their room."""
+    count = key.shape[2]
+    if mask is None:
+        return (torch.arange(width) < count).view(1, 1, 1, width)
+    hidden = torch.finfo(torch.bfloat16).min if mask.is_floating_point() else False
+    return torch.nn.functional.pad(mask, (0, width - count), value=hidden)
 
 
 def _bias(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, groups: int, share: int,
