@@ -113,9 +113,10 @@ def _roomy_layer() -> Any:
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
                    ) -> tuple[torch.Tensor, torch.Tensor]:
             """Add [b, H, n, D] keys and values; returns all."""
-            self.keys, self.values = (
-                _extended(held if self.is_initialized else new[:, :, :0], new, self.most)
-                for held, new in ((self.keys, key_states), (self.values, value_states)))
+            before: Any = (self.keys, self.values) if self.is_initialized else (
+                key_states[:, :, :0], value_states[:, :, :0])
+            self.keys, self.values = (_extended(held, new, self.most) for held, new in zip(
+                before, (key_states, value_states), strict=True))
             self.is_initialized = True
             return self.keys, self.values
 

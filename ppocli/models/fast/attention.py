@@ -71,12 +71,12 @@ def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                  mask: torch.Tensor | None, scaling: float | None, causal: bool) -> torch.Tensor:
     """softmax(q k^T scaling + mask) v, the query heads of a group side by side."""
     rows, heads, queries, depth = query.shape
-    with_room = [transformers_internals.room_of(states) for states in (key, value)]
-    if with_room[0] is not None and with_room[1] is not None and queries == 1:
+    all_keys, all_values = (transformers_internals.room_of(states) for states in (key, value))
+    if all_keys is not None and all_values is not None and queries == 1:
         # products of a part of each head's keys would copy them first, and take longer than those
         # of all, which have the same shape for a number of tokens
-        mask = _over_room(key, mask, with_room[0].shape[2])
-        key, value = with_room
+        mask = _over_room(key, mask, all_keys.shape[2])
+        key, value = all_keys, all_values
     groups, keys = key.shape[1], key.shape[2]
     share = heads // groups
     flat = query.reshape(rows * groups, share * queries, depth)
