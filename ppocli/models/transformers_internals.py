@@ -70,8 +70,8 @@ def replace_sdpa(lm: Any, name: str, attention: Callable[..., Any]) -> None:
 
 
 def _mask(**words: Any) -> torch.Tensor | None:
-    """transformers' own mask for "sdpa". A device isn't asked, and waited for, in every pass
-    whether a mask leaves anything out: our loop hands over none that doesn't."""
+    """transformers' own mask for "sdpa". It doesn't ask a device in every pass, and wait for it,
+    whether a mask of tokens leaves any out: our loop hands over none that doesn't."""
     from transformers.masking_utils import sdpa_mask
 
     given = words.get("attention_mask")

@@ -115,8 +115,7 @@ class PassRows:
     def _too_much(self, text: str, tokens: int, *, alone: bool = False) -> OutOfMemoryError:
         """The error of a pass that can't be made smaller, with numbers."""
         held = f"{self.backend.peak_memory_mib():.0f} MiB"
-        if self.backend.device.type != "cpu":
-            device = self.backend.device
+        if (device := self.backend.device).type != "cpu":
             _, total = torch.get_device_module(device).mem_get_info(device)
             memory = f"the GPU has {format_memory(total)}, of which this process held up to {held}"
         else:

@@ -197,7 +197,8 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
         "early_stopped": float(result.early_stopped),
     }
     if experience.returns is not None:
-        figures |= _critic_figures(terms, experience.returns[experience.response_mask].double())
+        figures |= _critic_figures(
+            terms, experience.returns.cpu()[experience.response_mask].double())
     if ppo.ent_coef_end is not None:
         figures["objective/ent_coef"] = experience.ent_coef
     if algorithm.wants_entropy(ppo):  # else only objective/entropy, the sampled estimate
