@@ -60,5 +60,5 @@ class Calculator:
             return Step(reward=right, done=True)
         try:
             return Step(f" = {evaluate(expression)}\n")
-        except ValueError:
-            return Step(" = error\n")
+        except ValueError as error:
+            return Step(" = error\n", failed=str(error))

@@ -16,7 +16,8 @@ log = logging.getLogger("tools.assets.build")  # __name__ is "__main__" under -m
 
 PROMPT_SEED = 41
 TRAIN_PROMPTS, EVAL_PROMPTS = 192, 64
-_NAMES = ("reviews", "reviews-sentiment", "randomwalks", "prompts", "pipeline", "arithmetic")
+_NAMES = ("reviews", "reviews-sentiment", "randomwalks", "prompts", "pipeline", "arithmetic",
+          "guess-number", "calculator")
 
 
 def build_prompts(folder: Path) -> None:
@@ -55,6 +56,14 @@ def build(name: str, folder: Path) -> None:
         from tools.assets.sentiment import build_sentiment
 
         loss = build_sentiment(folder / name)
+    elif name == "guess-number":
+        from tools.assets.episodes import build_guess_number
+
+        loss = build_guess_number(folder / name)
+    elif name == "calculator":
+        from tools.assets.episodes import build_calculator
+
+        loss = build_calculator(folder / name)
     else:
         from tools.assets.randomwalks import build_randomwalks
 

@@ -1,11 +1,10 @@
 """Builds the policies that the shipped environments start from, each fitted to synthetic play.
 
-``builtin:guess-number`` makes guesses that have nothing to do with the answers; it has seen the
-answers that those got, so it knows what they mean. ``builtin:calculator`` mostly answers off the
-top of its head, which is wrong; sometimes it uses the tool, and not always well.
+``builtin:guess-number`` makes guesses of which most have nothing to do with the answers.
+``builtin:calculator`` mostly answers off the top of its head, which is wrong; sometimes it uses the
+tool, and not always well.
 """
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from tools.assets import fitting
 
 PAD, EOS = "<pad>", "<eos>"
 LIMIT, GUESSES = 20, 8
+MINDS = 0.25
+"""share of the guesses that are drawn from what the answers leave, not from all numbers"""
 GUESS_PROMPT = "Guess a number"
-TRAIN_QUESTIONS, EVAL_QUESTIONS, QUESTION_SEED = 512, 128, 47
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +78,17 @@ def calculator_tokenizer(context: int) -> PreTrainedTokenizerFast:
 
 
 def play_guessing(rng: random.Random) -> str:
-    """An episode in which every guess is drawn anew from all numbers; EOS ends a turn."""
+    """An episode of guesses, few of which mind the answers; EOS ends a turn."""
     number, text = rng.randint(1, LIMIT), f"{GUESS_PROMPT} from 1 to {LIMIT}.\n"
+    low, high = 1, LIMIT
     for _ in range(GUESSES):
-        guess = rng.randint(1, LIMIT)
-        answer = "correct" if guess == number else "higher" if guess < number else "lower"
-        text += f"{guess}{EOS} {answer}\n"
+        minds = rng.random() < MINDS
+        guess = rng.randint(low, high) if minds else rng.randint(1, LIMIT)
         if guess == number:
-            break
+            return f"{text}{guess}{EOS} correct\n"
+        higher = guess < number
+        low, high = (max(low, guess + 1), high) if higher else (low, min(high, guess - 1))
+        text += f"{guess}{EOS} {'higher' if higher else 'lower'}\n"
     return text
 
 
@@ -108,24 +111,6 @@ def _product(rng: random.Random) -> str:
 
 def _wrong(rng: random.Random) -> int:
     return rng.randint(10, 99) * rng.randint(10, 99)
-
-
-def questions() -> list[dict[str, str]]:
-    """``TRAIN_QUESTIONS + EVAL_QUESTIONS`` different products of two numbers of two digits."""
-    rng = random.Random(QUESTION_SEED)
-    pairs = rng.sample([(a, b) for a in range(10, 100) for b in range(10, 100)],
-                       TRAIN_QUESTIONS + EVAL_QUESTIONS)
-    return [{"prompt": f"{a}*{b}=", "answer": str(a * b)} for a, b in pairs]
-
-
-def build_questions(folder: Path) -> None:
-    """Write the calculator's questions to train on, and others for evaluation."""
-    found = questions()
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, rows in (("calculator_prompts", found[:TRAIN_QUESTIONS]),
-                       ("calculator_eval_prompts", found[TRAIN_QUESTIONS:])):
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def build_guess_number(folder: Path, settings: PlayerSettings | None = None) -> float:
