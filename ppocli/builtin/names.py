@@ -25,6 +25,11 @@ _BUILTINS = {  # name: its folder or file, and one line about it
                             "400 pairs to other requests, as noisy"),
     "arithmetic": ("arithmetic.jsonl", "260 questions of arithmetic, in the form of GSM8K"),
     "arithmetic-eval": ("arithmetic_eval.jsonl", "64 others"),
+    "guess-number": ("guess-number", "player of guess_number who hardly minds the answers "
+                     "(0.1M parameters)"),
+    "calculator": ("calculator", "player of calculator who rarely uses it (0.1M parameters)"),
+    "calculator-prompts": ("calculator_prompts.jsonl", "512 products of two numbers of two digits"),
+    "calculator-eval-prompts": ("calculator_eval_prompts.jsonl", "128 others"),
 }
 
 

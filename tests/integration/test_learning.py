@@ -55,6 +55,47 @@ def test_the_quickstart_keeps_its_promise(tmp_path):
     assert after["kl_mean"] <= 2.0
 
 
+def played(folder: Path, recipe: str, *words: str) -> list[dict]:
+    """The rows of evaluations of a run with an environment."""
+    folder.mkdir(exist_ok=True)
+    ppocli("train", f"+recipe={recipe}", "hardware.device=cpu", "run_name=r", *words, cwd=folder,
+           timeout=800, code=0)
+    return [row for row in jsonl(folder / "runs/r/metrics.jsonl") if "eval/turns_mean" in row]
+
+
+def test_players_begin_as_they_are_meant_to(tmp_path):
+    few = ("ppo.total_episodes=32", "ppo.num_rollouts=16", "ppo.mini_batch_size=8")
+    guessing = played(tmp_path / "guessing", "guess_number", *few)
+    assert len(guessing) == 2
+    assert 0.3 < guessing[0]["eval/done_share"] < 0.65
+    assert guessing[0]["eval/turns_mean"] > 5.5
+    samples = jsonl(tmp_path / "guessing/runs/r/samples.jsonl")
+    said = [turn["response"] for row in samples for turn in row["turns"]]
+    legal = [text.isdecimal() and 1 <= int(text) <= 20 for text in said]
+    assert sum(legal) / len(legal) > 0.97
+    calculating = played(tmp_path / "calculating", "calculator", *few)
+    assert 0.04 < calculating[0]["eval/reward_mean"] < 0.2
+    samples = jsonl(tmp_path / "calculating/runs/r/samples.jsonl")
+    asked = [row["turns"][0]["response"].startswith("calc ") for row in samples]
+    assert 0.1 < sum(asked) / len(asked) < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_player_learns_to_search(tmp_path):
+    after = played(tmp_path, "guess_number", "seed=7")[-1]
+    assert after["eval/done_share"] >= 0.95
+    assert after["eval/turns_mean"] <= 3.7 + 0.7  # binary search takes 3.7
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_player_learns_to_use_its_tool(tmp_path):
+    before, *_, after = played(tmp_path, "calculator", "seed=7")
+    assert before["eval/reward_mean"] < 0.2
+    assert after["eval/reward_mean"] >= 0.9
+
+
 def test_a_run_without_a_critic_has_no_figures_of_one_and_saves_no_value_head(tmp_path, capsys):
     run = train(tmp_path, "ppo.total_episodes=64", "ppo.num_rollouts=32", "prompts.eval.limit=4",
                 "prompts.eval.repeat=1", "hardware.device=cpu", "ppo.advantage=grpo", "ppo.n=4")

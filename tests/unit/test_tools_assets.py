@@ -20,6 +20,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))  # tools/ is in no whe
 
 from tools.assets import build, preferences
 from tools.assets.corpus import make_reviews, verdict
+from tools.assets.episodes import PlayerSettings, build_calculator, build_guess_number
 from tools.assets.randomwalks import WalkModelSettings, WalkSettings, build_randomwalks, draw_walks
 from tools.assets.reviews import ReviewsSettings, build_reviews
 from tools.assets.sentiment import SentimentSettings, build_sentiment
@@ -32,6 +33,8 @@ from tools.assets.sentiment import SentimentSettings, build_sentiment
                                         epochs=1)),
     (build_randomwalks, WalkModelSettings(WalkSettings(walks=60), layers=1, width=24, heads=2,
                                           epochs=2)),
+    (build_guess_number, PlayerSettings(episodes=60, layers=1, width=16, heads=2, epochs=1)),
+    (build_calculator, PlayerSettings(episodes=60, layers=1, width=16, heads=2, epochs=1)),
 ])
 def test_builders_are_deterministic_and_leave_the_global_state_alone(tmp_path, build_it, settings):
     torch.manual_seed(1)
@@ -90,6 +93,20 @@ def test_arithmetic_is_right_and_what_the_command_writes(tmp_path):
         answers = [row["answer"] for row in rows]
         assert Answer(after="####")(answers, answer=answers) == [1.0] * count
     assert not set.intersection(*seen.values())
+
+
+def test_products_are_right_and_what_the_command_writes(tmp_path):
+    assert build.main(["arithmetic", "--out", str(tmp_path)]) == 0
+    questions = []
+    for name, count in (("calculator-prompts", 512), ("calculator-eval-prompts", 128)):
+        shipped, rows = resolve_builtin(name), lines_of(name)
+        assert (tmp_path / shipped.name).read_bytes() == shipped.read_bytes()
+        assert len(rows) == count
+        for row in rows:
+            left, right = re.fullmatch(r"([1-9]\d)\*([1-9]\d)=", row["prompt"]).groups()
+            assert row["answer"] == str(int(left) * int(right))
+        questions += [row["prompt"] for row in rows]
+    assert len(set(questions)) == 640
 
 
 def lines_of(name: str) -> list[dict[str, str]]:
