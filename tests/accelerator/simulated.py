@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, Self
+from unittest import mock
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -126,11 +127,18 @@ class OnDevice(torch.Tensor):
         return device.run(func, args, kwargs or {})
 
 
+_fused = torch.nn.functional.scaled_dot_product_attention
+
+
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                attn_mask: torch.Tensor | None = None, dropout_p: float = 0.0,
                is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False
                ) -> torch.Tensor:
-    """As kernels of GPUs do it, without a matrix of all probabilities."""
+    """In place of torch's own, which would keep a matrix of all probabilities, as kernels of GPUs
+    don't."""
+    if not isinstance(query, OnDevice):
+        return _fused(query, key, value, attn_mask, dropout_p, is_causal, scale=scale,
+                      enable_gqa=enable_gqa)
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], 1) for x in (key, value))
     if attn_mask is not None and attn_mask.dtype == torch.bool:
@@ -144,13 +152,13 @@ _PYTHON: dict[Any, Callable[..., Any]] = {
     torch.Tensor.tolist: lambda tensor: tensor.cpu().tolist(),
     torch.Tensor.data_ptr: lambda tensor: tensor.host.data_ptr(),
     torch.Tensor.untyped_storage: lambda tensor: tensor.host.untyped_storage(),
-    torch.nn.functional.scaled_dot_product_attention: _attention,
 }
 """what torch's Python methods would do with memory that isn't there"""
 
 
 class _Functions(TorchFunctionMode):
-    """Constructors that torch runs out of sight of dispatch modes, and pinned memory."""
+    """Constructors that torch runs out of sight of dispatch modes, pinned memory, and tensors that
+    are given another one's data, which torch can't see are of the same kind here."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -161,6 +169,11 @@ class _Functions(TorchFunctionMode):
             return _pinned(args[0].clone())
         if func is torch.Tensor.is_pinned:
             return getattr(args[0], "pinned", False)
+        if func == torch.Tensor.data.__set__ and any(isinstance(x, OnDevice) for x in args):
+            made = args[1].detach()
+            if isinstance(args[0], torch.nn.Parameter):
+                made = torch.nn.Parameter(made, args[0].requires_grad)
+            return torch.utils.swap_tensors(args[0], made)
         if kwargs.get("pin_memory"):
             del kwargs["pin_memory"]
             return _pinned(func(*args, **kwargs))
@@ -342,7 +355,8 @@ def opened() -> Iterator[Simulated]:
     Raises:
         AssertionError: at the end, if an operation of both sides was caught by somebody.
     """
-    with _Functions(), Simulated() as device:
+    attention = mock.patch("torch.nn.functional.scaled_dot_product_attention", _attention)
+    with attention, _Functions(), Simulated() as device:
         Simulated.current = device
         try:
             yield device

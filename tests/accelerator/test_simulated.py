@@ -1,6 +1,7 @@
 """The simulated device itself: what it sees, and that it computes what the host computes."""
 
 import copy
+from contextlib import suppress
 
 import pytest
 import torch
@@ -26,11 +27,9 @@ def test_operations_of_both_sides_raise_and_numbers_without_dimensions_do_not(de
 
 
 def test_an_operation_of_both_sides_that_somebody_caught_is_told_at_the_end():
-    with pytest.raises(AssertionError, match="lie on the host"), opened():  # noqa: PT012
-        try:
-            torch.ones(2, device="sim") + torch.ones(2)
-        except RuntimeError:
-            pass
+    with (pytest.raises(AssertionError, match="lie on the host"), opened(),
+          suppress(RuntimeError)):
+        torch.ones(2, device="sim").add(torch.ones(2))
 
 
 @pytest.mark.parametrize(("work", "waits"), [
@@ -44,8 +43,9 @@ def test_an_operation_of_both_sides_that_somebody_caught_is_told_at_the_end():
     (lambda x: torch.zeros(4).to("sim", non_blocking=True), 1),
     (lambda x: x.repeat_interleave(torch.ones_like(x, dtype=torch.long)), 1),
     (lambda x: x.repeat_interleave(torch.ones_like(x, dtype=torch.long), output_size=4), 0),
-    (lambda x: (x @ x).exp().log_softmax(0), 0), (lambda x: torch.arange(4, device="sim")[x > 1], 1),
-    (lambda x: torch.zeros_like(x), 0), (lambda x: x[1:].view(1, 3).t().contiguous(), 0)])
+    (lambda x: (x @ x).exp().log_softmax(0), 0), (torch.zeros_like, 0),
+    (lambda x: torch.arange(4, device="sim")[x > 1], 1),
+    (lambda x: x[1:].view(1, 3).t().contiguous(), 0)])
 def test_waits_are_counted(device, work, waits):
     x = torch.arange(4.0, device="sim")
     device.take()

@@ -1,0 +1,172 @@
+"""Rollouts, updates, evaluations, checkpoints and whole runs on the simulated device: they compute
+what the CPU computes, and nothing of them lies on the wrong side."""
+
+import json
+
+import pytest
+import torch
+from checkpoint_samples import tree
+from helpers import save_lm
+from sessions import (
+    count_letters,
+    estimate_of,
+    experience_of,
+    optimize,
+    rollout_of,
+    save_session,
+    session_of,
+    small_config,
+    state_now,
+    weights_of,
+)
+from simulated import MEMORY, OnDevice
+
+from ppocli.launching.child_process import Start
+from ppocli.launching.worker import run_worker
+from ppocli.parallel.stop import StopFlag
+from ppocli.storage.run_folder import write_config
+from ppocli.tasks.ppo.evaluate import evaluate
+from ppocli.tasks.ppo.session import saved_model
+from ppocli.tasks.ppo.task import PPOTask
+from ppocli.training.background_saving import HostCopies
+from ppocli.training.checkpoint_writing import contents_of, write_contents
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
+
+CASES = {
+    "all layers": {}, "top layer": {"model__num_layers_unfrozen": 1},
+    "adapters": {"model__peft": {"type": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.1}},
+    "a prefix": {"model__peft": {"type": "prefix", "num_virtual_tokens": 3}},
+    "a critic of its own": {"model__value__kind": "model"},
+    "an offloaded reference": {"model__reference__offload": True},
+    "checkpointed gradients": {"model__gradient_checkpointing": True},
+    "KL over the vocabulary": {"ppo__kl_estimator": "full"},
+    "full KL in the loss": {"ppo__kl_in": "loss", "ppo__kl_estimator": "full"},
+    "gspo": {"ppo__policy_loss": "gspo"},
+    "a penalty and a nucleus": {"generation__repetition_penalty": 1.3, "generation__top_p": 0.8,
+                                "generation__stop_sequences": ["good"],
+                                "generation__min_new_tokens": 2},
+    "chunks": {"ppo__chunk_size": 5, "generation__length_sampler": [2, 20]},
+}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("gpt2", name) for name in CASES] + [
+    ("llama", name) for name in ("all layers", "top layer", "adapters", "chunks")])
+def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, monkeypatch, kind,
+                                                                  name):
+    keys = CASES[name]
+    save_lm(tmp_path / "lm", kind)
+    found = []
+    for device in ("cpu", "cuda"):
+        # accelerate would take it for a CPU as well
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu" if device == "cpu" else "sim:0")
+        cfg = small_config(tmp_path, hardware__device=device, generation__max_new_tokens=20, **keys)
+        with session_of(cfg, reward=count_letters) as session:
+            parameters = list(session.policy.parameters())
+            assert all(isinstance(p, OnDevice) for p in parameters) == (device == "cuda")
+            rollout = rollout_of(session)
+            result = optimize(session, experience_of(session))
+            later = evaluate(session, StopFlag())
+            found.append((rollout, result.terms, later.figures,
+                          {name: t.cpu() for name, t in weights_of(session).items()}))
+    (here, terms, figures, weights), (there, *others) = found
+    assert here.responses == there.responses
+    for figure in ("logprobs", "ref_logprobs", "values", "kl"):
+        torch.testing.assert_close(getattr(there, figure), getattr(here, figure), rtol=0,
+                                   atol=1e-4)
+    assert others[0] == pytest.approx(terms, abs=2e-3)
+    assert others[1] == pytest.approx(figures, abs=2e-3)
+    for place, tensor in others[2].items():
+        torch.testing.assert_close(tensor, weights[place], rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("weights", ["fp32", "bf16"])
+def test_bf16_computes_and_trains(sim, tmp_path, weights):
+    cfg = small_config(tmp_path, hardware__device="cuda", hardware__precision="bf16",
+                       hardware__weights=weights, ppo__optimizer__lr=0.0)
+    with session_of(cfg, reward=count_letters) as session:
+        result = optimize(session, experience_of(session))
+    assert result.terms["ratio"] == pytest.approx(1.0, abs=0.05)
+    assert result.updates == 8
+
+
+@pytest.mark.parametrize("keys", [
+    {}, {"model__peft": {"type": "lora"}}, {"model__num_layers_unfrozen": 1}],
+    ids=["all", "lora", "top"])
+def test_a_run_saves_goes_on_where_it_stopped_and_leaves_a_model(sim, tmp_path, keys):
+    """Two steps and two more after them make the same weights as four at once."""
+    left = []
+    for name, parts in (("straight", (4,)), ("stopped", (2, 4))):
+        folder = tmp_path / name
+        folder.mkdir()
+        for steps in parts:
+            cfg = small_config(tmp_path, hardware__device="cuda", reward__fn="length",
+                               reward__kwargs={"target": 4}, ppo__num_steps=steps,
+                               checkpoint__every_steps=2, eval__every_steps=2, **keys)
+            write_config(cfg, folder / "config.yaml")
+            result = run_worker(Start(folder, resume=steps != parts[0]))
+        assert result.summary["status"] == "finished"
+        assert 0 < result.summary["peak_memory_mib"] < 100  # the device's, not this process's
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+        state = next((folder / "checkpoints").glob("*4/rng.safetensors"))
+        assert state.stat().st_size > 0
+        left.append({path.relative_to(folder).as_posix(): path.read_bytes()
+                     for path in (folder / "model").rglob("*.safetensors")})
+    assert left[0] == left[1]
+    assert left[0]
+
+
+@pytest.mark.parametrize("unfrozen", [-1, 1])
+def test_a_copy_written_after_more_training_is_the_synchronous_save(sim, tmp_path, unfrozen):
+    """It is copied without a wait for each tensor, and is there before the next update."""
+    cfg = small_config(tmp_path, hardware__device="cuda", model__num_layers_unfrozen=unfrozen)
+    with session_of(cfg) as session:
+        copies, (expected, found) = HostCopies(), (tmp_path / name for name in ("want", "found"))
+        expected.mkdir()
+        found.mkdir()
+        optimize(session, experience_of(session, 0))
+        for start in (16, 32):  # into memory that is new, and into that of the copy before
+            sim.take()
+            copy = copies.copy(saved_model(session), contents_of(
+                PPOTask(session), state_now(session)), tmp_path)
+            assert sim.take().total() <= 2
+            assert all(t.is_pinned() for tensors in copy.files.values() for t in tensors.values()
+                       if t.numel() > 100)
+            if start == 16:
+                optimize(session, experience_of(session, start))
+        save_session(session, expected)
+        optimize(session, experience_of(session, 32))
+        write_contents(saved_model(session), copy, found)
+    assert tree(found) == tree(expected)
+
+
+SHAPES = {"gpt2": {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256},
+          "llama": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 704,
+                    "num_attention_heads": 4, "num_key_value_heads": 2,
+                    "max_position_embeddings": 256}}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("keys", [
+    {}, {"model__num_layers_unfrozen": 2}, {"model__reference__offload": True}],
+    ids=["all", "top", "offload"])
+def test_the_peak_is_what_is_told_beforehand(sim, tmp_path, kind, keys):
+    """Never much more than that, and for models so small up to a quarter less."""
+    save_lm(tmp_path / "lm", kind, gain=1.0, vocab_size=8000, **SHAPES[kind])
+    cfg = small_config(tmp_path, hardware__device="cuda", ppo__num_rollouts=8,
+                       ppo__mini_batch_size=4, generation__max_new_tokens=100,
+                       generation__min_new_tokens=100, **keys)
+    found = estimate_of(cfg, 8, cuda=True)
+    before = MEMORY.allocated
+    with session_of(cfg) as session:
+        learnt_from = experience_of(session)
+        torch.sim.reset_peak_memory_stats()
+        optimize(session, learnt_from)
+        update = MEMORY.peak - before
+        torch.sim.reset_peak_memory_stats()
+        rollout_of(session, start=8)
+        rollouts = MEMORY.peak - before
+    for told, taken in ((found.sums.update, update),
+                        (max(found.sums.generate, found.sums.score), rollouts)):
+        assert 0.95 <= told / taken <= 1.25, (told, taken)
