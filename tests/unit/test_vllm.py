@@ -317,6 +317,20 @@ def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, capsys):
     assert asked == 3 * 12 + 4 * 3 + 4  # steps, evaluations of 4 samples, a probe of each version
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_ranks_ask_for_their_own_rows_and_one_updates_the_servers(ahead, world):
+    engine = engine_for(world)
+    with serving(engine) as url:
+        run("train", *words("rollout.engine=vllm", f"rollout.urls=[{url}]", "run_name=ranks",
+                            f"rollout.ahead={ahead}", "hardware.num_processes=2"), cwd=world,
+            code=0)
+    rows = jsonl(world / "runs/ranks/metrics.jsonl")[1:]
+    assert [row["rollout/logprob_gap_max"] < 1e-4 for row in rows] == [
+        True, *[not ahead] * (len(rows) - 1)]
+    assert engine.asked["/update_weight_version"] == 1 + len(rows)
+
+
 def launched(world: Path) -> list[str]:
     """Words of a run that starts a server, which is the double in vLLM's place."""
     python = world / "python"
