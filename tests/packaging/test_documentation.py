@@ -272,6 +272,9 @@ def score(completions, log_metric, **columns):
 
 
 def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
+    from ppocli.episode import Episode, Turn
+    from ppocli.tasks.ppo.figures import episode_figures
+
     (tmp_path / "logs.py").write_text(LOGS)
     (tmp_path / "texts.txt").write_text("The film was a joy.\n")
     ppocli(
@@ -293,7 +296,8 @@ def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
     summary = json.loads((tmp_path / "runs/x/summary.json").read_text(encoding="utf-8"))
     own |= {"brief", "praise", "logs", "told", "missing_eos"}
     found = {without_names(name, own) for name in figures}
-    elsewhere = {"time/gather", "rollout/drawn", "rollout/uniform_groups"}
+    elsewhere = {"time/gather", "rollout/drawn", "rollout/uniform_groups", "eval/turns_mean",
+                 "eval/done_share", *episode_figures([Episode("", (Turn("x", 1),), "done")])}
     assert found | set(summary) | elsewhere == explained()
     left = {path.name for path in (tmp_path / "runs/x").iterdir()} - {".lock"}
     assert left == {"config.yaml", "metrics.jsonl", "samples.jsonl", "events", "summary.json",
