@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/RESULTS.md",
+PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/RESULTS.md",
          "ppocli/builtin/README.md"]
 
 project = "ppocli"
