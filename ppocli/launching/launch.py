@@ -251,8 +251,9 @@ def refuse_objects(config: schema.TrainConfig, objects: PythonObjects) -> None:
          "lr_scheduler: it needs optimizer=, which it changes"),
         (type(scheduler).__name__ == "ReduceLROnPlateau",
          "lr_scheduler: ReduceLROnPlateau waits for a figure, which nobody gives it"),
-        (scheduler is not None and config.ppo.scheduler != schema.PPOConfig().scheduler,
-         "lr_scheduler: ppo.scheduler would change the same rates; leave it at its default"),
+        (scheduler is not None and config.ppo.scheduler != replace(
+            schema.PPOConfig().scheduler, name="constant"),
+         "lr_scheduler: ppo.scheduler would change the same rates; leave it out"),
         (config.ppo.dynamic_sampling is not None, "ppo.dynamic_sampling: the loop chooses and "
          "scores its samples itself; leave it out"),
         (config.ppo.staleness > 0 or config.ppo.old_logprobs == "sampler"

@@ -33,7 +33,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ([], "model=re", ["model=reviews"]),
     ([], "ppo.kl_estimator=k1,ab", ["ppo.kl_estimator=k1,abs"]),
     ([], "eval.at_start=", ["eval.at_start=true", "eval.at_start=false"]),
-    ([], "model.path=b", ["model.path=builtin:reviews", "model.path=builtin:randomwalks"]),
+    ([], "model.path=b", [f"model.path=builtin:{name}" for name in (
+        "reviews", "randomwalks", "guess-number", "calculator")]),
     ([], "prompts.path=builtin:ra", ["prompts.path=builtin:randomwalks-prompts"]),
     ([], "reward.fn=key", ["reward.fn=keyword"]),
     ([], "resume=", ["resume=never", "resume=auto", "resume=runs/newer", "resume=runs/older"]),
@@ -42,7 +43,8 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     # as bash breaks words
     (["+recipe", "="], "h", ["hh_ppo", "hh_reward", "hh_sft"]),
     ([], "data.path=builtin:pipeline-pairs-", ["data.path=builtin:pipeline-pairs-eval"]),
-    (["model.path", "=", "builtin"], ":", [":reviews", ":randomwalks"]),
+    (["model.path", "=", "builtin"], ":", [
+        ":reviews", ":randomwalks", ":guess-number", ":calculator"]),
     (["seed", "=", "1", "model", "="], "re", ["reviews"]),
     (["seed=1"], "reward.kw", ["reward.kwargs="]),
     (["seed=1"], "nothing", []),
@@ -172,7 +174,7 @@ def test_tab_in_bash(bash):
             ("ppocli train +rec", "ppocli train +recipe="),
             ("ppocli train +recipe=", "ppocli train +recipe="),  # several
             ("ppocli train ppo.kl_estimator=a", "ppocli train ppo.kl_estimator=abs "),
-            ("ppocli train model.path=builtin:", "ppocli train model.path=builtin:r"),
+            ("ppocli train model.path=b", "ppocli train model.path=builtin:"),
             ("ppocli train model.path=builtin:re", "ppocli train model.path=builtin:reviews "),
             ("ppocli train prompts.path=my_f", "ppocli train prompts.path=my_file.jsonl "),
             ("ppocli train --multi", "ppocli train --multirun "),

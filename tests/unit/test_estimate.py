@@ -301,9 +301,10 @@ def test_states_of_frozen_layers_are_told_as_a_rollout_keeps_them(tmp_path, kind
                 assert line.device == padded * 4 * 128 * (prompt + NEW)
                 assert line.phases == "generate score"
     more, less = measured
-    for phase in (0, 1):
-        told = lines[0][phase] - lines[1][phase]
-        assert more[phase] - less[phase] == pytest.approx(told, abs=20_000), phase
+    told = [a - b for a, b in zip(*lines, strict=True)]
+    # the fullest pass of decoding may be the first, before all of them are there
+    assert 0 <= more[0] - less[0] < told[0] + 20_000
+    assert more[1] - less[1] == pytest.approx(told[1], abs=20_000)
     assert less[2] == 0
     assert 0.9 * lines[0][2] < more[2] <= lines[0][2]
 
