@@ -68,7 +68,7 @@ class SchedulerConfig:
 
 @dataclass
 class PPOSchedulerConfig(SchedulerConfig):
-    # the same reward for a third of the KL of a constant rate (docs/curves.md)
+    # the same reward for less KL than at a constant rate (docs/curves.md)
     name: str = key("linear", "shape of the learning rate over updates",
                     choices=tuple(SCHEDULE_ARGUMENTS))
 
