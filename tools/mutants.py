@@ -148,6 +148,15 @@ MUTANTS = (
            "uniform(seed, stream, prompts.episodes, spec.max_new_tokens)",
            "uniform(seed, stream, range(len(prompts)), spec.max_new_tokens)",
            (f"{TASK}::test_a_sample_depends_on_its_episode_not_on_its_row",)),
+    # on a device
+    Mutant("ended_rows_move_on", "ppocli/sampling/decode_loop.py",
+           "self.positions[:, -1:] + (~self.done)[:, None]", "self.positions[:, -1:] + 1",
+           ("tests/unit/test_refill.py::test_a_row_that_has_ended_among_younger_ones_takes_no_"
+            "position_that_the_model_lacks",)),
+    Mutant("waits_for_every_token", "ppocli/sampling/decode_loop.py",
+           'device.type == "cpu" else CHECK_EVERY', 'device.type == "cpu" else 1',
+           ("tests/unit/test_accelerator.py::"
+            "test_what_runs_on_a_simulated_accelerator[test_waits.py]",)),
     # storage
     Mutant("hash_unchecked", "ppocli/storage/manifest.py",
            'verify == "full" or name', 'verify == "never" or name',

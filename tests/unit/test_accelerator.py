@@ -16,7 +16,8 @@ FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 @pytest.mark.parametrize("name", FILES)
 def test_what_runs_on_a_simulated_accelerator(name: str):
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", FOLDER / name],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider",
+         FOLDER / name],
         cwd=FOLDER.parents[1], env={**os.environ, "PPOCLI_SIMULATED": "1"}, text=True,
         capture_output=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
