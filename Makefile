@@ -28,7 +28,7 @@ SOAK ?=
 .PHONY: help quickstart pipeline setup setup-dev test-fast test test-all test-browser test-vllm \
 	test-oldest mutants soak lint docs \
 	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks bench bench-peers bench-peers-setup \
-	bench-supervised bench-gpu check-gpu clean
+	bench-decode bench-supervised bench-gpu check-gpu clean
 
 help: ## list what make can do
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-20s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -143,6 +143,9 @@ check-gpu:
 # package would choose it
 PEERS := build/peers
 bench-peers-setup: $(foreach name,classic experimental trlx,$(PEERS)/$(name)/.installed) $(TRLX_SRC) ## install TRL and trlX into build/peers (4.5 GB)
+
+bench-decode: $(VENV)/.installed ## time sampling by ppocli and by transformers, write the table (BENCH="--vllm PYTHON" for vLLM too)
+	@$(BIN)/python benchmarks/decode.py --out benchmarks/RESULTS.md $(BENCH)
 
 bench-supervised: $(VENV)/.installed $(PEERS)/experimental/.installed ## train SFT and reward models by ppocli and by TRL, write the table
 	@$(BIN)/python benchmarks/supervised.py --out benchmarks/RESULTS.md $(BENCH)
