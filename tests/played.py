@@ -57,6 +57,23 @@ class Hanging(Failing):
     trouble = "hang"
 
 
+class Waiting(Words):
+    """Waits far too long."""
+
+    calls = 0
+
+    async def step(self, response, rng):
+        type(self).calls += 1
+        await asyncio.sleep(30)
+
+
+class Blocking(Words):
+    """Async, but never awaits."""
+
+    async def step(self, response, rng):
+        time.sleep(2)
+
+
 class Garbage(Failing):
     trouble = "garbage"
 

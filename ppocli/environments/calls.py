@@ -47,11 +47,18 @@ class Answered:
     error: RewardError | None = None
 
 
+class CallTimeoutError(Exception):
+    """A call took longer than ``env.timeout``."""
+
+    def __init__(self, seconds: float | None) -> None:
+        super().__init__(f"still running after {seconds:g} s (env.timeout)")
+
+
 class Calls:
     """Makes calls for one run.
 
     Args:
-        key: what random numbers of environments depend on beside episode and turn: seed, stream.
+        seed: what random numbers of environments depend on beside stream, episode and turn.
     """
 
     def __init__(self, what: EnvironmentClass, cfg: EnvConfig, seed: int) -> None:
@@ -71,7 +78,7 @@ class Calls:
         make = partial(self._tried, stream=stream)
         with guard.contained(self.what.label, "env.fn", f"{len(calls)} calls"):
             if self.what.waits:
-                found = self._limited(lambda: asyncio.run(self._gather(calls, stream)), calls)
+                found = self._together(calls, stream)
             elif self.cfg.workers > 1 and len(calls) > 1:
                 with ThreadPoolExecutor(self.cfg.workers) as pool:
                     found = list(pool.map(make, calls))
@@ -96,36 +103,62 @@ class Calls:
         begun, = trial.answers([Called(None, 0, 0, known)], USER)
         trial.answers([Called(begun.environment, 0, 1, {"response": ""})], USER)
 
+    def _together(self, calls: Sequence[Called], stream: int) -> list[Answered]:
+        # each has the limit for itself; one that never awaits would hold up all of them
+        limit, tries = self.cfg.timeout, 1 + self.cfg.retries
+        seconds = None if limit is None else 2 * tries * limit
+        try:
+            return self._limited(lambda: asyncio.run(self._gather(calls, stream)), seconds)
+        except CallTimeoutError as error:
+            raise RewardError(
+                f"{self.what.label} is async and awaits nothing: {len(calls)} calls are {error}.",
+                where="env.timeout", fix="await what waits, or make reset and step plain methods"
+            ) from error
+
     async def _gather(self, calls: Sequence[Called], stream: int) -> list[Answered]:
         return list(await asyncio.gather(*(self._awaited(call, stream) for call in calls)))
 
     async def _awaited(self, call: Called, stream: int) -> Answered:
-        environment = call.environment
         for left in range(self.cfg.retries, -1, -1):
             try:
                 environment, result = self._begun(call, stream)
                 if inspect.isawaitable(result):
-                    result = await asyncio.wait_for(result, self.cfg.timeout)
-                return Answered(environment, self._checked(call, result))
+                    result = await self._in_time(result)
+                return Answered(environment, result if call.turn == 0 else as_step(result))
             except BaseException as error:
-                if not guard.is_its_own(error):
-                    raise
-                if not left:
-                    return Answered(environment, error=self._failed(call, error))
+                if (outcome := self._given_up(call, error, left)) is not None:
+                    return outcome
         raise AssertionError
 
+    async def _in_time(self, result: Any) -> Any:
+        limit = asyncio.timeout(self.cfg.timeout)
+        try:
+            async with limit:
+                return await result
+        except TimeoutError:
+            if limit.expired():  # else it is the environment's own
+                raise CallTimeoutError(self.cfg.timeout) from None
+            raise
+
     def _tried(self, call: Called, *, stream: int) -> Answered:
-        environment = call.environment
         for left in range(self.cfg.retries, -1, -1):
             try:
-                environment, result = self._limited(partial(self._begun, call, stream), [call])
-                return Answered(environment, self._checked(call, result))
+                environment, result = self._limited(partial(self._begun, call, stream),
+                                                    self.cfg.timeout)
+                return Answered(environment, result if call.turn == 0 else as_step(result))
             except BaseException as error:
-                if not guard.is_its_own(error):
-                    raise
-                if not left:
-                    return Answered(environment, error=self._failed(call, error))
+                if (outcome := self._given_up(call, error, left)) is not None:
+                    return outcome
         raise AssertionError
+
+    def _given_up(self, call: Called, error: BaseException, left: int) -> Answered | None:
+        """What comes of a call that failed; None: it is tried again. One past its time limit is
+        not, for it may still be running."""
+        if not guard.is_its_own(error):
+            raise error
+        if left and not isinstance(error, CallTimeoutError):
+            return None
+        return Answered(call.environment, error=self._failed(call, error))
 
     def _begun(self, call: Called, stream: int) -> tuple[Any, Any]:
         """The environment, and what its method returned."""
@@ -141,18 +174,13 @@ class Calls:
         named = {"rng": rng()} if what.step_takes_rng else {}
         return call.environment, call.environment.step(call.given["response"], **named)
 
-    def _limited(self, work: Callable[[], Any], calls: Sequence[Called]) -> Any:
-        if self.cfg.timeout is None:
+    def _limited(self, work: Callable[[], Any], seconds: float | None) -> Any:
+        if seconds is None:
             return work()
         future = in_daemon(work, f"environment {self.what.label}")
-        # a batch of waiting calls has the limit for each of them already
-        seconds = self.cfg.timeout * (1 if not self.what.waits else 2 * (1 + self.cfg.retries))
         if not wait([future], seconds).done:
-            raise TimeoutError(f"still running after {self.cfg.timeout:g} s (env.timeout)")
+            raise CallTimeoutError(self.cfg.timeout)
         return future.result()
-
-    def _checked(self, call: Called, result: Any) -> Any:
-        return result if call.turn == 0 else as_step(result)
 
     def _failed(self, call: Called, error: BaseException) -> RewardError:
         doing = "reset" if call.turn == 0 else f"step, turn {call.turn},"

@@ -101,6 +101,23 @@ def test_what_goes_wrong_names_episode_turn_file_and_line(name, keys, said):
         assert "played.py:" in caught.value.where
 
 
+def test_an_awaited_call_past_its_limit_is_one_episode_s_and_not_tried_again():
+    played.Waiting.calls = 0
+    calls = calls_of("Waiting", timeout=0.1, retries=3, on_error="truncate")
+    found = stepped(calls, begun(calls, *range(3)), 1)
+    assert played.Waiting.calls == 3
+    assert all(f"step, turn 1, of episode {i}" in str(one.error) and
+               "still running after 0.1 s (env.timeout)" in str(one.error)
+               for i, one in enumerate(found))
+
+
+def test_an_async_step_that_blocks_is_told():
+    calls = calls_of("Blocking", timeout=0.1, on_error="truncate")
+    games = begun(calls, *range(3))
+    with pytest.raises(RewardError, match="is async and awaits nothing: 3 calls are still"):
+        stepped(calls, games, 1)
+
+
 def test_a_call_that_raised_is_tried_again():
     played.Counter.calls = 0
     calls = calls_of("Counter", retries=2)
