@@ -76,7 +76,8 @@ def test_what_surrounds_the_package_needs_no_more_than_the_extras(folder):
     # helpers of a test folder are modules of their own, and the benchmarks are tested as such
     own = {file.stem for name in (folder, "benchmarks", "tests")
            for file in (ROOT / name).rglob("*.py")}
-    own |= {"tools", "trl", "trlx"}  # benchmarks/peers runs where these are installed, not here
+    # benchmarks/peers runs where these are installed, not here
+    own |= {"tools", "trl", "trlx", "vllm"}
     come_along = {"packaging"}  # a dependency of pytest
     undeclared = {module: sorted(files) for module, files in imported(ROOT / folder).items()
                   if module not in own and not (distributions_of(module) or {module}) & (
