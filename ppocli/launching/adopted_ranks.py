@@ -91,12 +91,14 @@ class Meeting:
             return outcome.code or 1
 
     def _conclude(self, outcome: RankOutcome) -> int:
-        store = self.store
-        if outcome.code:
-            store.compare_set("first", "", json.dumps(asdict(outcome)))
+        store, told = self.store, json.dumps(asdict(outcome))
+        if outcome.code and not outcome.lost:
+            store.compare_set("first", "", told)
         if self.launched.first:
             self._speak()
         self._all_come("arrived")
+        if outcome.code and outcome.lost:  # a consequence: the rank that failed has had its say
+            store.compare_set("first", "", told)
         code = 0
         if store.check(["first"]):
             self._speak()

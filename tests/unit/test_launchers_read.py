@@ -3,6 +3,8 @@ leads to another machine."""
 
 import os
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -10,9 +12,10 @@ import pytest
 from ppocli.config.compose import Checked
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.errors import ConfigError
-from ppocli.launching.adopted_ranks import placed
+from ppocli.launching.adopted_ranks import Meeting, placed
 from ppocli.parallel.launchers import (
     Launched,
+    RankOutcome,
     find_launch,
     first_host,
     interface_towards,
@@ -163,3 +166,21 @@ def test_what_the_user_chose_stays(monkeypatch):
     let_gloo_use("127.0.0.1")
     assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+
+
+def test_a_rank_that_lost_another_lets_that_one_say_why(capsys):
+    from torch.distributed import HashStore
+
+    store = HashStore()
+    meetings = [Meeting(Launched("srun", rank, 2, rank, 2, "localhost", 1), {})
+                for rank in range(2)]
+    for meeting in meetings:
+        vars(meeting)["store"] = store
+    lost = RankOutcome(0, 1, "Connection closed by peer", "", 0.0, lost=True)
+    cause = RankOutcome(1, 7, "no reward today", "", 1.0)
+    with ThreadPoolExecutor() as pool:
+        codes = [pool.submit(meetings[0].conclude, lost)]
+        time.sleep(0.5)  # the connection is gone well before the other has come to its end
+        codes.append(pool.submit(meetings[1].conclude, cause))
+        assert [code.result() for code in codes] == [7, 7]
+    assert capsys.readouterr().err == "Error: no reward today\n"
