@@ -264,10 +264,11 @@ def decoding_pass(lm: Any, at: Sizes) -> tuple[int, int]:
     # in transformers' own layers values take the type of keys, which in bf16 their positions'
     # rotation makes fp32
     rotary = window and any("rotary" in type(m).__name__.lower() for m in lm.modules())
+    element = at.stream if rotary else min(at.stream, at.compute)
     for layer in stack.layers:
         if "attention" in layer.blocks:
             cache += (at.rows * min(stack.keys, window or stack.keys)
-                      * layer.blocks["attention"].shared * (at.stream if rotary else at.compute))
+                      * layer.blocks["attention"].shared * element)
         if "cross" in layer.blocks:
             encoded += at.rows * at.prompt * layer.blocks["cross"].shared * at.compute
     states = at.rows * at.prompt * head.shape[1] * at.stream
