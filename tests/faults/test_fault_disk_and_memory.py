@@ -76,8 +76,9 @@ exit $code
 @pytest.mark.parametrize("size", [60, 300, 700, 1200, 1600])
 def test_a_disk_that_really_is_full(size, command, reference, world):
     (world / "runs").mkdir()
-    script = TMPFS.format(size=size, python=sys.executable,
-                          words=" ".join(words("run_name=r", stateful=True)))
+    # which foresees it, and goes on all the same
+    script = TMPFS.format(size=size, python=sys.executable, words=" ".join(
+        words("run_name=r", "hardware.memory_check=warn", stateful=True)))
     done = subprocess.run(["unshare", "-rm", "bash", "-c", script], cwd=world, text=True,
                           env=environment(), capture_output=True, timeout=200, check=False)
     if done.returncode == 77 or "unshare" in done.stderr:
@@ -92,7 +93,8 @@ def test_a_disk_that_really_is_full(size, command, reference, world):
     assert not list(kept.rglob(".staging*"))
     (world / "runs").rmdir()
     (world / "kept").rename(world / "runs")
-    command(*words("run_name=r", "resume=auto", stateful=True), code=0)
+    command(*words("run_name=r", "hardware.memory_check=warn", "resume=auto", stateful=True),
+            code=0)
     assert_equal_runs(reference, world / "runs/r")
 
 
