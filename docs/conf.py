@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "benchmarks/RESULTS.md",
-         "ppocli/builtin/README.md"]
+PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "docs/learn/*.md",
+         "benchmarks/RESULTS.md", "ppocli/builtin/README.md"]
 
 project = "ppocli"
 author = "the ppocli authors"
 project_copyright = author
 html_title = "ppocli"
 
-extensions = ["myst_parser"]
+# MathJax comes with the pages
+extensions = ["myst_parser", "sphinx.ext.mathjax", "sphinx-mathjax-offline"]
+myst_enable_extensions = ["dollarmath"]
 root_doc = "docs/index"
 source_suffix = {".md": "markdown"}
 include_patterns = PAGES

@@ -68,9 +68,21 @@ def test_the_front_door_leads_to_the_first_page(site):
     assert (site / target[1]).is_file()
 
 
+def test_every_page_leads_to_the_glossary_and_formulas_are_typeset_from_files_of_the_site(site):
+    pages = {page: page.read_text(encoding="utf-8") for page in (site / "docs").rglob("*.html")}
+    assert len(pages) > 40
+    assert [page.name for page, text in pages.items()
+            if "glossary.html" not in text and page.name != "glossary.html"] == []
+    lesson = site / "docs/learn/the-loop.html"
+    [script] = [resource for resource in Page(lesson).resources if "mathjax" in resource]
+    assert (lesson.parent / script.split("?")[0]).is_file()
+    assert 'class="math' in pages[lesson]
+
+
 def test_pictures_are_small_and_ask_for_nothing():
-    pictures = sorted((ROOT / "docs").glob("*.svg"))
-    assert {"quickstart-run.svg", "quickstart-curve.svg"} <= {p.name for p in pictures}
+    pictures = sorted((ROOT / "docs").rglob("*.svg"))
+    drawn = {picture.name for picture in pictures}
+    assert {"quickstart-run.svg", "quickstart-curve.svg", "loop.svg", "holes.svg"} <= drawn
     for picture in pictures:
         text = picture.read_text(encoding="utf-8")
         assert len(text.encode()) < 150_000, picture.name

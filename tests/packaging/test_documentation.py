@@ -21,7 +21,8 @@ from helpers import environment, ppocli
 from warm import Process, begin
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ["README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for pattern in ("*.md", "learn/*.md")
+                              for path in (ROOT / "docs").glob(pattern))]
 SMALL = ["ppo.total_episodes=32", "ppo.num_rollouts=16", "ppo.mini_batch_size=8",
          "ppo.ppo_epochs=1", "eval.at_start=false", "prompts.eval.limit=4",
          "prompts.eval.repeat=1", "generation.max_new_tokens=8"]
@@ -33,7 +34,8 @@ FIRST_COLUMN = re.compile(r"^\| ((?:`[^`|]+`(?:, )?)+) \|", re.MULTILINE)
 FILE_ENDINGS = {"json", "jsonl", "csv", "yaml", "md", "html", "safetensors", "log", "py", "svg"}
 COMING = "docs/coming-from-trlx-and-trl.md"
 """names keys of others too; a test of its own holds that ours exist"""
-WITHOUT_COMMANDS = {"docs/index.md", "docs/metrics.md", "docs/security.md", COMING}
+WITHOUT_COMMANDS = {"docs/index.md", "docs/metrics.md", "docs/security.md", "docs/glossary.md",
+                    COMING}
 NEEDS_A_TERMINAL = {"chat"}
 """commands that can't be typed into a test"""
 
