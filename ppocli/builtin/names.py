@@ -30,9 +30,9 @@ _BUILTINS = {  # name: its folder or file, and one line about it
     "calculator": ("calculator", "player of calculator who rarely uses it (0.1M parameters)"),
     "calculator-prompts": ("calculator_prompts.jsonl", "512 products of two numbers of two digits"),
     "calculator-eval-prompts": ("calculator_eval_prompts.jsonl", "128 others"),
-    "everyday-questions": ("everyday_questions.jsonl",
+    "everyday-prompts": ("everyday_prompts.jsonl",
                            "250 questions of daily life, for chat models"),
-    "everyday-questions-eval": ("everyday_questions_eval.jsonl", "62 others"),
+    "everyday-eval-prompts": ("everyday_eval_prompts.jsonl", "62 others"),
 }
 
 

@@ -165,8 +165,8 @@ def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merg
 
 def _give_way(node: DictConfig, typed: set[str]) -> None:
     """What files and defaults say gives way to typed words that it contradicts: another length of
-    the run, batches larger than what they are taken from, another source of prompts. Two typed
-    words stay as they are."""
+    the run, batches larger than what they are taken from, a longer least response than the longest,
+    another source of prompts. Two typed words stay as they are."""
     ppo = node.ppo
     for section, prompts in (("prompts", node.prompts), ("prompts.eval", node.prompts.eval)):
         for name, other in (("path", "items"), ("items", "path")):
@@ -178,6 +178,10 @@ def _give_way(node: DictConfig, typed: set[str]) -> None:
         for name in lengths:
             if f"ppo.{name}" not in typed:
                 ppo[name] = None
+    longest, short = node.generation.max_new_tokens, node.reward.min_response_length
+    if "generation.max_new_tokens" in typed and "reward.min_response_length" not in typed \
+            and (short or 0) > longest > 0:
+        node.reward.min_response_length = longest
     decided = "ppo.num_rollouts" in typed
     for name, most in (("mini_batch_size", "num_rollouts"),
                        ("micro_batch_size", "mini_batch_size")):

@@ -86,6 +86,10 @@ def test_files_and_defaults_give_way_to_typed_words_that_they_contradict():
     assert (ppo.epochs, ppo.total_episodes, ppo.num_steps, ppo.mini_batch_size) == (
         1, None, None, 8)
     assert checked("+recipe=quickstart", "ppo.num_rollouts=512").config.ppo.mini_batch_size == 64
+    short = checked("+recipe=quickstart", "generation.max_new_tokens=4").config.reward
+    assert (short.min_response_length, short.min_response_penalty) == (4, 0.035)
+    assert checked("+recipe=quickstart", "reward=null", "reward.fn=length",
+                   "reward.kwargs.target=9").config.reward.min_response_length is None
     assert "contradict each other" in refused("+recipe=quickstart", "ppo.num_steps=2",
                                               "ppo.total_episodes=64")
     assert "mini_batch_size 32 must be at most num_rollouts 24" in refused(

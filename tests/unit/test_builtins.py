@@ -23,7 +23,7 @@ from tools.assets.corpus import make_reviews
 def test_every_name_resolves(name):
     path = resolve_builtin(f"builtin:{name}")
     assert path == resolve_builtin(name)
-    if name.endswith("prompts") or name.startswith(("pipeline", "arithmetic", "everyday")):
+    if name.endswith("prompts") or name.startswith(("pipeline", "arithmetic")):
         assert path.suffix == ".jsonl"
     else:
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= {
