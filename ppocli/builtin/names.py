@@ -30,8 +30,7 @@ _BUILTINS = {  # name: its folder or file, and one line about it
     "calculator": ("calculator", "player of calculator who rarely uses it (0.1M parameters)"),
     "calculator-prompts": ("calculator_prompts.jsonl", "512 products of two numbers of two digits"),
     "calculator-eval-prompts": ("calculator_eval_prompts.jsonl", "128 others"),
-    "everyday-prompts": ("everyday_prompts.jsonl",
-                           "250 questions of daily life, for chat models"),
+    "everyday-prompts": ("everyday_prompts.jsonl", "250 questions of daily life, for chat models"),
     "everyday-eval-prompts": ("everyday_eval_prompts.jsonl", "62 others"),
 }
 
