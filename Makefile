@@ -26,7 +26,7 @@ SOAK ?=
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help quickstart pipeline setup setup-dev test-fast test test-all test-browser test-vllm \
-	test-oldest mutants soak lint docs \
+	test-oldest mutants soak lint docs screenshots \
 	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks bench bench-peers bench-peers-setup \
 	bench-decode bench-supervised bench-gpu check-gpu clean
 
@@ -107,6 +107,10 @@ docs: $(VENV)/.installed-docs ## write docs/configuration.md anew and build the 
 	@rm -rf site
 	@$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees -E -c docs -b html . site
 	@echo "the pages: site/index.html"
+
+screenshots: $(VENV)/.installed-browser ## take pictures of live view, report and docs, to be looked at
+	@HF_HUB_OFFLINE=1 $(BIN)/python docs/screenshots.py build/screenshots
+	@echo "the pictures: build/screenshots"
 
 benchmark-learning: $(VENV)/.installed ## train every offline recipe with five seeds, write the tables
 	@$(BIN)/python benchmarks/learning.py --out benchmarks/RESULTS.md

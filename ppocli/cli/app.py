@@ -11,7 +11,8 @@ from ppocli.cli import export, machine, output, plot, runs, serve, settings, tid
 from ppocli.cli.eval import evaluate
 from ppocli.cli.generate import chat, generate
 from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
-from ppocli.cli.train import resume, reward_model, sft, sweep_app, train, train_help
+from ppocli.cli.sweep_show import sweep_app
+from ppocli.cli.train import resume, reward_model, sft, train, train_help
 from ppocli.errors import ConfigError, DiskError
 from ppocli.parallel.threads import wait_passively
 from ppocli.text import did_you_mean

@@ -114,7 +114,8 @@ def _examine_sweep(words: Words, found: Examined) -> None:
         return 0.0
 
     with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
-        run_sweep_jobs(words, run_job, lambda grid: Path(scratch, "sweep"), search=_no_search)
+        run_sweep_jobs(words, run_job, lambda shared, grid: Path(scratch, "sweep"),
+                       search=_no_search)
     told: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
         found.config, found.facts = found.config or one.config, found.facts or one.facts

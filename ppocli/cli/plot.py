@@ -50,33 +50,56 @@ def plot_runs(
       ppocli plot runs/NAME --metric eval,kl,policy/grad_norm --smooth 5
       ppocli plot runs/ONE runs/OTHER --metric reward --output reward.svg
     """
-    from ppocli.report.curves import collect, metric_names, panels_of
-    from ppocli.report.render import write_file
-    from ppocli.runs.pictures import draw as draw_picture
+    from ppocli.report.curves import collect, metric_names
     from ppocli.runs.target import find_run
 
     if smooth < 1:
         raise ConfigError(f"--smooth {smooth}: must be at least 1", where="command line")
     if out is not None:
-        _check_out(out, overwrite)
+        check_out(out, overwrite)
     runs = read_runs(given or [str(find_run(None, say=say))])
     series = collect(runs, metric_names(metric, runs), smooth)
+    if as_json:
+        print(printable_json(json.dumps(
+            {"smooth": smooth, "series": list(map(numbers_of, series))}, ensure_ascii=False)))
+    show_curves(series, smooth, out, quiet=as_json)
+
+
+def show_curves(series: "Sequence[Series]", smooth: int, out: Path | None, *, quiet: bool) -> None:
+    """Draw curves into a file, whose path is printed, or in the terminal; print nothing if
+    ``quiet``.
+
+    Raises:
+        ConfigError: matplotlib isn't installed.
+        DiskError: the file can't be written.
+    """
+    from ppocli.report.curves import panels_of
+    from ppocli.report.render import write_file
+    from ppocli.runs.pictures import draw as draw_picture
+
     if out is not None:
         drawn = draw_picture(panels_of(series, smooth), out.suffix.lower().removeprefix("."))
         write_file(out, drawn, "--output")
-    if as_json:
-        print(printable_json(json.dumps({"smooth": smooth, "series": [
-            {"run": each.run, "metric": each.metric,
-             "steps": [step for step, _ in each.points],
-             "values": [value for _, value in each.points]} for each in series]},
-            ensure_ascii=False)))
-    elif out is not None:
-        show_text(str(out))
-    else:
-        _print_charts(series, smooth)
+    if not quiet:
+        if out is None:
+            _print_charts(series, smooth)
+        else:
+            show_text(str(out))
 
 
-def _check_out(out: Path, overwrite: bool) -> None:
+def numbers_of(curve: "Series") -> dict[str, Any]:
+    """One curve as JSON."""
+    return {"run": curve.run, "metric": curve.metric,
+            "steps": [step for step, _ in curve.points],
+            "values": [value for _, value in curve.points]}
+
+
+def check_out(out: Path, overwrite: bool) -> None:
+    """Refuse a picture that can't be written.
+
+    Raises:
+        ConfigError: its ending is no picture's, or there is something already.
+    """
     if out.suffix.lower() not in (".svg", ".png"):
         raise ConfigError(f"--output {out}: must end in .svg or .png", where="command line",
                           fix=f"e.g. --output {out.with_suffix('.svg')}")

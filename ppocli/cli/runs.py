@@ -126,29 +126,47 @@ def compare(
         given: Annotated[list[str], typer.Argument(
             metavar="RUN RUN...", autocompletion=complete_run,
             help="Folders or names of runs; the others are compared with the first.")],
+        metric: str = option("NAME,...", "Compare these figures, and draw their curves over one "
+            "another; names as of ppocli plot.", "--metric", "-m", default=""),
+        out: Path | None = option("FILE", "Write the curves to a picture, .svg or .png.",
+            "--output", "-o"),
+        overwrite: bool = flag("Replace FILE if it exists.", "--overwrite"),
         as_json: AsJson = False) -> None:
-    """Compare runs: figures after the same number of samples, settings, win rates.
+    """Compare runs: figures after the same number of samples, settings, win rates, curves.
 
     \b
     Examples:
       ppocli compare runs/ONE runs/OTHER
+      ppocli compare runs/ONE runs/OTHER --metric reward,kl
+      ppocli compare runs/ONE runs/OTHER --metric eval,policy/grad_norm -o curves.svg
       ppocli compare runs/sweep-20260131-120000/0 runs/sweep-20260131-120000/1 --json
     """
+    from ppocli.cli.plot import check_out, numbers_of, show_curves
     from ppocli.report.compare import compare_runs
+    from ppocli.report.curves import collect, metric_names
 
+    if out is not None:
+        check_out(out, overwrite)
     runs = read_runs(given)
     if len(runs) < 2:
         raise ConfigError("Comparing needs two or more different runs.",
                           where="command line", fix="ppocli compare runs/ONE runs/OTHER")
-    found = compare_runs(runs)
-    if not as_json:
-        _print_comparison(found)
-        return
+    wanted = metric_names(metric, runs) if metric or out is not None else []
+    curves = collect(runs, wanted, 1) if wanted else []
+    found = compare_runs(runs, wanted if metric else ())
     names = [run.name for run in found.runs]
-    print_json({"episodes": found.episodes, "runs": [asdict(run) for run in found.runs],
-                "config_differences": {key: dict(zip(names, values, strict=True))
-                                       for key, values in found.differences},
-                "win_rates": found.wins})
+    if as_json:
+        print_json({"episodes": found.episodes, "runs": [asdict(run) for run in found.runs],
+                    "config_differences": {key: dict(zip(names, values, strict=True))
+                                           for key, values in found.differences},
+                    "win_rates": found.wins,
+                    **({"curves": list(map(numbers_of, curves))} if curves else {})})
+    else:
+        _print_comparison(found)
+    if curves:
+        if not as_json:
+            print()
+        show_curves(curves, 1, out, quiet=as_json)
 
 
 def read_runs(given: Sequence[str]) -> list[RunRecord]:

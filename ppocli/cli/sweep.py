@@ -6,7 +6,6 @@ that a sweep that was killed can be looked at and gone on with.
 
 import os
 import signal
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -16,28 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from ppocli import errors
-from ppocli.cli.output import (
-    complain,
-    display_mode,
-    print_table,
-    say,
-    show_text,
-    shown_figure,
-    split_words,
-)
-from ppocli.config import resolved, secrets
+from ppocli.cli.output import print_table, say, show_text, shown_figure, split_words
+from ppocli.cli.sweep_jobs import Jobs, jobs_of, record_of
+from ppocli.config import resolved
 from ppocli.config.compose import Grid, SweepJob, check, run_sweep_jobs
 from ppocli.config.kept import keeping_styles
 from ppocli.config.schema import TrainConfig
 from ppocli.config.words import Words, read_setting, read_words
-from ppocli.launching.launch import Caller, launch
 from ppocli.launching.opened_folder import new_folder
 from ppocli.parallel.stop import StopRequested
 from ppocli.runs import search, sweeps
 from ppocli.runs.record import is_run, read_run
 from ppocli.storage.model_files import check_folder
 from ppocli.storage.run_folder import LOCK, live_owner, lock
-from ppocli.text import finite_number, pasted, short_path
+from ppocli.text import pasted, short_path
 
 
 class _Book:
@@ -51,6 +42,8 @@ class _Book:
         self.known: dict[int, sweeps.JobRecord] = {}
         """jobs of this folder that an earlier call has left"""
         self.jobs: dict[int, sweeps.JobRecord] = {}
+        self.work: Jobs
+        """set once the folder is there"""
         self.begun = 0
         self._held = ExitStack()
         self._new_folder = self._new_file = False
@@ -169,8 +162,19 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         ConfigError: something is wrong with all jobs alike; none was started.
     """
     book = _Book(words, going_on)
+    stack = ExitStack()
 
-    def run_one(job: SweepJob) -> sweeps.JobRecord:
+    def begin(shared: TrainConfig, grid: Grid | None) -> Path:
+        folder = book.open(grid)
+        book.work = stack.enter_context(jobs_of(shared, folder, ended))
+        return folder
+
+    def ended(record: sweeps.JobRecord) -> None:
+        book.note(record)
+        say(f"job {record.number}: {_result(record)}")
+
+    def start(job: SweepJob) -> None:
+        book.work.wait_for_place()
         book.begun += 1
         say(f"job {job.number}{'' if job.total is None else f' of {job.total}'}: "
             f"{' '.join(job.varied or job.words)}")
@@ -178,22 +182,24 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         if kept is not None:
             book.note(kept)
             say(f"job {job.number}: finished already, kept")
-            return kept
+            return
         book.note(sweeps.JobRecord(job.number, job.words, job.varied, "running",
                                    folder=str(job.folder)))
-        record, stopped_by = _run_job(job)
-        if record.status == "failed" and search.was_pruned(job.folder):
-            record = replace(record, status=search.PRUNED)
-        book.note(record)
-        say(f"job {job.number}: {_result(record)}")
-        if stopped_by is not None:
-            # Hydra's sweeper goes on after an Exception of a job
-            raise StopRequested(stopped_by)
-        return record
+        book.work.start(job)
+
+    def objective(job: SweepJob) -> float | None:
+        start(job)
+        return book.jobs[job.number].objective
+
+    def result(number: int) -> sweeps.JobRecord:
+        book.work.wait(number)
+        return book.jobs[number]
 
     try:
-        run_sweep_jobs(words, lambda job: run_one(job).objective, book.open,
-                       partial(search.run_search, run_job=run_one))
+        with stack:
+            run_sweep_jobs(words, objective, begin,
+                           partial(search.run_search, start=start, result=result))
+            book.work.wait()
     except (StopRequested, KeyboardInterrupt) as stop:
         number = stop.signal_number if isinstance(stop, StopRequested) else signal.SIGINT
         _print_table(book.ended)
@@ -304,38 +310,7 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
     if known is not None and known.status == "finished" and known.varied == job.varied:
         return replace(known, folder=str(job.folder))
     seconds = ((run.summary or {}).get("seconds") or {}).values()
-    return _record(job, "finished", 0, run.summary, sum(seconds), run.config)
-
-
-def _record(job: SweepJob, status: str, code: int, summary: dict[str, Any] | None, seconds: float,
-            config: TrainConfig | None, error: str | None = None) -> sweeps.JobRecord:
-    after = (summary or {}).get("eval_after") or {}
-    figures = {} if config is None else sweeps.figures_of(
-        config, job.folder, lambda name: finite_number(after.get(name)))
-    return sweeps.JobRecord(job.number, job.words, job.varied, status, code, **figures,
-                            seconds=round(seconds, 1), folder=str(job.folder),
-                            error=error or (summary or {}).get("error"))
-
-
-def _run_job(job: SweepJob) -> tuple[sweeps.JobRecord, int | None]:
-    started = time.monotonic()
-    error: str | None = None
-    config, summary, stopped_by = None, None, None
-    try:
-        checked = check(job.compose())
-        config = checked.config
-        place = {"output_dir": str(job.folder.parent), "run_name": job.folder.name}
-        outcome = launch(replace(checked, config=resolved.with_values(checked.config, place)),
-                         Caller("fresh", display_mode(), say))
-        code, summary, stopped_by = outcome.exit_code, outcome.summary, outcome.stopped_by
-    except errors.PpocliError as problem:
-        code, error = problem.exit_code, secrets.safe_text(str(problem))
-        complain(f"Error: {error}")
-        with suppress(OSError):
-            job.folder.rmdir()  # Hydra made it; nothing came into it
-    status = "finished" if code == 0 else "stopped" if stopped_by is not None else "failed"
-    seconds = time.monotonic() - started
-    return _record(job, status, code, summary, seconds, config, error), stopped_by
+    return record_of(job, "finished", 0, run.summary, sum(seconds), run.config)
 
 
 def _result(record: sweeps.JobRecord) -> str:

@@ -213,14 +213,16 @@ def _resumed_run(words: Words) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class SweepJob:
-    """One job of a sweep: its number, how many there are (None: unknown), all its words, those
-    that differ between jobs, its folder, and what its words compose to (raises ConfigError)."""
+    """One job of a sweep: its number, how many there are (None: unknown), all its settings, those
+    that differ between jobs, its folder, the words of a single run that does the same, and what
+    they compose to (raises ConfigError)."""
 
     number: int
     total: int | None
     words: tuple[str, ...]
     varied: tuple[str, ...]
     folder: Path
+    typed: Words
     compose: Callable[[], Composed]
 
 
@@ -242,8 +244,12 @@ def _first_job(words: Words) -> Words:
             else next(iter(override.sweep_string_iterator())))
         if override.is_sweep_override() else setting
         for setting, override in zip(words.settings, overrides, strict=True))
-    return replace(words, settings=settings).without("--multirun", "hydra.mode", *(
-        name for name in keys.schema_keys() if name.startswith("sweep.")))
+    return replace(words, settings=settings).without("--multirun", "hydra.mode", *_of_sweep(words))
+
+
+def _of_sweep(words: Words) -> list[str]:
+    """What is said of the sweep itself."""
+    return [each.key for each in words.settings if each.key.startswith("sweep.")]
 
 
 Ranges = Mapping[str, Override]
@@ -255,15 +261,16 @@ what makes a job of its number and its values"""
 
 
 def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
-                   begin: Callable[[Grid | None], Path], search: Search) -> None:
+                   begin: Callable[[schema.TrainConfig, Grid | None], Path], search: Search
+                   ) -> None:
     """Let Hydra's sweeper, or ``search``, run ``run_job`` for each job.
 
     What is wrong with all jobs alike is told before any of them starts; ``SweepJob.compose``
     tells what is wrong with one. ``run_job`` returns what an optimising sweeper maximises.
 
     Args:
-        begin: gets the jobs that are planned, None where the sweeper chooses them as it goes, and
-            returns the sweep's folder.
+        begin: gets what all jobs share, and the jobs that are planned (None where the sweeper
+            chooses them as it goes), and returns the sweep's folder.
 
     Raises:
         ConfigError: wrong words, or words that contradict a sweep.
@@ -282,14 +289,14 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
         raise_problems([*merged.problems, *(
             problem for problem in range_problems(typed(merged.node), merged.sources)
             if problem.key in merged.sources)])
-        plan = typed(merged.node).sweep
-        of_sweep = [name for name in keys.schema_keys() if name.startswith("sweep.")]
+        shared = typed(merged.node)
+        plan, of_sweep = shared.sweep, _of_sweep(words)
         if plan.search != "grid":
             if not swept.varied:
                 raise ConfigError("there is nothing to search: no key has several values",
                                   where=COMMAND_LINE, fix="give one a range, such as "
                                   "'ppo.optimizer.lr=tag(log,interval(1e-5,1e-3))'")
-            folder = begin(None)
+            folder = begin(shared, None)
             own = [str(setting) for setting in words.without(*of_sweep, *swept.varied).settings
                    if not setting.key.startswith("hydra.")]
             search(plan, swept.ranges, folder,
@@ -301,7 +308,10 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
             raise ConfigError(f"{ranged[0]}: a grid has no end of values between two",
                               where=COMMAND_LINE, fix="add sweep.search=optuna or sweep.search="
                               "random, or list the values")
-        place = quoted(str(begin(swept.grid)))
+        if swept.grid is None and shared.sweep != schema.SweepConfig():
+            raise ConfigError("Hydra's other sweepers run their jobs one after another.",
+                              where="hydra/sweeper, sweep", fix="leave one of them out")
+        place = quoted(str(begin(shared, swept.grid)))
         own_words = words.without("hydra.sweep.dir", *of_sweep).adding(f"hydra.sweep.dir={place}")
         # Hydra would have a + before what a free mapping doesn't hold yet
         hydra_bridge.run_hydra(replace(own_words, settings=tuple(
@@ -342,7 +352,7 @@ def _job(words: Words, number: int, total: int | None, task: tuple[str, ...],
         with hydra_bridge.as_config_errors():
             return compose_here(own)
 
-    return SweepJob(number, total, task, varied, folder, composed)
+    return SweepJob(number, total, task, varied, folder, own, composed)
 
 
 def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:

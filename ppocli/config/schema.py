@@ -358,6 +358,12 @@ class SweepConfig:
     prune: bool = key(False, "stop jobs whose evaluations during training are worse than half of "
                       "the earlier jobs' at that step")
     seed: int = key(0, "of what is drawn", ge=0)
+    jobs: int = key(1, "jobs that run at a time, each on GPUs of its own or on a share of the "
+                    "cores", ge=1)
+    launcher: str = key("local", "what runs them: this machine, or Slurm (pip install "
+                        "'ppocli[slurm]')", choices=("local", "slurm"))
+    slurm: dict[str, Any] = key({}, "what Slurm is asked for, by submitit's names: timeout_min, "
+                                "slurm_partition, gpus_per_node, cpus_per_task, mem_gb, ...")
 
 
 @dataclass

@@ -101,12 +101,13 @@ class Words:
         return any(flag in ("--cfg", "--info", "--hydra-help", "--shell-completion")
                    for flag, _ in self.flags)
 
-    def argv(self) -> list[str]:
-        """The words in the order and spelling that Hydra takes."""
+    def argv(self, *, whole: bool = False) -> list[str]:
+        """The words in the order and spelling that Hydra takes; with those that ``ppocli train``
+        takes for itself if ``whole``."""
         parts = self.overrides
         for flag, value in self.flags:
             # config folders go through the search path, a new main folder through hydra.main
-            if flag not in ("--config-dir", "--config-path", TRUST, ACCEPT_CHANGES):
+            if whole or flag not in ("--config-dir", "--config-path", TRUST, ACCEPT_CHANGES):
                 parts += [flag] if value is None else [flag, value]
         return parts
 

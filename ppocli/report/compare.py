@@ -59,16 +59,20 @@ class Comparison:
     ties counted half; None where nothing can be compared), ``reason`` (why there is no rate)"""
 
 
-def compare_runs(runs: Sequence[record.RunRecord]) -> Comparison:
-    """Set runs side by side; the first is what the others are compared with."""
+def compare_runs(runs: Sequence[record.RunRecord], metrics: Sequence[str] = ()) -> Comparison:
+    """Set runs side by side; the first is what the others are compared with.
+
+    Args:
+        metrics: the figures that are compared (default: those that say most).
+    """
     labels = run_labels(runs)
     episodes = min(_episodes(run.rows) for run in runs)
     compared = []
     for label, run in zip(labels, runs, strict=True):
         best_step, best = listing.best_evaluation(run)
         compared.append(Compared(
-            label, str(run.folder.path), run.status, _at(run, episodes),
-            _at(run, _episodes(run.rows)), best, best_step, run.config.checkpoint.metric))
+            label, str(run.folder.path), run.status, _at(run, episodes, metrics),
+            _at(run, _episodes(run.rows), metrics), best, best_step, run.config.checkpoint.metric))
     wins = [_wins(runs[0], run, labels[0], label)
             for label, run in zip(labels[1:], runs[1:], strict=True)]
     return Comparison(compared, episodes, _differences(runs), wins)
@@ -78,11 +82,11 @@ def _episodes(rows: Sequence[dict[str, Any]]) -> int:
     return int(rows[-1].get("episode") or 0) if rows else 0
 
 
-def _at(run: record.RunRecord, episodes: int) -> At:
+def _at(run: record.RunRecord, episodes: int, metrics: Sequence[str]) -> At:
     rows = [row for row in run.rows if int(row.get("episode") or 0) <= episodes]
     extra = [name for name in run.names if name.startswith("eval/metrics/")]
     figures = {name: next((row[name] for row in reversed(rows) if row.get(name) is not None), None)
-               for name in (*_FIGURES, *extra)}
+               for name in metrics or (*_FIGURES, *extra)}
     seconds = sum(row.get(name) or 0.0 for row in rows for name in ("time/step", "time/eval"))
     return At(int(rows[-1]["step"]) if rows else 0, _episodes(rows), seconds, figures)
 

@@ -6,10 +6,10 @@ The report's page draws its own (``report/templates/report.js``), the terminal's
 
 import io
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 from ppocli.errors import ConfigError
 from ppocli.text import clean
@@ -58,17 +58,9 @@ def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
     Raises:
         ConfigError: matplotlib isn't installed.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ConfigError(f"Drawing a .{form} needs matplotlib, which is not installed.",
-                          where="--output", fix="pip install 'ppocli[plot]'") from None
-    buffer = io.BytesIO()
-    with warnings.catch_warnings(), rc_context(_STYLE):  # type: ignore[arg-type]
-        warnings.simplefilter("ignore")  # letters of a run's name that the font hasn't got
-        drawing = Figure(figsize=(8, 3 * len(panels)), dpi=100, layout="constrained")
-        for axes, panel in zip(drawing.subplots(len(panels), 1, squeeze=False)[:, 0], panels,
+    def paint(figure: Any) -> None:
+        figure.set_size_inches(8, 3 * len(panels))
+        for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels,
                                strict=True):
             axes.set(title=clean(panel.title), xlabel=panel.x_label, ylabel=panel.y_label)
             for number, line in enumerate(panel.lines):
@@ -82,6 +74,27 @@ def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
                     markersize=4, label=f" {clean(line.name)}")  # "_..." would be left out
             if len(panel.lines) > 1:
                 axes.legend()
+
+    return drawing_as(form, paint)
+
+
+def drawing_as(form: str, paint: Callable[[Any], None]) -> bytes:
+    """What ``paint`` puts into a figure of matplotlib, as a file.
+
+    Raises:
+        ConfigError: matplotlib isn't installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError(f"Drawing a .{form} needs matplotlib, which is not installed.",
+                          where="--output", fix="pip install 'ppocli[plot]'") from None
+    buffer = io.BytesIO()
+    with warnings.catch_warnings(), rc_context(_STYLE):  # type: ignore[arg-type]
+        warnings.simplefilter("ignore")  # letters of a run's name that the font hasn't got
+        drawing = Figure(dpi=100, layout="constrained")
+        paint(drawing)
         facts = dict.fromkeys(("Date", "Creator", "Format", "Type")) if form == "svg" else None
         drawing.savefig(buffer, format=form, metadata=facts)
     drawn = buffer.getvalue()

@@ -11,8 +11,9 @@ import os
 import shlex
 import signal
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -74,12 +75,16 @@ def open_study(folder: Path, directions: Sequence[str] | None = None) -> Study:
 
 
 def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path,
-               make_job: Callable[[int, tuple[str, ...]], Any],
-               run_job: Callable[[Any], JobRecord]) -> None:
+               make_job: Callable[[int, tuple[str, ...]], Any], start: Callable[[Any], None],
+               result: Callable[[int], JobRecord]) -> None:
     """Run the jobs that are left of ``plan.trials``, and tell the study what came of each.
+
+    Of ``plan.jobs`` that run at a time it is told in their order, so that the values of a job
+    depend on what came of the same earlier ones whichever of them ends first.
 
     Args:
         ranges, make_job: as of ``ppocli.config.compose.Search``; jobs are its ``SweepJob``.
+        start, result: start a job, and wait for the end of that number.
 
     Raises:
         ConfigError: optuna isn't installed, or the settings of the search contradict each other.
@@ -91,27 +96,43 @@ def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path
     metrics, directions = objectives(plan, first.compose().config)
     study = open_study(folder, directions)
     study.set_user_attr(METRICS, metrics)
-    states = optuna.trial.TrialState
-    begun = study.get_trials(states=(states.RUNNING,))
-    while begun or len(study.get_trials(deepcopy=False)) < plan.trials:
-        if begun:
-            frozen = begun.pop(0)
-            trial = optuna.trial.Trial(study, frozen._trial_id)
-            _check(frozen.params, wanted, folder)
-        else:
-            number = len(study.get_trials(deepcopy=False))
-            study.sampler = _sampler(optuna, plan, number)
-            trial = study.ask(fixed_distributions=wanted)
-        job = make_job(trial.number, tuple(f"{name}={_shown(trial.params[name])}"
-                                           for name in wanted))
-        with _stopping_early(trial, job, metrics[0], wanted=plan.prune and len(metrics) == 1):
-            record = run_job(job)
-        if record.status == PRUNED:
-            study.tell(trial, state=states.PRUNED)
-        elif (values := _values(job, metrics)) is not None and record.status == "finished":
-            study.tell(trial, values)
-        else:
-            study.tell(trial, state=states.FAIL)
+    begun = study.get_trials(states=(optuna.trial.TrialState.RUNNING,))
+    running: deque[tuple[Trial, Any, ExitStack]] = deque()
+    with ExitStack() as watched:
+        while True:
+            while len(running) < plan.jobs and (
+                    begun or len(study.get_trials(deepcopy=False)) < plan.trials):
+                if begun:
+                    frozen = begun.pop(0)
+                    trial = optuna.trial.Trial(study, frozen._trial_id)
+                    _check(frozen.params, wanted, folder)
+                else:
+                    number = len(study.get_trials(deepcopy=False))
+                    study.sampler = _sampler(optuna, plan, number)
+                    trial = study.ask(fixed_distributions=wanted)
+                job = make_job(trial.number, tuple(f"{name}={_shown(trial.params[name])}"
+                                                   for name in wanted))
+                watch = watched.enter_context(ExitStack())
+                watch.enter_context(_stopping_early(
+                    trial, job, metrics[0], wanted=plan.prune and len(metrics) == 1))
+                running.append((trial, job, watch))
+                start(job)
+            if not running:
+                return
+            trial, job, watch = running.popleft()
+            record = result(job.number)
+            watch.close()
+            _tell(study, trial, record, _values(job, metrics))
+
+
+def _tell(study: Study, trial: Trial, record: JobRecord, values: list[float] | None) -> None:
+    states = load_optuna().trial.TrialState
+    if record.status == PRUNED:
+        study.tell(trial, state=states.PRUNED)
+    elif values is not None and record.status == "finished":
+        study.tell(trial, values)
+    else:
+        study.tell(trial, state=states.FAIL)
 
 
 def objectives(plan: schema.SweepConfig, config: schema.TrainConfig) -> tuple[list[str], list[str]]:

@@ -38,9 +38,7 @@ def change_config(run: Path, **sections: dict) -> None:
 
 
 def compared(capsys, *given: str) -> dict:
-    capsys.readouterr()
-    assert code_of(lambda: compare(given, True)) == 0
-    return json.loads(capsys.readouterr().out)
+    return json.loads(app_in_process(capsys, "compare")(*given, "--json", code=0).out)
 
 
 def test_figures_at_equal_samples_and_at_the_end(runs, capsys):
@@ -127,3 +125,27 @@ def test_two_are_needed(runs, capsys):
     assert capsys.readouterr().err == (
         "Error: Comparing needs two or more different runs.\n  where: command line\n"
         "  fix:   ppocli compare runs/ONE runs/OTHER\n")
+
+
+def test_given_figures_are_compared_and_drawn_over_one_another(runs, capsys):
+    change_rows(runs / "runs/b/metrics.jsonl",
+                lambda row: {**row, "policy/grad_norm": 7.0 * row["step"] if row["step"] else None})
+    typed = app_in_process(capsys, "compare")
+    found = compared(capsys, "a", "b", "--metric", "kl,policy/grad_norm")
+    assert list(found["runs"][0]["end"]["figures"]) == ["objective/kl", "policy/grad_norm"]
+    assert found["runs"][1]["end"]["figures"]["policy/grad_norm"] == 28.0
+    drawn = {(curve["run"], curve["metric"]): curve["values"] for curve in found["curves"]}
+    assert drawn["b", "policy/grad_norm"] == [7.0, 14.0, 21.0, 28.0]
+    assert len(drawn) == 4
+    said = typed("a", "b", "-m", "policy/grad_norm", code=0).out
+    table, chart = said.split("policy/grad_norm of")
+    assert "win rate" in table
+    assert "objective/kl" not in table
+    assert "28" in chart
+    assert "* a" in chart
+    typed("a", "b", "-o", "curves.svg", code=0)
+    assert (runs / "curves.svg").read_text().startswith("<svg")
+    assert "exists already" in typed("a", "b", "-o", "curves.svg", code=2).err
+    typed("a", "b", "-o", "curves.svg", "-m", "kl", "--overwrite", code=0)
+    assert "Reward" not in (runs / "curves.svg").read_text()
+    assert "did you mean policy/grad_norm?" in typed("a", "b", "-m", "grad_norm", code=2).err

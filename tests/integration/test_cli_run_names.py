@@ -15,7 +15,8 @@ from runs import app_in_process, copied, whole_copy
 from ppocli.cli.follow import find_watched
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import print_runs, report
-from ppocli.cli.train import resume_words, show_sweep
+from ppocli.cli.sweep_show import show_sweep
+from ppocli.cli.train import resume_words
 from ppocli.errors import CheckpointError, InputError
 from ppocli.runs.record import read_run
 from ppocli.runs.target import find_run, find_target
@@ -101,7 +102,7 @@ def test_hints_name_jobs_of_sweeps_as_the_list_does(place):
     ("runs/kk", "name one of runs/kl; did you mean runs/kl?"),
     ("kl/0", "it is a job of a sweep: name runs/kl")])
 def test_what_is_no_sweep_leads_to_those_that_are(place, capsys, given, fix):
-    assert code_of(lambda: show_sweep(given, "reward", False)) == 5
+    assert code_of(lambda: show_sweep(given, "reward", None, False, False)) == 5
     err = capsys.readouterr().err
     assert err.startswith(f"Error: {given} is no sweep (it holds no sweep.json).\n")
     assert fix in err
@@ -123,7 +124,7 @@ from pathlib import Path
 from ppocli.cli.follow import find_watched
 from ppocli.cli.runs import compare, print_runs
 from ppocli.cli.tidy import prune_runs
-from ppocli.cli.train import show_sweep
+from ppocli.cli.sweep_show import show_sweep
 from ppocli.runs.target import find_run
 try:
     list(Path("runs/shut").iterdir())
@@ -133,7 +134,7 @@ except PermissionError:
 print_runs(None, False)
 prune_runs(None, checkpoints=True, failed=True, keep_best=False, older_than=None, dry_run=True,
            yes=False, as_json=False)
-show_sweep(None, "reward", False)
+show_sweep(None, "reward", None, False, False)
 find_watched(None, print)
 find_run(None, say=print)
 compare(["done", "kl/0"], False)

@@ -88,7 +88,9 @@ def test_several_objectives_importance_and_the_best_command(world: Path, capsys,
     assert found["best"][0]["job"] == min(front, key=points.__getitem__)
     assert set(found["importance"]) == {"reward_mean", "kl_mean"}
     assert sum(found["importance"]["kl_mean"].values()) == pytest.approx(1, abs=0.01)
-    shown = typed("sweep", "show", "s", code=0).out
+    shown = typed("sweep", "show", "s", "--output", "s.svg", code=0).out
+    drawn = (world / "s.svg").read_text()
+    assert all(name in drawn for name in ("5 jobs", "share of each key in kl_mean", "epochs"))
     assert shown.endswith(found["command"] + "\n")
     typed(*shlex.split(found["command"])[1:], "run_name=again", code=0)
     best = found["best"][0]["job"]

@@ -20,9 +20,9 @@ from runs import (
     words,
 )
 
-from ppocli.cli import sweep as module
+from ppocli.cli import sweep_jobs as module
 from ppocli.cli.output import code_of
-from ppocli.cli.train import show_sweep
+from ppocli.cli.sweep_show import show_sweep
 from ppocli.errors import CheckpointError
 from ppocli.runs.sweeps import JobRecord, SweepRecord, read_sweep, write_sweep
 from ppocli.storage.run_folder import live_owner, lock
@@ -54,7 +54,7 @@ def sweep(reference, world) -> Path:
 
 def shown(capsys, given: str | None = None, sort: str = "reward") -> dict:
     capsys.readouterr()
-    assert code_of(lambda: show_sweep(given, sort, True)) == 0
+    assert code_of(lambda: show_sweep(given, sort, None, False, True)) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -96,7 +96,7 @@ def test_order_and_means_of_every_value(sweep, capsys, reference):
 
 
 def test_the_table(sweep, capsys):
-    assert code_of(lambda: show_sweep(None, "job", False)) == 0
+    assert code_of(lambda: show_sweep(None, "job", None, False, False)) == 0
     out, err = capsys.readouterr()
     lines = out.splitlines()
     assert lines[0].split() == ["job", "status", "step", "reward", "KL", "seconds", "seed",
@@ -116,10 +116,10 @@ def test_a_sweep_that_was_moved_is_read_where_it_is(sweep, capsys, world):
 
 
 def test_no_sweep(world, capsys):
-    assert code_of(lambda: show_sweep(None, "reward", False)) == 2
+    assert code_of(lambda: show_sweep(None, "reward", None, False, False)) == 2
     assert "There is no sweep in runs yet." in capsys.readouterr().err
     Path("sweep.json").write_text('{"jobs": 3}')
-    assert code_of(lambda: show_sweep(".", "reward", False)) == 5
+    assert code_of(lambda: show_sweep(".", "reward", None, False, False)) == 5
     assert "sweep.json is damaged" in capsys.readouterr().err
 
 

@@ -1,0 +1,85 @@
+"""One job of a sweep in a process of its own, whose output goes into a file.
+
+``python -m ppocli.cli.job LIFELINE WORDS...`` is ``ppocli train WORDS...`` that stops when the pipe
+of that number closes. A :class:`Command` is the same for a process that Slurm has started; nothing
+heavy is imported for it.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+def start(words: Sequence[str], log: Path, cwd: str | None = None,
+          variables: dict[str, str] | None = None) -> "tuple[subprocess.Popen[bytes], int]":
+    """Start ``ppocli train`` with these words.
+
+    Args:
+        log: what it prints is added to this file.
+        variables: of its environment, beside ours.
+
+    Returns:
+        the process, in a group of its own, and a descriptor: the process stops, and saves, when
+        this is closed, which the kernel does when we die.
+    """
+    reading, writing = os.pipe()
+    try:
+        with log.open("ab") as file:
+            return subprocess.Popen(
+                [sys.executable, "-m", "ppocli.cli.job", str(reading), *words], cwd=cwd,
+                process_group=0, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                pass_fds=(reading,), env={**os.environ, **(variables or {})}), writing
+    except BaseException:
+        os.close(writing)
+        raise
+    finally:
+        os.close(reading)
+
+
+@dataclass(slots=True)
+class Command:
+    """What a process of submitit calls. Where Slurm ends it, the job saves, and goes on once Slurm
+    has started it again."""
+
+    words: tuple[str, ...]
+    log: Path
+    cwd: str
+    _process: "subprocess.Popen[bytes] | None" = None
+
+    def __call__(self) -> int:
+        """The exit code of the job."""
+        self._process, lifeline = start(self.words, self.log, self.cwd)
+        try:
+            return self._process.wait()
+        finally:
+            os.close(lifeline)
+
+    def checkpoint(self) -> Any:
+        """Let the job save, and say what is to be called instead when it goes on."""
+        from submitit.helpers import DelayedSubmission
+
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+            # this is a signal's handler, and what it has interrupted waits in Popen, with its lock
+            os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+        return DelayedSubmission(Command(self.words, self.log, self.cwd))
+
+
+def main() -> None:
+    """Train."""
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's word to submitit reaches all processes
+    from ppocli.cli.app import main as command
+    from ppocli.parallel.stop import stop_when_closed
+
+    stop_when_closed(int(sys.argv[1]))
+    sys.argv = ["ppocli", "train", *sys.argv[2:]]
+    command()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Jobs of a sweep beside one another: ``sweep.jobs``, and Slurm's queue through submitit."""
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import slurm_double
+from helpers import jsonl
+from runs import app_in_process, run, spawn, wait_for, words
+
+from ppocli.runs.search import open_study
+from ppocli.storage.run_folder import live_owner
+
+pytestmark = pytest.mark.long
+TWO = ("hydra.sweep.dir=runs/s", "sweep.jobs=2")
+
+
+def book(world: Path, sweep: str = "s") -> list[dict]:
+    return json.loads((world / "runs" / sweep / "sweep.json").read_text())["jobs"]
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model/model.safetensors").read_bytes()
+
+
+def both_run(world: Path, *numbers: int) -> list[int] | None:
+    owners = [live_owner(world / f"runs/s/{number}") for number in numbers]
+    return [owner.pid for owner in owners] if None not in owners else None
+
+
+def test_jobs_run_together_and_come_to_what_they_come_to_in_turn(world: Path):
+    given = ["train", "-m", *words("ppo.num_steps=2"), "seed=1,2,3", "ppo.gamma=1,2"]
+    process = spawn(*given, *TWO, cwd=world, PPOCLI_FAULTS="score.before@8:sleep=2")
+    wait_for(lambda: both_run(world, 0, 2), process)
+    _, err = process.communicate()
+    assert process.returncode == 11, err
+    assert "job 0: finished in" in err
+    jobs = book(world)
+    assert [job["exit_code"] for job in jobs] == [0, 2] * 3  # gamma=2 is refused before it starts
+    assert "ppo.gamma: 2 must be" in jobs[1]["error"]
+    log = (world / "runs/s/0.log").read_text()
+    assert "step 2/2" in log
+    run(*given, "hydra.sweep.dir=runs/turn", cwd=world, code=11)
+    turn = book(world, "turn")
+    for one, other in zip(jobs, turn, strict=True):
+        assert (one["varied"], one["status"], one["figures"]) == \
+            (other["varied"], other["status"], other["figures"])
+    for number in (0, 2, 4):
+        assert weights(world / f"runs/s/{number}") == weights(world / f"runs/turn/{number}")
+
+
+def test_what_a_job_says_of_its_failure_is_told(world: Path, capsys, monkeypatch):
+    (world / "bad.py").write_text("def score(outputs):\n    raise ValueError('no such luck')\n")
+    monkeypatch.chdir(world)
+    said = app_in_process(capsys)(
+        "train", "-m", *words("reward.fn=bad.py:score", "ppo.num_steps=1"), "seed=1,2", *TWO,
+        code=11).err
+    assert said.count("no such luck") == 2
+    assert [job["exit_code"] for job in book(world)] == [7, 7]
+    assert "no such luck" in book(world)[0]["error"]
+
+
+def test_sigterm_stops_all_and_the_sweep_goes_on(world: Path):
+    given = ["train", "-m", *words("ppo.num_steps=4"), "seed=1,2,3"]
+    process = spawn(*given, *TWO, cwd=world, PPOCLI_FAULTS="score.before@14:sleep=3")
+    wait_for(lambda: all((world / f"runs/s/{n}/checkpoints/step-000001").exists()
+                         for n in (0, 1)), process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert [job["status"] for job in book(world)] == ["stopped", "stopped", "planned"]
+    assert "ppocli sweep resume" in err
+    run("sweep", "resume", "s", cwd=world, code=0)
+    run(*given, "hydra.sweep.dir=runs/turn", cwd=world, code=0)
+    for number in range(3):
+        assert weights(world / f"runs/s/{number}") == weights(world / f"runs/turn/{number}")
+
+
+def test_kill_9_of_the_sweep_stops_all_its_jobs(world: Path):
+    process = spawn("train", "-m", *words("ppo.num_steps=4"), "seed=1,2", *TWO, cwd=world,
+                    PPOCLI_FAULTS="score.before@8:sleep=3")
+    wait_for(lambda: both_run(world, 0, 1), process)
+    pids = both_run(world, 0, 1)
+    assert pids is not None
+    ended = [os.pidfd_open(pid) for pid in pids]
+    wait_for(lambda: all((world / f"runs/s/{n}/checkpoints/step-000001").exists()
+                         for n in (0, 1)), process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    for descriptor in ended:
+        assert select.select([descriptor], [], [], 60)[0], "a job outlives its sweep"
+        os.close(descriptor)
+    assert [json.loads((world / f"runs/s/{n}/summary.json").read_text())["status"]
+            for n in (0, 1)] == ["stopped", "stopped"]
+
+
+def test_a_search_chooses_alike_whichever_job_ends_first(world: Path):
+    """Jobs take uneven times, and one of the two searches is killed."""
+    (world / "uneven.py").write_text(
+        "import os, time\ndef score(outputs):\n    time.sleep(os.urandom(1)[0] / 128)\n"
+        "    return [float(text.split().count('good')) for text in outputs]\n")
+    own = [word for word in words("ppo.num_steps=1", "reward.fn=uneven.py:score")
+           if not word.startswith("ppo.optimizer.lr")]
+    given = ["train", "-m", *own, "ppo.optimizer.lr=tag(log,interval(1e-4,1e-2))",
+             "sweep.search=optuna", "sweep.trials=9", "sweep.jobs=2"]
+    run(*given, "hydra.sweep.dir=runs/whole", cwd=world, code=0)
+    process = spawn(*given, "hydra.sweep.dir=runs/s", cwd=world)
+    wait_for((world / "runs/s/6").exists, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    deadline = time.monotonic() + 60
+    while any(live_owner(world / f"runs/s/{number}") for number in range(9)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    run("sweep", "resume", "s", cwd=world, code=0)
+    trials = [[(trial.params, trial.value) for trial in open_study(world / "runs" / name).trials]
+              for name in ("s", "whole")]
+    assert trials[0] == trials[1]
+    assert len({str(params) for params, _ in trials[0]}) == 9
+
+
+def test_each_job_has_its_gpus(world: Path, capsys, monkeypatch):
+    """No GPU is needed to see which ones a job is given."""
+    monkeypatch.chdir(world)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    own = [word for word in words("ppo.num_steps=1", "reward.fn=seen.py:score")
+           if not word.startswith("hardware.device")]
+    (world / "seen.py").write_text(
+        "import os, pathlib\ndef score(outputs):\n    with open('seen', 'a') as file:\n"
+        "        file.write(os.environ['CUDA_VISIBLE_DEVICES'])\n"
+        "    return [float(len(text)) for text in outputs]\n")
+    typed = app_in_process(capsys)
+    said = typed("train", "-m", *own, "seed=1,2,3", "sweep.jobs=3", code=2).err
+    assert "sweep.jobs=3: each job has GPUs of its own" in said
+    assert "fix:   sweep.jobs=2" in said
+    assert not list(world.glob("runs/*/*"))
+    typed("train", "-m", *own, "seed=1,2", *TWO, code=0)
+    assert set((world / "seen").read_text()) == {"5", "7"}
+
+
+@pytest.fixture
+def slurm(world: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = slurm_double.install(world / "bin")
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    return folder
+
+
+ON_SLURM = ("hydra.sweep.dir=runs/s", "sweep.launcher=slurm", "sweep.jobs=2",
+            "sweep.slurm.timeout_min=30")
+
+
+def test_slurm_runs_the_jobs_and_goes_on_with_one_that_it_has_preempted(world: Path, slurm: Path):
+    given = ["train", "-m", *words("ppo.num_steps=4"), "seed=1,2"]
+    process = spawn(*given, *ON_SLURM, "sweep.slurm.slurm_partition=long", cwd=world,
+                    PPOCLI_FAULTS="score.before@14:sleep=3", PATH=os.environ["PATH"])
+    wait_for((world / "runs/s/0/checkpoints/step-000001").exists, process)
+    slurm_double.interrupt(slurm, 1, signal.SIGUSR2)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert "job 0: Slurm's job 1" in err
+    assert "resuming step" in (world / "runs/s/0.log").read_text()
+    script = slurm_double.scripts(slurm)[0]
+    assert "#SBATCH --time=30" in script
+    assert "#SBATCH --partition=long" in script
+    run(*given, "hydra.sweep.dir=runs/turn", cwd=world, code=0)
+    for number in (0, 1):
+        assert weights(world / f"runs/s/{number}") == weights(world / f"runs/turn/{number}")
+        steps = [row["step"] for row in jsonl(world / f"runs/s/{number}/metrics.jsonl")]
+        assert steps == sorted(set(steps))
+
+
+def test_a_stopped_sweep_cancels_slurms_jobs(world: Path, slurm: Path):
+    process = spawn("train", "-m", *words("ppo.num_steps=4"), "seed=1,2", *ON_SLURM, cwd=world,
+                    PPOCLI_FAULTS="score.before@8:sleep=3", PATH=os.environ["PATH"])
+    wait_for(lambda: all((world / f"runs/s/{n}/checkpoints/step-000001").exists()
+                         for n in (0, 1)), process)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 143, err
+    assert [job["status"] for job in book(world)] == ["stopped", "stopped"]
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    ((), "Slurm has to be told how long a job may take"),
+    (("sweep.slurm.timeout_min=5",), "Slurm can't be used: Could not detect \"srun\""),
+    (("sweep.slurm.timeout_min=5", "hydra/sweeper=basic", "sweep.jobs=0"), "sweep.jobs")])
+def test_what_is_wrong_with_slurm_is_told_before_a_job(more, said, world, capsys, monkeypatch):
+    monkeypatch.chdir(world)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    given = ["train", "-m", *words(), "seed=1,2", "sweep.launcher=slurm", *more]
+    assert said in app_in_process(capsys)(*given, code=2).err
+    assert not list(world.glob("runs/*/[0-9]"))
+
+
+def test_without_submitit(world, capsys, monkeypatch):
+    monkeypatch.chdir(world)
+    monkeypatch.setitem(sys.modules, "submitit", None)
+    said = app_in_process(capsys)("train", "-m", *words(), "seed=1,2", "sweep.launcher=slurm",
+                                  code=2).err
+    assert "pip install 'ppocli[slurm]'" in said
