@@ -3,6 +3,7 @@
 import logging
 import os
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -101,6 +102,37 @@ def test_groups_are_chosen_added_and_removed():
     assert checked("+recipe=imdb_sentiment").config.ppo.max_grad_norm is None
     for word in ("~ppo", "ppo=null"):
         assert checked("+recipe=imdb_sentiment", word).config.ppo.max_grad_norm == 1.0
+
+
+ALIKE = {"ppo_epochs": 4, "gamma": 1.0, "lam": 0.95, "cliprange": 0.2, "cliprange_value": 0.2,
+         "whiten_rewards": False, "max_grad_norm": None, "target_kl": None,
+         "kl_controller": "fixed", "optimizer.eps": 1e-8, "scheduler.warmup_updates": 0}
+"""what the defaults of trlX and of TRL's two trainers have in common, but for what is said below"""
+
+
+@pytest.mark.parametrize(("option", "defaults"), [
+    # trl@v0.11.4: trl/trainer/ppo_config.py
+    ("trl", {"num_rollouts": 128, "mini_batch_size": 128, "kl_controller": "adaptive",
+             "init_kl_coef": 0.2, "target": 6.0, "horizon": 10000, "vf_coef": 0.1,
+             "ratio_threshold": 10.0, "optimizer.lr": 1.41e-5, "scheduler.name": "constant"}),
+    # trl@f2cd577: trl/experimental/ppo/ppo_config.py; transformers' TrainingArguments
+    ("trl_experimental", {"num_rollouts": 8, "mini_batch_size": 8, "micro_batch_size": 8,
+                          "init_kl_coef": 0.05, "vf_coef": 0.1, "ratio_threshold": None,
+                          "optimizer.lr": 3e-6, "optimizer.betas": [0.9, 0.999],
+                          "optimizer.weight_decay": 0.0, "scheduler.name": "linear"}),
+    # trlx@3340c2f: trlx/data/default_configs.py
+    ("trlx", {"num_rollouts": 128, "mini_batch_size": 32, "init_kl_coef": 0.001, "vf_coef": 1.0,
+              "ratio_threshold": None, "optimizer.lr": 3e-5, "optimizer.betas": [0.9, 0.95],
+              "optimizer.weight_decay": 1e-6, "scheduler.name": "constant"})])
+def test_presets_are_the_defaults_of_their_libraries(option, defaults):
+    ppo = checked(*RUNNABLE, f"ppo={option}").config.ppo
+    expected = ALIKE | defaults
+    assert {name: attrgetter(name)(ppo) for name in expected} == expected
+
+
+def test_the_only_minibatch_of_a_rollout_grows_with_it():
+    config = checked(*RUNNABLE, "ppo=trl_experimental", "ppo.num_rollouts=64").config.ppo
+    assert (config.mini_batch_size, config.micro_batch_size) == (64, 8)
 
 
 def test_free_mappings_take_new_keys_without_plus():
