@@ -14,11 +14,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import reduce
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
-from helpers import environment, ppocli
+import yaml
+from helpers import checked, environment, ppocli
 from warm import Process, begin
+
+from ppocli.builtin.names import resolve_builtin
+from ppocli.config.problems import find_problems
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(str(path.relative_to(ROOT)) for pattern in ("*.md", "learn/*.md")
@@ -34,8 +40,7 @@ FIRST_COLUMN = re.compile(r"^\| ((?:`[^`|]+`(?:, )?)+) \|", re.MULTILINE)
 FILE_ENDINGS = {"json", "jsonl", "csv", "yaml", "md", "html", "safetensors", "log", "py", "svg"}
 COMING = "docs/coming-from-trlx-and-trl.md"
 """names keys of others too; a test of its own holds that ours exist"""
-WITHOUT_COMMANDS = {"docs/index.md", "docs/metrics.md", "docs/security.md", "docs/glossary.md",
-                    COMING}
+WITHOUT_COMMANDS = {"docs/index.md", "docs/metrics.md", "docs/security.md", "docs/glossary.md"}
 NEEDS_A_TERMINAL = {"chat"}
 """commands that can't be typed into a test"""
 
@@ -166,6 +171,61 @@ def test_the_commands_of_a_page_work(page, tmp_path):
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_the_commands_of_a_page_work_as_they_are_printed(page, tmp_path):
     type_in(prepare(page, tmp_path), tmp_path, timeout=1800)
+
+
+HUB = re.compile(r"^```text\n(ppocli .*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_commands_of_those_who_change_over_compose(tmp_path, monkeypatch):
+    """They need the Hub, so they aren't typed in as those of other pages."""
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in HUB.findall(text_of(COMING))
+             for line in block.replace("\\\n", " ").splitlines()]
+    assert len(lines) == 4
+    for line in lines:
+        program, command, *words = shlex.split(line)
+        assert (program, command) == ("ppocli", "train")
+        assert find_problems(checked(*words).config) == []
+
+
+ELSEWHERE = {
+    "lvwerra/gpt2-imdb": str(resolve_builtin("reviews")),
+    "lvwerra/distilbert-imdb": str(resolve_builtin("reviews-sentiment")),
+    '"imdb", split="train"': '"json", data_files="imdb.jsonl", split="train"',
+    '"imdb", split="train+test"': '"json", data_files="imdb.jsonl", split="train"',
+    "batch_size=128": "batch_size=8", "total_episodes=12800": "num_rollouts=32",
+    '"model.num_layers': '"ppo.num_steps=1", "model.num_layers',
+    "eval.repeat=256": "eval.repeat=4"}
+"""what stands in for the Hub, and makes a script of that page short"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("script", ["like_trlx.py", "like_trl.py"])
+def test_scripts_of_those_who_change_over_run(script, tmp_path):
+    for name, content in saved_files(COMING).items():
+        local = reduce(lambda text, other: text.replace(*other), ELSEWHERE.items(), content)
+        (tmp_path / name).write_text(local, encoding="utf-8")
+    text = "The film was " + 50 * "good and "
+    (tmp_path / "imdb.jsonl").write_text(16 * (json.dumps({"text": text}) + "\n"))
+    type_in([["python", script]], tmp_path, timeout=800, forked=True)
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / "model/config.json").is_file()
+
+
+def test_words_of_a_sweep_of_wandb_compose(tmp_path, monkeypatch):
+    """Its agent puts KEY=VALUE, one word each, in the place of ${args_no_hyphens}."""
+    monkeypatch.chdir(tmp_path)
+    sweep = yaml.safe_load(saved_files("docs/sweeps.md")["sweep.yaml"])
+    given = {name: about.get("min", about.get("values", [None])[0])
+             for name, about in sweep["parameters"].items()}
+    env, program, command, *words, last = sweep["command"]
+    assert (env, program, command, last) == (
+        "${env}", "${program}", "train", "${args_no_hyphens}")
+    config = checked(*words, *(f"{name}={value}" for name, value in given.items())).config
+    assert {name: attrgetter(name)(config) for name in given} == given
+    assert "wandb" in config.tracking.trackers
+    assert sweep["metric"]["name"] in explained()
 
 
 def commands_of_the_program() -> dict[str, set[str]]:
