@@ -55,6 +55,8 @@ class Composed:
     """as :attr:`ppocli.config.layers.Merged.typed`"""
     trusts: bool = False
     """``--trust``: what the run's configuration names may run"""
+    note: str | None = None
+    """what the words ask for and don't get (:func:`ppocli.config.layers.overruled`)"""
 
     @property
     def hint(self) -> str | None:
@@ -131,14 +133,15 @@ def check(composed: Composed, handed_in: frozenset[str] = frozenset()) -> Checke
 
 def compose_here(words: Words, run: Path | None = None) -> Composed:
     """As :func:`compose`, inside of :func:`hydra_for`, for words that are one run's."""
-    merged = layers.merge_entries(_entries(words, run))
+    entries = _entries(words, run)
+    merged = layers.merge_entries(entries)
     config = typed(merged.node)
     if run is not None:
         config = keeping_styles(config, resolved.read_config(run / CONFIG_FILE),
                                 {setting.key for setting in words.settings})
     return Composed(config, merged.problems, merged.sources, words.value("recipe"), run,
                     words.flag(ACCEPT_CHANGES) is not None, merged.typed,
-                    words.flag(TRUST) is not None)
+                    words.flag(TRUST) is not None, layers.overruled(entries, words))
 
 
 def print_composition(words: Words) -> None:
@@ -162,6 +165,8 @@ def print_composition(words: Words) -> None:
             raise ConfigError(f"--package {package}: there is no such part of the configuration"
                               + did_you_mean(package, names), where=COMMAND_LINE)
         raise_problems(list(merged.problems))
+        if (note := layers.overruled(entries, words)) is not None:
+            sys.stderr.write(f"{note}\n")
         if words.flag("--cfg") != "job" or of_hydra or any(
                 "${hydra:" in str(entry.value) for entry in entries):
             hydra_bridge.run_hydra(words)

@@ -163,6 +163,32 @@ def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merg
         for text in _texts(entry.key, entry.value)))
 
 
+def overruled(entries: list[Entry], words: Words) -> str | None:
+    """Which values of an option of a group that was typed, such as ``ppo=trlx``, a recipe goes
+    over; None if there are none."""
+    chosen = {f"{setting.key}={setting.value}": f"{setting.key}/{setting.value}.yaml"
+              for setting in words.settings if setting.key in config_groups()}
+    held: dict[str, tuple[str, Any]] = {}
+    lost: dict[tuple[str, str], dict[str, str]] = {}
+    for entry in entries:
+        if entry.source == COMMAND_LINE:
+            continue
+        file = entry.source.rpartition(":")[0] or entry.source
+        option = next((name for name, end in chosen.items()
+                       if f"/{file}".endswith(f"/{end}")), None)
+        before, value = held.pop(entry.key, (None, None))
+        if option is not None:
+            held[entry.key] = option, entry.value
+        elif before is not None and value != entry.value:
+            lost.setdefault((before, file), {})[entry.key] = \
+                f"{entry.key}={shown(entry.value)} (not {shown(value)})"
+    typed = {entry.key for entry in entries if entry.source == COMMAND_LINE}
+    told = [f"{file} goes over {option}: {', '.join(left)}"
+            for (option, file), found in lost.items()
+            if (left := [text for key, text in found.items() if key not in typed])]
+    return "; ".join(told) + "; a key that is typed goes over both" if told else None
+
+
 def _give_way(node: DictConfig, typed: set[str]) -> None:
     """What files and defaults say gives way to typed words that it contradicts: another length of
     the run, batches larger than what they are taken from, a longer least response than the longest,

@@ -110,6 +110,22 @@ ALIKE = {"ppo_epochs": 4, "gamma": 1.0, "lam": 0.95, "cliprange": 0.2, "cliprang
 """what the defaults of trlX and of TRL's two trainers have in common, but for what is said below"""
 
 
+def test_a_recipe_that_goes_over_a_preset_says_so(capsys):
+    both = ("+recipe=quickstart", "ppo=trlx")
+    note = composed(*both).note
+    assert note is not None
+    assert "recipes/quickstart.yaml goes over ppo=trlx: ppo.init_kl_coef=0.05 (not 0.001), " in note
+    assert "betas" not in note  # which the recipe leaves alone
+    note = composed(*both, "ppo.init_kl_coef=0.2").note
+    assert "init_kl_coef" not in note
+    assert "ppo.optimizer.lr=0.001 (not 3e-05)" in note
+    for alone in (("+recipe=quickstart",), (*RUNNABLE, "ppo=trlx"),
+                  (*RUNNABLE, "ppo=trlx", "ppo.optimizer.lr=1e-4")):
+        assert composed(*alone).note is None
+    print_composition(read_words([*both, "--cfg", "job"]))
+    assert "goes over ppo=trlx" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("option", "defaults"), [
     # trl@v0.11.4: trl/trainer/ppo_config.py
     ("trl", {"num_rollouts": 128, "mini_batch_size": 128, "kl_controller": "adaptive",
