@@ -27,7 +27,7 @@ SOAK ?=
 .NOTPARALLEL:
 .PHONY: help quickstart pipeline setup setup-dev test-fast test test-all test-browser test-vllm \
 	test-oldest mutants soak lint docs screenshots \
-	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks bench bench-peers bench-peers-setup \
+	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks benchmark-busy bench bench-peers bench-peers-setup \
 	bench-decode bench-supervised bench-gpu check-gpu clean
 
 help: ## list what make can do
@@ -123,6 +123,9 @@ benchmark-startup: $(VENV)/.installed ## measure how long the command takes to a
 
 benchmark-ranks: $(VENV)/.installed ## time the phases of a step in one process and in two
 	@$(BIN)/python benchmarks/ranks.py --out benchmarks/RESULTS.md
+
+benchmark-busy: $(VENV)/.installed ## time threads alone and beside another process
+	@$(BIN)/python benchmarks/busy.py --out benchmarks/RESULTS.md
 
 bench: $(VENV)/.installed ## time ppocli alone: workloads, growth, memory, floor, quickstart (BENCH="--threads 2")
 	@$(BIN)/python benchmarks/speed.py ours --rounds 1 $(BENCH)

@@ -13,9 +13,10 @@ from typing import Any
 from ppocli.cli.output import print_json, say, working
 from ppocli.cli.run_plan import Plan, plan_of
 from ppocli.config import resolved, schema, secrets, tasks
-from ppocli.config.compose import Composed, SweepJob, compose, run_sweep_jobs
+from ppocli.config.compose import Composed, compose
 from ppocli.config.keys import schema_keys
 from ppocli.config.problems import DEFAULT_SOURCE, OUR_ENGINES, Problem
+from ppocli.config.sweep import SweepJob, run_sweep_jobs
 from ppocli.config.words import Words, read_words
 from ppocli.data import render, sources
 from ppocli.environments.resolve import resolve

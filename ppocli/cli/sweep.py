@@ -18,9 +18,10 @@ from ppocli import errors
 from ppocli.cli.output import print_table, say, show_text, shown_figure, split_words
 from ppocli.cli.sweep_jobs import Jobs, jobs_of, record_of
 from ppocli.config import resolved
-from ppocli.config.compose import Grid, SweepJob, check, run_sweep_jobs
+from ppocli.config.compose import check
 from ppocli.config.kept import keeping_styles
 from ppocli.config.schema import TrainConfig
+from ppocli.config.sweep import Grid, SweepJob, run_sweep_jobs
 from ppocli.config.words import Words, read_setting, read_words
 from ppocli.launching.opened_folder import new_folder
 from ppocli.parallel.stop import StopRequested

@@ -17,7 +17,8 @@ from ppocli import errors
 from ppocli.cli import job as job_process
 from ppocli.cli.output import complain, display_mode, say
 from ppocli.config import resolved, schema, secrets
-from ppocli.config.compose import Checked, SweepJob, check
+from ppocli.config.compose import Checked, check
+from ppocli.config.sweep import SweepJob
 from ppocli.launching.launch import Caller, launch
 from ppocli.parallel.stop import StopRequested, signal_handlers
 from ppocli.runs import sweeps
@@ -251,9 +252,6 @@ class _Places:
 
     def __init__(self, count: int, hardware: schema.HardwareConfig) -> None:
         each, devices = hardware.num_processes, _visible_gpus(hardware)
-        if hardware.num_nodes > 1:
-            raise errors.ConfigError("jobs of several nodes don't run beside one another.",
-                                     where="sweep.jobs, hardware.num_nodes", fix="sweep.jobs=1")
         if devices and len(devices) < count * each:
             raise errors.ConfigError(
                 f"sweep.jobs={count}: each job has GPUs of its own, which takes {count * each} of "
@@ -318,10 +316,6 @@ class _Slurm:
             raise errors.ConfigError("Jobs on Slurm need submitit, which is not installed.",
                                      where="sweep.launcher",
                                      fix="pip install 'ppocli[slurm]'") from None
-        if "timeout_min" not in plan.slurm:
-            raise errors.ConfigError("Slurm has to be told how long a job may take.",
-                                     where="sweep.slurm.timeout_min",
-                                     fix="e.g. sweep.slurm.timeout_min=240")
         try:
             self._executor = submitit.AutoExecutor(folder / SLURM_FOLDER, cluster="slurm")
             self._executor.update_parameters(name="ppocli", **plan.slurm)

@@ -83,7 +83,7 @@ def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path
     depend on what came of the same earlier ones whichever of them ends first.
 
     Args:
-        ranges, make_job: as of ``ppocli.config.compose.Search``; jobs are its ``SweepJob``.
+        ranges, make_job: as of ``ppocli.config.sweep.Search``; jobs are its ``SweepJob``.
         start, result: start a job, and wait for the end of that number.
 
     Raises:

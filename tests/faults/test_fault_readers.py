@@ -104,7 +104,7 @@ def test_one_bad_run_is_one_line_and_one_message(attack, here, capsys, monkeypat
         print(follower.ending())
 
     for look in (lambda: report("runs/bad", None, None, None, False, True),
-                 lambda: compare(["runs/good", "runs/bad"], False), watch):
+                 lambda: compare(["runs/good", "runs/bad"], "", None, False, False), watch):
         capsys.readouterr()
         code = code_of(look)
         told = "".join(capsys.readouterr())

@@ -117,11 +117,11 @@ def test_a_run_that_has_just_begun(runs, capsys):
     found = compared(capsys, "a", "b")
     assert found["episodes"] == 0
     assert found["runs"][1]["end"]["figures"]["reward/mean"] is None
-    assert code_of(lambda: compare(["a", "b"], False)) == 0
+    assert code_of(lambda: compare(["a", "b"], "", None, False, False)) == 0
 
 
 def test_two_are_needed(runs, capsys):
-    assert code_of(lambda: compare(["a", "runs/a"], False)) == 2
+    assert code_of(lambda: compare(["a", "runs/a"], "", None, False, False)) == 2
     assert capsys.readouterr().err == (
         "Error: Comparing needs two or more different runs.\n  where: command line\n"
         "  fix:   ppocli compare runs/ONE runs/OTHER\n")
@@ -138,9 +138,10 @@ def test_given_figures_are_compared_and_drawn_over_one_another(runs, capsys):
     assert drawn["b", "policy/grad_norm"] == [7.0, 14.0, 21.0, 28.0]
     assert len(drawn) == 4
     said = typed("a", "b", "-m", "policy/grad_norm", code=0).out
-    table, chart = said.split("policy/grad_norm of")
-    assert "win rate" in table
+    table, chart = said.split("win rate of b over a")
+    assert "policy/grad_norm" in table
     assert "objective/kl" not in table
+    assert "policy/grad_norm" in chart
     assert "28" in chart
     assert "* a" in chart
     typed("a", "b", "-o", "curves.svg", code=0)
@@ -148,4 +149,4 @@ def test_given_figures_are_compared_and_drawn_over_one_another(runs, capsys):
     assert "exists already" in typed("a", "b", "-o", "curves.svg", code=2).err
     typed("a", "b", "-o", "curves.svg", "-m", "kl", "--overwrite", code=0)
     assert "Reward" not in (runs / "curves.svg").read_text()
-    assert "did you mean policy/grad_norm?" in typed("a", "b", "-m", "grad_norm", code=2).err
+    assert "there is no such figure" in typed("a", "b", "-m", "grad_norm", code=2).err

@@ -137,7 +137,7 @@ prune_runs(None, checkpoints=True, failed=True, keep_best=False, older_than=None
 show_sweep(None, "reward", None, False, False)
 find_watched(None, print)
 find_run(None, say=print)
-compare(["done", "kl/0"], False)
+compare(["done", "kl/0"], "", None, False, False)
 """
 
 

@@ -187,12 +187,16 @@ def test_a_stopped_sweep_cancels_slurms_jobs(world: Path, slurm: Path):
 
 @pytest.mark.parametrize(("more", "said"), [
     ((), "Slurm has to be told how long a job may take"),
+    (("sweep.slurm.timeout_min=5", "sweep.launcher=local"), "has an effect with sweep.launcher"),
+    (("sweep.slurm.timeout_min=5", "hardware.num_nodes=2", "sweep.launcher=local", "sweep.jobs=2"),
+     "jobs of several nodes"),
+    (("sweep.slurm.timeout_min=5", "sweep.trials=3"), "a grid runs every combination"),
     (("sweep.slurm.timeout_min=5",), "Slurm can't be used: Could not detect \"srun\""),
     (("sweep.slurm.timeout_min=5", "hydra/sweeper=basic", "sweep.jobs=0"), "sweep.jobs")])
 def test_what_is_wrong_with_slurm_is_told_before_a_job(more, said, world, capsys, monkeypatch):
     monkeypatch.chdir(world)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    given = ["train", "-m", *words(), "seed=1,2", "sweep.launcher=slurm", *more]
+    given = ["train", "-m", *words("sweep.launcher=slurm", *more), "seed=1,2"]
     assert said in app_in_process(capsys)(*given, code=2).err
     assert not list(world.glob("runs/*/[0-9]"))
 
@@ -201,5 +205,5 @@ def test_without_submitit(world, capsys, monkeypatch):
     monkeypatch.chdir(world)
     monkeypatch.setitem(sys.modules, "submitit", None)
     said = app_in_process(capsys)("train", "-m", *words(), "seed=1,2", "sweep.launcher=slurm",
-                                  code=2).err
+                                  "sweep.slurm.timeout_min=5", code=2).err
     assert "pip install 'ppocli[slurm]'" in said
