@@ -80,12 +80,12 @@ def _row(cells: Any, columns: int) -> Text:
 
 
 def terminal_page(rows: list[Text], columns: int) -> str:
-    """A terminal with these rows as SVG."""
+    """A page with a terminal that shows these rows."""
     console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True,
                       color_system="truecolor", highlight=False)
     for row in rows:
         console.print(row, no_wrap=True, overflow="crop")
-    return console.export_svg(title=f"{columns} columns")
+    return f"<!DOCTYPE html><body>{console.export_svg(title=f'{columns} columns')}"
 
 
 def picture(browser: Browser, page: Path, out: Path, width: int, scheme: Any = "light") -> None:
@@ -116,7 +116,7 @@ def main() -> None:
             work = out / f"run-{columns}"
             shutil.rmtree(work, ignore_errors=True)
             work.mkdir()
-            drawn = out / f"live-{columns}.svg"
+            drawn = out / f"live-{columns}.html"
             drawn.write_text(terminal_page(watch_run(columns, work), columns))
             picture(browser, drawn, drawn.with_suffix(".png"), 12 * columns)
         subprocess.run([*COMMAND, "report", "first"], cwd=work, check=True)

@@ -147,6 +147,27 @@ class _Running(Protocol):
         """Send a signal to it."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Begun:
+    """A job that runs, and what is needed when it has ended."""
+
+    job: SweepJob
+    process: _Running
+    config: schema.TrainConfig
+    started: float
+    log: Path
+    said_before: int
+    """size of the log, which earlier attempts have written to, in bytes"""
+
+    def last_error(self) -> str | None:
+        """What the job has said last of why it failed."""
+        with suppress(OSError):
+            said = b"\n" + self.log.read_bytes()[self.said_before:]
+            _, found, text = said.decode(errors="replace").rpartition("\nError: ")
+            return text.strip() if found else None
+        return None
+
+
 @dataclass(slots=True)
 class _AtATime:
     """Several jobs at a time, in processes that are looked at every now and then."""
@@ -155,8 +176,7 @@ class _AtATime:
     start_process: Callable[[SweepJob, list[str], Path], _Running]
     """gets the words after ``ppocli train``, and the file for what it prints"""
     ended: Ended
-    _running: dict[int, tuple[SweepJob, _Running, schema.TrainConfig, float]] = field(
-        default_factory=dict, init=False)
+    _running: dict[int, _Begun] = field(default_factory=dict, init=False)
     _received: list[int] = field(default_factory=list, init=False)
 
     @contextmanager
@@ -164,8 +184,8 @@ class _AtATime:
         """Hand signals on to the jobs meanwhile, and stop what still runs at the end."""
         def hand_on(number: int, frame: object) -> None:
             self._received.append(number)
-            for _, process, _, _ in [*self._running.values()]:
-                process.send(number)
+            for begun in [*self._running.values()]:
+                begun.process.send(number)
 
         wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
                   if signal.getsignal(number) is not signal.SIG_IGN]
@@ -175,8 +195,8 @@ class _AtATime:
             except StopRequested:
                 raise
             except BaseException:
-                for _, process, _, _ in self._running.values():
-                    process.send(signal.SIGTERM)
+                for begun in self._running.values():
+                    begun.process.send(signal.SIGTERM)
                 while self._running:
                     self._look()
                 raise
@@ -196,13 +216,13 @@ class _AtATime:
         place = (f"output_dir={resolved.quoted(str(job.folder.parent))}",
                  f"run_name={resolved.quoted(job.folder.name)}", "resume=auto")
         words = job.typed.without("resume", "output_dir", "--multirun").adding(*place)
-        before = len(self._received)
+        before, size = len(self._received), log.stat().st_size if log.exists() else 0
         try:
             process = self.start_process(job, words.argv(whole=True), log)
         except errors.PpocliError as problem:
             self.ended(_failed(job, problem, started, checked.config))
             return
-        self._running[job.number] = job, process, checked.config, started
+        self._running[job.number] = _Begun(job, process, checked.config, started, log, size)
         for number in self._received[before:]:  # which came before it was among those that run
             process.send(number)
         say(f"job {job.number}: output in {short_path(str(log))}")
@@ -220,29 +240,21 @@ class _AtATime:
 
     def _look(self) -> None:
         """Tell of the jobs that have ended; wait a moment if none has."""
-        found = [(number, code) for number, (_, process, _, _) in self._running.items()
-                 if (code := process.code()) is not None]
+        found = [(number, code) for number, begun in self._running.items()
+                 if (code := begun.process.code()) is not None]
         for number, code in found:
-            job, _, config, started = self._running.pop(number)
+            begun = self._running.pop(number)
+            job, seconds = begun.job, time.monotonic() - begun.started
             stopped = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
             status = "finished" if code == 0 else \
                 "stopped" if stopped and not was_pruned(job.folder) else "failed"
             summary = read_json(RunFolder(job.folder).summary)
-            error = None if code == 0 else _last_error(job.folder.with_name(f"{number}.log"))
+            error = None if code == 0 else begun.last_error()
             if error is not None:
                 complain(f"job {number}: {error}")
-            self.ended(record_of(job, status, code, summary, time.monotonic() - started, config,
-                                 error))
+            self.ended(record_of(job, status, code, summary, seconds, begun.config, error))
         if not found:
             time.sleep(_PAUSE)
-
-
-def _last_error(log: Path) -> str | None:
-    """What a job has said last of why it failed."""
-    with suppress(OSError):
-        _, found, text = log.read_text(errors="replace").rpartition("\nError: ")
-        return text.strip() if found else None
-    return None
 
 
 # On this machine ----------------------------------------------------------------------------------

@@ -89,8 +89,9 @@ def curves_of(runs: Sequence[RunRecord]) -> list[Curve]:
     parts = [name for name in names if name.startswith("reward/")
              and name not in ("reward/mean", "reward/std", "reward/invalid")]
     if parts:
-        plan.insert(1, ("Rewards by name", "score", [(n.removeprefix("reward/"), n)
-                                                     for n in parts]))
+        behind = 1 + [title for title, _, _ in plan].index("Reward")
+        plan.insert(behind, ("Rewards by name", "score", [(n.removeprefix("reward/"), n)
+                                                          for n in parts]))
     plan += [(f"Metric {name.removeprefix('eval/metrics/')}", "evaluation mean",
               [(name.removeprefix("eval/metrics/"), name)])
              for name in names if name.startswith("eval/metrics/")]

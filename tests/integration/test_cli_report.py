@@ -468,3 +468,10 @@ def test_what_is_refused(run, say, options, code, what):
     assert (found, out) == (code, "")
     assert err.startswith(f"Error: {what}"), err
     assert "  fix:   " in err
+
+
+def test_the_parts_of_a_reward_follow_the_reward(run, say):
+    rows = [{**row, "reward/penalty/short": 0.1} for row in jsonl(run / "metrics.jsonl")]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    titles = [curve["title"] for curve in say_data(say, run)["curves"]]
+    assert titles[:3] == ["Reward", "Rewards by name", "KL to the reference"]
