@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -103,18 +103,21 @@ def find_models(request: SamplingRequest) -> ChosenModels:
             :func:`ppocli.launching.target_config.target_config`.
     """
     target = find_target(request.run, say=say, step=request.step, best=request.best)
-    if any(word.startswith("rollout.") for word in request.words):
-        raise ConfigError("Responses are sampled by our own loop here.", where="rollout",
-                          fix="leave the words that begin with rollout. out; ppocli eval takes "
-                          "them")
     judged = EvalRequest(words=request.words, reward=request.reward, against=request.against,
                          trust=request.trust)
     judged.check()
     cfg = target_config(target, judged.overrides(target), needs_reward=request.scored,
                         needs_prompts=False, trusts=request.trust)
+    if any(word.startswith("rollout.") for word in request.words) and cfg.rollout.engine != "vllm":
+        raise ConfigError("Responses are sampled by our own loop here, or by vLLM servers.",
+                          where="rollout", fix="rollout.engine=vllm rollout.urls=[URL], or no "
+                          "words that begin with rollout.; ppocli eval takes all of them")
     models = [(target, cfg.model)]
     other = judged.find_against(target, cfg, say)
     if other is not None:
+        if cfg.rollout.engine == "vllm":
+            raise ConfigError("Servers have the weights of one model.", where="--against",
+                              fix="leave --against out, and ask for the other one by itself")
         models.append((other, cfg.model if other.model == cfg.model.path
                        else _trained_from(other, request.trust)))
     return ChosenModels(cfg, target.run_dir is not None, tuple(models))
@@ -142,16 +145,19 @@ def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str
         InputError: a model or its tokenizer is unusable.
         RewardError: the reward can't be made.
     """
-    from ppocli.evaluation.player import build_judge, load_player, policy_config
+    from ppocli.evaluation.player import build_judge, load_player, policy_config, served
     from ppocli.parallel.backend import open_backend
 
     # before anything is loaded
     generation = sampling_of(request, chosen, None) if chosen.from_run else None
     reward = build_judge(chosen.cfg.reward, list(columns)) if request.scored else None
-    with open_backend(chosen.cfg.hardware,
-                      environment.measured_by(chosen.models[0][0].run_dir)) as backend:
+    with ExitStack() as stack:
+        backend = stack.enter_context(open_backend(
+            chosen.cfg.hardware, environment.measured_by(chosen.models[0][0].run_dir)))
         players = [load_player(policy_config(cfg, target.model), target.name, backend)
                    for target, cfg in chosen.models]
+        if chosen.cfg.rollout.engine == "vllm":
+            players = [stack.enter_context(served(players[0], chosen.cfg, backend))]
         yield players, generation or sampling_of(request, chosen, players[0]), reward
 
 

@@ -3,7 +3,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from typing import Any
@@ -16,12 +16,15 @@ from ppocli.data.render import prompt_texts
 from ppocli.data.sources import training_spec
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 from ppocli.models.loading.language_model import LoadedLM, check_vocabulary, load_tokenizer
+from ppocli.models.policy import Policy
 from ppocli.parallel.backend import Backend
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import Reward, build_reward
 from ppocli.sampling.decoding import load_decodable, say_decoding
 from ppocli.sampling.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
+from ppocli.sampling.sampler import SamplerSetup
 from ppocli.sampling.token_choice import SAMPLING_KEYS
+from ppocli.sampling.vllm.sampler import VllmSampler
 from ppocli.tasks.building import sampling_specs
 from ppocli.tasks.ppo.reward_calls import in_steps
 
@@ -40,6 +43,8 @@ class Player:
     tokenizer: Any
     loaded: LoadedLM
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+    servers: VllmSampler | None = None
+    """what samples in place of our own loop; see :func:`served`"""
 
     @property
     def has_chat_template(self) -> bool:
@@ -100,7 +105,8 @@ class Player:
         """
         made = answer_prompts(self.loaded.lm, self.tokenizer, prompts, self._spec(generation),
                               seed=seed, num_samples=num_samples, first=first, batch=batch,
-                              start=self.loaded.decoder_start, poll=poll, show=show)
+                              start=self.loaded.decoder_start, poll=poll, show=show,
+                              servers=self.servers)
         while True:
             try:
                 with self.autocast():
@@ -134,6 +140,20 @@ def load_player(cfg: schema.ModelConfig, name: str, backend: Backend | None = No
         return Player(name, tokenizer, loaded)
     loaded.lm.to(backend.device)
     return Player(name, tokenizer, loaded, backend.autocast)
+
+
+@contextmanager
+def served(player: Player, cfg: schema.TrainConfig, backend: Backend) -> Iterator[Player]:
+    """The player with the servers of ``cfg.rollout`` to sample, which have its weights meanwhile.
+
+    Raises:
+        ConfigError: servers can't have such a model.
+        SamplerError: a server is missing, or serves something else.
+    """
+    cfg = replace(cfg, run_name=None)  # no run is there to go on with
+    servers = VllmSampler(SamplerSetup(cfg, backend, player.tokenizer, player.loaded))
+    with servers.acting(Policy(player.loaded.lm, None)):
+        yield replace(player, servers=servers)
 
 
 def policy_config(cfg: schema.ModelConfig, policy: str) -> schema.ModelConfig:

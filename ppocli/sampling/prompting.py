@@ -14,6 +14,7 @@ from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.vllm.sampler import VllmSampler, sampling_params
 
 BATCH = 64
 """samples decoded together"""
@@ -128,7 +129,8 @@ def check_lengths(lm: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec)
 def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec, *,
                    seed: int, num_samples: int = 1, first: int = 0, batch: int = BATCH,
                    start: int | None = None, poll: Callable[[], None] = lambda: None,
-                   show: Callable[[str], None] | None = None) -> Iterator[list[Answer]]:
+                   show: Callable[[str], None] | None = None,
+                   servers: VllmSampler | None = None) -> Iterator[list[Answer]]:
     """Sample responses, a batch at a time, all those to one prompt before those to the next.
 
     Args:
@@ -138,10 +140,13 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
         first: number of the first prompt, for the random numbers.
         batch: samples decoded together.
         poll: called before every token; may raise to stop.
-        show: handed the text of a single response piece by piece, as it is certain.
+        show: handed the text of a single response piece by piece, as it is certain; as a whole
+            where servers sample it.
+        servers: what samples in place of our own loop, while it acts.
 
     Raises:
         DivergedError: the model's probabilities are not finite.
+        SamplerError: no server is left.
     """
     total = len(prompts) * num_samples
     for done in range(0, total, batch):
@@ -150,8 +155,7 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
         width = max(len(row) for row in rows)
         tokens = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
         mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
-        noise = uniform(seed, USER, [first + i + k * SAMPLES_APART for i, k in places],
-                        spec.max_new_tokens)
+        numbers = [first + i + k * SAMPLES_APART for i, k in places]
         before = [[]] * len(rows) if start is not None else rows
         stream = TextStream(tokenizer, before[0], spec.stop_sequences, spec.min_new_tokens)
 
@@ -159,8 +163,11 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
             if show is not None and (piece := stream.push(tokens[0][mask[0]].tolist())):
                 show(piece)
 
-        out, = decode(Decoder(lm, spec, tokenizer, start, poll=poll, watch=watch), tokens, mask,
-                      noise)
+        if servers is not None:
+            out = servers.answer(rows, sampling_params(spec, seed, USER, numbers), poll)
+        else:
+            out, = decode(Decoder(lm, spec, tokenizer, start, poll=poll, watch=watch), tokens, mask,
+                          uniform(seed, USER, numbers, spec.max_new_tokens))
         if not bool(torch.isfinite(out.logprobs).all()):
             raise DivergedError("The model's token probabilities are not finite.",
                                 fix="its weights are damaged, or diverged in training: choose "

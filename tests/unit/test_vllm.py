@@ -296,8 +296,27 @@ def test_a_run_stops_when_no_server_is_left_and_goes_on(world, capsys):
     assert engine.asked[GENERATE] > 4
     ours, theirs = (json.loads(text) for text in found)
     assert theirs["figures"]["reward_mean"] == ours["figures"]["reward_mean"]
-    told = ppocli("generate", "runs/served", "-p", "the", "rollout.engine=vllm", code=2).err
-    assert "ppocli eval takes them" in told
+
+
+def test_generate_takes_servers_when_told(world, capsys, tmp_path):
+    ppocli = app_in_process(capsys)
+    ask = ["generate", "lm", "-p", "the", "-p", "a film", "-n", "3", "--max-new-tokens", "6",
+           "--json"]
+    with serving(engine := engine_for(world)) as url:
+        served = ["rollout.engine=vllm", f"rollout.urls=[{url}]"]
+        mine, theirs = (ppocli(*ask, "--greedy", *more, code=0).out for more in ([], served))
+        assert theirs == mine
+        assert engine.asked[GENERATE] >= 6
+        drawn = [ppocli(*ask, "--seed", seed, "--batch-size", batch, *served, code=0).out
+                 for seed, batch in (("3", "64"), ("3", "2"), ("4", "64"))]
+        assert drawn[0] == drawn[1] != drawn[2]
+        assert "Servers have the weights of one model" in ppocli(
+            *ask, "--against", "./lm", *served, code=2).err
+    assert "ppocli eval takes all of them" in ppocli(
+        *ask, "rollout.engine=transformers", code=2).err
+    with serving(engine_for(world), dying(6)) as url:
+        assert "No server is left" in ppocli(*ask, "rollout.engine=vllm", f"rollout.urls=[{url}]",
+                                             code=12).err
 
 
 def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, capsys):

@@ -207,6 +207,25 @@ class VllmSampler(DecodeSampler):
             raise RuntimeError("servers have no weights of a policy outside of acting()")
         return not speaker.reference
 
+    def answer(self, contexts: Sequence[Sequence[int]], params: Sequence[Mapping[str, Any]],
+               poll: Callable[[], None]) -> Generation:
+        """What servers say to these ids, all of it.
+
+        Args:
+            params: of :func:`sampling_params`, a row's each.
+            poll: called every now and then; may raise to stop.
+
+        Raises:
+            SamplerError: no server is left, or what one says makes no sense.
+        """
+        dealing = self.deal(contexts, params)
+        try:
+            return generation_of(dealing.take(range(len(contexts)), poll))
+        except Lost:
+            raise self.none_left() from None
+        finally:
+            dealing.close()
+
     def deal(self, asked: Sequence[Sequence[int]], params: Sequence[Mapping[str, Any]]) -> Dealing:
         """Have the servers answer these ids with the weights that they have now."""
         version = self.version
@@ -288,15 +307,9 @@ class Turns:
         """As :class:`~ppocli.sampling.conversation.Conversation`."""
         for row, ids in zip(rows, fed, strict=True):
             self.contexts[row] += ids
-        dealing = self.sampler.deal([self.contexts[row] for row in rows], [
+        out = self.sampler.answer([self.contexts[row] for row in rows], [
             self.params([self.episodes[row]], turn=self.turns[row], limits=[limit])[0]
-            for row, limit in zip(rows, limits, strict=True)])
-        try:
-            out = generation_of(dealing.take(range(len(rows)), self.poll))
-        except Lost:
-            raise self.sampler.none_left() from None
-        finally:
-            dealing.close()
+            for row, limit in zip(rows, limits, strict=True)], self.poll)
         for row, ids in zip(rows, out.ids, strict=True):
             self.contexts[row] += ids
             self.turns[row] += 1
