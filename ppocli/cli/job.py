@@ -6,6 +6,7 @@ heavy is imported for it.
 """
 
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -73,12 +74,11 @@ class Command:
 def main() -> None:
     """Train."""
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's word to submitit reaches all processes
-    from ppocli.cli.app import main as command
     from ppocli.parallel.stop import stop_when_closed
 
     stop_when_closed(int(sys.argv[1]))
     sys.argv = ["ppocli", "train", *sys.argv[2:]]
-    command()
+    runpy.run_module("ppocli", run_name="__main__")
 
 
 if __name__ == "__main__":

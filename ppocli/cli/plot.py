@@ -12,7 +12,6 @@ import typer
 
 from ppocli.cli.options import AsJson, complete_run, flag, option
 from ppocli.cli.output import say, show_text
-from ppocli.cli.runs import read_runs
 from ppocli.errors import ConfigError
 from ppocli.text import clean, printable_json
 
@@ -51,7 +50,7 @@ def plot_runs(
       ppocli plot runs/ONE runs/OTHER --metric reward --output reward.svg
     """
     from ppocli.report.curves import collect, metric_names
-    from ppocli.runs.target import find_run
+    from ppocli.runs.target import find_run, read_runs
 
     if smooth < 1:
         raise ConfigError(f"--smooth {smooth}: must be at least 1", where="command line")

@@ -95,7 +95,7 @@ def report(
     from ppocli.report.facts import gather
     from ppocli.report.render import check_replaceable, destinations, render, write_file
     from ppocli.runs.record import read_run
-    from ppocli.runs.target import find_run
+    from ppocli.runs.target import find_run, read_runs
 
     if as_json and (output is not None or form is not None):
         raise ConfigError("--json prints the report's data and writes no file.", where="--json",
@@ -144,6 +144,7 @@ def compare(
     from ppocli.cli.plot import check_out, numbers_of, show_curves
     from ppocli.report.compare import compare_runs
     from ppocli.report.curves import collect, metric_names
+    from ppocli.runs.target import read_runs
 
     if out is not None:
         check_out(out, overwrite)
@@ -167,15 +168,6 @@ def compare(
         if not as_json:
             print()
         show_curves(curves, 1, out, quiet=as_json)
-
-
-def read_runs(given: Sequence[str]) -> list[RunRecord]:
-    """The runs of these folders or names, each of them once."""
-    from ppocli.runs.record import read_run
-    from ppocli.runs.target import find_run
-
-    runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in given)}
-    return list(runs.values())
 
 
 def _print_comparison(found: Comparison) -> None:

@@ -360,10 +360,9 @@ class SweepConfig:
     seed: int = key(0, "of what is drawn", ge=0)
     jobs: int = key(1, "jobs that run at a time, each on GPUs of its own or on a share of the "
                     "cores", ge=1)
-    launcher: str = key("local", "what runs them: this machine, or Slurm (pip install "
-                        "'ppocli[slurm]')", choices=("local", "slurm"))
-    slurm: dict[str, Any] = key({}, "what Slurm is asked for, by submitit's names: timeout_min, "
-                                "slurm_partition, gpus_per_node, cpus_per_task, mem_gb, ...")
+    launcher: str = key("local", "what runs them: this machine, or Slurm (ppocli[slurm])",
+                        choices=("local", "slurm"))
+    slurm: dict[str, Any] = key({}, "what Slurm is asked for, as submitit calls it: timeout_min")
 
 
 @dataclass

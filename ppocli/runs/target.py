@@ -142,6 +142,16 @@ def find_run(given: str | None, *, say: Callable[[str], None] = lambda text: Non
                      + did_you_mean(given, known_names()))
 
 
+def read_runs(given: Sequence[str]) -> list[RunRecord]:
+    """The runs of these folders or names, each of them once.
+
+    Raises:
+        CheckpointError, ConfigError, InputError: as :func:`find_run`.
+    """
+    runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in given)}
+    return list(runs.values())
+
+
 def newest_run(say: Callable[[str], None],
                takes: str = "a run, a checkpoint, a model folder or a Hub name") -> Path:
     """The run below ``runs/`` that was written to last, which ``say`` is told; ``takes`` is what
