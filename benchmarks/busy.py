@@ -51,7 +51,7 @@ def commands(build: Path, folder: Path) -> dict[str, tuple[list[str], int]]:
         "quickstart": ([*train, "+recipe=quickstart", *SMALL], 4),
         "ppocli eval": ([sys.executable, "-m", "ppocli", "eval", "builtin:reviews", "--reward",
                          "length", "reward.kwargs.target=16", "--prompts",
-                         "builtin:reviews-eval-prompts"], 1),
+                         "builtin:reviews-eval-prompts", "--output", str(folder)], 1),
         "GPT-2 124M": ([*train, *SMALL, "ppo.num_steps=1", f"model.path={model}",
                         f"model.tokenizer_path={model / TOKENIZER}", f"prompts.path={prompts}",
                         "reward.fn=length", "reward.kwargs.target=16",

@@ -16,7 +16,6 @@ from runs import app_in_process, run, spawn, wait_for, words
 from ppocli.runs.search import open_study
 from ppocli.storage.run_folder import live_owner
 
-pytestmark = pytest.mark.long
 TWO = ("hydra.sweep.dir=runs/s", "sweep.jobs=2")
 
 
@@ -33,6 +32,7 @@ def both_run(world: Path, *numbers: int) -> list[int] | None:
     return [owner.pid for owner in owners] if None not in owners else None
 
 
+@pytest.mark.long
 def test_jobs_run_together_and_come_to_what_they_come_to_in_turn(world: Path):
     given = ["train", "-m", *words("ppo.num_steps=2"), "seed=1,2,3", "ppo.gamma=1,2"]
     process = spawn(*given, *TWO, cwd=world, PPOCLI_FAULTS="score.before@8:sleep=2")
@@ -54,6 +54,7 @@ def test_jobs_run_together_and_come_to_what_they_come_to_in_turn(world: Path):
         assert weights(world / f"runs/s/{number}") == weights(world / f"runs/turn/{number}")
 
 
+@pytest.mark.long
 def test_what_a_job_says_of_its_failure_is_told(world: Path, capsys, monkeypatch):
     (world / "bad.py").write_text("def score(outputs):\n    raise ValueError('no such luck')\n")
     monkeypatch.chdir(world)
@@ -65,6 +66,7 @@ def test_what_a_job_says_of_its_failure_is_told(world: Path, capsys, monkeypatch
     assert "no such luck" in book(world)[0]["error"]
 
 
+@pytest.mark.slow
 def test_sigterm_stops_all_and_the_sweep_goes_on(world: Path):
     given = ["train", "-m", *words("ppo.num_steps=4"), "seed=1,2,3"]
     process = spawn(*given, *TWO, cwd=world, PPOCLI_FAULTS="score.before@14:sleep=3")
@@ -81,6 +83,7 @@ def test_sigterm_stops_all_and_the_sweep_goes_on(world: Path):
         assert weights(world / f"runs/s/{number}") == weights(world / f"runs/turn/{number}")
 
 
+@pytest.mark.slow
 def test_kill_9_of_the_sweep_stops_all_its_jobs(world: Path):
     process = spawn("train", "-m", *words("ppo.num_steps=4"), "seed=1,2", *TWO, cwd=world,
                     PPOCLI_FAULTS="score.before@8:sleep=3")
@@ -99,6 +102,7 @@ def test_kill_9_of_the_sweep_stops_all_its_jobs(world: Path):
             for n in (0, 1)] == ["stopped", "stopped"]
 
 
+@pytest.mark.slow
 def test_a_search_chooses_alike_whichever_job_ends_first(world: Path):
     """Jobs take uneven times, and one of the two searches is killed."""
     (world / "uneven.py").write_text(
@@ -124,6 +128,7 @@ def test_a_search_chooses_alike_whichever_job_ends_first(world: Path):
     assert len({str(params) for params, _ in trials[0]}) == 9
 
 
+@pytest.mark.long
 def test_each_job_has_its_gpus(world: Path, capsys, monkeypatch):
     """No GPU is needed to see which ones a job is given."""
     monkeypatch.chdir(world)
@@ -154,6 +159,7 @@ ON_SLURM = ("hydra.sweep.dir=runs/s", "sweep.launcher=slurm", "sweep.jobs=2",
             "sweep.slurm.timeout_min=30")
 
 
+@pytest.mark.slow
 def test_slurm_runs_the_jobs_and_goes_on_with_one_that_it_has_preempted(world: Path, slurm: Path):
     given = ["train", "-m", *words("ppo.num_steps=4"), "seed=1,2"]
     process = spawn(*given, *ON_SLURM, "sweep.slurm.slurm_partition=long", cwd=world,
@@ -174,6 +180,7 @@ def test_slurm_runs_the_jobs_and_goes_on_with_one_that_it_has_preempted(world: P
         assert steps == sorted(set(steps))
 
 
+@pytest.mark.long
 def test_a_stopped_sweep_cancels_slurms_jobs(world: Path, slurm: Path):
     process = spawn("train", "-m", *words("ppo.num_steps=4"), "seed=1,2", *ON_SLURM, cwd=world,
                     PPOCLI_FAULTS="score.before@8:sleep=3", PATH=os.environ["PATH"])
