@@ -32,6 +32,8 @@ SLURM_FOLDER = "slurm"
 """what submitit keeps, in the sweep's folder"""
 _PAUSE = 0.2
 """seconds between two looks at the jobs that run"""
+_ASK = 5.0
+"""seconds between two questions to Slurm about a job that was cancelled"""
 Ended = Callable[[sweeps.JobRecord], None]
 """is told what came of each job, in the thread that waits for it"""
 
@@ -354,10 +356,18 @@ class _Queued:
     submitted: Any
     """submitit's job"""
     log: Path
+    cancelled: bool = False
+    _asked: float = 0.0
 
     def code(self) -> int | None:
-        if not self.submitted.done():
+        # one that was cancelled in the queue leaves no result, and submitit asks seldom
+        ask = self.cancelled and time.monotonic() - self._asked > _ASK
+        if ask:
+            self._asked = time.monotonic()
+        if not self.submitted.done(force_check=ask):
             return None
+        if self.cancelled and not self.submitted.paths.result_pickle.exists():
+            return 128 + signal.SIGTERM
         error = self.submitted.exception()
         if error is None:
             return int(self.submitted.result())
@@ -369,3 +379,4 @@ class _Queued:
     def send(self, number: int) -> None:
         with suppress(OSError):
             self.submitted.cancel(check=False)
+            self.cancelled = True

@@ -7,12 +7,14 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import slurm_double
 from helpers import jsonl
 from runs import app_in_process, run, spawn, wait_for, words
 
+from ppocli.cli.sweep_jobs import _Queued
 from ppocli.runs.search import open_study
 from ppocli.storage.run_folder import live_owner
 
@@ -214,3 +216,21 @@ def test_without_submitit(world, capsys, monkeypatch):
     said = app_in_process(capsys)("train", "-m", *words(), "seed=1,2", "sweep.launcher=slurm",
                                   "sweep.slurm.timeout_min=5", code=2).err
     assert "pip install 'ppocli[slurm]'" in said
+
+
+def test_slurm_is_asked_about_a_job_that_was_cancelled_in_the_queue(tmp_path):
+    class Pending:
+        """As submitit's: without a result it asks Slurm only when it must."""
+
+        paths = SimpleNamespace(result_pickle=tmp_path / "result.pkl")
+
+        def cancel(self, check):
+            pass
+
+        def done(self, force_check):
+            return force_check
+
+    job = _Queued(Pending(), tmp_path / "log")
+    assert job.code() is None
+    job.send(signal.SIGTERM)
+    assert job.code() == 143
