@@ -27,7 +27,8 @@ SOAK ?=
 .NOTPARALLEL:
 .PHONY: help quickstart pipeline setup setup-dev test-fast test test-all test-browser test-vllm \
 	test-oldest mutants soak lint docs screenshots \
-	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks benchmark-busy bench bench-peers bench-peers-setup \
+	benchmark-learning benchmark-kinds benchmark-startup benchmark-ranks benchmark-busy \
+	benchmark-ahead bench bench-peers bench-peers-setup \
 	bench-decode bench-supervised bench-gpu check-gpu clean
 
 help: ## list what make can do
@@ -126,6 +127,9 @@ benchmark-ranks: $(VENV)/.installed ## time the phases of a step in one process 
 
 benchmark-busy: $(VENV)/.installed ## time threads alone and beside another process
 	@$(BIN)/python benchmarks/busy.py --out benchmarks/RESULTS.md
+
+benchmark-ahead: $(VENV)/.installed $(VLLM)/.installed ## time vLLM sampling one step ahead
+	@$(BIN)/python benchmarks/ahead.py --vllm $(VLLM)/bin/python --out benchmarks/RESULTS.md
 
 bench: $(VENV)/.installed ## time ppocli alone: workloads, growth, memory, floor, quickstart (BENCH="--threads 2")
 	@$(BIN)/python benchmarks/speed.py ours --rounds 1 $(BENCH)
