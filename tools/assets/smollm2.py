@@ -22,8 +22,11 @@ def convert(gguf: Path, out: Path) -> None:
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name,
                                                 dtype=torch.float32)
     assert isinstance(read.config, LlamaConfig)
-    # the one that was read remembers its quantisation and can't be saved
-    plain = LlamaForCausalLM(read.config)
+    # the one that was read remembers its quantisation, as its configuration does, and a model that
+    # does can't be saved
+    config = read.config.to_dict()
+    config.pop("quantization_config", None)
+    plain = LlamaForCausalLM(LlamaConfig(**config))
     plain.load_state_dict(read.state_dict())
     plain.tie_weights()
     plain.save_pretrained(out)
