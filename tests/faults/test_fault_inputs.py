@@ -32,8 +32,15 @@ def unknown_type(lm: Path) -> None:
     (lm / "config.json").write_text('{"model_type": "nobodys"}')
 
 
+def marked_as_gguf(lm: Path) -> None:
+    config = json.loads((lm / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gguf", "dequantize": False}
+    (lm / "config.json").write_text(json.dumps(config))
+
+
 BROKEN_MODELS = {truncated: "model.safetensors can't be read",
-                 fewer_weights: "h.1.mlp.c_fc.weight", unknown_type: "nobodys"}
+                 fewer_weights: "h.1.mlp.c_fc.weight", unknown_type: "nobodys",
+                 marked_as_gguf: "remove quantization_config"}
 
 
 @pytest.mark.parametrize("breaking", BROKEN_MODELS, ids=lambda f: f.__name__)

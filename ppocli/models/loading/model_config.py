@@ -74,7 +74,7 @@ def read_lm(cfg: schema.ModelConfig) -> ModelFacts:
     """The configuration of ``model.path``, whose files are all there.
 
     Raises:
-        InputError: folder or Hub model missing or broken.
+        InputError: folder or Hub model missing or broken, or one that can't be saved.
         ConfigError: virtual tokens leave no room.
     """
     from transformers import AutoConfig
@@ -83,6 +83,11 @@ def read_lm(cfg: schema.ModelConfig) -> ModelFacts:
     with loading(f"model {cfg.path}", "model.path"):
         config = AutoConfig.from_pretrained(source, revision=revision,
                                             trust_remote_code=cfg.trust_remote_code)
+    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "gguf":
+        # also of plain weights, long after they were converted: found out at the first save
+        raise InputError(f"{cfg.path} is marked as quantized by GGUF, and transformers can't save "
+                         "such a model.", where="model.path", fix="if its weights are safetensors, "
+                         "remove quantization_config from its config.json")
     found = model_facts(cfg, config)
     positions, own = _positions(found), found.num_virtual_tokens
     if positions is not None and own >= positions:
