@@ -4,9 +4,9 @@
     python benchmarks/frontier.py randomwalks --coefs 0.05 0.02 --seeds 1 2
 
 Every run is a whole ``ppocli train`` in a process of its own, which differs from the recipe in
-``ppo.init_kl_coef`` and the seed alone. Best-of-n is drawn from the model that the first of them
-started from, by ``ppocli eval --frontier``, and its KL is the bound ``log n - (n-1)/n``. All of it
-takes hours: what has finished in ``--keep`` is not run again.
+``ppo.init_kl_coef`` and the seed alone. Best-of-n is drawn from the model that each seed started
+from, by ``ppocli eval --frontier``, and its KL is the bound ``log n - (n-1)/n``. What has finished
+in ``--keep`` is not run again.
 """
 
 import argparse
@@ -72,6 +72,13 @@ def best_of(run: Path, folder: Path, limit: int) -> list[tuple[int, float, float
     return [(point["n"], point["kl"], point["reward"]) for point in found["points"]]
 
 
+def best_of_seeds(places: list[Path], run: str, limit: int) -> list[tuple[int, float, float]]:
+    """The mean over seeds: each may have a reward model of its own."""
+    found = [best_of(place / run, place, limit) for place in places]
+    return [(points[0][0], points[0][1], fmean(reward for _, _, reward in points))
+            for points in zip(*found, strict=True)]
+
+
 def unfinished(run: Path) -> bool:
     """Whether a run has still to be made; what is left of one that was cut off is removed."""
     finished = (run / "summary.json").exists()
@@ -127,7 +134,7 @@ def panel(name: str, found: dict[float, list[Bought]], best: list[tuple[int, flo
     mean = sorted((fmean(run.kl for run in runs), fmean(run.reward for run in runs))
                   for runs in found.values())
     dots = [(run.kl, run.reward) for runs in found.values() for run in runs]
-    lines = [Line("training, mean over seeds", mean), Line("each run", dots, "dots"),
+    lines = [Line("training, mean over seeds", mean), Line("each run", dots, "scatter"),
              Line("best-of-n of the start", [(kl, reward) for _, kl, reward in best])]
     return Panel(f"{name}: reward over KL", lines, "KL to the start, nats a response")
 
@@ -155,8 +162,8 @@ def main() -> int:
             work = Work(work.recipe, tuple(args.coefs), work.before)
         folder = args.keep.absolute() / name
         found = measured(work, args.seeds, args.set, folder, args.jobs)
-        first = folder / f"seed-{args.seeds[0]}"
-        best = best_of(first / f"runs/at-{work.coefs[0]}", first, args.limit)
+        best = best_of_seeds([folder / f"seed-{seed}" for seed in args.seeds],
+                             f"runs/at-{work.coefs[0]}", args.limit)
         text = table(["", "KL, nats", "reward", "length kept"], rows_of(found, best))
         print(f"{name}\n\n{text}\n", flush=True)
         texts.append(f"**{name}**\n\n{text}")

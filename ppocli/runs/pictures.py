@@ -30,8 +30,9 @@ class Line:
     name: str
     points: Sequence[tuple[float, float]]
     """(x, y) in the order they are joined"""
-    kind: Literal["line", "thin", "dots"] = "line"
-    """``thin`` for noisy figures, ``dots`` for few values that were measured one by one"""
+    kind: Literal["line", "thin", "dots", "scatter"] = "line"
+    """``thin`` for noisy figures, ``dots`` for few values that were measured one by one,
+    ``scatter`` for those that have no order and aren't joined (in pictures alone)"""
     run: int = -1
     """which of several runs it is of: those of one run have one colour; -1 where there is one"""
 
@@ -70,7 +71,9 @@ def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
                     color=f"C{(number if line.run < 0 else line.run) % 10}",
                     alpha=0.5 if line.kind == "thin" else 1.0,
                     linewidth=1.0 if line.kind == "thin" else 1.8,
-                    marker="o" if line.kind == "dots" or len(line.points) == 1 else "",
+                    linestyle="" if line.kind == "scatter" else "-",
+                    marker="o" if line.kind in ("dots", "scatter") or len(line.points) == 1
+                    else "",
                     markersize=4, label=f" {clean(line.name)}")  # "_..." would be left out
             if len(panel.lines) > 1:
                 axes.legend()

@@ -45,6 +45,16 @@ def test_lines_of_one_run_share_a_colour():
     assert {"#ff7f0e"} == {colour for colour, _ in strokes(other)} & {"#1f77b4", "#ff7f0e"}
 
 
+def test_values_without_an_order_are_not_joined():
+    points = [(2, 1.0), (0, 2.0), (1, 0.5)]
+
+    def joined(kind):
+        return ("#1f77b4", "1.8") in strokes(draw([Panel("t", [Line("a", points, kind)])]))
+
+    assert joined("dots")
+    assert not joined("scatter")
+
+
 @pytest.mark.parametrize("points", [
     [], [(3, 0.5)], [(0, -1.7e308), (1, 1.7e308)], [(0, 1e-320), (1, 2e-320)],
     [(0, math.nan), (1, 1.0)], [(0, math.inf), (1, 1.0)], [(n, -3.0) for n in range(5)]])
