@@ -54,10 +54,11 @@ def test_the_frontier_is_drawn_from_kept_runs_without_making_them_again(tmp_path
                  "response_tokens_mean": 6}
         (run / "summary.json").write_text(json.dumps({
             "eval_before": {"response_tokens_mean": 8}, "eval_after": after}))
-    told = kept / "seed-1/best-of-n/eval.json"
-    told.parent.mkdir()
-    told.write_text(json.dumps({"frontier": {"points": [
-        {"n": 1, "kl": 0.0, "reward": 0.25}, {"n": 4, "kl": 0.636, "reward": 0.75}]}}))
+    for seed, reward in ((1, 0.75), (2, 0.85)):  # each seed has a reward model of its own
+        told = kept / f"seed-{seed}/best-of-n/eval.json"
+        told.parent.mkdir()
+        told.write_text(json.dumps({"frontier": {"points": [
+            {"n": 1, "kl": 0.0, "reward": 0.25}, {"n": 4, "kl": 0.636, "reward": reward}]}}))
     page, picture = tmp_path / "page.md", tmp_path / "frontier.svg"
     page.write_text("before\n<!-- frontier: begin -->\n<!-- frontier: end -->\nafter\n")
     done = subprocess.run(
@@ -71,6 +72,6 @@ def test_the_frontier_is_drawn_from_kept_runs_without_making_them_again(tmp_path
         "0.75 (0.75 to 0.75) |",
         "| training, coefficient 0.1 | 3.50 (3.00 to 4.00) | 0.925 (0.920 to 0.930) | "
         "0.75 (0.75 to 0.75) |",
-        "| best of 4 | 0.64 | 0.750 |  |"]
+        "| best of 4 | 0.64 | 0.800 |  |"]
     assert page.read_text().endswith("after\n")
     assert "randomwalks: reward over KL" in picture.read_text()
