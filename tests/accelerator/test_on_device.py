@@ -91,7 +91,8 @@ def test_bf16_computes_and_trains(sim, tmp_path, weights):
 
 
 @pytest.mark.parametrize("keys", [
-    {}, {"model__peft": {"type": "lora"}}, {"model__num_layers_unfrozen": 1}],
+    {}, pytest.param({"model__peft": {"type": "lora"}}, marks=pytest.mark.slow),
+    pytest.param({"model__num_layers_unfrozen": 1}, marks=pytest.mark.slow)],
     ids=["all", "lora", "top"])
 def test_a_run_saves_goes_on_where_it_stopped_and_leaves_a_model(sim, tmp_path, keys):
     """Two steps and two more after them make the same weights as four at once."""
@@ -148,10 +149,13 @@ SHAPES = {"gpt2": {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256}
                     "max_position_embeddings": 256}}
 
 
-@pytest.mark.parametrize("kind", SHAPES)
-@pytest.mark.parametrize("keys", [
-    {}, {"model__num_layers_unfrozen": 2}, {"model__reference__offload": True}],
-    ids=["all", "top", "offload"])
+@pytest.mark.parametrize(("kind", "keys"), [
+    ("gpt2", {}), ("llama", {"model__num_layers_unfrozen": 2}),
+    ("gpt2", {"model__reference__offload": True}),
+    *[pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("llama", {}), ("gpt2", {"model__num_layers_unfrozen": 2}),
+        ("llama", {"model__reference__offload": True}))]],
+    ids=["gpt2-all", "llama-top", "gpt2-offload", "llama-all", "gpt2-top", "llama-offload"])
 def test_the_peak_is_what_is_told_beforehand(sim, tmp_path, kind, keys):
     """Never much more than that, and for models so small up to a quarter less."""
     save_lm(tmp_path / "lm", kind, gain=1.0, vocab_size=8000, **SHAPES[kind])

@@ -47,13 +47,15 @@ def test_ranges_in_hydras_grammar(word, expected):
 
 
 @pytest.mark.long
-def test_a_search_goes_on_exactly_after_a_kill(world: Path):
-    run(*search("sweep.search=optuna", "sweep.trials=7"), cwd=world, code=0)
+@pytest.mark.parametrize("trials", [3, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_search_goes_on_exactly_after_a_kill(world: Path, trials):
+    given = search("sweep.search=optuna", f"sweep.trials={trials}")
+    run(*given, cwd=world, code=0)
     whole = drawn(world)
-    assert len(whole) == 7
-    assert len({tuple(each) for each in whole}) == 7
+    assert len(whole) == trials
+    assert len({tuple(each) for each in whole}) == trials
     (world / "runs/s").rename(world / "runs/whole")
-    process = spawn(*search("sweep.search=optuna", "sweep.trials=7"), cwd=world)
+    process = spawn(*given, cwd=world)
     deadline = time.monotonic() + 120
     book = world / "runs/s/sweep.json"
     while not book.exists() or len(json.loads(book.read_text())["jobs"]) < 2:
@@ -71,7 +73,7 @@ def test_a_search_goes_on_exactly_after_a_kill(world: Path):
     assert values[0] == values[1]  # the numbers of every job too
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_several_objectives_importance_and_the_best_command(world: Path, capsys, monkeypatch):
     run(*search("sweep.search=random", "sweep.trials=5", "sweep.metric=[reward_mean,kl_mean]"),
         cwd=world, code=0)

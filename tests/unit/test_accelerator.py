@@ -13,11 +13,12 @@ FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", FILES)
-def test_what_runs_on_a_simulated_accelerator(name: str):
+@pytest.mark.parametrize(("name", "which"), [(name, "not slow") for name in FILES] + [
+    pytest.param("test_on_device.py", "slow", marks=pytest.mark.slow)])
+def test_what_runs_on_a_simulated_accelerator(name: str, which: str):
     ended = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider",
-         FOLDER / name],
+         "-m", which, FOLDER / name],
         cwd=FOLDER.parents[1], env={**os.environ, "PPOCLI_SIMULATED": "1"}, text=True,
         capture_output=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
