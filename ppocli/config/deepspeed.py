@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import tasks
+from ppocli.config import schema, tasks
 from ppocli.config.problems import listed, shown
-from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.text import cut, did_you_mean
 
@@ -77,7 +76,7 @@ _DECIDED_BY = {
 }
 
 
-def deepspeed_config(cfg: TrainConfig, world: int | None = None) -> dict[str, Any]:
+def deepspeed_config(cfg: schema.TrainConfig, world: int | None = None) -> dict[str, Any]:
     """What DeepSpeed is given: the user's own file, if there is one, filled in from the settings.
     What the file calls ``"auto"`` is as if it were left out.
 
@@ -103,7 +102,7 @@ def deepspeed_config(cfg: TrainConfig, world: int | None = None) -> dict[str, An
     return _merged(_merged(_DEFAULTS, theirs), own)
 
 
-def _own(cfg: TrainConfig, world: int) -> dict[str, Any]:
+def _own(cfg: schema.TrainConfig, world: int) -> dict[str, Any]:
     """What the settings come to."""
     hardware = cfg.hardware
     updates = tasks.updates_of(cfg)
@@ -160,7 +159,7 @@ def _unknown(theirs: Mapping[str, Any]) -> Iterator[str]:
                        + did_you_mean(name, sorted(known)))
 
 
-def _unusable(theirs: Mapping[str, Any], cfg: TrainConfig) -> Iterator[str]:
+def _unusable(theirs: Mapping[str, Any], cfg: schema.TrainConfig) -> Iterator[str]:
     """Sections that a run has no use for, and offloading that the settings don't know of."""
     for name in ("optimizer", "scheduler"):
         if name in theirs:

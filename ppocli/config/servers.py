@@ -2,13 +2,11 @@
 
 from dataclasses import fields
 
-from ppocli.config import adapters, algorithm, schema
-from ppocli.config.keys import Rules
-from ppocli.config.secrets import VARIABLE, why_no_url
+from ppocli.config import adapters, algorithm, keys, schema, secrets
 from ppocli.text import cut
 
 
-def server_rules(config: schema.TrainConfig) -> Rules:
+def server_rules(config: schema.TrainConfig) -> keys.Rules:
     """Servers that sample: their addresses, and what can't be sent to them."""
     rollout, own = config.rollout, schema.RolloutConfig()
     if rollout.engine != "vllm":
@@ -35,11 +33,11 @@ def server_rules(config: schema.TrainConfig) -> Rules:
            "vllm needs a server: give rollout.urls=[http://127.0.0.1:8000], and start it as "
            "`ppocli vllm-command` prints it")
     for url in rollout.urls:
-        wrong = why_no_url(url)
+        wrong = secrets.why_no_url(url)
         yield (wrong, "rollout.urls", "an address holds a secret (not shown): give the token by "
                "rollout.token_env=VARIABLE" if wrong == "a secret" else
                f"{cut(url, 80)} must be an address such as http://127.0.0.1:8000")
-    yield (rollout.token_env is not None and not VARIABLE.fullmatch(rollout.token_env),
+    yield (rollout.token_env is not None and not secrets.VARIABLE.fullmatch(rollout.token_env),
            "rollout.token_env", "must be the name of an environment variable (not shown)")
     yield (config.model.quantization is not None, "rollout.engine, model.quantization",
            "servers take whole weights, and these are quantized: use rollout.engine=decode")

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import tasks
-from ppocli.config.secrets import safe_text
+from ppocli.config import secrets, tasks
 from ppocli.display.console import closing_table
 from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, RunGoneError, StoppedError
 from ppocli.launching.child_process import RunOutcome
@@ -156,7 +155,7 @@ def write_summary_of(run: loop.Run, status: str, error: str | None = None) -> di
     """Write and return ``summary.json``; a disk that refuses is only reported."""
     summary = _summary(run, status)
     if error is not None:
-        summary["error"] = safe_text(error)
+        summary["error"] = secrets.safe_text(error)
     if not run.task.backend.ranks.first:
         return summary
     try:

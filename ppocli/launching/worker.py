@@ -16,10 +16,8 @@ from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, NoReturn
 
-from ppocli.config import tasks
+from ppocli.config import kept, schema, tasks
 from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
-from ppocli.config.kept import RUN_FILE
-from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
@@ -127,7 +125,7 @@ def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = N
 
 
 @contextmanager
-def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObjects | None,
+def open_run(cfg: schema.TrainConfig, folder: run_folder.RunFolder, objects: PythonObjects | None,
              backend: Backend, stop: StopFlag, display: Display, *, resume: bool,
              began: clock.Moment) -> Iterator[loop.Run]:
     """A run ready for its next step: everything loaded, its files open.
@@ -168,7 +166,7 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
         if cfg.hardware.zero_stage > 0:
             atomic.write_json_atomic(folder.path / DEEPSPEED_FILE,
                                      deepspeed_config(cfg, ranks.world))
-    identity = {path: path.read_bytes() for path in (folder.config, folder.path / RUN_FILE)}
+    identity = {path: path.read_bytes() for path in (folder.config, folder.path / kept.RUN_FILE)}
     digest = hashlib.sha256(identity[folder.config]).hexdigest()
     recording: Any = loop.open_recorder(folder, cfg.tracking) if ranks.first else nullcontext()
     with recording as recorder:
@@ -189,7 +187,7 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
 
 def _run_id(folder: run_folder.RunFolder) -> str:
     """The run's identity, made at its first start; checkpoints of other runs are refused."""
-    path = folder.path / RUN_FILE
+    path = folder.path / kept.RUN_FILE
     if path.is_file():
         run_id = (atomic.read_json(path) or {}).get("run_id")
         if not isinstance(run_id, str):
@@ -204,7 +202,7 @@ def _run_id(folder: run_folder.RunFolder) -> str:
     return run_id
 
 
-def _already_finished(cfg: TrainConfig, folder: run_folder.RunFolder) -> RunOutcome | None:
+def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> RunOutcome | None:
     """The result of a run that has drawn all its episodes and left a whole model; else None."""
     summary = atomic.read_json(folder.summary) or {}
     steps = whole(summary, "steps")

@@ -13,8 +13,7 @@ from typing import Any, Self
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards import guard, styles
-from ppocli.rewards.records import RewardRequest
+from ppocli.rewards import guard, records, styles
 from ppocli.text import error_line, pasted, suggestion
 from ppocli.user_code import Kind, Located, Wanted, from_object, locate, raised_at, shorten
 
@@ -99,7 +98,7 @@ class BoundCallable:
             log.warning("prompt column %r is hidden from %s by the %s of the same name",
                         name, self.located.spec, winner)
 
-    def arguments(self, request: RewardRequest) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, request: records.RewardRequest) -> tuple[list[Any], dict[str, Any]]:
         """Positional-only and keyword arguments for one call.
 
         Raises:
@@ -129,7 +128,7 @@ class BoundCallable:
                 named[name] = value(name)
         return positional, named
 
-    def answer(self, request: RewardRequest) -> Any:
+    def answer(self, request: records.RewardRequest) -> Any:
         """What the function returns for a request, or what awaits it.
 
         Raises:

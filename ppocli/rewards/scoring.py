@@ -8,11 +8,10 @@ from typing import Any, Self
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import EnvConfig, RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards import calls
+from ppocli.rewards import calls, styles
 from ppocli.rewards.episodes import EnvironmentReward
 from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score, ends_of_steps
 from ppocli.rewards.resolve import BoundCallable, bind
-from ppocli.rewards.styles import WHOLE_REQUEST
 from ppocli.user_code import shorten
 
 
@@ -309,7 +308,7 @@ def _functions(cfg: RewardConfig, reward_fn: Any) -> Reward:
 
 def _settled(bound: BoundCallable) -> str:
     """The style as a configuration names it."""
-    return "ppocli" if bound.style == WHOLE_REQUEST else bound.style
+    return "ppocli" if bound.style == styles.WHOLE_REQUEST else bound.style
 
 
 def _metric(cfg: RewardConfig, metric_fn: Any) -> Metric | None:

@@ -8,16 +8,15 @@ import numpy as np
 import torch
 
 from ppocli.models import trunk
+from ppocli.sampling import decoding, samples
 from ppocli.sampling.decoder import Decoder
-from ppocli.sampling.decoding import decode
-from ppocli.sampling.samples import Generation
 
 
 class Conversation(Protocol):
     """N contexts that a model continues again and again."""
 
     def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
-              ) -> Generation:
+              ) -> samples.Generation:
         """Put ids behind some contexts and sample a response to each, which joins it.
 
         Args:
@@ -44,7 +43,7 @@ class Rereading:
         self.contexts, self.said = [list(ids) for ids in contexts], [0] * len(contexts)
 
     def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
-              ) -> Generation:
+              ) -> samples.Generation:
         """As :class:`Conversation`."""
         for row, ids in zip(rows, fed, strict=True):
             self.contexts[row] += ids
@@ -54,8 +53,8 @@ class Rereading:
             own = self.noise[row, self.said[row]:][:limits[i]]
             noise[i, :len(own)] = own
         with self.context():
-            out, = decode(self.decoder, tokens, mask, noise, limits=list(limits),
-                          method=self.method)
+            out, = decoding.decode(self.decoder, tokens, mask, noise, limits=list(limits),
+                                   method=self.method)
         for row, ids in zip(rows, out.ids, strict=True):
             self.contexts[row] += ids
             self.said[row] += len(ids)

@@ -8,14 +8,12 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
-from ppocli.config import adapters, algorithm, schema
-from ppocli.config.keys import several
+from ppocli.config import adapters, algorithm, keys, schema
 from ppocli.errors import ConfigError, InputError
 from ppocli.estimate import check
 from ppocli.models.fast.gemm import route_linears
-from ppocli.models.loading import reference_and_value
+from ppocli.models.loading import model_config, reference_and_value
 from ppocli.models.loading.language_model import LoadedLM, empty_lm, stop_rules
-from ppocli.models.loading.model_config import reference_kind
 from ppocli.models.policy import (
     Policy,
     ValueBranch,
@@ -143,7 +141,7 @@ def build_reference(cfg: schema.TrainConfig, backend: Backend, lm: Any, tokenize
     Raises:
         InputError: it can't be loaded, or can't share the policy's trunk.
     """
-    kind = reference_kind(cfg.model)
+    kind = model_config.reference_kind(cfg.model)
     if kind == "adapter":
         return AdapterReference()
     if kind != "shared":
@@ -265,7 +263,7 @@ def sampling_specs(cfg: schema.GenerationConfig, tokenizer: Any, loaded: LoadedL
     a list its first value."""
     base = {name: getattr(cfg, name) for name in SAMPLING_KEYS}
     over = {name: values[0] for name in SAMPLING_KEYS
-            if (values := several(getattr(cfg.eval, name)))}
+            if (values := keys.several(getattr(cfg.eval, name)))}
     stop_ids, stops = stop_rules(tokenizer, loaded, cfg)
     lengths = None if cfg.length_sampler is None else (cfg.length_sampler[0], cfg.length_sampler[1])
     return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, length_range=lengths, **base),

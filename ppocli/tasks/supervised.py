@@ -19,9 +19,8 @@ from ppocli.config import schema, schema_ppo, schema_tasks, tasks
 from ppocli.data import encoding
 from ppocli.data.data_set import Examples, Pairs
 from ppocli.errors import PpocliError
-from ppocli.models import layout
+from ppocli.models import layout, trunk
 from ppocli.models.loading import model_config
-from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
 from ppocli.parallel.transfers import to_device
 from ppocli.storage import faults
@@ -50,7 +49,7 @@ def read_rows(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any, wants: Any
         ConfigError, InputError: as :func:`ppocli.data.encoding.load_data`.
     """
     return encoding.load_data(
-        cfg.data, tokenizer, wants=wants, seed=cfg.seed, encoder=has_encoder(unloaded),
+        cfg.data, tokenizer, wants=wants, seed=cfg.seed, encoder=trunk.has_encoder(unloaded),
         max_tokens=model_config.max_positions(unloaded) or 2**31,
         items=None if objects is None else objects.data,
         val_items=None if objects is None else objects.val_data)

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from transformers import get_scheduler
 
-from ppocli.config import algorithm
+from ppocli.config import algorithm, tasks
 from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig, SchedulerConfig
-from ppocli.config.tasks import Updates
 from ppocli.errors import ConfigError
 from ppocli.models.policy import Policy
 from ppocli.training.master_weights import MasterWeights
@@ -26,7 +25,7 @@ def named_trainable(policy: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 
-def build_optimizer(policy: torch.nn.Module, updates: Updates) -> torch.optim.Optimizer:
+def build_optimizer(policy: torch.nn.Module, updates: tasks.Updates) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters, the value function's in a group of its own, or
     in an optimizer of its own where that is of another kind.
 

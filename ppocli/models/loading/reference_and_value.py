@@ -23,8 +23,7 @@ from ppocli.models.loading.model_config import max_positions
 from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.storage.critic import value_start
-from ppocli.storage.model_files import find_model, scores
+from ppocli.storage import critic, model_files
 
 log = logging.getLogger("ppocli")
 
@@ -67,9 +66,9 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
             tokens.
     """
     key = "model.value.path" if cfg.value.path else "model.path"
-    cfg = value_start(cfg)
+    cfg = critic.value_start(cfg)
     name, revision = cfg.path, cfg.revision
-    source, _ = find_model(name, key=key, revision=revision, needs="model")
+    source, _ = model_files.find_model(name, key=key, revision=revision, needs="model")
     model, config = load_weights(cfg, source, _class_of_value, name=name, key=key,
                                  revision=revision, dtype=torch.float32, what="value model")
     make_ready(cfg, model)
@@ -92,7 +91,7 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
 
 def _class_of_value(config: Any) -> Any:
     """transformers' class for a reward model, or for a bare trunk."""
-    return transformers.AutoModelForSequenceClassification if scores(config) else \
+    return transformers.AutoModelForSequenceClassification if model_files.scores(config) else \
         transformers.AutoModel
 
 
@@ -147,7 +146,7 @@ def check_same_tokens(tokenizer: Any, policy: Any, other: Any, *, name: str, key
 def _vocabulary(name: str, key: str, trust_remote_code: bool) -> dict[str, int] | None:
     """Token -> id of the tokenizer beside a model; None where there is none to compare with."""
     try:
-        source, _ = find_model(name, key=key, revision=None, needs="tokenizer")
+        source, _ = model_files.find_model(name, key=key, revision=None, needs="tokenizer")
         return transformers.AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code).get_vocab() or None
     except Exception:  # weights alone are enough: ids are checked by their range

@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ppocli.config import algorithm, schema
-from ppocli.config.episodes import longest_rollout
+from ppocli.config import algorithm, episodes, schema
 from ppocli.episode import Sample, spoken
-from ppocli.models import layer_stack, layout
+from ppocli.models import head, layer_stack, layout
 from ppocli.models.fast.frozen_states import keep_states, known_states
-from ppocli.models.head import HeadWeights, OtherHead
 from ppocli.models.policy import PolicyOutput
 from ppocli.models.reference import CopyReference, follow
 from ppocli.parallel.stop import StopFlag
@@ -25,8 +23,7 @@ from ppocli.parallel.transfers import to_device
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
-from ppocli.tasks.ppo import ahead, figures, ptx, records, rollout, stale
-from ppocli.tasks.ppo.dynamic_sampling import collect_differing
+from ppocli.tasks.ppo import ahead, dynamic_sampling, figures, ptx, records, rollout, stale
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import (
     after_pretraining,
@@ -83,7 +80,7 @@ class PPOTask(task.Task):
         start = state.episodes + records.PPOState.from_json(state.task).left_out
         session, count = replace(self.session, step=state.step), self._count(state)
         if self.cfg.ppo.dynamic_sampling is not None:
-            return collect_differing(session, start, count, stop, clock)
+            return dynamic_sampling.collect_differing(session, start, count, stop, clock)
         if self.cfg.rollout.ahead:
             most = min(2 * self.samples_per_step, self.total_samples() - state.episodes)
             batch, self._ahead = ahead.collect_ahead(
@@ -342,7 +339,7 @@ def update_of(session: Session, experience: records.Experience, rows: torch.Tens
     said = lengths if experience.counts is None else experience.counts[rows].sum(1)
     weights = token_weights(
         said, aggregation=ppo.loss_aggregation, total_tokens=int(said.sum()),
-        total_samples=len(rows), max_tokens=longest_rollout(session.cfg)) * (said > 0)
+        total_samples=len(rows), max_tokens=episodes.longest_rollout(session.cfg)) * (said > 0)
     return task.UpdateGroup(rows, experience.sequences.spans[rows], lengths, weights, epoch, part)
 
 
@@ -357,7 +354,7 @@ def _on_device(session: Session, experience: records.Experience) -> records.Expe
         there["frozen_states"] = [None] * len(experience)
     if experience.ref_states and session.reference is not None:
         with session.reference.view(session.policy.lm) as view:
-            there["ref_head"] = HeadWeights.of(view).as_now()
+            there["ref_head"] = head.HeadWeights.of(view).as_now()
     return replace(experience, **there)
 
 
@@ -383,7 +380,7 @@ def replay(session: Session, experience: records.Experience, rows: torch.Tensor,
         kept = experience.frozen_states
         batch = replace(batch, frozen_states=known_states(kept, places, batch))
     remembers = kept is not None and batch.frozen_states is None
-    other = None if experience.ref_head is None else OtherHead(
+    other = None if experience.ref_head is None else head.OtherHead(
         to_device(torch.cat([experience.ref_states[i] for i in places]), session.backend.device),
         experience.ref_head)
     with layer_stack.inputs_at(split if remembers else None, session.policy.lm) as found:
