@@ -90,9 +90,8 @@ def _fields(kind: str, model: schema.ModelConfig) -> keys.Rules:
     for name, value in settings.items():
         key, takes = f"model.peft.{name}", _TYPES.get(fields.get(name, ""))
         yield name in FILLED_IN, key, "is filled in by ppocli; leave it out"
-        yield (name not in (*FILLED_IN, *fields), key,
-               f"unknown key: {_CLASSES[kind]} of PEFT has no such field"
-               + did_you_mean(name, fields))
+        yield (name not in (*FILLED_IN, *fields), key, "unknown key: "
+               f"{_CLASSES[kind]} of PEFT has no such field" + did_you_mean(name, fields))
         yield (takes and (not isinstance(value, takes)
                           or isinstance(value, bool) != (bool in takes)), key,
                f"{value!r} must be of the type {fields.get(name)}")

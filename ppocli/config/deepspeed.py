@@ -203,9 +203,8 @@ def _differences(theirs: Mapping[str, Any], own: Mapping[str, Any], prefix: str)
 
 def _merged(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """``theirs`` with what it leaves out from ``own``."""
-    return {**theirs, **{name: _merged(theirs[name], value)
-                         if isinstance(value, dict) and name in theirs else value
-                         for name, value in own.items()}}
+    return {**theirs, **{name: _merged(theirs[name], value) if isinstance(value, dict)
+                         and name in theirs else value for name, value in own.items()}}
 
 
 def _json(value: Any) -> str:

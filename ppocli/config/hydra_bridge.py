@@ -240,9 +240,8 @@ def _unparsed(error: OverrideParseException) -> ConfigError:
     lines = [line for line in error.message.splitlines()[1:] if "See https" not in line]
     detail = reason or (lines[0].strip() if lines else "")
     return ConfigError(f"{word!r} can't be read as key=value" + (f": {detail}" if detail else ""),
-                       where=COMMAND_LINE,
-                       fix="quote a value with special characters twice: "
-                           "'key=\"some (text), more\"'; a list is key=[a,b]")
+                       where=COMMAND_LINE, fix="quote a value with special characters twice: "
+                       "'key=\"some (text), more\"'; a list is key=[a,b]")
 
 
 def _general(chain: list[BaseException]) -> ConfigError:
@@ -256,8 +255,7 @@ def _general(chain: list[BaseException]) -> ConfigError:
     if match:
         return ConfigError(f"{match[1]} was given more than once", where=COMMAND_LINE,
                            fix=f"give one {match[1]}")
-    name = next((str(key) for cause in chain
-                 if (key := getattr(cause, "full_key", None))), None)
+    name = next((str(key) for cause in chain if (key := getattr(cause, "full_key", None))), None)
     lines = dict.fromkeys(first_line(cause) for cause in chain if str(cause))
     return ConfigError(": ".join(lines) or type(chain[0]).__name__, where=name,
                        fix="see the composed configuration: ppocli train --cfg job ...")

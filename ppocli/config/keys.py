@@ -153,7 +153,6 @@ def _leaves(schema: type, prefix: str) -> list[tuple[str, Key]]:
             hint = next(part for part in typing.get_args(hint) if part is not type(None))
         kind = {list: "list", dict: "mapping"}.get(typing.get_origin(hint), "scalar")
         item = typing.get_args(hint)[0] if kind == "list" else hint
-        default = (field.default_factory() if callable(field.default_factory)
-                   else field.default)
+        default = (field.default_factory() if callable(field.default_factory) else field.default)
         found.append((name, Key(name, kind, item, optional, default, field.metadata)))
     return found

@@ -64,9 +64,8 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
     for override in OverridesParser.create().parse_overrides(overrides):
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: several values, but this is a single run",
-                              where=COMMAND_LINE,
-                              fix="add -m to run each of them; a list is key=[a,b], a text with "
-                                  "commas key='\"a,b\"'")
+                              where=COMMAND_LINE, fix="add -m to run each of them; "
+                              "a list is key=[a,b], a text with commas key='\"a,b\"'")
     try:
         defaults = loader.compute_defaults_list(config_name(words), overrides, RunMode.RUN)
     except UnicodeError:
@@ -246,8 +245,7 @@ def _merge(node: DictConfig, entry: Entry) -> str | None:
         value = _each_converted(key, entry.value) if key.kind == "sweep" else entry.value
         OmegaConf.update(node, entry.key, value, merge=True)
     except OmegaConfBaseException:
-        several = (f" (to try several values: -m {entry.key}="
-                   f"{','.join(map(str, entry.value))})"
+        several = (f" (to try several values: -m {entry.key}={','.join(map(str, entry.value))})"
                    if key.kind == "scalar" and isinstance(entry.value, list) else "")
         at_evaluation = entry.key.replace("generation.", "generation.eval.", 1)
         if several and keys.schema_keys().get(at_evaluation, key).kind == "sweep":

@@ -310,11 +310,10 @@ def _generation(config: schema.TrainConfig) -> Rules:
            "eval.ref_responses, model.reference.kind",
            "there is no reference whose responses could be shown")
     yield ("" in train.stop_sequences, "generation.stop_sequences", "must not hold an empty text")
-    yield (train.ignore_eos and config.reward.missing_eos_penalty
-           and not train.stop_sequences and not train.stop_token_ids,
-           "generation.ignore_eos, reward.missing_eos_penalty",
-           "no response could end, and each would get the penalty: leave one of them out, or say "
-           "what ends a response with generation.stop_sequences or stop_token_ids")
+    yield (train.ignore_eos and config.reward.missing_eos_penalty and not train.stop_sequences
+           and not train.stop_token_ids, "generation.ignore_eos, reward.missing_eos_penalty",
+           "no response could end, and each would get the penalty: leave one of them out, "
+           "or say what ends a response with generation.stop_sequences or stop_token_ids")
 
 
 def _why_not(metadata: Mapping[str, Any], item: Any) -> str:
@@ -331,9 +330,8 @@ def _bf16_weights(config: schema.TrainConfig) -> Rules:
            "weights in bf16 are computed with in bf16: set hardware.precision=bf16")
     yield (halves and hardware.zero_stage > 0, "hardware.weights, hardware.zero_stage",
            "DeepSpeed makes its own copies of fp32 weights: leave hardware.weights out, or ZeRO")
-    yield (halves and bool(config.model.peft), "hardware.weights, model.peft",
-           "an adapter trains in fp32, and the type of its base is model.dtype: leave "
-           "hardware.weights out")
+    yield (halves and bool(config.model.peft), "hardware.weights, model.peft", "an adapter trains "
+           "in fp32, and the type of its base is model.dtype: leave hardware.weights out")
     yield (halves and "adamw_8bit" in [one.name for one in algorithm.optimizers_of(
         tasks.updates_of(config))],
            "hardware.weights, ppo.optimizer.name",
@@ -344,8 +342,7 @@ def _hardware(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     yield from _bf16_weights(config)
     hardware, stage, nodes = config.hardware, config.hardware.zero_stage, config.hardware.num_nodes
     for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
-        yield (getattr(hardware, name) and stage < lowest,
-               f"hardware.{name}, hardware.zero_stage",
+        yield (getattr(hardware, name) and stage < lowest, f"hardware.{name}, hardware.zero_stage",
                f"{name} needs zero_stage {lowest} or more, not {stage}")
     yield (not hardware.gather_for_generation and stage < 3,
            "hardware.gather_for_generation, hardware.zero_stage",
@@ -357,9 +354,8 @@ def _hardware(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
            "model.reference.shard, model.reference.device",
            "a reference on a device of its own is whole there: set one of the two")
     yield (shard is False and stage == 3 and schema.reference_kind(config.model) == "shared",
-           "model.reference.shard, model.reference.kind",
-           "a reference that shares the policy's layers is in parts as they are: leave shard open "
-           "or set kind=copy")
+           "model.reference.shard, model.reference.kind", "a reference that shares the policy's "
+           "layers is in parts as they are: leave shard open or set kind=copy")
     yield (hardware.deepspeed_config is not None and stage == 0,
            "hardware.deepspeed_config, hardware.zero_stage",
            "DeepSpeed is used with zero_stage 1 to 3 only")

@@ -194,8 +194,7 @@ class PPOConfig:
                                      "it is another one (1: the sum of what was rewarded)", ge=0,
                                      le=1)
     lam_alpha: Optional[float] = key(None, "gae: make the policy's lambda 1 - 1 / (lam_alpha * "
-                                     "tokens of the response), such as 0.05, in place of lam",
-                                     gt=0)
+                                     "tokens of the response), such as 0.05, in place of lam", gt=0)
     advantage: str = key("gae", "advantage estimator; only gae has a value model",
                          choices=tuple(ESTIMATORS))
     policy_loss: str = key("clip", "how far from the sampling policy counts: ratios clipped by "
@@ -212,8 +211,7 @@ class PPOConfig:
                                          "seq-mean-token-sum", "seq-mean-token-sum-norm"))
     init_kl_coef: float = key(0.05, "coefficient of the KL to the reference", ge=0)
     kl_in: Optional[str] = key(None, "charge the KL in the reward, or as a term of the loss "
-                               "(default: loss with grpo, else reward)",
-                               choices=("reward", "loss"))
+                               "(default: loss with grpo, else reward)", choices=("reward", "loss"))
     kl_estimator: Optional[str] = key(None, "per-token KL estimate, or the 'full' KL over the "
                                       "vocabulary (default: k1 in the reward; in the loss k3+, "
                                       "without a critic k3)",
@@ -238,9 +236,8 @@ class PPOConfig:
         None, "explained variance of a rollout's returns, measured before it is learnt from, that "
         "ends value_pretrain_steps early (null: never)", lt=1)
     logprobs_from: str = key("auto", "old logprobs and values of the trained policy: from the "
-                             "decoding pass, or from a forward pass (auto: decode in fp32, forward "
-                             "in bf16)",
-                             choices=("auto", "decode", "forward"))
+                             "decoding pass, or from a forward pass (auto: decode in fp32, "
+                             "forward in bf16)", choices=("auto", "decode", "forward"))
     old_logprobs: str = key("trainer", "the policy that ratios compare with: the trained one at "
                             "the start of a step's updates, or the one that sampled, by the "
                             "logprobs that it said itself", choices=("trainer", "sampler"))

@@ -35,8 +35,7 @@ def looks_secret(name: str) -> bool:
     """
     if name in schema_keys():
         return False
-    return any(_SECRET_NAME.search(part) or _SECRET_CAMEL.search(part)
-               for part in name.split("."))
+    return any(_SECRET_NAME.search(part) or _SECRET_CAMEL.search(part) for part in name.split("."))
 
 
 def why_no_url(url: object) -> str:

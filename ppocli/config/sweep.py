@@ -69,9 +69,8 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
     """
     if words.value("resume") not in (None, "auto", "never"):
         raise ConfigError("resume=FOLDER goes on with one run and can't be swept",
-                          where=COMMAND_LINE,
-                          fix="to go on with a sweep: the same words, hydra.sweep.dir=FOLDER "
-                              "resume=auto")
+                          where=COMMAND_LINE, fix="to go on with a sweep: the same words, "
+                          "hydra.sweep.dir=FOLDER resume=auto")
     # untyped, so that a job with a wrong value is that job's failure and not the sweep's
     untyped = OmegaConf.create(OmegaConf.to_container(schema_node()))
     with hydra_bridge.hydra_for(words, cast(DictConfig, untyped)):

@@ -80,9 +80,8 @@ def task_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Ru
             yield (len(keys.several(values)) > 1, f"generation.eval.{name}",
                    f"{values} are several values, which ppocli train alone compares: give one")
         metric, known = config.checkpoint.metric, _METRICS[task]
-        yield (metric not in known, "checkpoint.metric",
-               f"{metric} must be {' or '.join(known)} with task.fn={task}"
-               + did_you_mean(metric, known))
+        yield (metric not in known, "checkpoint.metric", f"{metric} must be {' or '.join(known)} "
+               f"with task.fn={task}" + did_you_mean(metric, known))
 
 
 def _strangers(config: schema.TrainConfig, task: str) -> keys.Rules:
@@ -104,9 +103,8 @@ def _data(config: schema.TrainConfig, task: str, handed_in: frozenset[str]) -> k
            f"{updates.num_updates} updates contradict each other: give one of them")
     yield (val_share(data) is not None and not 0 < (val_share(data) or 0) < 1, "data.val",
            f"{data.val} must be a path, or a share between 0 and 1")
-    yield (data.val is not None and data.val == data.path, "data.val, data.path",
-           "evaluations would be made on the training data itself: use data.val=0.05, or another "
-           "source")
+    yield (data.val is not None and data.val == data.path, "data.val, data.path", "evaluations "
+           "would be made on the training data itself: use data.val=0.05, or another source")
     yield (data.template is not None and "{" not in data.template, "data.template",
            f"{data.template!r} has no placeholder such as {{prompt}}")
     size, limit = updates.micro_batch_size, updates.mini_batch_size

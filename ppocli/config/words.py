@@ -244,9 +244,8 @@ def read_setting(word: str) -> Setting:
     """
     match = _SETTING.fullmatch(word)
     if match is None or (match[3] is None and match[1] != "~"):
-        raise ConfigError(f"{word!r} is not a setting", where=COMMAND_LINE,
-                          fix="write key=value, e.g. ppo.total_episodes=2000; a recipe is "
-                              "+recipe=quickstart")
+        raise ConfigError(f"{word!r} is not a setting", where=COMMAND_LINE, fix="write key=value, "
+                          "e.g. ppo.total_episodes=2000; a recipe is +recipe=quickstart")
     prefix, key, value = match.groups()
     if value is None or key == "resume":
         return Setting(prefix, key, value)

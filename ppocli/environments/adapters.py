@@ -123,9 +123,8 @@ class OpenRLHFPlay:
 
     async def step(self, response: str) -> Step:
         """One turn."""
-        said = await self.own.step({
-            "observation_text": self._text, "action_text": response, "label": self._label,
-            "sampling_params": None})
+        said = await self.own.step({"observation_text": self._text, "action_text": response,
+                                    "label": self._label, "sampling_params": None})
         feedback = said.get("environment_feedback") or ""
         self._text += response + feedback
         return Step(observation=feedback or None, reward=float(said["rewards"]),

@@ -106,9 +106,8 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
     deterministic = bool(getattr(cls, "deterministic", True))
     if wrap is not None:
         return EnvironmentClass(located.label, located.file, lambda: wrap(make()), None, False,
-                                inspect.iscoroutinefunction(step),
-                                deterministic, adapters.tools_of(cls) if cfg.adapter == "trl"
-                                else ())
+                                inspect.iscoroutinefunction(step), deterministic,
+                                adapters.tools_of(cls) if cfg.adapter == "trl" else ())
     return EnvironmentClass(located.label, located.file, make, _reset_names(cls, located, columns),
                             "rng" in inspect.signature(step).parameters,
                             inspect.iscoroutinefunction(step), deterministic)

@@ -110,9 +110,8 @@ def layout_of(cfg: schema.TrainConfig, *, tokens: int, ranks: int, ranks_on_host
     chunk = ppo.chunk_size or min(ppo.num_rollouts, 128)
     most = max(ppo.num_rollouts, evaluation.limit * evaluation.repeat)
     decoded = min(chunk, -(-most // ranks))
-    return Layout(ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda, rows=rows,
-                  decoded=decoded, scored=min(pass_, decoded),
-                  accumulates=rows < share)
+    return Layout(ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda, rows=rows, decoded=decoded,
+                  scored=min(pass_, decoded), accumulates=rows < share)
 
 
 def lines_of(cfg: schema.TrainConfig, parts: Iterable[Part], layout: Layout, heads: int,
@@ -215,12 +214,10 @@ def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, stage: 
         gradients = sizes.get("gradients", 0)
         largest = 4 * max(p.largest for p in parts)
         update += max(passing, gradients + largest) - passing - gradients
-    host = layout.ranks_on_host * max(
-        sum(line.host for line in lines if line.phases != "update"),
-        sum(line.host for line in lines if "update" in line.phases))
+    host = layout.ranks_on_host * max(sum(line.host for line in lines if line.phases != "update"),
+                                      sum(line.host for line in lines if "update" in line.phases))
     sums = Sums(generate, score, update, save, host, _loading(parts, layout, stage))
-    return sums if layout.cuda else replace(
-        sums, host=host + layout.ranks_on_host * sums.device)
+    return sums if layout.cuda else replace(sums, host=host + layout.ranks_on_host * sums.device)
 
 
 def _loading(parts: Iterable[Part], layout: Layout, stage: int) -> int:

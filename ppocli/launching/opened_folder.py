@@ -171,8 +171,7 @@ def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) ->
         # arguments of the reward that is replaced are not for the function that replaces it
         own = config.reward.fn in (None, PYTHON_OBJECT) and not config.reward.fns
         noted |= {"reward.fns": {}, "reward.kwargs": config.reward.kwargs if own else {}}
-    noted |= {key.replace(".path", ".items"): None for key in noted
-              if key.startswith("prompts.")}
+    noted |= {key.replace(".path", ".items"): None for key in noted if key.startswith("prompts.")}
     return resolved.with_values(config, noted)
 
 
@@ -269,16 +268,14 @@ def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
 def _ask_for_objects(config: schema.TrainConfig, objects: PythonObjects | None, run_dir: Path
                      ) -> None:
     missing = [name for name, key in _OBJECT_KEYS.items()
-               if attrgetter(key)(config) == PYTHON_OBJECT
-               and getattr(objects, name, None) is None]
+               if attrgetter(key)(config) == PYTHON_OBJECT and getattr(objects, name, None) is None]
     if missing:
         call = {"sft": "sft", "reward_model": "train_reward_model"}.get(
             tasks.task_name(config), "train")
-        raise CheckpointError(
-            f"this run was started from Python with {', '.join(missing)}, which can't be read "
-            "from its folder", where=str(run_dir),
-            fix=f"resume it from Python: ppocli.{call}([\"resume={run_dir}\"], "
-                + ", ".join(f"{name}=..." for name in missing) + ")")
+        raise CheckpointError(f"this run was started from Python with {', '.join(missing)}, "
+                              "which can't be read from its folder", where=str(run_dir),
+                              fix=f"resume it from Python: ppocli.{call}([\"resume={run_dir}\"], "
+                              + ", ".join(f"{name}=..." for name in missing) + ")")
 
 
 def check_inputs(cfg: schema.TrainConfig) -> None:

@@ -209,9 +209,8 @@ def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> 
     planned = tasks.planned_samples(cfg, environment.examples_of(folder.path))
     try:
         # steps may have been of another size before
-        complete = (summary.get("status") == "finished"
-                    and steps >= max(1, cfg.ppo.num_steps or 0) and planned is not None
-                    and whole(summary, "episodes") >= planned)
+        complete = (summary.get("status") == "finished" and steps >= max(1, cfg.ppo.num_steps or 0)
+                    and planned is not None and whole(summary, "episodes") >= planned)
         model_files.check_folder(folder.model, key="model", adapters=True)
     except InputError:
         return None

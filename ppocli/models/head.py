@@ -242,8 +242,7 @@ def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tens
         found, grad_entropy = entropy
         p = log_p.exp()
         pull = kl and kl[0].neg_().add_(log_p).sub_(kl[1][:, None]).mul_(kl[2][:, None])
-        grad = log_p.add_(found[:, None]).mul_(-grad_entropy[:, None]).sub_(
-            grad_logprob[:, None])
+        grad = log_p.add_(found[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprob[:, None])
         grad = (grad if pull is None else grad.add_(pull)).mul_(p)
     return grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
 

@@ -10,14 +10,13 @@ import torch
 
 from ppocli.storage.environment import check_parts
 
-_PARTS = (
-    "transformers:AttentionInterface.register", "transformers:AttentionMaskInterface.register",
-    "transformers.masking_utils:sdpa_mask",
-    "transformers.integrations.sdpa_attention:sdpa_attention_forward",
-    "transformers:PreTrainedModel.set_attn_implementation",
-    "transformers:DynamicCache.batch_select_indices", "transformers.cache_utils:DynamicLayer",
-    "transformers.pytorch_utils:Conv1D", "transformers.activations:NewGELUActivation",
-    "transformers.activations:FastGELUActivation")
+_PARTS = ("transformers:AttentionInterface.register",
+          "transformers:AttentionMaskInterface.register", "transformers.masking_utils:sdpa_mask",
+          "transformers.integrations.sdpa_attention:sdpa_attention_forward",
+          "transformers:PreTrainedModel.set_attn_implementation",
+          "transformers:DynamicCache.batch_select_indices", "transformers.cache_utils:DynamicLayer",
+          "transformers.pytorch_utils:Conv1D", "transformers.activations:NewGELUActivation",
+          "transformers.activations:FastGELUActivation")
 
 
 @cache

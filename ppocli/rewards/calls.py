@@ -141,8 +141,7 @@ def read_scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> 
     Raises:
         RewardError: wrong count, type, shape or a number that float32 can't hold.
     """
-    per_step = request.steps is not None and (
-        isinstance(returned, StepScores) or bound.takes_steps)
+    per_step = request.steps is not None and (isinstance(returned, StepScores) or bound.takes_steps)
     expected = EXPECTED_PER_STEP if per_step else EXPECTED
     returned = styles.scores_in(
         returned, bound.style, request,
@@ -184,8 +183,7 @@ def _on_tokens(score: list[float], request: RewardRequest, index: int) -> list[f
     return tokens
 
 
-def read_step_ends(bound: BoundCallable, request: RewardRequest, returned: Any
-                   ) -> list[list[int]]:
+def read_step_ends(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[list[int]]:
     """Where the steps of each response end, in characters, of what ``reward.step_fn`` returned.
 
     Raises:

@@ -171,9 +171,8 @@ def encode_request(request: RewardRequest, part: slice) -> bytes:
             plain[name] = [_plain(value) for value in values[part]]
         except WireError as problem:
             raise RewardError(f"Prompt column {name!r} holds {problem}, which can't be sent.",
-                              where="prompts.columns",
-                              fix="name the columns that the reward needs: prompts.columns=[a,b]"
-                              ) from None
+                              where="prompts.columns", fix="name the columns that the reward "
+                              "needs: prompts.columns=[a,b]") from None
     # escaped, so that halves of a character that a response was cut in survive
     known: dict[str, Any] = {
         "ended": request.ended and list(request.ended[part]), "messages": request.messages[part],

@@ -67,10 +67,9 @@ class BoundCallable:
         except BaseException as error:
             if not guard.is_its_own(error):
                 raise
-            raise RewardError(
-                f"Building {self.label} with {dict(self.init_kwargs)} failed: {error_line(error)}",
-                where=raised_at(error, located.file), fix=f"see {kwargs_key(located.key)}",
-            ) from error
+            raise RewardError(f"Building {self.label} with {dict(self.init_kwargs)} failed: "
+                              f"{error_line(error)}", where=raised_at(error, located.file),
+                              fix=f"see {kwargs_key(located.key)}") from error
         if isinstance(told := getattr(call, "told_as", None), str):  # better known than its class
             located = replace(located, spec=told, file=None, line=None)
         return type(self)(located, call, _parameters(call, located), style=self.style)
@@ -251,15 +250,13 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
             # what a recipe or a group has set stays where another function is named
             drop = "; or, where a recipe brought it, take the recipe's reward out: reward=null " \
                 + pasted(f"reward.fn={located.spec}") if located.key == "reward.fn" else ""
-            raise RewardError(
-                f"{located.label} has no argument {name!r}. {near}".rstrip(),
-                where=f"{key}.{name}", fix=f"it takes: {listed}{drop}")
+            raise RewardError(f"{located.label} has no argument {name!r}. {near}".rstrip(),
+                              where=f"{key}.{name}", fix=f"it takes: {listed}{drop}")
     required = [p.name for p in parameters if p.kind in _KEYWORD
                 and p.default is Parameter.empty and p.name not in kwargs]
     if complete and required:
         raise RewardError(f"{located.label} can't be built without {required[0]!r}.",
-                          where=f"{located.key}={located.spec}",
-                          fix=f"{key}.{required[0]}=...")
+                          where=f"{located.key}={located.spec}", fix=f"{key}.{required[0]}=...")
 
 
 BUILTIN_REWARDS: Mapping[str, str] = {

@@ -117,10 +117,9 @@ def _extra_info(request: RewardRequest) -> list[dict[str, Any]]:
 def _trainer_state(request: RewardRequest) -> SimpleNamespace:
     """What transformers' TrainerState tells of progress; to load that takes two seconds."""
     step, total, epoch = request.progress
-    return SimpleNamespace(
-        global_step=int(step), max_steps=int(total), epoch=epoch, log_history=[],
-        num_train_epochs=math.ceil(epoch * total / max(step, 1)), is_world_process_zero=True,
-        is_local_process_zero=True)
+    return SimpleNamespace(global_step=int(step), max_steps=int(total), epoch=epoch, log_history=[],
+                           num_train_epochs=math.ceil(epoch * total / max(step, 1)),
+                           is_world_process_zero=True, is_local_process_zero=True)
 
 
 def _tokenizer(request: RewardRequest, style: str) -> Any:

@@ -95,8 +95,7 @@ class LiveRows:
         if width != widest or self.attention is not None or others.attention is not None:
             self.attention = torch.cat([_padded_mask(one, most + 1) for one in (self, others)])
         transformers_internals.append_rows(self.cache, others.cache, most)
-        self.padding, others.padding = (self.padding + most - width,
-                                        others.padding + most - widest)
+        self.padding, others.padding = (self.padding + most - width, others.padding + most - widest)
         for name in ("rows", "at", "inputs", "positions", "done", "padding"):
             setattr(self, name, torch.cat([getattr(self, name), getattr(others, name)]))
         self.youngest = min(self.youngest, others.youngest)
@@ -212,8 +211,7 @@ class Stepped(Drawn):
 
 @torch.no_grad()
 def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
-                    uniform: Any, *, limits: Any, at_once: int, chunk: int
-                    ) -> Iterator[Generation]:
+                    uniform: Any, *, limits: Any, at_once: int, chunk: int) -> Iterator[Generation]:
     """As :func:`ppocli.sampling.decoding.decode`, by our own loop.
 
     Rows that have ended are dropped, and the next prompts take their places where the model can do

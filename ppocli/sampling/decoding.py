@@ -104,9 +104,8 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
     if kind is None:
         return loaded
     base = identify(loaded.lm, cfg.path, cfg.revision)
-    config = peft_config(kind, settings, pair=trunk.has_encoder(loaded.lm),
-                         revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path,
-                         scores=scores)
+    config = peft_config(kind, settings, pair=trunk.has_encoder(loaded.lm), revision=cfg.revision,
+                         tokenizer=loaded.lm.config.name_or_path, scores=scores)
     check_steps(loaded.lm, virtual=kind != "lora")
     return replace(loaded, adapter=Adapter(attach(loaded.lm, config, seed=seed), base))
 

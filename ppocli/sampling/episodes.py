@@ -220,8 +220,7 @@ def samples_of(games: Sequence[Game]) -> Samples:
         padded([game.ids[:game.actions[-1] + 1] for game in games], torch.long, longest), lengths,
         padded([game.actions for game in games], torch.long, width),
         torch.arange(width)[None, :] < count[:, None])
-    return Samples(
-        sequences, padded([game.logprobs for game in games], torch.float32, width),
-        padded([game.values for game in games], torch.float32, width),
-        torch.tensor([game.ended == DONE and game.finished for game in games]),
-        episodes=[game.record() for game in games])
+    return Samples(sequences, padded([game.logprobs for game in games], torch.float32, width),
+                   padded([game.values for game in games], torch.float32, width),
+                   torch.tensor([game.ended == DONE and game.finished for game in games]),
+                   episodes=[game.record() for game in games])

@@ -120,10 +120,9 @@ def check_lengths(lm: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec)
         if limit is not None and taken > limit:
             which = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
             tokens = f"{len(ids)} token{'s' if len(ids) > 1 else ''}"
-            raise ConfigError(
-                f"{which} has {tokens}; with {spec.max_new_tokens} new ones they exceed the "
-                f"model's {limit} positions.",
-                fix="shorten the prompt or lower max_new_tokens")
+            raise ConfigError(f"{which} has {tokens}; with {spec.max_new_tokens} new ones they "
+                              f"exceed the model's {limit} positions.",
+                              fix="shorten the prompt or lower max_new_tokens")
 
 
 def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec, *,

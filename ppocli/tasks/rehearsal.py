@@ -111,10 +111,9 @@ def _data(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag)
     terms = _gradient(task, plan, group, "check the model's weights, or use "
                       "hardware.precision=fp32")
     clock.mark("optimize")
-    return DataRehearsal(
-        **_loaded(backend, task.trained.module), examples=task.examples or 0,
-        rows=len(group.rows), tokens=int(group.tokens.sum()), terms=terms,
-        seconds=dict(clock.seconds), peak_memory_mib=backend.peak_memory_mib())
+    return DataRehearsal(**_loaded(backend, task.trained.module), examples=task.examples or 0,
+                         rows=len(group.rows), tokens=int(group.tokens.sum()), terms=terms,
+                         seconds=dict(clock.seconds), peak_memory_mib=backend.peak_memory_mib())
 
 
 def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> PPORehearsal:

@@ -195,8 +195,7 @@ def _dump(run: Run, batch: Any, plan: Plan, step: int) -> str | None:
     if not run.task.backend.ranks.first:
         return str(target)
     try:
-        atomic.publish_folder(lambda folder: run.task.write_dump(folder, batch, plan, step),
-                              target)
+        atomic.publish_folder(lambda folder: run.task.write_dump(folder, batch, plan, step), target)
     except DiskError as error:
         log.error("%s", error)
         return None
@@ -342,8 +341,7 @@ def _tidy(run: Run, saved: TrainState) -> None:
             log.warning("%s was gone; it is written again as it was", path)
     folder, cfg = run.folder.checkpoints, run.task.cfg.checkpoint
     for complaint in [*retention.prune(folder, cfg.keep_last, kept_best(cfg, saved),
-                                        run.task.kept_step(saved)),
-                      *point_to(folder, cfg, saved)]:
+                                       run.task.kept_step(saved)), *point_to(folder, cfg, saved)]:
         log.warning(complaint)
 
 

@@ -95,8 +95,7 @@ def follow_scheduler(optimizer: torch.optim.Optimizer, given: torch.optim.lr_sch
             start * first["lr"] / (first["initial_lr"] or 1.0)
 
 
-def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str
-           ) -> dict[str, Any]:
+def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str) -> dict[str, Any]:
     group: dict[str, Any] = {"params": parameters, "lr": cfg.lr, "base_lr": cfg.lr, "role": role,
                              "weight_decay": cfg.weight_decay}
     if cfg.name == "sgd":

@@ -80,10 +80,9 @@ def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     groups, keys = key.shape[1], key.shape[2]
     share = heads // groups
     flat = query.reshape(rows * groups, share * queries, depth)
-    scores = torch.baddbmm(
-        _bias(mask, causal, query, groups, share, keys), flat,
-        key.reshape(rows * groups, keys, depth).transpose(1, 2),
-        alpha=depth**-0.5 if scaling is None else scaling)
+    scores = torch.baddbmm(_bias(mask, causal, query, groups, share, keys), flat,
+                           key.reshape(rows * groups, keys, depth).transpose(1, 2),
+                           alpha=depth**-0.5 if scaling is None else scaling)
     weights = torch.softmax(scores, -1)
     out = torch.bmm(weights, value.reshape(rows * groups, keys, value.shape[3]).to(weights.dtype))
     return out.view(rows, heads, queries, -1).transpose(1, 2)

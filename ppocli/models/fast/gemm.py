@@ -82,8 +82,7 @@ class _Routed(nn.Module):
         if (x.dtype != torch.float32 or self.weight.dtype != torch.float32 or not x.numel()
                 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")):
             return super().forward(x)
-        return _over_rows(
-            lambda rows: _OneDnnLinear.apply(rows, self.rows(), self.bias), x)
+        return _over_rows(lambda rows: _OneDnnLinear.apply(rows, self.rows(), self.bias), x)
 
 
 def _over_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -95,8 +94,7 @@ def _over_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
 def _routed_kind(plain: Any) -> Any:
     """The layers through oneDNN for ``nn.Linear``, or for GPT-2's ``Conv1D``, whose weight is
     stored transposed."""
-    return type(f"Routed{plain.__name__}", (_Routed, plain),
-                {"transposed": plain is not nn.Linear})
+    return type(f"Routed{plain.__name__}", (_Routed, plain), {"transposed": plain is not nn.Linear})
 
 
 def route_linears(module: nn.Module) -> None:

@@ -96,9 +96,8 @@ def peft_config(kind: str, settings: Mapping[str, Any], *, pair: bool, revision:
         task = "SEQ_2_SEQ_LM" if pair else "SEQ_CLS" if scores else "CAUSAL_LM"
         return classes[kind](task_type=task, revision=revision, **given)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"PEFT refuses the adapter: {error}", where="model.peft",
-                          fix="see the fields of its configuration in PEFT's documentation"
-                          ) from error
+        raise ConfigError(f"PEFT refuses the adapter: {error}", where="model.peft", fix="see the "
+                          "fields of its configuration in PEFT's documentation") from error
 
 
 def attach(lm: Any, config: Any, *, seed: int) -> Any:

@@ -86,6 +86,5 @@ def _remove_abandoned() -> None:
 
 
 def _refused(folder: str | None, error: OSError) -> DiskError:
-    return DiskError(f"Weights for servers can't be written: {error}.",
-                     where="rollout.weights_dir",
+    return DiskError(f"Weights for servers can't be written: {error}.", where="rollout.weights_dir",
                      fix=f"make room in {folder or tempfile.gettempdir()}, or name another folder")

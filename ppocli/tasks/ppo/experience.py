@@ -120,9 +120,8 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     scores, dense = shaped_scores(rollout, state, cfg)
     # a KL that is rounding alone isn't charged: whitening, and Adam, would make a signal of it
     apart = not bool((rollout.k1[keep].abs() <= kl.ROUNDING).all())  # NaN is no rounding
-    rewards = token_rewards(scores[keep], rollout.kl[keep], mask,
-                            kl_coef=state.kl_coef if in_reward and apart else 0.0,
-                            dense=None if dense is None else dense[keep])
+    rewards = token_rewards(scores[keep], rollout.kl[keep], mask, kl_coef=state.kl_coef if in_reward
+                            and apart else 0.0, dense=None if dense is None else dense[keep])
     if ppo.whiten_rewards:
         rewards = shaping.whiten(rewards, mask, center=False)
     values = rollout.values[keep] if algorithm.estimator_of(ppo).needs_critic else None

@@ -227,11 +227,10 @@ def scored(session: Session, chunks: Sequence[Chunk], first: int, stop: StopFlag
         RewardError: the scores are wrong in number, kind or value.
     """
     ranks = session.backend.ranks
-    request = RewardRequest(
-        prompts=[text for one in chunks for text in one.prompts.texts],
-        responses=[text for one in chunks for text in one.responses],
-        response_ids=[ids for one in chunks for ids in one.mine.action_ids],
-        columns={}, tokenizer=session.tokenizer)
+    request = RewardRequest(prompts=[text for one in chunks for text in one.prompts.texts],
+                            responses=[text for one in chunks for text in one.responses],
+                            response_ids=[ids for one in chunks for ids in one.mine.action_ids],
+                            columns={}, tokenizer=session.tokenizer)
     # there may be fewer samples than ranks
     scores: Any = ranks.all_do(
         lambda: session.reward.score(request) if request.prompts else None, "scores")
@@ -306,10 +305,9 @@ def for_call(session: Session, generation: GenerationConfig, ends: Sequence[int]
     if chunk is not None and chunk < 1:
         raise ConfigError(f"batch_size is {chunk}.", where="batch_size", fix="give 1 or more")
     cfg, (spec, _) = session.cfg, sampling_specs(generation, session.tokenizer, session.loaded)
-    return replace(
-        session, sampling=spec if ends is None else replace(spec, stop_ids=tuple(ends)),
-        cfg=replace(cfg, generation=generation,
-                    ppo=replace(cfg.ppo, chunk_size=chunk or cfg.ppo.chunk_size)))
+    return replace(session, sampling=spec if ends is None else replace(spec, stop_ids=tuple(ends)),
+                   cfg=replace(cfg, generation=generation,
+                               ppo=replace(cfg.ppo, chunk_size=chunk or cfg.ppo.chunk_size)))
 
 
 def reference_responses(session: Session, prompts: PromptBatch, stop: StopFlag) -> list[list[int]]:

@@ -146,8 +146,7 @@ def _some_metrics(metrics: dict[str, list[T]], rows: slice) -> dict[str, list[T]
     return {name: values[rows] for name, values in metrics.items()}
 
 
-def begin(work: Callable[[], T], device: torch.device, poll: Callable[[], None]
-          ) -> Callable[[], T]:
+def begin(work: Callable[[], T], device: torch.device, poll: Callable[[], None]) -> Callable[[], T]:
     """Start ``work`` in a thread; the function returned waits for it.
 
     Nothing in it may talk to other ranks: collectives belong to the main thread. The thread is a

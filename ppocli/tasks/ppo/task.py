@@ -139,14 +139,13 @@ class PPOTask(task.Task):
             told = said * group.weights[samples].sign() * atoms.imitated[which]
             shares = atoms.imitated[rows] * weights.sign() / told.sum().clamp(min=1)
             imitated = to_device(shares.repeat_interleave(mask.sum(1)), device)
-        found = ppo_loss(
-            loss_options(self.cfg.ppo, atoms), logprobs=out.logprobs,
-            values=out.values, entropy=out.entropy, old_logprobs=flat(atoms.logprobs),
-            advantages=flat(atoms.advantages), old_values=flat(atoms.values),
-            returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
-            weights=to_device(term_weights, device), importance=flat(atoms.importance),
-            total_tokens=int(said.sum()), lengths=to_device(mask.sum(1), device),
-            imitated=imitated, full_kl=out.kl)
+        found = ppo_loss(loss_options(self.cfg.ppo, atoms), logprobs=out.logprobs,
+                         values=out.values, entropy=out.entropy, old_logprobs=flat(atoms.logprobs),
+                         advantages=flat(atoms.advantages), old_values=flat(atoms.values),
+                         returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
+                         weights=to_device(term_weights, device), importance=flat(atoms.importance),
+                         total_tokens=int(said.sum()), lengths=to_device(mask.sum(1), device),
+                         imitated=imitated, full_kl=out.kl)
         return task.LossTerms(found.total, self._terms(
             **{f.name: getattr(found, f.name) for f in fields(found)}), tokens)
 
@@ -228,8 +227,7 @@ class PPOTask(task.Task):
         session, reference = self.session, self.session.reference_digest()
         return {"prompts": session.prompts.digest(),
                 "evaluation prompts": session.eval_prompts.digest(),
-                **({} if session.examples is None else {
-                    "ppo.ptx.data": session.examples.digest()}),
+                **({} if session.examples is None else {"ppo.ptx.data": session.examples.digest()}),
                 **({} if reference is None else {"reference model": reference})}
 
     def judged_by(self) -> str:
@@ -240,8 +238,7 @@ class PPOTask(task.Task):
         for name, early in (("style", "ppocli"), ("step_separator", None), ("step_fn", None)):
             if reward[name] == early:  # as before there were others
                 del reward[name]
-        judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric,
-                 cfg.prompts.eval.repeat]
+        judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric, cfg.prompts.eval.repeat]
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
 
     def modules(self) -> dict[str, torch.nn.Module]:
