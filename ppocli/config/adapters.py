@@ -66,8 +66,7 @@ def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
                f"{model.quantization} weights can't be trained: train an adapter on them, e.g. "
                "model.peft.type=lora")
         return
-    kind = adapter_kind(model)
-    if kind is None or importlib.util.find_spec("peft") is None:
+    if (kind := adapter_kind(model)) is None or importlib.util.find_spec("peft") is None:
         key, given = _type(model)
         yield (not given, "model.peft", "type is missing; it must be given: model.peft.type=lora "
                "(or prefix, prompt)")

@@ -185,8 +185,7 @@ def _entries(words: Words, run: Path | None) -> list[layers.Entry]:
 
 def _resumed_run(words: Words) -> Path | None:
     """The run folder of ``resume=FOLDER``; None for the other values of that key."""
-    given = words.value("resume")
-    if given in (None, "auto", "never"):
+    if (given := words.value("resume")) in (None, "auto", "never"):
         if words.flag(TRUST) is not None:
             raise ConfigError(f"{TRUST} is about the configuration of a run, and these words name "
                               "none.", where=COMMAND_LINE,

@@ -90,8 +90,7 @@ def deepspeed_config(cfg: schema.TrainConfig, world: int | None = None) -> dict[
         ConfigError: the file can't be read, or all that contradicts the settings in it.
     """
     own = _own(cfg, world or cfg.hardware.num_processes * cfg.hardware.num_nodes)
-    file = cfg.hardware.deepspeed_config
-    if file is None:
+    if (file := cfg.hardware.deepspeed_config) is None:
         return _merged(_DEFAULTS, own)
     theirs = _without_auto(_read(Path(file)))
     found = list(dict.fromkeys([*_unknown(theirs), *_unusable(theirs, cfg),

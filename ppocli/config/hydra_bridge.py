@@ -88,8 +88,7 @@ class PpocliSearchPath(SearchPathPlugin):
             search_path.append("config-dir", f"recipes://{folder}")
             if (folder / "recipes").is_dir():
                 search_path.append("config-dir", f"recipes://{folder / 'recipes'}")
-        own = Path.cwd() / "recipes"
-        if own.is_dir():
+        if (own := Path.cwd() / "recipes").is_dir():
             search_path.append("current-folder", f"recipes://{own}")
         search_path.append("ppocli", f"recipes://{shipped('recipes')}")
 
@@ -246,13 +245,11 @@ def _unparsed(error: OverrideParseException) -> ConfigError:
 
 def _general(chain: list[BaseException]) -> ConfigError:
     text = str(chain[0])
-    match = re.search(r"Could not override '([^'@]+)", text)
-    if match:
+    if match := re.search(r"Could not override '([^'@]+)", text):
         return ConfigError(f"there is no config group {match[1]}"
                            + did_you_mean(match[1], [*config_groups(), "recipe"]),
                            fix="config groups: " + ", ".join(config_groups()))
-    match = re.search(r"Multiple values for ([\w/]+)", text)
-    if match:
+    if match := re.search(r"Multiple values for ([\w/]+)", text):
         return ConfigError(f"{match[1]} was given more than once", where=COMMAND_LINE,
                            fix=f"give one {match[1]}")
     name = next((str(key) for cause in chain if (key := getattr(cause, "full_key", None))), None)

@@ -144,8 +144,7 @@ def _leaves(schema: type, prefix: str) -> list[tuple[str, Key]]:
         if dataclasses.is_dataclass(hint):
             found += _leaves(typing.cast(type, hint), name + ".")
             continue
-        each = field.metadata.get("each")
-        if each is not None:
+        if (each := field.metadata.get("each")) is not None:
             found.append((name, Key(name, "sweep", each, True, field.default, field.metadata)))
             continue
         optional = type(None) in typing.get_args(hint)

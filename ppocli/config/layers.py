@@ -75,8 +75,7 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
                           fix="a group takes the name of one of its options, or null") from error
     entries: list[Entry] = []
     for default in defaults.defaults:
-        path = default.config_path
-        if path is None or path.startswith("hydra/") or path == SCHEMA:
+        if (path := default.config_path) is None or path.startswith("hydra/") or path == SCHEMA:
             continue
         loaded = loader.repository.load_config(path)  # type: ignore[attr-defined]
         assert loaded is not None, path  # the defaults list has found it
@@ -147,11 +146,9 @@ def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merg
     sources: dict[str, str] = {}
     problems: list[Problem] = []
     for entry in entries:
-        problem = _merge(node, entry)
-        if problem is None:
+        if (problem := _merge(node, entry)) is None:
             sources[entry.key] = entry.source
-            parent = keys.free_mapping_of(entry.key)
-            if parent:
+            if parent := keys.free_mapping_of(entry.key):
                 sources[parent] = entry.source
         else:
             problems.append(Problem(entry.key, problem, entry.source))
@@ -228,8 +225,7 @@ def _texts(key: str, value: Any) -> Iterator[str]:
 
 def _merge(node: DictConfig, entry: Entry) -> str | None:
     """Merge one entry into ``node``, or say in words why it can't be."""
-    key = keys.key_for(entry.key)
-    if key is None:
+    if (key := keys.key_for(entry.key)) is None:
         return _unknown(entry, node.task.fn)
     if entry.prefix == "~":
         return _delete(node, entry)

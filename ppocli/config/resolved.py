@@ -239,8 +239,7 @@ def next_config(run_dir: Path) -> Path:
 
 def accept_config(run_dir: Path) -> None:
     """Make the configuration asked for at resume, if there is one, the run's own."""
-    path = run_dir / NEXT_CONFIG_FILE
-    if path.is_file():
+    if (path := run_dir / NEXT_CONFIG_FILE).is_file():
         os.replace(path, run_dir / CONFIG_FILE)
 
 

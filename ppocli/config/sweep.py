@@ -191,8 +191,7 @@ def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
             is_grid &= discrete
             key = override.get_key_element().removeprefix("++")
             axes[key] = [f"{key}={value}" for value in values]
-        options = loader.get_group_options(name, results_filter=ObjectType.CONFIG)
-        if options:
+        if options := loader.get_group_options(name, results_filter=ObjectType.CONFIG):
             for value in values if swept else [override.get_value_element_as_str()]:
                 option = value.strip("'\"")
                 if option not in (*options, "null") and not option.startswith("["):

@@ -242,8 +242,7 @@ def read_setting(word: str) -> Setting:
     Raises:
         ConfigError: the word is no setting.
     """
-    match = _SETTING.fullmatch(word)
-    if match is None or (match[3] is None and match[1] != "~"):
+    if (match := _SETTING.fullmatch(word)) is None or (match[3] is None and match[1] != "~"):
         raise ConfigError(f"{word!r} is not a setting", where=COMMAND_LINE, fix="write key=value, "
                           "e.g. ppo.total_episodes=2000; a recipe is +recipe=quickstart")
     prefix, key, value = match.groups()
@@ -253,8 +252,7 @@ def read_setting(word: str) -> Setting:
         prefix = "+"
     if key in config_groups() and value == "null":
         return Setting("~", key, None)
-    schema_key = key_for(key)
-    if schema_key is not None and schema_key.kind != "list":
+    if (schema_key := key_for(key)) is not None and schema_key.kind != "list":
         is_text = schema_key.kind == "scalar" and schema_key.item is str
         takes_text = is_text or (schema_key.kind == "mapping" and key != schema_key.name)
         if (is_text and _NOT_TEXT.fullmatch(value)) or (takes_text and not _readable(value)):

@@ -65,8 +65,7 @@ class ToolPlay:
 
     def step(self, response: str) -> Step:
         """Make the calls of a turn, in their order."""
-        calls = called(response)
-        if not calls:
+        if not (calls := called(response)):
             return Step(done=True)
         messages, failed = [], None
         for call in calls:

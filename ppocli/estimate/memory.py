@@ -101,8 +101,7 @@ def layout_of(cfg: schema.TrainConfig, *, tokens: int, ranks: int, ranks_on_host
     if updates.micro_batch_tokens is not None:
         pass_ = max(1, min(pass_, updates.micro_batch_tokens // tokens))
     rows = min(pass_, share)
-    task = tasks.task_name(cfg)
-    if task in tasks.DATA_TASKS:
+    if (task := tasks.task_name(cfg)) in tasks.DATA_TASKS:
         each = 2 if task == "reward_model" else 1  # of a pair
         return Layout(ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda, rows=each * rows,
                       decoded=max(-(-cfg.sft.eval_samples // ranks), 1), scored=each * rows,

@@ -256,8 +256,7 @@ def _trained_parts(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
         ("value", f"value {cfg.model.value.kind}", models.value_modules,
          algorithm.value_optimizer(cfg.ppo))]
     for kind, name, modules, optimizer in pieces:
-        parameters = [p for m in modules for p in m.parameters()]
-        if not parameters:
+        if not (parameters := [p for m in modules for p in m.parameters()]):
             continue
         trained = [p for p in parameters if p.requires_grad]
         adapter = kind == "policy" and bool(cfg.model.peft)
@@ -328,8 +327,7 @@ def quantized_weights(cfg: schema.TrainConfig, lm: Any) -> dict[int, int]:
 def _reference_parts(cfg: schema.TrainConfig, lm: Any) -> Iterator[Part]:
     """As :mod:`ppocli.models.reference` keeps it."""
     model, wanted = cfg.model, cfg.model.reference
-    kind = reference_kind(model)
-    if kind in ("none", "adapter"):
+    if (kind := reference_kind(model)) in ("none", "adapter"):
         return
     if kind == "shared":  # copies of what trains
         number = count(p for p in lm.parameters() if p.requires_grad)

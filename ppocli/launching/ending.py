@@ -170,8 +170,7 @@ def publish(run: loop.Run) -> RunOutcome:
     from ppocli.export.card import write_card
     from ppocli.training.checkpoint_writing import whole_model
 
-    closing = run.task.closing()
-    if closing:
+    if closing := run.task.closing():
         run.clock.mark("eval")
     summary = _summary(run, "finished") | closing
 

@@ -85,8 +85,7 @@ def run_processes(start: Start, hardware: schema.HardwareConfig, caller: Caller)
         ConfigError: Python objects and several processes.
         PpocliError: whatever ends a run in this process.
     """
-    meeting = caller.meeting
-    if meeting is not None:
+    if (meeting := caller.meeting) is not None:
         # one process of the launcher on each node is either a rank, or starts several
         as_nodes = meeting.launched.on_each_node and hardware.num_processes > 1
         meeting.tell(replace(start, reserved_by=None, node_rank=0 if as_nodes else None))
@@ -133,8 +132,7 @@ def follow(meeting: Meeting) -> None:
         PpocliError: whatever ended the run.
         SystemExit: with the exit code of ranks that were started here, on a node of its own.
     """
-    start = meeting.wait()
-    if start is None:
+    if (start := meeting.wait()) is None:
         return
     if start.node_rank is None:
         run_here(replace(start, display="quiet"), Caller("own"), joined=True)

@@ -288,8 +288,7 @@ def check_inputs(cfg: schema.TrainConfig) -> None:
     Raises:
         InputError: lists all that are missing, each with the key that takes a local folder.
     """
-    problems = missing_inputs(cfg)
-    if not problems:
+    if not (problems := missing_inputs(cfg)):
         return
     if len(problems) == 1:
         raise problems[0]

@@ -114,8 +114,7 @@ def data_config(target: Target, words: Sequence[str], *, trusts: bool = False
     Raises:
         CheckpointError, ConfigError: as :func:`target_config`.
     """
-    run = _trained_on_data(target)
-    if run is not None and target.run_dir is not None:
+    if (run := _trained_on_data(target)) is not None and target.run_dir is not None:
         base = _going_on(target.run_dir, trusts)
     else:
         base = [f"task={'reward_model' if is_scorer(target.model) else 'sft'}"]

@@ -194,8 +194,7 @@ def _run_id(folder: run_folder.RunFolder) -> str:
             raise CheckpointError(f"{path} is damaged.", where=str(path),
                                   fix="restore it from a copy, or start a new run")
         return run_id
-    sound = retention.sound_steps(folder.checkpoints)
-    if sound:
+    if sound := retention.sound_steps(folder.checkpoints):
         log.warning("%s was gone; the run's identity is that of its checkpoints", path)
     run_id = sound[-1].run_id if sound else secrets.token_hex(8)
     begin_record(folder.path, run_id)

@@ -179,8 +179,7 @@ class _TokenLogprob(torch.autograd.Function):
         kept = iter(ctx.kept)
         ctx.kept = None
         for part in _chunks(len(targets), weight.shape[0]):
-            logits = next(kept, None)
-            if logits is None:
+            if (logits := next(kept, None)) is None:
                 logits = _logits(head, h[part], ctx.temperature)
             slope = head.logit_map.slope(logits, ctx.temperature)
             apart = ctx.other and _log_q(ctx.other, part, ctx.temperature)

@@ -235,8 +235,7 @@ def freeze_lower_layers(lm: Any, num_layers_unfrozen: int) -> None:
     if num_layers_unfrozen < 0:
         return
     layers = list(stacks.layer_stack(lm))
-    first = len(layers) - num_layers_unfrozen
-    if first <= 0:
+    if (first := len(layers) - num_layers_unfrozen) <= 0:
         log.info("num_layers_unfrozen=%d: all %d layers train, and the embeddings too",
                  num_layers_unfrozen, len(layers))
         return

@@ -73,8 +73,7 @@ def _mask(**words: Any) -> torch.Tensor | None:
     whether a mask of tokens leaves any out: our loop hands over none that doesn't."""
     from transformers.masking_utils import sdpa_mask
 
-    given = words.get("attention_mask")
-    if given is not None and given.device.type != "cpu":
+    if (given := words.get("attention_mask")) is not None and given.device.type != "cpu":
         words["allow_is_causal_skip"] = False
     return sdpa_mask(**words)
 

@@ -103,8 +103,7 @@ def _int_of(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _from_variables(environ: Mapping[str, str]) -> Launched:
-    missing = [name for name in _NAMES if not environ.get(name)]
-    if missing:
+    if missing := [name for name in _NAMES if not environ.get(name)]:
         raise ConfigError(
             f"RANK and WORLD_SIZE are set in the environment, {' and '.join(missing)} not.",
             where=", ".join(missing), fix="start the run through torchrun, accelerate launch or "
@@ -131,8 +130,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Launched | None:
     if not step.isdigit() or int(step) >= _NO_STEP or "SLURM_PROCID" not in environ:
         return None
     job_tasks = _int_of(environ, "SLURM_NTASKS", 1)
-    world = _int_of(environ, "SLURM_STEP_NUM_TASKS", job_tasks)
-    if world < 2:
+    if (world := _int_of(environ, "SLURM_STEP_NUM_TASKS", job_tasks)) < 2:
         return None
     nodes = _int_of(environ, "SLURM_STEP_NUM_NODES", _int_of(environ, "SLURM_NNODES", 1))
     layout = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
@@ -184,8 +182,7 @@ def let_gloo_use(host: str) -> None:
     gloo listens at the address that the machine's own name stands for. On many machines that is a
     loopback address (Debian writes ``127.0.1.1 NAME`` into /etc/hosts), where no other finds it.
     """
-    name = interface_towards(host)
-    if name is not None:
+    if (name := interface_towards(host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
@@ -221,8 +218,7 @@ def _folder() -> Path | None:
 def announce() -> int | None:
     """Tell the process that started this rank its pid; returns the number of a signal that came
     before that."""
-    folder = _folder()
-    if folder is None:
+    if (folder := _folder()) is None:
         return None
     (folder / f"pid-{my_rank()}").write_text(str(os.getpid()), encoding="utf-8")
     try:

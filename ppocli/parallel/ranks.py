@@ -131,8 +131,7 @@ class Ranks:
             failed = OutOfMemoryError(
                 f"rank {self.rank}, {phase}: out of memory", where="ppo.chunk_size, "
                 "ppo.micro_batch_size", fix="set the smaller of them lower")
-        errors = [error for error in self.gather(failed) if error is not None]
-        if errors:
+        if errors := [error for error in self.gather(failed) if error is not None]:
             raise min(errors, key=lambda error: isinstance(error, OutOfMemoryError))
         return result
 

@@ -32,8 +32,7 @@ class RunningMoments:
 
     def merge(self, other: RunningMoments) -> RunningMoments:
         """The moments of both sets of samples together."""
-        count = self.count + other.count
-        if count == 0:
+        if (count := self.count + other.count) == 0:
             return self
         delta = other.mean - self.mean
         mean = self.mean + delta * other.count / count
@@ -91,8 +90,7 @@ def penalised(scores: Sequence[float], *, unended: Sequence[float | None],
     """
     found = []
     for score, amounts in zip(scores, zip(unended, short, strict=True), strict=True):
-        given = [amount for amount in amounts if amount is not None]
-        if not given:
+        if not (given := [amount for amount in amounts if amount is not None]):
             found.append(score)
         else:
             found.append(-max(given) if replace else score - sum(given))

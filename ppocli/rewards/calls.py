@@ -219,8 +219,7 @@ def read_metrics(bound: BoundCallable, request: RewardRequest, returned: Any
         metrics[name] = []
         for index, value in enumerate(values):
             try:
-                number = _number(value)
-                if math.isnan(number):
+                if math.isnan(number := _number(value)):
                     raise _BadValue(_kind(value))
             except _BadValue as problem:
                 raise _sample_error(bound, request, index, f"{problem} as metric {name!r}",
@@ -263,8 +262,7 @@ def _items(returned: Any, count: int, bound: BoundCallable, begun: str, fix: str
     """The ``count`` items of a list-like return value; ``begun`` begins what an error says of it.
     """
     try:
-        plain = _plain(returned)
-        if isinstance(plain, Real):
+        if isinstance(plain := _plain(returned), Real):
             raise _BadValue(f"1 value for {count} samples, the number {plain}")
         if not isinstance(plain, Collection) or isinstance(plain, str | bytes | Mapping | Set):
             raise _BadValue(f"{_kind(plain)} for {count} samples")
@@ -288,8 +286,7 @@ def _score(value: Any, noun: str) -> Score:
     Raises:
         _BadValue: neither a number nor a flat list of numbers, infinite, or beyond float32.
     """
-    plain = _plain(value)
-    if plain is None:
+    if (plain := _plain(value)) is None:
         return None
     if not isinstance(plain, (list, tuple)):
         return _number(plain)
@@ -303,8 +300,7 @@ def _score(value: Any, noun: str) -> Score:
 
 
 def _number(value: Any) -> float:
-    plain = _plain(value)
-    if not isinstance(plain, Real):
+    if not isinstance(plain := _plain(value), Real):
         raise _BadValue(_kind(plain))
     try:
         number = float(plain)

@@ -212,11 +212,9 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
     Raises:
         WireError: it is no JSON, or not of the form above.
     """
-    said = _json(body)
-    if not isinstance(said, dict):
+    if not isinstance(said := _json(body), dict):
         raise WireError("the body must be a JSON object")
-    unknown = sorted(set(said) - {*_SENT, *_WHERE_KNOWN, "columns"})
-    if unknown:
+    if unknown := sorted(set(said) - {*_SENT, *_WHERE_KNOWN, "columns"}):
         raise WireError(f"unknown key {unknown[0]!r}")
     samples: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in _SENT.items()}
     if any(type(token) is not int for row in samples["response_ids"] for token in row):

@@ -153,8 +153,7 @@ class HttpReward:
 
 
 def _check_url(url: object) -> None:
-    wrong = why_no_url(url)
-    if wrong == "a secret":
+    if (wrong := why_no_url(url)) == "a secret":
         raise RewardError("reward.kwargs.url holds a secret (not shown).",
                           where="reward.kwargs.url", fix="send it as a header: "
                           "reward.kwargs.token_env=NAME-OF-A-VARIABLE")
@@ -171,8 +170,7 @@ def _secret_headers(token_env: str | None, headers: Sequence[str]) -> dict[str, 
         wanted.insert(0, ("token_env", f"Authorization: {token_env}", "Bearer "))
     found = {}
     for key, text, prefix in wanted:
-        matched = _HEADER.fullmatch(text)
-        if matched is None:
+        if (matched := _HEADER.fullmatch(text)) is None:
             what = "the name of a variable" if prefix else "of the form 'Name: VARIABLE'"
             raise RewardError(f"What reward.kwargs.{key} holds is not {what} (not shown).",
                               where=f"reward.kwargs.{key}", fix="put the value into a variable of "

@@ -207,8 +207,7 @@ def _load_model(name: str, source: str, dtype: torch.dtype, options: dict[str, A
                          where=MODEL_KEY, fix="give a folder or Hub name of a "
                                               "sequence-classification model") from error
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
-    absent = sorted({*info["missing_keys"], *mismatched})
-    if absent:
+    if absent := sorted({*info["missing_keys"], *mismatched}):
         shown = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
         raise InputError(
             f"{name} has no fitting weights for {shown}; they would be random numbers.",
@@ -308,8 +307,7 @@ class StepRewardModel(RewardModel):
                  responses: list[str], steps: list[list[str]]) -> list[list[float]]:
         """[N] lists of one number a step."""
         before = [prompt for prompt, own in zip(prompts, steps, strict=True) for _ in own]
-        until = [text for own in steps for text in accumulate(own)]
-        if not until:
+        if not (until := [text for own in steps for text in accumulate(own)]):
             return [[] for _ in steps]
         whole = [prompt + text for prompt, text in zip(before, until, strict=True)]
         flat = self.logits(whole, before, until)[:, 0]

@@ -64,8 +64,7 @@ class Keyword:
                               where="reward.kwargs", fix="reward.kwargs.words=[great,moving]")
         flags = re.IGNORECASE if ignore_case else re.NOFLAG
         if words is not None:
-            checked = _words("words", words)
-            if not checked:
+            if not (checked := _words("words", words)):
                 raise wrong_argument("words", words, "at least one word")
             self.patterns = [re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", flags)
                              for word in checked]
@@ -98,8 +97,7 @@ class WordList:
         if not self.positive | self.negative:
             raise RewardError("word_list has no words.", where="reward.kwargs",
                               fix="reward.kwargs.positive=[good,fine] reward.kwargs.negative=[bad]")
-        both = sorted(self.positive & self.negative)
-        if both:
+        if both := sorted(self.positive & self.negative):
             raise wrong_argument("negative", both[0], "a word that isn't in positive too")
 
     def __call__(self, responses: list[str]) -> list[float]:

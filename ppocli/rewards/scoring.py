@@ -278,8 +278,7 @@ def _functions(cfg: RewardConfig, reward_fn: Any) -> Reward:
     """As :func:`_reward`, without what says where steps end."""
     entries: Mapping[str, Mapping[str, Any]] = cfg.fns
     if isinstance(reward_fn, Mapping):
-        entries = {str(name): {"fn": target} for name, target in reward_fn.items()}
-        if not entries:
+        if not (entries := {str(name): {"fn": target} for name, target in reward_fn.items()}):
             raise ConfigError("reward_fn is an empty dict.", where="reward_fn",
                               fix="give at least one function: {name: function}")
     elif reward_fn is not None or not entries:

@@ -78,8 +78,7 @@ class LiveRows:
         self.cache.batch_select_indices(keep)
         for name in ("rows", "at", "inputs", "positions", "done", "attention", "encoded",
                      "encoder_mask"):
-            value = getattr(self, name)
-            if value is not None:
+            if (value := getattr(self, name)) is not None:
                 setattr(self, name, value[keep])
 
     def take_in(self, others: Self) -> None:

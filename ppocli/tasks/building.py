@@ -141,8 +141,7 @@ def build_reference(cfg: schema.TrainConfig, backend: Backend, lm: Any, tokenize
     Raises:
         InputError: it can't be loaded, or can't share the policy's trunk.
     """
-    kind = model_config.reference_kind(cfg.model)
-    if kind == "adapter":
+    if (kind := model_config.reference_kind(cfg.model)) == "adapter":
         return AdapterReference()
     if kind != "shared":
         return copy_reference(cfg, backend, tokenizer, lm)

@@ -181,8 +181,7 @@ def _gradient(task: Task, plan: Plan, group: UpdateGroup, fix: str) -> dict[str,
         DivergedError: they aren't; ``fix`` says what to do then.
     """
     terms = optimize.probe_gradient(task, plan, group)
-    wrong = [name for name, value in terms.items() if not math.isfinite(value)]
-    if wrong:
+    if wrong := [name for name, value in terms.items() if not math.isfinite(value)]:
         raise DivergedError(f"Before any update {', '.join(wrong)} is not finite.",
                             where="model.path", fix=fix)
     return terms

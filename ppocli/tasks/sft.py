@@ -100,8 +100,7 @@ class SFTTask(supervised.SupervisedTask):
         """A context in which embeddings carry uniform noise of up to alpha / sqrt(T * D), T being
         an example's own tokens (NEFTune, Jain et al. 2023, arXiv 2310.05914). It is a function of
         the seed, the example and the epoch alone: of its number in the run, in ``numbers``."""
-        alpha = self.cfg.sft.neftune
-        if alpha is None:
+        if (alpha := self.cfg.sft.neftune) is None:
             yield
             return
 

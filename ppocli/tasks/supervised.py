@@ -203,8 +203,7 @@ class SupervisedTask(task.Task):
         whole = self.measured(self.val, stop)
         shown = self.shown(whole, stop)
         figures = self.evaluation_figures(whole)
-        generated = [row for row in shown if "finished" in row]
-        if generated:
+        if generated := [row for row in shown if "finished" in row]:
             figures |= {"response_tokens_mean": _mean(generated, "response_tokens"),
                         "finished_share": _mean(generated, "finished")}
         return task.Evaluation(figures, shown, sum(row["response_tokens"] for row in generated))

@@ -212,8 +212,7 @@ def _due(every: int | None, step: int) -> bool:
 
 def finish_step(run: Run) -> None:
     """Evaluate if it is time, write the step's row, save if it is time."""
-    row = run.state.pending
-    if row is None:
+    if (row := run.state.pending) is None:
         return
     step, cfg, ranks = run.state.step, run.task.cfg, run.task.backend.ranks
     improved = False

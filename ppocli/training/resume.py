@@ -36,8 +36,7 @@ def restore(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
         CheckpointError: there is none, or prompts or reference are not those of the run.
     """
     ranks = task.backend.ranks
-    place = ranks.first_does(lambda: _newest(task, folder, run_id, fresh))
-    if place is None:
+    if (place := ranks.first_does(lambda: _newest(task, folder, run_id, fresh))) is None:
         return fresh
     path, state = place
     task.pace = state.pace
@@ -251,8 +250,7 @@ def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
     _load_modules(task, folder)
     sharded_weights.adopt_weights(module, task.trained.optimizer, stage)
     _restore_optimizer(task, folder)
-    own = Generators.read(folder, ranks.rank)
-    if own is None:
+    if (own := Generators.read(folder, ranks.rank)) is None:
         log.info("the checkpoint has no random generators of rank %d: those of rewards start anew",
                  ranks.rank)
         seed_generators(task.cfg.seed + ranks.rank)

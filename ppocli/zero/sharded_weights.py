@@ -162,8 +162,7 @@ def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: 
     slots, dealt = _slots(parameters, optimizer, stage), [0] * ranks.world
     for name, parameter in parameters.items():
         for slot in slots:
-            value = _read_slot(parameter, slot, optimizer, stage)
-            if value is None:
+            if (value := _read_slot(parameter, slot, optimizer, stage)) is None:
                 continue
             owner = dealt.index(min(dealt))
             dealt[owner] += value.numel()
@@ -216,8 +215,7 @@ def fill_optimizer(parameters: dict[str, nn.Parameter], optimizer: Any, stage: i
     internals.link_state(optimizer, stage)
     for name, slots in saved.items():
         for slot, read in slots.items():
-            value = read()
-            if value.dim() > 0:
+            if (value := read()).dim() > 0:
                 internals.set_whole(parameters[name], value, slot, stage)
 
 

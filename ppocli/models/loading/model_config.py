@@ -124,7 +124,6 @@ def _positions(lm: Any) -> int | None:
     if lm.config.model_type in RELATIVE_POSITIONS:
         return None  # n_positions in their files is what they were trained with, not a limit
     for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
-        value = getattr(lm.config, name, None)
-        if isinstance(value, int) and value > 0:
+        if isinstance((value := getattr(lm.config, name, None)), int) and value > 0:
             return value
     return None

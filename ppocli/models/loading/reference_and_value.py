@@ -130,8 +130,7 @@ def check_same_tokens(tokenizer: Any, policy: Any, other: Any, *, name: str, key
         raise InputError(f"The policy's tokenizer has ids up to {highest}, {name} embeds only "
                          f"{rows}.", where=key,
                          fix="give a model of the policy's own family and vocabulary")
-    theirs_by_token = _vocabulary(name, key, trust_remote_code)
-    if theirs_by_token is None:
+    if (theirs_by_token := _vocabulary(name, key, trust_remote_code)) is None:
         return
     odd = next((token for token, i in sorted(own.items(), key=lambda item: item[1])
                 if theirs_by_token.get(token, i) != i), None)

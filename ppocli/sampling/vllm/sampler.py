@@ -92,8 +92,7 @@ class VllmSampler(DecodeSampler):
         are."""
         cfg = self.setup.cfg
         tensors = tensors_of(lm, self.setup.loaded.adapter, DTYPES[cfg.hardware.precision])
-        digest = tensors_digest(tensors)
-        if digest == self._digest:
+        if (digest := tensors_digest(tensors)) == self._digest:
             return False
         self._folder = self._folder or WeightsFolder(cfg.rollout.weights_dir)
         self._digest, self._sent = digest, self._sent + 1

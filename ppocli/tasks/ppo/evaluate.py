@@ -130,8 +130,7 @@ def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    specs = sampling_sweep(session.cfg.generation, session.eval_sampling)
-    if not specs:
+    if not (specs := sampling_sweep(session.cfg.generation, session.eval_sampling)):
         return _evaluate_once(session, stop)
     found = {name: _evaluate_once(replace(session, eval_sampling=spec), stop)
              for name, spec in specs.items()}
