@@ -68,10 +68,9 @@ def go_offline() -> None:
 def _proxy_for(endpoint: str) -> str | None:
     from urllib.request import getproxies, proxy_bypass
 
-    parts = urlsplit(endpoint)
+    parts, proxies = urlsplit(endpoint), getproxies()
     if not parts.hostname or proxy_bypass(parts.hostname):
         return None
-    proxies = getproxies()
     return proxies.get(parts.scheme) or proxies.get("all")
 
 

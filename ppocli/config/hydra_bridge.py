@@ -216,12 +216,11 @@ def _missing(error: MissingConfigException) -> ConfigError:
     inside = re.match(r"In '([^']+)'", str(error))
     outer = inside[1] if inside and "/" in inside[1] else None
     where = f"the defaults list of {outer}" if outer else COMMAND_LINE
+    fix = None
     if group in config_groups() and (":" in name or "." in name):
         fix = f"for a folder or a Hub name write {group}.path={name}"
     elif group == "recipe" and name.endswith((".yaml", ".yml")):
         fix = "give the recipe's name without .yaml; its folder with --config-dir"
-    else:
-        fix = None
     return unknown_option(group, name, options, where, fix)
 
 

@@ -234,8 +234,9 @@ def _merge(node: DictConfig, entry: Entry) -> str | None:
     if entry.prefix == "+" and not isinstance(entry.value, (dict, list)) and OmegaConf.select(
             node, entry.key, throw_on_missing=False) is not None:
         return "there is such an item already, + can't add it: leave the + out"
-    if _is_boolean_number(key, entry.value) or (key.item is int and isinstance(entry.value, float)
-                                                and not math.isfinite(entry.value)):
+    items = entry.value if isinstance(entry.value, list) else [entry.value]
+    if (key.item in (int, float) and any(isinstance(item, bool) for item in items)) or (
+            key.item is int and isinstance(entry.value, float) and not math.isfinite(entry.value)):
         return f"{shown(entry.value)} must be {key.expected}"
     try:
         value = _each_converted(key, entry.value) if key.kind == "sweep" else entry.value
@@ -263,11 +264,6 @@ def _each_converted(key: keys.Key, value: Any) -> Any:
     many = value if isinstance(value, list) else [value]
     converted = [kinds[key.item](item, is_optional=False)._value() for item in many]
     return converted if isinstance(value, list) else converted[0]
-
-
-def _is_boolean_number(key: keys.Key, value: Any) -> bool:
-    items = value if isinstance(value, list) else [value]
-    return key.item in (int, float) and any(isinstance(item, bool) for item in items)
 
 
 def _unknown(entry: Entry, task: str | None) -> str:

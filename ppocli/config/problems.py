@@ -7,7 +7,7 @@ and the checks that need more than one key.
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from operator import attrgetter
+from operator import attrgetter, ge, gt, le, lt
 from typing import Any
 
 from omegaconf import MISSING
@@ -50,10 +50,8 @@ def listed(problems: Iterable[str], before: str = "", place: str = "in the confi
 
 def shown(value: Any) -> str:
     """A value as the user would write it, cut to a readable length."""
-    text = {True: "true", False: "false"}.get(value) if isinstance(value, bool) else None
-    if isinstance(value, float):
-        text = f"{value:g}"
-    text = text or ("null" if value is None else repr(value) if value == "" else str(value))
+    text = ("null" if value is None else str(value).lower() if isinstance(value, bool)
+            else f"{value:g}" if isinstance(value, float) else str(value) or repr(value))
     return cut(text, 80)
 
 
@@ -143,10 +141,8 @@ def _range_problems(key: Key, value: Any) -> Iterator[str]:
 def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
     if metadata["choices"]:
         return item in metadata["choices"] or (metadata["import_path"] and is_import_path(item))
-    tests = {"gt": lambda limit: item > limit, "ge": lambda limit: item >= limit,
-             "lt": lambda limit: item < limit, "le": lambda limit: item <= limit}
-    return all(test(metadata[bound]) for bound, test in tests.items()
-               if metadata[bound] is not None)
+    return all(test(item, metadata[test.__name__]) for test in (gt, ge, lt, le)
+               if metadata[test.__name__] is not None)
 
 
 def _sizes(config: schema.TrainConfig) -> Rules:
@@ -261,7 +257,7 @@ def _fns_entry(entry: Any) -> Iterator[str]:
 
 def _prompts(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     inherited = config.prompts
-    for prefix, prompts in (("prompts", config.prompts), ("prompts.eval", config.prompts.eval)):
+    for prefix, prompts in (("prompts", inherited), ("prompts.eval", inherited.eval)):
         chat = inherited.chat if prompts.chat is None else prompts.chat
         yield ((prompts.chat or prompts.length_sampler) and chat
                and (prompts.length_sampler or inherited.length_sampler),
@@ -274,10 +270,9 @@ def _prompts(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
                f"{shown(prompts.length_sampler)} must be [min, max] with min at most max")
         yield (prompts.template is not None and "{" not in prompts.template, f"{prefix}.template",
                f"{shown(prompts.template)} has no placeholder such as {{prompt}}")
-    prompts = config.prompts
-    if prompts.path is None and prompts.items is None and "prompts.items" not in handed_in:
+    if inherited.path is None and inherited.items is None and "prompts.items" not in handed_in:
         for name in ("template", "first_words", "length_sampler"):
-            yield (getattr(prompts, name) is not None, f"prompts.{name}",
+            yield (getattr(inherited, name) is not None, f"prompts.{name}",
                    "there are no prompts to apply it to: give prompts.path or prompts.items")
 
 

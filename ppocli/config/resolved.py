@@ -23,7 +23,7 @@ from ppocli.config import bounded
 from ppocli.config.keys import free_mapping_of, schema_keys
 from ppocli.config.problems import range_problems
 from ppocli.config.schema import TrainConfig
-from ppocli.config.tasks import DATA_TASKS, written_sections
+from ppocli.config.tasks import DATA_TASKS, is_read, task_name
 from ppocli.errors import CheckpointError
 from ppocli.text import did_you_mean, each_text, first_line
 
@@ -80,9 +80,8 @@ def config_text(config: TrainConfig) -> str:
 
     User paths should already be absolute (:func:`with_absolute_paths`).
     """
-    sections = set(written_sections(config))
     values = each_text({name: value for name, value in dataclasses.asdict(config).items()
-                        if name in sections}, _plain)
+                        if is_read(name, task_name(config))}, _plain)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 

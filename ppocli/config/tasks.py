@@ -1,7 +1,6 @@
 """What a configuration trains, PPO, a data set's examples or pairs, or a task of the user's own;
 which sections belong to that, and how long it takes."""
 
-from collections.abc import Iterator
 from operator import attrgetter
 
 from ppocli.config import keys, schema, schema_tasks
@@ -26,17 +25,17 @@ def task_name(config: schema.TrainConfig) -> str:
     return "ppo" if fn is None else fn if fn in DATA_TASKS else "own"
 
 
-def updates_of(config: schema.TrainConfig) -> Updates:
+def updates_section(config: schema.TrainConfig) -> str:
     """The section that says how updates are made: sizes, optimizer, schedule, guards. A task of the
     user's own has PPO's."""
     name = task_name(config)
-    return getattr(config, name) if name in DATA_TASKS else config.ppo
-
-
-def updates_section(config: schema.TrainConfig) -> str:
-    """Its name."""
-    name = task_name(config)
     return name if name in DATA_TASKS else "ppo"
+
+
+def updates_of(config: schema.TrainConfig) -> Updates:
+    """What stands in that section."""
+    found: Updates = getattr(config, updates_section(config))
+    return found
 
 
 def samples_per_step(config: schema.TrainConfig) -> int:
@@ -124,10 +123,3 @@ def val_source(data: schema_tasks.DataConfig) -> str | None:
     """The path of ``data.val``; None where it is a share, or nothing."""
     return data.val if val_share(data) is None else None
 
-
-def written_sections(config: schema.TrainConfig) -> Iterator[str]:
-    """Top-level keys of the schema that a run's config.yaml holds: those that its task reads."""
-    task = task_name(config)
-    for name in vars(config):
-        if is_read(name, task):
-            yield name
