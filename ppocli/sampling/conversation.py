@@ -7,7 +7,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ppocli.models import trunk
+from ppocli.models import layout, trunk
 from ppocli.sampling import decoding, samples
 from ppocli.sampling.decoder import Decoder
 
@@ -61,9 +61,7 @@ class Rereading:
         return out
 
 
-def padded_left(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_left(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, Q] ids and mask, padded on the left."""
-    longest = max(map(len, rows))
-    tokens = torch.tensor([[*[0] * (longest - len(row)), *row] for row in rows])
-    lengths = torch.tensor([len(row) for row in rows])
-    return tokens, torch.arange(longest)[None, :] >= longest - lengths[:, None]
+    mask = layout.padded([[True] * len(row) for row in rows], torch.bool, "left")
+    return layout.padded(rows, side="left", fill=fill), mask

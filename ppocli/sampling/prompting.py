@@ -10,6 +10,7 @@ from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.ppo.noise import USER, uniform
+from ppocli.sampling.conversation import padded_left
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import decode_responses
@@ -151,9 +152,7 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
     for done in range(0, total, batch):
         places = [divmod(n, num_samples) for n in range(done, min(done + batch, total))]
         rows = [list(prompts[i]) for i, _ in places]
-        width = max(len(row) for row in rows)
-        tokens = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
+        tokens, mask = padded_left(rows, tokenizer.pad_token_id)
         numbers = [first + i + k * SAMPLES_APART for i, k in places]
         before = [[]] * len(rows) if start is not None else rows
         stream = TextStream(tokenizer, before[0], spec.stop_sequences, spec.min_new_tokens)

@@ -66,19 +66,18 @@ def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, po
     Args:
         policy: the policy's model.
     """
-    if cfg.model.reference.kind == "none":
+    wanted, offload = cfg.model.reference, cfg.model.reference.offload
+    if wanted.kind == "none":
         return None
-    wanted = cfg.model.reference
-    offload = wanted.offload
     in_parts = (backend.zero_stage == 3 and algorithm.reference_sharded(cfg)
                 and not _starts_as_adapter(cfg, wanted.path))
     load, empty = (partial(reference_and_value.load_reference, how, cfg.model, cfg.hardware)
                    for how in (load_decodable, empty_lm))
     lm = (load_in_parts(cfg, backend, load, empty, offload=offload) if in_parts else load()).lm
     device = backend.device if wanted.device is None else torch.device(wanted.device)
-    if cfg.model.reference.path is not None:
+    if wanted.path is not None:
         reference_and_value.check_same_tokens(
-            tokenizer, policy, lm, name=cfg.model.reference.path, key="model.reference.path",
+            tokenizer, policy, lm, name=wanted.path, key="model.reference.path",
             trust_remote_code=cfg.model.trust_remote_code)
         _check_full_kl(cfg, policy, lm)
     if backend.onednn:
@@ -183,8 +182,7 @@ def build_policy(cfg: schema.TrainConfig, backend: Backend, loaded: LoadedLM, to
     """
     freeze(cfg, loaded.lm)
     # a branch is cut from whole layers
-    branches = cfg.model.value.kind == "branch"
-    with gathered(loaded.lm, backend.zero_stage if branches else 0):
+    with gathered(loaded.lm, backend.zero_stage if cfg.model.value.kind == "branch" else 0):
         head, trunk = _value_function(cfg, loaded, tokenizer)
     return placed(backend, Policy(loaded.lm, head, trunk))
 

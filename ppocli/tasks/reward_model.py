@@ -111,7 +111,7 @@ class RewardModelTask(supervised.SupervisedTask):
         ends = [int(np.flatnonzero(ids != pad)[-1:].sum()) + 1 for ids in texts]
         tokens = [np.append(ids[:end], 0) for ids, end in zip(texts, ends, strict=True)]
         places = torch.tensor(ends)
-        return layout.Sequences(supervised.padded(tokens), places + 1, places[:, None],
+        return layout.Sequences(layout.padded(tokens), places + 1, places[:, None],
                                 torch.ones(len(texts), 1, dtype=torch.bool))
 
     def scores(self, data: Pairs, scorer: Any) -> torch.Tensor:

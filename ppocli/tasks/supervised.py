@@ -189,12 +189,12 @@ class SupervisedTask(task.Task):
                result: task.OptimizeResult) -> task.Finished:
         """As :class:`Task`."""
         terms = dict(result.terms)
-        row = {"policy/grad_norm": terms.pop("grad_norm", float("nan"))}
-        row |= {f"loss/{name}": value for name, value in terms.items()}
-        row |= {"lr": result.lr, "updates_skipped": float(result.skipped),
-                "data/epoch": (state.episodes + len(batch)) / len(self.train),
-                "data/tokens": float(plan.groups[0].tokens.sum())}
-        return task.Finished(row, state.task, state.tensors)
+        return task.Finished(
+            {"policy/grad_norm": terms.pop("grad_norm", float("nan")),
+             **{f"loss/{name}": value for name, value in terms.items()},
+             "lr": result.lr, "updates_skipped": float(result.skipped),
+             "data/epoch": (state.episodes + len(batch)) / len(self.train),
+             "data/tokens": float(plan.groups[0].tokens.sum())}, state.task, state.tensors)
 
     def evaluate(self, stop: StopFlag) -> task.Evaluation:
         """As :class:`Task`; without ``data.val`` it finds nothing."""
@@ -300,11 +300,11 @@ def sequences_of(data: Examples, rows: torch.Tensor, start: int | None) -> layou
     tokens = [np.concatenate([np.array(before, np.int32), ids]) for ids in some.tokens]
     encoder: tuple[Any, ...] = ()
     if some.encoder_tokens:
-        encoder = padded(some.encoder_tokens), padded(
+        encoder = layout.padded(some.encoder_tokens), layout.padded(
             [np.ones(len(ids)) for ids in some.encoder_tokens], torch.bool)
     return layout.Sequences(
-        padded(tokens), torch.tensor([len(ids) for ids in tokens]),
-        padded(places), torch.arange(int(count.max())) < count[:, None], *encoder)
+        layout.padded(tokens), torch.tensor([len(ids) for ids in tokens]),
+        layout.padded(places), torch.arange(int(count.max())) < count[:, None], *encoder)
 
 
 def weighted_nll(engine: Any, samples: layout.Sequences, weights: torch.Tensor,
@@ -326,8 +326,3 @@ def weighted_nll(engine: Any, samples: layout.Sequences, weights: torch.Tensor,
         total = total + 0.0 * out.values.sum()
     return total, batch.tokens.numel()
 
-
-def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """[b, T] of b arrays, padded on the right with zeros."""
-    return torch.nn.utils.rnn.pad_sequence(
-        [torch.as_tensor(row).to(dtype) for row in rows], batch_first=True)

@@ -12,13 +12,8 @@ import transformers
 from ppocli.config.adapters import adapter_kind
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import InputError
-from ppocli.models.loading.language_model import (
-    LoadedLM,
-    frozen_dtype,
-    load_weights,
-    make_ready,
-    merged,
-)
+from ppocli.models.loading import language_model
+from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, merged
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
 from ppocli.models.trunk import has_encoder
@@ -69,9 +64,10 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
     cfg = critic.value_start(cfg)
     name, revision = cfg.path, cfg.revision
     source, _ = model_files.find_model(name, key=key, revision=revision, needs="model")
-    model, config = load_weights(cfg, source, _class_of_value, name=name, key=key,
-                                 revision=revision, dtype=torch.float32, what="value model")
-    make_ready(cfg, model)
+    model, config = language_model.load_weights(
+        cfg, source, _class_of_value, name=name, key=key, revision=revision, dtype=torch.float32,
+        what="value model")
+    language_model.make_ready(cfg, model)
     trunk, score = model.base_model, getattr(model, "score", None)
     if getattr(trunk, "pooler", None) is not None:
         trunk.pooler = None  # it reads one token's state for classifiers; no value comes from it

@@ -14,6 +14,7 @@ import torch
 from ppocli.daemon import in_daemon
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError, SamplerError
+from ppocli.models.layout import padded
 from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.loading.model_config import ModelFacts, max_positions
@@ -65,10 +66,9 @@ class VllmSampler(DecodeSampler):
         ranks.first_does(self._begin)
 
     def _begin(self) -> None:
-        cfg = self.setup.cfg
-        if cfg.rollout.launch:
-            self._launched = Launched(cfg, ModelFacts(self.setup.loaded.export_config),
-                                      self.servers)
+        if self.setup.cfg.rollout.launch:
+            self._launched = Launched(
+                self.setup.cfg, ModelFacts(self.setup.loaded.export_config), self.servers)
         check_servers(self.servers, self.name, 0)
 
     @contextmanager
@@ -338,12 +338,7 @@ def sampling_params(spec: SamplingSpec, seed: int, stream: int, episodes: Sequen
 
 def generation_of(answers: Sequence[Answer]) -> Generation:
     """Responses as decode loops return them."""
-    width = max(len(one.ids) for one in answers)
-
-    def padded(rows: list[Any], fill: Any) -> torch.Tensor:
-        return torch.tensor([row + [fill] * (width - len(row)) for row in rows])
-
-    mask = padded([[True] * len(one.ids) for one in answers], False)
-    return Generation(padded([one.ids for one in answers], 0), mask,
-                      padded([one.logprobs for one in answers], 0.0), torch.zeros(mask.shape),
-                      torch.tensor([one.finished for one in answers]))
+    mask = padded([[True] * len(one.ids) for one in answers], torch.bool)
+    return Generation(padded([one.ids for one in answers]), mask,
+                      padded([one.logprobs for one in answers], torch.float32),
+                      torch.zeros(mask.shape), torch.tensor([one.finished for one in answers]))

@@ -22,6 +22,13 @@ PATIENCE = 3
 CRITIC_PATIENCE = 10
 """of ``critic``: a new value function explains nothing at first"""
 
+_TERMS = {
+    "loss/total_avg": "total", "loss/policy_avg": "policy",
+    "policy/approxkl_avg": "approx_kl_squared", "policy/policykl_avg": "approx_kl",
+    "policy/clipfrac_avg": "policy_clipfrac", "policy/grad_norm": "grad_norm",
+    "policy/max_log_ratio": "max_log_ratio", "val/ratio": "ratio"}
+"""figures of each step that are terms of its loss"""
+
 ADVICE = {
     "negative_kl": "The KL to the reference is negative ({kl:.2f} nats per sample): the tokens are "
                    "not drawn from the policy's own distribution{why}, or the model computes "
@@ -184,34 +191,21 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
                      ) -> dict[str, float]:
     """Figures of phase 2, named as TRL names them where it has them."""
     terms = result.terms
-    figures = {
-        "loss/total_avg": terms.get("total", math.nan),
-        "loss/policy_avg": terms.get("policy", math.nan),
-        "policy/approxkl_avg": terms.get("approx_kl_squared", math.nan),
-        "policy/policykl_avg": terms.get("approx_kl", math.nan),
-        "policy/clipfrac_avg": terms.get("policy_clipfrac", math.nan),
-        "policy/grad_norm": terms.get("grad_norm", math.nan),
-        "policy/max_log_ratio": terms.get("max_log_ratio", math.nan),
-        "val/ratio": terms.get("ratio", math.nan),
+    figures = {name: terms.get(term, math.nan) for name, term in _TERMS.items()} | {
         "lr": result.lr, "updates_skipped": float(result.skipped),
-        "early_stopped": float(result.early_stopped),
-    }
+        "early_stopped": float(result.early_stopped)}
     if experience.returns is not None:
         figures |= _critic_figures(
             terms, experience.returns.cpu()[experience.response_mask].double())
     if ppo.ent_coef_end is not None:
         figures["objective/ent_coef"] = experience.ent_coef
-    if algorithm.wants_entropy(ppo):  # else only objective/entropy, the sampled estimate
-        figures["policy/entropy_avg"] = terms.get("entropy", math.nan)
-    if experience.ref_logprobs is not None:
-        figures["loss/kl_avg"] = terms.get("kl", math.nan)
-    if experience.imitated is not None:
-        figures["loss/positive_nll_avg"] = terms.get("nll", math.nan)
-    if experience.examples is not None:
-        figures["loss/ptx"] = terms.get("ptx", math.nan)
-    if ppo.dual_clip is not None:
-        figures["policy/dual_clipfrac_avg"] = terms.get("dual_clipfrac", math.nan)
-    return figures
+    return figures | {name: terms.get(term, math.nan) for there, name, term in (
+        # else only objective/entropy, the sampled estimate
+        (algorithm.wants_entropy(ppo), "policy/entropy_avg", "entropy"),
+        (experience.ref_logprobs is not None, "loss/kl_avg", "kl"),
+        (experience.imitated is not None, "loss/positive_nll_avg", "nll"),
+        (experience.examples is not None, "loss/ptx", "ptx"),
+        (ppo.dual_clip is not None, "policy/dual_clipfrac_avg", "dual_clipfrac")) if there}
 
 
 def sample_rows(columns: Mapping[str, Sequence[Any]],

@@ -13,6 +13,7 @@ import torch
 from ppocli.config.schema import GenerationConfig
 from ppocli.data.prompt_set import PromptBatch, PromptSet, load_prompts
 from ppocli.errors import ConfigError
+from ppocli.models import layout
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
@@ -203,12 +204,10 @@ def _response_ids(session: Session, response: Any, index: int) -> list[int]:
 
 def _samples(session: Session, prompts: PromptBatch, rows: list[list[int]]) -> Samples:
     """Responses behind their prompts; their logprobs and values are still to be computed."""
-    width = max(len(row) for row in rows)
-    tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64)
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = torch.arange(width)[None, :] < lengths[:, None]
+    mask = layout.padded([[True] * len(row) for row in rows], torch.bool)
     ends = torch.tensor([row[-1] in session.sampling.stop_ids for row in rows])
-    out = Generation(tokens, mask, torch.zeros(mask.shape), torch.zeros(mask.shape), ends)
+    out = Generation(layout.padded(rows), mask, torch.zeros(mask.shape), torch.zeros(mask.shape),
+                     ends)
     return single_turn(prompts.tokens, prompts.mask, out, session.loaded.decoder_start)
 
 

@@ -140,11 +140,10 @@ def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, Samp
     found = {}
     for name in SAMPLING_KEYS:
         values = getattr(cfg.eval, name)
-        if isinstance(values, list):
-            for value in values:
-                changes: dict[str, Any] = {name: value}
-                shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
-                found[f"{name}={shown}"] = replace(first, **changes)
+        for value in values if isinstance(values, list) else ():
+            changes: dict[str, Any] = {name: value}
+            shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+            found[f"{name}={shown}"] = replace(first, **changes)
     return found
 
 
@@ -269,8 +268,7 @@ def _take_packed(policy: Policy, reference: Reference | None) -> bool:
     """Whether all models take packed rows. All ranks call it in step."""
     models = [policy.lm, getattr(policy.value_trunk, "lm", None)]
     # each of them on every rank
-    takes = [attention.takes_packed(lm) for lm in models if lm is not None]
-    found = all(takes)
+    found = all([attention.takes_packed(lm) for lm in models if lm is not None])  # noqa: C419
     if reference is None:
         return found
     with reference.view(policy.lm) as view:
@@ -341,16 +339,14 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     reward, metric = (_build_judges(cfg, objects, backend.ranks.first) if judges is None
                       else (judges.reward, judges.metric))
     cfg = replace(cfg, reward=reward.cfg)
-    own = cfg.model
-    if policy is not None and policy != cfg.model.path:
-        own = replace(cfg.model, path=policy, tokenizer_path=None, revision=revision)
+    own = cfg.model if policy in (None, cfg.model.path) else replace(
+        cfg.model, path=policy, tokenizer_path=None, revision=revision)
     tokenizer = language_model.load_tokenizer(own)
     loaded = decoding.load_judged(own, cfg.hardware)
     language_model.check_vocabulary(tokenizer, loaded.lm, own)
     _, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric,
                                         training=False)
-    wrapped = Policy(loaded.lm, None).to(backend.device)
-    wrapped.eval()
+    wrapped = Policy(loaded.lm, None).to(backend.device).eval()
     if backend.onednn:
         gemm.route_linears(wrapped)
     reference = building.judging_reference(
