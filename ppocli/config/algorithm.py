@@ -30,8 +30,7 @@ def estimator_of(ppo: schema.PPOConfig) -> Estimator:
 
 def needs_critic(config: schema.TrainConfig) -> bool:
     """Whether a value function is trained."""
-    return tasks.task_name(config) not in tasks.DATA_TASKS \
-        and estimator_of(config.ppo).needs_critic
+    return tasks.task_name(config) not in tasks.DATA_TASKS and estimator_of(config.ppo).needs_critic
 
 
 def kl_in(ppo: schema.PPOConfig) -> str:
@@ -204,10 +203,9 @@ def _groups(config: schema.TrainConfig) -> keys.Rules:
            "planned: say how long to train with ppo.total_episodes or ppo.num_steps")
     yield (grouped and ppo.whiten_rewards, "ppo.advantage, ppo.whiten_rewards", f"{ppo.advantage} "
            "normalises the rewards of whole responses itself: set ppo.whiten_rewards=false")
-    yield (not ppo.group_std and ppo.advantage != "grpo", "ppo.group_std, ppo.advantage",
-           f"group_std belongs to grpo; {ppo.advantage} does not divide by a deviation")
-    yield (ppo.batch_std and ppo.advantage != "grpo", "ppo.batch_std, ppo.advantage",
-           f"batch_std belongs to grpo; {ppo.advantage} does not divide by a deviation")
+    for name, changed in (("group_std", not ppo.group_std), ("batch_std", ppo.batch_std)):
+        yield (changed and ppo.advantage != "grpo", f"ppo.{name}, ppo.advantage",
+               f"{name} belongs to grpo; {ppo.advantage} does not divide by a deviation")
     yield (ppo.batch_std and not ppo.group_std, "ppo.batch_std, ppo.group_std",
            "batch_std=true divides by a deviation and group_std=false by none: leave one out")
     yield (ppo.dual_clip is not None and ppo.policy_loss in ("cispo", "dis"),
@@ -264,8 +262,8 @@ def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
     yield (value.kind == "head" and value.freeze_attention,
            "model.value.freeze_attention, model.value.kind",
            "a head has no attention of its own: set model.value.kind=branch or =model")
+    kind = schema.reference_kind(config.model)
     if reference.device is not None:
-        kind = schema.reference_kind(config.model)
         yield (not re.fullmatch(r"cpu|cuda(:\d+)?", reference.device), "model.reference.device",
                f"{reference.device} must be cpu, cuda or cuda:N")
         yield (kind != "copy", "model.reference.device, model.reference.kind",
@@ -275,7 +273,7 @@ def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
                "the full KL compares whole distributions, which must lie on one device: leave the "
                "device out, or use ppo.kl_estimator=k1")
     if reference.sync_every is not None:
-        kind, where = schema.reference_kind(config.model), "model.reference.sync_every, model."
+        where = "model.reference.sync_every, model."
         yield (kind in ("shared", "adapter"), f"{where}reference.kind",
                f"a reference of kind {kind} has no weights of its own that could follow the "
                "policy: set model.reference.kind=copy")

@@ -64,11 +64,9 @@ def schema_keys() -> Mapping[str, Key]:
 @cache
 def schema_sections() -> tuple[str, ...]:
     """The dotted names of all nodes that hold keys: ``ppo``, ``ppo.optimizer``, ..."""
-    found = []
-    for name in schema_keys():
-        parts = name.split(".")
-        found += [".".join(parts[:depth]) for depth in range(1, len(parts))]
-    return tuple(dict.fromkeys(found))
+    parts = [name.split(".") for name in schema_keys()]
+    return tuple(dict.fromkeys(".".join(one[:depth]) for one in parts
+                               for depth in range(1, len(one))))
 
 
 def free_mapping_of(name: str) -> str | None:

@@ -354,8 +354,7 @@ def training_command(config: TrainConfig, *more: str) -> str:
 
 
 def _word(name: str, value: Any) -> str:
-    plain = isinstance(value, str) and _safe(value)
-    return f"{name}={value if plain else _literal(value)}"
+    return f"{name}={value if isinstance(value, str) and _safe(value) else _literal(value)}"
 
 
 def _safe(value: str) -> bool:

@@ -95,8 +95,7 @@ class Calls:
         Raises:
             RewardError: what the environment does then.
         """
-        found = replace(self.cfg, on_error="stop")
-        trial = Calls(self.what, found, self.seed)
+        trial = Calls(self.what, replace(self.cfg, on_error="stop"), self.seed)
         known = {"prompt": prompts.texts[0], "messages": prompts.messages[0] if prompts.messages
                  else None, **{name: cells[0] for name, cells in prompts.columns.items()}}
         begun, = trial.answers([Called(None, 0, 0, known)], USER)
@@ -165,8 +164,7 @@ class Calls:
                                        [self.seed, stream, call.episode, call.turn])
         if call.turn == 0:
             environment = what.make()
-            known = what.arguments({**call.given, "rng": rng()})
-            result = environment.reset(**known)
+            result = environment.reset(**what.arguments({**call.given, "rng": rng()}))
             if inspect.isawaitable(result) and not what.waits:
                 result = asyncio.run(_awaited(result))
             return environment, result

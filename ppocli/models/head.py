@@ -51,9 +51,7 @@ class LogitMap:
     def slope(self, tempered: torch.Tensor, temperature: float) -> torch.Tensor | None:
         """d logits / d products at these logits / temperature, but for the scale; None where that
         is 1 everywhere."""
-        if self.cap is None:
-            return None
-        return 1.0 - (tempered * (temperature / self.cap)).square_()
+        return None if self.cap is None else 1.0 - (tempered * (temperature / self.cap)).square_()
 
 
 class HeadWeights(NamedTuple):

@@ -147,8 +147,7 @@ def right_padded(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor
     """[b, Q] tokens and mask, padded on any side, with the padding, less what no row needs, on the
     right."""
     lengths = mask.sum(dim=1)
-    width = max(int(lengths.max()), 1)
-    places = torch.arange(width, device=tokens.device)[None, :]
+    places = torch.arange(max(int(lengths.max()), 1), device=tokens.device)[None, :]
     columns = places + mask.long().argmax(dim=1)[:, None]
     there = places < lengths[:, None]
     return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1)).masked_fill(~there, 0), there

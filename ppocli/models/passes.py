@@ -71,9 +71,8 @@ def in_groups(order: torch.Tensor, lengths: torch.Tensor, rows: int, tokens: int
     """Rows that are sorted by length already, as :func:`rows_by_length` groups them."""
     groups, start = [], 0
     while start < len(order):
-        size = rows
-        if tokens is not None:
-            size = max(1, min(rows, tokens // max(int(lengths[order[start]]), 1)))
+        size = rows if tokens is None else max(
+            1, min(rows, tokens // max(int(lengths[order[start]]), 1)))
         groups.append(order[start:start + size])
         start += size
     return groups

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -129,8 +130,8 @@ def _from_slurm(environ: Mapping[str, str]) -> Launched | None:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     if not step.isdigit() or int(step) >= _NO_STEP or "SLURM_PROCID" not in environ:
         return None
-    job_tasks = _int_of(environ, "SLURM_NTASKS", 1)
-    if (world := _int_of(environ, "SLURM_STEP_NUM_TASKS", job_tasks)) < 2:
+    world = _int_of(environ, "SLURM_STEP_NUM_TASKS", _int_of(environ, "SLURM_NTASKS", 1))
+    if world < 2:
         return None
     nodes = _int_of(environ, "SLURM_STEP_NUM_NODES", _int_of(environ, "SLURM_NNODES", 1))
     layout = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
@@ -221,10 +222,9 @@ def announce() -> int | None:
     if (folder := _folder()) is None:
         return None
     (folder / f"pid-{my_rank()}").write_text(str(os.getpid()), encoding="utf-8")
-    try:
+    with suppress(OSError, ValueError):
         return int((folder / "signal").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def open_lifelines(folder: Path) -> int:
@@ -254,10 +254,9 @@ def note_phase(phase: str) -> None:
 
 def read_phase(folder: Path, rank: int) -> str:
     """Where a rank was last; empty if that isn't known."""
-    try:
+    with suppress(OSError, ValueError):
         return (folder / f"phase-{rank}").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return ""
+    return ""
 
 
 def my_phase() -> str:
@@ -281,11 +280,10 @@ def asked_to_stop(folder: Path) -> bool:
 
 def send(folder: Path, rank: int, number: int) -> bool:
     """Send a signal to one rank; false if it isn't there."""
-    try:
+    with suppress(OSError, ValueError):
         os.kill(int((folder / f"pid-{rank}").read_text(encoding="utf-8")), number)
-    except (OSError, ValueError):
-        return False
-    return True
+        return True
+    return False
 
 
 def write_outcome(outcome: RankOutcome) -> None:
@@ -301,8 +299,6 @@ def read_outcomes(folder: Path) -> list[RankOutcome]:
     """What the ranks left, the earliest first."""
     found = []
     for path in folder.glob("rank-*.json"):
-        try:
+        with suppress(OSError, ValueError, TypeError):
             found.append(RankOutcome(**json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError):
-            continue
     return sorted(found, key=lambda outcome: outcome.at)

@@ -90,10 +90,8 @@ def penalised(scores: Sequence[float], *, unended: Sequence[float | None],
     """
     found = []
     for score, amounts in zip(scores, zip(unended, short, strict=True), strict=True):
-        if not (given := [amount for amount in amounts if amount is not None]):
-            found.append(score)
-        else:
-            found.append(-max(given) if replace else score - sum(given))
+        given = [amount for amount in amounts if amount is not None]
+        found.append(score if not given else -max(given) if replace else score - sum(given))
     return found
 
 

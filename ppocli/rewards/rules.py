@@ -33,15 +33,11 @@ class Length:
             raise wrong_argument("target", target, "a number above 0")
         if unit not in ("tokens", "words"):
             raise wrong_argument("unit", unit, "tokens or words")
-        self.target = target
-        self.unit = unit
+        self.target, self.unit = target, unit
 
     def __call__(self, responses: list[str], response_ids: list[list[int]]) -> list[float]:
         """[N] closeness to the target, in [0, 1]."""
-        if self.unit == "tokens":
-            lengths = [len(ids) for ids in response_ids]
-        else:
-            lengths = [len(WORD.findall(response)) for response in responses]
+        lengths = map(len, response_ids if self.unit == "tokens" else map(WORD.findall, responses))
         return [max(0.0, 1.0 - abs(length - self.target) / self.target) for length in lengths]
 
 

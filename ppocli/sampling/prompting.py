@@ -51,8 +51,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int],
                  stop_sequences: Sequence[str] = (), min_new_tokens: int = 0) -> None:
-        self._tokenizer = tokenizer
-        self._prompt_ids = prompt_ids
+        self._tokenizer, self._prompt_ids = tokenizer, prompt_ids
         self._stops, self._min_new_tokens = stop_sequences, min_new_tokens
         self.shown = ""
         """all that was handed out"""

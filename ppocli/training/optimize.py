@@ -142,9 +142,7 @@ def _whole(task: Task, said: list[torch.Tensor]) -> torch.Tensor:
     there = to_device(largest, own.device)
     for more in said[1:]:
         own = torch.where(there, torch.maximum(own, more), own + more)
-    if ranks.world == 1:
-        return own
-    return torch.where(largest, ranks.max(own), ranks.sum(own))
+    return own if ranks.world == 1 else torch.where(largest, ranks.max(own), ranks.sum(own))
 
 
 def _figures(task: Task, found: _Found, norm: torch.Tensor) -> dict[str, float]:

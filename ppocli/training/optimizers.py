@@ -96,18 +96,13 @@ def follow_scheduler(optimizer: torch.optim.Optimizer, given: torch.optim.lr_sch
 
 
 def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str) -> dict[str, Any]:
-    group: dict[str, Any] = {"params": parameters, "lr": cfg.lr, "base_lr": cfg.lr, "role": role,
-                             "weight_decay": cfg.weight_decay}
-    if cfg.name == "sgd":
-        return group | {"momentum": cfg.momentum}
-    if cfg.name == "adafactor":
-        return group
-    return group | {"betas": (cfg.betas[0], cfg.betas[1]), "eps": cfg.eps}
+    own: dict[str, Any] = {"sgd": {"momentum": cfg.momentum}, "adafactor": {}}.get(
+        cfg.name, {"betas": tuple(cfg.betas), "eps": cfg.eps})
+    return {"params": parameters, "lr": cfg.lr, "base_lr": cfg.lr, "role": role,
+            "weight_decay": cfg.weight_decay, **own}
 
 
 def _optimizer(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if cfg.name == "sgd":
-        return torch.optim.SGD(groups, fused=True)
     if cfg.name == "adafactor":
         return torch.optim.Adafactor(groups)
     if cfg.name == "adamw_8bit":
@@ -115,8 +110,9 @@ def _optimizer(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.opti
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(groups)
-    kind = torch.optim.AdamW if cfg.name == "adamw" else torch.optim.Adam
-    return kind(groups, fused=True)
+    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam,
+                             "adamw": torch.optim.AdamW}
+    return kinds[cfg.name](groups, fused=True)
 
 
 class JointOptimizer(torch.optim.Optimizer):

@@ -164,9 +164,7 @@ def fill_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], where: str)
 
     own = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(adapter).items()}
     saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    wrong = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-    if wrong:
-        name = wrong[0]
+    for name in sorted(n for n in own.keys() | saved.keys() if own.get(n) != saved.get(n)):
         raise CheckpointError(
             f"The adapter in {where} does not fit: {name} is {saved.get(name, 'not there')} in the "
             f"file, {own.get(name, 'not there')} here.", where="model.peft",

@@ -188,9 +188,7 @@ def after_pretraining(state: PPOState, experience: Experience, ppo: schema.PPOCo
 
 def sequence_kl(rollout: Rollout) -> float:
     """Sampled KL (k1) summed over each response, mean over samples; nats. NaN without reference."""
-    if not rollout.has_reference:
-        return math.nan
-    return float(rollout.k1.double().sum(1).mean())
+    return float(rollout.k1.double().sum(1).mean()) if rollout.has_reference else math.nan
 
 
 def next_kl_coef(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> float:

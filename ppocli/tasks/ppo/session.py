@@ -268,7 +268,8 @@ def _take_packed(policy: Policy, reference: Reference | None) -> bool:
     """Whether all models take packed rows. All ranks call it in step."""
     models = [policy.lm, getattr(policy.value_trunk, "lm", None)]
     # each of them on every rank
-    found = all([attention.takes_packed(lm) for lm in models if lm is not None])  # noqa: C419
+    takes = [attention.takes_packed(lm) for lm in models if lm is not None]
+    found = all(takes)
     if reference is None:
         return found
     with reference.view(policy.lm) as view:
