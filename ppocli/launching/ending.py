@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +88,8 @@ def _shortage(run: loop.Run, error: OutOfMemoryError) -> OutOfMemoryError:
 
 def _place(run: loop.Run, single: str, of_several: str) -> str:
     """What happened, with rank and phase where there are several."""
-    if run.task.backend.ranks.world == 1:
-        return single
-    return f"rank {my_rank()}, {_where(run)}: {of_several}"
+    return single if run.task.backend.ranks.world == 1 else (
+        f"rank {my_rank()}, {_where(run)}: {of_several}")
 
 
 def _where(run: loop.Run) -> str:
@@ -137,8 +137,7 @@ def _summary(run: loop.Run, status: str) -> dict[str, Any]:
     best = None
     if state.best is not None:
         path = run.folder.checkpoints / f"step-{state.best.step:06d}"
-        best = {"step": state.best.step, "metric": state.best.metric,
-                "name": run.task.cfg.checkpoint.metric,
+        best = {**asdict(state.best), "name": run.task.cfg.checkpoint.metric,
                 "path": str(path) if path.is_dir() else None}
     after = state.eval_last if state.eval_step == state.step and state.step > 0 else None
     return {

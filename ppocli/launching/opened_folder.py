@@ -198,14 +198,13 @@ def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
     run_folder.probe_writable(base)
     if config.run_name is None:
         with atomic.disk_errors(base):
-            run_dir = new_folder(base, f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
-    else:
-        run_dir = base / config.run_name
-        with atomic.disk_errors(run_dir), suppress(FileExistsError):
-            run_dir.mkdir()
-        if not run_dir.is_dir():
-            run_folder.probe_writable(run_dir)  # it says what is there instead
-        refuse_taken(run_dir, config)
+            return new_folder(base, f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
+    run_dir = base / config.run_name
+    with atomic.disk_errors(run_dir), suppress(FileExistsError):
+        run_dir.mkdir()
+    if not run_dir.is_dir():
+        run_folder.probe_writable(run_dir)  # it says what is there instead
+    refuse_taken(run_dir, config)
     return run_dir
 
 
@@ -321,11 +320,11 @@ def _missing_packages(cfg: schema.TrainConfig) -> Iterator[InputError]:
 def _named_models(cfg: schema.TrainConfig
                   ) -> Iterator[tuple[str, str, str | None, model_files.Needs]]:
     """(key, name, revision, needs) of every model."""
-    if cfg.model.tokenizer_path:
-        yield "model.path", cfg.model.path, cfg.model.revision, "model"
-        yield "model.tokenizer_path", cfg.model.tokenizer_path, None, "tokenizer"
-    else:
-        yield "model.path", cfg.model.path, cfg.model.revision, "model and tokenizer"
+    own = cfg.model.tokenizer_path
+    yield ("model.path", cfg.model.path, cfg.model.revision,
+           "model" if own else "model and tokenizer")
+    if own:
+        yield "model.tokenizer_path", own, None, "tokenizer"
     if cfg.model.value.path is not None and cfg.model.value.kind == "model":
         start = value_start(cfg.model)
         yield "model.value.path", start.path, start.revision, "model"
@@ -350,10 +349,9 @@ def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
         if name == PYTHON_OBJECT:
             continue
         try:
-            if key in ("model.path", "model.reference.path"):
-                model_files.find_whole(name, key=key, revision=revision, needs=needs)
-            else:
-                model_files.find_model(name, key=key, revision=revision, needs=needs)
+            find = (model_files.find_whole if key in ("model.path", "model.reference.path")
+                    else model_files.find_model)
+            find(name, key=key, revision=revision, needs=needs)
         except InputError as error:
             named = error.where is not None and error.where.startswith(key)
             yield error if named else error.reworded(where=key)

@@ -37,12 +37,10 @@ def allow_code(found: Checked | Composed, parts: tuple[str, ...] = ("",)) -> tup
         CheckpointError: the run is somebody else's and names code.
     """
     limited: tuple[str, ...] = ()
-    if found.typed is None:
-        pass
-    elif found.resume_from is not None:
+    if found.typed is not None and found.resume_from is not None:
         trust.check_run(found.resume_from, found.config, parts, trusts=found.trusts,
                         typed=found.typed)
-    else:
+    elif found.typed is not None:
         limited = trust.named_by_files(
             found.config, resolved.with_absolute_paths(found.config, Path.cwd()), found.typed)
     limit(limited)
@@ -118,11 +116,9 @@ def data_config(target: Target, words: Sequence[str], *, trusts: bool = False
         base = _going_on(target.run_dir, trusts)
     else:
         base = [f"task={'reward_model' if is_scorer(target.model) else 'sft'}"]
-        if target.run_dir is None:
-            base += _start_of(target.model)
-        else:
+        if target.run_dir is not None:
             run = resolved.read_config(target.run_dir / resolved.CONFIG_FILE)
-            base += _own(run)
+        base += _start_of(target.model) if run is None else _own(run)
     config = _allowed([*base, *words], target, ("model.",), run, words, trusts,
                       frozenset({"data.path"}))
     given, data = {word.lstrip("+~").partition("=")[0] for word in words}, config.data
