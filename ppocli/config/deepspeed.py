@@ -39,17 +39,15 @@ KNOWN_ZERO = frozenset({
     "allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients",
     "elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters", "leaf_module",
     "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings",
-    "memory_efficient_linear", "offload_optimizer",
-    "offload_param", "override_module_apply", "overlap_comm", "parameter_alignment",
-    "pipeline_loading_checkpoint", "reduce_bucket_size", "reduce_scatter",
-    "round_robin_gradients", "save_muon_momentum_buffer_in_memory", "stage",
+    "memory_efficient_linear", "offload_optimizer", "offload_param", "override_module_apply",
+    "overlap_comm", "parameter_alignment", "pipeline_loading_checkpoint", "reduce_bucket_size",
+    "reduce_scatter", "round_robin_gradients", "save_muon_momentum_buffer_in_memory", "stage",
     "stage3_allgather_sequential", "stage3_gather_16bit_weights_on_model_save",
-    "stage3_max_live_parameters", "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold", "stage3_module_granularity_threshold",
-    "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
-    "stage3_use_all_reduce_for_fetch_params", "sub_group_size", "use_multi_rank_bucket_allreduce",
-    "zenflow", "zero_hpz_partition_size", "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights", "zero_quantized_weights"})
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold", "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params", "sub_group_size",
+    "use_multi_rank_bucket_allreduce", "zenflow", "zero_hpz_partition_size",
+    "zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights"})
 _DEFAULTS = {"zero_optimization": {"reduce_bucket_size": 2**24}}
 """where the file says nothing: gradients are reduced in buckets of 64 MiB instead of DeepSpeed's 2
 GB, which it takes at once on a GPU, and holds up to three times while it reduces one"""

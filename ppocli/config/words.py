@@ -127,10 +127,11 @@ def read_words(words: Sequence[str]) -> Words:
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        if word == "--" or not word.startswith("-") or _looks_like_setting(word):
+        name, equals, attached = word.partition("=")
+        is_setting = equals and not name.startswith("--") and name not in SHORT
+        if word == "--" or not word.startswith("-") or is_setting:
             settings += [] if word == "--" else [read_setting(word)]
             continue
-        name, equals, attached = word.partition("=")
         name = SHORT.get(name, name)
         value = attached if equals else None
         if name in _WITH_VALUE and value is None:
@@ -179,11 +180,6 @@ def list_of_texts(values: Sequence[str], name: str) -> list[str]:
             raise ConfigError(f"{name} holds {value!r}, which is no text.", where=name,
                               fix="give a list of texts")
     return texts
-
-
-def _looks_like_setting(word: str) -> bool:
-    name, equals, _ = word.partition("=")
-    return bool(equals) and not name.startswith("--") and name not in SHORT
 
 
 def _unknown_flag(word: str, value: str | None, words: Sequence[str]) -> ConfigError:

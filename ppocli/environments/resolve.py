@@ -126,11 +126,10 @@ def _reset_names(cls: Any, located: Located, columns: Collection[str] | None
         if (parameter.kind in _NAMED and parameter.default is Parameter.empty
                 and parameter.name not in known):
             listed = ", ".join(sorted(columns or ())) or "none"
-            raise RewardError(
-                f"{located.label}: reset asks for {parameter.name!r}, which nothing provides. "
-                f"{suggestion(parameter.name, known)}".rstrip(), where="env.fn",
-                fix="use prompt, messages, rng or a metadata column of the prompts (there are: "
-                f"{listed}; see prompts.columns)")
+            raise RewardError(f"{located.label}: reset asks for {parameter.name!r}, which nothing "
+                              f"provides. {suggestion(parameter.name, known)}".rstrip(),
+                              where="env.fn", fix="use prompt, messages, rng or a metadata column "
+                              f"of the prompts (there are: {listed}; see prompts.columns)")
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)

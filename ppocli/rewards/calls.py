@@ -143,10 +143,8 @@ def read_scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> 
     """
     per_step = request.steps is not None and (isinstance(returned, StepScores) or bound.takes_steps)
     expected = EXPECTED_PER_STEP if per_step else EXPECTED
-    returned = styles.scores_in(
-        returned, bound.style, request,
-        lambda what: RewardError(f"{bound.label} returned {what}.", where=bound.located.key,
-                                 fix=expected))
+    returned = styles.scores_in(returned, bound.style, request, lambda what: RewardError(
+        f"{bound.label} returned {what}.", where=bound.located.key, fix=expected))
     scores: list[Score] = []
     dense: bool | None = None
     for index, value in enumerate(_items(returned, len(request), bound, " returned", expected)):

@@ -133,13 +133,10 @@ def _queries(request: RewardRequest) -> list[str]:
     """Prompts and responses with special tokens. A tokenizer that marks words by a leading space
     loses that of a response decoded alone."""
     tokenizer = _tokenizer(request, "OpenRLHF")
-    found = []
-    for prompt, text, ids in zip(request.prompts, request.responses, request.response_ids,
-                                 strict=True):
-        space = text[:len(text) - len(text.lstrip())]
-        found.append(prompt + space + tokenizer.decode(
-            list(ids), skip_special_tokens=False).lstrip())
-    return found
+    return [prompt + text[:len(text) - len(text.lstrip())]
+            + tokenizer.decode(list(ids), skip_special_tokens=False).lstrip()
+            for prompt, text, ids in zip(request.prompts, request.responses, request.response_ids,
+                                         strict=True)]
 
 
 def ended_outputs(request: RewardRequest) -> list[str]:

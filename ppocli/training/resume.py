@@ -62,11 +62,10 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
         return search.found.path, _adopt(task, saved, fresh, folder)
     if (when := retention.removed_at(folder.checkpoints)) is not None:
         # also with resume=auto: starting afresh would remove what was worth keeping
-        raise CheckpointError(
-            f"The checkpoints of {folder.path.name} were deleted by ppocli runs prune "
-            f"({when}): there is nothing to go on from.", where=str(folder.checkpoints),
-            fix="start another run with its model: "
-                f"{pasted(f'model.path={folder.model}')} run_name=NAME")
+        raise CheckpointError(f"The checkpoints of {folder.path.name} were deleted by ppocli runs "
+                              f"prune ({when}): there is nothing to go on from.",
+                              where=str(folder.checkpoints), fix="start another run with its "
+                              f"model: {pasted(f'model.path={folder.model}')} run_name=NAME")
     if task.cfg.resume == "auto":
         log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
         retention.update_pointers(folder.checkpoints, latest=None, best=None)

@@ -23,7 +23,7 @@ from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
 from ppocli.sampling.conversation import Conversation
-from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker
+from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker, looking
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.command import served_name
@@ -31,7 +31,6 @@ from ppocli.sampling.vllm.dealing import Dealing
 from ppocli.sampling.vllm.launch import Launched
 from ppocli.sampling.vllm.server import HOW_TO, Answer, Lost, Server
 from ppocli.sampling.vllm.weights import WeightsFolder, tensors_of
-from ppocli.storage import faults
 
 log = logging.getLogger("ppocli")
 
@@ -164,15 +163,10 @@ class VllmSampler(DecodeSampler):
             yield from super().sample(prompts, spec, stream, speaker, stop, at_once=at_once,
                                       chunk=chunk)
             return
-        begun = self.begin(prompts, spec, stream)
-
-        def poll() -> None:
-            faults.point("rollout.token", len(prompts))
-            stop.check()
-
+        begun, look = self.begin(prompts, spec, stream), looking(stop, len(prompts))
         try:
             for start in range(0, len(prompts), chunk):
-                yield begun.take(slice(start, min(start + chunk, len(prompts))), poll)
+                yield begun.take(slice(start, min(start + chunk, len(prompts))), look)
         finally:
             begun.dealing.close()
 

@@ -3,6 +3,7 @@
 import logging
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -120,8 +121,9 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     scores, dense = shaped_scores(rollout, state, cfg)
     # a KL that is rounding alone isn't charged: whitening, and Adam, would make a signal of it
     apart = not bool((rollout.k1[keep].abs() <= kl.ROUNDING).all())  # NaN is no rounding
-    rewards = token_rewards(scores[keep], rollout.kl[keep], mask, kl_coef=state.kl_coef if in_reward
-                            and apart else 0.0, dense=None if dense is None else dense[keep])
+    rewards = token_rewards(scores[keep], rollout.kl[keep], mask,
+                            kl_coef=state.kl_coef if in_reward and apart else 0.0,
+                            dense=None if dense is None else dense[keep])
     if ppo.whiten_rewards:
         rewards = shaping.whiten(rewards, mask, center=False)
     values = rollout.values[keep] if algorithm.estimator_of(ppo).needs_critic else None
@@ -146,21 +148,22 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     if ppo.mask_truncated:
         counts = accepted & rollout.finished[keep, None]
     charged = not in_reward and rollout.has_reference and state.kl_coef > 0
+
+    def kept(states: list[Any]) -> list[Any]:
+        return [states[i] for i in keep.tolist()] if states else []
+
     return Experience(
         sequences=rollout.sequences.rows(keep), logprobs=rollout.logprobs[keep],
-        values=None if values is None else values * mask,
-        advantages=advantages, returns=returns,
+        values=None if values is None else values * mask, advantages=advantages, returns=returns,
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
-        ref_states=[rollout.ref_states[i] for i in keep.tolist()]
-        if charged and rollout.ref_states else [],
+        ref_states=kept(rollout.ref_states if charged else []),
         counts=counts, importance=importance, pretrains=pretrains,
         imitated=torch.tensor(rollout.scores)[keep] > ppo.positive_above
         if ppo.positive_nll_coef else None,
         kl_coef=state.kl_coef if charged else 0.0,
         ent_coef=ppo.ent_coef if ppo.ent_coef_end is None else
         (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end,
-        frozen_states=[rollout.frozen_states[i] for i in keep.tolist()]
-        if rollout.frozen_states else [])
+        frozen_states=kept(rollout.frozen_states))
 
 
 def explained_variance(experience: Experience) -> float:

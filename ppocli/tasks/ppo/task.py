@@ -23,6 +23,7 @@ from ppocli.parallel.transfers import to_device
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
+from ppocli.tasks import building
 from ppocli.tasks.ppo import ahead, dynamic_sampling, figures, ptx, records, rollout, stale
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import (
@@ -31,7 +32,7 @@ from ppocli.tasks.ppo.experience import (
     to_experience,
     update_moments,
 )
-from ppocli.tasks.ppo.session import Session, build_session, saved_model
+from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.training import optimizers, task
 from ppocli.training.clock import PhaseClock
 from ppocli.training.state import TrainState
@@ -56,7 +57,8 @@ class PPOTask(task.Task):
         self.session = session
         self.cfg, self.backend = session.cfg, session.backend
         self.trained, self.passes = session.trained, session.passes
-        self.saved = saved_model(session)
+        self.saved = building.saved_policy(session.policy.lm, session.loaded, session.sampling,
+                                           session.tokenizer)
         self.examples = session.num_prompts if self.cfg.ppo.epochs else None
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
@@ -72,24 +74,24 @@ class PPOTask(task.Task):
         """As :class:`Task`."""
         return -(-self._count(state) // self.session.chunk_size)
 
-    def _count(self, state: TrainState) -> int:
-        return min(self.samples_per_step, self.total_samples() - state.episodes)
+    def _count(self, state: TrainState, steps: int = 1) -> int:
+        """Samples of so many steps, or as many as are left."""
+        return min(steps * self.samples_per_step, self.total_samples() - state.episodes)
 
     def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> records.Rollout:
         """As :class:`Task`: sample, score, measure."""
         start = state.episodes + records.PPOState.from_json(state.task).left_out
         session, count = replace(self.session, step=state.step), self._count(state)
+        episodes = range(start, start + count)
         if self.cfg.ppo.dynamic_sampling is not None:
             return dynamic_sampling.collect_differing(session, start, count, stop, clock)
         if self.cfg.rollout.ahead:
-            most = min(2 * self.samples_per_step, self.total_samples() - state.episodes)
             batch, self._ahead = ahead.collect_ahead(
-                session, self._ahead, range(start, start + count), start + most, stop, clock)
+                session, self._ahead, episodes, start + self._count(state, 2), stop, clock)
             return batch
         if (late := self.cfg.ppo.staleness) or state.tensors:
-            most = min((1 + late) * self.samples_per_step, self.total_samples() - state.episodes)
-            return stale.collect_stale(session, state.tensors, range(start, start + count),
-                                       start + most, stop, clock)
+            return stale.collect_stale(session, state.tensors, episodes,
+                                       start + self._count(state, 1 + late), stop, clock)
         prompts = session.next_prompts(start, count)
         clock.mark("other")
         return rollout.collect_rollout(session, prompts, stop, clock)
