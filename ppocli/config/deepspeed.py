@@ -70,8 +70,7 @@ _DECIDED_BY = {
     "bf16.enabled": "weights stay fp32; hardware.precision=bf16 computes in bf16",
     "torch_autocast.enabled": "hardware.precision decides",
     "torch_autocast.dtype": "hardware.precision decides",
-    "torch_autocast.lower_precision_safe_modules": "gathering and reducing are in fp32",
-}
+    "torch_autocast.lower_precision_safe_modules": "gathering and reducing are in fp32"}
 
 
 def deepspeed_config(cfg: schema.TrainConfig, world: int | None = None) -> dict[str, Any]:
@@ -120,8 +119,7 @@ def _own(cfg: schema.TrainConfig, world: int) -> dict[str, Any]:
         # modules named here would be gathered, and their gradients reduced, in bf16: the value head
         # computes in fp32, and tied embeddings would differ from those that rollouts are made with
         "torch_autocast": {"enabled": hardware.precision == "bf16", "dtype": "bfloat16",
-                           "lower_precision_safe_modules": []},
-    }
+                           "lower_precision_safe_modules": []}}
 
 
 def _read(path: Path) -> dict[str, Any]:

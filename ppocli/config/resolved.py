@@ -254,8 +254,7 @@ _HARMLESS = frozenset({
     "hardware.rdzv_endpoint", "hardware.node_rank",
     "reward.timeout", "reward.retries", "reward.overlap", "model.gradient_checkpointing",
     "ppo.micro_batch_size", "ppo.micro_batch_tokens", "model.reference.offload",
-    "model.reference.device", "model.reference.shard", "hardware.gather_for_generation",
-})
+    "model.reference.device", "model.reference.shard", "hardware.gather_for_generation"})
 _OF_UPDATES = frozenset({"epochs", "num_updates", "max_nonfinite", "micro_batch_size",
                          "micro_batch_tokens"})
 _HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
@@ -266,8 +265,7 @@ _REFUSED = frozenset({
     "model.num_layers_unfrozen", "model.reference.kind", "model.reference.path",
     "model.value.kind", "model.value.path", "model.value.num_layers_unfrozen",
     "model.value.freeze_attention", "hardware.precision", "hardware.weights", "ppo.optimizer.name",
-    "ppo.value_optimizer.name", "ppo.advantage", "ppo.n", "reward.scale", "ppo.kl_controller",
-})
+    "ppo.value_optimizer.name", "ppo.advantage", "ppo.n", "reward.scale", "ppo.kl_controller"})
 
 
 def classify_change(key: str) -> ChangeKind:

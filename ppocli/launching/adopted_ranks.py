@@ -198,8 +198,7 @@ def _accelerate_device(config: schema.TrainConfig, environ: Mapping[str, str]) -
         ("ACCELERATE_USE_MEGATRON_LM" in on,
          "Megatron, which ppocli does not use (hardware=zero3 shards weights)"),
         (compiler != "no", "a dynamo backend, which ppocli does not use"),
-        (cpu and hardware.device == "cuda", "the CPU, but hardware.device is cuda"),
-    ) if wrong]
+        (cpu and hardware.device == "cuda", "the CPU, but hardware.device is cuda")) if wrong]
     if found:
         raise ConfigError("\n".join(f"accelerate was told to use {text}." for text in found),
                           where="accelerate launch", fix="make both say the same")

@@ -247,8 +247,7 @@ def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: di
         what = (f"another rank is gone or gave no answer {waited}; what another node says tells why"
                 if several else  # all ranks are here, and each has spoken
                 f"no answer of each other {waited}, though no rank had ended before")
-        reason = lost[0].message.splitlines()[0]
-        return 1, f"Error: {places}: {what}.\n  where: {reason}\n{_GO_ON}"
+        return 1, f"Error: {places}: {what}.\n  where: {lost[0].message.splitlines()[0]}\n{_GO_ON}"
     if job.agent_error is not None and several:
         return 1, (f"Error: node {job.node_rank}: the nodes lost each other, or did not meet "
                    f"{waited}.\n  where: hardware.rdzv_endpoint={job.hardware.rdzv_endpoint} "

@@ -43,8 +43,7 @@ def ending_well(run: loop.Run) -> Iterator[None]:
             fix=f"resume with: ppocli resume {pasted(run.folder.path)}" if resumable else
             "start again: the same words with "
             f"{pasted('run_name=' + run.folder.path.name)} resume=auto; "
-            "checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
-        ) from None
+            "checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often") from None
     except torch.OutOfMemoryError as error:  # not in a pass, which is made anew with fewer rows
         section = tasks.updates_section(run.task.cfg)
         rows, in_ppo = f"{section}.micro_batch_size", section == "ppo"
@@ -146,8 +145,7 @@ def _summary(run: loop.Run, status: str) -> dict[str, Any]:
         "best": best, **run.task.summary(state), "seconds": clock.of_training(state.seconds),
         "tokens_per_second": speed,
         "profile": clock.profile(state.seconds, state.cpu_seconds, state.tokens),
-        "peak_memory_mib": run.task.backend.peak_memory_mib(), "versions": run.versions,
-    }
+        "peak_memory_mib": run.task.backend.peak_memory_mib(), "versions": run.versions}
 
 
 def write_summary_of(run: loop.Run, status: str, error: str | None = None) -> dict[str, Any]:

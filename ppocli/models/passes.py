@@ -169,8 +169,7 @@ def states_by_sample(passes: Sequence[RowBatch], states: Sequence[torch.Tensor],
     """
     found = [torch.empty(0)] * len(counts)
     for one, flat in zip(passes, states, strict=True):
-        parts = flat.cpu().split(counts[one.rows].tolist())
-        for i, row in zip(one.rows, parts, strict=True):
+        for i, row in zip(one.rows, flat.cpu().split(counts[one.rows].tolist()), strict=True):
             found[i] = row.clone()  # whoever pickles a view sends the whole
     return found
 

@@ -79,8 +79,7 @@ def ask(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig,
                 raise RewardError(
                     f"{bound.label} raised{tries} {type(error).__name__}: {said(error)}\n"
                     f"  {_batch(request)}", where=place or bound.located.key,
-                    fix="mend the function; reward.retries=N tries a failed call again",
-                ) from error
+                    fix="mend the function; reward.retries=N tries a failed call again") from error
             log.warning("%s raised %s at %s; trying again (%d of %d)", bound.label,
                         error_line(error), place, failures, cfg.retries)
 

@@ -15,8 +15,7 @@ MAX_LENGTH = 10
 SUCCESSORS = {
     "a": "a", "b": "dju", "c": "ekor", "d": "alt", "e": "bs", "f": "dhim", "g": "cqru",
     "h": "c", "i": "dh", "j": "n", "k": "bgjn", "l": "b", "m": "befghs", "n": "ab",
-    "o": "r", "p": "ju", "q": "fj", "r": "gjo", "s": "du", "t": "k", "u": "bis",
-}
+    "o": "r", "p": "ju", "q": "fj", "r": "gjo", "s": "du", "t": "k", "u": "bis"}
 """the nodes one step away from each; the goal can't be left"""
 
 

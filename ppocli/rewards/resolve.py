@@ -268,8 +268,7 @@ BUILTIN_REWARDS: Mapping[str, str] = {
     "keyword": "ppocli.rewards.rules:Keyword",
     "word_list": "ppocli.rewards.rules:WordList",
     "answer": "ppocli.rewards.rules:Answer",
-    "randomwalks": "ppocli.rewards.randomwalks:optimality",
-}
+    "randomwalks": "ppocli.rewards.randomwalks:optimality"}
 
 MODEL_REWARDS = ("classifier", "reward_model", "step_reward_model")
 """those whose ``model`` argument names a model of their own"""

@@ -35,8 +35,7 @@ KNOWN_ARGUMENTS: Mapping[str, Source] = {
     "prompts": lambda r: list(r.prompts),
     **dict.fromkeys(("outputs", "responses", "completions"), lambda r: list(r.responses)),
     **dict.fromkeys(_IDS, lambda r: [list(ids) for ids in r.response_ids]),
-    "tokenizer": lambda r: r.tokenizer,
-}
+    "tokenizer": lambda r: r.tokenizer}
 """What a function may ask for by name. Every call gets fresh lists, which it may change."""
 
 FOREIGN = {"trl": "TRL", "trlx": "trlX", "verl": "verl", "openrlhf": "OpenRLHF"}

@@ -121,7 +121,7 @@ def adopt_weights(policy: nn.Module, optimizer: Any, stage: int) -> None:
         return
     for parameter in policy.parameters():
         if parameter.requires_grad:
-            with gathered(internals.OneParameter(parameter), stage):
+            with gathered(nn.ParameterList([parameter]), stage):
                 whole = parameter.detach().clone()
             internals.set_whole(parameter, whole, None, stage)
 

@@ -107,8 +107,7 @@ def _bias(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, groups: 
     if mask is None:
         if not causal:
             return query.new_zeros(1, 1, 1)
-        square = torch.full((queries, keys), hidden, dtype=dtype).triu_(1)
-        return square.repeat(share, 1)[None]
+        return torch.full((queries, keys), hidden, dtype=dtype).triu_(1).repeat(share, 1)[None]
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, hidden)
     else:  # which may hide keys by -inf, or by a number that rounds to it

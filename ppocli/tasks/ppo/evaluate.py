@@ -179,13 +179,11 @@ def evaluation_figures(samples: list[dict[str, Any]], metrics: dict[str, list[fl
         "kl_mean": figures.mean([s["kl"] for s in samples if s["kl"] is not None]),
         "response_tokens_mean": figures.mean([s["response_tokens"] for s in samples]),
         "finished_share": figures.mean([float(s["finished"]) for s in samples]),
-        "distinct_2": distinct([s["response"] for s in samples], 2),
-    }
+        "distinct_2": distinct([s["response"] for s in samples], 2)}
     found |= figures.logged_figures(samples)
     if samples and "turns" in samples[0]:
         found["turns_mean"] = figures.mean([float(len(s["turns"])) for s in samples])
         found["done_share"] = figures.mean([float(s["ended"] == DONE) for s in samples])
-    rewards = parts if len(parts) > 1 else {}
-    for kind, columns in (("reward", rewards), ("metrics", metrics)):
+    for kind, columns in (("reward", parts if len(parts) > 1 else {}), ("metrics", metrics)):
         found |= {f"{kind}/{name}": figures.mean(values) for name, values in columns.items()}
     return found

@@ -62,8 +62,7 @@ ADVICE = {
                 "ppo.optimizer.lr.",
     "lambda_zero": "Half of the responses, or more, have so few tokens that their lambda is 0 for "
                    "{n} steps: advantages are one step of the value function's. Raise "
-                   "ppo.lam_alpha to a few times 1 / {length:.0f} (tokens of a response).",
-}
+                   "ppo.lam_alpha to a few times 1 / {length:.0f} (tokens of a response)."}
 
 
 def mean(values: Sequence[float]) -> float:
@@ -129,8 +128,7 @@ def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True
         "val/num_eos_tokens": float(rollout.finished.sum()),
         "rollout/response_tokens_mean": float(lengths.mean()),
         "rollout/response_tokens_max": float(lengths.max()),
-        "rollout/finished_share": float(rollout.finished.double().mean()),
-    }
+        "rollout/finished_share": float(rollout.finished.double().mean())}
     if rollout.drawn is not None:
         figures |= {"rollout/drawn": float(rollout.drawn.samples),
                     "rollout/uniform_groups": float(rollout.drawn.uniform_groups)}
@@ -155,8 +153,7 @@ def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
         "env/done_share": ended.count(DONE) / len(episodes),
         "env/truncated_share": (ended.count(TURNS) + ended.count(TOKENS)) / len(episodes),
         "env/errors": float(ended.count(ERROR)),
-        "env/tool_errors": float(sum(turn.failed is not None for turn in turns)),
-    }
+        "env/tool_errors": float(sum(turn.failed is not None for turn in turns))}
 
 
 def logged_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -177,8 +174,7 @@ def _critic_figures(terms: dict[str, float], returns: torch.Tensor) -> dict[str,
         "val/clipfrac_avg": terms.get("value_clipfrac", math.nan),
         "val/error": error,
         "val/var_explained": 1.0 - error / variance if variance > 0 else math.nan,
-        "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan,
-    }
+        "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
 
 
 def penalty_figures(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, float]:
@@ -293,8 +289,7 @@ def _signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: 
         "critic": row.get("val/var_explained", 0.0) < 0.0,
         "rejected": row.get("rollout/rejected_tokens", 0.0) > 0.9,
         **({} if (alpha := session.cfg.ppo.lam_alpha) is None else {
-            "lambda_zero": float((alpha * lengths <= 1).double().mean()) >= 0.5}),
-    }
+            "lambda_zero": float((alpha * lengths <= 1).double().mean()) >= 0.5})}
 
 
 def watch(session: Session, rollout: Rollout, own: PPOState, row: Mapping[str, float],

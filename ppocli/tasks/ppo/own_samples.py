@@ -205,9 +205,8 @@ def _response_ids(session: Session, response: Any, index: int) -> list[int]:
 def _samples(session: Session, prompts: PromptBatch, rows: list[list[int]]) -> Samples:
     """Responses behind their prompts; their logprobs and values are still to be computed."""
     mask = layout.padded([[True] * len(row) for row in rows], torch.bool)
-    ends = torch.tensor([row[-1] in session.sampling.stop_ids for row in rows])
     out = Generation(layout.padded(rows), mask, torch.zeros(mask.shape), torch.zeros(mask.shape),
-                     ends)
+                     torch.tensor([row[-1] in session.sampling.stop_ids for row in rows]))
     return single_turn(prompts.tokens, prompts.mask, out, session.loaded.decoder_start)
 
 
