@@ -167,10 +167,9 @@ class PPOConfig:
     mini_batch_size: int = key(32, "samples per optimizer update", ge=1)
     micro_batch_size: Optional[int] = key(None, "samples per forward/backward pass (default: "
                                           "mini_batch_size); never changes the gradient", ge=1)
-    micro_batch_tokens: Optional[int] = key(None, "tokens per forward/backward pass at most, "
-                                            "prompt, response and padding, where one sample alone "
-                                            "has no more (default: no limit); never changes the "
-                                            "gradient", ge=1)
+    micro_batch_tokens: Optional[int] = key(
+        None, "tokens per forward/backward pass at most, prompt, response and padding, "
+        "where one sample alone has no more (default: no limit); never changes the gradient", ge=1)
     cliprange: float = key(0.2, "ratio clip of the policy loss", gt=0, lt=1)
     cliprange_high: Optional[float] = key(None, "upper ratio clip (default: cliprange)", gt=0)
     dual_clip: Optional[float] = key(None, "largest ratio that a negative advantage is charged "

@@ -10,7 +10,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
@@ -174,14 +174,10 @@ def open_run(cfg: schema.TrainConfig, folder: run_folder.RunFolder, objects: Pyt
                        recorder, display, state, saved_at=monotonic(),
                        clock=clock.PhaseClock(backend.device, began, display.board.marked),
                        identity=identity)
-        try:
+        with ExitStack() as ending:
+            for close in (task.trained.close, task.close, run.saving.settle):  # the last is first
+                ending.callback(close)
             yield run
-        finally:
-            try:
-                run.saving.settle()
-            finally:
-                task.close()
-                task.trained.close()
 
 
 def _run_id(folder: run_folder.RunFolder) -> str:

@@ -99,11 +99,6 @@ KEPT_BYTES = 256 * 2**20
 """most memory that all fp32 logits of a pass may take until its backward pass"""
 
 
-def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
 def _logits(head: HeadWeights, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
     """[n, V] fp32 logits / temperature, a tensor of its own."""
     out = head.product(hidden, head.weight)
@@ -134,8 +129,9 @@ class _TokenLogprob(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                 targets: torch.Tensor, temperature: float, want_entropy: bool, head: HeadWeights,
                 other: OtherHead | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dtype = _compute_dtype(hidden)
-        with torch.autocast(hidden.device.type, enabled=False):
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        with torch.autocast(kind, enabled=False):
             h, cast = hidden.to(dtype), _in_type(head, weight, bias, dtype)
             logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
             lses, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)

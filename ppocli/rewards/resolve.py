@@ -259,16 +259,11 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
                           where=f"{located.key}={located.spec}", fix=f"{key}.{required[0]}=...")
 
 
-BUILTIN_REWARDS: Mapping[str, str] = {
-    "classifier": "ppocli.rewards.classifier:TextClassifier",
-    "reward_model": "ppocli.rewards.reward_model:RewardModel",
-    "step_reward_model": "ppocli.rewards.reward_model:StepRewardModel",
-    "http": "ppocli.rewards.remote:HttpReward",
-    "length": "ppocli.rewards.rules:Length",
-    "keyword": "ppocli.rewards.rules:Keyword",
-    "word_list": "ppocli.rewards.rules:WordList",
-    "answer": "ppocli.rewards.rules:Answer",
-    "randomwalks": "ppocli.rewards.randomwalks:optimality"}
+BUILTIN_REWARDS: Mapping[str, str] = {name: f"ppocli.rewards.{place}" for name, place in {
+    "classifier": "classifier:TextClassifier", "reward_model": "reward_model:RewardModel",
+    "step_reward_model": "reward_model:StepRewardModel", "http": "remote:HttpReward",
+    "length": "rules:Length", "keyword": "rules:Keyword", "word_list": "rules:WordList",
+    "answer": "rules:Answer", "randomwalks": "randomwalks:optimality"}.items()}
 
 MODEL_REWARDS = ("classifier", "reward_model", "step_reward_model")
 """those whose ``model`` argument names a model of their own"""

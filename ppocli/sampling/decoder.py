@@ -17,10 +17,6 @@ Watch = Callable[[torch.Tensor, torch.Tensor], None]
 """is shown tokens and mask [B, t] of the responses so far, on the model's device"""
 
 
-def _nothing(*_: Any) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """A model that continues prompts, and how. Made by samplers, read by decode loops."""
@@ -36,9 +32,9 @@ class Decoder:
     """adds the value of the state before each token"""
     split: SplitPoint | None = None
     """the layer whose inputs are kept (:attr:`Generation.frozen_states`)"""
-    poll: Callable[[], None] = _nothing
+    poll: Callable[[], None] = lambda: None
     """called before every token; may raise to stop"""
-    watch: Watch = _nothing
+    watch: Watch = lambda tokens, mask: None
     """shown all tokens so far after every token"""
     all_alive: Callable[[int], int] = int
     """from the number of rows that are still alive here to the most that are anywhere; decoding

@@ -150,10 +150,8 @@ class Rollout:
         index = torch.tensor(order)
 
         def moved(value: Any) -> Any:
-            if isinstance(value, prompt_set.PromptBatch):
+            if isinstance(value, prompt_set.PromptBatch | Sequences):
                 return value.rows(order)
-            if isinstance(value, Sequences):
-                return value.rows(index)
             if isinstance(value, dict):
                 return {name: moved(part) for name, part in value.items()}
             if isinstance(value, list):

@@ -317,14 +317,13 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
-                       policy: str | None = None, revision: str | None = None,
-                       judges: EvalSession | None = None) -> EvalSession:
+                       policy: str | None = None, judges: EvalSession | None = None
+                       ) -> EvalSession:
     """What judges a policy as a run of ``cfg`` does at evaluation: same prompts, random numbers,
     sampling, reward, and reference (the model that ``cfg`` starts from).
 
     Args:
         policy: folder or Hub name of the policy, its tokenizer with it (default: ``model.path``).
-        revision: of a policy on the Hub.
         judges: whose reward, metric and reference are taken instead of loading them once more.
 
     Raises:
@@ -333,8 +332,8 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     reward, metric = (_build_judges(cfg, objects, backend.ranks.first) if judges is None
                       else (judges.reward, judges.metric))
     cfg = replace(cfg, reward=reward.cfg)
-    own = cfg.model if policy in (None, cfg.model.path) else replace(
-        cfg.model, path=policy, tokenizer_path=None, revision=revision)
+    own = cfg.model if policy is None or policy == cfg.model.path else replace(
+        cfg.model, path=policy, tokenizer_path=None, revision=None)
     tokenizer = language_model.load_tokenizer(own)
     loaded = decoding.load_judged(own, cfg.hardware)
     language_model.check_vocabulary(tokenizer, loaded.lm, own)
