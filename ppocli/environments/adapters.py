@@ -113,8 +113,7 @@ class OpenRLHFPlay:
     async def reset(self, *, prompt: Any, label: Any = None, **_: Any) -> Any:
         """What it adds to the prompt; it may not change what stands there."""
         self._label = label
-        states = await self.own.reset({"observation": prompt, "label": label})
-        text = states["observation"]
+        text = (await self.own.reset({"observation": prompt, "label": label}))["observation"]
         if not isinstance(text, str) or not text.startswith(prompt):
             raise ValueError("reset returned an observation that does not begin with the prompt")
         self._text = text

@@ -146,8 +146,7 @@ class Ranks:
         """
         if self.world == 1:
             return list(rows), len(rows)
-        mine = list(rows[self.rank::self.world])
-        size = -(-len(rows) // self.world)
+        mine, size = list(rows[self.rank::self.world]), -(-len(rows) // self.world)
         return mine + list(rows[-1:]) * (size - len(mine)), len(mine)
 
 

@@ -64,10 +64,9 @@ class Drawn:
         count, self.steps = noise.shape
         # what is drawn behind the end of a row goes to the column after the last, at the latest
         self.noise = torch.nn.functional.pad(noise, (0, 1), value=0.5)
-        self.tokens = torch.zeros(count, self.steps + 1, dtype=torch.long, device=device)
-        self.mask = torch.zeros(count, self.steps + 1, dtype=torch.bool, device=device)
-        self.logprobs = torch.zeros(count, self.steps + 1, device=device)
-        self.values = torch.zeros(count, self.steps + 1, device=device)
+        self.tokens, self.mask, self.logprobs, self.values = (
+            torch.zeros(count, self.steps + 1, dtype=kind, device=device)
+            for kind in (torch.long, torch.bool, torch.float32, torch.float32))
         self.finished = torch.zeros(count, dtype=torch.bool, device=device)
         self.limits = torch.full((count,), self.steps, device=device) if limits is None else \
             to_device(torch.as_tensor(limits, dtype=torch.long), device)
