@@ -143,9 +143,8 @@ def trained_split(lm: Any) -> SplitPoint | None:
     """
     trains = [any(p.requires_grad for p in layer.parameters()) for layer in layer_stack(lm)]
     # a decoder's layers beside an encoder need more than the states of the layer below
-    if getattr(lm.config, "is_encoder_decoder", False) or not any(trains) or trains[0]:
-        return None
-    if any(p.requires_grad for p in _parameters_before(lm, 0)):
+    if (getattr(lm.config, "is_encoder_decoder", False) or not any(trains) or trains[0]
+            or any(p.requires_grad for p in _parameters_before(lm, 0))):
         return None
     return _checked(lm, split_at(lm, trains.index(True)))
 

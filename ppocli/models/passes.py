@@ -133,9 +133,8 @@ def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWe
     """
     # which may be run on another device than the policy
     batch = one.batch.to(view.get_output_embeddings().weight.device)
-    lm = view
-    if frozen_states is not None and reference.split is not None:
-        lm = reference.split.resumed(view, frozen_states)
+    lm = view if frozen_states is None or reference.split is None else (
+        reference.split.resumed(view, frozen_states))
     with layer_stack.inputs_at(split if frozen_states is None else None, view) as found:
         states = trunk.response_hidden(lm, batch)
     own = HeadWeights.of(view)

@@ -58,10 +58,8 @@ def replace_sdpa(lm: Any, name: str, attention: Callable[..., Any]) -> None:
     """Make a model that would take "sdpa" take another attention function, with the same masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    if attention_of(lm) != "sdpa":
-        return
-    settable = getattr(lm, "_can_set_attn_implementation", None)
-    if settable is not None and not settable():
+    settable = getattr(lm, "_can_set_attn_implementation", lambda: True)
+    if attention_of(lm) != "sdpa" or not settable():
         return  # code of its own (Falcon); asked all the same, transformers warns
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _mask)

@@ -52,9 +52,7 @@ def scale_scores(scores: Sequence[float], *, std: float, mean: float = 0.0,
                  clip: float | None = None) -> list[float]:
     """``(score - mean) / std``, then clipped to [-clip, clip] (TRL's order: scale, then clip)."""
     scaled = [(s - mean) / std for s in scores]
-    if clip is not None:
-        scaled = [min(max(s, -clip), clip) for s in scaled]
-    return scaled
+    return scaled if clip is None else [min(max(s, -clip), clip) for s in scaled]
 
 
 def clipped(rewards: torch.Tensor, clip: float | None) -> torch.Tensor:
@@ -121,6 +119,4 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, *, center: bool) -> torch.Tensor
         # squares beyond fp32 would whiten to 0: scores from 1e19 on
         return whiten(x.double(), mask, center=center).to(x.dtype)
     scaled = (x - mean) * torch.rsqrt(var + 1e-8)
-    if not center:
-        scaled = scaled + mean
-    return scaled * mask
+    return (scaled if center else scaled + mean) * mask

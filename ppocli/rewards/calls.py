@@ -241,9 +241,8 @@ def check_invalid_share(num_invalid: int, total: int) -> None:
 def invalid_error(bound: BoundCallable, request: RewardRequest, index: int,
                   score: Score) -> RewardError:
     """The error for a None or NaN score under ``reward.on_invalid=error``."""
-    kind = "None" if score is None else "NaN"
-    if isinstance(score, list):
-        kind = "a list with a None or NaN in it"
+    kind = ("a list with a None or NaN in it" if isinstance(score, list)
+            else "None" if score is None else "NaN")
     return _sample_error(bound, request, index, kind,
                          "return a finite number, or set reward.on_invalid=skip to drop the sample")
 

@@ -103,9 +103,7 @@ def initial_state(task: Task) -> TrainState:
     own, tensors = task.initial()
     state = TrainState(digests=task.digests(), judged_by=task.judged_by(), task=own,
                        tensors=tensors, pace=Pace(task.samples_per_step))
-    if task.cfg.eval.at_start:
-        state = replace(state, pending=state.counters())
-    return state
+    return replace(state, pending=state.counters()) if task.cfg.eval.at_start else state
 
 
 def run_training(run: Run) -> TrainState:

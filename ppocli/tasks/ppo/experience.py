@@ -144,9 +144,8 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     if algorithm.whitens_advantages(ppo):
         # what is learnt from would have a mean otherwise, which pushes all of it one way
         advantages = shaping.whiten(advantages, accepted, center=True)
-    counts = accepted if wanted.reject else None
-    if ppo.mask_truncated:
-        counts = accepted & rollout.finished[keep, None]
+    counts = (accepted & rollout.finished[keep, None] if ppo.mask_truncated
+              else accepted if wanted.reject else None)
     charged = not in_reward and rollout.has_reference and state.kl_coef > 0
 
     def kept(states: list[Any]) -> list[Any]:

@@ -128,9 +128,8 @@ def token_ids(session: Session, given: Any, where: str) -> list[int]:
     Raises:
         ConfigError: no list, array or tensor of them, or an empty one.
     """
-    values = _plain(given)
-    if getattr(given, "ndim", None) == 0:  # a single id, squeezed
-        values = [values]
+    # a single id may be squeezed
+    values = [_plain(given)] if getattr(given, "ndim", None) == 0 else _plain(given)
     size = session.policy.lm.get_input_embeddings().num_embeddings
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"{str(given)[:60]!r} is no list of token ids.", where=where,
