@@ -109,4 +109,3 @@ def _texts(name: str, value: object) -> Iterable[tuple[str, str]]:
             yield from _texts(name, item)
     elif isinstance(value, str):
         yield name, value
-

@@ -122,4 +122,3 @@ def val_share(data: schema_tasks.DataConfig) -> float | None:
 def val_source(data: schema_tasks.DataConfig) -> str | None:
     """The path of ``data.val``; None where it is a share, or nothing."""
     return data.val if val_share(data) is None else None
-

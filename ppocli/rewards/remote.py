@@ -179,4 +179,3 @@ def _secret_headers(token_env: str | None, headers: Sequence[str]) -> dict[str, 
         found[header] = prefix + from_environment(variable, header, f"reward.kwargs.{key}",
                                                   RewardError)
     return found
-

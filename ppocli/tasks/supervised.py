@@ -325,4 +325,3 @@ def weighted_nll(engine: Any, samples: layout.Sequences, weights: torch.Tensor,
     if out.values is not None:
         total = total + 0.0 * out.values.sum()
     return total, batch.tokens.numel()
-

@@ -13,7 +13,6 @@ from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.schema import TrainConfig
 from ppocli.models import layer_stack, trunk
 from ppocli.models.loading.language_model import LoadedLM, frozen_dtype
-from ppocli.models.reference import Reference
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import local_part, shard
 from ppocli.zero import sharded_weights
@@ -152,9 +151,3 @@ def share_sharded_trunk(lm: Any, *, offload: bool) -> ShardedTrunk:
     own = {name: local_part(p).detach() for name, p in lm.named_parameters() if p.requires_grad}
     return ShardedTrunk({name: part.to("cpu" if offload else part.device, copy=True)
                          for name, part in own.items()}, split)
-
-
-def close_reference(reference: Reference | None) -> None:
-    """Tear down what DeepSpeed has built around it."""
-    if isinstance(reference, ShardedCopy):
-        reference.engine.destroy()

@@ -36,7 +36,7 @@ from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.training import optimizers, task
 from ppocli.training.clock import PhaseClock
 from ppocli.training.state import TrainState
-from ppocli.zero.sharded_models import close_reference
+from ppocli.zero.sharded_models import ShardedCopy
 
 log = logging.getLogger("ppocli")
 
@@ -287,9 +287,9 @@ class PPOTask(task.Task):
             lines.append(figures.rollout_samples(batch, step, self.cfg))
 
     def close(self) -> None:
-        """As :class:`Task`."""
-        if self.backend.zero_stage > 0:
-            close_reference(self.session.reference)
+        """As :class:`Task`: what DeepSpeed has built around the reference is torn down."""
+        if isinstance(reference := self.session.reference, ShardedCopy):
+            reference.engine.destroy()
 
 
 def build_task(setup: task.TaskSetup) -> PPOTask:
