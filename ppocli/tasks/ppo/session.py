@@ -23,6 +23,7 @@ from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks import building, supervised
 from ppocli.tasks.ppo.environment import environment_of, playing
 from ppocli.training import optimizers, updates
+from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import PASSES, PythonObjects
 from ppocli.zero.oom_retry import PassRows
 from ppocli.zero.sharded_weights import is_sharded, one_gathered
@@ -314,6 +315,12 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
                    passes=PassRows(backend, PASSES), trained=trained, prompts=prompts,
                    num_prompts=len(prompts), examples=examples,
                    packs=_take_packed(policy, reference))
+
+
+def saved_model(session: EvalSession) -> SavedModel:
+    """How the policy is written; the sampling of the training is its generation config."""
+    return building.saved_policy(session.policy.lm, session.loaded, session.sampling,
+                                 session.tokenizer)
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,

@@ -23,7 +23,6 @@ from ppocli.parallel.transfers import to_device
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
-from ppocli.tasks import building
 from ppocli.tasks.ppo import ahead, dynamic_sampling, figures, ptx, records, rollout, stale
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import (
@@ -32,7 +31,7 @@ from ppocli.tasks.ppo.experience import (
     to_experience,
     update_moments,
 )
-from ppocli.tasks.ppo.session import Session, build_session
+from ppocli.tasks.ppo.session import Session, build_session, saved_model
 from ppocli.training import optimizers, task
 from ppocli.training.clock import PhaseClock
 from ppocli.training.state import TrainState
@@ -57,8 +56,7 @@ class PPOTask(task.Task):
         self.session = session
         self.cfg, self.backend = session.cfg, session.backend
         self.trained, self.passes = session.trained, session.passes
-        self.saved = building.saved_policy(session.policy.lm, session.loaded, session.sampling,
-                                           session.tokenizer)
+        self.saved = saved_model(session)
         self.examples = session.num_prompts if self.cfg.ppo.epochs else None
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
