@@ -163,8 +163,8 @@ def gradient_of(session: Session, experience: Experience, rows: Any = None) -> d
     rows = torch.arange(len(experience)) if rows is None else rows
     session.trained.optimizer.zero_grad(set_to_none=True)
     task, plan = PPOTask(session), plan_updates(session, experience, 0)
-    found = phase._backward(task, plan, update_of(session, experience, rows), poisoned=False)
-    return dict(zip(task.terms, found.terms.tolist(), strict=True))
+    _, terms, _ = phase._backward(task, plan, update_of(session, experience, rows), poisoned=False)
+    return dict(zip(task.terms, terms.tolist(), strict=True))
 
 
 def experience_tensors(experience: Experience) -> dict[str, Any]:

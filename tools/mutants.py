@@ -82,7 +82,7 @@ MUTANTS = (
            "(advantages < 0) & (loss > bound)", "loss > bound",
            (f"{LOSSES}::test_asymmetric_and_dual_clip_by_hand",)),
     Mutant("token_weights_without_length", "ppocli/ppo/losses.py",
-           "1.0 / (lengths.clamp(min=1).float() * max(total_samples, 1))",
+           "1.0 / (lengths.clamp(min=1).float() * samples)",
            "ones / max(total_samples, 1)",
            (f"{LOSSES}::test_loss_equals_the_naive_reference_however_it_is_cut",)),
     Mutant("warm_up_from_zero", "ppocli/training/optimizers.py",

@@ -66,8 +66,7 @@ def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
                f"{model.quantization} weights can't be trained: train an adapter on them, e.g. "
                "model.peft.type=lora")
         return
-    kind = adapter_kind(model)
-    if kind is None or importlib.util.find_spec("peft") is None:
+    if (kind := adapter_kind(model)) is None or importlib.util.find_spec("peft") is None:
         key, given = _type(model)
         yield (not given, "model.peft", "type is missing; it must be given: model.peft.type=lora "
                "(or prefix, prompt)")
@@ -90,9 +89,8 @@ def _fields(kind: str, model: schema.ModelConfig) -> keys.Rules:
     for name, value in settings.items():
         key, takes = f"model.peft.{name}", _TYPES.get(fields.get(name, ""))
         yield name in FILLED_IN, key, "is filled in by ppocli; leave it out"
-        yield (name not in (*FILLED_IN, *fields), key,
-               f"unknown key: {_CLASSES[kind]} of PEFT has no such field"
-               + did_you_mean(name, fields))
+        yield (name not in (*FILLED_IN, *fields), key, "unknown key: "
+               f"{_CLASSES[kind]} of PEFT has no such field" + did_you_mean(name, fields))
         yield (takes and (not isinstance(value, takes)
                           or isinstance(value, bool) != (bool in takes)), key,
                f"{value!r} must be of the type {fields.get(name)}")

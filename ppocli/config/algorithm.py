@@ -14,9 +14,8 @@ from ppocli.ppo.advantages import ESTIMATORS, Estimator
 from ppocli.ppo.off_policy import CRITERIA, why_no_bound
 from ppocli.text import did_you_mean
 
-OPTIMIZER_KEYS = {
-    "adamw": ("betas", "eps"), "adamw_8bit": ("betas", "eps"), "adam": ("betas", "eps"),
-    "sgd": ("momentum",), "adafactor": ()}
+OPTIMIZER_KEYS = {"adamw": ("betas", "eps"), "adamw_8bit": ("betas", "eps"),
+                  "adam": ("betas", "eps"), "sgd": ("momentum",), "adafactor": ()}
 """keys that only some optimizers have; all have lr, value_lr and weight_decay"""
 DECAY_TYPES = ("cosine", "linear", "1-sqrt")
 """of the schedule warmup_stable_decay"""
@@ -31,8 +30,7 @@ def estimator_of(ppo: schema.PPOConfig) -> Estimator:
 
 def needs_critic(config: schema.TrainConfig) -> bool:
     """Whether a value function is trained."""
-    return tasks.task_name(config) not in tasks.DATA_TASKS \
-        and estimator_of(config.ppo).needs_critic
+    return tasks.task_name(config) not in tasks.DATA_TASKS and estimator_of(config.ppo).needs_critic
 
 
 def kl_in(ppo: schema.PPOConfig) -> str:
@@ -150,10 +148,9 @@ def _kl(config: schema.TrainConfig) -> keys.Rules:
            "the adaptive controller multiplies the coefficient and can never leave 0: start above "
            "0 or use ppo.kl_controller=fixed")
     yield (full_kl_in_loss(ppo) and config.hardware.zero_stage == 3 and reference_sharded(config),
-           "ppo.kl_estimator, hardware.zero_stage",
-           "in the loss the full KL needs the reference's whole output embedding in every update, "
-           "and this one lies in parts: use k3+, k2 or k3, ppo.kl_in=reward, or a copy with "
-           "model.reference.shard=false")
+           "ppo.kl_estimator, hardware.zero_stage", "in the loss the full KL needs the reference's "
+           "whole output embedding in every update, and this one lies in parts: use k3+, k2 or k3, "
+           "ppo.kl_in=reward, or a copy with model.reference.shard=false")
 
 
 def _critic(config: schema.TrainConfig) -> keys.Rules:
@@ -204,13 +201,11 @@ def _groups(config: schema.TrainConfig) -> keys.Rules:
            "ppo.epochs, ppo.dynamic_sampling",
            "how many prompts a step takes is not known before, so that passes over them can't be "
            "planned: say how long to train with ppo.total_episodes or ppo.num_steps")
-    yield (grouped and ppo.whiten_rewards, "ppo.advantage, ppo.whiten_rewards",
-           f"{ppo.advantage} normalises the rewards of whole responses itself: set "
-           "ppo.whiten_rewards=false")
-    yield (not ppo.group_std and ppo.advantage != "grpo", "ppo.group_std, ppo.advantage",
-           f"group_std belongs to grpo; {ppo.advantage} does not divide by a deviation")
-    yield (ppo.batch_std and ppo.advantage != "grpo", "ppo.batch_std, ppo.advantage",
-           f"batch_std belongs to grpo; {ppo.advantage} does not divide by a deviation")
+    yield (grouped and ppo.whiten_rewards, "ppo.advantage, ppo.whiten_rewards", f"{ppo.advantage} "
+           "normalises the rewards of whole responses itself: set ppo.whiten_rewards=false")
+    for name, changed in (("group_std", not ppo.group_std), ("batch_std", ppo.batch_std)):
+        yield (changed and ppo.advantage != "grpo", f"ppo.{name}, ppo.advantage",
+               f"{name} belongs to grpo; {ppo.advantage} does not divide by a deviation")
     yield (ppo.batch_std and not ppo.group_std, "ppo.batch_std, ppo.group_std",
            "batch_std=true divides by a deviation and group_std=false by none: leave one out")
     yield (ppo.dual_clip is not None and ppo.policy_loss in ("cispo", "dis"),
@@ -232,9 +227,8 @@ def _old_policy(ppo: schema.PPOConfig) -> keys.Rules:
         yield (on and ppo.old_logprobs == "sampler", f"{where}, ppo.old_logprobs",
                "ratios to the policy that sampled need no correction: leave it out, or set "
                "ppo.old_logprobs=trainer")
-        yield (on and decode, f"{where}, ppo.logprobs_from",
-               "what the decoding pass says would be compared with itself: set "
-               "ppo.logprobs_from=auto")
+        yield (on and decode, f"{where}, ppo.logprobs_from", "what the decoding pass says would be "
+               "compared with itself: set ppo.logprobs_from=auto")
     yield (ppo.importance.level is None and ppo.importance.cap != schema_ppo.ImportanceConfig().cap,
            "ppo.importance.cap, ppo.importance.level",
            "there are no weights to cap: set ppo.importance.level=token or =sequence")
@@ -246,9 +240,8 @@ def _old_policy(ppo: schema.PPOConfig) -> keys.Rules:
            "the decoding pass was an earlier policy's: set ppo.logprobs_from=auto; for ratios to "
            "that policy there is ppo.old_logprobs=sampler")
     yield (ppo.staleness > 0 and ppo.dynamic_sampling is not None,
-           "ppo.staleness, ppo.dynamic_sampling",
-           "samples wait unscored, and which prompts to draw more of is known from scores: set one "
-           "of them to its default")
+           "ppo.staleness, ppo.dynamic_sampling", "samples wait unscored, "
+           "and which prompts to draw more of is known from scores: set one of them to its default")
     yield (forward and ppo.old_logprobs == "sampler", "ppo.logprobs_from, ppo.old_logprobs",
            "a forward pass is the trained policy's: set ppo.logprobs_from=auto or "
            "ppo.old_logprobs=trainer")
@@ -269,8 +262,8 @@ def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
     yield (value.kind == "head" and value.freeze_attention,
            "model.value.freeze_attention, model.value.kind",
            "a head has no attention of its own: set model.value.kind=branch or =model")
+    kind = schema.reference_kind(config.model)
     if reference.device is not None:
-        kind = schema.reference_kind(config.model)
         yield (not re.fullmatch(r"cpu|cuda(:\d+)?", reference.device), "model.reference.device",
                f"{reference.device} must be cpu, cuda or cuda:N")
         yield (kind != "copy", "model.reference.device, model.reference.kind",
@@ -280,7 +273,7 @@ def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
                "the full KL compares whole distributions, which must lie on one device: leave the "
                "device out, or use ppo.kl_estimator=k1")
     if reference.sync_every is not None:
-        kind, where = schema.reference_kind(config.model), "model.reference.sync_every, model."
+        where = "model.reference.sync_every, model."
         yield (kind in ("shared", "adapter"), f"{where}reference.kind",
                f"a reference of kind {kind} has no weights of its own that could follow the "
                "policy: set model.reference.kind=copy")
@@ -296,9 +289,8 @@ def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
            "model.reference.sync_alpha, model.reference.sync_every",
            "sync_alpha says how far the reference moves every sync_every steps, which is not set")
     yield (reference.path is not None and reference.kind not in ("auto", "copy"),
-           "model.reference.path, model.reference.kind",
-           f"a reference of kind {reference.kind} is made from the policy: set "
-           "model.reference.kind=copy, or leave the path out")
+           "model.reference.path, model.reference.kind", f"a reference of kind {reference.kind} is "
+           "made from the policy: set model.reference.kind=copy, or leave the path out")
 
 
 def require_optimizer(optimizer: schema_ppo.OptimizerConfig, section: str = "ppo") -> None:
@@ -356,9 +348,8 @@ def _optimizer(config: schema.TrainConfig, owner: str,
                    f"{owner}.{node}.{name}, {owner}.{node}.name",
                    f"{kind} has no {name}: leave it at {default}{elsewhere}")
         yield (zero and given.name in UNSHARDED_OPTIMIZERS,
-               f"{owner}.{node}.name, hardware.zero_stage",
-               f"{given.name} needs whole weights, and ZeRO shards its state: use "
-               f"{owner}.{node}.name=adamw or hardware.zero_stage=0")
+               f"{owner}.{node}.name, hardware.zero_stage", f"{given.name} needs whole weights, "
+               f"and ZeRO shards its state: use {owner}.{node}.name=adamw or hardware.zero_stage=0")
     yield (zero and kinds[-1] != kinds[0], "ppo.value_optimizer.name, hardware.zero_stage",
            "DeepSpeed drives one optimizer: leave ppo.value_optimizer.name at null, or use "
            "hardware.zero_stage=0")

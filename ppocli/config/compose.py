@@ -17,8 +17,7 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from ppocli.builtin.names import config_groups
-from ppocli.config import hydra_bridge, keys, layers, resolved, schema, secrets
-from ppocli.config.kept import keeping_styles, settings_before
+from ppocli.config import hydra_bridge, kept, keys, layers, resolved, schema, secrets
 from ppocli.config.problems import Problem, find_problems, raise_problems
 from ppocli.config.resolved import CONFIG_FILE, schema_node, typed
 from ppocli.config.words import ACCEPT_CHANGES, COMMAND_LINE, Words
@@ -131,8 +130,8 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     merged = layers.merge_entries(entries)
     config = typed(merged.node)
     if run is not None:
-        config = keeping_styles(config, resolved.read_config(run / CONFIG_FILE),
-                                {setting.key for setting in words.settings})
+        config = kept.keeping_styles(config, resolved.read_config(run / CONFIG_FILE),
+                                     {setting.key for setting in words.settings})
     return Composed(config, merged.problems, merged.sources, words.value("recipe"), run,
                     words.flag(ACCEPT_CHANGES) is not None, merged.typed,
                     words.flag(TRUST) is not None, layers.overruled(entries, words))
@@ -186,8 +185,7 @@ def _entries(words: Words, run: Path | None) -> list[layers.Entry]:
 
 def _resumed_run(words: Words) -> Path | None:
     """The run folder of ``resume=FOLDER``; None for the other values of that key."""
-    given = words.value("resume")
-    if given in (None, "auto", "never"):
+    if (given := words.value("resume")) in (None, "auto", "never"):
         if words.flag(TRUST) is not None:
             raise ConfigError(f"{TRUST} is about the configuration of a run, and these words name "
                               "none.", where=COMMAND_LINE,
@@ -198,7 +196,7 @@ def _resumed_run(words: Words) -> Path | None:
         raise CheckpointError(f"resume={given}: there is no such folder", where=str(run),
                               fix="give a run folder, e.g. resume=runs/NAME; to start afresh leave "
                                   "resume out")
-    settings_before(run, accept_changes=words.flag(ACCEPT_CHANGES) is not None)
+    kept.settings_before(run, accept_changes=words.flag(ACCEPT_CHANGES) is not None)
     groups = [setting.key for setting in words.settings
               if setting.key in (*config_groups(), "recipe")]
     if groups:

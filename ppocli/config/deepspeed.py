@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import tasks
+from ppocli.config import schema, tasks
 from ppocli.config.problems import listed, shown
-from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.text import cut, did_you_mean
 
@@ -40,17 +39,15 @@ KNOWN_ZERO = frozenset({
     "allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients",
     "elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters", "leaf_module",
     "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings",
-    "memory_efficient_linear", "offload_optimizer",
-    "offload_param", "override_module_apply", "overlap_comm", "parameter_alignment",
-    "pipeline_loading_checkpoint", "reduce_bucket_size", "reduce_scatter",
-    "round_robin_gradients", "save_muon_momentum_buffer_in_memory", "stage",
+    "memory_efficient_linear", "offload_optimizer", "offload_param", "override_module_apply",
+    "overlap_comm", "parameter_alignment", "pipeline_loading_checkpoint", "reduce_bucket_size",
+    "reduce_scatter", "round_robin_gradients", "save_muon_momentum_buffer_in_memory", "stage",
     "stage3_allgather_sequential", "stage3_gather_16bit_weights_on_model_save",
-    "stage3_max_live_parameters", "stage3_max_reuse_distance",
-    "stage3_model_persistence_threshold", "stage3_module_granularity_threshold",
-    "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size",
-    "stage3_use_all_reduce_for_fetch_params", "sub_group_size", "use_multi_rank_bucket_allreduce",
-    "zenflow", "zero_hpz_partition_size", "zero_quantized_gradients",
-    "zero_quantized_nontrainable_weights", "zero_quantized_weights"})
+    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
+    "stage3_module_granularity_threshold", "stage3_param_persistence_threshold",
+    "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params", "sub_group_size",
+    "use_multi_rank_bucket_allreduce", "zenflow", "zero_hpz_partition_size",
+    "zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights"})
 _DEFAULTS = {"zero_optimization": {"reduce_bucket_size": 2**24}}
 """where the file says nothing: gradients are reduced in buckets of 64 MiB instead of DeepSpeed's 2
 GB, which it takes at once on a GPU, and holds up to three times while it reduces one"""
@@ -73,11 +70,10 @@ _DECIDED_BY = {
     "bf16.enabled": "weights stay fp32; hardware.precision=bf16 computes in bf16",
     "torch_autocast.enabled": "hardware.precision decides",
     "torch_autocast.dtype": "hardware.precision decides",
-    "torch_autocast.lower_precision_safe_modules": "gathering and reducing are in fp32",
-}
+    "torch_autocast.lower_precision_safe_modules": "gathering and reducing are in fp32"}
 
 
-def deepspeed_config(cfg: TrainConfig, world: int | None = None) -> dict[str, Any]:
+def deepspeed_config(cfg: schema.TrainConfig, world: int | None = None) -> dict[str, Any]:
     """What DeepSpeed is given: the user's own file, if there is one, filled in from the settings.
     What the file calls ``"auto"`` is as if it were left out.
 
@@ -91,8 +87,7 @@ def deepspeed_config(cfg: TrainConfig, world: int | None = None) -> dict[str, An
         ConfigError: the file can't be read, or all that contradicts the settings in it.
     """
     own = _own(cfg, world or cfg.hardware.num_processes * cfg.hardware.num_nodes)
-    file = cfg.hardware.deepspeed_config
-    if file is None:
+    if (file := cfg.hardware.deepspeed_config) is None:
         return _merged(_DEFAULTS, own)
     theirs = _without_auto(_read(Path(file)))
     found = list(dict.fromkeys([*_unknown(theirs), *_unusable(theirs, cfg),
@@ -103,7 +98,7 @@ def deepspeed_config(cfg: TrainConfig, world: int | None = None) -> dict[str, An
     return _merged(_merged(_DEFAULTS, theirs), own)
 
 
-def _own(cfg: TrainConfig, world: int) -> dict[str, Any]:
+def _own(cfg: schema.TrainConfig, world: int) -> dict[str, Any]:
     """What the settings come to."""
     hardware = cfg.hardware
     updates = tasks.updates_of(cfg)
@@ -124,8 +119,7 @@ def _own(cfg: TrainConfig, world: int) -> dict[str, Any]:
         # modules named here would be gathered, and their gradients reduced, in bf16: the value head
         # computes in fp32, and tied embeddings would differ from those that rollouts are made with
         "torch_autocast": {"enabled": hardware.precision == "bf16", "dtype": "bfloat16",
-                           "lower_precision_safe_modules": []},
-    }
+                           "lower_precision_safe_modules": []}}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -160,7 +154,7 @@ def _unknown(theirs: Mapping[str, Any]) -> Iterator[str]:
                        + did_you_mean(name, sorted(known)))
 
 
-def _unusable(theirs: Mapping[str, Any], cfg: TrainConfig) -> Iterator[str]:
+def _unusable(theirs: Mapping[str, Any], cfg: schema.TrainConfig) -> Iterator[str]:
     """Sections that a run has no use for, and offloading that the settings don't know of."""
     for name in ("optimizer", "scheduler"):
         if name in theirs:
@@ -204,9 +198,8 @@ def _differences(theirs: Mapping[str, Any], own: Mapping[str, Any], prefix: str)
 
 def _merged(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """``theirs`` with what it leaves out from ``own``."""
-    return {**theirs, **{name: _merged(theirs[name], value)
-                         if isinstance(value, dict) and name in theirs else value
-                         for name, value in own.items()}}
+    return {**theirs, **{name: _merged(theirs[name], value) if isinstance(value, dict)
+                         and name in theirs else value for name, value in own.items()}}
 
 
 def _json(value: Any) -> str:

@@ -35,8 +35,7 @@ def env_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Rul
     scored = reward.fn is not None or reward.fns or "reward.fn" in handed_in
     yield ((tools or env.adapter == "trl") and not scored, "reward.fn, env.fn",
            "tools give no reward: name a function that scores the whole transcript")
-    chat = config.prompts.chat
-    yield ((tools or env.adapter == "trl") and not chat, "prompts.chat, env.fn",
+    yield ((tools or env.adapter == "trl") and not config.prompts.chat, "prompts.chat, env.fn",
            "tools are called in the syntax of the chat template: set prompts.chat=true")
     yield (env.on_error == "drop" and reward.on_invalid != "skip",
            "env.on_error, reward.on_invalid",

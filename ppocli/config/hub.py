@@ -23,8 +23,7 @@ _DEFAULT_PORTS = {"https": 443, "http": 80, "socks5": 1080, "socks5h": 1080, "so
 def offline_variable() -> str | None:
     """The variable that forbids downloading, looked for in the order that huggingface_hub has."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
-        value = os.environ.get(name)
-        if value:
+        if value := os.environ.get(name):
             return name if value.upper() in _TRUE else None
     return None
 
@@ -47,8 +46,7 @@ def hub_reachable() -> bool:
 
 def offline_hint() -> str:
     """Why nothing can be downloaded: words that end a sentence about what is missing."""
-    name = offline_variable()
-    if name is not None:
+    if (name := offline_variable()) is not None:
         return f"{name}={os.environ[name]} forbids downloading"
     return "the Hub cannot be reached"
 
@@ -62,8 +60,7 @@ def go_offline() -> None:
     from huggingface_hub import constants
 
     constants.HF_HUB_OFFLINE = True
-    datasets_config = sys.modules.get("datasets.config")
-    if datasets_config is not None:
+    if (datasets_config := sys.modules.get("datasets.config")) is not None:
         datasets_config.HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
         datasets_config.HF_DATASETS_OFFLINE = True  # type: ignore[attr-defined]
 
@@ -71,10 +68,9 @@ def go_offline() -> None:
 def _proxy_for(endpoint: str) -> str | None:
     from urllib.request import getproxies, proxy_bypass
 
-    parts = urlsplit(endpoint)
+    parts, proxies = urlsplit(endpoint), getproxies()
     if not parts.hostname or proxy_bypass(parts.hostname):
         return None
-    proxies = getproxies()
     return proxies.get(parts.scheme) or proxies.get("all")
 
 

@@ -88,8 +88,7 @@ class PpocliSearchPath(SearchPathPlugin):
             search_path.append("config-dir", f"recipes://{folder}")
             if (folder / "recipes").is_dir():
                 search_path.append("config-dir", f"recipes://{folder / 'recipes'}")
-        own = Path.cwd() / "recipes"
-        if own.is_dir():
+        if (own := Path.cwd() / "recipes").is_dir():
             search_path.append("current-folder", f"recipes://{own}")
         search_path.append("ppocli", f"recipes://{shipped('recipes')}")
 
@@ -217,12 +216,11 @@ def _missing(error: MissingConfigException) -> ConfigError:
     inside = re.match(r"In '([^']+)'", str(error))
     outer = inside[1] if inside and "/" in inside[1] else None
     where = f"the defaults list of {outer}" if outer else COMMAND_LINE
+    fix = None
     if group in config_groups() and (":" in name or "." in name):
         fix = f"for a folder or a Hub name write {group}.path={name}"
     elif group == "recipe" and name.endswith((".yaml", ".yml")):
         fix = "give the recipe's name without .yaml; its folder with --config-dir"
-    else:
-        fix = None
     return unknown_option(group, name, options, where, fix)
 
 
@@ -240,24 +238,20 @@ def _unparsed(error: OverrideParseException) -> ConfigError:
     lines = [line for line in error.message.splitlines()[1:] if "See https" not in line]
     detail = reason or (lines[0].strip() if lines else "")
     return ConfigError(f"{word!r} can't be read as key=value" + (f": {detail}" if detail else ""),
-                       where=COMMAND_LINE,
-                       fix="quote a value with special characters twice: "
-                           "'key=\"some (text), more\"'; a list is key=[a,b]")
+                       where=COMMAND_LINE, fix="quote a value with special characters twice: "
+                       "'key=\"some (text), more\"'; a list is key=[a,b]")
 
 
 def _general(chain: list[BaseException]) -> ConfigError:
     text = str(chain[0])
-    match = re.search(r"Could not override '([^'@]+)", text)
-    if match:
+    if match := re.search(r"Could not override '([^'@]+)", text):
         return ConfigError(f"there is no config group {match[1]}"
                            + did_you_mean(match[1], [*config_groups(), "recipe"]),
                            fix="config groups: " + ", ".join(config_groups()))
-    match = re.search(r"Multiple values for ([\w/]+)", text)
-    if match:
+    if match := re.search(r"Multiple values for ([\w/]+)", text):
         return ConfigError(f"{match[1]} was given more than once", where=COMMAND_LINE,
                            fix=f"give one {match[1]}")
-    name = next((str(key) for cause in chain
-                 if (key := getattr(cause, "full_key", None))), None)
+    name = next((str(key) for cause in chain if (key := getattr(cause, "full_key", None))), None)
     lines = dict.fromkeys(first_line(cause) for cause in chain if str(cause))
     return ConfigError(": ".join(lines) or type(chain[0]).__name__, where=name,
                        fix="see the composed configuration: ppocli train --cfg job ...")

@@ -9,9 +9,8 @@ from pathlib import Path
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
-from ppocli.config import bounded, resolved
+from ppocli.config import bounded, resolved, schema
 from ppocli.config.problems import shown
-from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
 
 RUN_FILE = "run.json"
@@ -31,13 +30,13 @@ def kept_texts(run_dir: Path) -> list[str]:
             if isinstance(told, dict) and isinstance(text := told.get(name), str)]
 
 
-def _config_of(text: str) -> TrainConfig | None:
+def _config_of(text: str) -> schema.TrainConfig | None:
     with suppress(yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
         return copy.deepcopy(resolved.parsed(text))
     return None
 
 
-def settings_before(run_dir: Path, *, accept_changes: bool) -> TrainConfig:
+def settings_before(run_dir: Path, *, accept_changes: bool) -> schema.TrainConfig:
     """The configuration that a run was last started with, to compare the next one with.
 
     Args:
@@ -58,8 +57,8 @@ def settings_before(run_dir: Path, *, accept_changes: bool) -> TrainConfig:
     return kept[0] if kept else now
 
 
-def keeping_styles(config: TrainConfig, own: TrainConfig,
-                   given: Collection[str] | None = None) -> TrainConfig:
+def keeping_styles(config: schema.TrainConfig, own: schema.TrainConfig,
+                   given: Collection[str] | None = None) -> schema.TrainConfig:
     """A copy in which rewards that a run's ``own`` configuration names too have the style that the
     run found for them; that of others is to be found.
 

@@ -58,17 +58,15 @@ class Key:
 @cache
 def schema_keys() -> Mapping[str, Key]:
     """All leaf keys by dotted name, in the order of the schema."""
-    return types.MappingProxyType(dict(_leaves(TrainConfig, "")))
+    return types.MappingProxyType({key.name: key for key in _leaves(TrainConfig, "")})
 
 
 @cache
 def schema_sections() -> tuple[str, ...]:
     """The dotted names of all nodes that hold keys: ``ppo``, ``ppo.optimizer``, ..."""
-    found = []
-    for name in schema_keys():
-        parts = name.split(".")
-        found += [".".join(parts[:depth]) for depth in range(1, len(parts))]
-    return tuple(dict.fromkeys(found))
+    parts = [name.split(".") for name in schema_keys()]
+    return tuple(dict.fromkeys(".".join(one[:depth]) for one in parts
+                               for depth in range(1, len(one))))
 
 
 def free_mapping_of(name: str) -> str | None:
@@ -136,24 +134,20 @@ def several(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-def _leaves(schema: type, prefix: str) -> list[tuple[str, Key]]:
+def _leaves(schema: type, prefix: str) -> Iterator[Key]:
     hints = typing.get_type_hints(schema)
-    found: list[tuple[str, Key]] = []
     for field in dataclasses.fields(schema):
         name, hint = prefix + field.name, hints[field.name]
         if dataclasses.is_dataclass(hint):
-            found += _leaves(typing.cast(type, hint), name + ".")
+            yield from _leaves(typing.cast(type, hint), name + ".")
             continue
-        each = field.metadata.get("each")
-        if each is not None:
-            found.append((name, Key(name, "sweep", each, True, field.default, field.metadata)))
+        if (each := field.metadata.get("each")) is not None:
+            yield Key(name, "sweep", each, True, field.default, field.metadata)
             continue
         optional = type(None) in typing.get_args(hint)
         if optional:
             hint = next(part for part in typing.get_args(hint) if part is not type(None))
         kind = {list: "list", dict: "mapping"}.get(typing.get_origin(hint), "scalar")
         item = typing.get_args(hint)[0] if kind == "list" else hint
-        default = (field.default_factory() if callable(field.default_factory)
-                   else field.default)
-        found.append((name, Key(name, kind, item, optional, default, field.metadata)))
-    return found
+        default = (field.default_factory() if callable(field.default_factory) else field.default)
+        yield Key(name, kind, item, optional, default, field.metadata)

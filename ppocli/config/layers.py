@@ -64,9 +64,8 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
     for override in OverridesParser.create().parse_overrides(overrides):
         if override.is_sweep_override():
             raise ConfigError(f"{override.input_line}: several values, but this is a single run",
-                              where=COMMAND_LINE,
-                              fix="add -m to run each of them; a list is key=[a,b], a text with "
-                                  "commas key='\"a,b\"'")
+                              where=COMMAND_LINE, fix="add -m to run each of them; "
+                              "a list is key=[a,b], a text with commas key='\"a,b\"'")
     try:
         defaults = loader.compute_defaults_list(config_name(words), overrides, RunMode.RUN)
     except UnicodeError:
@@ -76,8 +75,7 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
                           fix="a group takes the name of one of its options, or null") from error
     entries: list[Entry] = []
     for default in defaults.defaults:
-        path = default.config_path
-        if path is None or path.startswith("hydra/") or path == SCHEMA:
+        if (path := default.config_path) is None or path.startswith("hydra/") or path == SCHEMA:
             continue
         loaded = loader.repository.load_config(path)  # type: ignore[attr-defined]
         assert loaded is not None, path  # the defaults list has found it
@@ -148,11 +146,9 @@ def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merg
     sources: dict[str, str] = {}
     problems: list[Problem] = []
     for entry in entries:
-        problem = _merge(node, entry)
-        if problem is None:
+        if (problem := _merge(node, entry)) is None:
             sources[entry.key] = entry.source
-            parent = keys.free_mapping_of(entry.key)
-            if parent:
+            if parent := keys.free_mapping_of(entry.key):
                 sources[parent] = entry.source
         else:
             problems.append(Problem(entry.key, problem, entry.source))
@@ -229,8 +225,7 @@ def _texts(key: str, value: Any) -> Iterator[str]:
 
 def _merge(node: DictConfig, entry: Entry) -> str | None:
     """Merge one entry into ``node``, or say in words why it can't be."""
-    key = keys.key_for(entry.key)
-    if key is None:
+    if (key := keys.key_for(entry.key)) is None:
         return _unknown(entry, node.task.fn)
     if entry.prefix == "~":
         return _delete(node, entry)
@@ -239,15 +234,15 @@ def _merge(node: DictConfig, entry: Entry) -> str | None:
     if entry.prefix == "+" and not isinstance(entry.value, (dict, list)) and OmegaConf.select(
             node, entry.key, throw_on_missing=False) is not None:
         return "there is such an item already, + can't add it: leave the + out"
-    if _is_boolean_number(key, entry.value) or (key.item is int and isinstance(entry.value, float)
-                                                and not math.isfinite(entry.value)):
+    items = entry.value if isinstance(entry.value, list) else [entry.value]
+    if (key.item in (int, float) and any(isinstance(item, bool) for item in items)) or (
+            key.item is int and isinstance(entry.value, float) and not math.isfinite(entry.value)):
         return f"{shown(entry.value)} must be {key.expected}"
     try:
         value = _each_converted(key, entry.value) if key.kind == "sweep" else entry.value
         OmegaConf.update(node, entry.key, value, merge=True)
     except OmegaConfBaseException:
-        several = (f" (to try several values: -m {entry.key}="
-                   f"{','.join(map(str, entry.value))})"
+        several = (f" (to try several values: -m {entry.key}={','.join(map(str, entry.value))})"
                    if key.kind == "scalar" and isinstance(entry.value, list) else "")
         at_evaluation = entry.key.replace("generation.", "generation.eval.", 1)
         if several and keys.schema_keys().get(at_evaluation, key).kind == "sweep":
@@ -269,11 +264,6 @@ def _each_converted(key: keys.Key, value: Any) -> Any:
     many = value if isinstance(value, list) else [value]
     converted = [kinds[key.item](item, is_optional=False)._value() for item in many]
     return converted if isinstance(value, list) else converted[0]
-
-
-def _is_boolean_number(key: keys.Key, value: Any) -> bool:
-    items = value if isinstance(value, list) else [value]
-    return key.item in (int, float) and any(isinstance(item, bool) for item in items)
 
 
 def _unknown(entry: Entry, task: str | None) -> str:

@@ -7,7 +7,7 @@ and the checks that need more than one key.
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from operator import attrgetter
+from operator import attrgetter, ge, gt, le, lt
 from typing import Any
 
 from omegaconf import MISSING
@@ -50,10 +50,8 @@ def listed(problems: Iterable[str], before: str = "", place: str = "in the confi
 
 def shown(value: Any) -> str:
     """A value as the user would write it, cut to a readable length."""
-    text = {True: "true", False: "false"}.get(value) if isinstance(value, bool) else None
-    if isinstance(value, float):
-        text = f"{value:g}"
-    text = text or ("null" if value is None else repr(value) if value == "" else str(value))
+    text = ("null" if value is None else str(value).lower() if isinstance(value, bool)
+            else f"{value:g}" if isinstance(value, float) else str(value) or repr(value))
     return cut(text, 80)
 
 
@@ -143,10 +141,8 @@ def _range_problems(key: Key, value: Any) -> Iterator[str]:
 def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
     if metadata["choices"]:
         return item in metadata["choices"] or (metadata["import_path"] and is_import_path(item))
-    tests = {"gt": lambda limit: item > limit, "ge": lambda limit: item >= limit,
-             "lt": lambda limit: item < limit, "le": lambda limit: item <= limit}
-    return all(test(metadata[bound]) for bound, test in tests.items()
-               if metadata[bound] is not None)
+    return all(test(item, metadata[test.__name__]) for test in (gt, ge, lt, le)
+               if metadata[test.__name__] is not None)
 
 
 def _sizes(config: schema.TrainConfig) -> Rules:
@@ -261,7 +257,7 @@ def _fns_entry(entry: Any) -> Iterator[str]:
 
 def _prompts(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     inherited = config.prompts
-    for prefix, prompts in (("prompts", config.prompts), ("prompts.eval", config.prompts.eval)):
+    for prefix, prompts in (("prompts", inherited), ("prompts.eval", inherited.eval)):
         chat = inherited.chat if prompts.chat is None else prompts.chat
         yield ((prompts.chat or prompts.length_sampler) and chat
                and (prompts.length_sampler or inherited.length_sampler),
@@ -274,10 +270,9 @@ def _prompts(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
                f"{shown(prompts.length_sampler)} must be [min, max] with min at most max")
         yield (prompts.template is not None and "{" not in prompts.template, f"{prefix}.template",
                f"{shown(prompts.template)} has no placeholder such as {{prompt}}")
-    prompts = config.prompts
-    if prompts.path is None and prompts.items is None and "prompts.items" not in handed_in:
+    if inherited.path is None and inherited.items is None and "prompts.items" not in handed_in:
         for name in ("template", "first_words", "length_sampler"):
-            yield (getattr(prompts, name) is not None, f"prompts.{name}",
+            yield (getattr(inherited, name) is not None, f"prompts.{name}",
                    "there are no prompts to apply it to: give prompts.path or prompts.items")
 
 
@@ -310,11 +305,10 @@ def _generation(config: schema.TrainConfig) -> Rules:
            "eval.ref_responses, model.reference.kind",
            "there is no reference whose responses could be shown")
     yield ("" in train.stop_sequences, "generation.stop_sequences", "must not hold an empty text")
-    yield (train.ignore_eos and config.reward.missing_eos_penalty
-           and not train.stop_sequences and not train.stop_token_ids,
-           "generation.ignore_eos, reward.missing_eos_penalty",
-           "no response could end, and each would get the penalty: leave one of them out, or say "
-           "what ends a response with generation.stop_sequences or stop_token_ids")
+    yield (train.ignore_eos and config.reward.missing_eos_penalty and not train.stop_sequences
+           and not train.stop_token_ids, "generation.ignore_eos, reward.missing_eos_penalty",
+           "no response could end, and each would get the penalty: leave one of them out, "
+           "or say what ends a response with generation.stop_sequences or stop_token_ids")
 
 
 def _why_not(metadata: Mapping[str, Any], item: Any) -> str:
@@ -331,9 +325,8 @@ def _bf16_weights(config: schema.TrainConfig) -> Rules:
            "weights in bf16 are computed with in bf16: set hardware.precision=bf16")
     yield (halves and hardware.zero_stage > 0, "hardware.weights, hardware.zero_stage",
            "DeepSpeed makes its own copies of fp32 weights: leave hardware.weights out, or ZeRO")
-    yield (halves and bool(config.model.peft), "hardware.weights, model.peft",
-           "an adapter trains in fp32, and the type of its base is model.dtype: leave "
-           "hardware.weights out")
+    yield (halves and bool(config.model.peft), "hardware.weights, model.peft", "an adapter trains "
+           "in fp32, and the type of its base is model.dtype: leave hardware.weights out")
     yield (halves and "adamw_8bit" in [one.name for one in algorithm.optimizers_of(
         tasks.updates_of(config))],
            "hardware.weights, ppo.optimizer.name",
@@ -344,8 +337,7 @@ def _hardware(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     yield from _bf16_weights(config)
     hardware, stage, nodes = config.hardware, config.hardware.zero_stage, config.hardware.num_nodes
     for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
-        yield (getattr(hardware, name) and stage < lowest,
-               f"hardware.{name}, hardware.zero_stage",
+        yield (getattr(hardware, name) and stage < lowest, f"hardware.{name}, hardware.zero_stage",
                f"{name} needs zero_stage {lowest} or more, not {stage}")
     yield (not hardware.gather_for_generation and stage < 3,
            "hardware.gather_for_generation, hardware.zero_stage",
@@ -357,9 +349,8 @@ def _hardware(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
            "model.reference.shard, model.reference.device",
            "a reference on a device of its own is whole there: set one of the two")
     yield (shard is False and stage == 3 and schema.reference_kind(config.model) == "shared",
-           "model.reference.shard, model.reference.kind",
-           "a reference that shares the policy's layers is in parts as they are: leave shard open "
-           "or set kind=copy")
+           "model.reference.shard, model.reference.kind", "a reference that shares the policy's "
+           "layers is in parts as they are: leave shard open or set kind=copy")
     yield (hardware.deepspeed_config is not None and stage == 0,
            "hardware.deepspeed_config, hardware.zero_stage",
            "DeepSpeed is used with zero_stage 1 to 3 only")
@@ -371,9 +362,8 @@ def _hardware(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
            f"node_rank {hardware.node_rank} must be below num_nodes {nodes}")
     yield (config.checkpoint.background == "always"
            and (stage > 0 or hardware.num_processes * nodes > 1),
-           "checkpoint.background, hardware.num_processes, hardware.zero_stage",
-           "several processes, or ZeRO, stop while a checkpoint is written: set "
-           "checkpoint.background=auto")
+           "checkpoint.background, hardware.num_processes, hardware.zero_stage", "several "
+           "processes, or ZeRO, stop while a checkpoint is written: set checkpoint.background=auto")
     yield (nodes > 1 and config.run_name is None and "run_name" not in handed_in,
            "hardware.num_nodes, run_name",
            "all nodes write into one run folder: give it a name with run_name=NAME")

@@ -23,7 +23,7 @@ from ppocli.config import bounded
 from ppocli.config.keys import free_mapping_of, schema_keys
 from ppocli.config.problems import range_problems
 from ppocli.config.schema import TrainConfig
-from ppocli.config.tasks import DATA_TASKS, written_sections
+from ppocli.config.tasks import DATA_TASKS, is_read, task_name
 from ppocli.errors import CheckpointError
 from ppocli.text import did_you_mean, each_text, first_line
 
@@ -80,9 +80,8 @@ def config_text(config: TrainConfig) -> str:
 
     User paths should already be absolute (:func:`with_absolute_paths`).
     """
-    sections = set(written_sections(config))
     values = each_text({name: value for name, value in dataclasses.asdict(config).items()
-                        if name in sections}, _plain)
+                        if is_read(name, task_name(config))}, _plain)
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
 
 
@@ -239,8 +238,7 @@ def next_config(run_dir: Path) -> Path:
 
 def accept_config(run_dir: Path) -> None:
     """Make the configuration asked for at resume, if there is one, the run's own."""
-    path = run_dir / NEXT_CONFIG_FILE
-    if path.is_file():
+    if (path := run_dir / NEXT_CONFIG_FILE).is_file():
         os.replace(path, run_dir / CONFIG_FILE)
 
 
@@ -256,8 +254,7 @@ _HARMLESS = frozenset({
     "hardware.rdzv_endpoint", "hardware.node_rank",
     "reward.timeout", "reward.retries", "reward.overlap", "model.gradient_checkpointing",
     "ppo.micro_batch_size", "ppo.micro_batch_tokens", "model.reference.offload",
-    "model.reference.device", "model.reference.shard", "hardware.gather_for_generation",
-})
+    "model.reference.device", "model.reference.shard", "hardware.gather_for_generation"})
 _OF_UPDATES = frozenset({"epochs", "num_updates", "max_nonfinite", "micro_batch_size",
                          "micro_batch_tokens"})
 _HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
@@ -268,8 +265,7 @@ _REFUSED = frozenset({
     "model.num_layers_unfrozen", "model.reference.kind", "model.reference.path",
     "model.value.kind", "model.value.path", "model.value.num_layers_unfrozen",
     "model.value.freeze_attention", "hardware.precision", "hardware.weights", "ppo.optimizer.name",
-    "ppo.value_optimizer.name", "ppo.advantage", "ppo.n", "reward.scale", "ppo.kl_controller",
-})
+    "ppo.value_optimizer.name", "ppo.advantage", "ppo.n", "reward.scale", "ppo.kl_controller"})
 
 
 def classify_change(key: str) -> ChangeKind:
@@ -356,8 +352,7 @@ def training_command(config: TrainConfig, *more: str) -> str:
 
 
 def _word(name: str, value: Any) -> str:
-    plain = isinstance(value, str) and _safe(value)
-    return f"{name}={value if plain else _literal(value)}"
+    return f"{name}={value if isinstance(value, str) and _safe(value) else _literal(value)}"
 
 
 def _safe(value: str) -> bool:

@@ -100,8 +100,7 @@ class RewardConfig:
                        "use_score_norm), with scale=ref ref_mean")
     clip: Optional[float] = key(None, "clip scores to [-clip, clip]", gt=0)
     clip_first: bool = key(False, "clip before scaling (as trlX), not after it (as TRL)")
-    missing_eos_penalty: Optional[float] = key(None, "penalty of a response that never ended",
-                                               ge=0)
+    missing_eos_penalty: Optional[float] = key(None, "penalty of a response that never ended", ge=0)
     min_response_length: Optional[int] = key(None, "responses with fewer tokens get "
                                              "min_response_penalty", ge=1)
     min_response_penalty: Optional[float] = key(None, "penalty of a response that is too short",
@@ -352,9 +351,8 @@ class SweepConfig:
     trials: int = key(20, "jobs of a search", ge=1)
     metric: Any = key(None, "figure of the evaluation after training that is searched "
                                 "for, or a list of several (default: checkpoint.metric)", each=str)
-    direction: Any = key(None, "minimize or maximize, for each metric (default: minimize "
-                                   "for kl_mean and losses)", choices=("minimize", "maximize"),
-                                   each=str)
+    direction: Any = key(None, "minimize or maximize, for each metric (default: minimize for "
+                         "kl_mean and losses)", choices=("minimize", "maximize"), each=str)
     prune: bool = key(False, "stop jobs whose evaluations during training are worse than half of "
                       "the earlier jobs' at that step")
     seed: int = key(0, "of what is drawn", ge=0)

@@ -167,10 +167,9 @@ class PPOConfig:
     mini_batch_size: int = key(32, "samples per optimizer update", ge=1)
     micro_batch_size: Optional[int] = key(None, "samples per forward/backward pass (default: "
                                           "mini_batch_size); never changes the gradient", ge=1)
-    micro_batch_tokens: Optional[int] = key(None, "tokens per forward/backward pass at most, "
-                                            "prompt, response and padding, where one sample alone "
-                                            "has no more (default: no limit); never changes the "
-                                            "gradient", ge=1)
+    micro_batch_tokens: Optional[int] = key(
+        None, "tokens per forward/backward pass at most, prompt, response and padding, "
+        "where one sample alone has no more (default: no limit); never changes the gradient", ge=1)
     cliprange: float = key(0.2, "ratio clip of the policy loss", gt=0, lt=1)
     cliprange_high: Optional[float] = key(None, "upper ratio clip (default: cliprange)", gt=0)
     dual_clip: Optional[float] = key(None, "largest ratio that a negative advantage is charged "
@@ -194,8 +193,7 @@ class PPOConfig:
                                      "it is another one (1: the sum of what was rewarded)", ge=0,
                                      le=1)
     lam_alpha: Optional[float] = key(None, "gae: make the policy's lambda 1 - 1 / (lam_alpha * "
-                                     "tokens of the response), such as 0.05, in place of lam",
-                                     gt=0)
+                                     "tokens of the response), such as 0.05, in place of lam", gt=0)
     advantage: str = key("gae", "advantage estimator; only gae has a value model",
                          choices=tuple(ESTIMATORS))
     policy_loss: str = key("clip", "how far from the sampling policy counts: ratios clipped by "
@@ -212,8 +210,7 @@ class PPOConfig:
                                          "seq-mean-token-sum", "seq-mean-token-sum-norm"))
     init_kl_coef: float = key(0.05, "coefficient of the KL to the reference", ge=0)
     kl_in: Optional[str] = key(None, "charge the KL in the reward, or as a term of the loss "
-                               "(default: loss with grpo, else reward)",
-                               choices=("reward", "loss"))
+                               "(default: loss with grpo, else reward)", choices=("reward", "loss"))
     kl_estimator: Optional[str] = key(None, "per-token KL estimate, or the 'full' KL over the "
                                       "vocabulary (default: k1 in the reward; in the loss k3+, "
                                       "without a critic k3)",
@@ -238,9 +235,8 @@ class PPOConfig:
         None, "explained variance of a rollout's returns, measured before it is learnt from, that "
         "ends value_pretrain_steps early (null: never)", lt=1)
     logprobs_from: str = key("auto", "old logprobs and values of the trained policy: from the "
-                             "decoding pass, or from a forward pass (auto: decode in fp32, forward "
-                             "in bf16)",
-                             choices=("auto", "decode", "forward"))
+                             "decoding pass, or from a forward pass (auto: decode in fp32, "
+                             "forward in bf16)", choices=("auto", "decode", "forward"))
     old_logprobs: str = key("trainer", "the policy that ratios compare with: the trained one at "
                             "the start of a step's updates, or the one that sampled, by the "
                             "logprobs that it said itself", choices=("trainer", "sampler"))

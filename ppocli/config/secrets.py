@@ -33,10 +33,8 @@ def looks_secret(name: str) -> bool:
 
     Names of the schema (``stop_token_ids``, ``response tokens`` and the like) never are.
     """
-    if name in schema_keys():
-        return False
-    return any(_SECRET_NAME.search(part) or _SECRET_CAMEL.search(part)
-               for part in name.split("."))
+    return name not in schema_keys() and any(
+        _SECRET_NAME.search(part) or _SECRET_CAMEL.search(part) for part in name.split("."))
 
 
 def why_no_url(url: object) -> str:
@@ -111,4 +109,3 @@ def _texts(name: str, value: object) -> Iterable[tuple[str, str]]:
             yield from _texts(name, item)
     elif isinstance(value, str):
         yield name, value
-

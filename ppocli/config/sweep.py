@@ -69,9 +69,8 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
     """
     if words.value("resume") not in (None, "auto", "never"):
         raise ConfigError("resume=FOLDER goes on with one run and can't be swept",
-                          where=COMMAND_LINE,
-                          fix="to go on with a sweep: the same words, hydra.sweep.dir=FOLDER "
-                              "resume=auto")
+                          where=COMMAND_LINE, fix="to go on with a sweep: the same words, "
+                          "hydra.sweep.dir=FOLDER resume=auto")
     # untyped, so that a job with a wrong value is that job's failure and not the sweep's
     untyped = OmegaConf.create(OmegaConf.to_container(schema_node()))
     with hydra_bridge.hydra_for(words, cast(DictConfig, untyped)):
@@ -192,8 +191,7 @@ def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
             is_grid &= discrete
             key = override.get_key_element().removeprefix("++")
             axes[key] = [f"{key}={value}" for value in values]
-        options = loader.get_group_options(name, results_filter=ObjectType.CONFIG)
-        if options:
+        if options := loader.get_group_options(name, results_filter=ObjectType.CONFIG):
             for value in values if swept else [override.get_value_element_as_str()]:
                 option = value.strip("'\"")
                 if option not in (*options, "null") and not option.startswith("["):

@@ -1,7 +1,6 @@
 """What a configuration trains, PPO, a data set's examples or pairs, or a task of the user's own;
 which sections belong to that, and how long it takes."""
 
-from collections.abc import Iterator
 from operator import attrgetter
 
 from ppocli.config import keys, schema, schema_tasks
@@ -26,17 +25,17 @@ def task_name(config: schema.TrainConfig) -> str:
     return "ppo" if fn is None else fn if fn in DATA_TASKS else "own"
 
 
-def updates_of(config: schema.TrainConfig) -> Updates:
+def updates_section(config: schema.TrainConfig) -> str:
     """The section that says how updates are made: sizes, optimizer, schedule, guards. A task of the
     user's own has PPO's."""
     name = task_name(config)
-    return getattr(config, name) if name in DATA_TASKS else config.ppo
-
-
-def updates_section(config: schema.TrainConfig) -> str:
-    """Its name."""
-    name = task_name(config)
     return name if name in DATA_TASKS else "ppo"
+
+
+def updates_of(config: schema.TrainConfig) -> Updates:
+    """What stands in that section."""
+    found: Updates = getattr(config, updates_section(config))
+    return found
 
 
 def samples_per_step(config: schema.TrainConfig) -> int:
@@ -80,9 +79,8 @@ def task_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Ru
             yield (len(keys.several(values)) > 1, f"generation.eval.{name}",
                    f"{values} are several values, which ppocli train alone compares: give one")
         metric, known = config.checkpoint.metric, _METRICS[task]
-        yield (metric not in known, "checkpoint.metric",
-               f"{metric} must be {' or '.join(known)} with task.fn={task}"
-               + did_you_mean(metric, known))
+        yield (metric not in known, "checkpoint.metric", f"{metric} must be {' or '.join(known)} "
+               f"with task.fn={task}" + did_you_mean(metric, known))
 
 
 def _strangers(config: schema.TrainConfig, task: str) -> keys.Rules:
@@ -104,9 +102,8 @@ def _data(config: schema.TrainConfig, task: str, handed_in: frozenset[str]) -> k
            f"{updates.num_updates} updates contradict each other: give one of them")
     yield (val_share(data) is not None and not 0 < (val_share(data) or 0) < 1, "data.val",
            f"{data.val} must be a path, or a share between 0 and 1")
-    yield (data.val is not None and data.val == data.path, "data.val, data.path",
-           "evaluations would be made on the training data itself: use data.val=0.05, or another "
-           "source")
+    yield (data.val is not None and data.val == data.path, "data.val, data.path", "evaluations "
+           "would be made on the training data itself: use data.val=0.05, or another source")
     yield (data.template is not None and "{" not in data.template, "data.template",
            f"{data.template!r} has no placeholder such as {{prompt}}")
     size, limit = updates.micro_batch_size, updates.mini_batch_size
@@ -125,11 +122,3 @@ def val_share(data: schema_tasks.DataConfig) -> float | None:
 def val_source(data: schema_tasks.DataConfig) -> str | None:
     """The path of ``data.val``; None where it is a share, or nothing."""
     return data.val if val_share(data) is None else None
-
-
-def written_sections(config: schema.TrainConfig) -> Iterator[str]:
-    """Top-level keys of the schema that a run's config.yaml holds: those that its task reads."""
-    task = task_name(config)
-    for name in vars(config):
-        if is_read(name, task):
-            yield name

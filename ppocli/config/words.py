@@ -127,10 +127,11 @@ def read_words(words: Sequence[str]) -> Words:
     rest = list(words)
     while rest:
         word = rest.pop(0)
-        if word == "--" or not word.startswith("-") or _looks_like_setting(word):
+        name, equals, attached = word.partition("=")
+        is_setting = equals and not name.startswith("--") and name not in SHORT
+        if word == "--" or not word.startswith("-") or is_setting:
             settings += [] if word == "--" else [read_setting(word)]
             continue
-        name, equals, attached = word.partition("=")
         name = SHORT.get(name, name)
         value = attached if equals else None
         if name in _WITH_VALUE and value is None:
@@ -179,11 +180,6 @@ def list_of_texts(values: Sequence[str], name: str) -> list[str]:
             raise ConfigError(f"{name} holds {value!r}, which is no text.", where=name,
                               fix="give a list of texts")
     return texts
-
-
-def _looks_like_setting(word: str) -> bool:
-    name, equals, _ = word.partition("=")
-    return bool(equals) and not name.startswith("--") and name not in SHORT
 
 
 def _unknown_flag(word: str, value: str | None, words: Sequence[str]) -> ConfigError:
@@ -242,11 +238,9 @@ def read_setting(word: str) -> Setting:
     Raises:
         ConfigError: the word is no setting.
     """
-    match = _SETTING.fullmatch(word)
-    if match is None or (match[3] is None and match[1] != "~"):
-        raise ConfigError(f"{word!r} is not a setting", where=COMMAND_LINE,
-                          fix="write key=value, e.g. ppo.total_episodes=2000; a recipe is "
-                              "+recipe=quickstart")
+    if (match := _SETTING.fullmatch(word)) is None or (match[3] is None and match[1] != "~"):
+        raise ConfigError(f"{word!r} is not a setting", where=COMMAND_LINE, fix="write key=value, "
+                          "e.g. ppo.total_episodes=2000; a recipe is +recipe=quickstart")
     prefix, key, value = match.groups()
     if value is None or key == "resume":
         return Setting(prefix, key, value)
@@ -254,8 +248,7 @@ def read_setting(word: str) -> Setting:
         prefix = "+"
     if key in config_groups() and value == "null":
         return Setting("~", key, None)
-    schema_key = key_for(key)
-    if schema_key is not None and schema_key.kind != "list":
+    if (schema_key := key_for(key)) is not None and schema_key.kind != "list":
         is_text = schema_key.kind == "scalar" and schema_key.item is str
         takes_text = is_text or (schema_key.kind == "mapping" and key != schema_key.name)
         if (is_text and _NOT_TEXT.fullmatch(value)) or (takes_text and not _readable(value)):

@@ -65,8 +65,7 @@ class ToolPlay:
 
     def step(self, response: str) -> Step:
         """Make the calls of a turn, in their order."""
-        calls = called(response)
-        if not calls:
+        if not (calls := called(response)):
             return Step(done=True)
         messages, failed = [], None
         for call in calls:
@@ -114,8 +113,7 @@ class OpenRLHFPlay:
     async def reset(self, *, prompt: Any, label: Any = None, **_: Any) -> Any:
         """What it adds to the prompt; it may not change what stands there."""
         self._label = label
-        states = await self.own.reset({"observation": prompt, "label": label})
-        text = states["observation"]
+        text = (await self.own.reset({"observation": prompt, "label": label}))["observation"]
         if not isinstance(text, str) or not text.startswith(prompt):
             raise ValueError("reset returned an observation that does not begin with the prompt")
         self._text = text
@@ -123,9 +121,8 @@ class OpenRLHFPlay:
 
     async def step(self, response: str) -> Step:
         """One turn."""
-        said = await self.own.step({
-            "observation_text": self._text, "action_text": response, "label": self._label,
-            "sampling_params": None})
+        said = await self.own.step({"observation_text": self._text, "action_text": response,
+                                    "label": self._label, "sampling_params": None})
         feedback = said.get("environment_feedback") or ""
         self._text += response + feedback
         return Step(observation=feedback or None, reward=float(said["rewards"]),

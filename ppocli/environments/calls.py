@@ -95,11 +95,9 @@ class Calls:
         Raises:
             RewardError: what the environment does then.
         """
-        found = replace(self.cfg, on_error="stop")
-        trial = Calls(self.what, found, self.seed)
-        known = {"prompt": prompts.texts[0],
-                 "messages": prompts.messages[0] if prompts.messages else None,
-                 **{name: cells[0] for name, cells in prompts.columns.items()}}
+        trial = Calls(self.what, replace(self.cfg, on_error="stop"), self.seed)
+        known = {"prompt": prompts.texts[0], "messages": prompts.messages[0] if prompts.messages
+                 else None, **{name: cells[0] for name, cells in prompts.columns.items()}}
         begun, = trial.answers([Called(None, 0, 0, known)], USER)
         trial.answers([Called(begun.environment, 0, 1, {"response": ""})], USER)
 
@@ -166,8 +164,7 @@ class Calls:
                                        [self.seed, stream, call.episode, call.turn])
         if call.turn == 0:
             environment = what.make()
-            known = what.arguments({**call.given, "rng": rng()})
-            result = environment.reset(**known)
+            result = environment.reset(**what.arguments({**call.given, "rng": rng()}))
             if inspect.isawaitable(result) and not what.waits:
                 result = asyncio.run(_awaited(result))
             return environment, result
@@ -188,12 +185,10 @@ class Calls:
         where = raised_at(error, self.what.file)
         if where is None or where.startswith(short_path(__file__)):  # of what it returned
             where = "env.fn"
-        return RewardError(
-            f"{self.what.label} failed in {doing} of episode {call.episode}: "
-            f"{type(error).__name__}: {said(error)}{shown}",
-            where=where,
-            fix="mend the environment; env.on_error=truncate ends such episodes where they are, "
-                "drop leaves them out, env.retries=N tries again")
+        return RewardError(f"{self.what.label} failed in {doing} of episode {call.episode}: "
+                           f"{type(error).__name__}: {said(error)}{shown}", where=where,
+                           fix="mend the environment; env.on_error=truncate ends such episodes "
+                           "where they are, drop leaves them out, env.retries=N tries again")
 
 
 async def _awaited(result: Any) -> Any:

@@ -19,8 +19,7 @@ class GuessNumber:
     """
 
     def __init__(self, limit: int = 20) -> None:
-        self.limit = limit
-        self.turns = 0
+        self.limit, self.turns = limit, 0
 
     def reset(self, *, rng: np.random.Generator) -> str:
         """Draw the number and say the range."""

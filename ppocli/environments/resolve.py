@@ -16,8 +16,7 @@ from ppocli.user_code import Kind, Located, Wanted, locate
 
 BUILTIN_ENVIRONMENTS: Mapping[str, str] = {
     "guess_number": "ppocli.environments.guess_number:GuessNumber",
-    "calculator": "ppocli.environments.calculator:Calculator",
-}
+    "calculator": "ppocli.environments.calculator:Calculator"}
 TOOLS = "tools"
 """value of ``env.fn`` that plays functions of the user's own (``env.tools``)"""
 ENVIRONMENT = Kind("class", RewardError, BUILTIN_ENVIRONMENTS)
@@ -106,9 +105,8 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
     deterministic = bool(getattr(cls, "deterministic", True))
     if wrap is not None:
         return EnvironmentClass(located.label, located.file, lambda: wrap(make()), None, False,
-                                inspect.iscoroutinefunction(step),
-                                deterministic, adapters.tools_of(cls) if cfg.adapter == "trl"
-                                else ())
+                                inspect.iscoroutinefunction(step), deterministic,
+                                adapters.tools_of(cls) if cfg.adapter == "trl" else ())
     return EnvironmentClass(located.label, located.file, make, _reset_names(cls, located, columns),
                             "rng" in inspect.signature(step).parameters,
                             inspect.iscoroutinefunction(step), deterministic)
@@ -127,11 +125,10 @@ def _reset_names(cls: Any, located: Located, columns: Collection[str] | None
         if (parameter.kind in _NAMED and parameter.default is Parameter.empty
                 and parameter.name not in known):
             listed = ", ".join(sorted(columns or ())) or "none"
-            raise RewardError(
-                f"{located.label}: reset asks for {parameter.name!r}, which nothing provides. "
-                f"{suggestion(parameter.name, known)}".rstrip(), where="env.fn",
-                fix="use prompt, messages, rng or a metadata column of the prompts (there are: "
-                f"{listed}; see prompts.columns)")
+            raise RewardError(f"{located.label}: reset asks for {parameter.name!r}, which nothing "
+                              f"provides. {suggestion(parameter.name, known)}".rstrip(),
+                              where="env.fn", fix="use prompt, messages, rng or a metadata column "
+                              f"of the prompts (there are: {listed}; see prompts.columns)")
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):
         return None
     return frozenset(parameter.name for parameter in parameters)

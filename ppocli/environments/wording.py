@@ -105,8 +105,7 @@ class ChatWords:
         before = self._render(_ASKED, ask=True) + _SAID[0]["content"]
         rest = whole[len(before):]
         own = "" if last is None or not ended else self.tokenizer.decode([last])
-        ids = self._ids(rest.removeprefix(own) if own else rest)
-        return Said(ids, text_of(messages))
+        return Said(self._ids(rest.removeprefix(own) if own else rest), text_of(messages))
 
 
 def text_of(messages: Sequence[Any]) -> str:

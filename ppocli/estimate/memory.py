@@ -101,8 +101,7 @@ def layout_of(cfg: schema.TrainConfig, *, tokens: int, ranks: int, ranks_on_host
     if updates.micro_batch_tokens is not None:
         pass_ = max(1, min(pass_, updates.micro_batch_tokens // tokens))
     rows = min(pass_, share)
-    task = tasks.task_name(cfg)
-    if task in tasks.DATA_TASKS:
+    if (task := tasks.task_name(cfg)) in tasks.DATA_TASKS:
         each = 2 if task == "reward_model" else 1  # of a pair
         return Layout(ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda, rows=each * rows,
                       decoded=max(-(-cfg.sft.eval_samples // ranks), 1), scored=each * rows,
@@ -110,9 +109,8 @@ def layout_of(cfg: schema.TrainConfig, *, tokens: int, ranks: int, ranks_on_host
     chunk = ppo.chunk_size or min(ppo.num_rollouts, 128)
     most = max(ppo.num_rollouts, evaluation.limit * evaluation.repeat)
     decoded = min(chunk, -(-most // ranks))
-    return Layout(ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda, rows=rows,
-                  decoded=decoded, scored=min(pass_, decoded),
-                  accumulates=rows < share)
+    return Layout(ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda, rows=rows, decoded=decoded,
+                  scored=min(pass_, decoded), accumulates=rows < share)
 
 
 def lines_of(cfg: schema.TrainConfig, parts: Iterable[Part], layout: Layout, heads: int,
@@ -215,12 +213,10 @@ def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, stage: 
         gradients = sizes.get("gradients", 0)
         largest = 4 * max(p.largest for p in parts)
         update += max(passing, gradients + largest) - passing - gradients
-    host = layout.ranks_on_host * max(
-        sum(line.host for line in lines if line.phases != "update"),
-        sum(line.host for line in lines if "update" in line.phases))
+    host = layout.ranks_on_host * max(sum(line.host for line in lines if line.phases != "update"),
+                                      sum(line.host for line in lines if "update" in line.phases))
     sums = Sums(generate, score, update, save, host, _loading(parts, layout, stage))
-    return sums if layout.cuda else replace(
-        sums, host=host + layout.ranks_on_host * sums.device)
+    return sums if layout.cuda else replace(sums, host=host + layout.ranks_on_host * sums.device)
 
 
 def _loading(parts: Iterable[Part], layout: Layout, stage: int) -> int:

@@ -13,8 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from ppocli.config import adapters, algorithm, schema, tasks
-from ppocli.config.schema_ppo import OptimizerConfig
+from ppocli.config import adapters, algorithm, schema, schema_ppo, tasks
 from ppocli.errors import PpocliError
 from ppocli.models import policy, transformers_internals
 from ppocli.models.layer_stack import layer_stack, stack_path
@@ -252,13 +251,12 @@ def _trained_parts(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
               if isinstance(m, nn.Embedding)]
     apart = {id(p) for m in (*heads, *tables) for p in m.parameters()}
     quantized = quantized_weights(cfg, lm)
-    pieces: list[tuple[Kind, str, list[Any], OptimizerConfig]] = [
+    pieces: list[tuple[Kind, str, list[Any], schema_ppo.OptimizerConfig]] = [
         ("policy", "policy", [lm], tasks.updates_of(cfg).optimizer),
         ("value", f"value {cfg.model.value.kind}", models.value_modules,
          algorithm.value_optimizer(cfg.ppo))]
     for kind, name, modules, optimizer in pieces:
-        parameters = [p for m in modules for p in m.parameters()]
-        if not parameters:
+        if not (parameters := [p for m in modules for p in m.parameters()]):
             continue
         trained = [p for p in parameters if p.requires_grad]
         adapter = kind == "policy" and bool(cfg.model.peft)
@@ -282,7 +280,7 @@ def count(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters)
 
 
-def state_sizes(optimizer: OptimizerConfig, shape: torch.Size) -> tuple[int, ...]:
+def state_sizes(optimizer: schema_ppo.OptimizerConfig, shape: torch.Size) -> tuple[int, ...]:
     """Bytes of each tensor that an optimizer keeps for a weight, as
     :mod:`ppocli.training.optimizers` builds it.
 
@@ -329,8 +327,7 @@ def quantized_weights(cfg: schema.TrainConfig, lm: Any) -> dict[int, int]:
 def _reference_parts(cfg: schema.TrainConfig, lm: Any) -> Iterator[Part]:
     """As :mod:`ppocli.models.reference` keeps it."""
     model, wanted = cfg.model, cfg.model.reference
-    kind = reference_kind(model)
-    if kind in ("none", "adapter"):
+    if (kind := reference_kind(model)) in ("none", "adapter"):
         return
     if kind == "shared":  # copies of what trains
         number = count(p for p in lm.parameters() if p.requires_grad)

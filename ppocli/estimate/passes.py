@@ -152,8 +152,7 @@ def stacks(lm: Any, at: Sizes, *, whole: bool = True) -> Iterator[Stack]:
 
 # Training -----------------------------------------------------------------------------------------
 
-def training_pass(cfg: TrainConfig, models: Models, at: Sizes, *, copies: int
-                  ) -> tuple[int, int]:
+def training_pass(cfg: TrainConfig, models: Models, at: Sizes, *, copies: int) -> tuple[int, int]:
     """Bytes of one micro-batch: those that lie there between its forward and its backward pass, and
     most that lies there beside them: chunks of logits, gradients of the output embedding, or a
     checkpointed layer that is run again.
@@ -302,6 +301,5 @@ def _largest_layer(lm: Any, at: Sizes, *, whole: bool = True) -> int:
                 copies = 2 + (block.shared > 0) if kind == "mlp" or each else 0
                 inside.append(copies * block.inner * at.compute
                               + 2 * each * _heads(lm) * stack.keys)
-            most = max(most, at.rows * stack.queries * (
-                4 * layer.width * at.stream + max(inside)))
+            most = max(most, at.rows * stack.queries * (4 * layer.width * at.stream + max(inside)))
     return most

@@ -170,9 +170,8 @@ def placed(checked: "Checked", launched: Launched, environ: Mapping[str, str]) -
             where=", ".join(f"hardware.{name}" for name in wrong),
             fix=f"leave it out: what {launched.by} has started counts; or start one process, and "
                 "ppocli starts the ranks")
-    endpoint = None
-    if as_nodes:
-        endpoint = hardware.rdzv_endpoint or f"{launched.address}:{launched.port + 1}"
+    endpoint = (hardware.rdzv_endpoint or f"{launched.address}:{launched.port + 1}"
+                if as_nodes else None)
     return replace(checked, config=replace(config, hardware=replace(
         hardware, num_processes=each, num_nodes=nodes, node_rank=0, rdzv_endpoint=endpoint,
         device=_accelerate_device(config, environ))))
@@ -199,8 +198,7 @@ def _accelerate_device(config: schema.TrainConfig, environ: Mapping[str, str]) -
         ("ACCELERATE_USE_MEGATRON_LM" in on,
          "Megatron, which ppocli does not use (hardware=zero3 shards weights)"),
         (compiler != "no", "a dynamo backend, which ppocli does not use"),
-        (cpu and hardware.device == "cuda", "the CPU, but hardware.device is cuda"),
-    ) if wrong]
+        (cpu and hardware.device == "cuda", "the CPU, but hardware.device is cuda")) if wrong]
     if found:
         raise ConfigError("\n".join(f"accelerate was told to use {text}." for text in found),
                           where="accelerate launch", fix="make both say the same")

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -145,14 +146,11 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     """The child's exit code. Waits in short turns: a signal that comes just before a blocking wait
     would have its handler run only when the child has ended by itself."""
     while True:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             return process.wait(timeout=1.0)
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _standard_error() -> int:
-    try:
+    with suppress(AttributeError, OSError, ValueError):
         return sys.stderr.fileno()
-    except (AttributeError, OSError, ValueError):
-        return subprocess.DEVNULL
+    return subprocess.DEVNULL

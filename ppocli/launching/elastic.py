@@ -81,8 +81,7 @@ def run_ranks(start: Start) -> int:
                       else start.node_rank)
             outcomes = _run_job(cfg, job, start, folder)
             code, said = conclude(job, outcomes,
-                                  {rank: launchers.read_phase(folder, rank)
-                                   for rank in job.ranks})
+                                  {rank: launchers.read_phase(folder, rank) for rank in job.ranks})
             told = next((outcome for outcome in outcomes if outcome.code == code), None)
             if told is None or not told.retry or cfg.hardware.num_nodes > 1:
                 break
@@ -146,14 +145,13 @@ def _launch(cfg: TrainConfig, job: Job, words: list[str]) -> None:
     # torch before 2.12 has no such field, and gives the other ranks 30 seconds
     grace: dict[str, Any] = {"shutdown_timeout": job.grace} if any(
         one.name == "shutdown_timeout" for one in fields(LaunchConfig)) else {}
-    config = LaunchConfig(
-        min_nodes=hardware.num_nodes, max_nodes=hardware.num_nodes,
-        nproc_per_node=hardware.num_processes, run_id=str(cfg.run_name), role="rank",
-        rdzv_backend="static" if several else "c10d",
-        rdzv_endpoint=hardware.rdzv_endpoint or "localhost:0",
-        rdzv_configs={"timeout": hardware.timeout_seconds}
-        | ({"rank": job.node_rank} if several else {}),
-        max_restarts=0, monitor_interval=0.1, **grace)
+    config = LaunchConfig(min_nodes=hardware.num_nodes, max_nodes=hardware.num_nodes,
+                          nproc_per_node=hardware.num_processes, run_id=str(cfg.run_name),
+                          role="rank", rdzv_backend="static" if several else "c10d",
+                          rdzv_endpoint=hardware.rdzv_endpoint or "localhost:0",
+                          rdzv_configs={"timeout": hardware.timeout_seconds}
+                          | ({"rank": job.node_rank} if several else {}), max_restarts=0,
+                          monitor_interval=0.1, **grace)
     try:
         # signals go to the ranks: in the main thread torch's agent would take them for itself
         with ThreadPoolExecutor(1) as beside:
@@ -249,8 +247,7 @@ def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: di
         what = (f"another rank is gone or gave no answer {waited}; what another node says tells why"
                 if several else  # all ranks are here, and each has spoken
                 f"no answer of each other {waited}, though no rank had ended before")
-        reason = lost[0].message.splitlines()[0]
-        return 1, f"Error: {places}: {what}.\n  where: {reason}\n{_GO_ON}"
+        return 1, f"Error: {places}: {what}.\n  where: {lost[0].message.splitlines()[0]}\n{_GO_ON}"
     if job.agent_error is not None and several:
         return 1, (f"Error: node {job.node_rank}: the nodes lost each other, or did not meet "
                    f"{waited}.\n  where: hardware.rdzv_endpoint={job.hardware.rdzv_endpoint} "

@@ -3,11 +3,11 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import tasks
-from ppocli.config.secrets import safe_text
+from ppocli.config import secrets, tasks
 from ppocli.display.console import closing_table
 from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, RunGoneError, StoppedError
 from ppocli.launching.child_process import RunOutcome
@@ -43,8 +43,7 @@ def ending_well(run: loop.Run) -> Iterator[None]:
             fix=f"resume with: ppocli resume {pasted(run.folder.path)}" if resumable else
             "start again: the same words with "
             f"{pasted('run_name=' + run.folder.path.name)} resume=auto; "
-            "checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often"
-        ) from None
+            "checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often") from None
     except torch.OutOfMemoryError as error:  # not in a pass, which is made anew with fewer rows
         section = tasks.updates_section(run.task.cfg)
         rows, in_ppo = f"{section}.micro_batch_size", section == "ppo"
@@ -88,9 +87,8 @@ def _shortage(run: loop.Run, error: OutOfMemoryError) -> OutOfMemoryError:
 
 def _place(run: loop.Run, single: str, of_several: str) -> str:
     """What happened, with rank and phase where there are several."""
-    if run.task.backend.ranks.world == 1:
-        return single
-    return f"rank {my_rank()}, {_where(run)}: {of_several}"
+    return single if run.task.backend.ranks.world == 1 else (
+        f"rank {my_rank()}, {_where(run)}: {of_several}")
 
 
 def _where(run: loop.Run) -> str:
@@ -138,8 +136,7 @@ def _summary(run: loop.Run, status: str) -> dict[str, Any]:
     best = None
     if state.best is not None:
         path = run.folder.checkpoints / f"step-{state.best.step:06d}"
-        best = {"step": state.best.step, "metric": state.best.metric,
-                "name": run.task.cfg.checkpoint.metric,
+        best = {**asdict(state.best), "name": run.task.cfg.checkpoint.metric,
                 "path": str(path) if path.is_dir() else None}
     after = state.eval_last if state.eval_step == state.step and state.step > 0 else None
     return {
@@ -148,15 +145,14 @@ def _summary(run: loop.Run, status: str) -> dict[str, Any]:
         "best": best, **run.task.summary(state), "seconds": clock.of_training(state.seconds),
         "tokens_per_second": speed,
         "profile": clock.profile(state.seconds, state.cpu_seconds, state.tokens),
-        "peak_memory_mib": run.task.backend.peak_memory_mib(), "versions": run.versions,
-    }
+        "peak_memory_mib": run.task.backend.peak_memory_mib(), "versions": run.versions}
 
 
 def write_summary_of(run: loop.Run, status: str, error: str | None = None) -> dict[str, Any]:
     """Write and return ``summary.json``; a disk that refuses is only reported."""
     summary = _summary(run, status)
     if error is not None:
-        summary["error"] = safe_text(error)
+        summary["error"] = secrets.safe_text(error)
     if not run.task.backend.ranks.first:
         return summary
     try:
@@ -171,8 +167,7 @@ def publish(run: loop.Run) -> RunOutcome:
     from ppocli.export.card import write_card
     from ppocli.training.checkpoint_writing import whole_model
 
-    closing = run.task.closing()
-    if closing:
+    if closing := run.task.closing():
         run.clock.mark("eval")
     summary = _summary(run, "finished") | closing
 

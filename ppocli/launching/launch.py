@@ -20,11 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ppocli.config import algorithm, resolved, schema
 from ppocli.errors import ConfigError, InputError, PpocliError
-from ppocli.launching import adopted_ranks
+from ppocli.launching import adopted_ranks, opened_folder, target_config
 from ppocli.launching.adopted_ranks import PROVIDED
 from ppocli.launching.child_process import RunOutcome, Start, run_process
-from ppocli.launching.opened_folder import MODEL_KEYS, open_folder
-from ppocli.launching.target_config import allow_code
 from ppocli.parallel.launchers import find_launch, launched_world
 from ppocli.storage.atomic import read_json
 from ppocli.user_code import join_working_directory
@@ -70,7 +68,7 @@ def launch(checked: Checked, caller: Caller = Caller()) -> RunOutcome:
     hardware = checked.config.hardware
     if hardware.node_rank > 0:
         return join_node(checked, caller)
-    with open_folder(checked, caller.objects, caller.say) as start:
+    with opened_folder.open_folder(checked, caller.objects, caller.say) as start:
         return run_processes(replace(start, display=caller.display), hardware, caller)
 
 
@@ -87,8 +85,7 @@ def run_processes(start: Start, hardware: schema.HardwareConfig, caller: Caller)
         ConfigError: Python objects and several processes.
         PpocliError: whatever ends a run in this process.
     """
-    meeting = caller.meeting
-    if meeting is not None:
+    if (meeting := caller.meeting) is not None:
         # one process of the launcher on each node is either a rank, or starts several
         as_nodes = meeting.launched.on_each_node and hardware.num_processes > 1
         meeting.tell(replace(start, reserved_by=None, node_rank=0 if as_nodes else None))
@@ -110,7 +107,7 @@ def join_node(checked: Checked, caller: Caller) -> RunOutcome:
     Raises:
         InputError: there is no such folder within ``hardware.timeout_seconds``.
     """
-    limited = allow_code(checked)
+    limited = target_config.allow_code(checked)
     config = resolved.with_absolute_paths(checked.config, Path.cwd())
     hardware = config.hardware
     run_dir = checked.resume_from or Path(config.output_dir) / str(config.run_name)
@@ -135,8 +132,7 @@ def follow(meeting: Meeting) -> None:
         PpocliError: whatever ended the run.
         SystemExit: with the exit code of ranks that were started here, on a node of its own.
     """
-    start = meeting.wait()
-    if start is None:
+    if (start := meeting.wait()) is None:
         return
     if start.node_rank is None:
         run_here(replace(start, display="quiet"), Caller("own"), joined=True)
@@ -215,7 +211,7 @@ def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonO
     words = read_words(given_words(overrides))
     if words.value("resume") in (None, "never", "auto"):  # the folder of a run has its models
         words = words.adding(*(f"{key}={resolved.quoted(resolved.PYTHON_OBJECT)}"
-                               for name, key in MODEL_KEYS.items()
+                               for name, key in opened_folder.MODEL_KEYS.items()
                                if getattr(objects, name) is not None))
     if objects.optimizer is not None and words.value("ppo.optimizer.lr") is None:
         first = objects.optimizer.param_groups[0]
@@ -290,7 +286,7 @@ def opened(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects)
                               where="hardware.num_processes, WORLD_SIZE",
                               fix="torchrun --nproc-per-node=N loop.py does; for one process: "
                               "hardware.num_processes=1")
-        with logging_as_found(), open_folder(checked, objects, log.info) as start, \
+        with logging_as_found(), opened_folder.open_folder(checked, objects, log.info) as start, \
                 run_for_loop(start, objects) as run:
             yield run
         return
@@ -318,7 +314,7 @@ def _first_opens(overrides: Sequence[str] | Mapping[str, Any], objects: PythonOb
                 raise ConfigError("PPOTrainer starts no other processes on a node.",
                                   where="hardware.num_processes", fix="leave it out, and let "
                                   f"{meeting.launched.by} start one process a GPU")
-            start = stack.enter_context(open_folder(checked, objects, log.info))
+            start = stack.enter_context(opened_folder.open_folder(checked, objects, log.info))
         except BaseException:
             meeting.tell(None)
             raise

@@ -171,8 +171,7 @@ def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) ->
         # arguments of the reward that is replaced are not for the function that replaces it
         own = config.reward.fn in (None, PYTHON_OBJECT) and not config.reward.fns
         noted |= {"reward.fns": {}, "reward.kwargs": config.reward.kwargs if own else {}}
-    noted |= {key.replace(".path", ".items"): None for key in noted
-              if key.startswith("prompts.")}
+    noted |= {key.replace(".path", ".items"): None for key in noted if key.startswith("prompts.")}
     return resolved.with_values(config, noted)
 
 
@@ -199,14 +198,13 @@ def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
     run_folder.probe_writable(base)
     if config.run_name is None:
         with atomic.disk_errors(base):
-            run_dir = new_folder(base, f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
-    else:
-        run_dir = base / config.run_name
-        with atomic.disk_errors(run_dir), suppress(FileExistsError):
-            run_dir.mkdir()
-        if not run_dir.is_dir():
-            run_folder.probe_writable(run_dir)  # it says what is there instead
-        refuse_taken(run_dir, config)
+            return new_folder(base, f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
+    run_dir = base / config.run_name
+    with atomic.disk_errors(run_dir), suppress(FileExistsError):
+        run_dir.mkdir()
+    if not run_dir.is_dir():
+        run_folder.probe_writable(run_dir)  # it says what is there instead
+    refuse_taken(run_dir, config)
     return run_dir
 
 
@@ -269,16 +267,14 @@ def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
 def _ask_for_objects(config: schema.TrainConfig, objects: PythonObjects | None, run_dir: Path
                      ) -> None:
     missing = [name for name, key in _OBJECT_KEYS.items()
-               if attrgetter(key)(config) == PYTHON_OBJECT
-               and getattr(objects, name, None) is None]
+               if attrgetter(key)(config) == PYTHON_OBJECT and getattr(objects, name, None) is None]
     if missing:
         call = {"sft": "sft", "reward_model": "train_reward_model"}.get(
             tasks.task_name(config), "train")
-        raise CheckpointError(
-            f"this run was started from Python with {', '.join(missing)}, which can't be read "
-            "from its folder", where=str(run_dir),
-            fix=f"resume it from Python: ppocli.{call}([\"resume={run_dir}\"], "
-                + ", ".join(f"{name}=..." for name in missing) + ")")
+        raise CheckpointError(f"this run was started from Python with {', '.join(missing)}, "
+                              "which can't be read from its folder", where=str(run_dir),
+                              fix=f"resume it from Python: ppocli.{call}([\"resume={run_dir}\"], "
+                              + ", ".join(f"{name}=..." for name in missing) + ")")
 
 
 def check_inputs(cfg: schema.TrainConfig) -> None:
@@ -291,8 +287,7 @@ def check_inputs(cfg: schema.TrainConfig) -> None:
     Raises:
         InputError: lists all that are missing, each with the key that takes a local folder.
     """
-    problems = missing_inputs(cfg)
-    if not problems:
+    if not (problems := missing_inputs(cfg)):
         return
     if len(problems) == 1:
         raise problems[0]
@@ -325,11 +320,11 @@ def _missing_packages(cfg: schema.TrainConfig) -> Iterator[InputError]:
 def _named_models(cfg: schema.TrainConfig
                   ) -> Iterator[tuple[str, str, str | None, model_files.Needs]]:
     """(key, name, revision, needs) of every model."""
-    if cfg.model.tokenizer_path:
-        yield "model.path", cfg.model.path, cfg.model.revision, "model"
-        yield "model.tokenizer_path", cfg.model.tokenizer_path, None, "tokenizer"
-    else:
-        yield "model.path", cfg.model.path, cfg.model.revision, "model and tokenizer"
+    own = cfg.model.tokenizer_path
+    yield ("model.path", cfg.model.path, cfg.model.revision,
+           "model" if own else "model and tokenizer")
+    if own:
+        yield "model.tokenizer_path", own, None, "tokenizer"
     if cfg.model.value.path is not None and cfg.model.value.kind == "model":
         start = value_start(cfg.model)
         yield "model.value.path", start.path, start.revision, "model"
@@ -354,10 +349,9 @@ def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
         if name == PYTHON_OBJECT:
             continue
         try:
-            if key in ("model.path", "model.reference.path"):
-                model_files.find_whole(name, key=key, revision=revision, needs=needs)
-            else:
-                model_files.find_model(name, key=key, revision=revision, needs=needs)
+            find = (model_files.find_whole if key in ("model.path", "model.reference.path")
+                    else model_files.find_model)
+            find(name, key=key, revision=revision, needs=needs)
         except InputError as error:
             named = error.where is not None and error.where.startswith(key)
             yield error if named else error.reworded(where=key)

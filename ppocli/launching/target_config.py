@@ -37,12 +37,10 @@ def allow_code(found: Checked | Composed, parts: tuple[str, ...] = ("",)) -> tup
         CheckpointError: the run is somebody else's and names code.
     """
     limited: tuple[str, ...] = ()
-    if found.typed is None:
-        pass
-    elif found.resume_from is not None:
+    if found.typed is not None and found.resume_from is not None:
         trust.check_run(found.resume_from, found.config, parts, trusts=found.trusts,
                         typed=found.typed)
-    else:
+    elif found.typed is not None:
         limited = trust.named_by_files(
             found.config, resolved.with_absolute_paths(found.config, Path.cwd()), found.typed)
     limit(limited)
@@ -87,9 +85,8 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
         if needs_prompts and not given & {"prompts.path", "prompts.items", "prompts.eval.path",
                                           "prompts.eval.items"}:
             raise ConfigError(f"{target.name} is a model and brings no prompts of its own.",
-                              where="--prompts",
-                              fix="--prompts FILE (json, jsonl, csv, parquet or txt), a folder or "
-                              "a Hub data set (column: prompts.column=NAME)")
+                              where="--prompts", fix="--prompts FILE (json, jsonl, csv, parquet or "
+                              "txt), a folder or a Hub data set (column: prompts.column=NAME)")
         if not needs_reward:
             base.append("reward.fn=length")
     config = _allowed([*base, *words], target, JUDGED if needs_reward else ("model.",), run, words,
@@ -115,16 +112,13 @@ def data_config(target: Target, words: Sequence[str], *, trusts: bool = False
     Raises:
         CheckpointError, ConfigError: as :func:`target_config`.
     """
-    run = _trained_on_data(target)
-    if run is not None and target.run_dir is not None:
+    if (run := _trained_on_data(target)) is not None and target.run_dir is not None:
         base = _going_on(target.run_dir, trusts)
     else:
         base = [f"task={'reward_model' if is_scorer(target.model) else 'sft'}"]
-        if target.run_dir is None:
-            base += _start_of(target.model)
-        else:
+        if target.run_dir is not None:
             run = resolved.read_config(target.run_dir / resolved.CONFIG_FILE)
-            base += _own(run)
+        base += _start_of(target.model) if run is None else _own(run)
     config = _allowed([*base, *words], target, ("model.",), run, words, trusts,
                       frozenset({"data.path"}))
     given, data = {word.lstrip("+~").partition("=")[0] for word in words}, config.data

@@ -10,16 +10,14 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, NoReturn
 
-from ppocli.config import tasks
+from ppocli.config import kept, schema, tasks
 from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
-from ppocli.config.kept import RUN_FILE
-from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
@@ -65,8 +63,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
     if own_process:
         host_memory.settle_freed_memory(sharded=cfg.hardware.zero_stage > 0)
     limit(start.limited)
-    with _held(start, folder, started_by) as shown, \
-            catch_signals(2.0 if joined else 0.0) as stop:
+    with _held(start, folder, started_by) as shown, catch_signals(2.0 if joined else 0.0) as stop:
         if (early := launchers.announce()) is not None:
             stop.request(early)
         launchers.note_phase(_MEETING)
@@ -127,7 +124,7 @@ def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = N
 
 
 @contextmanager
-def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObjects | None,
+def open_run(cfg: schema.TrainConfig, folder: run_folder.RunFolder, objects: PythonObjects | None,
              backend: Backend, stop: StopFlag, display: Display, *, resume: bool,
              began: clock.Moment) -> Iterator[loop.Run]:
     """A run ready for its next step: everything loaded, its files open.
@@ -168,7 +165,7 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
         if cfg.hardware.zero_stage > 0:
             atomic.write_json_atomic(folder.path / DEEPSPEED_FILE,
                                      deepspeed_config(cfg, ranks.world))
-    identity = {path: path.read_bytes() for path in (folder.config, folder.path / RUN_FILE)}
+    identity = {path: path.read_bytes() for path in (folder.config, folder.path / kept.RUN_FILE)}
     digest = hashlib.sha256(identity[folder.config]).hexdigest()
     recording: Any = loop.open_recorder(folder, cfg.tracking) if ranks.first else nullcontext()
     with recording as recorder:
@@ -177,43 +174,37 @@ def open_run(cfg: TrainConfig, folder: run_folder.RunFolder, objects: PythonObje
                        recorder, display, state, saved_at=monotonic(),
                        clock=clock.PhaseClock(backend.device, began, display.board.marked),
                        identity=identity)
-        try:
+        with ExitStack() as ending:
+            for close in (task.trained.close, task.close, run.saving.settle):  # the last is first
+                ending.callback(close)
             yield run
-        finally:
-            try:
-                run.saving.settle()
-            finally:
-                task.close()
-                task.trained.close()
 
 
 def _run_id(folder: run_folder.RunFolder) -> str:
     """The run's identity, made at its first start; checkpoints of other runs are refused."""
-    path = folder.path / RUN_FILE
+    path = folder.path / kept.RUN_FILE
     if path.is_file():
         run_id = (atomic.read_json(path) or {}).get("run_id")
         if not isinstance(run_id, str):
             raise CheckpointError(f"{path} is damaged.", where=str(path),
                                   fix="restore it from a copy, or start a new run")
         return run_id
-    sound = retention.sound_steps(folder.checkpoints)
-    if sound:
+    if sound := retention.sound_steps(folder.checkpoints):
         log.warning("%s was gone; the run's identity is that of its checkpoints", path)
     run_id = sound[-1].run_id if sound else secrets.token_hex(8)
     begin_record(folder.path, run_id)
     return run_id
 
 
-def _already_finished(cfg: TrainConfig, folder: run_folder.RunFolder) -> RunOutcome | None:
+def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> RunOutcome | None:
     """The result of a run that has drawn all its episodes and left a whole model; else None."""
     summary = atomic.read_json(folder.summary) or {}
     steps = whole(summary, "steps")
     planned = tasks.planned_samples(cfg, environment.examples_of(folder.path))
     try:
         # steps may have been of another size before
-        complete = (summary.get("status") == "finished"
-                    and steps >= max(1, cfg.ppo.num_steps or 0) and planned is not None
-                    and whole(summary, "episodes") >= planned)
+        complete = (summary.get("status") == "finished" and steps >= max(1, cfg.ppo.num_steps or 0)
+                    and planned is not None and whole(summary, "episodes") >= planned)
         model_files.check_folder(folder.model, key="model", adapters=True)
     except InputError:
         return None

@@ -52,9 +52,7 @@ class LogitMap:
     def slope(self, tempered: torch.Tensor, temperature: float) -> torch.Tensor | None:
         """d logits / d products at these logits / temperature, but for the scale; None where that
         is 1 everywhere."""
-        if self.cap is None:
-            return None
-        return 1.0 - (tempered * (temperature / self.cap)).square_()
+        return None if self.cap is None else 1.0 - (tempered * (temperature / self.cap)).square_()
 
 
 class HeadWeights(NamedTuple):
@@ -102,11 +100,6 @@ KEPT_BYTES = 256 * 2**20
 """most memory that all fp32 logits of a pass may take until its backward pass"""
 
 
-def _compute_dtype(hidden: torch.Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-
-
 def _logits(head: HeadWeights, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
     """[n, V] fp32 logits / temperature, a tensor of its own."""
     out = head.product(hidden, head.weight)
@@ -137,8 +130,9 @@ class _TokenLogprob(torch.autograd.Function):
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None,
                 targets: torch.Tensor, temperature: float, want_entropy: bool, head: HeadWeights,
                 other: OtherHead | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        dtype = _compute_dtype(hidden)
-        with torch.autocast(hidden.device.type, enabled=False):
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+        with torch.autocast(kind, enabled=False):
             h, cast = hidden.to(dtype), _in_type(head, weight, bias, dtype)
             logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
             lses, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
@@ -180,8 +174,7 @@ class _TokenLogprob(torch.autograd.Function):
         kept = iter(ctx.kept)
         ctx.kept = None
         for part in _chunks(len(targets), weight.shape[0]):
-            logits = next(kept, None)
-            if logits is None:
+            if (logits := next(kept, None)) is None:
                 logits = _logits(head, h[part], ctx.temperature)
             slope = head.logit_map.slope(logits, ctx.temperature)
             apart = ctx.other and _log_q(ctx.other, part, ctx.temperature)
@@ -243,8 +236,7 @@ def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tens
         found, grad_entropy = entropy
         p = log_p.exp()
         pull = kl and kl[0].neg_().add_(log_p).sub_(kl[1][:, None]).mul_(kl[2][:, None])
-        grad = log_p.add_(found[:, None]).mul_(-grad_entropy[:, None]).sub_(
-            grad_logprob[:, None])
+        grad = log_p.add_(found[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprob[:, None])
         grad = (grad if pull is None else grad.add_(pull)).mul_(p)
     return grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
 

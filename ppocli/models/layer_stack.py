@@ -71,8 +71,7 @@ class _PassesOn(nn.Module):
     def __init__(self, layer: nn.Module, instead: torch.Tensor | None, as_tuple: bool) -> None:
         super().__init__()
         object.__setattr__(self, "layer", layer)  # not a submodule: nothing of it is moved or saved
-        self.instead = instead
-        self.as_tuple = as_tuple
+        self.instead, self.as_tuple = instead, as_tuple
 
     def __getattr__(self, name: str) -> Any:
         """What a trunk asks its layers for (the kind of their attention) is the layer's own."""
@@ -142,15 +141,12 @@ def trained_split(lm: Any) -> SplitPoint | None:
         ValueError: a pass from that layer on does not give what a whole pass gives, so that the
             model's layers are not a plain sequence.
     """
-    stack = layer_stack(lm)
-    trains = [any(p.requires_grad for p in layer.parameters()) for layer in stack]
+    trains = [any(p.requires_grad for p in layer.parameters()) for layer in layer_stack(lm)]
     # a decoder's layers beside an encoder need more than the states of the layer below
-    if getattr(lm.config, "is_encoder_decoder", False) or not any(trains) or trains[0]:
+    if (getattr(lm.config, "is_encoder_decoder", False) or not any(trains) or trains[0]
+            or any(p.requires_grad for p in _parameters_before(lm, 0))):
         return None
-    first = trains.index(True)
-    if any(p.requires_grad for p in _parameters_before(lm, 0)):
-        return None
-    return _checked(lm, split_at(lm, first))
+    return _checked(lm, split_at(lm, trains.index(True)))
 
 
 def modules_run(lm: Any, trial: Callable[[Any], Any] = _trial_pass) -> list[nn.Module]:

@@ -106,6 +106,13 @@ def joined_right(parts: list[Any]) -> Any:
     return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
 
+def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64, side: str = "right",
+           fill: float = 0) -> torch.Tensor:
+    """[b, T] of b lists or arrays, filled up to the longest on the left or the right side."""
+    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row).to(dtype) for row in rows],
+                                           True, fill, side)
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceBatch:
     """b rows of T tokens that hold N response tokens; packed, one row of all their tokens. Made per
@@ -140,8 +147,7 @@ def right_padded(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor
     """[b, Q] tokens and mask, padded on any side, with the padding, less what no row needs, on the
     right."""
     lengths = mask.sum(dim=1)
-    width = max(int(lengths.max()), 1)
-    places = torch.arange(width, device=tokens.device)[None, :]
+    places = torch.arange(max(int(lengths.max()), 1), device=tokens.device)[None, :]
     columns = places + mask.long().argmax(dim=1)[:, None]
     there = places < lengths[:, None]
     return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1)).masked_fill(~there, 0), there

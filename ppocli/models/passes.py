@@ -71,9 +71,8 @@ def in_groups(order: torch.Tensor, lengths: torch.Tensor, rows: int, tokens: int
     """Rows that are sorted by length already, as :func:`rows_by_length` groups them."""
     groups, start = [], 0
     while start < len(order):
-        size = rows
-        if tokens is not None:
-            size = max(1, min(rows, tokens // max(int(lengths[order[start]]), 1)))
+        size = rows if tokens is None else max(
+            1, min(rows, tokens // max(int(lengths[order[start]]), 1)))
         groups.append(order[start:start + size])
         start += size
     return groups
@@ -134,9 +133,8 @@ def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWe
     """
     # which may be run on another device than the policy
     batch = one.batch.to(view.get_output_embeddings().weight.device)
-    lm = view
-    if frozen_states is not None and reference.split is not None:
-        lm = reference.split.resumed(view, frozen_states)
+    lm = view if frozen_states is None or reference.split is None else (
+        reference.split.resumed(view, frozen_states))
     with layer_stack.inputs_at(split if frozen_states is None else None, view) as found:
         states = trunk.response_hidden(lm, batch)
     own = HeadWeights.of(view)
@@ -170,8 +168,7 @@ def states_by_sample(passes: Sequence[RowBatch], states: Sequence[torch.Tensor],
     """
     found = [torch.empty(0)] * len(counts)
     for one, flat in zip(passes, states, strict=True):
-        parts = flat.cpu().split(counts[one.rows].tolist())
-        for i, row in zip(one.rows, parts, strict=True):
+        for i, row in zip(one.rows, flat.cpu().split(counts[one.rows].tolist()), strict=True):
             found[i] = row.clone()  # whoever pickles a view sends the whole
     return found
 

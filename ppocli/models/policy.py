@@ -44,9 +44,8 @@ class ValueHead(nn.Module):
         with torch.no_grad():
             bound = hidden_size**-0.5
             self.inner.weight.uniform_(-bound, bound, generator=generator)
-            self.inner.bias.zero_()
-            self.outer.weight.zero_()
-            self.outer.bias.zero_()
+            for tensor in (self.inner.bias, self.outer.weight, self.outer.bias):
+                tensor.zero_()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] hidden states -> [...] values, fp32 whatever the compute type."""
@@ -151,9 +150,7 @@ class Policy(nn.Module):
     def __init__(self, lm: Any, value_head: ValueHead | ScoreHead | None,
                  value_trunk: ValueBranch | ValueModel | None = None) -> None:
         super().__init__()
-        self.lm = lm
-        self.value_head = value_head
-        self.value_trunk = value_trunk
+        self.lm, self.value_head, self.value_trunk = lm, value_head, value_trunk
         self.split: stacks.SplitPoint | None = None
 
     @property
@@ -238,8 +235,7 @@ def freeze_lower_layers(lm: Any, num_layers_unfrozen: int) -> None:
     if num_layers_unfrozen < 0:
         return
     layers = list(stacks.layer_stack(lm))
-    first = len(layers) - num_layers_unfrozen
-    if first <= 0:
+    if (first := len(layers) - num_layers_unfrozen) <= 0:
         log.info("num_layers_unfrozen=%d: all %d layers train, and the embeddings too",
                  num_layers_unfrozen, len(layers))
         return

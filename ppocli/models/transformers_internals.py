@@ -10,14 +10,13 @@ import torch
 
 from ppocli.storage.environment import check_parts
 
-_PARTS = (
-    "transformers:AttentionInterface.register", "transformers:AttentionMaskInterface.register",
-    "transformers.masking_utils:sdpa_mask",
-    "transformers.integrations.sdpa_attention:sdpa_attention_forward",
-    "transformers:PreTrainedModel.set_attn_implementation",
-    "transformers:DynamicCache.batch_select_indices", "transformers.cache_utils:DynamicLayer",
-    "transformers.pytorch_utils:Conv1D", "transformers.activations:NewGELUActivation",
-    "transformers.activations:FastGELUActivation")
+_PARTS = ("transformers:AttentionInterface.register",
+          "transformers:AttentionMaskInterface.register", "transformers.masking_utils:sdpa_mask",
+          "transformers.integrations.sdpa_attention:sdpa_attention_forward",
+          "transformers:PreTrainedModel.set_attn_implementation",
+          "transformers:DynamicCache.batch_select_indices", "transformers.cache_utils:DynamicLayer",
+          "transformers.pytorch_utils:Conv1D", "transformers.activations:NewGELUActivation",
+          "transformers.activations:FastGELUActivation")
 
 
 @cache
@@ -59,10 +58,8 @@ def replace_sdpa(lm: Any, name: str, attention: Callable[..., Any]) -> None:
     """Make a model that would take "sdpa" take another attention function, with the same masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    if attention_of(lm) != "sdpa":
-        return
-    settable = getattr(lm, "_can_set_attn_implementation", None)
-    if settable is not None and not settable():
+    settable = getattr(lm, "_can_set_attn_implementation", lambda: True)
+    if attention_of(lm) != "sdpa" or not settable():
         return  # code of its own (Falcon); asked all the same, transformers warns
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _mask)
@@ -74,8 +71,7 @@ def _mask(**words: Any) -> torch.Tensor | None:
     whether a mask of tokens leaves any out: our loop hands over none that doesn't."""
     from transformers.masking_utils import sdpa_mask
 
-    given = words.get("attention_mask")
-    if given is not None and given.device.type != "cpu":
+    if (given := words.get("attention_mask")) is not None and given.device.type != "cpu":
         words["allow_is_causal_skip"] = False
     return sdpa_mask(**words)
 

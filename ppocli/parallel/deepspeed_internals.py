@@ -95,18 +95,10 @@ def shard(parameters: Iterable[nn.Parameter], settings: Mapping[str, Any]) -> No
     first: Any = None
     for parameter in parameters:
         if first is None:
-            zero.Init(module=OneParameter(parameter), config_dict_or_path=dict(settings))
+            zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=dict(settings))
             first = parameter
         else:
             first.convert_to_zero_parameters(param_list=[parameter])
-
-
-class OneParameter(nn.Module):
-    """A module of one parameter."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        super().__init__()
-        self.parameter = parameter
 
 
 # Optimizers ---------------------------------------------------------------------------------------

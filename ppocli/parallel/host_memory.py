@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,21 +61,19 @@ def host_room(root: Path = Path("/")) -> int | None:
 
 def resident_mib(pid: int) -> float | None:
     """The memory that a process holds now, in MiB; None where the system doesn't tell."""
-    try:
+    with suppress(OSError, ValueError, IndexError):
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    except (OSError, ValueError, IndexError):
-        return None
-    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+        return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+    return None
 
 
 def _machine(root: Path) -> int | None:
     try:
         text = (root / "proc/meminfo").read_text()
     except OSError:
-        try:
+        with suppress(ValueError, OSError):
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError):
-            return None
+        return None
     match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
     return int(match[1]) * 1024 if match else None
 
@@ -127,12 +126,9 @@ def settle_freed_memory(*, sharded: bool) -> None:
     except (OSError, AttributeError):
         log.debug("no mallopt: memory is handed back to the system as it is freed")
         return
-    if sharded:
-        mallopt(_MMAP_THRESHOLD, 2**20)
-        mallopt(_TRIM_THRESHOLD, 2**26)
-        return
-    mallopt(_MMAP_MAX, 0)
-    mallopt(_TRIM_THRESHOLD, 2**31 - 1)
+    for option, value in ((_MMAP_THRESHOLD, 2**20), (_TRIM_THRESHOLD, 2**26)) if sharded else (
+            (_MMAP_MAX, 0), (_TRIM_THRESHOLD, 2**31 - 1)):
+        mallopt(option, value)
 
 
 def share_one_heap() -> None:

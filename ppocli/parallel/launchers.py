@@ -10,6 +10,7 @@ import os
 import re
 import socket
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -103,8 +104,7 @@ def _int_of(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _from_variables(environ: Mapping[str, str]) -> Launched:
-    missing = [name for name in _NAMES if not environ.get(name)]
-    if missing:
+    if missing := [name for name in _NAMES if not environ.get(name)]:
         raise ConfigError(
             f"RANK and WORLD_SIZE are set in the environment, {' and '.join(missing)} not.",
             where=", ".join(missing), fix="start the run through torchrun, accelerate launch or "
@@ -130,8 +130,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Launched | None:
     step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
     if not step.isdigit() or int(step) >= _NO_STEP or "SLURM_PROCID" not in environ:
         return None
-    job_tasks = _int_of(environ, "SLURM_NTASKS", 1)
-    world = _int_of(environ, "SLURM_STEP_NUM_TASKS", job_tasks)
+    world = _int_of(environ, "SLURM_STEP_NUM_TASKS", _int_of(environ, "SLURM_NTASKS", 1))
     if world < 2:
         return None
     nodes = _int_of(environ, "SLURM_STEP_NUM_NODES", _int_of(environ, "SLURM_NNODES", 1))
@@ -184,8 +183,7 @@ def let_gloo_use(host: str) -> None:
     gloo listens at the address that the machine's own name stands for. On many machines that is a
     loopback address (Debian writes ``127.0.1.1 NAME`` into /etc/hosts), where no other finds it.
     """
-    name = interface_towards(host)
-    if name is not None:
+    if (name := interface_towards(host)) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
@@ -221,14 +219,12 @@ def _folder() -> Path | None:
 def announce() -> int | None:
     """Tell the process that started this rank its pid; returns the number of a signal that came
     before that."""
-    folder = _folder()
-    if folder is None:
+    if (folder := _folder()) is None:
         return None
     (folder / f"pid-{my_rank()}").write_text(str(os.getpid()), encoding="utf-8")
-    try:
+    with suppress(OSError, ValueError):
         return int((folder / "signal").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
+    return None
 
 
 def open_lifelines(folder: Path) -> int:
@@ -258,10 +254,9 @@ def note_phase(phase: str) -> None:
 
 def read_phase(folder: Path, rank: int) -> str:
     """Where a rank was last; empty if that isn't known."""
-    try:
+    with suppress(OSError, ValueError):
         return (folder / f"phase-{rank}").read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        return ""
+    return ""
 
 
 def my_phase() -> str:
@@ -285,11 +280,10 @@ def asked_to_stop(folder: Path) -> bool:
 
 def send(folder: Path, rank: int, number: int) -> bool:
     """Send a signal to one rank; false if it isn't there."""
-    try:
+    with suppress(OSError, ValueError):
         os.kill(int((folder / f"pid-{rank}").read_text(encoding="utf-8")), number)
-    except (OSError, ValueError):
-        return False
-    return True
+        return True
+    return False
 
 
 def write_outcome(outcome: RankOutcome) -> None:
@@ -305,8 +299,6 @@ def read_outcomes(folder: Path) -> list[RankOutcome]:
     """What the ranks left, the earliest first."""
     found = []
     for path in folder.glob("rank-*.json"):
-        try:
+        with suppress(OSError, ValueError, TypeError):
             found.append(RankOutcome(**json.loads(path.read_text(encoding="utf-8"))))
-        except (OSError, ValueError, TypeError):
-            continue
     return sorted(found, key=lambda outcome: outcome.at)

@@ -79,8 +79,7 @@ def choose_gemm(hardware: HardwareConfig, noted: bool | None = None) -> bool:
     wanted = hardware.gemm
     if wanted == "default":
         return False
-    fault = probe(torch.bfloat16 if hardware.precision == "bf16" else torch.float32)
-    if fault is not None:
+    if fault := probe(torch.bfloat16 if hardware.precision == "bf16" else torch.float32):
         if wanted == "onednn":
             raise ConfigError(f"oneDNN can't be used for linear layers: {fault}.",
                               where="hardware.gemm", fix="set hardware.gemm=auto or default")

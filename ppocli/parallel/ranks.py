@@ -131,8 +131,7 @@ class Ranks:
             failed = OutOfMemoryError(
                 f"rank {self.rank}, {phase}: out of memory", where="ppo.chunk_size, "
                 "ppo.micro_batch_size", fix="set the smaller of them lower")
-        errors = [error for error in self.gather(failed) if error is not None]
-        if errors:
+        if errors := [error for error in self.gather(failed) if error is not None]:
             raise min(errors, key=lambda error: isinstance(error, OutOfMemoryError))
         return result
 
@@ -147,8 +146,7 @@ class Ranks:
         """
         if self.world == 1:
             return list(rows), len(rows)
-        mine = list(rows[self.rank::self.world])
-        size = -(-len(rows) // self.world)
+        mine, size = list(rows[self.rank::self.world]), -(-len(rows) // self.world)
         return mine + list(rows[-1:]) * (size - len(mine)), len(mine)
 
 

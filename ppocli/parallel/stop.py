@@ -74,8 +74,7 @@ class StopFlag:
             self._deferred -= 1
 
 
-def stop_when_closed(descriptor: int, *, leave_after: Callable[[], float] | None = None
-                     ) -> None:
+def stop_when_closed(descriptor: int, *, leave_after: Callable[[], float] | None = None) -> None:
     """Ask this process to stop, as SIGTERM does, once nobody holds the other end of a pipe.
 
     However the process at that end dies, ``kill -9`` included, the kernel closes its end. A thread

@@ -219,6 +219,5 @@ ESTIMATORS = {
     "grpo": Estimator(grpo, needs_critic=False, needs_groups=True, whitened=False, kl_in="loss"),
     "rloo": Estimator(rloo, needs_critic=False, needs_groups=True, whitened=False, kl_in="reward"),
     "reinforce_pp": Estimator(reinforce_pp, needs_critic=False, needs_groups=False, whitened=True,
-                              kl_in="reward"),
-}
+                              kl_in="reward")}
 """by the name that ``ppo.advantage`` gives them; one more needs a function and a line here"""

@@ -36,18 +36,14 @@ def token_weights(lengths: torch.Tensor, *, aggregation: str, total_tokens: int,
     Returns:
         [B] weight of each token of the sample.
     """
-    ones = torch.ones_like(lengths, dtype=torch.float32)
-    if aggregation == "token-mean":
-        return ones / max(total_tokens, 1)
-    if aggregation == "token-sum":
-        return ones
+    ones, samples = torch.ones_like(lengths, dtype=torch.float32), max(total_samples, 1)
     if aggregation == "seq-mean-token-mean":
-        return 1.0 / (lengths.clamp(min=1).float() * max(total_samples, 1))
-    if aggregation == "seq-mean-token-sum":
-        return ones / max(total_samples, 1)
-    if aggregation == "seq-mean-token-sum-norm":
-        return ones / (max(total_samples, 1) * max_tokens)
-    raise ValueError(f"{aggregation!r} is not one of {AGGREGATIONS}")
+        return 1.0 / (lengths.clamp(min=1).float() * samples)
+    divisors = {"token-mean": max(total_tokens, 1), "token-sum": 1, "seq-mean-token-sum": samples,
+                "seq-mean-token-sum-norm": samples * max_tokens}
+    if aggregation not in divisors:
+        raise ValueError(f"{aggregation!r} is not one of {AGGREGATIONS}")
+    return ones / divisors[aggregation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +209,8 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
             entropy=mean_entropy.detach(), kl=kl.detach(), nll=nll.detach(),
             approx_kl=-log_ratio.sum() * share,
             approx_kl_squared=0.5 * log_ratio.square().sum() * share,
-            policy_clipfrac=is_clipped.sum() * share,
-            dual_clipfrac=is_bounded.sum() * share,
+            policy_clipfrac=is_clipped.sum() * share, dual_clipfrac=is_bounded.sum() * share,
             value_clipfrac=(square_clipped > square).sum() * share,
             value_error=square.sum() * share,
             ratio=torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)).sum() * share,
-            max_log_ratio=log_ratio.abs().max() if log_ratio.numel() else log_ratio.new_zeros(()),
-        )
+            max_log_ratio=log_ratio.abs().max() if log_ratio.numel() else log_ratio.new_zeros(()))

@@ -32,8 +32,7 @@ class RunningMoments:
 
     def merge(self, other: RunningMoments) -> RunningMoments:
         """The moments of both sets of samples together."""
-        count = self.count + other.count
-        if count == 0:
+        if (count := self.count + other.count) == 0:
             return self
         delta = other.mean - self.mean
         mean = self.mean + delta * other.count / count
@@ -53,9 +52,7 @@ def scale_scores(scores: Sequence[float], *, std: float, mean: float = 0.0,
                  clip: float | None = None) -> list[float]:
     """``(score - mean) / std``, then clipped to [-clip, clip] (TRL's order: scale, then clip)."""
     scaled = [(s - mean) / std for s in scores]
-    if clip is not None:
-        scaled = [min(max(s, -clip), clip) for s in scaled]
-    return scaled
+    return scaled if clip is None else [min(max(s, -clip), clip) for s in scaled]
 
 
 def clipped(rewards: torch.Tensor, clip: float | None) -> torch.Tensor:
@@ -92,10 +89,7 @@ def penalised(scores: Sequence[float], *, unended: Sequence[float | None],
     found = []
     for score, amounts in zip(scores, zip(unended, short, strict=True), strict=True):
         given = [amount for amount in amounts if amount is not None]
-        if not given:
-            found.append(score)
-        else:
-            found.append(-max(given) if replace else score - sum(given))
+        found.append(score if not given else -max(given) if replace else score - sum(given))
     return found
 
 
@@ -125,6 +119,4 @@ def whiten(x: torch.Tensor, mask: torch.Tensor, *, center: bool) -> torch.Tensor
         # squares beyond fp32 would whiten to 0: scores from 1e19 on
         return whiten(x.double(), mask, center=center).to(x.dtype)
     scaled = (x - mean) * torch.rsqrt(var + 1e-8)
-    if not center:
-        scaled = scaled + mean
-    return scaled * mask
+    return (scaled if center else scaled + mean) * mask

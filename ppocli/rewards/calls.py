@@ -79,8 +79,7 @@ def ask(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig,
                 raise RewardError(
                     f"{bound.label} raised{tries} {type(error).__name__}: {said(error)}\n"
                     f"  {_batch(request)}", where=place or bound.located.key,
-                    fix="mend the function; reward.retries=N tries a failed call again",
-                ) from error
+                    fix="mend the function; reward.retries=N tries a failed call again") from error
             log.warning("%s raised %s at %s; trying again (%d of %d)", bound.label,
                         error_line(error), place, failures, cfg.retries)
 
@@ -141,13 +140,10 @@ def read_scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> 
     Raises:
         RewardError: wrong count, type, shape or a number that float32 can't hold.
     """
-    per_step = request.steps is not None and (
-        isinstance(returned, StepScores) or bound.takes_steps)
+    per_step = request.steps is not None and (isinstance(returned, StepScores) or bound.takes_steps)
     expected = EXPECTED_PER_STEP if per_step else EXPECTED
-    returned = styles.scores_in(
-        returned, bound.style, request,
-        lambda what: RewardError(f"{bound.label} returned {what}.", where=bound.located.key,
-                                 fix=expected))
+    returned = styles.scores_in(returned, bound.style, request, lambda what: RewardError(
+        f"{bound.label} returned {what}.", where=bound.located.key, fix=expected))
     scores: list[Score] = []
     dense: bool | None = None
     for index, value in enumerate(_items(returned, len(request), bound, " returned", expected)):
@@ -184,8 +180,7 @@ def _on_tokens(score: list[float], request: RewardRequest, index: int) -> list[f
     return tokens
 
 
-def read_step_ends(bound: BoundCallable, request: RewardRequest, returned: Any
-                   ) -> list[list[int]]:
+def read_step_ends(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[list[int]]:
     """Where the steps of each response end, in characters, of what ``reward.step_fn`` returned.
 
     Raises:
@@ -221,8 +216,7 @@ def read_metrics(bound: BoundCallable, request: RewardRequest, returned: Any
         metrics[name] = []
         for index, value in enumerate(values):
             try:
-                number = _number(value)
-                if math.isnan(number):
+                if math.isnan(number := _number(value)):
                     raise _BadValue(_kind(value))
             except _BadValue as problem:
                 raise _sample_error(bound, request, index, f"{problem} as metric {name!r}",
@@ -247,9 +241,8 @@ def check_invalid_share(num_invalid: int, total: int) -> None:
 def invalid_error(bound: BoundCallable, request: RewardRequest, index: int,
                   score: Score) -> RewardError:
     """The error for a None or NaN score under ``reward.on_invalid=error``."""
-    kind = "None" if score is None else "NaN"
-    if isinstance(score, list):
-        kind = "a list with a None or NaN in it"
+    kind = ("a list with a None or NaN in it" if isinstance(score, list)
+            else "None" if score is None else "NaN")
     return _sample_error(bound, request, index, kind,
                          "return a finite number, or set reward.on_invalid=skip to drop the sample")
 
@@ -265,8 +258,7 @@ def _items(returned: Any, count: int, bound: BoundCallable, begun: str, fix: str
     """The ``count`` items of a list-like return value; ``begun`` begins what an error says of it.
     """
     try:
-        plain = _plain(returned)
-        if isinstance(plain, Real):
+        if isinstance(plain := _plain(returned), Real):
             raise _BadValue(f"1 value for {count} samples, the number {plain}")
         if not isinstance(plain, Collection) or isinstance(plain, str | bytes | Mapping | Set):
             raise _BadValue(f"{_kind(plain)} for {count} samples")
@@ -290,8 +282,7 @@ def _score(value: Any, noun: str) -> Score:
     Raises:
         _BadValue: neither a number nor a flat list of numbers, infinite, or beyond float32.
     """
-    plain = _plain(value)
-    if plain is None:
+    if (plain := _plain(value)) is None:
         return None
     if not isinstance(plain, (list, tuple)):
         return _number(plain)
@@ -305,8 +296,7 @@ def _score(value: Any, noun: str) -> Score:
 
 
 def _number(value: Any) -> float:
-    plain = _plain(value)
-    if not isinstance(plain, Real):
+    if not isinstance(plain := _plain(value), Real):
         raise _BadValue(_kind(plain))
     try:
         number = float(plain)

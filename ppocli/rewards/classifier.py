@@ -44,8 +44,7 @@ class TextClassifier(SequenceReward):
         self.position = label_position(label, self.labels, model)
         self.output = output
 
-    def __call__(self, samples: list[str], prompts: list[str],
-                 responses: list[str]) -> list[float]:
+    def __call__(self, samples: list[str], prompts: list[str], responses: list[str]) -> list[float]:
         """[N] scores of the label, in [0, 1] for ``output=probability``."""
         logits = self.logits(samples, prompts, responses)
         if self.output == "probability":

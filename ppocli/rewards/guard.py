@@ -83,9 +83,8 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
             if str(torch.get_default_device()) != before[_DEVICE]:
                 torch.set_default_device(before[_DEVICE])
         # those of executors end by themselves
-        _started.update({thread: label for thread in threading.enumerate()
-                         if thread not in there and not thread.daemon
-                         and thread not in executors._threads_queues})
+        _started.update({thread: label for thread in threading.enumerate() if thread not in there
+                         and not thread.daemon and thread not in executors._threads_queues})
     if changed:
         raise RewardError(f"{label} left {' and '.join(changed)} changed\n  {samples}", where=key,
                           fix="put it back before it returns, or use it as a context manager: "

@@ -15,8 +15,7 @@ MAX_LENGTH = 10
 SUCCESSORS = {
     "a": "a", "b": "dju", "c": "ekor", "d": "alt", "e": "bs", "f": "dhim", "g": "cqru",
     "h": "c", "i": "dh", "j": "n", "k": "bgjn", "l": "b", "m": "befghs", "n": "ab",
-    "o": "r", "p": "ju", "q": "fj", "r": "gjo", "s": "du", "t": "k", "u": "bis",
-}
+    "o": "r", "p": "ju", "q": "fj", "r": "gjo", "s": "du", "t": "k", "u": "bis"}
 """the nodes one step away from each; the goal can't be left"""
 
 
@@ -53,12 +52,9 @@ def optimality(samples: Sequence[str], **columns: Any) -> list[float]:
     takes a missing edge, never arrives, or takes ``MAX_LENGTH`` nodes or more. ``columns`` are not
     used.
     """
-    scores = []
-    for walk in samples:
-        length = _length(walk)
-        scores.append(0.0 if length == MAX_LENGTH
-                      else (MAX_LENGTH - length) / (MAX_LENGTH - SHORTEST[walk[0]]))
-    return scores
+    return [0.0 if length == MAX_LENGTH
+            else (MAX_LENGTH - length) / (MAX_LENGTH - SHORTEST[walk[0]])
+            for walk, length in zip(samples, map(_length, samples), strict=True)]
 
 
 def metrics(samples: Sequence[str], **columns: Any) -> dict[str, list[float]]:

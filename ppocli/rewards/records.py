@@ -171,9 +171,8 @@ def encode_request(request: RewardRequest, part: slice) -> bytes:
             plain[name] = [_plain(value) for value in values[part]]
         except WireError as problem:
             raise RewardError(f"Prompt column {name!r} holds {problem}, which can't be sent.",
-                              where="prompts.columns",
-                              fix="name the columns that the reward needs: prompts.columns=[a,b]"
-                              ) from None
+                              where="prompts.columns", fix="name the columns that the reward "
+                              "needs: prompts.columns=[a,b]") from None
     # escaped, so that halves of a character that a response was cut in survive
     known: dict[str, Any] = {
         "ended": request.ended and list(request.ended[part]), "messages": request.messages[part],
@@ -213,11 +212,9 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
     Raises:
         WireError: it is no JSON, or not of the form above.
     """
-    said = _json(body)
-    if not isinstance(said, dict):
+    if not isinstance(said := _json(body), dict):
         raise WireError("the body must be a JSON object")
-    unknown = sorted(set(said) - {*_SENT, *_WHERE_KNOWN, "columns"})
-    if unknown:
+    if unknown := sorted(set(said) - {*_SENT, *_WHERE_KNOWN, "columns"}):
         raise WireError(f"unknown key {unknown[0]!r}")
     samples: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in _SENT.items()}
     if any(type(token) is not int for row in samples["response_ids"] for token in row):

@@ -16,10 +16,8 @@ from typing import Any
 from ppocli.config.secrets import VARIABLE, why_no_url
 from ppocli.errors import RewardError
 from ppocli.http_client import Client, asked_pause, from_environment
-from ppocli.rewards import records
+from ppocli.rewards import records, resolve, styles
 from ppocli.rewards.records import RewardRequest, WireError, decode_scores, encode_request, opening
-from ppocli.rewards.resolve import wrong_argument
-from ppocli.rewards.styles import WHOLE_REQUEST
 from ppocli.text import counted
 from ppocli.user_code import shorten
 
@@ -60,7 +58,7 @@ class HttpReward:
 
     waits = True
     """scoring waits for others instead of computing here: it may go on beside generation"""
-    reward_style = WHOLE_REQUEST
+    reward_style = styles.WHOLE_REQUEST
 
     def __init__(self, url: str, *, timeout: float = 60.0, retries: int = 3, concurrency: int = 1,
                  batch_size: int | None = None, token_env: str | None = None,
@@ -69,9 +67,9 @@ class HttpReward:
         for name, value, lowest in (("retries", retries, 0), ("concurrency", concurrency, 1),
                                     ("batch_size", batch_size, 1)):
             if value is not None and (type(value) is not int or value < lowest):
-                raise wrong_argument(name, value, f"a whole number from {lowest}")
+                raise resolve.wrong_argument(name, value, f"a whole number from {lowest}")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise wrong_argument("timeout", timeout, "seconds above 0")
+            raise resolve.wrong_argument("timeout", timeout, "seconds above 0")
         self.url, self.told_as = url, f"http {url}"
         self.timeout, self.retries = float(timeout), retries
         self.concurrency, self.batch_size = concurrency, batch_size
@@ -155,26 +153,24 @@ class HttpReward:
 
 
 def _check_url(url: object) -> None:
-    wrong = why_no_url(url)
-    if wrong == "a secret":
+    if (wrong := why_no_url(url)) == "a secret":
         raise RewardError("reward.kwargs.url holds a secret (not shown).",
                           where="reward.kwargs.url", fix="send it as a header: "
                           "reward.kwargs.token_env=NAME-OF-A-VARIABLE")
     if wrong:
-        raise wrong_argument("url", url, "an address such as http://127.0.0.1:8123/score")
+        raise resolve.wrong_argument("url", url, "an address such as http://127.0.0.1:8123/score")
 
 
 def _secret_headers(token_env: str | None, headers: Sequence[str]) -> dict[str, str]:
     """Header -> value, read from the environment."""
     if isinstance(headers, str) or not all(isinstance(text, str) for text in headers):
-        raise wrong_argument("headers", headers, "a list of texts 'Name: VARIABLE'")
+        raise resolve.wrong_argument("headers", headers, "a list of texts 'Name: VARIABLE'")
     wanted = [("headers", text, "") for text in headers]
     if token_env is not None:
         wanted.insert(0, ("token_env", f"Authorization: {token_env}", "Bearer "))
     found = {}
     for key, text, prefix in wanted:
-        matched = _HEADER.fullmatch(text)
-        if matched is None:
+        if (matched := _HEADER.fullmatch(text)) is None:
             what = "the name of a variable" if prefix else "of the form 'Name: VARIABLE'"
             raise RewardError(f"What reward.kwargs.{key} holds is not {what} (not shown).",
                               where=f"reward.kwargs.{key}", fix="put the value into a variable of "
@@ -183,4 +179,3 @@ def _secret_headers(token_env: str | None, headers: Sequence[str]) -> dict[str, 
         found[header] = prefix + from_environment(variable, header, f"reward.kwargs.{key}",
                                                   RewardError)
     return found
-

@@ -13,8 +13,7 @@ from typing import Any, Self
 
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards import guard, styles
-from ppocli.rewards.records import RewardRequest
+from ppocli.rewards import guard, records, styles
 from ppocli.text import error_line, pasted, suggestion
 from ppocli.user_code import Kind, Located, Wanted, from_object, locate, raised_at, shorten
 
@@ -68,10 +67,9 @@ class BoundCallable:
         except BaseException as error:
             if not guard.is_its_own(error):
                 raise
-            raise RewardError(
-                f"Building {self.label} with {dict(self.init_kwargs)} failed: {error_line(error)}",
-                where=raised_at(error, located.file), fix=f"see {kwargs_key(located.key)}",
-            ) from error
+            raise RewardError(f"Building {self.label} with {dict(self.init_kwargs)} failed: "
+                              f"{error_line(error)}", where=raised_at(error, located.file),
+                              fix=f"see {kwargs_key(located.key)}") from error
         if isinstance(told := getattr(call, "told_as", None), str):  # better known than its class
             located = replace(located, spec=told, file=None, line=None)
         return type(self)(located, call, _parameters(call, located), style=self.style)
@@ -99,7 +97,7 @@ class BoundCallable:
             log.warning("prompt column %r is hidden from %s by the %s of the same name",
                         name, self.located.spec, winner)
 
-    def arguments(self, request: RewardRequest) -> tuple[list[Any], dict[str, Any]]:
+    def arguments(self, request: records.RewardRequest) -> tuple[list[Any], dict[str, Any]]:
         """Positional-only and keyword arguments for one call.
 
         Raises:
@@ -129,7 +127,7 @@ class BoundCallable:
                 named[name] = value(name)
         return positional, named
 
-    def answer(self, request: RewardRequest) -> Any:
+    def answer(self, request: records.RewardRequest) -> Any:
         """What the function returns for a request, or what awaits it.
 
         Raises:
@@ -252,28 +250,20 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
             # what a recipe or a group has set stays where another function is named
             drop = "; or, where a recipe brought it, take the recipe's reward out: reward=null " \
                 + pasted(f"reward.fn={located.spec}") if located.key == "reward.fn" else ""
-            raise RewardError(
-                f"{located.label} has no argument {name!r}. {near}".rstrip(),
-                where=f"{key}.{name}", fix=f"it takes: {listed}{drop}")
+            raise RewardError(f"{located.label} has no argument {name!r}. {near}".rstrip(),
+                              where=f"{key}.{name}", fix=f"it takes: {listed}{drop}")
     required = [p.name for p in parameters if p.kind in _KEYWORD
                 and p.default is Parameter.empty and p.name not in kwargs]
     if complete and required:
         raise RewardError(f"{located.label} can't be built without {required[0]!r}.",
-                          where=f"{located.key}={located.spec}",
-                          fix=f"{key}.{required[0]}=...")
+                          where=f"{located.key}={located.spec}", fix=f"{key}.{required[0]}=...")
 
 
-BUILTIN_REWARDS: Mapping[str, str] = {
-    "classifier": "ppocli.rewards.classifier:TextClassifier",
-    "reward_model": "ppocli.rewards.reward_model:RewardModel",
-    "step_reward_model": "ppocli.rewards.reward_model:StepRewardModel",
-    "http": "ppocli.rewards.remote:HttpReward",
-    "length": "ppocli.rewards.rules:Length",
-    "keyword": "ppocli.rewards.rules:Keyword",
-    "word_list": "ppocli.rewards.rules:WordList",
-    "answer": "ppocli.rewards.rules:Answer",
-    "randomwalks": "ppocli.rewards.randomwalks:optimality",
-}
+BUILTIN_REWARDS: Mapping[str, str] = {name: f"ppocli.rewards.{place}" for name, place in {
+    "classifier": "classifier:TextClassifier", "reward_model": "reward_model:RewardModel",
+    "step_reward_model": "reward_model:StepRewardModel", "http": "remote:HttpReward",
+    "length": "rules:Length", "keyword": "rules:Keyword", "word_list": "rules:WordList",
+    "answer": "rules:Answer", "randomwalks": "randomwalks:optimality"}.items()}
 
 MODEL_REWARDS = ("classifier", "reward_model", "step_reward_model")
 """those whose ``model`` argument names a model of their own"""

@@ -84,10 +84,9 @@ class SequenceReward:
         self.model.to(self.device).eval().requires_grad_(False)
         config, embeddings = self.model.config, self.model.get_input_embeddings()
         if embeddings is not None and len(self.tokenizer) > embeddings.weight.shape[0]:
-            raise InputError(
-                f"The tokenizer in {model} knows {len(self.tokenizer)} tokens, but its model has "
-                f"only {embeddings.weight.shape[0]} embeddings.", where=MODEL_KEY,
-                fix="put the model's own tokenizer into its folder")
+            raise InputError(f"The tokenizer in {model} knows {len(self.tokenizer)} tokens, "
+                             f"but its model has only {embeddings.weight.shape[0]} embeddings.",
+                             where=MODEL_KEY, fix="put the model's own tokenizer into its folder")
         self.labels = tuple(str(config.id2label[i]) for i in range(config.num_labels))
         limit = _position_limit(self.model, self.tokenizer)
         if max_length is not None and limit is not None and max_length > limit:
@@ -180,8 +179,7 @@ def _device(device: str) -> torch.device:
                           where="reward.kwargs.device", fix="auto, cpu, cuda or cuda:N") from error
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         raise RewardError(f"device={device!r}: this machine has {torch.cuda.device_count()} CUDA "
-                          "devices.", where="reward.kwargs.device",
-                          fix="reward.kwargs.device=cpu")
+                          "devices.", where="reward.kwargs.device", fix="reward.kwargs.device=cpu")
     return target
 
 
@@ -209,8 +207,7 @@ def _load_model(name: str, source: str, dtype: torch.dtype, options: dict[str, A
                          where=MODEL_KEY, fix="give a folder or Hub name of a "
                                               "sequence-classification model") from error
     mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
-    absent = sorted({*info["missing_keys"], *mismatched})
-    if absent:
+    if absent := sorted({*info["missing_keys"], *mismatched}):
         shown = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
         raise InputError(
             f"{name} has no fitting weights for {shown}; they would be random numbers.",
@@ -277,8 +274,7 @@ class RewardModel(SequenceReward):
         return (mean, std) if isinstance(mean, float) and isinstance(std, float) and std > 0 \
             else None
 
-    def __call__(self, samples: list[str], prompts: list[str],
-                 responses: list[str]) -> list[float]:
+    def __call__(self, samples: list[str], prompts: list[str], responses: list[str]) -> list[float]:
         """[N] raw scores."""
         return self.logits(samples, prompts, responses)[:, 0].tolist()
 
@@ -311,8 +307,7 @@ class StepRewardModel(RewardModel):
                  responses: list[str], steps: list[list[str]]) -> list[list[float]]:
         """[N] lists of one number a step."""
         before = [prompt for prompt, own in zip(prompts, steps, strict=True) for _ in own]
-        until = [text for own in steps for text in accumulate(own)]
-        if not until:
+        if not (until := [text for own in steps for text in accumulate(own)]):
             return [[] for _ in steps]
         whole = [prompt + text for prompt, text in zip(before, until, strict=True)]
         flat = self.logits(whole, before, until)[:, 0]

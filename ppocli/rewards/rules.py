@@ -33,15 +33,11 @@ class Length:
             raise wrong_argument("target", target, "a number above 0")
         if unit not in ("tokens", "words"):
             raise wrong_argument("unit", unit, "tokens or words")
-        self.target = target
-        self.unit = unit
+        self.target, self.unit = target, unit
 
     def __call__(self, responses: list[str], response_ids: list[list[int]]) -> list[float]:
         """[N] closeness to the target, in [0, 1]."""
-        if self.unit == "tokens":
-            lengths = [len(ids) for ids in response_ids]
-        else:
-            lengths = [len(WORD.findall(response)) for response in responses]
+        lengths = map(len, response_ids if self.unit == "tokens" else map(WORD.findall, responses))
         return [max(0.0, 1.0 - abs(length - self.target) / self.target) for length in lengths]
 
 
@@ -64,8 +60,7 @@ class Keyword:
                               where="reward.kwargs", fix="reward.kwargs.words=[great,moving]")
         flags = re.IGNORECASE if ignore_case else re.NOFLAG
         if words is not None:
-            checked = _words("words", words)
-            if not checked:
+            if not (checked := _words("words", words)):
                 raise wrong_argument("words", words, "at least one word")
             self.patterns = [re.compile(rf"(?<!\w){re.escape(word)}(?!\w)", flags)
                              for word in checked]
@@ -98,8 +93,7 @@ class WordList:
         if not self.positive | self.negative:
             raise RewardError("word_list has no words.", where="reward.kwargs",
                               fix="reward.kwargs.positive=[good,fine] reward.kwargs.negative=[bad]")
-        both = sorted(self.positive & self.negative)
-        if both:
+        if both := sorted(self.positive & self.negative):
             raise wrong_argument("negative", both[0], "a word that isn't in positive too")
 
     def __call__(self, responses: list[str]) -> list[float]:

@@ -8,11 +8,10 @@ from typing import Any, Self
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import EnvConfig, RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards import calls
+from ppocli.rewards import calls, styles
 from ppocli.rewards.episodes import EnvironmentReward
 from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score, ends_of_steps
 from ppocli.rewards.resolve import BoundCallable, bind
-from ppocli.rewards.styles import WHOLE_REQUEST
 from ppocli.user_code import shorten
 
 
@@ -279,8 +278,7 @@ def _functions(cfg: RewardConfig, reward_fn: Any) -> Reward:
     """As :func:`_reward`, without what says where steps end."""
     entries: Mapping[str, Mapping[str, Any]] = cfg.fns
     if isinstance(reward_fn, Mapping):
-        entries = {str(name): {"fn": target} for name, target in reward_fn.items()}
-        if not entries:
+        if not (entries := {str(name): {"fn": target} for name, target in reward_fn.items()}):
             raise ConfigError("reward_fn is an empty dict.", where="reward_fn",
                               fix="give at least one function: {name: function}")
     elif reward_fn is not None or not entries:
@@ -309,7 +307,7 @@ def _functions(cfg: RewardConfig, reward_fn: Any) -> Reward:
 
 def _settled(bound: BoundCallable) -> str:
     """The style as a configuration names it."""
-    return "ppocli" if bound.style == WHOLE_REQUEST else bound.style
+    return "ppocli" if bound.style == styles.WHOLE_REQUEST else bound.style
 
 
 def _metric(cfg: RewardConfig, metric_fn: Any) -> Metric | None:

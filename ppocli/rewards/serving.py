@@ -245,8 +245,7 @@ class _Handler(BaseHTTPRequestHandler):
                           f"{', '.join(self.server.rewards)}")
 
     def _length(self) -> int:
-        given = self.headers.get("Content-Length", "")
-        if not given.isdecimal():
+        if not (given := self.headers.get("Content-Length", "")).isdecimal():
             raise Refused(411, "Content-Length is missing")
         if int(given) > self.server.max_body:
             raise Refused(413, f"{given} bytes are more than the {self.server.max_body} "

@@ -35,8 +35,7 @@ KNOWN_ARGUMENTS: Mapping[str, Source] = {
     "prompts": lambda r: list(r.prompts),
     **dict.fromkeys(("outputs", "responses", "completions"), lambda r: list(r.responses)),
     **dict.fromkeys(_IDS, lambda r: [list(ids) for ids in r.response_ids]),
-    "tokenizer": lambda r: r.tokenizer,
-}
+    "tokenizer": lambda r: r.tokenizer}
 """What a function may ask for by name. Every call gets fresh lists, which it may change."""
 
 FOREIGN = {"trl": "TRL", "trlx": "trlX", "verl": "verl", "openrlhf": "OpenRLHF"}
@@ -117,10 +116,9 @@ def _extra_info(request: RewardRequest) -> list[dict[str, Any]]:
 def _trainer_state(request: RewardRequest) -> SimpleNamespace:
     """What transformers' TrainerState tells of progress; to load that takes two seconds."""
     step, total, epoch = request.progress
-    return SimpleNamespace(
-        global_step=int(step), max_steps=int(total), epoch=epoch, log_history=[],
-        num_train_epochs=math.ceil(epoch * total / max(step, 1)), is_world_process_zero=True,
-        is_local_process_zero=True)
+    return SimpleNamespace(global_step=int(step), max_steps=int(total), epoch=epoch, log_history=[],
+                           num_train_epochs=math.ceil(epoch * total / max(step, 1)),
+                           is_world_process_zero=True, is_local_process_zero=True)
 
 
 def _tokenizer(request: RewardRequest, style: str) -> Any:
@@ -134,13 +132,10 @@ def _queries(request: RewardRequest) -> list[str]:
     """Prompts and responses with special tokens. A tokenizer that marks words by a leading space
     loses that of a response decoded alone."""
     tokenizer = _tokenizer(request, "OpenRLHF")
-    found = []
-    for prompt, text, ids in zip(request.prompts, request.responses, request.response_ids,
-                                 strict=True):
-        space = text[:len(text) - len(text.lstrip())]
-        found.append(prompt + space + tokenizer.decode(
-            list(ids), skip_special_tokens=False).lstrip())
-    return found
+    return [prompt + text[:len(text) - len(text.lstrip())]
+            + tokenizer.decode(list(ids), skip_special_tokens=False).lstrip()
+            for prompt, text, ids in zip(request.prompts, request.responses, request.response_ids,
+                                         strict=True)]
 
 
 def ended_outputs(request: RewardRequest) -> list[str]:

@@ -7,17 +7,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ppocli.models import trunk
+from ppocli.models import layout, trunk
+from ppocli.sampling import decoding, samples
 from ppocli.sampling.decoder import Decoder
-from ppocli.sampling.decoding import decode
-from ppocli.sampling.samples import Generation
 
 
 class Conversation(Protocol):
     """N contexts that a model continues again and again."""
 
     def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
-              ) -> Generation:
+              ) -> samples.Generation:
         """Put ids behind some contexts and sample a response to each, which joins it.
 
         Args:
@@ -44,7 +43,7 @@ class Rereading:
         self.contexts, self.said = [list(ids) for ids in contexts], [0] * len(contexts)
 
     def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
-              ) -> Generation:
+              ) -> samples.Generation:
         """As :class:`Conversation`."""
         for row, ids in zip(rows, fed, strict=True):
             self.contexts[row] += ids
@@ -54,17 +53,15 @@ class Rereading:
             own = self.noise[row, self.said[row]:][:limits[i]]
             noise[i, :len(own)] = own
         with self.context():
-            out, = decode(self.decoder, tokens, mask, noise, limits=list(limits),
-                          method=self.method)
+            out, = decoding.decode(self.decoder, tokens, mask, noise, limits=list(limits),
+                                   method=self.method)
         for row, ids in zip(rows, out.ids, strict=True):
             self.contexts[row] += ids
             self.said[row] += len(ids)
         return out
 
 
-def padded_left(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_left(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, Q] ids and mask, padded on the left."""
-    longest = max(map(len, rows))
-    tokens = torch.tensor([[*[0] * (longest - len(row)), *row] for row in rows])
-    lengths = torch.tensor([len(row) for row in rows])
-    return tokens, torch.arange(longest)[None, :] >= longest - lengths[:, None]
+    mask = layout.padded([[True] * len(row) for row in rows], torch.bool, "left")
+    return layout.padded(rows, side="left", fill=fill), mask

@@ -81,8 +81,7 @@ class LiveRows:
         self.cache.batch_select_indices(keep)
         for name in ("rows", "at", "inputs", "positions", "done", "attention", "encoded",
                      "encoder_mask"):
-            value = getattr(self, name)
-            if value is not None:
+            if (value := getattr(self, name)) is not None:
                 setattr(self, name, value[keep])
 
     def take_in(self, others: Self) -> None:
@@ -98,8 +97,7 @@ class LiveRows:
         if width != widest or self.attention is not None or others.attention is not None:
             self.attention = torch.cat([_padded_mask(one, most + 1) for one in (self, others)])
         transformers_internals.append_rows(self.cache, others.cache, most)
-        self.padding, others.padding = (self.padding + most - width,
-                                        others.padding + most - widest)
+        self.padding, others.padding = (self.padding + most - width, others.padding + most - widest)
         for name in ("rows", "at", "inputs", "positions", "done", "padding"):
             setattr(self, name, torch.cat([getattr(self, name), getattr(others, name)]))
         self.youngest = min(self.youngest, others.youngest)
@@ -215,8 +213,7 @@ class Stepped(Drawn):
 
 @torch.no_grad()
 def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
-                    uniform: Any, *, limits: Any, at_once: int, chunk: int
-                    ) -> Iterator[Generation]:
+                    uniform: Any, *, limits: Any, at_once: int, chunk: int) -> Iterator[Generation]:
     """As :func:`ppocli.sampling.decoding.decode`, by our own loop.
 
     Rows that have ended are dropped, and the next prompts take their places where the model can do

@@ -17,10 +17,6 @@ Watch = Callable[[torch.Tensor, torch.Tensor], None]
 """is shown tokens and mask [B, t] of the responses so far, on the model's device"""
 
 
-def _nothing(*_: Any) -> None:
-    pass
-
-
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """A model that continues prompts, and how. Made by samplers, read by decode loops."""
@@ -36,9 +32,9 @@ class Decoder:
     """adds the value of the state before each token"""
     split: SplitPoint | None = None
     """the layer whose inputs are kept (:attr:`Generation.frozen_states`)"""
-    poll: Callable[[], None] = _nothing
+    poll: Callable[[], None] = lambda: None
     """called before every token; may raise to stop"""
-    watch: Watch = _nothing
+    watch: Watch = lambda tokens, mask: None
     """shown all tokens so far after every token"""
     all_alive: Callable[[int], int] = int
     """from the number of rows that are still alive here to the most that are anywhere; decoding
@@ -68,10 +64,9 @@ class Drawn:
         count, self.steps = noise.shape
         # what is drawn behind the end of a row goes to the column after the last, at the latest
         self.noise = torch.nn.functional.pad(noise, (0, 1), value=0.5)
-        self.tokens = torch.zeros(count, self.steps + 1, dtype=torch.long, device=device)
-        self.mask = torch.zeros(count, self.steps + 1, dtype=torch.bool, device=device)
-        self.logprobs = torch.zeros(count, self.steps + 1, device=device)
-        self.values = torch.zeros(count, self.steps + 1, device=device)
+        self.tokens, self.mask, self.logprobs, self.values = (
+            torch.zeros(count, self.steps + 1, dtype=kind, device=device)
+            for kind in (torch.long, torch.bool, torch.float32, torch.float32))
         self.finished = torch.zeros(count, dtype=torch.bool, device=device)
         self.limits = torch.full((count,), self.steps, device=device) if limits is None else \
             to_device(torch.as_tensor(limits, dtype=torch.long), device)

@@ -12,15 +12,9 @@ from ppocli.config import adapters, schema
 from ppocli.errors import ConfigError, InputError
 from ppocli.models import layout, trunk
 from ppocli.models.head import HeadWeights, token_logprobs
+from ppocli.models.loading import language_model
 from ppocli.models.loading.adapters import Adapter, attach, identify, peft_config
-from ppocli.models.loading.language_model import (
-    DTYPES,
-    LoadedLM,
-    frozen_dtype,
-    load_lm,
-    merged,
-    take_lm,
-)
+from ppocli.models.loading.language_model import DTYPES, LoadedLM, frozen_dtype
 from ppocli.models.loading.model_config import max_positions
 from ppocli.sampling import decode_loop, samples, token_choice, transformers_generate
 from ppocli.sampling.decoder import Decoder
@@ -69,8 +63,8 @@ def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float3
     Raises:
         InputError: as there; or the model can't be decoded rightly.
     """
-    loaded = load_lm(cfg, dtype=dtype, key=key, goes_on=goes_on) if given is None else \
-        take_lm(cfg, given.to(dtype))
+    loaded = (language_model.load_lm(cfg, dtype=dtype, key=key, goes_on=goes_on) if given is None
+              else language_model.take_lm(cfg, given.to(dtype)))
     find_decoding(loaded.lm, loaded.decoder_start, cfg.path, key)
     return loaded
 
@@ -93,20 +87,19 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
     settings = adapters.adapter_settings(cfg)
     goes_on = None if kind is None else {"type": kind, **settings}
     if scores:
-        loaded = load_lm(cfg, dtype=dtype, goes_on=goes_on, score_seed=seed)
+        loaded = language_model.load_lm(cfg, dtype=dtype, goes_on=goes_on, score_seed=seed)
     else:
         loaded = load_decodable(cfg, dtype=dtype, given=given, goes_on=goes_on)
         say_decoding(loaded.lm)
     if loaded.adapter is not None:
         log.info("%s is an adapter on %s: %s", cfg.path, loaded.adapter.base.path,
                  "merged, and all weights train" if kind is None else "it trains on")
-        return merged(loaded) if kind is None else loaded
+        return language_model.merged(loaded) if kind is None else loaded
     if kind is None:
         return loaded
     base = identify(loaded.lm, cfg.path, cfg.revision)
-    config = peft_config(kind, settings, pair=trunk.has_encoder(loaded.lm),
-                         revision=cfg.revision, tokenizer=loaded.lm.config.name_or_path,
-                         scores=scores)
+    config = peft_config(kind, settings, pair=trunk.has_encoder(loaded.lm), revision=cfg.revision,
+                         tokenizer=loaded.lm.config.name_or_path, scores=scores)
     check_steps(loaded.lm, virtual=kind != "lora")
     return replace(loaded, adapter=Adapter(attach(loaded.lm, config, seed=seed), base))
 

@@ -20,7 +20,7 @@ from ppocli.environments.calls import Answered, Called, Calls
 from ppocli.environments.wording import Said, words_of
 from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, Step, Turn
 from ppocli.errors import ConfigError, InputError
-from ppocli.models.layout import Sequences
+from ppocli.models.layout import Sequences, padded
 from ppocli.models.policy import Policy
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling.conversation import Conversation
@@ -209,19 +209,10 @@ def _take_in(game: Game, before: list[int], ids: list[int], out: Generation, row
 def samples_of(games: Sequence[Game]) -> Samples:
     """Finished episodes as samples, each through its last action."""
     lengths = torch.tensor([game.actions[-1] + 1 for game in games])
-    width = max(len(game.actions) for game in games)
-
-    def padded(rows: Sequence[Sequence[Any]], dtype: torch.dtype, wide: int) -> torch.Tensor:
-        return torch.tensor([[*row, *[0] * (wide - len(row))] for row in rows], dtype=dtype)
-
-    longest = int(lengths.max())
-    count = torch.tensor([len(game.actions) for game in games])
-    sequences = Sequences(
-        padded([game.ids[:game.actions[-1] + 1] for game in games], torch.long, longest), lengths,
-        padded([game.actions for game in games], torch.long, width),
-        torch.arange(width)[None, :] < count[:, None])
-    return Samples(
-        sequences, padded([game.logprobs for game in games], torch.float32, width),
-        padded([game.values for game in games], torch.float32, width),
-        torch.tensor([game.ended == DONE and game.finished for game in games]),
-        episodes=[game.record() for game in games])
+    sequences = Sequences(padded([game.ids[:game.actions[-1] + 1] for game in games]), lengths,
+                          padded([game.actions for game in games]),
+                          padded([[True] * len(game.actions) for game in games], torch.bool))
+    return Samples(sequences, padded([game.logprobs for game in games], torch.float32),
+                   padded([game.values for game in games], torch.float32),
+                   torch.tensor([game.ended == DONE and game.finished for game in games]),
+                   episodes=[game.record() for game in games])

@@ -12,10 +12,9 @@ import torch
 
 from ppocli.models import transformers_internals
 from ppocli.parallel.transfers import to_device, to_host
-from ppocli.sampling.conversation import padded_left
+from ppocli.sampling import conversation, samples
 from ppocli.sampling.decode_loop import CHECK_EVERY, SHRINK_AT, LiveRows, Stepped
 from ppocli.sampling.decoder import Decoder
-from ppocli.sampling.samples import Generation
 
 
 @dataclass(slots=True, eq=False)
@@ -48,13 +47,13 @@ class KeptKeys:
         self.context = context
         self.contexts = [list(ids) for ids in contexts]
         self.device = decoder.lm.base_model.device
-        tokens, mask = padded_left(contexts)
+        tokens, mask = conversation.padded_left(contexts)
         self.drawn = Stepped(decoder, tokens, mask, noise, None)
         self.parked: list[Parked] = []
 
     @torch.no_grad()
     def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
-              ) -> Generation:
+              ) -> samples.Generation:
         """As :class:`~ppocli.sampling.conversation.Conversation`; contexts that speak together once
         do so from then on, and one that misses a turn of the others' speaks no more."""
         live, drawn = self._begun(rows, fed), self.drawn
@@ -85,8 +84,8 @@ class KeptKeys:
         drawn, group = self.drawn, next(
             (one for one in self.parked if rows[0] in one.rows.tolist()), None)
         if group is None:
-            tokens, mask = padded_left([[*self.contexts[row], *ids]
-                                        for row, ids in zip(rows, fed, strict=True)])
+            tokens, mask = conversation.padded_left([[*self.contexts[row], *ids]
+                                                     for row, ids in zip(rows, fed, strict=True)])
             live = drawn.first_rows(range(len(rows)), tokens, mask)
             live.rows = to_device(torch.tensor(rows), self.device)
             return live
@@ -97,7 +96,7 @@ class KeptKeys:
         seen, own = group.seen[index], group.rows[index]
         at = drawn.mask[own].sum(1)
         last = drawn.tokens[own, at - 1]
-        tokens, mask = (to_device(one, self.device) for one in padded_left(
+        tokens, mask = (to_device(one, self.device) for one in conversation.padded_left(
             [[0, *ids] for ids in fed]))
         tokens[torch.arange(len(rows)), (~mask).sum(1)] = last
         attention = torch.cat([seen, mask], dim=1)
@@ -121,7 +120,7 @@ class KeptKeys:
         return Parked(rows, seen & (columns[None, :] < width - behind[:, None]),
                       transformers_internals.taken_rows(live.cache, index))
 
-    def _said(self, rows: torch.Tensor, before: torch.Tensor) -> Generation:
+    def _said(self, rows: torch.Tensor, before: torch.Tensor) -> samples.Generation:
         """What these rows have said since they had ``before`` tokens."""
         drawn = self.drawn
         counts = drawn.mask[rows].sum(1) - before
@@ -131,4 +130,4 @@ class KeptKeys:
         finished, mask_, tokens, logprobs, values = to_host(drawn.finished[rows], mask, *(
             one[rows[:, None], columns] * mask
             for one in (drawn.tokens, drawn.logprobs, drawn.values)))
-        return Generation(tokens, mask_, logprobs, values, finished)
+        return samples.Generation(tokens, mask_, logprobs, values, finished)

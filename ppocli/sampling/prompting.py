@@ -10,6 +10,7 @@ from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.ppo.noise import USER, uniform
+from ppocli.sampling.conversation import padded_left
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import decode_responses
@@ -50,8 +51,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int],
                  stop_sequences: Sequence[str] = (), min_new_tokens: int = 0) -> None:
-        self._tokenizer = tokenizer
-        self._prompt_ids = prompt_ids
+        self._tokenizer, self._prompt_ids = tokenizer, prompt_ids
         self._stops, self._min_new_tokens = stop_sequences, min_new_tokens
         self.shown = ""
         """all that was handed out"""
@@ -120,10 +120,9 @@ def check_lengths(lm: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec)
         if limit is not None and taken > limit:
             which = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
             tokens = f"{len(ids)} token{'s' if len(ids) > 1 else ''}"
-            raise ConfigError(
-                f"{which} has {tokens}; with {spec.max_new_tokens} new ones they exceed the "
-                f"model's {limit} positions.",
-                fix="shorten the prompt or lower max_new_tokens")
+            raise ConfigError(f"{which} has {tokens}; with {spec.max_new_tokens} new ones they "
+                              f"exceed the model's {limit} positions.",
+                              fix="shorten the prompt or lower max_new_tokens")
 
 
 def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec, *,
@@ -152,9 +151,7 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sp
     for done in range(0, total, batch):
         places = [divmod(n, num_samples) for n in range(done, min(done + batch, total))]
         rows = [list(prompts[i]) for i, _ in places]
-        width = max(len(row) for row in rows)
-        tokens = torch.tensor([[tokenizer.pad_token_id] * (width - len(row)) + row for row in rows])
-        mask = torch.tensor([[False] * (width - len(row)) + [True] * len(row) for row in rows])
+        tokens, mask = padded_left(rows, tokenizer.pad_token_id)
         numbers = [first + i + k * SAMPLES_APART for i, k in places]
         before = [[]] * len(rows) if start is not None else rows
         stream = TextStream(tokenizer, before[0], spec.stop_sequences, spec.min_new_tokens)

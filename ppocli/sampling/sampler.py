@@ -88,6 +88,15 @@ class SamplerSetup:
     """the policy's model as it was loaded"""
 
 
+def looking(stop: StopFlag, rows: int) -> Callable[[], None]:
+    """What is called before every token of so many rows, and stops where that was asked for."""
+    def look() -> None:
+        faults.point("rollout.token", rows)
+        stop.check()
+
+    return look
+
+
 class DecodeSampler:
     """Our own decode loop, or transformers' for models that our loop can't decode. Random numbers
     come from :func:`ppocli.ppo.noise.uniform`, so that a sample doesn't depend on the chunk size,
@@ -138,12 +147,8 @@ class DecodeSampler:
         limits = None if spec.length_range is None else (
             lengths(seed, prompts.episodes, *spec.length_range))
 
-        def poll() -> None:
-            faults.point("rollout.token", at_once)
-            stop.check()
-
         decoder = Decoder(lm, spec, setup.tokenizer, start, speaker.value_head, speaker.split,
-                          poll, all_alive=backend.ranks.most if in_parts else int)
+                          looking(stop, at_once), all_alive=backend.ranks.most if in_parts else int)
         noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
         done = 0
         with nullcontext() if in_parts else packed_weights(lm, DTYPES[backend.precision]):
@@ -167,12 +172,8 @@ class DecodeSampler:
             tokens: most that the policy says in one of them.
         """
         setup, lm = self.setup, speaker.lm
-
-        def poll() -> None:
-            faults.point("rollout.token", len(contexts))
-            stop.check()
-
-        decoder = Decoder(lm, spec, setup.tokenizer, None, speaker.value_head, poll=poll)
+        decoder = Decoder(lm, spec, setup.tokenizer, None, speaker.value_head,
+                          poll=looking(stop, len(contexts)))
         noise = uniform(setup.cfg.seed, stream, episodes, tokens)
         with packed_weights(lm, DTYPES[setup.backend.precision]):
             keeps = (self.method(lm) is trunk.Decoding.STEPS and caches_all_keys(lm)

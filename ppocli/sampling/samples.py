@@ -76,17 +76,16 @@ class Samples:
 
     def first(self, count: int) -> Samples:
         """The first ``count`` samples."""
-        some = slice(count)
-        return replace(self.rows(some), frozen_states=None if self.frozen_states is None else
-                       self.frozen_states[some])
+        return replace(self.rows(slice(count)),
+                       frozen_states=self.frozen_states and self.frozen_states[:count])
 
     def rows(self, index: Any) -> Samples:
         """The samples at ``index`` (a slice or a tensor of places), padding and all; without states
         of layers."""
-        places = torch.arange(len(self))[index].tolist() if self.episodes else ()
+        episodes = self.episodes and [
+            self.episodes[i] for i in torch.arange(len(self))[index].tolist()]
         return Samples(self.sequences.rows(index), self.logprobs[index], self.values[index],
-                       self.finished[index], episodes=None if self.episodes is None else
-                       [self.episodes[i] for i in places])
+                       self.finished[index], episodes=episodes)
 
     def only(self, kept: torch.Tensor) -> Samples:
         """The same samples with only some of their actions, whose tokens the others stay in.

@@ -8,14 +8,12 @@ from typing import Any, TypeVar
 import torch
 from safetensors.torch import load_file
 
-from ppocli.config import adapters, algorithm, schema
-from ppocli.config.keys import several
+from ppocli.config import adapters, algorithm, keys, schema
 from ppocli.errors import ConfigError, InputError
 from ppocli.estimate import check
 from ppocli.models.fast.gemm import route_linears
-from ppocli.models.loading import reference_and_value
+from ppocli.models.loading import model_config, reference_and_value
 from ppocli.models.loading.language_model import LoadedLM, empty_lm, stop_rules
-from ppocli.models.loading.model_config import reference_kind
 from ppocli.models.policy import (
     Policy,
     ValueBranch,
@@ -68,19 +66,18 @@ def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, po
     Args:
         policy: the policy's model.
     """
-    if cfg.model.reference.kind == "none":
+    wanted, offload = cfg.model.reference, cfg.model.reference.offload
+    if wanted.kind == "none":
         return None
-    wanted = cfg.model.reference
-    offload = wanted.offload
     in_parts = (backend.zero_stage == 3 and algorithm.reference_sharded(cfg)
                 and not _starts_as_adapter(cfg, wanted.path))
     load, empty = (partial(reference_and_value.load_reference, how, cfg.model, cfg.hardware)
                    for how in (load_decodable, empty_lm))
     lm = (load_in_parts(cfg, backend, load, empty, offload=offload) if in_parts else load()).lm
     device = backend.device if wanted.device is None else torch.device(wanted.device)
-    if cfg.model.reference.path is not None:
+    if wanted.path is not None:
         reference_and_value.check_same_tokens(
-            tokenizer, policy, lm, name=cfg.model.reference.path, key="model.reference.path",
+            tokenizer, policy, lm, name=wanted.path, key="model.reference.path",
             trust_remote_code=cfg.model.trust_remote_code)
         _check_full_kl(cfg, policy, lm)
     if backend.onednn:
@@ -143,8 +140,7 @@ def build_reference(cfg: schema.TrainConfig, backend: Backend, lm: Any, tokenize
     Raises:
         InputError: it can't be loaded, or can't share the policy's trunk.
     """
-    kind = reference_kind(cfg.model)
-    if kind == "adapter":
+    if (kind := model_config.reference_kind(cfg.model)) == "adapter":
         return AdapterReference()
     if kind != "shared":
         return copy_reference(cfg, backend, tokenizer, lm)
@@ -186,8 +182,7 @@ def build_policy(cfg: schema.TrainConfig, backend: Backend, loaded: LoadedLM, to
     """
     freeze(cfg, loaded.lm)
     # a branch is cut from whole layers
-    branches = cfg.model.value.kind == "branch"
-    with gathered(loaded.lm, backend.zero_stage if branches else 0):
+    with gathered(loaded.lm, backend.zero_stage if cfg.model.value.kind == "branch" else 0):
         head, trunk = _value_function(cfg, loaded, tokenizer)
     return placed(backend, Policy(loaded.lm, head, trunk))
 
@@ -265,7 +260,7 @@ def sampling_specs(cfg: schema.GenerationConfig, tokenizer: Any, loaded: LoadedL
     a list its first value."""
     base = {name: getattr(cfg, name) for name in SAMPLING_KEYS}
     over = {name: values[0] for name in SAMPLING_KEYS
-            if (values := several(getattr(cfg.eval, name)))}
+            if (values := keys.several(getattr(cfg.eval, name)))}
     stop_ids, stops = stop_rules(tokenizer, loaded, cfg)
     lengths = None if cfg.length_sampler is None else (cfg.length_sampler[0], cfg.length_sampler[1])
     return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, length_range=lengths, **base),

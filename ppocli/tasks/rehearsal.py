@@ -111,10 +111,9 @@ def _data(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag)
     terms = _gradient(task, plan, group, "check the model's weights, or use "
                       "hardware.precision=fp32")
     clock.mark("optimize")
-    return DataRehearsal(
-        **_loaded(backend, task.trained.module), examples=task.examples or 0,
-        rows=len(group.rows), tokens=int(group.tokens.sum()), terms=terms,
-        seconds=dict(clock.seconds), peak_memory_mib=backend.peak_memory_mib())
+    return DataRehearsal(**_loaded(backend, task.trained.module), examples=task.examples or 0,
+                         rows=len(group.rows), tokens=int(group.tokens.sum()), terms=terms,
+                         seconds=dict(clock.seconds), peak_memory_mib=backend.peak_memory_mib())
 
 
 def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> PPORehearsal:
@@ -182,8 +181,7 @@ def _gradient(task: Task, plan: Plan, group: UpdateGroup, fix: str) -> dict[str,
         DivergedError: they aren't; ``fix`` says what to do then.
     """
     terms = optimize.probe_gradient(task, plan, group)
-    wrong = [name for name, value in terms.items() if not math.isfinite(value)]
-    if wrong:
+    if wrong := [name for name, value in terms.items() if not math.isfinite(value)]:
         raise DivergedError(f"Before any update {', '.join(wrong)} is not finite.",
                             where="model.path", fix=fix)
     return terms

@@ -14,18 +14,16 @@ from torch.nn.functional import logsigmoid
 from ppocli.config import kinds
 from ppocli.data.data_set import Ids, Pairs
 from ppocli.errors import ConfigError
-from ppocli.models import layout
+from ppocli.models import layout, trunk
 from ppocli.models.fast import attention
 from ppocli.models.loading import adapters, language_model, model_config
 from ppocli.models.loading.language_model import LoadedLM
-from ppocli.models.trunk import response_hidden
 from ppocli.parallel.stop import StopFlag
 from ppocli.parallel.transfers import to_device
 from ppocli.rewards.reward_model import SCORE_END, SCORE_MEAN, SCORE_STD
 from ppocli.tasks import building, supervised
-from ppocli.training import saved_model, task
+from ppocli.training import saved_model, task, updates
 from ppocli.training.optimizers import build_optimizer
-from ppocli.training.updates import prepare
 
 log = logging.getLogger("ppocli")
 
@@ -45,7 +43,7 @@ class Scorer(nn.Module):
 
     def forward(self, batch: layout.SequenceBatch) -> torch.Tensor:
         """[N] scores, fp32."""
-        hidden = response_hidden(self.lm, batch)
+        hidden = trunk.response_hidden(self.lm, batch)
         with torch.autocast(hidden.device.type, enabled=False):
             own = [p.dtype for p in self.lm.score.parameters() if p.requires_grad]
             return self.lm.score(hidden.to(*own[:1] or [hidden.dtype])).squeeze(-1).float()
@@ -90,8 +88,8 @@ class RewardModelTask(supervised.SupervisedTask):
         self.tokenizer = tokenizer
         building.freeze(cfg, loaded.lm)
         scorer = building.placed(backend, Scorer(loaded.lm))
-        self.trained = prepare(backend, scorer, build_optimizer(scorer, cfg.reward_model),
-                               cfg.reward_model.max_grad_norm)
+        self.trained = updates.prepare(backend, scorer, build_optimizer(scorer, cfg.reward_model),
+                                       cfg.reward_model.max_grad_norm)
         config = loaded.export_config
         config.get_text_config().pad_token_id = config.pad_token_id = tokenizer.pad_token_id
         self.saved = saved_model.SavedModel(loaded.lm, config, None, tokenizer, loaded.adapter)
@@ -113,7 +111,7 @@ class RewardModelTask(supervised.SupervisedTask):
         ends = [int(np.flatnonzero(ids != pad)[-1:].sum()) + 1 for ids in texts]
         tokens = [np.append(ids[:end], 0) for ids, end in zip(texts, ends, strict=True)]
         places = torch.tensor(ends)
-        return layout.Sequences(supervised.padded(tokens), places + 1, places[:, None],
+        return layout.Sequences(layout.padded(tokens), places + 1, places[:, None],
                                 torch.ones(len(texts), 1, dtype=torch.bool))
 
     def scores(self, data: Pairs, scorer: Any) -> torch.Tensor:

@@ -14,11 +14,10 @@ from ppocli.config import kinds
 from ppocli.data.data_set import Examples
 from ppocli.data.prompt_set import PromptBatch, PromptSet
 from ppocli.errors import ConfigError
-from ppocli.models import layout
+from ppocli.models import layout, trunk
 from ppocli.models.fast import attention
 from ppocli.models.loading import language_model, model_config
 from ppocli.models.loading.language_model import LoadedLM
-from ppocli.models.trunk import decoder_start, has_encoder
 from ppocli.parallel.ranks import woven
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
@@ -26,10 +25,9 @@ from ppocli.sampling.engines import build_sampler
 from ppocli.sampling.sampler import SamplerSetup, Speaker, sample_chunks
 from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.tasks import building, supervised
-from ppocli.training import task
+from ppocli.training import task, updates
 from ppocli.training.optimizers import build_optimizer
 from ppocli.training.state import TrainState
-from ppocli.training.updates import prepare
 
 log = logging.getLogger("ppocli")
 
@@ -46,8 +44,8 @@ class SFTTask(supervised.SupervisedTask):
         super().__init__(cfg, backend, train, val)
         self.tokenizer, self.loaded = tokenizer, loaded
         self.policy = building.build_policy(cfg, backend, loaded, tokenizer)
-        self.trained = prepare(backend, self.policy, build_optimizer(self.policy, cfg.sft),
-                               cfg.sft.max_grad_norm)
+        self.trained = updates.prepare(backend, self.policy, build_optimizer(self.policy, cfg.sft),
+                                       cfg.sft.max_grad_norm)
         self.spec, self.eval_spec = building.sampling_specs(cfg.generation, tokenizer, loaded)
         self.saved = building.saved_policy(loaded.lm, loaded, self.spec, tokenizer)
         self.sampler = build_sampler(cfg.rollout, SamplerSetup(cfg, backend, tokenizer, loaded))
@@ -59,7 +57,7 @@ class SFTTask(supervised.SupervisedTask):
         """Places in ``val`` of the prompts that evaluations show responses to: the first that leave
         room for one."""
         limit, new = model_config.max_positions(self.loaded.lm), self.eval_spec.max_new_tokens
-        pair = has_encoder(self.loaded.lm)  # which has that many positions on either side
+        pair = trunk.has_encoder(self.loaded.lm)  # which has that many positions on either side
         room = 2**31 if limit is None else limit * (new < limit) if pair else limit - new
         prompts = [] if self.val is None else [
             i for i, text in enumerate(self.val.prompts) if text][:self.cfg.sft.eval_samples]
@@ -80,7 +78,7 @@ class SFTTask(supervised.SupervisedTask):
 
     def sequences(self, data: Examples, rows: torch.Tensor) -> layout.Sequences:
         """Some examples as a forward pass reads them; what is trained on are their actions."""
-        return supervised.sequences_of(data, rows, decoder_start(self.loaded.lm))
+        return supervised.sequences_of(data, rows, trunk.decoder_start(self.loaded.lm))
 
     def plan(self, state: TrainState, batch: list[int]) -> task.Plan:
         """As :class:`Task`; the rows with the run's number of the first of them."""
@@ -102,8 +100,7 @@ class SFTTask(supervised.SupervisedTask):
         """A context in which embeddings carry uniform noise of up to alpha / sqrt(T * D), T being
         an example's own tokens (NEFTune, Jain et al. 2023, arXiv 2310.05914). It is a function of
         the seed, the example and the epoch alone: of its number in the run, in ``numbers``."""
-        alpha = self.cfg.sft.neftune
-        if alpha is None:
+        if (alpha := self.cfg.sft.neftune) is None:
             yield
             return
 
@@ -182,7 +179,7 @@ def build_task(setup: task.TaskSetup) -> SFTTask:
     """
     cfg = setup.cfg
     tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
-    if cfg.sft.neftune is not None and has_encoder(unloaded):
+    if cfg.sft.neftune is not None and trunk.has_encoder(unloaded):
         raise ConfigError("NEFTune's noise is for models that read one text, not for an "
                           "encoder-decoder.", where="sft.neftune", fix="leave it out")
     train, val = supervised.load_rows(setup, tokenizer, unloaded, "completions")

@@ -19,9 +19,8 @@ from ppocli.config import schema, schema_ppo, schema_tasks, tasks
 from ppocli.data import encoding
 from ppocli.data.data_set import Examples, Pairs
 from ppocli.errors import PpocliError
-from ppocli.models import layout
+from ppocli.models import layout, trunk
 from ppocli.models.loading import model_config
-from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
 from ppocli.parallel.transfers import to_device
 from ppocli.storage import faults
@@ -50,7 +49,7 @@ def read_rows(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any, wants: Any
         ConfigError, InputError: as :func:`ppocli.data.encoding.load_data`.
     """
     return encoding.load_data(
-        cfg.data, tokenizer, wants=wants, seed=cfg.seed, encoder=has_encoder(unloaded),
+        cfg.data, tokenizer, wants=wants, seed=cfg.seed, encoder=trunk.has_encoder(unloaded),
         max_tokens=model_config.max_positions(unloaded) or 2**31,
         items=None if objects is None else objects.data,
         val_items=None if objects is None else objects.val_data)
@@ -190,12 +189,12 @@ class SupervisedTask(task.Task):
                result: task.OptimizeResult) -> task.Finished:
         """As :class:`Task`."""
         terms = dict(result.terms)
-        row = {"policy/grad_norm": terms.pop("grad_norm", float("nan"))}
-        row |= {f"loss/{name}": value for name, value in terms.items()}
-        row |= {"lr": result.lr, "updates_skipped": float(result.skipped),
-                "data/epoch": (state.episodes + len(batch)) / len(self.train),
-                "data/tokens": float(plan.groups[0].tokens.sum())}
-        return task.Finished(row, state.task, state.tensors)
+        return task.Finished(
+            {"policy/grad_norm": terms.pop("grad_norm", float("nan")),
+             **{f"loss/{name}": value for name, value in terms.items()},
+             "lr": result.lr, "updates_skipped": float(result.skipped),
+             "data/epoch": (state.episodes + len(batch)) / len(self.train),
+             "data/tokens": float(plan.groups[0].tokens.sum())}, state.task, state.tensors)
 
     def evaluate(self, stop: StopFlag) -> task.Evaluation:
         """As :class:`Task`; without ``data.val`` it finds nothing."""
@@ -204,8 +203,7 @@ class SupervisedTask(task.Task):
         whole = self.measured(self.val, stop)
         shown = self.shown(whole, stop)
         figures = self.evaluation_figures(whole)
-        generated = [row for row in shown if "finished" in row]
-        if generated:
+        if generated := [row for row in shown if "finished" in row]:
             figures |= {"response_tokens_mean": _mean(generated, "response_tokens"),
                         "finished_share": _mean(generated, "finished")}
         return task.Evaluation(figures, shown, sum(row["response_tokens"] for row in generated))
@@ -302,11 +300,11 @@ def sequences_of(data: Examples, rows: torch.Tensor, start: int | None) -> layou
     tokens = [np.concatenate([np.array(before, np.int32), ids]) for ids in some.tokens]
     encoder: tuple[Any, ...] = ()
     if some.encoder_tokens:
-        encoder = padded(some.encoder_tokens), padded(
+        encoder = layout.padded(some.encoder_tokens), layout.padded(
             [np.ones(len(ids)) for ids in some.encoder_tokens], torch.bool)
     return layout.Sequences(
-        padded(tokens), torch.tensor([len(ids) for ids in tokens]),
-        padded(places), torch.arange(int(count.max())) < count[:, None], *encoder)
+        layout.padded(tokens), torch.tensor([len(ids) for ids in tokens]),
+        layout.padded(places), torch.arange(int(count.max())) < count[:, None], *encoder)
 
 
 def weighted_nll(engine: Any, samples: layout.Sequences, weights: torch.Tensor,
@@ -327,9 +325,3 @@ def weighted_nll(engine: Any, samples: layout.Sequences, weights: torch.Tensor,
     if out.values is not None:
         total = total + 0.0 * out.values.sum()
     return total, batch.tokens.numel()
-
-
-def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """[b, T] of b arrays, padded on the right with zeros."""
-    return torch.nn.utils.rnn.pad_sequence(
-        [torch.as_tensor(row).to(dtype) for row in rows], batch_first=True)

@@ -127,11 +127,10 @@ def whole_weights(task: Task) -> Iterator[Tensors | None]:
 
 def _within(prefix: str, weights: Tensors | None) -> Tensors | None:
     """The weights of the module of that name, by their names in it."""
-    if weights is None:
-        return None
     start = f"{prefix}."
-    return {name.removeprefix(start): tensor for name, tensor in weights.items()
-            if name.startswith(start)}
+    return None if weights is None else {
+        name.removeprefix(start): tensor for name, tensor in weights.items()
+        if name.startswith(start)}
 
 
 def write_checkpoint(task: Task, folder: Path, state: TrainState) -> None:
@@ -159,8 +158,7 @@ def write_checkpoint(task: Task, folder: Path, state: TrainState) -> None:
     def weights(whole: Tensors | None) -> None:
         task.saved.write(folder / POLICY, _within("lm", whole))
         for name, module in module_files(task).items():
-            part = _within(Path(name).stem, whole)
-            save_tensors(part or module.state_dict(), folder / name)
+            save_tensors(_within(Path(name).stem, whole) or module.state_dict(), folder / name)
         for name, tensors in _task_files(state).items():
             save_tensors(tensors, folder / name)
 
@@ -228,7 +226,6 @@ def save_together(task: Task, state: TrainState,
 
 
 def _part(name: str, ranks: Ranks) -> str:
-    if ranks.world == 1:
-        return name
     stem, dot, suffix = name.partition(".")
-    return f"{stem}-{ranks.rank + 1:05d}-of-{ranks.world:05d}{dot}{suffix}"
+    return name if ranks.world == 1 else (
+        f"{stem}-{ranks.rank + 1:05d}-of-{ranks.world:05d}{dot}{suffix}")

@@ -112,10 +112,8 @@ def profile(seconds: Mapping[str, float], cpu_seconds: Mapping[str, float],
             tokens: Mapping[str, int]) -> dict[str, Any]:
     """The totals, and of each phase its seconds, its share of all wall seconds, and its throughput
     where it has tokens; plain JSON types."""
-    total = sum(seconds.values())
-    order = [*PHASES, *(name for name in seconds if name not in PHASES)]
-    phases = {}
-    for name in (name for name in order if name in seconds):
+    total, phases = sum(seconds.values()), {}
+    for name in (name for name in dict.fromkeys((*PHASES, *seconds)) if name in seconds):
         count = tokens.get(name) or None
         phases[name] = {
             "seconds": seconds[name], "cpu_seconds": cpu_seconds.get(name, 0.0),

@@ -103,9 +103,7 @@ def initial_state(task: Task) -> TrainState:
     own, tensors = task.initial()
     state = TrainState(digests=task.digests(), judged_by=task.judged_by(), task=own,
                        tensors=tensors, pace=Pace(task.samples_per_step))
-    if task.cfg.eval.at_start:
-        state = replace(state, pending=state.counters())
-    return state
+    return replace(state, pending=state.counters()) if task.cfg.eval.at_start else state
 
 
 def run_training(run: Run) -> TrainState:
@@ -195,8 +193,7 @@ def _dump(run: Run, batch: Any, plan: Plan, step: int) -> str | None:
     if not run.task.backend.ranks.first:
         return str(target)
     try:
-        atomic.publish_folder(lambda folder: run.task.write_dump(folder, batch, plan, step),
-                              target)
+        atomic.publish_folder(lambda folder: run.task.write_dump(folder, batch, plan, step), target)
     except DiskError as error:
         log.error("%s", error)
         return None
@@ -213,8 +210,7 @@ def _due(every: int | None, step: int) -> bool:
 
 def finish_step(run: Run) -> None:
     """Evaluate if it is time, write the step's row, save if it is time."""
-    row = run.state.pending
-    if row is None:
+    if (row := run.state.pending) is None:
         return
     step, cfg, ranks = run.state.step, run.task.cfg, run.task.backend.ranks
     improved = False
@@ -342,8 +338,7 @@ def _tidy(run: Run, saved: TrainState) -> None:
             log.warning("%s was gone; it is written again as it was", path)
     folder, cfg = run.folder.checkpoints, run.task.cfg.checkpoint
     for complaint in [*retention.prune(folder, cfg.keep_last, kept_best(cfg, saved),
-                                        run.task.kept_step(saved)),
-                      *point_to(folder, cfg, saved)]:
+                                       run.task.kept_step(saved)), *point_to(folder, cfg, saved)]:
         log.warning(complaint)
 
 

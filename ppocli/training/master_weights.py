@@ -46,7 +46,7 @@ class MasterWeights(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Step fp32 weights as they are, bf16 ones by their master copies."""
         groups = [(group, group["params"]) for group in self.param_groups]
-        for group, _ in groups:
+        for group in self.param_groups:
             group["params"] = []
         for group, parameters in groups:
             group["params"] = [p for p in parameters if p.dtype == torch.float32]

@@ -64,7 +64,8 @@ def probe_gradient(task: Task, plan: Plan, group: UpdateGroup) -> dict[str, floa
     the gradient is dropped."""
     trained = task.trained
     trained.module.train(task.cfg.model.gradient_checkpointing)
-    terms = _figures(task, _gradient(task, plan, group, (0, 0), poisoned=False), trained.norm())
+    _, found, _ = _gradient(task, plan, group, (0, 0), poisoned=False)
+    terms = _figures(task, found, trained.norm())
     trained.clear()
     trained.module.eval()
     return terms
@@ -123,16 +124,10 @@ class _Progress:
                 for name, value in (self.sums or {}).items()}
 
 
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What the micro-batches of an update have said."""
-
-    verdict: Verdict
-    """:attr:`Verdict.STEP` unless it had to be found before the last backward pass"""
-    terms: torch.Tensor
-    """[len(Task.terms)] of the whole update; with one rank still on its device"""
-    tokens: int
-    """computed on this rank"""
+_Found = tuple[Verdict, torch.Tensor, int]
+"""what the micro-batches of an update have said: :attr:`Verdict.STEP` unless it had to be found
+before the last backward pass; [len(Task.terms)] the terms of the whole update, with one rank still
+on their device; tokens that were computed on this rank"""
 
 
 def _whole(task: Task, said: list[torch.Tensor]) -> torch.Tensor:
@@ -142,14 +137,12 @@ def _whole(task: Task, said: list[torch.Tensor]) -> torch.Tensor:
     there = to_device(largest, own.device)
     for more in said[1:]:
         own = torch.where(there, torch.maximum(own, more), own + more)
-    if ranks.world == 1:
-        return own
-    return torch.where(largest, ranks.max(own), ranks.sum(own))
+    return own if ranks.world == 1 else torch.where(largest, ranks.max(own), ranks.sum(own))
 
 
-def _figures(task: Task, found: _Found, norm: torch.Tensor) -> dict[str, float]:
+def _figures(task: Task, terms: torch.Tensor, norm: torch.Tensor) -> dict[str, float]:
     """One synchronisation per update: the guards must decide before the weights change."""
-    figures = torch.cat([found.terms, norm.reshape(1).to(found.terms)]).tolist()
+    figures = torch.cat([terms, norm.reshape(1).to(terms)]).tolist()
     return dict(zip((*task.terms, "grad_norm"), figures, strict=True))
 
 
@@ -157,10 +150,11 @@ def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, progr
             ) -> tuple[Verdict, dict[str, float]]:
     """Gradient, guards, and (unless a guard objects) one optimizer step."""
     factors = task.rate_factors(state, state.updates + progress.updates)
-    found = _gradient(task, plan, group, (state.step, progress.updates + progress.skipped),
-                      poisoned=faults.point("optimize.minibatch"))
-    progress.tokens += found.tokens
-    verdict, terms = found.verdict, dict[str, float]()
+    verdict, found, tokens = _gradient(
+        task, plan, group, (state.step, progress.updates + progress.skipped),
+        poisoned=faults.point("optimize.minibatch"))
+    progress.tokens += tokens
+    terms = dict[str, float]()
 
     def accept(norm: torch.Tensor) -> bool:
         nonlocal verdict, terms
@@ -247,7 +241,7 @@ def _backward(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool) -> 
                 verdict = task.judge(dict(zip(task.terms, terms.tolist(), strict=True)))
             faults.point("optimize.backward", len(part))
             trained.backward(found.total, accepted=verdict is Verdict.STEP and not poisoned)
-    return _Found(verdict, _whole(task, said) if terms is None else terms, tokens)
+    return verdict, _whole(task, said) if terms is None else terms, tokens
 
 
 def _micro_batches(task: Task, group: UpdateGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from transformers import get_scheduler
 
-from ppocli.config import algorithm
+from ppocli.config import algorithm, tasks
 from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig, SchedulerConfig
-from ppocli.config.tasks import Updates
 from ppocli.errors import ConfigError
 from ppocli.models.policy import Policy
 from ppocli.training.master_weights import MasterWeights
@@ -26,7 +25,7 @@ def named_trainable(policy: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: p for name, p in policy.named_parameters() if p.requires_grad}
 
 
-def build_optimizer(policy: torch.nn.Module, updates: Updates) -> torch.optim.Optimizer:
+def build_optimizer(policy: torch.nn.Module, updates: tasks.Updates) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters, the value function's in a group of its own, or
     in an optimizer of its own where that is of another kind.
 
@@ -96,20 +95,14 @@ def follow_scheduler(optimizer: torch.optim.Optimizer, given: torch.optim.lr_sch
             start * first["lr"] / (first["initial_lr"] or 1.0)
 
 
-def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str
-           ) -> dict[str, Any]:
-    group: dict[str, Any] = {"params": parameters, "lr": cfg.lr, "base_lr": cfg.lr, "role": role,
-                             "weight_decay": cfg.weight_decay}
-    if cfg.name == "sgd":
-        return group | {"momentum": cfg.momentum}
-    if cfg.name == "adafactor":
-        return group
-    return group | {"betas": (cfg.betas[0], cfg.betas[1]), "eps": cfg.eps}
+def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str) -> dict[str, Any]:
+    own: dict[str, Any] = {"sgd": {"momentum": cfg.momentum}, "adafactor": {}}.get(
+        cfg.name, {"betas": tuple(cfg.betas), "eps": cfg.eps})
+    return {"params": parameters, "lr": cfg.lr, "base_lr": cfg.lr, "role": role,
+            "weight_decay": cfg.weight_decay, **own}
 
 
 def _optimizer(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if cfg.name == "sgd":
-        return torch.optim.SGD(groups, fused=True)
     if cfg.name == "adafactor":
         return torch.optim.Adafactor(groups)
     if cfg.name == "adamw_8bit":
@@ -117,8 +110,9 @@ def _optimizer(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.opti
         from bitsandbytes.optim import AdamW8bit
 
         return AdamW8bit(groups)
-    kind = torch.optim.AdamW if cfg.name == "adamw" else torch.optim.Adam
-    return kind(groups, fused=True)
+    kinds: dict[str, Any] = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam,
+                             "adamw": torch.optim.AdamW}
+    return kinds[cfg.name](groups, fused=True)
 
 
 class JointOptimizer(torch.optim.Optimizer):

@@ -36,8 +36,7 @@ def restore(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
         CheckpointError: there is none, or prompts or reference are not those of the run.
     """
     ranks = task.backend.ranks
-    place = ranks.first_does(lambda: _newest(task, folder, run_id, fresh))
-    if place is None:
+    if (place := ranks.first_does(lambda: _newest(task, folder, run_id, fresh))) is None:
         return fresh
     path, state = place
     task.pace = state.pace
@@ -63,11 +62,10 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
         return search.found.path, _adopt(task, saved, fresh, folder)
     if (when := retention.removed_at(folder.checkpoints)) is not None:
         # also with resume=auto: starting afresh would remove what was worth keeping
-        raise CheckpointError(
-            f"The checkpoints of {folder.path.name} were deleted by ppocli runs prune "
-            f"({when}): there is nothing to go on from.", where=str(folder.checkpoints),
-            fix="start another run with its model: "
-                f"{pasted(f'model.path={folder.model}')} run_name=NAME")
+        raise CheckpointError(f"The checkpoints of {folder.path.name} were deleted by ppocli runs "
+                              f"prune ({when}): there is nothing to go on from.",
+                              where=str(folder.checkpoints), fix="start another run with its "
+                              f"model: {pasted(f'model.path={folder.model}')} run_name=NAME")
     if task.cfg.resume == "auto":
         log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
         retention.update_pointers(folder.checkpoints, latest=None, best=None)
@@ -251,8 +249,7 @@ def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
     _load_modules(task, folder)
     sharded_weights.adopt_weights(module, task.trained.optimizer, stage)
     _restore_optimizer(task, folder)
-    own = Generators.read(folder, ranks.rank)
-    if own is None:
+    if (own := Generators.read(folder, ranks.rank)) is None:
         log.info("the checkpoint has no random generators of rank %d: those of rewards start anew",
                  ranks.rank)
         seed_generators(task.cfg.seed + ranks.rank)

@@ -31,10 +31,9 @@ class SavedModel:
 
     def tensors(self) -> Tensors:
         """The state dict of the model, or its adapter's tensors as PEFT names them."""
-        if self.adapter is None:
-            found: Tensors = self.lm.state_dict()
-            return found
-        return adapter_tensors(self.adapter)
+        found: Tensors = (self.lm.state_dict() if self.adapter is None
+                          else adapter_tensors(self.adapter))
+        return found
 
     def prompt_encoders(self) -> dict[str, torch.nn.Module]:
         """What trained virtual tokens are made by; PEFT's own file holds the result, from which a

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config import tasks
-from ppocli.config.schema import TrainConfig
+from ppocli.config import schema, tasks
 from ppocli.episode import Sample
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
@@ -63,7 +62,7 @@ class PythonObjects:
 class TaskSetup:
     """What a task is built from."""
 
-    cfg: TrainConfig
+    cfg: schema.TrainConfig
     backend: Backend
     objects: PythonObjects
 
@@ -188,7 +187,7 @@ class Task(ABC):
     lower_is_better: frozenset[str] = frozenset()
     """figures of evaluations of which the lowest is the best"""
 
-    cfg: TrainConfig
+    cfg: schema.TrainConfig
     backend: Backend
     trained: Trained
     """the module whose parameters train, its optimizer, and how gradients become steps"""

@@ -123,9 +123,8 @@ class PassRows:
             memory = f"this process held up to {held}" + (
                 "" if left is None else
                 f", and {format_memory(left)} of the machine's memory are free")
-        return OutOfMemoryError(
-            f"{text}, and a pass can't be smaller: its longest sample has {tokens} tokens; "
-            f"{memory}", alone=alone,
-            where=f"{self.shorter}, model.path",
-            fix="fewer tokens, model.gradient_checkpointing=true, or several processes "
-                "(hardware=zero3); ppocli estimate tells what each saves")
+        return OutOfMemoryError(f"{text}, and a pass can't be smaller: "
+                                f"its longest sample has {tokens} tokens; {memory}", alone=alone,
+                                where=f"{self.shorter}, model.path",
+                                fix="fewer tokens, model.gradient_checkpointing=true, or several "
+                                "processes (hardware=zero3); ppocli estimate tells what each saves")

@@ -13,21 +13,14 @@ from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.schema import TrainConfig
 from ppocli.models import layer_stack, trunk
 from ppocli.models.loading.language_model import LoadedLM, frozen_dtype
-from ppocli.models.reference import Reference
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import local_part, shard
 from ppocli.zero import sharded_weights
 
-
-@dataclass(frozen=True, slots=True)
-class _Inventory:
-    """What a rank that hasn't loaded a model has to know of it."""
-
-    parameters: list[tuple[str, torch.Size, torch.dtype]]
-    """name, shape, type; tied ones once"""
-    buffers: dict[str, torch.Tensor]
-    generation_config: Any
-    decoding: trunk.Decoding
+_Inventory = tuple[list[tuple[str, torch.Size, torch.dtype]], dict[str, torch.Tensor], Any,
+                   trunk.Decoding]
+"""what a rank that hasn't loaded a model has to know of it: name, shape and type of its parameters,
+tied ones once; its buffers; its generation config; how it is decoded"""
 
 
 def load_in_parts(cfg: TrainConfig, backend: Backend, load: Callable[[], LoadedLM],
@@ -53,23 +46,21 @@ def load_in_parts(cfg: TrainConfig, backend: Backend, load: Callable[[], LoadedL
     def take_stock() -> _Inventory:
         nonlocal loaded
         loaded = load()
-        return _Inventory([(name, p.shape, p.dtype) for name, p in loaded.lm.named_parameters()],
-                          dict(loaded.lm.named_buffers()), loaded.generation_config,
-                          trunk.decoding_of(loaded.lm))
+        return ([(name, p.shape, p.dtype) for name, p in loaded.lm.named_parameters()],
+                dict(loaded.lm.named_buffers()), loaded.generation_config,
+                trunk.decoding_of(loaded.lm))
 
-    inventory = ranks.first_does(take_stock)
+    parameters, buffers, generation_config, decoding = ranks.first_does(take_stock)
     mine = ranks.all_do(lambda: empty() if loaded is None else loaded, "loading")
     if loaded is None:
-        mine = replace(mine, generation_config=inventory.generation_config)
-        trunk.set_decoding(mine.lm, inventory.decoding)
-    if [name for name, _ in mine.lm.named_parameters()] != [
-            name for name, *_ in inventory.parameters]:
+        mine = replace(mine, generation_config=generation_config)
+        trunk.set_decoding(mine.lm, decoding)
+    if [name for name, _ in mine.lm.named_parameters()] != [name for name, *_ in parameters]:
         raise RuntimeError("ranks have made different models of the same configuration")
-    for name, value in inventory.buffers.items():  # small, and whole on every rank
+    for name, value in buffers.items():  # small, and whole on every rank
         owner, _, key = name.rpartition(".")
         mine.lm.get_submodule(owner)._buffers[key] = value.to(backend.device)
-    shard((_in_memory(mine.lm, *one) for one in inventory.parameters),
-          parts_config(cfg, offload=offload))
+    shard((_in_memory(mine.lm, *one) for one in parameters), parts_config(cfg, offload=offload))
     return mine
 
 
@@ -160,9 +151,3 @@ def share_sharded_trunk(lm: Any, *, offload: bool) -> ShardedTrunk:
     own = {name: local_part(p).detach() for name, p in lm.named_parameters() if p.requires_grad}
     return ShardedTrunk({name: part.to("cpu" if offload else part.device, copy=True)
                          for name, part in own.items()}, split)
-
-
-def close_reference(reference: Reference | None) -> None:
-    """Tear down what DeepSpeed has built around it."""
-    if isinstance(reference, ShardedCopy):
-        reference.engine.destroy()

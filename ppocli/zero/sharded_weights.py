@@ -22,10 +22,7 @@ def gathered(module: nn.Module, stage: int, *, modify: bool = False) -> Iterator
     Args:
         modify: what was written to the parameters (the same on all ranks) is kept.
     """
-    if stage < 3:
-        yield
-        return
-    with _whole(list(module.parameters()), modify):
+    with nullcontext() if stage < 3 else _whole(list(module.parameters()), modify):
         yield
 
 
@@ -124,7 +121,7 @@ def adopt_weights(policy: nn.Module, optimizer: Any, stage: int) -> None:
         return
     for parameter in policy.parameters():
         if parameter.requires_grad:
-            with gathered(internals.OneParameter(parameter), stage):
+            with gathered(nn.ParameterList([parameter]), stage):
                 whole = parameter.detach().clone()
             internals.set_whole(parameter, whole, None, stage)
 
@@ -162,8 +159,7 @@ def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: 
     slots, dealt = _slots(parameters, optimizer, stage), [0] * ranks.world
     for name, parameter in parameters.items():
         for slot in slots:
-            value = _read_slot(parameter, slot, optimizer, stage)
-            if value is None:
+            if (value := _read_slot(parameter, slot, optimizer, stage)) is None:
                 continue
             owner = dealt.index(min(dealt))
             dealt[owner] += value.numel()
@@ -188,8 +184,7 @@ def _read_slot(parameter: nn.Parameter, slot: str, optimizer: Any, stage: int
     if stage == 0:
         value = optimizer.state.get(parameter, {}).get(slot)
         return None if value is None else torch.as_tensor(value)
-    inner = optimizer.optimizer
-    kept = [state[slot] for state in inner.state.values() if slot in state]
+    kept = [state[slot] for state in optimizer.optimizer.state.values() if slot in state]
     if torch.as_tensor(kept[0]).dim() == 0:  # counts of steps are the same everywhere
         return torch.as_tensor(kept[0])
     from deepspeed.utils import safe_get_full_optimizer_state
@@ -216,8 +211,7 @@ def fill_optimizer(parameters: dict[str, nn.Parameter], optimizer: Any, stage: i
     internals.link_state(optimizer, stage)
     for name, slots in saved.items():
         for slot, read in slots.items():
-            value = read()
-            if value.dim() > 0:
+            if (value := read()).dim() > 0:
                 internals.set_whole(parameters[name], value, slot, stage)
 
 
@@ -246,8 +240,6 @@ def _placed(value: torch.Tensor, slot: str, optimizer: Any, parameter: nn.Parame
 def _make_state(optimizer: Any, stage: int, slots: dict[str, Callable[[], torch.Tensor]]) -> None:
     """Zeroed state for DeepSpeed's flat partitions, as the optimizer's first step would make it."""
     for flat in internals.flat_tensors(optimizer, stage):
-        state: dict[str, torch.Tensor] = {}
-        for slot, read in slots.items():
-            value = read()
-            state[slot] = torch.zeros_like(flat) if value.dim() > 0 else value.clone()
-        optimizer.optimizer.state[flat] = state
+        optimizer.optimizer.state[flat] = {
+            slot: torch.zeros_like(flat) if (value := read()).dim() > 0 else value.clone()
+            for slot, read in slots.items()}

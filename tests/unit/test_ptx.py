@@ -117,9 +117,9 @@ def test_the_gradient_is_that_of_both_losses_in_whatever_passes(tmp_path, kind, 
 def gradient(session: Any, plan: Any, group: Any) -> tuple[dict[str, Any], dict[str, float]]:
     task = PPOTask(session)
     session.trained.clear()
-    found = _backward(task, plan, group, poisoned=False)
+    _, found, _ = _backward(task, plan, group, poisoned=False)
     return ({name: p.grad.double() for name, p in session.policy.named_parameters()
-             if p.grad is not None}, dict(zip(task.terms, found.terms.tolist(), strict=True)))
+             if p.grad is not None}, dict(zip(task.terms, found.tolist(), strict=True)))
 
 
 def test_the_stream_goes_on_with_the_updates_that_are_planned(tmp_path):

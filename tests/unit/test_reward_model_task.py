@@ -98,8 +98,8 @@ def test_the_loss_is_that_of_transformers_scores_whatever_the_passes(tmp_path, m
         grads = torch.autograd.grad(mean, [p for p in lm.parameters() if p.requires_grad])
         plan = planned(task)
         task.trained.clear()
-        found = _backward(task, plan, plan.groups[0], poisoned=False)
-        assert float(found.terms[0]) == pytest.approx(mean.item(), abs=1e-6)
+        _, found, _ = _backward(task, plan, plan.groups[0], poisoned=False)
+        assert float(found[0]) == pytest.approx(mean.item(), abs=1e-6)
         for grad, p in zip(grads, lm.parameters(), strict=True):
             torch.testing.assert_close(p.grad, grad, rtol=1e-4, atol=1e-6)
 

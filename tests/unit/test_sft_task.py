@@ -65,8 +65,8 @@ def gradient(task: SFTTask, state: TrainState | None = None) -> tuple[float, dic
     """The loss of the next update, and its gradient by name."""
     _, plan = planned(task, state)
     task.trained.clear()
-    found = _backward(task, plan, plan.groups[0], poisoned=False)
-    return float(found.terms[0]), {name: p.grad.clone() for name, p in
+    _, found, _ = _backward(task, plan, plan.groups[0], poisoned=False)
+    return float(found[0]), {name: p.grad.clone() for name, p in
                                    task.policy.named_parameters() if p.grad is not None}
 
 

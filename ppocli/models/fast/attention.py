@@ -80,10 +80,9 @@ def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     groups, keys = key.shape[1], key.shape[2]
     share = heads // groups
     flat = query.reshape(rows * groups, share * queries, depth)
-    scores = torch.baddbmm(
-        _bias(mask, causal, query, groups, share, keys), flat,
-        key.reshape(rows * groups, keys, depth).transpose(1, 2),
-        alpha=depth**-0.5 if scaling is None else scaling)
+    scores = torch.baddbmm(_bias(mask, causal, query, groups, share, keys), flat,
+                           key.reshape(rows * groups, keys, depth).transpose(1, 2),
+                           alpha=depth**-0.5 if scaling is None else scaling)
     weights = torch.softmax(scores, -1)
     out = torch.bmm(weights, value.reshape(rows * groups, keys, value.shape[3]).to(weights.dtype))
     return out.view(rows, heads, queries, -1).transpose(1, 2)
@@ -108,8 +107,7 @@ def _bias(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, groups: 
     if mask is None:
         if not causal:
             return query.new_zeros(1, 1, 1)
-        square = torch.full((queries, keys), hidden, dtype=dtype).triu_(1)
-        return square.repeat(share, 1)[None]
+        return torch.full((queries, keys), hidden, dtype=dtype).triu_(1).repeat(share, 1)[None]
     if mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, hidden)
     else:  # which may hide keys by -inf, or by a number that rounds to it

@@ -53,9 +53,7 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, *, in_order: bool) -> 
     """
     own, other = (grad, x) if in_order else (x, grad)
     first = own if own.numel() <= other.numel() + grad.shape[1] * x.shape[1] else other
-    if first is grad:
-        return onednn.product(grad.t(), x.t())
-    return onednn.product(x.t(), grad.t()).t()
+    return onednn.product(grad.t(), x.t()) if first is grad else onednn.product(x.t(), grad.t()).t()
 
 
 class _Routed(nn.Module):
@@ -75,15 +73,13 @@ class _Routed(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As the plain layer's, which computes what this route has nothing to offer for."""
         if self.packed is not None:
-            dtype = self.packed.dtype
+            packed, dtype = self.packed, self.packed.dtype
             bias = None if self.bias is None else self.bias.to(dtype)
-            packed = self.packed
             return _over_rows(lambda rows: onednn.linear(rows, packed, bias), x.to(dtype))
         if (x.dtype != torch.float32 or self.weight.dtype != torch.float32 or not x.numel()
                 or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")):
             return super().forward(x)
-        return _over_rows(
-            lambda rows: _OneDnnLinear.apply(rows, self.rows(), self.bias), x)
+        return _over_rows(lambda rows: _OneDnnLinear.apply(rows, self.rows(), self.bias), x)
 
 
 def _over_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -95,8 +91,7 @@ def _over_rows(product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor)
 def _routed_kind(plain: Any) -> Any:
     """The layers through oneDNN for ``nn.Linear``, or for GPT-2's ``Conv1D``, whose weight is
     stored transposed."""
-    return type(f"Routed{plain.__name__}", (_Routed, plain),
-                {"transposed": plain is not nn.Linear})
+    return type(f"Routed{plain.__name__}", (_Routed, plain), {"transposed": plain is not nn.Linear})
 
 
 def route_linears(module: nn.Module) -> None:
@@ -161,8 +156,7 @@ def packed_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         dtype: that is computed in.
     """
     layers = [part for part in _packable(module, dtype) if part.weight.device.type == "cpu"]
-    if not _size(layers, dtype):
-        layers = []
+    layers = layers if _size(layers, dtype) else []
     try:
         for layer in layers:
             # in one expression: a name would hold the last layer's, the largest, meanwhile

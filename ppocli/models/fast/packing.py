@@ -97,16 +97,12 @@ class _Moved(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, back: torch.Tensor
                 ) -> torch.Tensor:
         ctx.save_for_backward(index, back)
-        return _gathered(rows, index)
+        return torch.nn.functional.pad(rows, (0, 0, 0, 1)).index_select(0, index)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         index, back = ctx.saved_tensors
         return _Moved.apply(grads[0], back, index), None, None
-
-
-def _gathered(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.pad(rows, (0, 0, 0, 1)).index_select(0, index)
 
 
 def spread(heads: torch.Tensor, packing: Packing) -> torch.Tensor:

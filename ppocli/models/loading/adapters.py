@@ -96,9 +96,8 @@ def peft_config(kind: str, settings: Mapping[str, Any], *, pair: bool, revision:
         task = "SEQ_2_SEQ_LM" if pair else "SEQ_CLS" if scores else "CAUSAL_LM"
         return classes[kind](task_type=task, revision=revision, **given)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"PEFT refuses the adapter: {error}", where="model.peft",
-                          fix="see the fields of its configuration in PEFT's documentation"
-                          ) from error
+        raise ConfigError(f"PEFT refuses the adapter: {error}", where="model.peft", fix="see the "
+                          "fields of its configuration in PEFT's documentation") from error
 
 
 def attach(lm: Any, config: Any, *, seed: int) -> Any:
@@ -165,9 +164,7 @@ def fill_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], where: str)
 
     own = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(adapter).items()}
     saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    wrong = sorted(name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name))
-    if wrong:
-        name = wrong[0]
+    for name in sorted(n for n in own.keys() | saved.keys() if own.get(n) != saved.get(n)):
         raise CheckpointError(
             f"The adapter in {where} does not fit: {name} is {saved.get(name, 'not there')} in the "
             f"file, {own.get(name, 'not there')} here.", where="model.peft",

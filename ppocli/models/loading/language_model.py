@@ -73,9 +73,8 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
             source, revision=revision, trust_remote_code=cfg.trust_remote_code)
         tokenizer("")  # a damaged setting of it shows in use alone
     except Exception as error:  # transformers raises many kinds here, all about the folder
-        raise InputError(f"The tokenizer of {name} can't be loaded: {first_line(error)}",
-                         where=key, fix="give a tokenizer folder: model.tokenizer_path=/path"
-                         ) from error
+        raise InputError(f"The tokenizer of {name} can't be loaded: {first_line(error)}", where=key,
+                         fix="give a tokenizer folder: model.tokenizer_path=/path") from error
     if len(tokenizer) == 0 or tokenizer.vocab_size == 0:
         raise InputError(f"No tokenizer in {name} (expected tokenizer.json or a vocabulary file).",
                          where=key, fix="save the tokenizer there, or set "

@@ -123,8 +123,6 @@ def max_positions(lm: Any) -> int | None:
 def _positions(lm: Any) -> int | None:
     if lm.config.model_type in RELATIVE_POSITIONS:
         return None  # n_positions in their files is what they were trained with, not a limit
-    for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"):
-        value = getattr(lm.config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return None
+    found = (getattr(lm.config, name, None)
+             for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"))
+    return next((value for value in found if isinstance(value, int) and value > 0), None)

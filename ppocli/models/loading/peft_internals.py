@@ -12,12 +12,11 @@ from ppocli.models.module_views import with_modules, without_hooks
 from ppocli.models.transformers_internals import conv1d
 from ppocli.storage.environment import check_parts
 
-_PARTS = (
-    "peft.tuners.tuners_utils:BaseTunerLayer.enable_adapters",
-    "peft.utils:AuxiliaryTrainingWrapper.enable_adapters", "peft:PeftModelForSeq2SeqLM",
-    "peft:PeftModelForSequenceClassification",
-    "peft:PeftModelForCausalLM.get_prompt", "peft:PeftModelForCausalLM.active_peft_config",
-    "peft:get_peft_model_state_dict", "peft:set_peft_model_state_dict")
+_PARTS = ("peft.tuners.tuners_utils:BaseTunerLayer.enable_adapters",
+          "peft.utils:AuxiliaryTrainingWrapper.enable_adapters", "peft:PeftModelForSeq2SeqLM",
+          "peft:PeftModelForSequenceClassification", "peft:PeftModelForCausalLM.get_prompt",
+          "peft:PeftModelForCausalLM.active_peft_config", "peft:get_peft_model_state_dict",
+          "peft:set_peft_model_state_dict")
 _OWN_PARTS = ("modules_to_save", "virtual_tokens")
 _WRAPPING_PARTS = ("base_layer", "original_module")
 """in names of weights: what belongs to an adapter, beside LoRA's, and what stands around the

@@ -12,19 +12,13 @@ import transformers
 from ppocli.config.adapters import adapter_kind
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import InputError
-from ppocli.models.loading.language_model import (
-    LoadedLM,
-    frozen_dtype,
-    load_weights,
-    make_ready,
-    merged,
-)
+from ppocli.models.loading import language_model
+from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, merged
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.storage.critic import value_start
-from ppocli.storage.model_files import find_model, scores
+from ppocli.storage import critic, model_files
 
 log = logging.getLogger("ppocli")
 
@@ -67,12 +61,13 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
             tokens.
     """
     key = "model.value.path" if cfg.value.path else "model.path"
-    cfg = value_start(cfg)
-    name, revision = cfg.path, cfg.revision
-    source, _ = find_model(name, key=key, revision=revision, needs="model")
-    model, config = load_weights(cfg, source, _class_of_value, name=name, key=key,
-                                 revision=revision, dtype=torch.float32, what="value model")
-    make_ready(cfg, model)
+    cfg = critic.value_start(cfg)
+    name = cfg.path
+    source, _ = model_files.find_model(name, key=key, revision=cfg.revision, needs="model")
+    model, config = language_model.load_weights(
+        cfg, source, _class_of_value, name=name, key=key, revision=cfg.revision,
+        dtype=torch.float32, what="value model")
+    language_model.make_ready(cfg, model)
     trunk, score = model.base_model, getattr(model, "score", None)
     if getattr(trunk, "pooler", None) is not None:
         trunk.pooler = None  # it reads one token's state for classifiers; no value comes from it
@@ -92,7 +87,7 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
 
 def _class_of_value(config: Any) -> Any:
     """transformers' class for a reward model, or for a bare trunk."""
-    return transformers.AutoModelForSequenceClassification if scores(config) else \
+    return transformers.AutoModelForSequenceClassification if model_files.scores(config) else \
         transformers.AutoModel
 
 
@@ -131,8 +126,7 @@ def check_same_tokens(tokenizer: Any, policy: Any, other: Any, *, name: str, key
         raise InputError(f"The policy's tokenizer has ids up to {highest}, {name} embeds only "
                          f"{rows}.", where=key,
                          fix="give a model of the policy's own family and vocabulary")
-    theirs_by_token = _vocabulary(name, key, trust_remote_code)
-    if theirs_by_token is None:
+    if (theirs_by_token := _vocabulary(name, key, trust_remote_code)) is None:
         return
     odd = next((token for token, i in sorted(own.items(), key=lambda item: item[1])
                 if theirs_by_token.get(token, i) != i), None)
@@ -147,7 +141,7 @@ def check_same_tokens(tokenizer: Any, policy: Any, other: Any, *, name: str, key
 def _vocabulary(name: str, key: str, trust_remote_code: bool) -> dict[str, int] | None:
     """Token -> id of the tokenizer beside a model; None where there is none to compare with."""
     try:
-        source, _ = find_model(name, key=key, revision=None, needs="tokenizer")
+        source, _ = model_files.find_model(name, key=key, revision=None, needs="tokenizer")
         return transformers.AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code).get_vocab() or None
     except Exception:  # weights alone are enough: ids are checked by their range

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from ppocli.config import schema
-from ppocli.config.keys import several
+from ppocli.config import keys, schema
 from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.storage.model_files import find_whole
 
@@ -40,7 +39,7 @@ def served_name(cfg: schema.TrainConfig, config: Any) -> str:
 
 def most_tokens(cfg: schema.TrainConfig, longest_prompt: int) -> int:
     """Tokens of the longest prompt and the longest response or episode together."""
-    new = [cfg.generation.max_new_tokens, *several(cfg.generation.eval.max_new_tokens)]
+    new = [cfg.generation.max_new_tokens, *keys.several(cfg.generation.eval.max_new_tokens)]
     return longest_prompt + max([*new, *([] if cfg.env.fn is None else [cfg.env.max_tokens])])
 
 

@@ -66,23 +66,22 @@ class Dealing:
 
     def _serve(self, server: Server) -> None:
         while (row := self._next(server)) is not None:
+            found: Answer | BaseException
             try:
-                answer = self._ask(server, row)
-            except Lost as error:
-                with self._changed:
-                    if not server.lost:
-                        log.warning("%s; its responses are asked for elsewhere", error)
-                    server.lost = server.lost or str(error)
-                    self._waiting.appendleft(row)
-                    self._changed.notify_all()
+                found = self._ask(server, row)
             except BaseException as error:
-                with self._changed:
-                    self._failed = error
-                    self._changed.notify_all()
-            else:
-                with self._changed:
-                    self._answers[row] = answer
-                    self._changed.notify_all()
+                found = error
+            with self._changed:
+                if isinstance(found, Lost):
+                    if not server.lost:
+                        log.warning("%s; its responses are asked for elsewhere", found)
+                    server.lost = server.lost or str(found)
+                    self._waiting.appendleft(row)
+                elif isinstance(found, BaseException):
+                    self._failed = found
+                else:
+                    self._answers[row] = found
+                self._changed.notify_all()
 
     def _next(self, server: Server) -> int | None:
         with self._changed:

@@ -60,10 +60,9 @@ class Launched:
         log.debug("%s", shlex.join(words))
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as output:
-            process = subprocess.Popen(
-                [sys.executable, "-I", keeper.__file__, *words], stdin=subprocess.PIPE,
-                stdout=output, stderr=output, env={**os.environ, **environment},
-                start_new_session=True)
+            process = subprocess.Popen([sys.executable, "-I", keeper.__file__, *words],
+                                       stdin=subprocess.PIPE, stdout=output, stderr=output,
+                                       env={**os.environ, **environment}, start_new_session=True)
         assert process.stdin is not None
         # the keeper ends the server when the pipe is closed, as the kernel does for a process that
         # was killed

@@ -14,6 +14,7 @@ import torch
 from ppocli.daemon import in_daemon
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError, SamplerError
+from ppocli.models.layout import padded
 from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.loading.model_config import ModelFacts, max_positions
@@ -22,7 +23,7 @@ from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
 from ppocli.sampling.conversation import Conversation
-from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker
+from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker, looking
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.command import served_name
@@ -30,7 +31,6 @@ from ppocli.sampling.vllm.dealing import Dealing
 from ppocli.sampling.vllm.launch import Launched
 from ppocli.sampling.vllm.server import HOW_TO, Answer, Lost, Server
 from ppocli.sampling.vllm.weights import WeightsFolder, tensors_of
-from ppocli.storage import faults
 
 log = logging.getLogger("ppocli")
 
@@ -65,10 +65,9 @@ class VllmSampler(DecodeSampler):
         ranks.first_does(self._begin)
 
     def _begin(self) -> None:
-        cfg = self.setup.cfg
-        if cfg.rollout.launch:
-            self._launched = Launched(cfg, ModelFacts(self.setup.loaded.export_config),
-                                      self.servers)
+        if self.setup.cfg.rollout.launch:
+            self._launched = Launched(
+                self.setup.cfg, ModelFacts(self.setup.loaded.export_config), self.servers)
         check_servers(self.servers, self.name, 0)
 
     @contextmanager
@@ -92,8 +91,7 @@ class VllmSampler(DecodeSampler):
         are."""
         cfg = self.setup.cfg
         tensors = tensors_of(lm, self.setup.loaded.adapter, DTYPES[cfg.hardware.precision])
-        digest = tensors_digest(tensors)
-        if digest == self._digest:
+        if (digest := tensors_digest(tensors)) == self._digest:
             return False
         self._folder = self._folder or WeightsFolder(cfg.rollout.weights_dir)
         self._digest, self._sent = digest, self._sent + 1
@@ -165,15 +163,10 @@ class VllmSampler(DecodeSampler):
             yield from super().sample(prompts, spec, stream, speaker, stop, at_once=at_once,
                                       chunk=chunk)
             return
-        begun = self.begin(prompts, spec, stream)
-
-        def poll() -> None:
-            faults.point("rollout.token", len(prompts))
-            stop.check()
-
+        begun, look = self.begin(prompts, spec, stream), looking(stop, len(prompts))
         try:
             for start in range(0, len(prompts), chunk):
-                yield begun.take(slice(start, min(start + chunk, len(prompts))), poll)
+                yield begun.take(slice(start, min(start + chunk, len(prompts))), look)
         finally:
             begun.dealing.close()
 
@@ -339,12 +332,7 @@ def sampling_params(spec: SamplingSpec, seed: int, stream: int, episodes: Sequen
 
 def generation_of(answers: Sequence[Answer]) -> Generation:
     """Responses as decode loops return them."""
-    width = max(len(one.ids) for one in answers)
-
-    def padded(rows: list[Any], fill: Any) -> torch.Tensor:
-        return torch.tensor([row + [fill] * (width - len(row)) for row in rows])
-
-    mask = padded([[True] * len(one.ids) for one in answers], False)
-    return Generation(padded([one.ids for one in answers], 0), mask,
-                      padded([one.logprobs for one in answers], 0.0), torch.zeros(mask.shape),
-                      torch.tensor([one.finished for one in answers]))
+    mask = padded([[True] * len(one.ids) for one in answers], torch.bool)
+    return Generation(padded([one.ids for one in answers]), mask,
+                      padded([one.logprobs for one in answers], torch.float32),
+                      torch.zeros(mask.shape), torch.tensor([one.finished for one in answers]))

@@ -28,8 +28,7 @@ def tensors_of(lm: Any, adapter: Adapter | None, dtype: torch.dtype) -> dict[str
     found: dict[str, torch.Tensor] = {}
     places = set[int]()
     for name, tensor in state.items():
-        sent = tensor.detach()
-        sent = sent.to(dtype) if sent.is_floating_point() else sent
+        sent = tensor.detach().to(dtype if tensor.is_floating_point() else tensor.dtype)
         if sent.data_ptr() in places:
             sent = sent.clone()
         places.add(sent.data_ptr())
@@ -86,6 +85,5 @@ def _remove_abandoned() -> None:
 
 
 def _refused(folder: str | None, error: OSError) -> DiskError:
-    return DiskError(f"Weights for servers can't be written: {error}.",
-                     where="rollout.weights_dir",
+    return DiskError(f"Weights for servers can't be written: {error}.", where="rollout.weights_dir",
                      fix=f"make room in {folder or tempfile.gettempdir()}, or name another folder")

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.vllm.sampler import Begun, VllmSampler
-from ppocli.tasks.ppo.records import Rollout
+from ppocli.tasks.ppo import records, stale
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session
-from ppocli.tasks.ppo.stale import gathered
 from ppocli.training.clock import PhaseClock
 
 
@@ -30,7 +29,7 @@ class Ahead:
 
 
 def collect_ahead(session: Session, before: Ahead | None, episodes: range, until: int,
-                  stop: StopFlag, clock: PhaseClock) -> tuple[Rollout, Ahead | None]:
+                  stop: StopFlag, clock: PhaseClock) -> tuple[records.Rollout, Ahead | None]:
     """The rollout of a step, and what has been begun for the next. All ranks call it in step.
 
     Args:
@@ -45,7 +44,7 @@ def collect_ahead(session: Session, before: Ahead | None, episodes: range, until
         before = _begin(session, episodes)
     begun = before.begun
     mine = session.backend.ranks.all_do(lambda: begun.take(slice(None), stop.check), "rollout")
-    drawn = gathered(session, mine.first(before.own), len(episodes))
+    drawn = stale.gathered(session, mine.first(before.own), len(episodes))
     after = _begin(session, range(episodes.stop, until)) if until > episodes.stop else None
     clock.mark("rollout")
     prompts = session.next_prompts(episodes.start, len(episodes))

@@ -35,7 +35,9 @@ def collect_differing(session: Session, start: int, count: int, stop: StopFlag, 
         part = collect_rollout(session, session.next_prompts(
             start + drawn, min(missing, most - drawn)), stop, clock)
         parts.append(part)
-        differs += differing(part, n)
+        scores = part.shown_scores  # whether those of a prompt's samples that have one differ
+        differs += [len({score for score in scores[i:i + n] if score is not None}) > 1
+                    for i in range(0, len(scores), n)]
     if missing > 0:
         log.info("step %d: only %d of %d prompts have responses that score differently; %d of the "
                  "others fill the rollout up (ppo.dynamic_sampling)", session.step + 1,
@@ -44,10 +46,3 @@ def collect_differing(session: Session, start: int, count: int, stop: StopFlag, 
     chosen = sorted(sorted(range(len(differs)), key=lambda i: not differs[i])[:count // n])
     return whole.rows([n * i + k for i in chosen for k in range(n)],
                       Drawn(len(whole), differs.count(False), int(whole.response_mask.sum())))
-
-
-def differing(rollout: Rollout, n: int) -> list[bool]:
-    """Whether the scores of each prompt's ``n`` samples, those that have one, differ."""
-    scores = rollout.shown_scores
-    return [len({score for score in scores[i:i + n] if score is not None}) > 1
-            for i in range(0, len(scores), n)]

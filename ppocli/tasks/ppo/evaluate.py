@@ -11,13 +11,7 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.sampler import Speaker, sample_chunks
 from ppocli.sampling.samples import Samples
-from ppocli.tasks.ppo.figures import (
-    episode_row,
-    logged_figures,
-    mean,
-    mean_std,
-    sample_rows,
-)
+from ppocli.tasks.ppo import figures
 from ppocli.tasks.ppo.reward_calls import judge
 from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy
 from ppocli.tasks.ppo.session import EvalSession, sampling_sweep
@@ -97,13 +91,13 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFla
     kl = measured.kl.sum(1).tolist()[:own] if session.reference is not None else [None] * own
     shown = [score if valid else None
              for score, valid in zip(scores.scores, scores.valid, strict=True)]
-    samples = sample_rows(
+    samples = figures.sample_rows(
         {"prompt": batch.texts, "response": responses, "score": shown, "kl": kl,
          "response_tokens": out.mask.sum(1).tolist(), "finished": out.finished.tolist()},
         {"rewards": scores.parts if len(scores.parts) > 1 else {}})
     samples = [{**row, **log} for row, log in zip(samples, scores.logs, strict=True)]
     if out.episodes is not None:
-        samples = [{**row, **episode_row(one)}
+        samples = [{**row, **figures.episode_row(one)}
                    for row, one in zip(samples, out.episodes, strict=True)]
     return EvalChunk(start, samples, metrics, dict(scores.parts))
 
@@ -130,8 +124,7 @@ def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    specs = sampling_sweep(session.cfg.generation, session.eval_sampling)
-    if not specs:
+    if not (specs := sampling_sweep(session.cfg.generation, session.eval_sampling)):
         return _evaluate_once(session, stop)
     found = {name: _evaluate_once(replace(session, eval_sampling=spec), stop)
              for name, spec in specs.items()}
@@ -180,19 +173,17 @@ def evaluation_figures(samples: list[dict[str, Any]], metrics: dict[str, list[fl
                        parts: dict[str, list[float]]) -> dict[str, float]:
     """The figures of an evaluation from all its samples, as summary.json and metrics.jsonl have
     them."""
-    score, std = mean_std([s["score"] for s in samples if s["score"] is not None])
-    figures = {
+    score, std = figures.mean_std([s["score"] for s in samples if s["score"] is not None])
+    found = {
         "reward_mean": score, "reward_std": std,
-        "kl_mean": mean([s["kl"] for s in samples if s["kl"] is not None]),
-        "response_tokens_mean": mean([s["response_tokens"] for s in samples]),
-        "finished_share": mean([float(s["finished"]) for s in samples]),
-        "distinct_2": distinct([s["response"] for s in samples], 2),
-    }
-    figures |= logged_figures(samples)
+        "kl_mean": figures.mean([s["kl"] for s in samples if s["kl"] is not None]),
+        "response_tokens_mean": figures.mean([s["response_tokens"] for s in samples]),
+        "finished_share": figures.mean([float(s["finished"]) for s in samples]),
+        "distinct_2": distinct([s["response"] for s in samples], 2)}
+    found |= figures.logged_figures(samples)
     if samples and "turns" in samples[0]:
-        figures["turns_mean"] = mean([float(len(s["turns"])) for s in samples])
-        figures["done_share"] = mean([float(s["ended"] == DONE) for s in samples])
-    rewards = parts if len(parts) > 1 else {}
-    for kind, columns in (("reward", rewards), ("metrics", metrics)):
-        figures |= {f"{kind}/{name}": mean(values) for name, values in columns.items()}
-    return figures
+        found["turns_mean"] = figures.mean([float(len(s["turns"])) for s in samples])
+        found["done_share"] = figures.mean([float(s["ended"] == DONE) for s in samples])
+    for kind, columns in (("reward", parts if len(parts) > 1 else {}), ("metrics", metrics)):
+        found |= {f"{kind}/{name}": figures.mean(values) for name, values in columns.items()}
+    return found

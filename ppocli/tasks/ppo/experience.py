@@ -3,11 +3,11 @@
 import logging
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ppocli.config import algorithm, schema
-from ppocli.config.episodes import longest_rollout
+from ppocli.config import algorithm, episodes, schema
 from ppocli.ppo import kl, off_policy, shaping
 from ppocli.ppo.advantages import Samples, token_rewards
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
@@ -55,7 +55,7 @@ def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, list[fl
     if reward.overlong_buffer is not None:
         factor = 1.0 if reward.overlong_penalty is None else reward.overlong_penalty
         found["overlong"] = list(shaping.overlong_penalties(
-            lengths, longest=longest_rollout(cfg), buffer=reward.overlong_buffer,
+            lengths, longest=episodes.longest_rollout(cfg), buffer=reward.overlong_buffer,
             factor=factor))
     return found
 
@@ -144,25 +144,25 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     if algorithm.whitens_advantages(ppo):
         # what is learnt from would have a mean otherwise, which pushes all of it one way
         advantages = shaping.whiten(advantages, accepted, center=True)
-    counts = accepted if wanted.reject else None
-    if ppo.mask_truncated:
-        counts = accepted & rollout.finished[keep, None]
+    counts = (accepted & rollout.finished[keep, None] if ppo.mask_truncated
+              else accepted if wanted.reject else None)
     charged = not in_reward and rollout.has_reference and state.kl_coef > 0
+
+    def kept(states: list[Any]) -> list[Any]:
+        return [states[i] for i in keep.tolist()] if states else []
+
     return Experience(
         sequences=rollout.sequences.rows(keep), logprobs=rollout.logprobs[keep],
-        values=None if values is None else values * mask,
-        advantages=advantages, returns=returns,
+        values=None if values is None else values * mask, advantages=advantages, returns=returns,
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
-        ref_states=[rollout.ref_states[i] for i in keep.tolist()]
-        if charged and rollout.ref_states else [],
+        ref_states=kept(rollout.ref_states if charged else []),
         counts=counts, importance=importance, pretrains=pretrains,
         imitated=torch.tensor(rollout.scores)[keep] > ppo.positive_above
         if ppo.positive_nll_coef else None,
         kl_coef=state.kl_coef if charged else 0.0,
         ent_coef=ppo.ent_coef if ppo.ent_coef_end is None else
         (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end,
-        frozen_states=[rollout.frozen_states[i] for i in keep.tolist()]
-        if rollout.frozen_states else [])
+        frozen_states=kept(rollout.frozen_states))
 
 
 def explained_variance(experience: Experience) -> float:
@@ -190,9 +190,7 @@ def after_pretraining(state: PPOState, experience: Experience, ppo: schema.PPOCo
 
 def sequence_kl(rollout: Rollout) -> float:
     """Sampled KL (k1) summed over each response, mean over samples; nats. NaN without reference."""
-    if not rollout.has_reference:
-        return math.nan
-    return float(rollout.k1.double().sum(1).mean())
+    return float(rollout.k1.double().sum(1).mean()) if rollout.has_reference else math.nan
 
 
 def next_kl_coef(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> float:

@@ -22,6 +22,13 @@ PATIENCE = 3
 CRITIC_PATIENCE = 10
 """of ``critic``: a new value function explains nothing at first"""
 
+_TERMS = {
+    "loss/total_avg": "total", "loss/policy_avg": "policy",
+    "policy/approxkl_avg": "approx_kl_squared", "policy/policykl_avg": "approx_kl",
+    "policy/clipfrac_avg": "policy_clipfrac", "policy/grad_norm": "grad_norm",
+    "policy/max_log_ratio": "max_log_ratio", "val/ratio": "ratio"}
+"""figures of each step that are terms of its loss"""
+
 ADVICE = {
     "negative_kl": "The KL to the reference is negative ({kl:.2f} nats per sample): the tokens are "
                    "not drawn from the policy's own distribution{why}, or the model computes "
@@ -55,8 +62,7 @@ ADVICE = {
                 "ppo.optimizer.lr.",
     "lambda_zero": "Half of the responses, or more, have so few tokens that their lambda is 0 for "
                    "{n} steps: advantages are one step of the value function's. Raise "
-                   "ppo.lam_alpha to a few times 1 / {length:.0f} (tokens of a response).",
-}
+                   "ppo.lam_alpha to a few times 1 / {length:.0f} (tokens of a response)."}
 
 
 def mean(values: Sequence[float]) -> float:
@@ -122,8 +128,7 @@ def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True
         "val/num_eos_tokens": float(rollout.finished.sum()),
         "rollout/response_tokens_mean": float(lengths.mean()),
         "rollout/response_tokens_max": float(lengths.max()),
-        "rollout/finished_share": float(rollout.finished.double().mean()),
-    }
+        "rollout/finished_share": float(rollout.finished.double().mean())}
     if rollout.drawn is not None:
         figures |= {"rollout/drawn": float(rollout.drawn.samples),
                     "rollout/uniform_groups": float(rollout.drawn.uniform_groups)}
@@ -148,8 +153,7 @@ def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
         "env/done_share": ended.count(DONE) / len(episodes),
         "env/truncated_share": (ended.count(TURNS) + ended.count(TOKENS)) / len(episodes),
         "env/errors": float(ended.count(ERROR)),
-        "env/tool_errors": float(sum(turn.failed is not None for turn in turns)),
-    }
+        "env/tool_errors": float(sum(turn.failed is not None for turn in turns))}
 
 
 def logged_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
@@ -170,8 +174,7 @@ def _critic_figures(terms: dict[str, float], returns: torch.Tensor) -> dict[str,
         "val/clipfrac_avg": terms.get("value_clipfrac", math.nan),
         "val/error": error,
         "val/var_explained": 1.0 - error / variance if variance > 0 else math.nan,
-        "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan,
-    }
+        "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
 
 
 def penalty_figures(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, float]:
@@ -184,34 +187,21 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
                      ) -> dict[str, float]:
     """Figures of phase 2, named as TRL names them where it has them."""
     terms = result.terms
-    figures = {
-        "loss/total_avg": terms.get("total", math.nan),
-        "loss/policy_avg": terms.get("policy", math.nan),
-        "policy/approxkl_avg": terms.get("approx_kl_squared", math.nan),
-        "policy/policykl_avg": terms.get("approx_kl", math.nan),
-        "policy/clipfrac_avg": terms.get("policy_clipfrac", math.nan),
-        "policy/grad_norm": terms.get("grad_norm", math.nan),
-        "policy/max_log_ratio": terms.get("max_log_ratio", math.nan),
-        "val/ratio": terms.get("ratio", math.nan),
+    figures = {name: terms.get(term, math.nan) for name, term in _TERMS.items()} | {
         "lr": result.lr, "updates_skipped": float(result.skipped),
-        "early_stopped": float(result.early_stopped),
-    }
+        "early_stopped": float(result.early_stopped)}
     if experience.returns is not None:
         figures |= _critic_figures(
             terms, experience.returns.cpu()[experience.response_mask].double())
     if ppo.ent_coef_end is not None:
         figures["objective/ent_coef"] = experience.ent_coef
-    if algorithm.wants_entropy(ppo):  # else only objective/entropy, the sampled estimate
-        figures["policy/entropy_avg"] = terms.get("entropy", math.nan)
-    if experience.ref_logprobs is not None:
-        figures["loss/kl_avg"] = terms.get("kl", math.nan)
-    if experience.imitated is not None:
-        figures["loss/positive_nll_avg"] = terms.get("nll", math.nan)
-    if experience.examples is not None:
-        figures["loss/ptx"] = terms.get("ptx", math.nan)
-    if ppo.dual_clip is not None:
-        figures["policy/dual_clipfrac_avg"] = terms.get("dual_clipfrac", math.nan)
-    return figures
+    return figures | {name: terms.get(term, math.nan) for there, name, term in (
+        # else only objective/entropy, the sampled estimate
+        (algorithm.wants_entropy(ppo), "policy/entropy_avg", "entropy"),
+        (experience.ref_logprobs is not None, "loss/kl_avg", "kl"),
+        (experience.imitated is not None, "loss/positive_nll_avg", "nll"),
+        (experience.examples is not None, "loss/ptx", "ptx"),
+        (ppo.dual_clip is not None, "policy/dual_clipfrac_avg", "dual_clipfrac")) if there}
 
 
 def sample_rows(columns: Mapping[str, Sequence[Any]],
@@ -299,8 +289,7 @@ def _signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: 
         "critic": row.get("val/var_explained", 0.0) < 0.0,
         "rejected": row.get("rollout/rejected_tokens", 0.0) > 0.9,
         **({} if (alpha := session.cfg.ppo.lam_alpha) is None else {
-            "lambda_zero": float((alpha * lengths <= 1).double().mean()) >= 0.5}),
-    }
+            "lambda_zero": float((alpha * lengths <= 1).double().mean()) >= 0.5})}
 
 
 def watch(session: Session, rollout: Rollout, own: PPOState, row: Mapping[str, float],

@@ -13,6 +13,7 @@ import torch
 from ppocli.config.schema import GenerationConfig
 from ppocli.data.prompt_set import PromptBatch, PromptSet, load_prompts
 from ppocli.errors import ConfigError
+from ppocli.models import layout
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
@@ -127,9 +128,8 @@ def token_ids(session: Session, given: Any, where: str) -> list[int]:
     Raises:
         ConfigError: no list, array or tensor of them, or an empty one.
     """
-    values = _plain(given)
-    if getattr(given, "ndim", None) == 0:  # a single id, squeezed
-        values = [values]
+    # a single id may be squeezed
+    values = [_plain(given)] if getattr(given, "ndim", None) == 0 else _plain(given)
     size = session.policy.lm.get_input_embeddings().num_embeddings
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"{str(given)[:60]!r} is no list of token ids.", where=where,
@@ -203,12 +203,9 @@ def _response_ids(session: Session, response: Any, index: int) -> list[int]:
 
 def _samples(session: Session, prompts: PromptBatch, rows: list[list[int]]) -> Samples:
     """Responses behind their prompts; their logprobs and values are still to be computed."""
-    width = max(len(row) for row in rows)
-    tokens = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.int64)
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = torch.arange(width)[None, :] < lengths[:, None]
-    ends = torch.tensor([row[-1] in session.sampling.stop_ids for row in rows])
-    out = Generation(tokens, mask, torch.zeros(mask.shape), torch.zeros(mask.shape), ends)
+    mask = layout.padded([[True] * len(row) for row in rows], torch.bool)
+    out = Generation(layout.padded(rows), mask, torch.zeros(mask.shape), torch.zeros(mask.shape),
+                     torch.tensor([row[-1] in session.sampling.stop_ids for row in rows]))
     return single_turn(prompts.tokens, prompts.mask, out, session.loaded.decoder_start)
 
 
@@ -227,11 +224,10 @@ def scored(session: Session, chunks: Sequence[Chunk], first: int, stop: StopFlag
         RewardError: the scores are wrong in number, kind or value.
     """
     ranks = session.backend.ranks
-    request = RewardRequest(
-        prompts=[text for one in chunks for text in one.prompts.texts],
-        responses=[text for one in chunks for text in one.responses],
-        response_ids=[ids for one in chunks for ids in one.mine.action_ids],
-        columns={}, tokenizer=session.tokenizer)
+    request = RewardRequest(prompts=[text for one in chunks for text in one.prompts.texts],
+                            responses=[text for one in chunks for text in one.responses],
+                            response_ids=[ids for one in chunks for ids in one.mine.action_ids],
+                            columns={}, tokenizer=session.tokenizer)
     # there may be fewer samples than ranks
     scores: Any = ranks.all_do(
         lambda: session.reward.score(request) if request.prompts else None, "scores")
@@ -306,10 +302,9 @@ def for_call(session: Session, generation: GenerationConfig, ends: Sequence[int]
     if chunk is not None and chunk < 1:
         raise ConfigError(f"batch_size is {chunk}.", where="batch_size", fix="give 1 or more")
     cfg, (spec, _) = session.cfg, sampling_specs(generation, session.tokenizer, session.loaded)
-    return replace(
-        session, sampling=spec if ends is None else replace(spec, stop_ids=tuple(ends)),
-        cfg=replace(cfg, generation=generation,
-                    ppo=replace(cfg.ppo, chunk_size=chunk or cfg.ppo.chunk_size)))
+    return replace(session, sampling=spec if ends is None else replace(spec, stop_ids=tuple(ends)),
+                   cfg=replace(cfg, generation=generation,
+                               ppo=replace(cfg.ppo, chunk_size=chunk or cfg.ppo.chunk_size)))
 
 
 def reference_responses(session: Session, prompts: PromptBatch, stop: StopFlag) -> list[list[int]]:

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from ppocli.config.schema import PPOConfig
-from ppocli.data.data_set import Examples
-from ppocli.data.prompt_set import PromptBatch
+from ppocli.data import data_set, prompt_set
 from ppocli.episode import Episode, turn_numbers
 from ppocli.models.head import HeadWeights
 from ppocli.models.layout import Sequences, joined_right
@@ -37,7 +36,7 @@ class Rollout:
     All tensors are on the CPU; what is known of the actions is right-padded to R of them.
     """
 
-    prompts: PromptBatch
+    prompts: prompt_set.PromptBatch
     sequences: Sequences
     """tokens and action places"""
     logprobs: torch.Tensor
@@ -151,10 +150,8 @@ class Rollout:
         index = torch.tensor(order)
 
         def moved(value: Any) -> Any:
-            if isinstance(value, PromptBatch):
+            if isinstance(value, prompt_set.PromptBatch | Sequences):
                 return value.rows(order)
-            if isinstance(value, Sequences):
-                return value.rows(index)
             if isinstance(value, dict):
                 return {name: moved(part) for name, part in value.items()}
             if isinstance(value, list):
@@ -168,11 +165,11 @@ class Rollout:
 def _joined(values: list[Any]) -> Any:
     """One field of several rollouts; of what isn't one per sample, the first."""
     first = values[0]
-    if isinstance(first, PromptBatch):
+    if isinstance(first, prompt_set.PromptBatch):
         left: Any = [_joined_left([getattr(one, name) for one in values])
                      for name in ("tokens", "mask")]
-        return PromptBatch(*left, *(_joined([getattr(one, f.name) for one in values])
-                                    for f in fields(PromptBatch)[2:]))
+        return prompt_set.PromptBatch(*left, *(_joined([getattr(one, f.name) for one in values])
+                                               for f in fields(prompt_set.PromptBatch)[2:]))
     if isinstance(first, Sequences):
         return Sequences.joined(values)
     if isinstance(first, dict):
@@ -219,7 +216,7 @@ class Experience:
     """of the reference, on the device, where there are ``ref_states``"""
     pretrains: bool = False
     """whether the value function alone learns from it, on returns of lambda 1"""
-    examples: Examples | None = None
+    examples: data_set.Examples | None = None
     """those of ``ppo.ptx.data`` that the updates mix in; None: none"""
 
     def __len__(self) -> int:

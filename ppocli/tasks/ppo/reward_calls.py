@@ -3,14 +3,14 @@ all; and beside the main thread, where a reward that waits for others need not k
 waiting."""
 
 from collections.abc import Callable, Sequence
-from concurrent import futures
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
-from threading import Thread
 from typing import Any, TypeVar
 
 import torch
 
 from ppocli.config import tasks
+from ppocli.daemon import in_daemon
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import Episode, told_alone
 from ppocli.parallel.ranks import Ranks, woven
@@ -124,16 +124,11 @@ def judge(session: EvalSession, prompts: PromptBatch, out: Samples, responses: l
 
 def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:
     """The shares of all ranks as one request, in the order of the prompts."""
-    return replace(
-        shares[0], prompts=woven([share.prompts for share in shares]),
-        responses=woven([share.responses for share in shares]),
-        response_ids=woven([share.response_ids for share in shares]),
-        columns={name: woven([share.columns[name] for share in shares])
-                 for name in shares[0].columns}, tokenizer=tokenizer,
-        ended=woven([share.ended or [] for share in shares]),
-        messages=woven([share.messages for share in shares]),
-        episodes=woven([share.episodes for share in shares]),
-        prompt_ids=woven([share.prompt_ids for share in shares]))
+    whole: dict[str, Any] = {name: woven([getattr(share, name) or [] for share in shares])
+                             for name in ("prompts", "responses", "response_ids", "ended",
+                                          "messages", "episodes", "prompt_ids")}
+    return replace(shares[0], **whole, tokenizer=tokenizer, columns={
+        name: woven([share.columns[name] for share in shares]) for name in shares[0].columns})
 
 
 def some_scores(scores: RewardScores, rows: slice) -> RewardScores:
@@ -146,8 +141,7 @@ def _some_metrics(metrics: dict[str, list[T]], rows: slice) -> dict[str, list[T]
     return {name: values[rows] for name, values in metrics.items()}
 
 
-def begin(work: Callable[[], T], device: torch.device, poll: Callable[[], None]
-          ) -> Callable[[], T]:
+def begin(work: Callable[[], T], device: torch.device, poll: Callable[[], None]) -> Callable[[], T]:
     """Start ``work`` in a thread; the function returned waits for it.
 
     Nothing in it may talk to other ranks: collectives belong to the main thread. The thread is a
@@ -160,20 +154,16 @@ def begin(work: Callable[[], T], device: torch.device, poll: Callable[[], None]
     Returns:
         a function that returns what ``work`` returned, or raises what it raised.
     """
-    outcome: futures.Future[T] = futures.Future()
+    def body() -> T:
+        if device.type != "cpu":
+            torch.get_device_module(device).set_device(device)
+        return work()
 
-    def body() -> None:
-        try:
-            if device.type != "cpu":
-                torch.get_device_module(device).set_device(device)
-            outcome.set_result(work())
-        except BaseException as error:
-            outcome.set_exception(error)
+    outcome = in_daemon(body, "reward")
 
-    def wait() -> T:
-        while not futures.wait([outcome], LOOK).done:
+    def answer() -> T:
+        while not wait([outcome], LOOK).done:
             poll()
         return outcome.result()
 
-    Thread(target=body, name="reward", daemon=True).start()
-    return wait
+    return answer

@@ -304,18 +304,17 @@ def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bo
 def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: Measured) -> Rollout:
     """The own rows of a scored and measured chunk."""
     own, mine = len(chunk), chunk.mine
-    return Rollout(
-        prompts=chunk.prompts, sequences=mine.sequences,
-        logprobs=mine.logprobs if measured.logprobs is None else measured.logprobs[:own],
-        ref_logprobs=measured.ref_logprobs[:own],
-        values=mine.values if measured.values is None else measured.values[:own],
-        kl=measured.kl[:own], scores=scores.scores, dense=_dense_rewards(scores, mine.mask),
-        valid=torch.tensor(scores.valid), finished=mine.finished,
-        has_reference=session.reference is not None, responses=chunk.responses, parts=scores.parts,
-        logs=scores.logs,
-        frozen_states=measured.frozen_states[:own], ref_states=measured.ref_states[:own],
-        sampler_logprobs=None if measured.logprobs is None else mine.logprobs,
-        episodes=told_alone(mine.episodes or ()))
+    return Rollout(prompts=chunk.prompts, sequences=mine.sequences,
+                   logprobs=mine.logprobs if measured.logprobs is None else measured.logprobs[:own],
+                   ref_logprobs=measured.ref_logprobs[:own],
+                   values=mine.values if measured.values is None else measured.values[:own],
+                   kl=measured.kl[:own], scores=scores.scores,
+                   dense=_dense_rewards(scores, mine.mask), valid=torch.tensor(scores.valid),
+                   finished=mine.finished, has_reference=session.reference is not None,
+                   responses=chunk.responses, parts=scores.parts, logs=scores.logs,
+                   frozen_states=measured.frozen_states[:own], ref_states=measured.ref_states[:own],
+                   sampler_logprobs=None if measured.logprobs is None else mine.logprobs,
+                   episodes=told_alone(mine.episodes or ()))
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:

@@ -9,8 +9,7 @@ from typing import Any, Self
 from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, reference_sharded
 from ppocli.config.episodes import longest_response
 from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
-from ppocli.data import prompt_set, sources
-from ppocli.data.data_set import Examples
+from ppocli.data import data_set, prompt_set, sources
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast import attention, frozen_states, gemm
 from ppocli.models.loading import adapters, language_model, model_config, reference_and_value
@@ -18,16 +17,14 @@ from ppocli.models.policy import Policy
 from ppocli.models.reference import Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
-from ppocli.sampling.decoding import load_judged
-from ppocli.sampling.engines import build_sampler, check_engine
+from ppocli.sampling import decoding, engines
 from ppocli.sampling.sampler import Sampler, SamplerSetup
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks import building, supervised
 from ppocli.tasks.ppo.environment import environment_of, playing
-from ppocli.training.optimizers import build_optimizer, taken_optimizer
+from ppocli.training import optimizers, updates
 from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import PASSES, PythonObjects
-from ppocli.training.updates import Trained, prepare
 from ppocli.zero.oom_retry import PassRows
 from ppocli.zero.sharded_weights import is_sharded, one_gathered
 
@@ -116,9 +113,9 @@ class EvalSession:
 class Session(EvalSession):
     """One run's parts. What ``trained`` holds and ``passes`` change; nothing else does."""
 
-    trained: Trained
+    trained: updates.Trained
     prompts: prompt_set.PromptSet
-    examples: Examples | None = field(default=None, kw_only=True)
+    examples: data_set.Examples | None = field(default=None, kw_only=True)
     """of ``ppo.ptx.data``; None where none are mixed in"""
 
     def next_prompts(self, start: int, count: int) -> prompt_set.PromptBatch:
@@ -143,11 +140,10 @@ def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, Samp
     found = {}
     for name in SAMPLING_KEYS:
         values = getattr(cfg.eval, name)
-        if isinstance(values, list):
-            for value in values:
-                changes: dict[str, Any] = {name: value}
-                shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
-                found[f"{name}={shown}"] = replace(first, **changes)
+        for value in values if isinstance(values, list) else ():
+            changes: dict[str, Any] = {name: value}
+            shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+            found[f"{name}={shown}"] = replace(first, **changes)
     return found
 
 
@@ -298,20 +294,20 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
     longest = max(map(len, token_ids))
     building.check_memory(cfg, backend, unloaded.config, prompt_tokens=longest)
-    check_engine(cfg, backend, unloaded, longest)
+    engines.check_engine(cfg, backend, unloaded, longest)
     loaded = building.load_start(cfg, backend, objects.model)
     language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = building.sampling_specs(cfg.generation, tokenizer, loaded)
     policy = building.build_policy(cfg, backend, loaded, tokenizer)
-    optimizer = (build_optimizer(policy, cfg.ppo) if objects.optimizer is None else
-                 taken_optimizer(policy, cfg.ppo, objects.optimizer))
-    trained = prepare(backend, policy, optimizer, cfg.ppo.max_grad_norm)
+    optimizer = (optimizers.build_optimizer(policy, cfg.ppo) if objects.optimizer is None else
+                 optimizers.taken_optimizer(policy, cfg.ppo, objects.optimizer))
+    trained = updates.prepare(backend, policy, optimizer, cfg.ppo.max_grad_norm)
     reference = building.build_reference(cfg, backend, policy.lm, tokenizer)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
         policy.split = frozen_states.frozen_split(policy)
     _check_reach(cfg, policy, reference, token_ids)
     setup = SamplerSetup(cfg, backend, tokenizer, loaded)
-    sampler = playing(setup, build_sampler(cfg.rollout, setup), plays)
+    sampler = playing(setup, engines.build_sampler(cfg.rollout, setup), plays)
     _warn_about_samples(cfg, sampling, sampler, len(prompts))
     return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
@@ -328,14 +324,13 @@ def saved_model(session: EvalSession) -> SavedModel:
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
-                       policy: str | None = None, revision: str | None = None,
-                       judges: EvalSession | None = None) -> EvalSession:
+                       policy: str | None = None, judges: EvalSession | None = None
+                       ) -> EvalSession:
     """What judges a policy as a run of ``cfg`` does at evaluation: same prompts, random numbers,
     sampling, reward, and reference (the model that ``cfg`` starts from).
 
     Args:
         policy: folder or Hub name of the policy, its tokenizer with it (default: ``model.path``).
-        revision: of a policy on the Hub.
         judges: whose reward, metric and reference are taken instead of loading them once more.
 
     Raises:
@@ -344,16 +339,14 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     reward, metric = (_build_judges(cfg, objects, backend.ranks.first) if judges is None
                       else (judges.reward, judges.metric))
     cfg = replace(cfg, reward=reward.cfg)
-    own = cfg.model
-    if policy is not None and policy != cfg.model.path:
-        own = replace(cfg.model, path=policy, tokenizer_path=None, revision=revision)
+    own = cfg.model if policy is None or policy == cfg.model.path else replace(
+        cfg.model, path=policy, tokenizer_path=None, revision=None)
     tokenizer = language_model.load_tokenizer(own)
-    loaded = load_judged(own, cfg.hardware)
+    loaded = decoding.load_judged(own, cfg.hardware)
     language_model.check_vocabulary(tokenizer, loaded.lm, own)
     _, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric,
                                         training=False)
-    wrapped = Policy(loaded.lm, None).to(backend.device)
-    wrapped.eval()
+    wrapped = Policy(loaded.lm, None).to(backend.device).eval()
     if backend.onednn:
         gemm.route_linears(wrapped)
     reference = building.judging_reference(
@@ -363,6 +356,6 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                        sampling=sampling, eval_sampling=eval_sampling,
-                       sampler=playing(setup, build_sampler(cfg.rollout, setup),
+                       sampler=playing(setup, engines.build_sampler(cfg.rollout, setup),
                                         environment_of(cfg, eval_prompts)),
                        passes=PassRows(backend, PASSES), packs=_take_packed(wrapped, reference))

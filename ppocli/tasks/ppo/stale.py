@@ -52,8 +52,7 @@ def collect_stale(session: Session, tensors: Mapping[str, torch.Tensor], episode
 
 def _draw(session: Session, prompts: PromptBatch, stop: StopFlag) -> Samples:
     """One sample of the present policy per prompt, in their order; the same on all ranks."""
-    ranks = session.backend.ranks
-    rows, own = ranks.share(range(len(prompts)))
+    rows, own = session.backend.ranks.share(range(len(prompts)))
     with session.acting() as acting:
         mine = Samples.joined(list(sample_policy(acting, prompts.rows(rows), session.sampling,
                                                  ROLLOUT, stop)))

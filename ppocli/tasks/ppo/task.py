@@ -12,12 +12,10 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ppocli.config import algorithm, schema
-from ppocli.config.episodes import longest_rollout
+from ppocli.config import algorithm, episodes, schema
 from ppocli.episode import Sample, spoken
-from ppocli.models import layer_stack, layout
+from ppocli.models import head, layer_stack, layout
 from ppocli.models.fast.frozen_states import keep_states, known_states
-from ppocli.models.head import HeadWeights, OtherHead
 from ppocli.models.policy import PolicyOutput
 from ppocli.models.reference import CopyReference, follow
 from ppocli.parallel.stop import StopFlag
@@ -25,8 +23,7 @@ from ppocli.parallel.transfers import to_device
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
-from ppocli.tasks.ppo import ahead, figures, ptx, records, rollout, stale
-from ppocli.tasks.ppo.dynamic_sampling import collect_differing
+from ppocli.tasks.ppo import ahead, dynamic_sampling, figures, ptx, records, rollout, stale
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import (
     after_pretraining,
@@ -38,7 +35,7 @@ from ppocli.tasks.ppo.session import Session, build_session, saved_model
 from ppocli.training import optimizers, task
 from ppocli.training.clock import PhaseClock
 from ppocli.training.state import TrainState
-from ppocli.zero.sharded_models import close_reference
+from ppocli.zero.sharded_models import ShardedCopy
 
 log = logging.getLogger("ppocli")
 
@@ -75,24 +72,24 @@ class PPOTask(task.Task):
         """As :class:`Task`."""
         return -(-self._count(state) // self.session.chunk_size)
 
-    def _count(self, state: TrainState) -> int:
-        return min(self.samples_per_step, self.total_samples() - state.episodes)
+    def _count(self, state: TrainState, steps: int = 1) -> int:
+        """Samples of so many steps, or as many as are left."""
+        return min(steps * self.samples_per_step, self.total_samples() - state.episodes)
 
     def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> records.Rollout:
         """As :class:`Task`: sample, score, measure."""
         start = state.episodes + records.PPOState.from_json(state.task).left_out
         session, count = replace(self.session, step=state.step), self._count(state)
+        episodes = range(start, start + count)
         if self.cfg.ppo.dynamic_sampling is not None:
-            return collect_differing(session, start, count, stop, clock)
+            return dynamic_sampling.collect_differing(session, start, count, stop, clock)
         if self.cfg.rollout.ahead:
-            most = min(2 * self.samples_per_step, self.total_samples() - state.episodes)
             batch, self._ahead = ahead.collect_ahead(
-                session, self._ahead, range(start, start + count), start + most, stop, clock)
+                session, self._ahead, episodes, start + self._count(state, 2), stop, clock)
             return batch
         if (late := self.cfg.ppo.staleness) or state.tensors:
-            most = min((1 + late) * self.samples_per_step, self.total_samples() - state.episodes)
-            return stale.collect_stale(session, state.tensors, range(start, start + count),
-                                       start + most, stop, clock)
+            return stale.collect_stale(session, state.tensors, episodes,
+                                       start + self._count(state, 1 + late), stop, clock)
         prompts = session.next_prompts(start, count)
         clock.mark("other")
         return rollout.collect_rollout(session, prompts, stop, clock)
@@ -142,14 +139,13 @@ class PPOTask(task.Task):
             told = said * group.weights[samples].sign() * atoms.imitated[which]
             shares = atoms.imitated[rows] * weights.sign() / told.sum().clamp(min=1)
             imitated = to_device(shares.repeat_interleave(mask.sum(1)), device)
-        found = ppo_loss(
-            loss_options(self.cfg.ppo, atoms), logprobs=out.logprobs,
-            values=out.values, entropy=out.entropy, old_logprobs=flat(atoms.logprobs),
-            advantages=flat(atoms.advantages), old_values=flat(atoms.values),
-            returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
-            weights=to_device(term_weights, device), importance=flat(atoms.importance),
-            total_tokens=int(said.sum()), lengths=to_device(mask.sum(1), device),
-            imitated=imitated, full_kl=out.kl)
+        found = ppo_loss(loss_options(self.cfg.ppo, atoms), logprobs=out.logprobs,
+                         values=out.values, entropy=out.entropy, old_logprobs=flat(atoms.logprobs),
+                         advantages=flat(atoms.advantages), old_values=flat(atoms.values),
+                         returns=flat(atoms.returns), ref_logprobs=flat(atoms.ref_logprobs),
+                         weights=to_device(term_weights, device), importance=flat(atoms.importance),
+                         total_tokens=int(said.sum()), lengths=to_device(mask.sum(1), device),
+                         imitated=imitated, full_kl=out.kl)
         return task.LossTerms(found.total, self._terms(
             **{f.name: getattr(found, f.name) for f in fields(found)}), tokens)
 
@@ -231,8 +227,7 @@ class PPOTask(task.Task):
         session, reference = self.session, self.session.reference_digest()
         return {"prompts": session.prompts.digest(),
                 "evaluation prompts": session.eval_prompts.digest(),
-                **({} if session.examples is None else {
-                    "ppo.ptx.data": session.examples.digest()}),
+                **({} if session.examples is None else {"ppo.ptx.data": session.examples.digest()}),
                 **({} if reference is None else {"reference model": reference})}
 
     def judged_by(self) -> str:
@@ -243,8 +238,7 @@ class PPOTask(task.Task):
         for name, early in (("style", "ppocli"), ("step_separator", None), ("step_fn", None)):
             if reward[name] == early:  # as before there were others
                 del reward[name]
-        judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric,
-                 cfg.prompts.eval.repeat]
+        judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric, cfg.prompts.eval.repeat]
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
 
     def modules(self) -> dict[str, torch.nn.Module]:
@@ -291,9 +285,9 @@ class PPOTask(task.Task):
             lines.append(figures.rollout_samples(batch, step, self.cfg))
 
     def close(self) -> None:
-        """As :class:`Task`."""
-        if self.backend.zero_stage > 0:
-            close_reference(self.session.reference)
+        """As :class:`Task`: what DeepSpeed has built around the reference is torn down."""
+        if isinstance(reference := self.session.reference, ShardedCopy):
+            reference.engine.destroy()
 
 
 def build_task(setup: task.TaskSetup) -> PPOTask:
@@ -342,7 +336,7 @@ def update_of(session: Session, experience: records.Experience, rows: torch.Tens
     said = lengths if experience.counts is None else experience.counts[rows].sum(1)
     weights = token_weights(
         said, aggregation=ppo.loss_aggregation, total_tokens=int(said.sum()),
-        total_samples=len(rows), max_tokens=longest_rollout(session.cfg)) * (said > 0)
+        total_samples=len(rows), max_tokens=episodes.longest_rollout(session.cfg)) * (said > 0)
     return task.UpdateGroup(rows, experience.sequences.spans[rows], lengths, weights, epoch, part)
 
 
@@ -357,7 +351,7 @@ def _on_device(session: Session, experience: records.Experience) -> records.Expe
         there["frozen_states"] = [None] * len(experience)
     if experience.ref_states and session.reference is not None:
         with session.reference.view(session.policy.lm) as view:
-            there["ref_head"] = HeadWeights.of(view).as_now()
+            there["ref_head"] = head.HeadWeights.of(view).as_now()
     return replace(experience, **there)
 
 
@@ -383,7 +377,7 @@ def replay(session: Session, experience: records.Experience, rows: torch.Tensor,
         kept = experience.frozen_states
         batch = replace(batch, frozen_states=known_states(kept, places, batch))
     remembers = kept is not None and batch.frozen_states is None
-    other = None if experience.ref_head is None else OtherHead(
+    other = None if experience.ref_head is None else head.OtherHead(
         to_device(torch.cat([experience.ref_states[i] for i in places]), session.backend.device),
         experience.ref_head)
     with layer_stack.inputs_at(split if remembers else None, session.policy.lm) as found:
