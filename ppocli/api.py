@@ -122,10 +122,9 @@ def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,
                stop_sequences=stop_sequences)
 
 
-def sft(overrides: Sequence[str] | Mapping[str, Any] = (), *,
-        model_path: str | Path | None = None, config: Mapping[str, Any] | None = None,
-        data: Any = None, val_data: Any = None, stop_sequences: Sequence[str] | None = None
-        ) -> TrainedRun:
+def sft(overrides: Sequence[str] | Mapping[str, Any] = (), *, model_path: str | Path | None = None,
+        config: Mapping[str, Any] | None = None, data: Any = None, val_data: Any = None,
+        stop_sequences: Sequence[str] | None = None) -> TrainedRun:
     """Fine-tune a model on examples in this process, as ``ppocli sft`` does.
 
     Example::

@@ -200,8 +200,7 @@ def disk(around: Surroundings) -> Finding:
     """Free space where runs and downloads go."""
     hub_cache = Path(os.environ.get("HF_HUB_CACHE") or environment.hub_home() / "hub").expanduser()
     places = {"runs": around.folder, "Hub cache": hub_cache}
-    free = {name: count for name, path in places.items()
-            if (count := free_bytes(path)) is not None}
+    free = {name: count for name, path in places.items() if (count := free_bytes(path)) is not None}
     text = ", ".join(f"{name} {format_bytes(count)}" for name, count in free.items()) + " free"
     fix = "free some space, or move: output_dir=FOLDER, HF_HOME"
     least = min(free.values(), default=DISK_LOW)
@@ -358,7 +357,6 @@ def gloo(around: Surroundings) -> Finding:
     return Finding("ok", "two processes added up a number over gloo")
 
 
-CHECKS: Sequence[Check] = (
-    python, packages, transformers, hydra, memory, shm, disk, output, hub, token, accelerate,
-    torch, devices, bf16, threads, deepspeed, gloo)
+CHECKS: Sequence[Check] = (python, packages, transformers, hydra, memory, shm, disk, output, hub,
+                           token, accelerate, torch, devices, bf16, threads, deepspeed, gloo)
 """in the order in which they are asked: the quick ones first"""

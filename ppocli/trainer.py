@@ -51,8 +51,7 @@ class PPOTrainer:
 
         self._scores = LoopScores()
         objects = PythonObjects(reward_fn=self._scores, model=model, ref_model=ref_model,
-                                tokenizer=tokenizer, optimizer=optimizer,
-                                lr_scheduler=lr_scheduler,
+                                tokenizer=tokenizer, optimizer=optimizer, lr_scheduler=lr_scheduler,
                                 prompts=None if prompts is None else list(prompts))
         with ExitStack() as stack:
             self._run = stack.enter_context(opened(overrides, objects))
@@ -264,9 +263,8 @@ class PPOTrainer:
 
     def _check_size(self, chunks: "Sequence[Chunk]") -> None:
         ranks, left, n = self._session.backend.ranks, self._left(), self._session.cfg.ppo.n
-        samples = sorted(pair for part in ranks.gather([
-            pair for one in chunks for pair in zip(one.prompts.episodes, one.prompts.texts,
-                                                   strict=True)]) for pair in part)
+        samples = sorted(pair for part in ranks.gather([pair for one in chunks for pair in zip(
+            one.prompts.episodes, one.prompts.texts, strict=True)]) for pair in part)
         count = len(samples)
         if count > left:
             raise ConfigError(f"{count} samples, but only {left} of the "

@@ -246,8 +246,7 @@ def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
     return None
 
 
-def _rows(spec: sources.PromptSpec, model: schema.ModelConfig, found: Examined
-          ) -> list[Any] | None:
+def _rows(spec: sources.PromptSpec, model: schema.ModelConfig, found: Examined) -> list[Any] | None:
     """The rows of a source on this machine; None for a data set of the Hub."""
     if not spec.has_source:
         return []
@@ -310,8 +309,7 @@ def _unwritable(folder: Path) -> Iterator[PpocliError]:
     try:
         probe_writable(place)
     except DiskError as error:
-        yield error.reworded(what=error.what.replace(str(place), str(folder), 1),
-                             where=str(folder))
+        yield error.reworded(what=error.what.replace(str(place), str(folder), 1), where=str(folder))
 
 
 # Telling ------------------------------------------------------------------------------------------

@@ -270,6 +270,5 @@ def may_begin(folder: Path) -> bool:
 
 def _newest(root: Path) -> Path | None:
     found = list_runs(root, _has_begun)
-    running = [folder for folder in found
-               if live_owner(folder) is not None or may_begin(folder)]
+    running = [folder for folder in found if live_owner(folder) is not None or may_begin(folder)]
     return max(running or found, key=written, default=None)

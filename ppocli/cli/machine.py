@@ -269,8 +269,7 @@ def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
                f"{found.new_tokens} of them counted by the loss")
         yield f"per rank at once: {layout.rows} rows in a forward and backward pass"
         return
-    yield (f"tokens: prompts of {found.prompt_tokens} ({source}), responses of "
-           f"{found.new_tokens}")
+    yield (f"tokens: prompts of {found.prompt_tokens} ({source}), responses of {found.new_tokens}")
     yield (f"per rank at once: {layout.decoded} samples in generation, {layout.rows} in a forward "
            "and backward pass")
 

@@ -198,9 +198,8 @@ Overrides = Annotated[list[str] | None, typer.Argument(
     metavar="[WORDS]...", autocompletion=complete_setting,
     help="Settings KEY=VALUE, +recipe=NAME, and Hydra's options.")]
 Run = Annotated[str | None, typer.Argument(
-    metavar="[RUN]", autocompletion=complete_target,
-    help="A run's folder or name, a checkpoint, a model folder, or a Hub name "
-         "(default: the newest run below runs/).")]
+    metavar="[RUN]", autocompletion=complete_target, help="A run's folder or name, a checkpoint, a "
+    "model folder, or a Hub name (default: the newest run below runs/).")]
 RunFolder = Annotated[str | None, typer.Argument(
     metavar="[RUN]", autocompletion=complete_run,
     help="A run's folder or name (default: the newest run below runs/).")]
@@ -225,11 +224,9 @@ Against = Annotated[str | None, typer.Option(
 
 # of generate and chat
 Score = Annotated[bool, typer.Option("--score", help="Score each response with the run's reward.")]
-Env = Annotated[bool, typer.Option(
-    "--env", help="Play the run's environment (env.fn); prompts are those of its evaluation unless "
-    "others are given.")]
-Seed = Annotated[int, typer.Option(
-    metavar="N", min=0, help="Equal seeds give equal responses.")]
+Env = Annotated[bool, typer.Option("--env", help="Play the run's environment (env.fn); prompts are "
+                                   "those of its evaluation unless others are given.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Equal seeds give equal responses.")]
 System = Annotated[str | None, typer.Option(
     metavar="TEXT", help="A system message before each conversation.")]
 MaxNew = Annotated[int | None, typer.Option(

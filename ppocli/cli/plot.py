@@ -88,8 +88,7 @@ def show_curves(series: "Sequence[Series]", smooth: int, out: Path | None, *, qu
 
 def numbers_of(curve: "Series") -> dict[str, Any]:
     """One curve as JSON."""
-    return {"run": curve.run, "metric": curve.metric,
-            "steps": [step for step, _ in curve.points],
+    return {"run": curve.run, "metric": curve.metric, "steps": [step for step, _ in curve.points],
             "values": [value for _, value in curve.points]}
 
 

@@ -209,9 +209,8 @@ def _section(heading: str, moments: Sequence[At]) -> list[list[str]]:
 
 # runs list and runs show --------------------------------------------------------------------------
 
-runs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
-                       help="List, show, rename and delete runs, and what of them is no longer "
-                       "needed.")
+runs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, rename and "
+                       "delete runs, and what of them is no longer needed.")
 
 Folder = Annotated[Path | None, typer.Argument(
     metavar="[DIR]", help="Folder that contains runs (default: runs).")]

@@ -288,7 +288,6 @@ def _fns_entry() -> dict[str, Any]:
     from ppocli.config.schema import REWARD_STYLES
 
     shapes = {"fn": {"type": "string", "minLength": 1}, "kwargs": {"type": ["object", "null"]},
-              "weight": {"type": "number"},
-              "style": {"enum": ["auto", *REWARD_STYLES]}}
+              "weight": {"type": "number"}, "style": {"enum": ["auto", *REWARD_STYLES]}}
     return {"type": "object", "properties": {name: shapes[name] for name in FNS_KEYS},
             "required": ["fn"], "additionalProperties": False}

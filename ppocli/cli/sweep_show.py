@@ -144,12 +144,11 @@ def marginal_means(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                                     if key in job["varied"]):
         there = [job for job in jobs if job["status"] == "finished"
                  and job["varied"].get(key) == value]
-        rows.append({"key": key, "value": value, "jobs": len(there),
-                     **{name: _mean([job[name] for job in there])
-                        for name in ("reward_mean", "kl_mean")},
+        rows.append({"key": key, "value": value, "jobs": len(there), **{
+            name: _mean([job[name] for job in there]) for name in ("reward_mean", "kl_mean")},
                      "figures": {label: _mean([job["figures"].get(label) for job in there])
-                                 for label in dict.fromkeys(
-                                     label for job in there for label in job["figures"])}})
+                                 for label in dict.fromkeys(label for job in there
+                                                            for label in job["figures"])}})
     return rows if len(keys) > 1 else []
 
 

@@ -166,8 +166,7 @@ def _shown_parts(removal: Removal) -> str:
 def _confirmed(total: str) -> bool:
     if sys.stdin is None or not sys.stdin.isatty():
         raise ConfigError("Nothing was deleted: there is no terminal to ask on.",
-                          where="command line",
-                          fix="look at the list, then add --yes")
+                          where="command line", fix="look at the list, then add --yes")
     sys.stdout.flush()
     print(f"Delete this ({total})? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -83,13 +83,11 @@ def _turn_span(messages: list[Message], turn: int, whole: str, place: str,
     start = len(before)
     end = start + _end_of_turn(through[start:], tokenizer)
     if not through.startswith(before) or not whole.startswith(through[:end]):
-        raise InputError(
-            f"The turns in {place} can't be told apart: the chat template writes turn {turn + 1} "
-            "or what is before it differently once the conversation goes on.",
-            where="model.tokenizer_path",
-            fix="mark what the assistant says with {% generation %} and {% endgeneration %} in the "
-                "chat template, or split conversations up so that each has one turn of the "
-                "assistant")
+        raise InputError(f"The turns in {place} can't be told apart: the chat template writes turn "
+                         f"{turn + 1} or what is before it differently once the conversation goes "
+                         "on.", where="model.tokenizer_path", fix="mark what the assistant says "
+                         "with {% generation %} and {% endgeneration %} in the chat template, or "
+                         "split conversations up so that each has one turn of the assistant")
     return start, end
 
 

@@ -186,11 +186,10 @@ class _Reader:
         self.format, self.first = found(self.wants), row.place
         if not self.format:
             others, content, words, command = _WORDS[self.wants]
-            self._refuse(
-                row, f"the columns of {row.place} are not those of {content}: "
-                     f"{', '.join(map(str, row.values)) or 'none'}",
-                f"{command}; or name columns with data.columns" if found(others)
-                else f"give {words}; data.columns.STANDARD=YOURS takes another column")
+            self._refuse(row, f"the columns of {row.place} are not those of {content}: "
+                         f"{', '.join(map(str, row.values)) or 'none'}",
+                         f"{command}; or name columns with data.columns" if found(others)
+                         else f"give {words}; data.columns.STANDARD=YOURS takes another column")
         self.checked = _PAIRED if self.wants == "pairs" else self.format
         self.present = {name for name in self.checked if name in row.values}
         if "prompt" not in self.format:

@@ -79,11 +79,10 @@ def _is_blank(row: Row, spec: PromptSpec) -> bool:
                              "text.", where=f"{spec.key}.column={spec.column}",
                              fix=f"{spec.key}.chat=true renders them with the chat template")
         return False
-    raise InputError(f"Column {spec.column!r} in {row.place} holds {cut(repr(cell), 40)} "
-                     f"({type(cell).__name__}), not a text.",
-                     where=f"{spec.key}.column={spec.column}",
-                     fix="prompts are texts" + (", or lists of {role, content} messages"
-                                                if spec.chat else ""))
+    raise InputError(
+        f"Column {spec.column!r} in {row.place} holds {cut(repr(cell), 40)} "
+        f"({type(cell).__name__}), not a text.", where=f"{spec.key}.column={spec.column}",
+        fix="prompts are texts" + (", or lists of {role, content} messages" if spec.chat else ""))
 
 
 def _no_column(row: Row, spec: PromptSpec) -> None:

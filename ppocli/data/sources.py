@@ -294,18 +294,15 @@ def _hub_rows(spec: Source, path: str) -> Iterator[Row]:
         loaded = datasets.load_dataset(path, name=spec.name, split=spec.split)
     except Exception as error:  # remote content: the library lets through errors of many libraries
         if offline and isinstance(error, ConnectionError | FileNotFoundError):
-            raise InputError(
-                f"Data set '{path}' is not on this machine and {offline}.",
-                where=where,
-                fix=f"give a local file or folder: {spec.path_key}=/path, "
-                    f"or run once with network: hf download --repo-type dataset {path} "
-                    f"--local-dir {Path(path).name}") from error
-        raise InputError(f"Data set '{path}' cannot be loaded: {first_line(error)}",
-                         where=f"{where} {spec.key}.name={spec.name or 'null'} "
-                               f"{spec.key}.split={spec.split}",
-                         fix=f"check the name, {spec.key}.name and {spec.key}.split"
-                             + ("" if offline else "; a private data set needs `hf auth login`")
-                         ) from error
+            raise InputError(f"Data set '{path}' is not on this machine and {offline}.",
+                             where=where, fix="give a local file or folder: "
+                             f"{spec.path_key}=/path, or run once with network: hf download "
+                             f"--repo-type dataset {path} --local-dir {Path(path).name}") from error
+        raise InputError(
+            f"Data set '{path}' cannot be loaded: {first_line(error)}",
+            where=f"{where} {spec.key}.name={spec.name or 'null'} {spec.key}.split={spec.split}",
+            fix=f"check the name, {spec.key}.name and {spec.key}.split"
+            + ("" if offline else "; a private data set needs `hf auth login`")) from error
     return _dataset_rows(loaded, path)
 
 

@@ -373,10 +373,8 @@ def _measure(target: Target, cfg: TrainConfig, stop: StopFlag
     if not model_files.is_adapter(Path(target.model)):
         model = replace(model, peft={}, quantization=None)
     with open_backend(cfg.hardware, environment.measured_by(target.run_dir)) as backend:
-        task: Any = build_task(TaskSetup(replace(cfg, model=model), backend,
-                                         PythonObjects()))
+        task: Any = build_task(TaskSetup(replace(cfg, model=model), backend, PythonObjects()))
         if task.val is None:
             task.val = task.train
-        digests = {"data": task.val.digest(),
-                   "model": tensors_digest(task.saved.lm.state_dict())}
+        digests = {"data": task.val.digest(), "model": tensors_digest(task.saved.lm.state_dict())}
         return task.evaluate(stop), digests, len(task.val)

@@ -74,11 +74,9 @@ def gather(target: Target, *, network: bool, command: Callable[[schema.TrainConf
     model = run.config.model
     return Facts(
         name=run.name, step=target.step, run=run,
-        license=license_of(model.path, model.revision, network=network),
-        before=_figures(run, 0), after=_figures(run, step),
-        evaluation=without_folders(own_evaluation(target, run.config)),
-        samples=_samples(run, step),
-        versions=_versions(run, target), command=command(run.config))
+        license=license_of(model.path, model.revision, network=network), before=_figures(run, 0),
+        after=_figures(run, step), evaluation=without_folders(own_evaluation(target, run.config)),
+        samples=_samples(run, step), versions=_versions(run, target), command=command(run.config))
 
 
 def _figures(run: RunRecord, step: int) -> dict[str, float]:
@@ -176,8 +174,7 @@ def own_evaluation(target: Target, config: schema.TrainConfig) -> dict[str, Any]
     assert target.run_dir is not None
     paths = sorted(target.run_dir.glob("eval/*/eval.json"), reverse=True,
                    key=lambda path: (path.stat().st_mtime_ns, path.parent.name))
-    found = [value for path in paths
-             if (value := read_result(path.parent)) is not None
+    found = [value for path in paths if (value := read_result(path.parent)) is not None
              and _own_settings(value, config, target)]
     if not found:
         return None

@@ -101,8 +101,7 @@ class ExportPlan:
 
 
 def plan_export(name: str, source: Path, target: Path, facts: Facts, *, dtype: str | None,
-                max_shard: int, merge: bool, critic: list[Path], repo_id: str | None
-                ) -> ExportPlan:
+                max_shard: int, merge: bool, critic: list[Path], repo_id: str | None) -> ExportPlan:
     """Find out what an export will consist of.
 
     Raises:
@@ -198,9 +197,8 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
     else:
         card = render_card(facts, previous, mask, dtype=plan.written, location=location,
                            chat=_has_chat_template(folder), pair=is_encoder_decoder(plan.source),
-                           value_head=[path.name for path in plan.critic],
-                           curve=CURVE in contents, adapter=plan.adapter,
-                           scorer=model_files.is_scorer(plan.source))
+                           value_head=[path.name for path in plan.critic], curve=CURVE in contents,
+                           adapter=plan.adapter, scorer=model_files.is_scorer(plan.source))
     _write_text(folder / CARD, card)
 
 

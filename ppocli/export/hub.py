@@ -135,10 +135,9 @@ class _Session:
         there, asked = ("public", "private") if private else ("private", "public")
         why = f"asked for {asked}" if self.wanted.private is not None else "the default is private"
         anyway = replace(self.wanted, private=not private).push_command(self.folder)
-        raise self._failed(
-            f"the repository is there already and is {there}, and {why}",
-            fix=f"push to the {there} repository: {anyway}; or make it {asked} first at "
-            f"{self.endpoint}/{repo}/settings; or take another --repo-id")
+        raise self._failed(f"the repository is there already and is {there}, and {why}",
+                           fix=f"push to the {there} repository: {anyway}; or make it {asked} "
+                           f"first at {self.endpoint}/{repo}/settings; or take another --repo-id")
 
     def _branch(self, repo: str) -> str | None:
         """The revision to push to, made where missing. A pull request is opened before the upload

@@ -97,9 +97,8 @@ class ExportRequest:
         given = {"--output": self.output is not None, "--best": self.best,
                  "--step": self.step is not None, "--dtype": self.dtype is not None,
                  "--max-shard-size": self.max_shard_size is not None,
-                 "--include-value-head": self.include_value_head,
-                 "--merge": self.merge is True, "--adapter": self.merge is False,
-                 "--overwrite": self.overwrite}
+                 "--include-value-head": self.include_value_head, "--merge": self.merge is True,
+                 "--adapter": self.merge is False, "--overwrite": self.overwrite}
         return [option for option, there in given.items() if there]
 
 

@@ -67,8 +67,7 @@ def open_study(folder: Path, directions: Sequence[str] | None = None) -> Study:
         if directions is None:
             return optuna.load_study(study_name=STUDY, storage=storage)
         return optuna.create_study(study_name=STUDY, storage=storage, directions=list(directions),
-                                   load_if_exists=True,
-                                   pruner=optuna.pruners.MedianPruner(STARTUP))
+                                   load_if_exists=True, pruner=optuna.pruners.MedianPruner(STARTUP))
     except Exception as error:  # whatever lines that are none of its own make it raise
         raise CheckpointError(f"the search can't be read: {type(error).__name__}: {error}",
                               where=str(folder / JOURNAL), fix="start another sweep") from error

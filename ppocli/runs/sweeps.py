@@ -155,9 +155,8 @@ def read_sweep(folder: Path) -> SweepRecord:
         return SweepRecord(folder, tuple(str(word) for word in data["words"]),
                            str(data.get("cwd") or ""), bool(data.get("grid")), jobs)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}", where=str(path),
-                              fix="restore it from a copy; the runs of its jobs are untouched"
-                              ) from error
+        raise CheckpointError(f"{path} is damaged: {error}", where=str(path), fix="restore it from "
+                              "a copy; the runs of its jobs are untouched") from error
 
 
 def _job(entry: dict[str, Any], home: Path, folder: Path) -> JobRecord:

@@ -163,8 +163,7 @@ def newest_run(say: Callable[[str], None],
     found = list_runs(RUNS)
     if not found:
         raise ConfigError(f"There is no run in {RUNS} yet.", where=str(RUNS.absolute()),
-                          fix=f"name {takes}; or train one first: "
-                          "ppocli train +recipe=quickstart")
+                          fix=f"name {takes}; or train one first: ppocli train +recipe=quickstart")
     newest = max(found, key=written)
     say(f"using {newest} (the newest run)")
     return newest

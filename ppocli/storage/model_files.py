@@ -139,9 +139,8 @@ def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer"
     # an adapter without a tokenizer is used with that of its base
     if needs != "model" and not (adapter and adapters) and not has_tokenizer(folder):
         raise InputError(
-            f"No tokenizer in {folder} (expected tokenizer.json, or a vocabulary file).",
-            where=key, fix=f"save the model's own tokenizer there: "
-                                 f"tokenizer.save_pretrained({str(folder)!r})")
+            f"No tokenizer in {folder} (expected tokenizer.json, or a vocabulary file).", where=key,
+            fix=f"save the model's own tokenizer there: tokenizer.save_pretrained({str(folder)!r})")
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -188,9 +187,8 @@ def _check_readable(path: Path, key: str) -> None:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} can't be read: {error}", where=key,
-                         fix="the file is truncated or damaged; copy or download it again"
-                         ) from error
+        raise InputError(f"{path} can't be read: {error}", where=key, fix="the file is truncated "
+                         "or damaged; copy or download it again") from error
 
 
 @cache

@@ -108,11 +108,10 @@ def refuse_links(run_dir: Path) -> None:
                     continue
                 what = (f"a link to {os.readlink(path)}" if stat.S_ISLNK(mode)
                         else "neither a file nor a folder")
-                raise CheckpointError(
-                    f"{path} is {what}; nothing is written in a run's folder that could land "
-                    "elsewhere.", where=str(run_dir),
-                    fix="remove it, or put what it stands for in its place; the run's folder may "
-                    "itself be a link")
+                raise CheckpointError(f"{path} is {what}; nothing is written in a run's folder "
+                                      "that could land elsewhere.", where=str(run_dir),
+                                      fix="remove it, or put what it stands for in its place; the "
+                                      "run's folder may itself be a link")
             if not deep:
                 break
 
