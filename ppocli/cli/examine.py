@@ -118,7 +118,7 @@ def _examine_sweep(words: Words, found: Examined) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
         run_sweep_jobs(words, run_job, lambda shared, grid: Path(scratch, "sweep"),
-                       search=_no_search)
+                       search=lambda *_: None)  # searches were refused above
     told: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
         found.config, found.facts = found.config or one.config, found.facts or one.facts
@@ -131,10 +131,6 @@ def _examine_sweep(words: Words, found: Examined) -> None:
                for problem, numbers in told.values()])
     if found.config is not None:
         found.add(_unwritable(Path(given or found.config.output_dir)))
-
-
-def _no_search(*_: Any) -> None:
-    """Searches were refused before."""
 
 
 def _examine_job(job: SweepJob, *, colour: bool) -> Examined:
@@ -342,13 +338,10 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
     rehearsal, told = dict[str, Any](), list[str]()
     if deep and not found.problems and found.config is not None:
         say(f"loading {found.config.model.path}")
-        try:
-            with working() as stop:
-                from ppocli.cli.rehearsed import rehearsed
+        with found.taking(), working() as stop:
+            from ppocli.cli.rehearsed import rehearsed
 
-                rehearsal, told = rehearsed(found.config, stop)
-        except PpocliError as error:
-            found.add([error])
+            rehearsal, told = rehearsed(found.config, stop)
     problems = sorted(found.problems, key=lambda error: ORDER.index(error.exit_code)
                       if error.exit_code in ORDER else len(ORDER))
     if as_json:

@@ -211,9 +211,7 @@ def _room(memory: float | None, cuda: bool) -> Room:
 def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     from ppocli.estimate.check import roughly
 
-    for line in _heading(found, cfg, source):
-        print(line)
-    print()
+    print(*_heading(found, cfg, source), "", sep="\n")
     sums = found.sums
     unit, size = ("GiB", 2**30) if sums.device >= 2**30 else ("MiB", 2**20)
 
@@ -357,11 +355,9 @@ def doctor(folder: Annotated[Path, typer.Argument(
     for name, found, seconds in run_checks(CHECKS, Surroundings(folder), begin=begin):
         begin("")
         results.append({"name": name, **asdict(found), "seconds": seconds})
-        lines = [f"{found.verdict:<8} {name:<{width}}  {found.text}"]
+        tell(f"{found.verdict:<8} {name:<{width}}  {found.text}")
         if found.fix is not None and found.verdict != "ok":
-            lines.append(f"{'':<8} {'':<{width}}  fix: {found.fix}")
-        for line in lines:
-            tell(line)
+            tell(f"{'':<8} {'':<{width}}  fix: {found.fix}")
     if as_json:
         print_json(results)
     failed = [result["name"] for result in results if result["verdict"] == "fail"]

@@ -75,8 +75,7 @@ DryRun = Annotated[bool, typer.Option(
 
 def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
           ) -> None:
-    output.set_manner(plain=no_progress)
-    run_words(overrides or [], dry_run=dry_run)
+    run_words(overrides or [], plain=no_progress, dry_run=dry_run)
 
 
 def sft(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
@@ -95,8 +94,7 @@ def sft(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: D
     Data is told apart by its columns: text; messages; prompt and completion.
     Keys: ppocli schema data, ppocli schema sft
     """
-    output.set_manner(plain=no_progress)
-    run_words(["task=sft", *(overrides or [])], dry_run=dry_run)
+    run_words(["task=sft", *(overrides or [])], plain=no_progress, dry_run=dry_run)
 
 
 def reward_model(overrides: Overrides = None, no_progress: NoProgress = False,
@@ -115,8 +113,7 @@ def reward_model(overrides: Overrides = None, no_progress: NoProgress = False,
     Data is told apart by its columns: prompt, chosen and rejected; chosen and rejected alone.
     Keys: ppocli schema data, ppocli schema reward_model
     """
-    output.set_manner(plain=no_progress)
-    run_words(["task=reward_model", *(overrides or [])], dry_run=dry_run)
+    run_words(["task=reward_model", *(overrides or [])], plain=no_progress, dry_run=dry_run)
 
 
 def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
@@ -135,20 +132,23 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=comp
       ppocli resume runs/NAME
       ppocli resume runs/NAME ppo.total_episodes=4000
     """
-    output.set_manner(plain=no_progress)
     more = [*(overrides or []), *["--accept-changes"] * accept_changes, *[TRUST] * trust]
-    run_words(resume_words(run, more), dry_run=dry_run)
+    run_words(resume_words(run, more), plain=no_progress, dry_run=dry_run)
 
 
-def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
+def run_words(words: Sequence[str], *, plain: bool = False, dry_run: bool = False) -> None:
     """Train with the words of the command line, sweep with ``-m``, or let Hydra print.
 
-    The last line on standard output is the path of the trained model's folder. With ``dry_run``
-    everything is loaded and tried, but nothing is trained or written.
+    The last line on standard output is the path of the trained model's folder.
+
+    Args:
+        plain: lines in place of a live view.
+        dry_run: everything is loaded and tried, but nothing is trained or written.
 
     Raises:
         PpocliError: whatever keeps the run from its end.
     """
+    output.set_manner(plain=plain)
     if dry_run:
         from ppocli.cli.examine import validate_words
 
