@@ -20,9 +20,8 @@ from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.runs.record import is_run, read_run, said
 from ppocli.runs.target import known_names, list_runs, run_named, written
-from ppocli.storage import environment
+from ppocli.storage import environment, run_logs
 from ppocli.storage.run_folder import LOCK, RunFolder, finite_or_null, live_owner, other_host
-from ppocli.storage.run_logs import read_row
 from ppocli.text import did_you_mean, figure, pasted, printable_json
 
 LAST = 5
@@ -198,7 +197,7 @@ def _whole_lines(raw: bytes) -> list[bytes]:
 
 def row_of_step(line: bytes) -> dict[str, Any] | None:
     """A row with its step; None for a line that is damaged."""
-    row = read_row(line)
+    row = run_logs.read_row(line)
     return row if row is not None and isinstance(row.get("step"), int) else None
 
 

@@ -99,8 +99,7 @@ def print_estimate(
 
 def composed(words: Sequence[str]) -> TrainConfig:
     """The configuration of a run that may lack what it is trained on and for how long."""
-    from ppocli.config.compose import compose
-    from ppocli.config.problems import raise_problems
+    from ppocli.config import compose, problems
     from ppocli.config.words import read_words
     from ppocli.launching.target_config import JUDGED, allow_code
 
@@ -108,8 +107,8 @@ def composed(words: Sequence[str]) -> TrainConfig:
     if read.only_prints or read.is_sweep:
         raise ConfigError("These words don't describe a single run.", where="command line",
                           fix="leave out -m, --cfg, --info and --hydra-help")
-    found = compose(read)
-    raise_problems([p for p in found.problems() if p.key not in NOT_NEEDED], found.hint)
+    found = compose.compose(read)
+    problems.raise_problems([p for p in found.problems() if p.key not in NOT_NEEDED], found.hint)
     allow_code(found, JUDGED)
     return found.config
 

@@ -84,8 +84,7 @@ def report(
       ppocli report runs/NAME --format md
       ppocli report runs/NAME --json | jq .outcome
     """
-    from ppocli.report.facts import gather
-    from ppocli.report.render import check_replaceable, destinations, render, write_file
+    from ppocli.report import facts, render
     from ppocli.runs.record import read_run
     from ppocli.runs.target import find_run, read_runs
 
@@ -93,15 +92,15 @@ def report(
         raise ConfigError("--json prints the report's data and writes no file.", where="--json",
                           fix="leave out --output and --format")
     folder = find_run(run, say=output.say)
-    targets = [] if as_json else destinations(folder, out, form)
-    check_replaceable((path for path, _ in targets), overwrite)
+    targets = [] if as_json else render.destinations(folder, out, form)
+    render.check_replaceable((path for path, _ in targets), overwrite)
     record = read_run(folder)
     more = [run for run in read_runs(others or ()) if run.folder.path != record.folder.path]
-    gathered = gather(record, command=_command_of(record), shown_as=str(folder), others=more)
+    gathered = facts.gather(record, command=_command_of(record), shown_as=str(folder), others=more)
     if as_json:
         output.print_json(gathered.as_json())
     for path, form_of_file in targets:
-        write_file(path, render(gathered, form_of_file), "--output")
+        render.write_file(path, render.render(gathered, form_of_file), "--output")
         print(printable(str(path)))
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config import tasks
-from ppocli.config.resolved import with_values
+from ppocli.config import resolved, tasks
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, PpocliError, StoppedError
 from ppocli.evaluation import figures, player
@@ -127,7 +126,7 @@ def _without_own_reference(cfg: TrainConfig, target: Target, say: Callable[[str]
         say("the run has no reference, so there is no KL; to measure it: model.reference.kind=copy")
     elif target.run_dir is None and cfg.model.path == target.model:
         say("no KL: the base of this model is not known; to name it: model.path=FOLDER")
-        return with_values(cfg, {"model.reference.kind": "none"})
+        return resolved.with_values(cfg, {"model.reference.kind": "none"})
     return cfg
 
 
@@ -167,7 +166,7 @@ def _session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, role: s
              judges: EvalSession | None, say: Callable[[str], None]) -> EvalSession:
     """What judges one model; ``judges`` lends reward, metric and reference."""
     if role == "base":
-        cfg = with_values(cfg, {"prompts.eval.repeat": figures.BASE_SAMPLES})
+        cfg = resolved.with_values(cfg, {"prompts.eval.repeat": figures.BASE_SAMPLES})
     session = build_eval_session(cfg, backend, objects, policy=target.model, judges=judges)
     if role == "base":
         return replace(session, reference=None)  # its KL to itself would only cost time
@@ -321,7 +320,7 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
     """
     model_files.quiet_transformers()
     begun, started = monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-    cfg = with_values(cfg, {  # what is said, and refused, of a training
+    cfg = resolved.with_values(cfg, {  # what is said, and refused, of a training
         "checkpoint.keep_best": False, "hardware.memory_check": "off"})
     default = files.folder_of(request, target)
     files.refuse_taken(default, request)

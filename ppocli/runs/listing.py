@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config import kinds, tasks
-from ppocli.config.schema import TrainConfig
+from ppocli.config import kinds, schema, tasks
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import list_runs, written
@@ -91,14 +90,14 @@ def best_evaluation(run: RunRecord) -> tuple[int, float] | tuple[None, None]:
                default=(None, None))
 
 
-def source_names(config: TrainConfig) -> str:
+def source_names(config: schema.TrainConfig) -> str:
     """What is learned from: the rewards of PPO, else the data."""
     if tasks.task_name(config) not in tasks.DATA_TASKS:
         return reward_names(config)
     return last_part(config.data.path or "?")
 
 
-def reward_names(config: TrainConfig) -> str:
+def reward_names(config: schema.TrainConfig) -> str:
     """What scores the responses: ``classifier``, ``sentiment + brevity``, ``score``."""
     if config.reward.fns:
         return " + ".join(config.reward.fns)

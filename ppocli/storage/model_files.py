@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
-from ppocli.config import bounded
-from ppocli.config.kept import RUN_FILE
+from ppocli.config import bounded, kept
 from ppocli.errors import InputError, PpocliError
 from ppocli.storage import atomic
 from ppocli.text import pasted
@@ -74,7 +73,7 @@ def find_model(model: str, *, key: str, revision: str | None = None,
     if model.startswith(BUILTIN_PREFIX):
         return str(resolve_builtin(model)), True
     path = Path(model).expanduser()
-    if (path / RUN_FILE).is_file() and not (path / "config.json").exists():
+    if (path / kept.RUN_FILE).is_file() and not (path / "config.json").exists():
         if not (path / MODEL).is_dir():
             raise InputError(f"The run in {path} has written no {MODEL}/ yet, which it does when "
                              "it ends.", where=key, fix="wait for its end, or make one of a "

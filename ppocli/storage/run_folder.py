@@ -16,8 +16,7 @@ from typing import Any
 
 from ppocli.config import bounded, resolved, schema
 from ppocli.errors import CheckpointError, DiskError, RunGoneError
-from ppocli.storage import holds
-from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
+from ppocli.storage import atomic, holds
 
 LOCK = ".lock"
 _OWNER_WAIT_SECONDS = 2.0  # a process that has just got the lock needs a moment to write its name
@@ -56,16 +55,16 @@ def probe_writable(folder: Path) -> None:
         DiskError: it can't be created or written, or it is a file.
     """
     fix = "choose another output_dir or run_name"
-    probe = folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    probe = folder / f"{atomic.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     try:
-        with disk_errors(folder):
+        with atomic.disk_errors(folder):
             for part in (folder, *folder.absolute().parents):
                 if os.path.lexists(part) and not part.is_dir():
                     raise DiskError(f"{folder} can't be a folder: {part} is a file.",
                                     where=str(folder), fix=fix)
-            make_dirs(folder)
-            holds.sweep(folder, TEMPORARY_PREFIX)
-            write_atomic(probe, b"probe")
+            atomic.make_dirs(folder)
+            holds.sweep(folder, atomic.TEMPORARY_PREFIX)
+            atomic.write_atomic(probe, b"probe")
             probe.unlink(missing_ok=True)  # another run that starts may have swept it away
     except OSError as error:
         raise DiskError(f"{folder} can't be written: {error.strerror or error}.",
@@ -133,7 +132,7 @@ def write_config(config: schema.TrainConfig, path: Path) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    write_atomic(path, resolved.config_text(config))
+    atomic.write_atomic(path, resolved.config_text(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,8 +228,8 @@ def _is_at(path: Path, descriptor: int) -> bool:
 def _take(path: Path, held: Path, fix: str = "choose another run_name",
           reserved_by: int | None = None) -> int:
     """Take the lock and write this process's name; the descriptor that holds it."""
-    make_dirs(path.parent)
-    with disk_errors(path):
+    atomic.make_dirs(path.parent)
+    with atomic.disk_errors(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         if not _kernel_lock(descriptor):
@@ -239,7 +238,7 @@ def _take(path: Path, held: Path, fix: str = "choose another run_name",
         owner = _read_owner(os.pread(descriptor, 4096, 0))
         if owner is not None and owner.pid != reserved_by and _is_alive(owner):
             raise _locked(path, held, owner, fix)
-        with disk_errors(path):
+        with atomic.disk_errors(path):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(_myself())).encode(), 0)
             os.fsync(descriptor)
@@ -262,7 +261,7 @@ def live_owner(run_dir: Path) -> Owner | None:
 def other_host(run_dir: Path) -> str | None:
     """The machine that a lock file names, if it isn't this one: whether its process lives can't be
     told from here."""
-    owner = (read_json(run_dir / LOCK) or {}).get("host")
+    owner = (atomic.read_json(run_dir / LOCK) or {}).get("host")
     return owner if owner != socket.gethostname() else None
 
 
