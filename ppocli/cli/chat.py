@@ -99,12 +99,8 @@ class Chat:
     def __init__(self, request: sampling_request.SamplingRequest,
                  chosen: sampling_request.ChosenModels, players: Sequence[Player],
                  generation: GenerationConfig, reward: Reward | None) -> None:
-        self._cfg = chosen.cfg
-        self._generation = generation
-        self._reward = reward
-        self._seed = request.seed
-        self._players = players
-        self._system = request.system
+        self._cfg, self._generation, self._reward = chosen.cfg, generation, reward
+        self._players, self._seed, self._system = players, request.seed, request.system
         self._forget()
 
     def _forget(self) -> None:
@@ -132,7 +128,7 @@ class Chat:
         try:
             if line.startswith("/") and not line.startswith("//"):
                 return self._obey(line.split())
-            self._answer(line.removeprefix("/") if line.startswith("//") else line)
+            self._answer(line.removeprefix("/"))
         except PpocliError as error:
             # of this line alone: the conversation goes on
             complain(f"Error: {error}")

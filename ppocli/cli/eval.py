@@ -34,8 +34,7 @@ def evaluate(
             "SPEC", "Prompts to evaluate on: a file, a folder or a Hub data set."),
         reward: opt.Reward = None,
         limit: int | None = option("N", "At most this many prompts, spread over their source."),
-        num_samples: int | None = option(
-            "K", "Responses to each prompt.", "--num-samples", "-n"),
+        num_samples: int | None = option("K", "Responses to each prompt.", "--num-samples", "-n"),
         seed: int | None = option("S", "Seed of the sampling (default: the run's)."),
         frontier: bool = flag(
             "Compare the policy with best-of-n of the base at the same KL.", "--frontier"),

@@ -34,12 +34,9 @@ class Follower:
 
     def __init__(self, folder: Path, shown: str, from_start: bool, as_json: bool) -> None:
         self.board = dashboard.Dashboard(shown, self._memory)
-        self._run = RunFolder(folder)
-        self._shown = shown
-        self._as_json = as_json
+        self._run, self._shown, self._as_json = RunFolder(folder), shown, as_json
         self._past: int | None = None if from_start else LAST
-        self._metrics = Tail(self._run.metrics)
-        self._log = Tail(self._run.log)
+        self._metrics, self._log = Tail(self._run.metrics), Tail(self._run.log)
         self._rows: list[dict[str, Any]] = []
         self._log_seen = self._waiting = self._in_warning = False
         self._written: dict[Path, int] = {}
@@ -48,7 +45,8 @@ class Follower:
     def look(self) -> bool:
         """Show what is new; whether there may be more."""
         # asked first: a process that is gone by now has written all it ever will
-        alive = self._is_alive()
+        path = self._run.path
+        alive = live_owner(path) is not None or other_host(path) is not None or may_begin(path)
         if self._has_changed(self._run.config):
             with suppress(PpocliError):
                 config = resolved.read_config(self._run.config)
@@ -101,10 +99,6 @@ class Follower:
         owner = live_owner(self._run.path)
         return None if owner is None else resident_mib(owner.pid)
 
-    def _is_alive(self) -> bool:
-        path = self._run.path
-        return (live_owner(path) is not None or other_host(path) is not None or may_begin(path))
-
     def _has_changed(self, path: Path) -> bool:
         """Whether a file has been written to since this was last asked."""
         try:
@@ -132,11 +126,10 @@ class Follower:
     def _show(self, rows: Sequence[dict[str, Any]]) -> None:
         if self._past is not None:
             rows, self._past = rows[-self._past:], None
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for row in rows:
-            lines = [printable_json(json.dumps(finite_or_null(row), ensure_ascii=False))] \
-                if self._as_json \
-                else console.row_lines(row, self._total, shutil.get_terminal_size().columns
-                                       if sys.stdout.isatty() else None)
+            lines = console.row_lines(row, self._total, width) if not self._as_json else [
+                printable_json(json.dumps(finite_or_null(row), ensure_ascii=False))]
             for line in lines:
                 show_text(line)
 

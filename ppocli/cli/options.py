@@ -203,6 +203,8 @@ Run = Annotated[str | None, typer.Argument(
 RunFolder = Annotated[str | None, typer.Argument(
     metavar="[RUN]", autocompletion=complete_run,
     help="A run's folder or name (default: the newest run below runs/).")]
+OneRun = Annotated[str, typer.Argument(
+    metavar="RUN", autocompletion=complete_run, help="The run's folder or name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 Trust = Annotated[bool, typer.Option(
     "--trust", help="Run what the run's configuration names (rewards, a model's own code), though "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ppocli.cli.options import AsJson, Command, complete_run, flag, option
+from ppocli.cli.options import AsJson, Command, OneRun, complete_run, flag, option
 from ppocli.cli.output import print_json, print_table, say, show_text
 from ppocli.cli.runs import Folder, root_of, runs_app
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
@@ -31,8 +31,7 @@ def prune_runs(
         older_than: str | None = option(
             "AGE", "Only runs last written longer ago than this, e.g. 7d or 12h."),
         dry_run: bool = flag("List what would be deleted, and its size.", "--dry-run"),
-        yes: Yes = False,
-        as_json: AsJson = False) -> None:
+        yes: Yes = False, as_json: AsJson = False) -> None:
     """Delete what finished and failed runs no longer need. Running runs are never touched.
 
     \b
@@ -106,10 +105,8 @@ def remove_runs(
 
 
 @runs_app.command("rename", cls=Command)
-def rename_run(
-        run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
-                                           help="The run's folder or name.")],
-        name: Annotated[str, typer.Argument(metavar="NAME", help="The new name.")]) -> None:
+def rename_run(run: OneRun, name: Annotated[str, typer.Argument(
+               metavar="NAME", help="The new name.")]) -> None:
     """Rename a run's folder. Running runs and jobs of sweeps keep their names.
 
     \b

@@ -110,8 +110,7 @@ def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Promp
         key="prompts.eval", path=path,
         path_key="prompts.path" if own.path is None else "prompts.eval.path",
         split_asked=own.split is not None, items=as_list(items), limit=own.limit,
-        **{name: getattr(cfg if getattr(own, name) is None else own, name)
-           for name in _INHERITED})
+        **{name: getattr(cfg if getattr(own, name) is None else own, name) for name in _INHERITED})
 
 
 def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.items"

@@ -57,8 +57,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
     code += code_files(cfg.env) if plays else []
     return {
         "seed": cfg.seed, **plays,
-        "targets": [target.model for target in targets],
-        "frontier": frontier,
+        "targets": [target.model for target in targets], "frontier": frontier,
         "generation": json.loads(json.dumps(asdict(session.eval_sampling))),
         "prompts": {**asdict(cfg.prompts), "digest": session.eval_prompts.digest(),
                     "count": len(session.eval_prompts)},
@@ -68,13 +67,11 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "code": {path: atomic.sha256_file(Path(path)) if Path(path).is_file() else None
                  for path in dict.fromkeys(code)},
         "judges": judge_digests(session, objects),
-        "model": asdict(cfg.model),
-        "base_digest": session.reference_digest(),
+        "model": asdict(cfg.model), "base_digest": session.reference_digest(),
         "chunk_size": session.chunk_size, "forward_rows": session.forward_rows,
         "logprobs_from": cfg.ppo.logprobs_from,
         "device": session.backend.device.type, "precision": session.backend.precision,
-        "models": {"policy": tensors_digest(session.policy.lm.state_dict())},
-    }
+        "models": {"policy": tensors_digest(session.policy.lm.state_dict())}}
 
 
 def choose(default: Path, request: EvalRequest, identity: dict[str, Any],

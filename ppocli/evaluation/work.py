@@ -6,7 +6,6 @@ reward model."""
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -193,7 +192,7 @@ def _evaluate(work: _Work) -> dict[str, Any]:
                  f"({figures.BASE_SAMPLES} of {work.targets['base'].name} to each prompt) and as "
                  "many rewards")
     old = (atomic.read_json(work.folder / files.SETTINGS) or {}) if work.kept else {}
-    work.started = str(old.get("started") or datetime.now(UTC).isoformat(timespec="seconds"))
+    work.started = str(old.get("started") or figures.now())
     _note_models(work, {**old.get("identity", {}).get("models", {}), **work.identity["models"]})
     try:
         with run_logs.JsonlWriter(work.folder / files.SAMPLES) as writer:
@@ -319,7 +318,7 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
         PpocliError: the model, the data, the disk.
     """
     model_files.quiet_transformers()
-    begun, started = monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
+    begun, started = monotonic(), figures.now()
     cfg = resolved.with_values(cfg, {  # what is said, and refused, of a training
         "checkpoint.keep_best": False, "hardware.memory_check": "off"})
     default = files.folder_of(request, target)
@@ -353,8 +352,7 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
         "run": None if target.run_dir is None else str(target.run_dir), "step": target.step,
         **found["policy"], "against": found.get("against"), "win_rate": None, "frontier": None,
         "base": None, "settings": identity,
-        "time": {"started": started, "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-                 "seconds": monotonic() - begun}})
+        "time": {"started": started, "finished": figures.now(), "seconds": monotonic() - begun}})
     with files.working_in(folder, request.overwrite), stop.defer():
         atomic.write_json_atomic(folder / files.SETTINGS, {"schema": 1, "started": started,
                                                            "identity": identity})

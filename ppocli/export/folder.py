@@ -91,8 +91,10 @@ class ExportPlan:
 
     @property
     def prompts(self) -> list[str]:
-        """What the export is compared with its source on."""
-        return verification_prompts([str(after["prompt"]) for _, after in self.facts.samples])
+        """What the export is compared with its source on: two, the run's own where there are any.
+        """
+        texts = [str(after["prompt"]) for _, after in self.facts.samples]
+        return list(dict.fromkeys([*filter(str.strip, texts), *_GENERIC]))[:2]
 
     def files(self) -> list[str]:
         """Names of everything that is going to be written."""
@@ -121,11 +123,6 @@ def plan_export(name: str, source: Path, target: Path, facts: Facts, *, dtype: s
                                     model_files.ADAPTER_WEIGHTS)
     return ExportPlan(name, source, target, facts, tensors, shards, dtype, max_shard, merge,
                       critic, repo_id)
-
-
-def verification_prompts(texts: list[str]) -> list[str]:
-    """Two prompts: the run's own where there are any."""
-    return list(dict.fromkeys([*filter(str.strip, texts), *_GENERIC]))[:2]
 
 
 def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights.Verified:

@@ -19,7 +19,7 @@ from ppocli.errors import PpocliError
 from ppocli.evaluation.request import read_result
 from ppocli.report.curves import Curve, curves_of, run_labels
 from ppocli.report.samples import Samples, samples_of, shown
-from ppocli.runs.record import Change, RunRecord
+from ppocli.runs.record import Change, RunRecord, read_changes
 from ppocli.storage import atomic, manifest, retention, run_folder
 from ppocli.storage.environment import ENV_FILE
 from ppocli.text import finite_number, first_line
@@ -136,14 +136,13 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str,
         sentence=_sentence(record),
         go_on=shlex.join(["ppocli", "resume", shown_as]) if resumes else None,
         failure=shown(str(error)) if record.status == "failed" and error else None,
-        step=record.step, total_steps=record.total_steps,
-        episodes=record.episodes, updates=record.updates,
-        kind=task, doing=kind.doing, asked=_asked(config, task),
+        step=record.step, total_steps=record.total_steps, episodes=record.episodes,
+        updates=record.updates, kind=task, doing=kind.doing, asked=_asked(config, task),
         settings=[{"key": key, "value": _yaml(new), "default": "" if old == "???" else _yaml(old)}
                   for key, old, new in resolved.config_differences(schema.TrainConfig(), config)],
         all_settings={key: _yaml(value) for key, value in resolved.flat(config).items()
                       if tasks.is_read(key, task)},
-        command=command, modules=_modules(config), changes=record.changes,
+        command=command, modules=_modules(config), changes=read_changes(record.folder.path),
         before_step=first, after_step=last,
         main=kind.names, outcome=_outcome(before, after), best=best,
         overlaid=[f"{label} ({run.status})" for label, run in

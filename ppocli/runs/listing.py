@@ -91,17 +91,10 @@ def best_evaluation(run: RunRecord) -> tuple[int, float] | tuple[None, None]:
 
 
 def source_names(config: schema.TrainConfig) -> str:
-    """What is learned from: the rewards of PPO, else the data."""
-    if tasks.task_name(config) not in tasks.DATA_TASKS:
-        return reward_names(config)
-    return last_part(config.data.path or "?")
-
-
-def reward_names(config: schema.TrainConfig) -> str:
-    """What scores the responses: ``classifier``, ``sentiment + brevity``, ``score``."""
-    if config.reward.fns:
-        return " + ".join(config.reward.fns)
-    return last_part(config.reward.fn or "?")
+    """What is learned from: the data, or of PPO the rewards: ``score``, ``sentiment + brevity``."""
+    if tasks.task_name(config) in tasks.DATA_TASKS:
+        return last_part(config.data.path or "?")
+    return " + ".join(config.reward.fns) or last_part(config.reward.fn or "?")
 
 
 def last_part(value: str) -> str:

@@ -57,13 +57,10 @@ def describe(*, places: bool = False) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "nvidia_driver": nvidia_driver(),
-        "torch": _torch(),
+        "nvidia_driver": nvidia_driver(), "torch": _torch(),
         "packages": {name: installed_version(name) for name in PACKAGES}
         | {name: found for name in OPTIONAL if (found := installed_version(name)) is not None},
-        "extras": sorted(present_extras()),
-        "variables": variables(places=places),
-    }
+        "extras": sorted(present_extras()), "variables": variables(places=places)}
 
 
 def installed_version(name: str) -> str | None:
