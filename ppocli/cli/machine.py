@@ -26,6 +26,8 @@ ASSUMED_TOKENS = 512
 """of the longest prompt, if nothing else is known"""
 PLACES = {"device": "", "offloaded": ", in host memory while it isn't used",
           "host": ", in host memory", "elsewhere": ", on a separate device"}
+PHASES = {"generate": "generation", "score": "scoring", "update": "updates", "save": "saving"}
+"""what an estimate calls the phases of a step: how it is told"""
 NOT_NEEDED = frozenset({"reward.fn", "data.path", "ppo.total_episodes, ppo.num_steps"})
 """keys that a run needs and an estimate does not"""
 
@@ -217,8 +219,7 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     def cell(amount: int, there: bool = True) -> str:
         return three_digits(amount / size) if amount and there else "-"
 
-    columns = [("generate", "generation"), ("score", "scoring"), ("update", "updates"),
-               *([("save", "saving")] if cfg.hardware.zero_stage else [])]
+    columns = [each for each in PHASES.items() if each[0] != "save" or cfg.hardware.zero_stage]
     rows: list[tuple[str, ...]] = [
         (f"{unit} per process", *(heading for _, heading in columns), "host")]
     rows += [(line.name, *(cell(line.device, phase in line.phases) for phase, _ in columns),
@@ -286,9 +287,7 @@ def _as_json(found: Estimate, cfg: TrainConfig, source: str, helps: list[str],
         "unknown": [{"name": name, "why": why} for name, why in found.unknown.items()],
         "not_measured": list(found.rough),
         "lines": [{"name": line.name, "device_bytes": line.device, "host_bytes": line.host,
-                   "in_generation": "generate" in line.phases,
-                   "in_scoring": "score" in line.phases, "in_updates": "update" in line.phases,
-                   "in_saving": "save" in line.phases}
+                   **{f"in_{word}": phase in line.phases for phase, word in PHASES.items()}}
                   for line in found.lines],
         "generation_bytes": sums.generate, "scoring_bytes": sums.score,
         "update_bytes": sums.update, "saving_bytes": sums.save, "device_bytes": sums.device,

@@ -52,10 +52,9 @@ def prune_runs(
         say(f"There is nothing to delete in {root}.")
         return
     if not as_json:
-        rows = [(removal.run.name if removal.run == root else
-                 removal.run.relative_to(root).as_posix(),
-                 removal.why, _shown_parts(removal), format_bytes(removal.size))
-                for removal in plan]
+        rows = [
+            (removal.run.name if removal.run == root else removal.run.relative_to(root).as_posix(),
+             removal.why, _shown_parts(removal), format_bytes(removal.size)) for removal in plan]
         print_table([("run", "because", "delete", "size"), *rows], right=frozenset({3}))
     total = format_bytes(sum(removal.size for removal in plan))
     if dry_run:
@@ -67,11 +66,10 @@ def prune_runs(
     for other in problems[1:]:  # the first one ends the command
         say(f"Error: {clean(other.what)}")
     if as_json:
-        print_json([{"run": str(removal.run.absolute()), "kind": removal.kind,
-                     "because": removal.why,
-                     "paths": [str(part.absolute()) for part in removal.parts],
-                     "bytes": removal.size}
-                    for removal in deleted])
+        print_json([
+            {"run": str(removal.run.absolute()), "kind": removal.kind, "because": removal.why,
+             "paths": [str(part.absolute()) for part in removal.parts], "bytes": removal.size}
+            for removal in deleted])
     if not dry_run:
         say(f"{format_bytes(sum(removal.size for removal in deleted))} given back.")
     if problems:

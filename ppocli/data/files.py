@@ -67,10 +67,9 @@ def _decode(path: Path, raw: bytes, first_line: int) -> str:
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
         utf16 = first_line == 1 and raw[:2] in (b"\xff\xfe", b"\xfe\xff")
         encoding = "utf-16" if utf16 else "latin-1"
-        _malformed(path, f"Line {line}", f"is not UTF-8: byte 0x{raw[error.start]:02x} at byte "
-                   f"{column} of the line",
-                   f"save the file as UTF-8, e.g. iconv -f {encoding} -t utf-8 "
-                   f"{path.name} > utf8{path.suffix}")
+        byte = f"byte 0x{raw[error.start]:02x} at byte {column} of the line"
+        _malformed(path, f"Line {line}", f"is not UTF-8: {byte}", "save the file as UTF-8, e.g. "
+                   f"iconv -f {encoding} -t utf-8 {path.name} > utf8{path.suffix}")
 
 
 def _lines(path: Path, noun: str) -> Iterator[tuple[int, str]]:

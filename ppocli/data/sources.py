@@ -100,10 +100,9 @@ def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Promp
     Raises:
         ConfigError: as :func:`training_spec`.
     """
-    own = cfg.eval
+    own, path = cfg.eval, cfg.eval.path
     if items is None:
         items = own.items
-    path = own.path
     if path is None and items is None and (own.split is not None or own.name is not None):
         path = cfg.path
     return PromptSpec(

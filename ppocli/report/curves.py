@@ -198,11 +198,11 @@ def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
                          fix="wait for the first step" if going else "it ended without a row: "
                          "name another run, or go on with this one: "
                          f"ppocli resume {pasted(runs[0].folder.path)}")
-    names = []
     short = {key: next((name for name in full if name in known), full[0])
              for key, full in SHORT.items()}
     text = text or ("reward,kl" if short["reward"] in known else
                     ",".join(key for key in ("loss", "eval") if short[key] in known) or known[0])
+    names = []
     for given in (part.strip() for part in text.split(",")):
         name = short.get(given, given)
         if name not in known:
@@ -235,8 +235,7 @@ def collect(runs: Sequence[RunRecord], metrics: Sequence[str], smooth: int = 1) 
 
 def smoothed(points: Sequence[tuple[int, float]], steps: int) -> list[tuple[int, float]]:
     """The mean of the values of the last ``steps`` steps at every point; 1 changes nothing."""
-    found = []
-    first = 0
+    found, first = [], 0
     for number, (step, _) in enumerate(points):
         while points[first][0] <= step - steps:
             first += 1

@@ -121,9 +121,7 @@ def finite_or_null(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: finite_or_null(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite_or_null(item) for item in value]
-    return value
+    return [finite_or_null(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def write_config(config: schema.TrainConfig, path: Path) -> None:
