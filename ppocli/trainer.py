@@ -186,11 +186,10 @@ class PPOTrainer:
                 return tensors(out.action_ids)
             other = own_samples.reference_responses(call, batch, self._run.stop)
             return tensors(out.action_ids), tensors(other[:own])
-        return Batch(
-            mine.texts, [text for one in chunks for text in one.responses],
-            prompt_ids, out.action_ids, plain(out.logprobs, out.mask),
-            plain(out.values, out.mask), out.finished.tolist(), mine.columns, tuple(chunks),
-            self.steps, call.sampling.temperature)
+        return Batch(mine.texts, [text for one in chunks for text in one.responses], prompt_ids,
+                     out.action_ids, plain(out.logprobs, out.mask), plain(out.values, out.mask),
+                     out.finished.tolist(), mine.columns, tuple(chunks), self.steps,
+                     call.sampling.temperature)
 
     def step(self, queries: Any, responses: Any = None, scores: Any = None,
              response_masks: Sequence[Any] | None = None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, complete_run, flag, option
 from ppocli.errors import ConfigError, InputError
@@ -200,8 +201,7 @@ def _section(heading: str, moments: Sequence[At]) -> list[list[str]]:
 
 # runs list and runs show --------------------------------------------------------------------------
 
-runs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="List, show, rename and "
-                       "delete runs, and what of them is no longer needed.")
+runs_app = opt.group("List, show, rename and delete runs, and what of them is no longer needed.")
 
 Folder = Annotated[Path | None, typer.Argument(
     metavar="[DIR]", help="Folder that contains runs (default: runs).")]

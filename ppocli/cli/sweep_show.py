@@ -11,14 +11,13 @@ import typer
 
 from ppocli.cli import options as opt
 from ppocli.cli import output
-from ppocli.cli.options import WORDS, AsJson, Command, Overrides, flag, option
+from ppocli.cli.options import WORDS, AsJson, Command, Overrides, flag, group, option
 from ppocli.text import pasted
 
 if TYPE_CHECKING:
     from ppocli.runs import record, sweeps
 
-sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
-                        help="Show the results of a sweep (ppocli train -m), or continue one.")
+sweep_app = group("Show the results of a sweep (ppocli train -m), or continue one.")
 
 
 @sweep_app.command("show", cls=Command)

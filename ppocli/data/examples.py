@@ -139,9 +139,8 @@ class _Reader:
             if name not in _COLUMNS:
                 raise ConfigError(f"{name!r} is no column that is read; those are "
                                   f"{', '.join(_COLUMNS)}. {suggestion(name, _COLUMNS)}".rstrip(),
-                                  where=f"data.columns.{name}",
-                                  fix="data.columns.STANDARD=YOURS, as in "
-                                      "data.columns.completion=summary")
+                                  where=f"data.columns.{name}", fix="data.columns.STANDARD=YOURS, "
+                                  "as in data.columns.completion=summary")
         self.source, self.columns, self.wants = source, columns, wants
         self.rows = self.empty = self.identical = 0
         self.examples: list[Example] = []

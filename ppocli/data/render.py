@@ -377,9 +377,8 @@ def token_ids_of(texts: list[str], tokenizer: PreTrainedTokenizerBase, size: int
                 ids = list(token_ids_of(chunk, tokenizer, 1))
             else:
                 raise InputError(f"The tokenizer cannot encode {chunk[0][:80]!r}: {error}",
-                                 where="model.tokenizer_path",
-                                 fix="is it the tokenizer of this model, and has it an unknown "
-                                     "token?") from error
+                                 where="model.tokenizer_path", fix="is it the tokenizer of this "
+                                 "model, and has it an unknown token?") from error
         yield from ids
 
 

@@ -215,9 +215,8 @@ def _folder_rows(folder: Path, spec: Source, notes: list[str]) -> Iterator[Row]:
                    and not any(part.startswith(".") for part in file.relative_to(root).parts))
     if not files:
         raise InputError(f"Folder {root} has no {spec.noun} files.",
-                         where=f"{spec.path_key}={spec.path}",
-                         fix=f"it should hold {SUFFIX_WORDS} files, or what "
-                             "`datasets.save_to_disk` writes")
+                         where=f"{spec.path_key}={spec.path}", fix=f"it should hold {SUFFIX_WORDS} "
+                         "files, or what `datasets.save_to_disk` writes")
     splits: dict[str | None, list[Path]] = {}
     for file in files:
         splits.setdefault(_split_of(file.relative_to(root)), []).append(file)

@@ -172,9 +172,8 @@ def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights
         if plan.source.is_dir():
             raise
         raise CheckpointError(f"{plan.name} was deleted while it was exported: {error.filename}.",
-                              where=str(plan.source),
-                              fix="export again; --best names a checkpoint that stays longer"
-                              ) from error
+                              where=str(plan.source), fix="export again; --best names a checkpoint "
+                              "that stays longer") from error
     return verified[0]
 
 

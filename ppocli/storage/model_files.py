@@ -228,8 +228,7 @@ def _from_hub(name: str, revision: str | None, key: str, needs: Needs, adapters:
             f"Model {name!r} is not on this machine and {offline_hint()}.",
             where=f"{key}={name}" if _is_setting(key) else key,
             fix=(f"give a folder: {key}=/path" if _is_setting(key) else _folder_fix(key))
-            + f", or run once with network: hf download {name}",
-        ) from error
+            + f", or run once with network: hf download {name}") from error
 
 
 @dataclass(frozen=True, slots=True)

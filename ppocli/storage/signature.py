@@ -107,9 +107,8 @@ def _warn_once(what: str) -> None:
 def is_signed(told: dict[str, Any] | None, name: str, content: str) -> bool:
     """Whether the contents of a JSON file carry this user's signature of ``content``."""
     key, signatures = _read_key(key_path()), (told or {}).get(_SIGNED)
-    return key is not None and isinstance(signatures, list) and any(
-        hmac.compare_digest(_signature(key, name, content).encode(), str(one).encode())
-        for one in signatures)
+    return key is not None and isinstance(signatures, list) and any(hmac.compare_digest(
+        _signature(key, name, content).encode(), str(one).encode()) for one in signatures)
 
 
 def sign_run(told: dict[str, Any], config: Path) -> dict[str, Any]:
