@@ -1,7 +1,5 @@
 """Training data as tokens: examples and pairs, in the order of their source."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace

@@ -3,21 +3,17 @@ dataset formats: ``text``, ``messages``, ``prompt`` and ``completion``; ``prompt
 ``rejected``, or the latter two alone with the prompt in both. A cell is a text, or a list of
 messages with a role and a content."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
+from ppocli.config.schema_tasks import DataConfig
 from ppocli.data import render
 from ppocli.data.files import Row
 from ppocli.data.sources import Source, as_list, open_rows, shared_text, shared_turns
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import cut, suggestion
-
-if TYPE_CHECKING:
-    from ppocli.config.schema_tasks import DataConfig
 
 Message = dict[str, Any]
 Cell = str | list[Message]
