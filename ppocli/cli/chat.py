@@ -218,10 +218,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _value(text: str) -> Any:
-    try:
+    with suppress(ValueError):
         return json.loads(text)
-    except ValueError:
-        return text
+    return text
 
 
 def _take_lines(talk: Chat) -> None:

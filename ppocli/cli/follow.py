@@ -250,10 +250,8 @@ def _has_begun(folder: Path) -> bool:
 
 def may_begin(folder: Path) -> bool:
     """Whether a process may be loading for this run that has not taken the folder's lock yet."""
-    signs = [folder / resolved.NEXT_CONFIG_FILE]
-    if not is_run(folder):
-        signs.append(RunFolder(folder).config)
-    for sign in signs:
+    for sign in (folder / resolved.NEXT_CONFIG_FILE,
+                 *([] if is_run(folder) else [RunFolder(folder).config])):
         with suppress(OSError):
             if time.time() - sign.stat().st_mtime < START_SECONDS:
                 return True

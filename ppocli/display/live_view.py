@@ -148,10 +148,9 @@ class LiveView(Live):
         return [*([erase] if rows else []), *renderables, *self._lines]
 
     def _in_foreground(self) -> bool:
-        try:
+        with suppress(OSError, ValueError, AttributeError):
             return os.tcgetpgrp(self.console.file.fileno()) in self._groups
-        except (OSError, ValueError, AttributeError):
-            return True  # no terminal of this session: nobody else writes there
+        return True  # no terminal of this session: nobody else writes there
 
 
 class Above:
@@ -188,7 +187,6 @@ class Above:
 
 def is_terminal(stream: Any) -> bool:
     """Whether somebody looks at what is written to a stream."""
-    try:
+    with suppress(AttributeError, ValueError):  # none at all, or a closed one
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # none at all, or a closed one
-        return False
+    return False

@@ -12,6 +12,7 @@ import json
 import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
@@ -246,10 +247,8 @@ def _referred(function: FunctionType) -> list[Any]:
     """Values of a function's closure, and those globals of its module that it names."""
     found: list[Any] = []
     for cell in function.__closure__ or ():
-        try:
+        with suppress(ValueError):  # not filled yet
             found.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            continue
     names = dict.fromkeys(_named(function.__code__))
     known = [function.__globals__[name] for name in names if name in function.__globals__]
     return found + [value for value in known if not inspect.ismodule(value)]
@@ -273,11 +272,6 @@ def _weights(value: Any, above: list[int]) -> list[str]:
         return [tensors_digest(value.state_dict())]
     if isinstance(value, (*_PLAIN, type)) or id(value) in above or len(above) > _NEAR:
         return []
-    above = [*above, id(value)]
-    if isinstance(value, FunctionType):
-        inside = _referred(value)
-    elif isinstance(value, MethodType):
-        inside = [value.__self__]
-    else:
-        inside = list(_attributes(value).values())
-    return [digest for part in inside for digest in _weights(part, above)]
+    inside = _referred(value) if isinstance(value, FunctionType) else (
+        [value.__self__] if isinstance(value, MethodType) else _attributes(value).values())
+    return [digest for part in inside for digest in _weights(part, [*above, id(value)])]

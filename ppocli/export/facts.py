@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -127,11 +128,11 @@ def _from_hub(name: str, file: str, revision: str | None, *, network: bool) -> P
     """A file of a Hub model: where allowed and possible from the Hub, else from the cache."""
     from huggingface_hub import hf_hub_download
 
-    try:
+    # nothing that can go wrong on the way there is a reason not to export
+    with suppress(Exception):
         return Path(hf_hub_download(name, file, revision=revision,
                                     local_files_only=not (network and hub.hub_reachable())))
-    except Exception:  # nothing that can go wrong on the way there is a reason not to export
-        return None
+    return None
 
 
 def hub_name(path: str | None) -> str | None:
@@ -186,7 +187,7 @@ def own_evaluation(target: Target, config: schema.TrainConfig) -> dict[str, Any]
 def _own_settings(evaluation: dict[str, Any], config: schema.TrainConfig, target: Target) -> bool:
     """Whether step, reward, prompts and the base of the KL are those of the run."""
     own = json.loads(json.dumps(asdict(config), default=str))
-    try:
+    with suppress(KeyError, TypeError, ValueError):  # a file that no evaluation wrote
         told = evaluation["settings"]
         reward, prompts, model = (dict(told[part]) for part in ("reward", "prompts", "model"))
         return (evaluation["step"] == target.step
@@ -197,8 +198,7 @@ def _own_settings(evaluation: dict[str, Any], config: schema.TrainConfig, target
                 and _prompts_digest(target.run_dir) in (None, prompts.get("digest"))
                 and all(model.get(name) == own["model"][name]
                         for name in ("path", "revision", "tokenizer_path")))
-    except (KeyError, TypeError, ValueError):  # a file that no evaluation wrote
-        return False
+    return False
 
 
 def _asked(prompts: dict[str, Any]) -> dict[str, Any]:

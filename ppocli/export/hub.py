@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -186,11 +187,10 @@ class _Session:
             hf_raise_for_status(response)
             return str(response.text)
 
-        try:
+        with suppress(EntryNotFoundError):
             return user_text(self._step("reading the README there", fetch,
                                         expected=EntryNotFoundError))
-        except EntryNotFoundError:
-            return None
+        return None
 
     def _step(self, doing: str, action: Callable[[], T], waits: tuple[float, ...] = _WAITS,
               expected: type[Exception] | tuple[()] = ()) -> T:

@@ -187,17 +187,13 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
             run = read_run(folder)
             if run.status == "running":
                 continue
-            removal = _whole(run, folder, when) if failed else None
-            removal = removal or (
-                _checkpoints(run, folder, when, keep_best) if checkpoints else None)
+            if removal := (failed and _whole(run, folder, when)) or (
+                    checkpoints and _checkpoints(run, folder, when, keep_best)):
+                found.append(removal)
         except CheckpointError as damage:
             say(f"{folder} is left alone: {damage.what}")
-            continue
         except OSError as error:
             say(f"{folder} is left alone: it can't be read: {error.strerror or error}")
-            continue
-        if removal is not None:
-            found.append(removal)
     return found + _left_over(root)
 
 

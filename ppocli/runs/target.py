@@ -172,13 +172,8 @@ def newest_run(say: Callable[[str], None],
 def list_runs(root: Path, which: Callable[[Path], bool] = is_run) -> list[Path]:
     """Run folders below ``root``, those of sweeps (one folder deeper) too, by name; none of what
     can't be read. ``which`` tells such a folder."""
-    found = []
-    for folder in subfolders(root):
-        if which(folder):
-            found.append(folder)
-        else:
-            found += filter(which, subfolders(folder))
-    return found
+    return [run for folder in subfolders(root)
+            for run in ([folder] if which(folder) else filter(which, subfolders(folder)))]
 
 
 def written(folder: Path) -> float:

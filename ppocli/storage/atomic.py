@@ -82,10 +82,8 @@ def _reason_of_one(error: BaseException) -> str | None:
 def free_bytes(path: Path) -> int | None:
     """Bytes an ordinary user may still write on the disk of ``path`` (or its nearest parent)."""
     for candidate in (path, *path.absolute().parents):
-        try:
+        with suppress(OSError):
             return shutil.disk_usage(candidate).free
-        except OSError:
-            continue
     return None
 
 
@@ -213,11 +211,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
     Raises:
         CheckpointError: it is no plain file, or too large.
     """
-    try:
+    with suppress(OSError, ValueError):
         value = bounded.read_json(path)
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+        return value if isinstance(value, dict) else None
+    return None
 
 
 def make_dirs(path: Path) -> None:

@@ -6,6 +6,7 @@ import pkgutil
 import platform
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -65,10 +66,9 @@ def describe(*, places: bool = False) -> dict[str, Any]:
 
 def installed_version(name: str) -> str | None:
     """The version of an installed distribution, without importing it."""
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def check_parts(library: str, parts: Iterable[str]) -> None:
@@ -112,11 +112,10 @@ def usable_cores(root: Path = Path("/")) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (
         os.cpu_count() or 1)
-    try:
+    with suppress(OSError, ValueError):
         quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
         return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return cores
+    return cores
 
 
 def nvidia_driver(root: Path = Path("/")) -> str | None:

@@ -217,10 +217,9 @@ def lock_beside(target: Path, fix: str) -> Iterator[None]:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _take(path: Path, held: Path, fix: str = "choose another run_name",
@@ -290,11 +289,10 @@ def _wait_for_owner(path: Path) -> Owner | None:
 
 
 def _read_owner(raw: bytes) -> Owner | None:
-    try:
+    with suppress(ValueError, TypeError, KeyError, OverflowError):
         value = bounded.parse_json(raw)
         return Owner(int(value["pid"]), str(value["host"]), str(value["boot"]), value["started"])
-    except (ValueError, TypeError, KeyError, OverflowError):
-        return None
+    return None
 
 
 def _myself() -> Owner:
@@ -303,10 +301,9 @@ def _myself() -> Owner:
 
 
 def _boot_id() -> str:
-    try:
+    with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -92,22 +92,18 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         CheckpointError: it is no plain file, or too large.
     """
-    try:
-        with bounded.open_plain(path, bounded.MOST_ROWS) as file:
-            while line := file.readline(bounded.MOST_LINE):
-                if (row := read_row(line.decode("utf-8", errors="replace"))) is not None:
-                    yield row
-    except OSError:
-        return
+    with suppress(OSError), bounded.open_plain(path, bounded.MOST_ROWS) as file:
+        while line := file.readline(bounded.MOST_LINE):
+            if (row := read_row(line.decode("utf-8", errors="replace"))) is not None:
+                yield row
 
 
 def read_row(line: bytes | str) -> dict[str, Any] | None:
     """The object in a line of JSON; None for a line that is damaged or holds something else."""
-    try:
+    with suppress(ValueError):
         row = bounded.parse_json(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+        return row if isinstance(row, dict) else None
+    return None
 
 
 def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:

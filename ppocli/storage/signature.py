@@ -34,12 +34,10 @@ def key_path() -> Path:
 
 
 def _read_key(path: Path) -> bytes | None:
-    try:
-        with path.open("rb") as file:
-            key = file.read(_KEY_BYTES)
-    except OSError:
-        return None
-    return key if len(key) == _KEY_BYTES else None
+    with suppress(OSError), path.open("rb") as file:
+        key = file.read(_KEY_BYTES)
+        return key if len(key) == _KEY_BYTES else None
+    return None
 
 
 def own_key() -> bytes:
