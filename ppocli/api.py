@@ -302,8 +302,7 @@ def load_run(run_dir: str | Path, *, trust: bool = False) -> TrainedRun:
         InputError: it holds no finished run.
     """
     folder = Path(run_dir).resolve()
-    summary = read_json(folder / "summary.json")
-    if summary is None:
+    if (summary := read_json(folder / "summary.json")) is None:
         raise InputError(f"{folder} holds no summary.json of a run.", where=str(folder),
                          fix="name the folder of a finished run")
     if summary.get("status") != "finished":

@@ -158,8 +158,7 @@ class Chat:
 
     def _set(self, values: list[str]) -> None:
         pairs = [word.partition("=") for word in values]
-        wrong = [name for name, equals, _ in pairs if not equals]
-        if wrong:
+        if wrong := [name for name, equals, _ in pairs if not equals]:
             raise ConfigError(f"/set {wrong[0]}: it takes NAME=VALUE.", fix="/set temperature=0.7")
         changes = {name: getattr(self._generation, name) for name in CHANGEABLE}
         changes |= {name: _value(text) for name, _, text in pairs}

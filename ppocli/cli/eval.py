@@ -165,8 +165,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
     """The contents of eval.json as a person reads them."""
     models = {role: {**found, "name": found["model"]["name"]} for role, found in (
         ("policy", report), ("against", report["against"])) if found is not None}
-    frontier = report["frontier"]
-    if frontier is not None:
+    if (frontier := report["frontier"]) is not None:
         models["base"] = {**frontier["base"], "name": f"{report['base']['path']}, "
                           f"{frontier['samples_each']} samples per prompt"}
     lines = aligned([[role, model["name"]] for role, model in models.items()])

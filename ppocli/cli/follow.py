@@ -223,8 +223,7 @@ def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Pat
         CheckpointError: the folder is no run's.
     """
     if given is None:
-        found = _newest(runs)
-        if found is None:
+        if (found := _newest(runs)) is None:
             raise ConfigError(f"There is no run in {runs} yet.", where=str(runs.absolute()),
                               fix="start one: ppocli train +recipe=quickstart")
         say(f"watching {found}, the newest run")
@@ -235,8 +234,7 @@ def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Pat
                          fix="name a run's folder: ppocli runs list"
                          + did_you_mean(given, known_names(runs, _has_begun)))
     if not _has_begun(path):
-        inside = _newest(path)
-        if inside is None:
+        if (inside := _newest(path)) is None:
             raise CheckpointError(f"{given} is not a run folder (no config.yaml).", where=str(path),
                                   fix="name a folder made by ppocli train: ppocli runs list")
         say(f"watching {inside}, the newest run in it")

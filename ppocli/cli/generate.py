@@ -163,8 +163,7 @@ def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | 
     if prompts and file is not None:
         raise ConfigError("--prompt and --prompts can't be combined.", where="command line",
                           fix="give one of them")
-    blank = [text for text in prompts or () if not text.strip()]
-    if blank:
+    if blank := [text for text in prompts or () if not text.strip()]:
         raise ConfigError(f"The prompt {blank[0]!r} is empty.", where="--prompt",
                           fix="give some text")
     if prompts or file not in (None, "-"):

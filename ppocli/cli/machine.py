@@ -137,11 +137,9 @@ def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[in
     # an encoder-decoder has that many on either side
     new = 0 if has_encoder(lm) else longest_response(cfg)
     room = 2**31 if limit is None else max(limit - new, 1)
-    measured = _longest_prompt(cfg, room, whole=has_encoder(lm))
-    if measured is not None:
+    if (measured := _longest_prompt(cfg, room, whole=has_encoder(lm))) is not None:
         return measured, "the longest there is"
-    longest = cfg.prompts.max_length or max(cfg.prompts.length_sampler or [0])
-    if longest:
+    if longest := cfg.prompts.max_length or max(cfg.prompts.length_sampler or [0]):
         return min(longest, room), "prompts.max_length or length_sampler"
     return min(ASSUMED_TOKENS, room), "assumed; set it with --prompt-tokens N"
 
@@ -358,8 +356,7 @@ def doctor(folder: Annotated[Path, typer.Argument(
             tell(f"{'':<8} {'':<{width}}  fix: {found.fix}")
     if as_json:
         print_json(results)
-    failed = [result["name"] for result in results if result["verdict"] == "fail"]
-    if failed:
+    if failed := [result["name"] for result in results if result["verdict"] == "fail"]:
         complain(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
         raise SystemExit(1)
 

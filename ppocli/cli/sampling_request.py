@@ -112,8 +112,7 @@ def find_models(request: SamplingRequest) -> ChosenModels:
                           where="rollout", fix="rollout.engine=vllm rollout.urls=[URL], or no "
                           "words that begin with rollout.; ppocli eval takes all of them")
     models = [(target, cfg.model)]
-    other = judged.find_against(target, cfg, output.say)
-    if other is not None:
+    if (other := judged.find_against(target, cfg, output.say)) is not None:
         if cfg.rollout.engine == "vllm":
             raise ConfigError("Servers have the weights of one model.", where="--against",
                               fix="leave --against out, and ask for the other one by itself")

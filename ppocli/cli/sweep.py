@@ -176,8 +176,7 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         book.begun += 1
         output.say(f"job {job.number}{'' if job.total is None else f' of {job.total}'}: "
                    f"{' '.join(job.varied or job.words)}")
-        kept = _finished_before(job, book)
-        if kept is not None:
+        if (kept := _finished_before(job, book)) is not None:
             book.note(kept)
             output.say(f"job {job.number}: finished already, kept")
             return
@@ -210,8 +209,7 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
     finally:
         book.close()
     _print_table(book.ended)
-    failed = [job for job in book.ended if job.status not in ("finished", search.PRUNED)]
-    if failed:
+    if failed := [job for job in book.ended if job.status not in ("finished", search.PRUNED)]:
         raise errors.SweepError(f"{len(failed)} of {len(book.ended)} jobs failed",
                                 where=f"{book.folder}/{sweeps.SWEEP_FILE}",
                                 fix="correct what they say" + (
@@ -320,8 +318,7 @@ def _result(record: sweeps.JobRecord) -> str:
 
 def print_findings(found: Mapping[str, Any]) -> None:
     """What a search has found as tables, and a command to paste."""
-    metrics = list(found["importance"])
-    if metrics:
+    if metrics := list(found["importance"]):
         print()
         output.print_table([("share of", *metrics), *(
             (key, *(f"{found['importance'][name].get(key, 0):.0%}" for name in metrics))

@@ -292,8 +292,7 @@ class _Local:
     """called once, when it has ended"""
 
     def code(self) -> int | None:
-        code = self.process.poll()
-        if code is None:
+        if (code := self.process.poll()) is None:
             return None
         self.left()
         return code if code >= 0 else 128 - code
@@ -306,8 +305,7 @@ def _visible_gpus(hardware: schema.HardwareConfig) -> list[str]:
     """What ``CUDA_VISIBLE_DEVICES`` names, or would name, where GPUs compute."""
     if hardware.device == "cpu":
         return []
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in given.split(",") if name.strip() not in ("", "-1")]
     import torch
 
@@ -364,8 +362,7 @@ class _Queued:
             return None
         if self.cancelled and not self.submitted.paths.result_pickle.exists():
             return 128 + signal.SIGTERM
-        error = self.submitted.exception()
-        if error is None:
+        if (error := self.submitted.exception()) is None:
             return int(self.submitted.result())
         with self.log.open("a") as file:
             file.write(f"\nError: Slurm's job {self.submitted.job_id} ended as "

@@ -152,8 +152,7 @@ def run_words(words: Sequence[str], *, plain: bool = False, dry_run: bool = Fals
         return
     from ppocli.config.words import read_words
 
-    launched = find_launch(os.environ)
-    if launched is not None:
+    if (launched := find_launch(os.environ)) is not None:
         _take_part(launched, words)
     read = read_words(words)
     if read.is_sweep and not read.only_prints:

@@ -42,8 +42,7 @@ def read_file(path: Path, column: str, noun: str = "prompt") -> Iterator[Row]:
         InputError: unknown suffix, unreadable, not UTF-8, or malformed.
     """
     named = f"{noun.capitalize()} file {path.name}"
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
+    if (reader := _READERS.get(path.suffix.lower())) is None:
         kind = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
         read = "prompts are" if noun == "prompt" else f"{noun} is"
         raise InputError(f"{named} has {kind}; {read} read from {SUFFIX_WORDS} files.",
@@ -156,8 +155,7 @@ def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
     delimiter = next((mark for mark in ",;\t" if mark in head), ",")
     reader = csv.reader(itertools.chain([head], lines), delimiter=delimiter, strict=True)
     try:
-        header = next(reader, None)
-        if header is None:
+        if (header := next(reader, None)) is None:
             return
         names = [name.strip() for name in header]
         for name in names:

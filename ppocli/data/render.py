@@ -68,8 +68,7 @@ def ends_in_eos(rows: Sequence[Row], eos: str) -> str:
 def _is_blank(row: Row, spec: PromptSpec) -> bool:
     if spec.column not in row.values:
         _no_column(row, spec)
-    cell = row.values[spec.column]
-    if cell is None:
+    if (cell := row.values[spec.column]) is None:
         return True
     if isinstance(cell, str):
         return not cell.strip()

@@ -125,8 +125,7 @@ def differences(folder: Path, identity: dict[str, Any]) -> list[str]:
     """
     if files.is_empty(folder / files.SAMPLES) and not files.is_finished(folder):
         return []
-    old = atomic.read_json(folder / files.SETTINGS)
-    if old is None:
+    if (old := atomic.read_json(folder / files.SETTINGS)) is None:
         return [f"{folder / files.SETTINGS} is missing or damaged"]
     before, now = _flat(old.get("identity", {})), _flat(identity)
     names = list(dict.fromkeys([*before, *now]))
@@ -141,8 +140,7 @@ def check_same(folder: Path, identity: dict[str, Any]) -> None:
     Raises:
         CheckpointError: names what differs.
     """
-    lines = differences(folder, identity)
-    if lines:
+    if lines := differences(folder, identity):
         more = [f"  and {len(lines) - 8} more"] if len(lines) > 8 else []
         raise CheckpointError(
             "\n".join([f"{folder} was begun under other settings:",
@@ -207,8 +205,7 @@ def _described(value: Any, seen: set[int], depth: int, *, plain: bool) -> Any:
         return [type(value).__qualname__, tensors_digest(value.state_dict())]
     if isinstance(value, set | frozenset):
         return sorted(json.dumps(inner(cell)) for cell in value)
-    parts = _parts(value)
-    if parts is not None:
+    if (parts := _parts(value)) is not None:
         return [inner(part, plain) for part in parts]
     name = [type(value).__qualname__, str(getattr(value, "__qualname__", ""))]
     if id(value) in seen or isinstance(value, BuiltinFunctionType):

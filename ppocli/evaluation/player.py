@@ -173,8 +173,7 @@ def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any],
     Raises:
         ConfigError: an unknown name, a value of another type, or one out of range.
     """
-    unknown = sorted(set(changes) - set(CHANGEABLE))
-    if unknown:
+    if unknown := sorted(set(changes) - set(CHANGEABLE)):
         raise ConfigError(f"{unknown[0]!r} is not a sampling setting.",
                           fix=f"one of {', '.join(CHANGEABLE)}")
     named = {f"generation.{name}": source for name, source in (sources or {}).items()}

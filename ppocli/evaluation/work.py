@@ -92,16 +92,14 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     try:
         with open_backend(cfg.hardware, environment.measured_by(target.run_dir)) as backend:
             session = _session(cfg, backend, objects, "policy", target, None, say)
-            swept = list(sampling_sweep(cfg.generation, session.eval_sampling))
-            if swept:
+            if swept := list(sampling_sweep(cfg.generation, session.eval_sampling)):
                 say(f"of the list in generation.eval the first value is taken: {swept[0]}")
             if target.run_dir is None:
                 _say_declared(session, request, say)
             identity = identity_of(session, list(targets.values()), request.frontier, objects)
             folder = choose(default, request, identity, say)
             if request.resume and files.is_finished(folder):
-                report = files.read_result(folder)
-                if report is not None:
+                if (report := files.read_result(folder)) is not None:
                     say(f"finished already: {folder / files.RESULT}")
                     return folder, report
                 say(f"{folder / files.RESULT} is damaged: it is made again from the samples")
@@ -136,8 +134,7 @@ def _say_declared(session: EvalSession, request: EvalRequest, say: Callable[[str
     wanted = player.own_sampling(session.loaded)
     words = [f"generation.{name}={str(value).lower()}" for name, value in wanted.items()
              if getattr(spec, name) != value]
-    left = [word for word in words if not request.sets(word.partition("=")[0])]
-    if left:
+    if left := [word for word in words if not request.sets(word.partition("=")[0])]:
         say("the model's generation_config.json is not followed; to sample as it says: "
             + " ".join(left))
 
@@ -231,8 +228,7 @@ def _next_model(work: _Work, role: str, target: Target, texts: list[str]) -> Non
         raise ConfigError(f"The tokenizer of {target.name} makes {len(others)} prompts of what "
                           f"are {len(texts)} for the policy.", where="--against",
                           fix="leave out --against, or give prompts that both can hold")
-    changed = sum(text != other for text, other in zip(texts, others, strict=True))
-    if changed:
+    if changed := sum(text != other for text, other in zip(texts, others, strict=True)):
         log.warning("%d of %d prompts are not the same text for %s, whose tokenizer is another",
                     changed, len(texts), target.name)
     _note_models(work, {role: tensors_digest(work.session.policy.lm.state_dict())})

@@ -156,8 +156,7 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     text = text.removeprefix("\ufeff")
-    block = REGEX_YAML_BLOCK.search(text)
-    if block is None:
+    if (block := REGEX_YAML_BLOCK.search(text)) is None:
         return {}, text
     try:
         data = yaml.safe_load(bounded.check_yaml(block[2]))

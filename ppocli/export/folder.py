@@ -321,8 +321,7 @@ def check_whole(folder: Path, *, links: bool = False) -> dict[str, Any]:
     Raises:
         InputError: it is no export, or a file of it is missing, damaged or changed.
     """
-    record = read_record(folder)
-    if record is None:
+    if (record := read_record(folder)) is None:
         raise InputError(f"{folder} was not made by ppocli export (no {RECORD}).",
                          where=str(folder), fix="export it first, with --output NEW")
     for name, digest in record["files"].items():

@@ -79,8 +79,7 @@ class _Session:
 
     def run(self, files: list[str]) -> str:
         """All steps; returns the address."""
-        variable = offline_variable()
-        if variable is not None:
+        if (variable := offline_variable()) is not None:
             raise self._failed(f"{variable}={os.environ[variable]} forbids it",
                                fix=f"env -u {variable} {self.command}")
         if not hub_reachable():
@@ -220,8 +219,7 @@ class _Session:
         raise AssertionError("the last turn returns or raises")
 
     def _cause(self, error: Exception) -> str:
-        status = _status(error)
-        if status is None:
+        if (status := _status(error)) is None:
             said = self.mask(" ".join(str(error).split()))[:200] or type(error).__name__
             return (f"the connection failed ({said})" if _is_transport(error)
                     else f"{type(error).__name__}: {said}")

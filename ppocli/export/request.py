@@ -166,8 +166,7 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     if request.dry_run:  # it asks nobody: what isn't in the local cache isn't there
         os.environ.update({} if hub.offline_variable() else {"HF_HUB_OFFLINE": "1"})
         hub.go_offline()
-    existing = _existing(request)
-    if existing is not None:
+    if (existing := _existing(request)) is not None:
         return existing
     target = find_target(request.run, say=say, step=request.step, best=request.best)
     if target.run_dir is not None:

@@ -150,8 +150,7 @@ def parse_age(text: str) -> float:
     Raises:
         ConfigError: it is none of these.
     """
-    match = _AGE.fullmatch(text.strip())
-    if match is None:
+    if (match := _AGE.fullmatch(text.strip())) is None:
         raise ConfigError(f"--older-than {text}: must be a number with s, min, h, d or w",
                           where="command line", fix="e.g. --older-than 7d")
     return float(match[1]) * _SECONDS[match[2]]

@@ -255,8 +255,7 @@ def _stopping_early(trial: Trial, job: Any, metric: str, *, wanted: bool) -> Ite
 
 def _end(folder: Path) -> None:
     """End the job of a folder, and note that this was wanted."""
-    owner = live_owner(folder)
-    if owner is not None:
+    if (owner := live_owner(folder)) is not None:
         (folder / PRUNED).touch()
         with suppress(ProcessLookupError):
             os.kill(owner.pid, signal.SIGTERM)

@@ -115,8 +115,7 @@ def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = disk_reason(error)
-        if reason is None:
+        if (reason := disk_reason(error)) is None:
             raise
         raise disk_refused(reason, path,
                            None if needed is None else format_bytes(needed)) from error

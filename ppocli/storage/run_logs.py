@@ -165,8 +165,7 @@ def truncate_jsonl(path: Path, last_step: int,
             return ((isinstance(step, (int, float)) and step > last_step)
                     or (also is not None and also(row)))
 
-        dropped = sum(map(goes, file))
-        if dropped:
+        if dropped := sum(map(goes, file)):
             file.seek(0)
             with atomic.open_atomic(path) as kept:
                 kept.writelines(line for line in file if not goes(line))
@@ -203,8 +202,7 @@ def _truncate_event_file(path: Path, last_step: int) -> int:
     records = list(RawEventFileLoader(str(path)).Load())  # up to what is damaged
     torn = sum(len(record) + _FRAME for record in records) < path.stat().st_size
     kept = list(filter(stays, records))
-    dropped = len(records) - len(kept) + torn
-    if dropped:
+    if dropped := len(records) - len(kept) + torn:
         with atomic.open_atomic(path) as file:
             for record in kept:
                 RecordWriter(file).write(record)
