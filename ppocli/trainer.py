@@ -289,9 +289,8 @@ class PPOTrainer:
         self._check_open()
         row = {name: value.item() if hasattr(value, "item") else value
                for name, value in figures.items()}
-        wrong = [name for name, value in row.items()
-                 if not (value is None or isinstance(value, (int, float)))]
-        if wrong:
+        if wrong := [name for name, value in row.items()
+                     if not (value is None or isinstance(value, (int, float)))]:
             raise ConfigError(f"{wrong[0]}={row[wrong[0]]!r} is no number.", where="PPOTrainer.log",
                               fix="log numbers alone")
         step = row.get("step")

@@ -97,10 +97,9 @@ def _examine_run(composed: compose.Composed, found: Examined) -> None:
 
 def _examine_sweep(words: Words, found: Examined) -> None:
     """Every job; what is wrong with several jobs alike is told once."""
-    unusual = [setting.key for setting in words.settings
-               if setting.key in ("hydra/sweeper", "hydra/launcher", "sweep.search")
-               and setting.value not in ("basic", "grid")]
-    if unusual:
+    if unusual := [setting.key for setting in words.settings
+                   if setting.key in ("hydra/sweeper", "hydra/launcher", "sweep.search")
+                   and setting.value not in ("basic", "grid")]:
         raise ConfigError(f"{unusual[0]} decides the jobs while they run, so they can't be listed.",
                           where="command line", fix="check one of them: leave out -m and give one "
                           "value for each key that is swept")

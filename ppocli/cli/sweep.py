@@ -33,8 +33,7 @@ class _Book:
     """``sweep.json`` of a sweep at work, and the lock on its folder."""
 
     def __init__(self, words: Words, going_on: sweeps.SweepRecord | None) -> None:
-        self.words = words
-        self.going_on = going_on
+        self.words, self.going_on = words, going_on
         self.folder: Path | None = None
         self.grid = False
         self.known: dict[int, sweeps.JobRecord] = {}

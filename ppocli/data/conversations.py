@@ -36,8 +36,7 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: PreTrainedTokeni
         InputError: no chat template, one that refuses the conversation, or one that writes the
             earlier turns differently once others follow, so that turns can't be told apart.
     """
-    template = getattr(tokenizer, "chat_template", None)
-    if not template:
+    if not getattr(tokenizer, "chat_template", None):
         raise InputError("The tokenizer has no chat template, which conversations need.",
                          where=place, fix="model.tokenizer_path= a tokenizer that has one; or give "
                                           "texts, with data.chat=false")

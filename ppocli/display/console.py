@@ -100,8 +100,7 @@ class Display(logging.Handler):
                 (self._out if above else self._err).print(
                     Text(f"{record.levelname.lower()}: {text}"), soft_wrap=True)
         elif self._mode != "quiet":
-            fitted = getattr(record, "fitted", None)
-            self._out.print(Text(fitted or text), soft_wrap=True)
+            self._out.print(Text(getattr(record, "fitted", None) or text), soft_wrap=True)
 
     def step(self, row: dict[str, Any], total: int) -> None:
         """One line for the figures of a finished step."""

@@ -158,9 +158,7 @@ class Above:
     without the control sequences of other things than colours."""
 
     def __init__(self, stream: Any, console: Console) -> None:
-        self._stream = stream
-        self._console = console
-        self._rest = ""
+        self._stream, self._console, self._rest = stream, console, ""
         self._process = os.getpid()
 
     def __getattr__(self, name: str) -> Any:

@@ -288,8 +288,7 @@ def check_destination(request: ExportRequest, destination: Path, source: Path) -
     if not destination.is_dir() or destination.is_symlink():
         raise ConfigError(f"{name} is a {'link' if destination.is_symlink() else 'file'}.",
                           where="--output", fix="name another folder: --output DIR")
-    names = os.listdir(destination)
-    if not names:
+    if not os.listdir(destination):
         return
     foreign = exports.foreign_files(destination)
     if is_run(destination) or source.is_relative_to(destination.resolve()) or (

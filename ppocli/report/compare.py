@@ -106,14 +106,12 @@ def _wins(base: record.RunRecord, run: record.RunRecord, base_name: str, name: s
 
     found = {"run": name, "against": base_name, "prompts": 0, "rate": None, "reason": None}
 
-    unscored = [label for each, label in ((run, name), (base, base_name))
-                if tasks.task_name(each.config) in tasks.DATA_TASKS]
-    if unscored:
+    if unscored := [label for each, label in ((run, name), (base, base_name))
+                    if tasks.task_name(each.config) in tasks.DATA_TASKS]:
         return no(f"{unscored[0]} is not trained on rewards; ppocli eval judges its responses by "
                   "one: --reward, --against")
-    judged = [key for key, _, _ in resolved.config_differences(base.config, run.config)
-              if key.startswith("reward.") and key not in _CALLING]
-    if judged:
+    if judged := [key for key, _, _ in resolved.config_differences(base.config, run.config)
+                  if key.startswith("reward.") and key not in _CALLING]:
         return no(f"other rewards score them ({', '.join(judged)} differ)")
     mine, theirs = (_final_samples(each) for each in (run, base))
     if not mine or not theirs:

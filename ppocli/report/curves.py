@@ -85,9 +85,8 @@ def curves_of(runs: Sequence[RunRecord]) -> list[Curve]:
     another."""
     plan = list(_PLAN)
     names = list(dict.fromkeys(name for run in runs for name in run.names))
-    parts = [name for name in names if name.startswith("reward/")
-             and name not in ("reward/mean", "reward/std", "reward/invalid")]
-    if parts:
+    if parts := [name for name in names if name.startswith("reward/")
+                 and name not in ("reward/mean", "reward/std", "reward/invalid")]:
         behind = 1 + [title for title, _, _ in plan].index("Reward")
         plan.insert(behind, ("Rewards by name", "score", [(n.removeprefix("reward/"), n)
                                                           for n in parts]))

@@ -222,8 +222,7 @@ def make_dirs(path: Path) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    missing = []
-    folder = path
+    missing, folder = [], path
     with disk_errors(path):
         while not folder.is_dir() and folder != folder.parent:
             missing.append(folder)
