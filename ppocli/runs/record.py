@@ -105,6 +105,11 @@ class RunRecord:
         return list(dict.fromkeys(name for row in self.rows for name in row
                                   if name not in ("step", "episode", "updates")))
 
+    @property
+    def changes(self) -> list[Change]:
+        """Settings that were changed when the run was resumed."""
+        return read_changes(self.folder.path)
+
     def eval_samples(self, *steps: int | None) -> list[list[dict[str, Any]]]:
         """The evaluation samples of each step, in the order of the prompts; none of step None."""
         rows = [row for row in run_logs.read_jsonl(self.folder.samples)
