@@ -122,10 +122,9 @@ def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,
                stop_sequences=stop_sequences)
 
 
-def sft(overrides: Sequence[str] | Mapping[str, Any] = (), *,
-        model_path: str | Path | None = None, config: Mapping[str, Any] | None = None,
-        data: Any = None, val_data: Any = None, stop_sequences: Sequence[str] | None = None
-        ) -> TrainedRun:
+def sft(overrides: Sequence[str] | Mapping[str, Any] = (), *, model_path: str | Path | None = None,
+        config: Mapping[str, Any] | None = None, data: Any = None, val_data: Any = None,
+        stop_sequences: Sequence[str] | None = None) -> TrainedRun:
     """Fine-tune a model on examples in this process, as ``ppocli sft`` does.
 
     Example::
@@ -303,8 +302,7 @@ def load_run(run_dir: str | Path, *, trust: bool = False) -> TrainedRun:
         InputError: it holds no finished run.
     """
     folder = Path(run_dir).resolve()
-    summary = read_json(folder / "summary.json")
-    if summary is None:
+    if (summary := read_json(folder / "summary.json")) is None:
         raise InputError(f"{folder} holds no summary.json of a run.", where=str(folder),
                          fix="name the folder of a finished run")
     if summary.get("status") != "finished":

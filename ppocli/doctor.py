@@ -141,8 +141,7 @@ def accelerate(around: Surroundings) -> Finding:
 
 def deepspeed(around: Surroundings) -> Finding:
     """Whether DeepSpeed can be imported: transformers does so when it saves a model."""
-    found = environment.installed_version("deepspeed")
-    if found is None:
+    if (found := environment.installed_version("deepspeed")) is None:
         return Finding("warning", "not installed", "pip install 'deepspeed>=0.17,<1'")
     answer = ask("import", "deepspeed", seconds=60)
     if "error" in answer:
@@ -154,8 +153,7 @@ def deepspeed(around: Surroundings) -> Finding:
 # The machine --------------------------------------------------------------------------------------
 def memory(around: Surroundings) -> Finding:
     """What may still be taken of the machine's memory, and of the control group's."""
-    room = host_room(around.root)
-    if room is None:
+    if (room := host_room(around.root)) is None:
         return Finding("ok", "the system doesn't tell")
     free = room / 2**30
     text = f"{free:.1f} GiB free"
@@ -200,8 +198,7 @@ def disk(around: Surroundings) -> Finding:
     """Free space where runs and downloads go."""
     hub_cache = Path(os.environ.get("HF_HUB_CACHE") or environment.hub_home() / "hub").expanduser()
     places = {"runs": around.folder, "Hub cache": hub_cache}
-    free = {name: count for name, path in places.items()
-            if (count := free_bytes(path)) is not None}
+    free = {name: count for name, path in places.items() if (count := free_bytes(path)) is not None}
     text = ", ".join(f"{name} {format_bytes(count)}" for name, count in free.items()) + " free"
     fix = "free some space, or move: output_dir=FOLDER, HF_HOME"
     least = min(free.values(), default=DISK_LOW)
@@ -229,8 +226,7 @@ def output(around: Surroundings) -> Finding:
 # The Hub ------------------------------------------------------------------------------------------
 def hub(around: Surroundings) -> Finding:
     """Whether the Hub answers within two seconds, or downloads are forbidden."""
-    name = offline_variable()
-    if name is not None:
+    if (name := offline_variable()) is not None:
         return Finding("ok", f"{name}={os.environ[name]}: nothing is downloaded")
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     if urlsplit(endpoint).scheme not in ("http", "https"):
@@ -246,8 +242,7 @@ def hub(around: Surroundings) -> Finding:
 
 def token(around: Surroundings) -> Finding:
     """Whether there is a token for the Hub, and what it may do. It is never shown."""
-    place = _token_place()
-    if place is None:
+    if (place := _token_place()) is None:
         return Finding("ok", "none (public models need none; `hf auth login` sets one)")
     if offline_variable() is not None or not hub_reachable():
         return Finding("ok", f"set ({place}), not tried")
@@ -325,8 +320,7 @@ def bf16(around: Surroundings) -> Finding:
     if "error" in around.torch:
         return _NO_TORCH
     gpus = [device for device in around.torch["devices"] if device["device"] != "cpu"]
-    without = [device["device"] for device in gpus if not device.get("bf16")]
-    if without:
+    if without := [device["device"] for device in gpus if not device.get("bf16")]:
         return Finding("warning", f"{', '.join(without)} can't compute in bf16",
                        "hardware.precision=fp32")
     if gpus:
@@ -347,8 +341,7 @@ def gloo(around: Surroundings) -> Finding:
             ThreadPoolExecutor(2) as both:
         answers = list(both.map(lambda rank: ask("gloo", f"{folder}/meeting", rank, "2",
                                                  seconds=30), ("0", "1")))
-    errors = [answer["error"] for answer in answers if "error" in answer]
-    if errors:
+    if errors := [answer["error"] for answer in answers if "error" in answer]:
         return Finding("fail", f"two processes can't add up a number: {errors[0]}",
                        "runs with one process work; for more check GLOO_SOCKET_IFNAME, firewall "
                        "and the machine's name in /etc/hosts")
@@ -358,7 +351,6 @@ def gloo(around: Surroundings) -> Finding:
     return Finding("ok", "two processes added up a number over gloo")
 
 
-CHECKS: Sequence[Check] = (
-    python, packages, transformers, hydra, memory, shm, disk, output, hub, token, accelerate,
-    torch, devices, bf16, threads, deepspeed, gloo)
+CHECKS: Sequence[Check] = (python, packages, transformers, hydra, memory, shm, disk, output, hub,
+                           token, accelerate, torch, devices, bf16, threads, deepspeed, gloo)
 """in the order in which they are asked: the quick ones first"""

@@ -23,8 +23,7 @@ from ppocli.daemon import in_daemon
 from ppocli.text import error_line, first_line
 
 Verdict = Literal["ok", "warning", "fail"]
-SECONDS: Mapping[str, float] = {
-    "output": 20, "token": 20, "torch": 70, "deepspeed": 70, "gloo": 40}
+SECONDS: Mapping[str, float] = {"output": 20, "token": 20, "torch": 70, "deepspeed": 70, "gloo": 40}
 """after which a check is given up; 10 for those that aren't named"""
 
 SIZE = 256

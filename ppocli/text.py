@@ -119,8 +119,7 @@ def each_text(value: Any, change: Callable[[str], str],
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {change_key(key): each_text(item, change, change_key)
-                for key, item in value.items()}
+        return {change_key(key): each_text(item, change, change_key) for key, item in value.items()}
     return [each_text(item, change, change_key) for item in value] \
         if isinstance(value, list | tuple) else value
 
@@ -136,8 +135,7 @@ def sparkline(values: Sequence[float | None], cells: int = 32) -> str:
     parts = [[value for value in values[start:end] if value is not None]
              for start, end in pairwise(bounds)]
     # halved, so that no sum or difference of them overflows
-    means = [math.fsum(value / len(part) / 2 for value in part) if part else None
-             for part in parts]
+    means = [math.fsum(value / len(part) / 2 for value in part) if part else None for part in parts]
     there = [mean for mean in means if mean is not None]
     low, spread = min(there, default=0.0), max(there, default=0.0) - min(there, default=0.0)
 

@@ -51,8 +51,7 @@ class PPOTrainer:
 
         self._scores = LoopScores()
         objects = PythonObjects(reward_fn=self._scores, model=model, ref_model=ref_model,
-                                tokenizer=tokenizer, optimizer=optimizer,
-                                lr_scheduler=lr_scheduler,
+                                tokenizer=tokenizer, optimizer=optimizer, lr_scheduler=lr_scheduler,
                                 prompts=None if prompts is None else list(prompts))
         with ExitStack() as stack:
             self._run = stack.enter_context(opened(overrides, objects))
@@ -187,11 +186,10 @@ class PPOTrainer:
                 return tensors(out.action_ids)
             other = own_samples.reference_responses(call, batch, self._run.stop)
             return tensors(out.action_ids), tensors(other[:own])
-        return Batch(
-            mine.texts, [text for one in chunks for text in one.responses],
-            prompt_ids, out.action_ids, plain(out.logprobs, out.mask),
-            plain(out.values, out.mask), out.finished.tolist(), mine.columns, tuple(chunks),
-            self.steps, call.sampling.temperature)
+        return Batch(mine.texts, [text for one in chunks for text in one.responses], prompt_ids,
+                     out.action_ids, plain(out.logprobs, out.mask), plain(out.values, out.mask),
+                     out.finished.tolist(), mine.columns, tuple(chunks), self.steps,
+                     call.sampling.temperature)
 
     def step(self, queries: Any, responses: Any = None, scores: Any = None,
              response_masks: Sequence[Any] | None = None) -> dict[str, Any]:
@@ -264,9 +262,8 @@ class PPOTrainer:
 
     def _check_size(self, chunks: "Sequence[Chunk]") -> None:
         ranks, left, n = self._session.backend.ranks, self._left(), self._session.cfg.ppo.n
-        samples = sorted(pair for part in ranks.gather([
-            pair for one in chunks for pair in zip(one.prompts.episodes, one.prompts.texts,
-                                                   strict=True)]) for pair in part)
+        samples = sorted(pair for part in ranks.gather([pair for one in chunks for pair in zip(
+            one.prompts.episodes, one.prompts.texts, strict=True)]) for pair in part)
         count = len(samples)
         if count > left:
             raise ConfigError(f"{count} samples, but only {left} of the "
@@ -292,9 +289,8 @@ class PPOTrainer:
         self._check_open()
         row = {name: value.item() if hasattr(value, "item") else value
                for name, value in figures.items()}
-        wrong = [name for name, value in row.items()
-                 if not (value is None or isinstance(value, (int, float)))]
-        if wrong:
+        if wrong := [name for name, value in row.items()
+                     if not (value is None or isinstance(value, (int, float)))]:
             raise ConfigError(f"{wrong[0]}={row[wrong[0]]!r} is no number.", where="PPOTrainer.log",
                               fix="log numbers alone")
         step = row.get("step")

@@ -99,12 +99,8 @@ class Chat:
     def __init__(self, request: sampling_request.SamplingRequest,
                  chosen: sampling_request.ChosenModels, players: Sequence[Player],
                  generation: GenerationConfig, reward: Reward | None) -> None:
-        self._cfg = chosen.cfg
-        self._generation = generation
-        self._reward = reward
-        self._seed = request.seed
-        self._players = players
-        self._system = request.system
+        self._cfg, self._generation, self._reward = chosen.cfg, generation, reward
+        self._players, self._seed, self._system = players, request.seed, request.system
         self._forget()
 
     def _forget(self) -> None:
@@ -132,7 +128,7 @@ class Chat:
         try:
             if line.startswith("/") and not line.startswith("//"):
                 return self._obey(line.split())
-            self._answer(line.removeprefix("/") if line.startswith("//") else line)
+            self._answer(line.removeprefix("/"))
         except PpocliError as error:
             # of this line alone: the conversation goes on
             complain(f"Error: {error}")
@@ -162,8 +158,7 @@ class Chat:
 
     def _set(self, values: list[str]) -> None:
         pairs = [word.partition("=") for word in values]
-        wrong = [name for name, equals, _ in pairs if not equals]
-        if wrong:
+        if wrong := [name for name, equals, _ in pairs if not equals]:
             raise ConfigError(f"/set {wrong[0]}: it takes NAME=VALUE.", fix="/set temperature=0.7")
         changes = {name: getattr(self._generation, name) for name in CHANGEABLE}
         changes |= {name: _value(text) for name, _, text in pairs}
@@ -222,10 +217,9 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _value(text: str) -> Any:
-    try:
+    with suppress(ValueError):
         return json.loads(text)
-    except ValueError:
-        return text
+    return text
 
 
 def _take_lines(talk: Chat) -> None:

@@ -34,8 +34,7 @@ def evaluate(
             "SPEC", "Prompts to evaluate on: a file, a folder or a Hub data set."),
         reward: opt.Reward = None,
         limit: int | None = option("N", "At most this many prompts, spread over their source."),
-        num_samples: int | None = option(
-            "K", "Responses to each prompt.", "--num-samples", "-n"),
+        num_samples: int | None = option("K", "Responses to each prompt.", "--num-samples", "-n"),
         seed: int | None = option("S", "Seed of the sampling (default: the run's)."),
         frontier: bool = flag(
             "Compare the policy with best-of-n of the base at the same KL.", "--frontier"),
@@ -166,8 +165,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
     """The contents of eval.json as a person reads them."""
     models = {role: {**found, "name": found["model"]["name"]} for role, found in (
         ("policy", report), ("against", report["against"])) if found is not None}
-    frontier = report["frontier"]
-    if frontier is not None:
+    if (frontier := report["frontier"]) is not None:
         models["base"] = {**frontier["base"], "name": f"{report['base']['path']}, "
                           f"{frontier['samples_each']} samples per prompt"}
     lines = aligned([[role, model["name"]] for role, model in models.items()])

@@ -10,23 +10,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.cli.output import print_json, say, working
-from ppocli.cli.run_plan import Plan, plan_of
-from ppocli.config import resolved, schema, secrets, tasks
-from ppocli.config.compose import Composed, compose
+from ppocli.cli import output, run_plan
+from ppocli.config import compose, resolved, schema, secrets, sweep, tasks
 from ppocli.config.keys import schema_keys
 from ppocli.config.problems import DEFAULT_SOURCE, OUR_ENGINES, Problem
-from ppocli.config.sweep import SweepJob, run_sweep_jobs
 from ppocli.config.words import Words, read_words
 from ppocli.data import render, sources
 from ppocli.environments.resolve import resolve
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
-from ppocli.launching import opened_folder
-from ppocli.launching.target_config import allow_code
+from ppocli.launching import opened_folder, target_config
 from ppocli.rewards.scoring import check_reward_config
+from ppocli.storage import model_files, run_folder
 from ppocli.storage.checkpoints import find_latest
-from ppocli.storage.model_files import eos_text
-from ppocli.storage.run_folder import RunFolder, probe_writable
 from ppocli.text import clean
 from ppocli.tracking.trackers import check_trackers
 from ppocli.user_code import Kind, Wanted, locate
@@ -40,7 +35,7 @@ class Examined:
     """What was found. ``config`` is that of the run, or of a sweep's first job."""
 
     problems: list[PpocliError] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)
+    plans: list[run_plan.Plan] = field(default_factory=list)
     config: schema.TrainConfig | None = None
     warnings: list[str] = field(default_factory=list)
     """what may be meant, and most often isn't"""
@@ -80,11 +75,11 @@ def examine(words: Sequence[str], *, colour: bool = False) -> Examined:
         if read.is_sweep:
             _examine_sweep(read, found)
         else:
-            _examine_run(compose(read), found)
+            _examine_run(compose.compose(read), found)
     return found
 
 
-def _examine_run(composed: Composed, found: Examined) -> None:
+def _examine_run(composed: compose.Composed, found: Examined) -> None:
     config, resume_from = composed.config, composed.resume_from
     if composed.note is not None:
         found.warnings.append(composed.note)
@@ -97,28 +92,27 @@ def _examine_run(composed: Composed, found: Examined) -> None:
     found.add(_unwritable(named or Path(config.output_dir)))
     if not found.problems:
         place = named or Path(config.output_dir) / f"{composed.recipe or 'run'}-DATE-TIME"
-        found.plans.append(plan_of(config, count, place))
+        found.plans.append(run_plan.plan_of(config, count, place))
 
 
 def _examine_sweep(words: Words, found: Examined) -> None:
     """Every job; what is wrong with several jobs alike is told once."""
-    unusual = [setting.key for setting in words.settings
-               if setting.key in ("hydra/sweeper", "hydra/launcher", "sweep.search")
-               and setting.value not in ("basic", "grid")]
-    if unusual:
+    if unusual := [setting.key for setting in words.settings
+                   if setting.key in ("hydra/sweeper", "hydra/launcher", "sweep.search")
+                   and setting.value not in ("basic", "grid")]:
         raise ConfigError(f"{unusual[0]} decides the jobs while they run, so they can't be listed.",
                           where="command line", fix="check one of them: leave out -m and give one "
                           "value for each key that is swept")
     given, name = words.value("hydra.sweep.dir"), words.value("run_name") or "sweep-DATE-TIME"
-    jobs: list[tuple[SweepJob, Examined]] = []
+    jobs: list[tuple[sweep.SweepJob, Examined]] = []
 
-    def run_job(job: SweepJob) -> float | None:
+    def run_job(job: sweep.SweepJob) -> float | None:
         jobs.append((job, _examine_job(job, colour=found.colour)))
         return 0.0
 
     with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
-        run_sweep_jobs(words, run_job, lambda shared, grid: Path(scratch, "sweep"),
-                       search=_no_search)
+        sweep.run_sweep_jobs(words, run_job, lambda shared, grid: Path(scratch, "sweep"),
+                             search=lambda *_: None)  # searches were refused above
     told: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
         found.config, found.facts = found.config or one.config, found.facts or one.facts
@@ -133,25 +127,21 @@ def _examine_sweep(words: Words, found: Examined) -> None:
         found.add(_unwritable(Path(given or found.config.output_dir)))
 
 
-def _no_search(*_: Any) -> None:
-    """Searches were refused before."""
-
-
-def _examine_job(job: SweepJob, *, colour: bool) -> Examined:
+def _examine_job(job: sweep.SweepJob, *, colour: bool) -> Examined:
     one = Examined(colour=colour)
     with one.taking():
         composed = job.compose()
         config = replace(composed.config, run_name=None)
         count, _ = _examine_config(composed, config, one)
         if not one.problems:
-            one.plans.append(replace(plan_of(config, count, job.folder), job=job.number,
+            one.plans.append(replace(run_plan.plan_of(config, count, job.folder), job=job.number,
                                      varied=list(job.varied)))
     return one
 
 
 # Inputs -------------------------------------------------------------------------------------------
 
-def _examine_config(composed: Composed, config: schema.TrainConfig, found: Examined
+def _examine_config(composed: compose.Composed, config: schema.TrainConfig, found: Examined
                     ) -> tuple[int | None, frozenset[str]]:
     """Settings; then models, DeepSpeed's file, prompts and rewards, apart from keys that are wrong
     already. Returns how many prompts or examples to train on there are, and the wrong keys."""
@@ -174,7 +164,7 @@ def _examine_config(composed: Composed, config: schema.TrainConfig, found: Exami
     if not on_data and not any(key.startswith("prompts") for key in wrong):
         count, columns = _examine_prompts(config, found)
     try:
-        allow_code(composed)
+        target_config.allow_code(composed)
     except PpocliError as error:
         found.add([error])
         return count, wrong
@@ -246,8 +236,7 @@ def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
     return None
 
 
-def _rows(spec: sources.PromptSpec, model: schema.ModelConfig, found: Examined
-          ) -> list[Any] | None:
+def _rows(spec: sources.PromptSpec, model: schema.ModelConfig, found: Examined) -> list[Any] | None:
     """The rows of a source on this machine; None for a data set of the Hub."""
     if not spec.has_source:
         return []
@@ -257,7 +246,7 @@ def _rows(spec: sources.PromptSpec, model: schema.ModelConfig, found: Examined
                             most=spec.limit if spec.key == "prompts" else None)
     if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
         texts = render.prompt_texts(rows, spec, None)  # type: ignore[arg-type]
-        eos = eos_text(model.tokenizer_path or model.path, model.revision)
+        eos = model_files.eos_text(model.tokenizer_path or model.path, model.revision)
         ended = [row for row, text in zip(rows, texts, strict=True) if eos and text.endswith(eos)]
         if ended:
             found.warnings.append(f"{spec.key}: {render.ends_in_eos(ended, eos)}")
@@ -277,7 +266,7 @@ def _reward_parts(reward: schema.RewardConfig) -> Iterator[schema.RewardConfig]:
 
 # The folder ---------------------------------------------------------------------------------------
 
-def _taken(composed: Composed, folder: Path, *, settled: bool) -> Iterator[PpocliError]:
+def _taken(composed: compose.Composed, folder: Path, *, settled: bool) -> Iterator[PpocliError]:
     """Whether the run may have its folder: a new one, or one that it goes on with.
 
     Args:
@@ -296,7 +285,7 @@ def _taken(composed: Composed, folder: Path, *, settled: bool) -> Iterator[Ppocl
                                             accept_changes=composed.accept_changes)
     except CheckpointError as error:
         yield error
-    checkpoints = RunFolder(folder).checkpoints
+    checkpoints = run_folder.RunFolder(folder).checkpoints
     if resume_from and find_latest(checkpoints, run_id=None, verify="size").found is None:
         yield CheckpointError(f"{folder} has no valid checkpoint to go on from.",
                               where=str(checkpoints),
@@ -308,10 +297,9 @@ def _unwritable(folder: Path) -> Iterator[PpocliError]:
     place = next(part for part in (folder.absolute(), *folder.absolute().parents)
                  if os.path.lexists(part))
     try:
-        probe_writable(place)
+        run_folder.probe_writable(place)
     except DiskError as error:
-        yield error.reworded(what=error.what.replace(str(place), str(folder), 1),
-                             where=str(folder))
+        yield error.reworded(what=error.what.replace(str(place), str(folder), 1), where=str(folder))
 
 
 # Telling ------------------------------------------------------------------------------------------
@@ -340,21 +328,18 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
     found = examine(words, colour=not as_json and sys.stdout.isatty()
                     and not os.environ.get("NO_COLOR"))
     for warning in dict.fromkeys(found.warnings):
-        say(f"warning: {clean(warning)}")
+        output.say(f"warning: {clean(warning)}")
     rehearsal, told = dict[str, Any](), list[str]()
     if deep and not found.problems and found.config is not None:
-        say(f"loading {found.config.model.path}")
-        try:
-            with working() as stop:
-                from ppocli.cli.rehearsed import rehearsed
+        output.say(f"loading {found.config.model.path}")
+        with found.taking(), output.working() as stop:
+            from ppocli.cli.rehearsed import rehearsed
 
-                rehearsal, told = rehearsed(found.config, stop)
-        except PpocliError as error:
-            found.add([error])
+            rehearsal, told = rehearsed(found.config, stop)
     problems = sorted(found.problems, key=lambda error: ORDER.index(error.exit_code)
                       if error.exit_code in ORDER else len(ORDER))
     if as_json:
-        print_json(_as_json(problems, found.plans, found.facts, rehearsal))
+        output.print_json(_as_json(problems, found.plans, found.facts, rehearsal))
         if problems:
             raise SystemExit(problems[0].exit_code)
         return
@@ -372,7 +357,7 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         print(line)
 
 
-def _as_json(problems: Sequence[PpocliError], plans: Sequence[Plan], facts: list[str],
+def _as_json(problems: Sequence[PpocliError], plans: Sequence[run_plan.Plan], facts: list[str],
              rehearsal: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "valid": not problems, "exit_code": problems[0].exit_code if problems else 0,

@@ -20,9 +20,8 @@ from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.runs.record import is_run, read_run, said
 from ppocli.runs.target import known_names, list_runs, run_named, written
-from ppocli.storage import environment
+from ppocli.storage import environment, run_logs
 from ppocli.storage.run_folder import LOCK, RunFolder, finite_or_null, live_owner, other_host
-from ppocli.storage.run_logs import read_row
 from ppocli.text import did_you_mean, figure, pasted, printable_json
 
 LAST = 5
@@ -35,12 +34,9 @@ class Follower:
 
     def __init__(self, folder: Path, shown: str, from_start: bool, as_json: bool) -> None:
         self.board = dashboard.Dashboard(shown, self._memory)
-        self._run = RunFolder(folder)
-        self._shown = shown
-        self._as_json = as_json
+        self._run, self._shown, self._as_json = RunFolder(folder), shown, as_json
         self._past: int | None = None if from_start else LAST
-        self._metrics = Tail(self._run.metrics)
-        self._log = Tail(self._run.log)
+        self._metrics, self._log = Tail(self._run.metrics), Tail(self._run.log)
         self._rows: list[dict[str, Any]] = []
         self._log_seen = self._waiting = self._in_warning = False
         self._written: dict[Path, int] = {}
@@ -49,7 +45,8 @@ class Follower:
     def look(self) -> bool:
         """Show what is new; whether there may be more."""
         # asked first: a process that is gone by now has written all it ever will
-        alive = self._is_alive()
+        path = self._run.path
+        alive = live_owner(path) is not None or other_host(path) is not None or may_begin(path)
         if self._has_changed(self._run.config):
             with suppress(PpocliError):
                 config = resolved.read_config(self._run.config)
@@ -102,10 +99,6 @@ class Follower:
         owner = live_owner(self._run.path)
         return None if owner is None else resident_mib(owner.pid)
 
-    def _is_alive(self) -> bool:
-        path = self._run.path
-        return (live_owner(path) is not None or other_host(path) is not None or may_begin(path))
-
     def _has_changed(self, path: Path) -> bool:
         """Whether a file has been written to since this was last asked."""
         try:
@@ -133,11 +126,10 @@ class Follower:
     def _show(self, rows: Sequence[dict[str, Any]]) -> None:
         if self._past is not None:
             rows, self._past = rows[-self._past:], None
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for row in rows:
-            lines = [printable_json(json.dumps(finite_or_null(row), ensure_ascii=False))] \
-                if self._as_json \
-                else console.row_lines(row, self._total, shutil.get_terminal_size().columns
-                                       if sys.stdout.isatty() else None)
+            lines = console.row_lines(row, self._total, width) if not self._as_json else [
+                printable_json(json.dumps(finite_or_null(row), ensure_ascii=False))]
             for line in lines:
                 show_text(line)
 
@@ -198,7 +190,7 @@ def _whole_lines(raw: bytes) -> list[bytes]:
 
 def row_of_step(line: bytes) -> dict[str, Any] | None:
     """A row with its step; None for a line that is damaged."""
-    row = read_row(line)
+    row = run_logs.read_row(line)
     return row if row is not None and isinstance(row.get("step"), int) else None
 
 
@@ -231,8 +223,7 @@ def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Pat
         CheckpointError: the folder is no run's.
     """
     if given is None:
-        found = _newest(runs)
-        if found is None:
+        if (found := _newest(runs)) is None:
             raise ConfigError(f"There is no run in {runs} yet.", where=str(runs.absolute()),
                               fix="start one: ppocli train +recipe=quickstart")
         say(f"watching {found}, the newest run")
@@ -243,8 +234,7 @@ def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Pat
                          fix="name a run's folder: ppocli runs list"
                          + did_you_mean(given, known_names(runs, _has_begun)))
     if not _has_begun(path):
-        inside = _newest(path)
-        if inside is None:
+        if (inside := _newest(path)) is None:
             raise CheckpointError(f"{given} is not a run folder (no config.yaml).", where=str(path),
                                   fix="name a folder made by ppocli train: ppocli runs list")
         say(f"watching {inside}, the newest run in it")
@@ -258,10 +248,8 @@ def _has_begun(folder: Path) -> bool:
 
 def may_begin(folder: Path) -> bool:
     """Whether a process may be loading for this run that has not taken the folder's lock yet."""
-    signs = [folder / resolved.NEXT_CONFIG_FILE]
-    if not is_run(folder):
-        signs.append(RunFolder(folder).config)
-    for sign in signs:
+    for sign in (folder / resolved.NEXT_CONFIG_FILE,
+                 *([] if is_run(folder) else [RunFolder(folder).config])):
         with suppress(OSError):
             if time.time() - sign.stat().st_mtime < START_SECONDS:
                 return True
@@ -270,6 +258,5 @@ def may_begin(folder: Path) -> bool:
 
 def _newest(root: Path) -> Path | None:
     found = list_runs(root, _has_begun)
-    running = [folder for folder in found
-               if live_owner(folder) is not None or may_begin(folder)]
+    running = [folder for folder in found if live_owner(folder) is not None or may_begin(folder)]
     return max(running or found, key=written, default=None)

@@ -42,9 +42,8 @@ def generate(
         max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
         min_p: opt.MinP = None, repetition_penalty: opt.Penalty = None,
-        ignore_eos: opt.IgnoreEos = False,
-        greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
-        trust: opt.Trust = False,
+        ignore_eos: opt.IgnoreEos = False, greedy: opt.Greedy = False, stop: opt.Stop = None,
+        seed: opt.Seed = 0, trust: opt.Trust = False,
         chat: bool | None = option(None, "Render prompts with the chat template, or use them as "
             "they are (default: as in the run).", "--chat/--no-chat"),
         system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
@@ -115,12 +114,10 @@ def chat(
         max_new_tokens: opt.MaxNew = None, min_new_tokens: opt.MinNew = None,
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
         min_p: opt.MinP = None, repetition_penalty: opt.Penalty = None,
-        ignore_eos: opt.IgnoreEos = False,
-        greedy: opt.Greedy = False, stop: opt.Stop = None, seed: opt.Seed = 0,
-        trust: opt.Trust = False,
-        system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
-        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None,
-        env: opt.Env = False,
+        ignore_eos: opt.IgnoreEos = False, greedy: opt.Greedy = False, stop: opt.Stop = None,
+        seed: opt.Seed = 0, trust: opt.Trust = False, system: opt.System = None,
+        step: opt.Step = None, best: opt.Best = False, score: opt.Score = False,
+        reward: opt.Reward = None, against: opt.Against = None, env: opt.Env = False,
         watch: bool = opt.flag("With --env: the policy plays, and you look on.")) -> None:
     """Chat with a run, a checkpoint or a model in the terminal.
 
@@ -166,8 +163,7 @@ def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | 
     if prompts and file is not None:
         raise ConfigError("--prompt and --prompts can't be combined.", where="command line",
                           fix="give one of them")
-    blank = [text for text in prompts or () if not text.strip()]
-    if blank:
+    if blank := [text for text in prompts or () if not text.strip()]:
         raise ConfigError(f"The prompt {blank[0]!r} is empty.", where="--prompt",
                           fix="give some text")
     if prompts or file not in (None, "-"):
@@ -263,12 +259,9 @@ class ResponsePrinter:
 
     def __init__(self, prompts: Sequence[str], names: Sequence[str], num_samples: int, *,
                  as_json: bool, scored: bool) -> None:
-        self._prompts = prompts
-        self._names = names
-        self._samples = num_samples
-        self._json = as_json
+        self._prompts, self._names, self._samples = prompts, names, num_samples
+        self._json, self._scored = as_json, scored
         self._scores: list[list[float]] = [[] for _ in names]
-        self._scored = scored
         self._heading: int | None = None
         self._bare = len(prompts) == num_samples == len(names) == 1 and not as_json
         self.streams = self._bare and sys.stdout.isatty()

@@ -26,6 +26,8 @@ ASSUMED_TOKENS = 512
 """of the longest prompt, if nothing else is known"""
 PLACES = {"device": "", "offloaded": ", in host memory while it isn't used",
           "host": ", in host memory", "elsewhere": ", on a separate device"}
+PHASES = {"generate": "generation", "score": "scoring", "update": "updates", "save": "saving"}
+"""what an estimate calls the phases of a step: how it is told"""
 NOT_NEEDED = frozenset({"reward.fn", "data.path", "ppo.total_episodes, ppo.num_steps"})
 """keys that a run needs and an estimate does not"""
 
@@ -99,8 +101,7 @@ def print_estimate(
 
 def composed(words: Sequence[str]) -> TrainConfig:
     """The configuration of a run that may lack what it is trained on and for how long."""
-    from ppocli.config.compose import compose
-    from ppocli.config.problems import raise_problems
+    from ppocli.config import compose, problems
     from ppocli.config.words import read_words
     from ppocli.launching.target_config import JUDGED, allow_code
 
@@ -108,8 +109,8 @@ def composed(words: Sequence[str]) -> TrainConfig:
     if read.only_prints or read.is_sweep:
         raise ConfigError("These words don't describe a single run.", where="command line",
                           fix="leave out -m, --cfg, --info and --hydra-help")
-    found = compose(read)
-    raise_problems([p for p in found.problems() if p.key not in NOT_NEEDED], found.hint)
+    found = compose.compose(read)
+    problems.raise_problems([p for p in found.problems() if p.key not in NOT_NEEDED], found.hint)
     allow_code(found, JUDGED)
     return found.config
 
@@ -136,11 +137,9 @@ def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[in
     # an encoder-decoder has that many on either side
     new = 0 if has_encoder(lm) else longest_response(cfg)
     room = 2**31 if limit is None else max(limit - new, 1)
-    measured = _longest_prompt(cfg, room, whole=has_encoder(lm))
-    if measured is not None:
+    if (measured := _longest_prompt(cfg, room, whole=has_encoder(lm))) is not None:
         return measured, "the longest there is"
-    longest = cfg.prompts.max_length or max(cfg.prompts.length_sampler or [0])
-    if longest:
+    if longest := cfg.prompts.max_length or max(cfg.prompts.length_sampler or [0]):
         return min(longest, room), "prompts.max_length or length_sampler"
     return min(ASSUMED_TOKENS, room), "assumed; set it with --prompt-tokens N"
 
@@ -211,17 +210,14 @@ def _room(memory: float | None, cuda: bool) -> Room:
 def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     from ppocli.estimate.check import roughly
 
-    for line in _heading(found, cfg, source):
-        print(line)
-    print()
+    print(*_heading(found, cfg, source), "", sep="\n")
     sums = found.sums
     unit, size = ("GiB", 2**30) if sums.device >= 2**30 else ("MiB", 2**20)
 
     def cell(amount: int, there: bool = True) -> str:
         return three_digits(amount / size) if amount and there else "-"
 
-    columns = [("generate", "generation"), ("score", "scoring"), ("update", "updates"),
-               *([("save", "saving")] if cfg.hardware.zero_stage else [])]
+    columns = [each for each in PHASES.items() if each[0] != "save" or cfg.hardware.zero_stage]
     rows: list[tuple[str, ...]] = [
         (f"{unit} per process", *(heading for _, heading in columns), "host")]
     rows += [(line.name, *(cell(line.device, phase in line.phases) for phase, _ in columns),
@@ -269,8 +265,7 @@ def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
                f"{found.new_tokens} of them counted by the loss")
         yield f"per rank at once: {layout.rows} rows in a forward and backward pass"
         return
-    yield (f"tokens: prompts of {found.prompt_tokens} ({source}), responses of "
-           f"{found.new_tokens}")
+    yield (f"tokens: prompts of {found.prompt_tokens} ({source}), responses of {found.new_tokens}")
     yield (f"per rank at once: {layout.decoded} samples in generation, {layout.rows} in a forward "
            "and backward pass")
 
@@ -290,9 +285,7 @@ def _as_json(found: Estimate, cfg: TrainConfig, source: str, helps: list[str],
         "unknown": [{"name": name, "why": why} for name, why in found.unknown.items()],
         "not_measured": list(found.rough),
         "lines": [{"name": line.name, "device_bytes": line.device, "host_bytes": line.host,
-                   "in_generation": "generate" in line.phases,
-                   "in_scoring": "score" in line.phases, "in_updates": "update" in line.phases,
-                   "in_saving": "save" in line.phases}
+                   **{f"in_{word}": phase in line.phases for phase, word in PHASES.items()}}
                   for line in found.lines],
         "generation_bytes": sums.generate, "scoring_bytes": sums.score,
         "update_bytes": sums.update, "saving_bytes": sums.save, "device_bytes": sums.device,
@@ -358,15 +351,12 @@ def doctor(folder: Annotated[Path, typer.Argument(
     for name, found, seconds in run_checks(CHECKS, Surroundings(folder), begin=begin):
         begin("")
         results.append({"name": name, **asdict(found), "seconds": seconds})
-        lines = [f"{found.verdict:<8} {name:<{width}}  {found.text}"]
+        tell(f"{found.verdict:<8} {name:<{width}}  {found.text}")
         if found.fix is not None and found.verdict != "ok":
-            lines.append(f"{'':<8} {'':<{width}}  fix: {found.fix}")
-        for line in lines:
-            tell(line)
+            tell(f"{'':<8} {'':<{width}}  fix: {found.fix}")
     if as_json:
         print_json(results)
-    failed = [result["name"] for result in results if result["verdict"] == "fail"]
-    if failed:
+    if failed := [result["name"] for result in results if result["verdict"] == "fail"]:
         complain(f"{len(failed)} of {len(results)} checks failed: {', '.join(failed)}")
         raise SystemExit(1)
 

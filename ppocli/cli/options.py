@@ -75,6 +75,11 @@ def request_of(record: Callable[..., Record], ctx: typer.Context, **others: Any)
     return record(**{**given, **others})
 
 
+def group(text: str) -> typer.Typer:
+    """Commands that stand behind a word, as those of ``ppocli runs``."""
+    return typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=text)
+
+
 def option(metavar: str | None, text: str, *names: str, default: Any = None, **more: Any) -> Any:
     """An option with a value, ``--like-its-parameter`` unless there are other ``names``."""
     return typer.Option(default, *names, metavar=metavar, help=text, **more)
@@ -198,12 +203,13 @@ Overrides = Annotated[list[str] | None, typer.Argument(
     metavar="[WORDS]...", autocompletion=complete_setting,
     help="Settings KEY=VALUE, +recipe=NAME, and Hydra's options.")]
 Run = Annotated[str | None, typer.Argument(
-    metavar="[RUN]", autocompletion=complete_target,
-    help="A run's folder or name, a checkpoint, a model folder, or a Hub name "
-         "(default: the newest run below runs/).")]
+    metavar="[RUN]", autocompletion=complete_target, help="A run's folder or name, a checkpoint, a "
+    "model folder, or a Hub name (default: the newest run below runs/).")]
 RunFolder = Annotated[str | None, typer.Argument(
     metavar="[RUN]", autocompletion=complete_run,
     help="A run's folder or name (default: the newest run below runs/).")]
+OneRun = Annotated[str, typer.Argument(
+    metavar="RUN", autocompletion=complete_run, help="The run's folder or name.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 Trust = Annotated[bool, typer.Option(
     "--trust", help="Run what the run's configuration names (rewards, a model's own code), though "
@@ -212,9 +218,8 @@ NoProgress = Annotated[bool, typer.Option(
     "--no-progress", help="Print plain lines without the live view, also on a terminal.")]
 
 # of commands that take a policy
-Step = Annotated[int | None, typer.Option(
-    metavar="N", min=0, help="The checkpoint of this step of the run (default: the final model, "
-    "else the newest).")]
+Step = Annotated[int | None, typer.Option(metavar="N", min=0, help="The checkpoint of this step of "
+                                          "the run (default: the final model, else the newest).")]
 Best = Annotated[bool, typer.Option("--best", help="The run's best checkpoint by evaluation.")]
 Reward = Annotated[str | None, typer.Option(
     metavar="IMPORT", help="Score with another reward: module:function, file.py:function or a "
@@ -225,11 +230,9 @@ Against = Annotated[str | None, typer.Option(
 
 # of generate and chat
 Score = Annotated[bool, typer.Option("--score", help="Score each response with the run's reward.")]
-Env = Annotated[bool, typer.Option(
-    "--env", help="Play the run's environment (env.fn); prompts are those of its evaluation unless "
-    "others are given.")]
-Seed = Annotated[int, typer.Option(
-    metavar="N", min=0, help="Equal seeds give equal responses.")]
+Env = Annotated[bool, typer.Option("--env", help="Play the run's environment (env.fn); prompts are "
+                                   "those of its evaluation unless others are given.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Equal seeds give equal responses.")]
 System = Annotated[str | None, typer.Option(
     metavar="TEXT", help="A system message before each conversation.")]
 MaxNew = Annotated[int | None, typer.Option(
@@ -240,12 +243,10 @@ Temperature = Annotated[float | None, typer.Option(metavar="T", help="Softmax te
 TopK = Annotated[int | None, typer.Option(
     metavar="K", help="Sample among the K most likely tokens (0: all).")]
 TopP = Annotated[float | None, typer.Option(metavar="P", help="Nucleus sampling (1: all).")]
-MinP = Annotated[float | None, typer.Option(
-    metavar="P", help="Leave out tokens below this share of the most likely one's probability "
-    "(0: none).")]
-Penalty = Annotated[float | None, typer.Option(
-    metavar="X", help="Make tokens less likely that are in the prompt or the response already "
-    "(1: off).")]
+MinP = Annotated[float | None, typer.Option(metavar="P", help="Leave out tokens below this share "
+                                            "of the most likely one's probability (0: none).")]
+Penalty = Annotated[float | None, typer.Option(metavar="X", help="Make tokens less likely that are "
+                                               "in the prompt or the response already (1: off).")]
 IgnoreEos = Annotated[bool, typer.Option(
     "--ignore-eos", help="Go on after the model's end-of-sequence token.")]
 Greedy = Annotated[bool, typer.Option("--greedy", help="Always take the most likely token.")]

@@ -156,8 +156,7 @@ def survive_any_terminal() -> None:
     a reader that went away (``ppocli ... | head``) ends the process quietly."""
     signal.signal(signal.SIGPIPE, _end_without_reader)
     for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
+        if (stream := getattr(sys, name)) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))
         elif hasattr(stream, "reconfigure"):
             with suppress(ValueError, OSError):
@@ -309,8 +308,7 @@ def split_words(run: str | None, words: Sequence[str] | None) -> tuple[str | Non
     rest = list(words or [])
     if run is not None and _WORD.match(run) and not Path(run).exists():
         rest, run = [run, *rest], None
-    wrong = [word for word in rest if not _WORD.match(word)]
-    if wrong:
+    if wrong := [word for word in rest if not _WORD.match(word)]:
         raise ConfigError(f"{wrong[0]!r} is neither an option nor a setting KEY=VALUE.",
                           where="command line", fix="ppocli COMMAND --help lists the options")
     return run, rest

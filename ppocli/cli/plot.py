@@ -88,8 +88,7 @@ def show_curves(series: "Sequence[Series]", smooth: int, out: Path | None, *, qu
 
 def numbers_of(curve: "Series") -> dict[str, Any]:
     """One curve as JSON."""
-    return {"run": curve.run, "metric": curve.metric,
-            "steps": [step for step, _ in curve.points],
+    return {"run": curve.run, "metric": curve.metric, "steps": [step for step, _ in curve.points],
             "values": [value for _, value in curve.points]}
 
 
@@ -112,11 +111,10 @@ def _print_charts(series: "Sequence[Series]", smooth: int) -> None:
     from ppocli.report.curves import by_metric, chart_title
 
     style = chosen_style(len({each.run for each in series}))
-    for number, (metric, group) in enumerate(by_metric(series)):
-        if number:
-            print()
-        print("\n".join(draw(group, title=chart_title(metric, group, smooth), style=style,
-                             width=shutil.get_terminal_size().columns)), flush=True)
+    width = shutil.get_terminal_size().columns
+    charts = [draw(group, title=chart_title(metric, group, smooth), style=style, width=width)
+              for metric, group in by_metric(series)]
+    print("\n\n".join(map("\n".join, charts)), flush=True)
 
 
 def chosen_style(runs: int) -> Style:

@@ -14,16 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ppocli.cli import options as opt
+from ppocli.cli import output
 from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, complete_run, flag, option
-from ppocli.cli.output import (
-    complain,
-    display_mode,
-    print_json,
-    print_table,
-    say,
-    show_text,
-    shown_figure,
-)
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import figure, format_bytes, printable
 
@@ -54,22 +47,22 @@ def watch(
     from ppocli.cli.follow import Follower, find_watched
     from ppocli.display.live_view import LiveView, Outlet
 
-    folder, shown = find_watched(given, say)
+    folder, shown = find_watched(given, output.say)
     follower = Follower(folder, shown, from_start, as_json)
     console = Outlet(sys.stdout)
-    live = display_mode() == "auto" and not (plain or as_json) and console.can_live
+    live = output.display_mode() == "auto" and not (plain or as_json) and console.can_live
     try:
         with LiveView(console, follower.board.lines) if live else nullcontext():
             while follower.look():
                 time.sleep(interval)
-        complain(follower.ending())
+        output.complain(follower.ending())
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
 
 
 def report(
         run: RunFolder = None,
-        output: Path | None = option("FILE", "Where to write it; .html or .md sets the format "
+        out: Path | None = option("FILE", "Where to write it; .html or .md sets the format "
             "(default: report.html and report.md in the run's folder).", "--output", "-o"),
         form: str | None = option("html|md|both", "What to write (default: by the ending of "
             "--output, otherwise both).", "--format",
@@ -92,24 +85,23 @@ def report(
       ppocli report runs/NAME --format md
       ppocli report runs/NAME --json | jq .outcome
     """
-    from ppocli.report.facts import gather
-    from ppocli.report.render import check_replaceable, destinations, render, write_file
+    from ppocli.report import facts, render
     from ppocli.runs.record import read_run
     from ppocli.runs.target import find_run, read_runs
 
-    if as_json and (output is not None or form is not None):
+    if as_json and (out is not None or form is not None):
         raise ConfigError("--json prints the report's data and writes no file.", where="--json",
                           fix="leave out --output and --format")
-    folder = find_run(run, say=say)
-    targets = [] if as_json else destinations(folder, output, form)
-    check_replaceable((path for path, _ in targets), overwrite)
+    folder = find_run(run, say=output.say)
+    targets = [] if as_json else render.destinations(folder, out, form)
+    render.check_replaceable((path for path, _ in targets), overwrite)
     record = read_run(folder)
     more = [run for run in read_runs(others or ()) if run.folder.path != record.folder.path]
-    gathered = gather(record, command=_command_of(record), shown_as=str(folder), others=more)
+    gathered = facts.gather(record, command=_command_of(record), shown_as=str(folder), others=more)
     if as_json:
-        print_json(gathered.as_json())
+        output.print_json(gathered.as_json())
     for path, form_of_file in targets:
-        write_file(path, render(gathered, form_of_file), "--output")
+        render.write_file(path, render.render(gathered, form_of_file), "--output")
         print(printable(str(path)))
 
 
@@ -157,11 +149,11 @@ def compare(
     found = compare_runs(runs, wanted if metric else ())
     names = [run.name for run in found.runs]
     if as_json:
-        print_json({"episodes": found.episodes, "runs": [asdict(run) for run in found.runs],
-                    "config_differences": {key: dict(zip(names, values, strict=True))
-                                           for key, values in found.differences},
-                    "win_rates": found.wins,
-                    **({"curves": list(map(numbers_of, curves))} if curves else {})})
+        output.print_json({
+            "episodes": found.episodes, "runs": [asdict(run) for run in found.runs],
+            "config_differences": {key: dict(zip(names, values, strict=True))
+                                   for key, values in found.differences}, "win_rates": found.wins,
+            **({"curves": list(map(numbers_of, curves))} if curves else {})})
     else:
         _print_comparison(found)
     if curves:
@@ -182,12 +174,12 @@ def _print_comparison(found: Comparison) -> None:
     if not at_end:
         rows += _section("at the end", [run.end for run in runs])
     rows += [["", *blank],
-             ["best evaluation", *(f"{shown_figure(run.best)} at step {run.best_step}"
+             ["best evaluation", *(f"{output.shown_figure(run.best)} at step {run.best_step}"
                                    if run.best is not None else "-" for run in runs)],
              ["", *blank], ["settings that differ", *blank]]
     rows += [[f"  {key}", *(shown(value) for value in values)]
              for key, values in found.differences] or [["  none", *blank]]
-    print_table(rows, fit=False)
+    output.print_table(rows, fit=False)
     print()
     for wins in found.wins:
         rate = f"none, {wins['reason']}" if wins["rate"] is None else (
@@ -202,16 +194,14 @@ def _section(heading: str, moments: Sequence[At]) -> list[list[str]]:
     return [[""] * (len(moments) + 1), [heading, *[""] * len(moments)],
             ["  step", *(str(at.step) for at in moments)],
             ["  episodes", *(str(at.episodes) for at in moments)],
-            *([f"  {name}", *(shown_figure(at.figures.get(name)) for at in moments)]
+            *([f"  {name}", *(output.shown_figure(at.figures.get(name)) for at in moments)]
               for name in names),
             ["  seconds", *(f"{at.seconds:.0f}" for at in moments)]]
 
 
 # runs list and runs show --------------------------------------------------------------------------
 
-runs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
-                       help="List, show, rename and delete runs, and what of them is no longer "
-                       "needed.")
+runs_app = opt.group("List, show, rename and delete runs, and what of them is no longer needed.")
 
 Folder = Annotated[Path | None, typer.Argument(
     metavar="[DIR]", help="Folder that contains runs (default: runs).")]
@@ -233,10 +223,10 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
     root = root_of(folder)
     found = run_infos(root)
     if as_json:
-        print_json([_info_json(info) for info in found])
+        output.print_json([_info_json(info) for info in found])
         return
     if not found:
-        say(f"There are no runs in {root} yet. Start one: ppocli train +recipe=quickstart")
+        output.say(f"There are no runs in {root} yet. Start one: ppocli train +recipe=quickstart")
         return
     ppo = all(info.kind in ("ppo", "?") for info in found)
     rows = [("run", "status", "step", "reward" if ppo else "now", "best eval", "size", "age",
@@ -248,7 +238,7 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
               f"{figure(info.best, 3)} at {info.best_step}",
               format_bytes(info.bytes), age(info.written), info.model, info.reward)
              for info in found]
-    print_table(rows, right=frozenset({3, 5, 6}))
+    output.print_table(rows, right=frozenset({3, 5, 6}))
 
 
 def _info_json(info: RunInfo) -> dict[str, Any]:
@@ -270,12 +260,12 @@ def show_run(run: RunFolder = None, as_json: AsJson = False) -> None:
     from ppocli.runs.target import find_run
     from ppocli.storage.retention import list_steps
 
-    folder = find_run(run, say=say)
+    folder = find_run(run, say=output.say)
     record, info = read_run(folder), run_info(folder, folder.parent)
     checkpoints, command = list_steps(record.folder.checkpoints), _command_of(record)
     if as_json:
-        print_json({**_info_json(info), "checkpoints": [str(path.absolute()) for _, path
-                                                        in checkpoints], "command": command})
+        places = [str(path.absolute()) for _, path in checkpoints]
+        output.print_json({**_info_json(info), "checkpoints": places, "command": command})
         return
     rows = [("run", str(folder)), ("status", _status(info)),
             ("step", f"{info.step} of {info.total_steps}, {record.episodes} samples"),
@@ -284,9 +274,9 @@ def show_run(run: RunFolder = None, as_json: AsJson = False) -> None:
              f"at step {info.best_step}"),
             ("checkpoints", ", ".join(path.name for _, path in checkpoints) or "-"),
             ("size", format_bytes(info.bytes)), ("written", f"{age(info.written)} ago")]
-    print_table([row for row in rows if row[1] != "-"])
+    output.print_table([row for row in rows if row[1] != "-"])
     if command is not None:
-        show_text(command)
+        output.show_text(command)
 
 
 def _status(info: RunInfo) -> str:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ppocli.cli.options import request_of
-from ppocli.cli.output import say, split_words
+from ppocli.cli import options, output
 from ppocli.config import resolved, schema
 from ppocli.errors import ConfigError
 from ppocli.evaluation.request import EvalRequest
@@ -73,7 +72,7 @@ def sampling_request(ctx: typer.Context) -> SamplingRequest:
     """
     given = ctx.params
     try:
-        run, words = split_words(given["run"], given["overrides"])
+        run, words = output.split_words(given["run"], given["overrides"])
     except ConfigError as error:
         error.fix = "prompts need an option: --prompt TEXT"
         raise
@@ -92,7 +91,7 @@ def sampling_request(ctx: typer.Context) -> SamplingRequest:
         flags["ignore_eos"] = True
     if given["stop"]:
         flags["stop_sequences"] = list(given["stop"])
-    return request_of(SamplingRequest, ctx, run=run, words=tuple(words), flags=flags)
+    return options.request_of(SamplingRequest, ctx, run=run, words=tuple(words), flags=flags)
 
 
 def find_models(request: SamplingRequest) -> ChosenModels:
@@ -102,7 +101,7 @@ def find_models(request: SamplingRequest) -> ChosenModels:
         ConfigError, CheckpointError, InputError: as :func:`ppocli.runs.target.find_target` and
             :func:`ppocli.launching.target_config.target_config`.
     """
-    target = find_target(request.run, say=say, step=request.step, best=request.best)
+    target = find_target(request.run, say=output.say, step=request.step, best=request.best)
     judged = EvalRequest(words=request.words, reward=request.reward, against=request.against,
                          trust=request.trust)
     judged.check()
@@ -113,8 +112,7 @@ def find_models(request: SamplingRequest) -> ChosenModels:
                           where="rollout", fix="rollout.engine=vllm rollout.urls=[URL], or no "
                           "words that begin with rollout.; ppocli eval takes all of them")
     models = [(target, cfg.model)]
-    other = judged.find_against(target, cfg, say)
-    if other is not None:
+    if (other := judged.find_against(target, cfg, output.say)) is not None:
         if cfg.rollout.engine == "vllm":
             raise ConfigError("Servers have the weights of one model.", where="--against",
                               fix="leave --against out, and ask for the other one by itself")
@@ -180,7 +178,7 @@ def sampling_of(request: SamplingRequest, chosen: ChosenModels, player: Player |
         changes = {name: value for name, value in own_sampling(player.loaded).items()
                    if f"generation.{name}" not in worded}
         if changes:
-            say("sampling as its generation_config.json says: " + ", ".join(
+            output.say("sampling as its generation_config.json says: " + ", ".join(
                 f"{name}={value}" for name, value in changes.items()))
     sources = {**dict.fromkeys(changes, "generation_config.json"),
                **{name: _option(name) for name in request.flags}}
@@ -193,8 +191,8 @@ def say_idle(generation: schema.GenerationConfig, asked: Sequence[str]) -> None:
     """Say which of the settings that were ``asked`` for change nothing."""
     idle = [name for name in asked if name in SHAPING]
     if idle and not generation.do_sample:
-        say(f"no effect: {', '.join(idle)}, as do_sample=false (--greedy) always takes the "
-            "likeliest token")
+        output.say(f"no effect: {', '.join(idle)}, as do_sample=false (--greedy) always takes the "
+                   "likeliest token")
 
 
 def _option(name: str) -> str:

@@ -74,17 +74,16 @@ def serve_reward(
 
 
 def _reward_config(words: Sequence[str]) -> TrainConfig:
-    from ppocli.config.compose import compose
-    from ppocli.config.problems import find_problems, raise_problems
+    from ppocli.config import compose, problems
     from ppocli.config.words import read_words
     from ppocli.launching.target_config import JUDGED, allow_code
 
-    composed = compose(read_words(words))
+    composed = compose.compose(read_words(words))
     cfg = composed.values()
     allow_code(composed, JUDGED)
-    raise_problems([problem for problem in find_problems(cfg)
-                    if problem.key.split(", ")[0].startswith("reward.")],
-                   fix="ppocli serve-reward reward.fn=my_rewards:score, or +recipe=NAME")
+    problems.raise_problems([problem for problem in problems.find_problems(cfg)
+                             if problem.key.split(", ")[0].startswith("reward.")],
+                            fix="ppocli serve-reward reward.fn=my_rewards:score, or +recipe=NAME")
     if "http" in [cfg.reward.fn, *(entry.get("fn") for entry in cfg.reward.fns.values())]:
         raise ConfigError("reward.fn=http asks a server; to serve it would only pass it on.",
                           where="reward.fn", fix="name the reward itself")

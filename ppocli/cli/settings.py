@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from ppocli.builtin.names import BUILTIN_PREFIX, recipe_files
-from ppocli.cli.options import AsJson, Command, Overrides, flag
+from ppocli.cli.options import AsJson, Command, Overrides, flag, group
 from ppocli.cli.output import print_json, print_table, reward_labels, say
 from ppocli.errors import ConfigError, DiskError
 from ppocli.text import did_you_mean, pasted
@@ -19,8 +19,7 @@ from ppocli.text import did_you_mean, pasted
 if TYPE_CHECKING:
     from ppocli.config.keys import Key
 
-recipes_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
-                          help="List, show and copy recipes.")
+recipes_app = group("List, show and copy recipes.")
 Name = Annotated[str, typer.Argument(autocompletion=lambda: list(recipe_files()))]
 
 
@@ -288,7 +287,6 @@ def _fns_entry() -> dict[str, Any]:
     from ppocli.config.schema import REWARD_STYLES
 
     shapes = {"fn": {"type": "string", "minLength": 1}, "kwargs": {"type": ["object", "null"]},
-              "weight": {"type": "number"},
-              "style": {"enum": ["auto", *REWARD_STYLES]}}
+              "weight": {"type": "number"}, "style": {"enum": ["auto", *REWARD_STYLES]}}
     return {"type": "object", "properties": {name: shapes[name] for name in FNS_KEYS},
             "required": ["fn"], "additionalProperties": False}

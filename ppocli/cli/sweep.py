@@ -15,12 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ppocli import errors
-from ppocli.cli.output import print_table, say, show_text, shown_figure, split_words
-from ppocli.cli.sweep_jobs import Jobs, jobs_of, record_of
-from ppocli.config import resolved
-from ppocli.config.compose import check
+from ppocli.cli import output, sweep_jobs
+from ppocli.config import compose, resolved, schema
 from ppocli.config.kept import keeping_styles
-from ppocli.config.schema import TrainConfig
 from ppocli.config.sweep import Grid, SweepJob, run_sweep_jobs
 from ppocli.config.words import Words, read_setting, read_words
 from ppocli.launching.opened_folder import new_folder
@@ -36,14 +33,13 @@ class _Book:
     """``sweep.json`` of a sweep at work, and the lock on its folder."""
 
     def __init__(self, words: Words, going_on: sweeps.SweepRecord | None) -> None:
-        self.words = words
-        self.going_on = going_on
+        self.words, self.going_on = words, going_on
         self.folder: Path | None = None
         self.grid = False
         self.known: dict[int, sweeps.JobRecord] = {}
         """jobs of this folder that an earlier call has left"""
         self.jobs: dict[int, sweeps.JobRecord] = {}
-        self.work: Jobs
+        self.work: sweep_jobs.Jobs
         """set once the folder is there"""
         self.begun = 0
         self._held = ExitStack()
@@ -165,24 +161,23 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
     book = _Book(words, going_on)
     stack = ExitStack()
 
-    def begin(shared: TrainConfig, grid: Grid | None) -> Path:
+    def begin(shared: schema.TrainConfig, grid: Grid | None) -> Path:
         folder = book.open(grid)
-        book.work = stack.enter_context(jobs_of(shared, folder, ended))
+        book.work = stack.enter_context(sweep_jobs.jobs_of(shared, folder, ended))
         return folder
 
     def ended(record: sweeps.JobRecord) -> None:
         book.note(record)
-        say(f"job {record.number}: {_result(record)}")
+        output.say(f"job {record.number}: {_result(record)}")
 
     def start(job: SweepJob) -> None:
         book.work.wait_for_place()
         book.begun += 1
-        say(f"job {job.number}{'' if job.total is None else f' of {job.total}'}: "
-            f"{' '.join(job.varied or job.words)}")
-        kept = _finished_before(job, book)
-        if kept is not None:
+        output.say(f"job {job.number}{'' if job.total is None else f' of {job.total}'}: "
+                   f"{' '.join(job.varied or job.words)}")
+        if (kept := _finished_before(job, book)) is not None:
             book.note(kept)
-            say(f"job {job.number}: finished already, kept")
+            output.say(f"job {job.number}: finished already, kept")
             return
         book.note(sweeps.JobRecord(job.number, job.words, job.varied, "running",
                                    folder=str(job.folder)))
@@ -213,8 +208,7 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
     finally:
         book.close()
     _print_table(book.ended)
-    failed = [job for job in book.ended if job.status not in ("finished", search.PRUNED)]
-    if failed:
+    if failed := [job for job in book.ended if job.status not in ("finished", search.PRUNED)]:
         raise errors.SweepError(f"{len(failed)} of {len(book.ended)} jobs failed",
                                 where=f"{book.folder}/{sweeps.SWEEP_FILE}",
                                 fix="correct what they say" + (
@@ -235,7 +229,7 @@ def go_on(given: str, words: Sequence[str], trusts: bool = False) -> None:
         CheckpointError: there is no such sweep, it still runs, or it is somebody else's.
         PpocliError: as :func:`run_sweep`.
     """
-    folder, words = split_words(given, words)
+    folder, words = output.split_words(given, words)
     if folder is None:
         raise errors.ConfigError(f"{given} is a setting, not a sweep.", where="command line",
                                  fix="name the sweep's folder first: ppocli sweep resume FOLDER "
@@ -257,7 +251,7 @@ def go_on(given: str, words: Sequence[str], trusts: bool = False) -> None:
     refuse_running(sweep.folder)
     if sweep.grid:
         unfinished = [job for job, _ in sweeps.jobs_now(sweep) if job.status != "finished"]
-        say(f"{sweep.folder}: {len(unfinished)} of {len(sweep.jobs)} jobs to run")
+        output.say(f"{sweep.folder}: {len(unfinished)} of {len(sweep.jobs)} jobs to run")
     if sweep.cwd and Path(sweep.cwd).is_dir():
         os.chdir(sweep.cwd)  # the words may name files from there
     kept = [word for word in _without_place(sweep.words) if _key(word) not in given_keys]
@@ -302,7 +296,7 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
             return None
         check_folder(run.folder.model, key="model", adapters=True)
         if book.going_on is None:
-            now = resolved.with_absolute_paths(check(job.compose()).config, Path.cwd())
+            now = resolved.with_absolute_paths(compose.check(job.compose()).config, Path.cwd())
             if resolved.config_differences(run.config, keeping_styles(now, run.config)):
                 return None
     except errors.PpocliError:
@@ -311,7 +305,7 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
     if known is not None and known.status == "finished" and known.varied == job.varied:
         return replace(known, folder=str(job.folder))
     seconds = ((run.summary or {}).get("seconds") or {}).values()
-    return record_of(job, "finished", 0, run.summary, sum(seconds), run.config)
+    return sweep_jobs.record_of(job, "finished", 0, run.summary, sum(seconds), run.config)
 
 
 def _result(record: sweeps.JobRecord) -> str:
@@ -323,21 +317,20 @@ def _result(record: sweeps.JobRecord) -> str:
 
 def print_findings(found: Mapping[str, Any]) -> None:
     """What a search has found as tables, and a command to paste."""
-    metrics = list(found["importance"])
-    if metrics:
+    if metrics := list(found["importance"]):
         print()
-        print_table([("share of", *metrics), *(
+        output.print_table([("share of", *metrics), *(
             (key, *(f"{found['importance'][name].get(key, 0):.0%}" for name in metrics))
             for key in found["importance"][metrics[0]])],
             right=frozenset(range(1, 1 + len(metrics))))
     if len(found["best"]) > 1:
         print()
-        print_table([("not outdone", *found["best"][0]["metrics"], "values"), *(
-            (f"job {each['job']}", *map(shown_figure, each["metrics"].values()),
+        output.print_table([("not outdone", *found["best"][0]["metrics"], "values"), *(
+            (f"job {each['job']}", *map(output.shown_figure, each["metrics"].values()),
              " ".join(each["varied"])) for each in found["best"])])
     if found["command"]:
         print()
-        show_text(found["command"])
+        output.show_text(found["command"])
 
 
 def _print_table(records: list[sweeps.JobRecord]) -> None:
@@ -346,7 +339,7 @@ def _print_table(records: list[sweeps.JobRecord]) -> None:
     labels = sweeps.labels_of(records)
     rows = [("job", "status", "exit", *labels, "folder", "overrides")]
     rows += [(str(r.number), r.status, str(r.exit_code),
-              *(shown_figure(r.shown.get(label)) for label in labels),
+              *(output.shown_figure(r.shown.get(label)) for label in labels),
               short_path(r.folder) if Path(r.folder).exists() else "-",
               " ".join(r.varied)) for r in records]
-    print_table(rows)
+    output.print_table(rows)

@@ -15,17 +15,13 @@ from typing import Any, Protocol
 
 from ppocli import errors
 from ppocli.cli import job as job_process
-from ppocli.cli.output import complain, display_mode, say
-from ppocli.config import resolved, schema, secrets
-from ppocli.config.compose import Checked, check
+from ppocli.cli import output
+from ppocli.config import compose, resolved, schema, secrets
 from ppocli.config.sweep import SweepJob
 from ppocli.launching.launch import Caller, launch
 from ppocli.parallel.stop import StopRequested, signal_handlers
-from ppocli.runs import sweeps
-from ppocli.runs.search import PRUNED, was_pruned
-from ppocli.storage.atomic import read_json
-from ppocli.storage.environment import usable_cores
-from ppocli.storage.run_folder import RunFolder
+from ppocli.runs import search, sweeps
+from ppocli.storage import atomic, environment, run_folder
 from ppocli.text import finite_number, short_path
 
 SLURM_FOLDER = "slurm"
@@ -80,17 +76,17 @@ def record_of(job: SweepJob, status: str, code: int, summary: dict[str, Any] | N
     after = (summary or {}).get("eval_after") or {}
     figures = {} if config is None else sweeps.figures_of(
         config, job.folder, lambda name: finite_number(after.get(name)))
-    if status == "failed" and was_pruned(job.folder):
-        status = PRUNED
+    if status == "failed" and search.was_pruned(job.folder):
+        status = search.PRUNED
     return sweeps.JobRecord(job.number, job.words, job.varied, status, code, **figures,
                             seconds=round(seconds, 1), folder=str(job.folder),
                             error=error or (summary or {}).get("error"))
 
 
-def _checked(job: SweepJob, started: float) -> Checked | sweeps.JobRecord:
+def _checked(job: SweepJob, started: float) -> compose.Checked | sweeps.JobRecord:
     """The configuration of a job; its record if something is wrong with it."""
     try:
-        return check(job.compose())
+        return compose.check(job.compose())
     except errors.PpocliError as problem:
         return _failed(job, problem, started, None)
 
@@ -98,7 +94,7 @@ def _checked(job: SweepJob, started: float) -> Checked | sweeps.JobRecord:
 def _failed(job: SweepJob, problem: errors.PpocliError, started: float,
             config: schema.TrainConfig | None) -> sweeps.JobRecord:
     error = secrets.safe_text(str(problem))
-    complain(f"Error: {error}")
+    output.complain(f"Error: {error}")
     with suppress(OSError):
         job.folder.rmdir()  # Hydra made it; nothing came into it
     return record_of(job, "failed", problem.exit_code, None, time.monotonic() - started, config,
@@ -123,7 +119,7 @@ class _InTurn:
         place = {"output_dir": str(job.folder.parent), "run_name": job.folder.name}
         here = replace(checked, config=resolved.with_values(checked.config, place))
         try:
-            outcome = launch(here, Caller("fresh", display_mode(), say))
+            outcome = launch(here, Caller("fresh", output.display_mode(), output.say))
         except errors.PpocliError as problem:
             self.ended(_failed(job, problem, started, checked.config))
             return
@@ -227,7 +223,7 @@ class _AtATime:
         self._running[job.number] = _Begun(job, process, checked.config, started, log, size)
         for number in self._received[before:]:  # which came before it was among those that run
             process.send(number)
-        say(f"job {job.number}: output in {short_path(str(log))}")
+        output.say(f"job {job.number}: output in {short_path(str(log))}")
 
     def wait(self, number: int | None = None) -> None:
         while self._running if number is None else number in self._running:
@@ -249,11 +245,11 @@ class _AtATime:
             job, seconds = begun.job, time.monotonic() - begun.started
             stopped = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
             status = "finished" if code == 0 else \
-                "stopped" if stopped and not was_pruned(job.folder) else "failed"
-            summary = read_json(RunFolder(job.folder).summary)
+                "stopped" if stopped and not search.was_pruned(job.folder) else "failed"
+            summary = atomic.read_json(run_folder.RunFolder(job.folder).summary)
             error = None if code == 0 else begun.last_error()
             if error is not None:
-                complain(f"job {number}: {error}")
+                output.complain(f"job {number}: {error}")
             self.ended(record_of(job, status, code, summary, seconds, begun.config, error))
         if not found:
             time.sleep(_PAUSE)
@@ -271,7 +267,7 @@ class _Places:
                 f"sweep.jobs={count}: each job has GPUs of its own, which takes {count * each} of "
                 f"them, and there are {len(devices)}", where="sweep.jobs",
                 fix=f"sweep.jobs={max(1, len(devices) // each)}")
-        cores = str(max(1, usable_cores() // (count * each)))
+        cores = str(max(1, environment.usable_cores() // (count * each)))
         shared = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": cores}
         self._free = deque(shared | ({"CUDA_VISIBLE_DEVICES": ",".join(
             devices[place * each:(place + 1) * each])} if devices else {})
@@ -296,8 +292,7 @@ class _Local:
     """called once, when it has ended"""
 
     def code(self) -> int | None:
-        code = self.process.poll()
-        if code is None:
+        if (code := self.process.poll()) is None:
             return None
         self.left()
         return code if code >= 0 else 128 - code
@@ -310,8 +305,7 @@ def _visible_gpus(hardware: schema.HardwareConfig) -> list[str]:
     """What ``CUDA_VISIBLE_DEVICES`` names, or would name, where GPUs compute."""
     if hardware.device == "cpu":
         return []
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if given is not None:
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name for name in given.split(",") if name.strip() not in ("", "-1")]
     import torch
 
@@ -347,7 +341,7 @@ class _Slurm:
         except Exception as error:  # sbatch's word, in an exception of submitit's
             raise errors.PpocliError(f"Slurm took no job: {error}", where="sbatch",
                                      fix="see what it says; then: ppocli sweep resume") from error
-        say(f"job {job.number}: Slurm's job {submitted.job_id}")
+        output.say(f"job {job.number}: Slurm's job {submitted.job_id}")
         return _Queued(submitted, log)
 
 
@@ -368,8 +362,7 @@ class _Queued:
             return None
         if self.cancelled and not self.submitted.paths.result_pickle.exists():
             return 128 + signal.SIGTERM
-        error = self.submitted.exception()
-        if error is None:
+        if (error := self.submitted.exception()) is None:
             return int(self.submitted.result())
         with self.log.open("a") as file:
             file.write(f"\nError: Slurm's job {self.submitted.job_id} ended as "

@@ -11,15 +11,13 @@ import typer
 
 from ppocli.cli import options as opt
 from ppocli.cli import output
-from ppocli.cli.options import WORDS, AsJson, Command, Overrides, flag, option
+from ppocli.cli.options import WORDS, AsJson, Command, Overrides, flag, group, option
 from ppocli.text import pasted
 
 if TYPE_CHECKING:
-    from ppocli.runs.record import RunRecord
-    from ppocli.runs.sweeps import JobRecord
+    from ppocli.runs import record, sweeps
 
-sweep_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None,
-                        help="Show the results of a sweep (ppocli train -m), or continue one.")
+sweep_app = group("Show the results of a sweep (ppocli train -m), or continue one.")
 
 
 @sweep_app.command("show", cls=Command)
@@ -49,8 +47,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     from ppocli.cli.plot import check_out
     from ppocli.cli.sweep import print_findings
     from ppocli.report.render import write_file
-    from ppocli.runs import sweep_pictures
-    from ppocli.runs.search import findings
+    from ppocli.runs import search, sweep_pictures
     from ppocli.runs.sweeps import find_sweep, jobs_now, labels_of, read_sweep
 
     if out is not None:
@@ -62,7 +59,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     now = jobs_now(sweep)
     labels = labels_of(job for job, _ in now)
     jobs = [_facts(job, run) for job, run in sorted(now, key=lambda each: _rank(each[0], sort))]
-    means, found = marginal_means(jobs), findings(sweep) if sweep.is_search else {}
+    means, found = marginal_means(jobs), search.findings(sweep) if sweep.is_search else {}
     if out is not None:
         form = out.suffix.lower().removeprefix(".")
         write_file(out, sweep_pictures.draw([job for job, _ in now], found.get("importance", {}),
@@ -109,13 +106,13 @@ def resume_sweep(sweep: Annotated[str, typer.Argument(
     go_on(sweep, overrides or [], trust)
 
 
-def _rank(job: JobRecord, sort: str) -> tuple[float, int]:
+def _rank(job: sweeps.JobRecord, sort: str) -> tuple[float, int]:
     figure = {"best": job.rank, "reward": None if job.reward_mean is None else -job.reward_mean,
               "kl": job.kl_mean, "job": 0.0}[sort]
     return (math.inf if figure is None else figure, job.number)
 
 
-def _facts(job: JobRecord, run: RunRecord | None) -> dict[str, Any]:
+def _facts(job: sweeps.JobRecord, run: record.RunRecord | None) -> dict[str, Any]:
     from ppocli.runs.sweeps import varied_values
 
     return {"job": job.number, "status": job.status, "varied": varied_values(job),
@@ -144,12 +141,11 @@ def marginal_means(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                                     if key in job["varied"]):
         there = [job for job in jobs if job["status"] == "finished"
                  and job["varied"].get(key) == value]
-        rows.append({"key": key, "value": value, "jobs": len(there),
-                     **{name: _mean([job[name] for job in there])
-                        for name in ("reward_mean", "kl_mean")},
+        rows.append({"key": key, "value": value, "jobs": len(there), **{
+            name: _mean([job[name] for job in there]) for name in ("reward_mean", "kl_mean")},
                      "figures": {label: _mean([job["figures"].get(label) for job in there])
-                                 for label in dict.fromkeys(
-                                     label for job in there for label in job["figures"])}})
+                                 for label in dict.fromkeys(label for job in there
+                                                            for label in job["figures"])}})
     return rows if len(keys) > 1 else []
 
 

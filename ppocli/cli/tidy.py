@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ppocli.cli.options import AsJson, Command, complete_run, flag, option
+from ppocli.cli.options import AsJson, Command, OneRun, complete_run, flag, option
 from ppocli.cli.output import print_json, print_table, say, show_text
 from ppocli.cli.runs import Folder, root_of, runs_app
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
@@ -31,8 +31,7 @@ def prune_runs(
         older_than: str | None = option(
             "AGE", "Only runs last written longer ago than this, e.g. 7d or 12h."),
         dry_run: bool = flag("List what would be deleted, and its size.", "--dry-run"),
-        yes: Yes = False,
-        as_json: AsJson = False) -> None:
+        yes: Yes = False, as_json: AsJson = False) -> None:
     """Delete what finished and failed runs no longer need. Running runs are never touched.
 
     \b
@@ -53,10 +52,9 @@ def prune_runs(
         say(f"There is nothing to delete in {root}.")
         return
     if not as_json:
-        rows = [(removal.run.name if removal.run == root else
-                 removal.run.relative_to(root).as_posix(),
-                 removal.why, _shown_parts(removal), format_bytes(removal.size))
-                for removal in plan]
+        rows = [
+            (removal.run.name if removal.run == root else removal.run.relative_to(root).as_posix(),
+             removal.why, _shown_parts(removal), format_bytes(removal.size)) for removal in plan]
         print_table([("run", "because", "delete", "size"), *rows], right=frozenset({3}))
     total = format_bytes(sum(removal.size for removal in plan))
     if dry_run:
@@ -68,11 +66,10 @@ def prune_runs(
     for other in problems[1:]:  # the first one ends the command
         say(f"Error: {clean(other.what)}")
     if as_json:
-        print_json([{"run": str(removal.run.absolute()), "kind": removal.kind,
-                     "because": removal.why,
-                     "paths": [str(part.absolute()) for part in removal.parts],
-                     "bytes": removal.size}
-                    for removal in deleted])
+        print_json([
+            {"run": str(removal.run.absolute()), "kind": removal.kind, "because": removal.why,
+             "paths": [str(part.absolute()) for part in removal.parts], "bytes": removal.size}
+            for removal in deleted])
     if not dry_run:
         say(f"{format_bytes(sum(removal.size for removal in deleted))} given back.")
     if problems:
@@ -106,10 +103,8 @@ def remove_runs(
 
 
 @runs_app.command("rename", cls=Command)
-def rename_run(
-        run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
-                                           help="The run's folder or name.")],
-        name: Annotated[str, typer.Argument(metavar="NAME", help="The new name.")]) -> None:
+def rename_run(run: OneRun, name: Annotated[str, typer.Argument(
+               metavar="NAME", help="The new name.")]) -> None:
     """Rename a run's folder. Running runs and jobs of sweeps keep their names.
 
     \b
@@ -166,8 +161,7 @@ def _shown_parts(removal: Removal) -> str:
 def _confirmed(total: str) -> bool:
     if sys.stdin is None or not sys.stdin.isatty():
         raise ConfigError("Nothing was deleted: there is no terminal to ask on.",
-                          where="command line",
-                          fix="look at the list, then add --yes")
+                          where="command line", fix="look at the list, then add --yes")
     sys.stdout.flush()
     print(f"Delete this ({total})? [y/N] ", end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip().lower() in ("y", "yes")

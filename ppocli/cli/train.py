@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from inspect import getdoc
 from os.path import isdir
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -15,7 +16,7 @@ import typer
 from ppocli.builtin.names import config_groups, recipe_files
 from ppocli.cli import options as opt
 from ppocli.cli import output
-from ppocli.cli.options import NoProgress, Overrides, complete_run
+from ppocli.cli.options import NoProgress, Overrides
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.parallel.launchers import Launched, find_launch
@@ -25,58 +26,56 @@ if TYPE_CHECKING:
     from ppocli.config.words import Words
     from ppocli.launching.adopted_ranks import Meeting
 
-_COMMON_KEYS = """\
-  model.path=FOLDER|HUB-NAME       reward.fn=module:function    ppo.total_episodes=2000
-  prompts.path=FILE|HUB-NAME       reward.kwargs.NAME=VALUE     ppo.num_rollouts=128
-  prompts.column=prompt            generation.max_new_tokens=32 ppo.mini_batch_size=32
-  run_name=NAME  output_dir=runs   generation.temperature=1.0   ppo.optimizer.lr=1e-5
-  seed=0  resume=never|auto|RUN    hardware.device=auto         ppo.init_kl_coef=0.05"""
-
-
-def train_help() -> str:
-    groups = "\n".join(f"  {group}={'|'.join(options)}"
-                       for group, options in config_groups().items())
-    return f"""Train a language model with PPO.
-
-Takes settings KEY=VALUE and Hydra's options; a recipe contains the settings of a whole run.
-
-\b
-Examples:
-  ppocli train +recipe=quickstart
-  ppocli train +recipe=quickstart ppo.init_kl_coef=0.2 seed=1
-  ppocli train model.path=./lm prompts.path=./prompts.jsonl \\
-      reward.fn=my_rewards:score ppo.total_episodes=2000
-  ppocli train -m +recipe=quickstart ppo.init_kl_coef=0.01,0.05 seed=1,2
-  ppocli train resume=runs/NAME
-
-\b
-Config groups:
-  +recipe={'|'.join(recipe_files())}
-{groups}
-
-\b
-Common keys (all of them with their values: ppocli train --cfg job):
-{_COMMON_KEYS}
-
-\b
-Options passed on to Hydra:
-  -m, --multirun          run every combination of KEY=A,B
-  --cfg job [--resolve]   print the composed configuration (-p PART: a part of it)
-  --cfg deepspeed         print DeepSpeed's configuration (ours, not Hydra's)
-  --info [searchpath]     print where configuration comes from
-  -cd, --config-dir DIR   a folder with your own recipes or config groups
-  -cn, --config-name NAME another primary config
-  --hydra-help            Hydra's own help"""
-
-
 DryRun = Annotated[bool, typer.Option(
     "--dry-run", help="Load and try everything without training; same as ppocli validate --deep.")]
 
 
 def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
           ) -> None:
-    output.set_manner(plain=no_progress)
-    run_words(overrides or [], dry_run=dry_run)
+    """Train a language model with PPO.
+
+    Takes settings KEY=VALUE and Hydra's options; a recipe contains the settings of a whole run.
+
+    \b
+    Examples:
+      ppocli train +recipe=quickstart
+      ppocli train +recipe=quickstart ppo.init_kl_coef=0.2 seed=1
+      ppocli train model.path=./lm prompts.path=./prompts.jsonl \\
+          reward.fn=my_rewards:score ppo.total_episodes=2000
+      ppocli train -m +recipe=quickstart ppo.init_kl_coef=0.01,0.05 seed=1,2
+      ppocli train resume=runs/NAME
+
+    \b
+    Config groups:
+      +recipe={recipes}
+    {groups}
+
+    \b
+    Common keys (all of them with their values: ppocli train --cfg job):
+      model.path=FOLDER|HUB-NAME       reward.fn=module:function    ppo.total_episodes=2000
+      prompts.path=FILE|HUB-NAME       reward.kwargs.NAME=VALUE     ppo.num_rollouts=128
+      prompts.column=prompt            generation.max_new_tokens=32 ppo.mini_batch_size=32
+      run_name=NAME  output_dir=runs   generation.temperature=1.0   ppo.optimizer.lr=1e-5
+      seed=0  resume=never|auto|RUN    hardware.device=auto         ppo.init_kl_coef=0.05
+
+    \b
+    Options passed on to Hydra:
+      -m, --multirun          run every combination of KEY=A,B
+      --cfg job [--resolve]   print the composed configuration (-p PART: a part of it)
+      --cfg deepspeed         print DeepSpeed's configuration (ours, not Hydra's)
+      --info [searchpath]     print where configuration comes from
+      -cd, --config-dir DIR   a folder with your own recipes or config groups
+      -cn, --config-name NAME another primary config
+      --hydra-help            Hydra's own help
+    """
+    run_words(overrides or [], plain=no_progress, dry_run=dry_run)
+
+
+def train_help() -> str:
+    """The help of ``ppocli train``: its docstring, with the recipes and config groups there are."""
+    groups = "\n".join(f"  {group}={'|'.join(options)}"
+                       for group, options in config_groups().items())
+    return (getdoc(train) or "").format(recipes="|".join(recipe_files()), groups=groups)
 
 
 def sft(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
@@ -95,8 +94,7 @@ def sft(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: D
     Data is told apart by its columns: text; messages; prompt and completion.
     Keys: ppocli schema data, ppocli schema sft
     """
-    output.set_manner(plain=no_progress)
-    run_words(["task=sft", *(overrides or [])], dry_run=dry_run)
+    run_words(["task=sft", *(overrides or [])], plain=no_progress, dry_run=dry_run)
 
 
 def reward_model(overrides: Overrides = None, no_progress: NoProgress = False,
@@ -115,17 +113,12 @@ def reward_model(overrides: Overrides = None, no_progress: NoProgress = False,
     Data is told apart by its columns: prompt, chosen and rejected; chosen and rejected alone.
     Keys: ppocli schema data, ppocli schema reward_model
     """
-    output.set_manner(plain=no_progress)
-    run_words(["task=reward_model", *(overrides or [])], dry_run=dry_run)
+    run_words(["task=reward_model", *(overrides or [])], plain=no_progress, dry_run=dry_run)
 
 
-def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=complete_run,
-                                              help="The run's folder or name.")],
-           overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False,
-           trust: opt.Trust = False,
-           accept_changes: Annotated[bool, typer.Option(
-               "--accept-changes", help="Go on with a config.yaml changed by hand.")] = False
-           ) -> None:
+def resume(run: opt.OneRun, overrides: Overrides = None, no_progress: NoProgress = False,
+           dry_run: DryRun = False, trust: opt.Trust = False, accept_changes: bool = opt.flag(
+               "Go on with a config.yaml changed by hand.", "--accept-changes")) -> None:
     """Continue a stopped run exactly where it was saved.
 
     Uses the run's own config.yaml; settings override it, e.g. ppo.total_episodes=4000.
@@ -135,20 +128,23 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN", autocompletion=comp
       ppocli resume runs/NAME
       ppocli resume runs/NAME ppo.total_episodes=4000
     """
-    output.set_manner(plain=no_progress)
     more = [*(overrides or []), *["--accept-changes"] * accept_changes, *[TRUST] * trust]
-    run_words(resume_words(run, more), dry_run=dry_run)
+    run_words(resume_words(run, more), plain=no_progress, dry_run=dry_run)
 
 
-def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
+def run_words(words: Sequence[str], *, plain: bool = False, dry_run: bool = False) -> None:
     """Train with the words of the command line, sweep with ``-m``, or let Hydra print.
 
-    The last line on standard output is the path of the trained model's folder. With ``dry_run``
-    everything is loaded and tried, but nothing is trained or written.
+    The last line on standard output is the path of the trained model's folder.
+
+    Args:
+        plain: lines in place of a live view.
+        dry_run: everything is loaded and tried, but nothing is trained or written.
 
     Raises:
         PpocliError: whatever keeps the run from its end.
     """
+    output.set_manner(plain=plain)
     if dry_run:
         from ppocli.cli.examine import validate_words
 
@@ -156,8 +152,7 @@ def run_words(words: Sequence[str], *, dry_run: bool = False) -> None:
         return
     from ppocli.config.words import read_words
 
-    launched = find_launch(os.environ)
-    if launched is not None:
+    if (launched := find_launch(os.environ)) is not None:
         _take_part(launched, words)
     read = read_words(words)
     if read.is_sweep and not read.only_prints:

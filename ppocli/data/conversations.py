@@ -36,8 +36,7 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: PreTrainedTokeni
         InputError: no chat template, one that refuses the conversation, or one that writes the
             earlier turns differently once others follow, so that turns can't be told apart.
     """
-    template = getattr(tokenizer, "chat_template", None)
-    if not template:
+    if not getattr(tokenizer, "chat_template", None):
         raise InputError("The tokenizer has no chat template, which conversations need.",
                          where=place, fix="model.tokenizer_path= a tokenizer that has one; or give "
                                           "texts, with data.chat=false")
@@ -83,13 +82,11 @@ def _turn_span(messages: list[Message], turn: int, whole: str, place: str,
     start = len(before)
     end = start + _end_of_turn(through[start:], tokenizer)
     if not through.startswith(before) or not whole.startswith(through[:end]):
-        raise InputError(
-            f"The turns in {place} can't be told apart: the chat template writes turn {turn + 1} "
-            "or what is before it differently once the conversation goes on.",
-            where="model.tokenizer_path",
-            fix="mark what the assistant says with {% generation %} and {% endgeneration %} in the "
-                "chat template, or split conversations up so that each has one turn of the "
-                "assistant")
+        raise InputError(f"The turns in {place} can't be told apart: the chat template writes turn "
+                         f"{turn + 1} or what is before it differently once the conversation goes "
+                         "on.", where="model.tokenizer_path", fix="mark what the assistant says "
+                         "with {% generation %} and {% endgeneration %} in the chat template, or "
+                         "split conversations up so that each has one turn of the assistant")
     return start, end
 
 

@@ -1,7 +1,5 @@
 """Training data as tokens: examples and pairs, in the order of their source."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -48,8 +46,7 @@ class _Rows:
         if not 0 < held < len(self):
             raise InputError(f"{share:g} of {counted(len(self), 'row')} leaves nothing "
                              f"{'to evaluate on' if held == 0 else 'to train on'}.",
-                             where=f"data.val={share:g}",
-                             fix="another share, or data.val=FILE")
+                             where=f"data.val={share:g}", fix="another share, or data.val=FILE")
         order = np.random.default_rng(np.random.SeedSequence([seed, 0x76616C])).permutation(
             len(self))
         return self.rows(sorted(order[held:].tolist())), self.rows(sorted(order[:held].tolist()))

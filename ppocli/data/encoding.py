@@ -139,11 +139,8 @@ def _example_pieces(example: Example, cfg: DataConfig, tokenizer: PreTrainedToke
     messages = before + completion
     if train_on == "all":
         return [(rendered_chat(messages, example.place, tokenizer), True)]
-    since = len(before)
-    if train_on == "assistant":
-        since = 0
-    elif not before:
-        since = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    since = 0 if train_on == "assistant" else len(before) or max(
+        i for i, message in enumerate(messages) if message["role"] == "assistant")
     return chat_pieces(messages, example.place, tokenizer, since=since)
 
 
@@ -220,10 +217,8 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase
         InputError: as :func:`encode_examples`.
     """
     longest = min(cfg.max_length or max_tokens, max_tokens)
-    both: list[list[Piece]] = []
-    for pair in read.pairs:
-        for answer in (pair.chosen, pair.rejected):
-            both.append(_pair_pieces(pair.prompt, answer, pair.place, tokenizer))
+    both = [_pair_pieces(pair.prompt, answer, pair.place, tokenizer)
+            for pair in read.pairs for answer in (pair.chosen, pair.rejected)]
     lines = _lines(both, tokenizer, plain=isinstance(read.pairs[0].chosen, str))
     found = Pairs([], (), [], [], [], [])
     overlong, identical = 0, read.identical

@@ -3,21 +3,17 @@ dataset formats: ``text``, ``messages``, ``prompt`` and ``completion``; ``prompt
 ``rejected``, or the latter two alone with the prompt in both. A cell is a text, or a list of
 messages with a role and a content."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
+from ppocli.config.schema_tasks import DataConfig
 from ppocli.data import render
 from ppocli.data.files import Row
 from ppocli.data.sources import Source, as_list, open_rows, shared_text, shared_turns
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import cut, suggestion
-
-if TYPE_CHECKING:
-    from ppocli.config.schema_tasks import DataConfig
 
 Message = dict[str, Any]
 Cell = str | list[Message]
@@ -139,9 +135,8 @@ class _Reader:
             if name not in _COLUMNS:
                 raise ConfigError(f"{name!r} is no column that is read; those are "
                                   f"{', '.join(_COLUMNS)}. {suggestion(name, _COLUMNS)}".rstrip(),
-                                  where=f"data.columns.{name}",
-                                  fix="data.columns.STANDARD=YOURS, as in "
-                                      "data.columns.completion=summary")
+                                  where=f"data.columns.{name}", fix="data.columns.STANDARD=YOURS, "
+                                  "as in data.columns.completion=summary")
         self.source, self.columns, self.wants = source, columns, wants
         self.rows = self.empty = self.identical = 0
         self.examples: list[Example] = []
@@ -186,11 +181,10 @@ class _Reader:
         self.format, self.first = found(self.wants), row.place
         if not self.format:
             others, content, words, command = _WORDS[self.wants]
-            self._refuse(
-                row, f"the columns of {row.place} are not those of {content}: "
-                     f"{', '.join(map(str, row.values)) or 'none'}",
-                f"{command}; or name columns with data.columns" if found(others)
-                else f"give {words}; data.columns.STANDARD=YOURS takes another column")
+            self._refuse(row, f"the columns of {row.place} are not those of {content}: "
+                         f"{', '.join(map(str, row.values)) or 'none'}",
+                         f"{command}; or name columns with data.columns" if found(others)
+                         else f"give {words}; data.columns.STANDARD=YOURS takes another column")
         self.checked = _PAIRED if self.wants == "pairs" else self.format
         self.present = {name for name in self.checked if name in row.values}
         if "prompt" not in self.format:

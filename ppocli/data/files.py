@@ -42,8 +42,7 @@ def read_file(path: Path, column: str, noun: str = "prompt") -> Iterator[Row]:
         InputError: unknown suffix, unreadable, not UTF-8, or malformed.
     """
     named = f"{noun.capitalize()} file {path.name}"
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
+    if (reader := _READERS.get(path.suffix.lower())) is None:
         kind = f"the suffix {path.suffix!r}" if path.suffix else "no suffix"
         read = "prompts are" if noun == "prompt" else f"{noun} is"
         raise InputError(f"{named} has {kind}; {read} read from {SUFFIX_WORDS} files.",
@@ -67,10 +66,9 @@ def _decode(path: Path, raw: bytes, first_line: int) -> str:
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
         utf16 = first_line == 1 and raw[:2] in (b"\xff\xfe", b"\xfe\xff")
         encoding = "utf-16" if utf16 else "latin-1"
-        _malformed(path, f"Line {line}", f"is not UTF-8: byte 0x{raw[error.start]:02x} at byte "
-                   f"{column} of the line",
-                   f"save the file as UTF-8, e.g. iconv -f {encoding} -t utf-8 "
-                   f"{path.name} > utf8{path.suffix}")
+        byte = f"byte 0x{raw[error.start]:02x} at byte {column} of the line"
+        _malformed(path, f"Line {line}", f"is not UTF-8: {byte}", "save the file as UTF-8, e.g. "
+                   f"iconv -f {encoding} -t utf-8 {path.name} > utf8{path.suffix}")
 
 
 def _lines(path: Path, noun: str) -> Iterator[tuple[int, str]]:
@@ -157,8 +155,7 @@ def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
     delimiter = next((mark for mark in ",;\t" if mark in head), ",")
     reader = csv.reader(itertools.chain([head], lines), delimiter=delimiter, strict=True)
     try:
-        header = next(reader, None)
-        if header is None:
+        if (header := next(reader, None)) is None:
             return
         names = [name.strip() for name in header]
         for name in names:

@@ -58,10 +58,9 @@ class PromptBatch:
 
     def _taken(self, places: Sequence[int], skip: int) -> PromptBatch:
         index = torch.tensor(list(places), dtype=torch.int64)
-        return PromptBatch(
-            tokens=self.tokens[index, skip:], mask=self.mask[index, skip:],
-            indices=[self.indices[i] for i in places],
-            episodes=[self.episodes[i] for i in places], **_said_at(self, places))
+        return PromptBatch(tokens=self.tokens[index, skip:], mask=self.mask[index, skip:],
+                           indices=[self.indices[i] for i in places],
+                           episodes=[self.episodes[i] for i in places], **_said_at(self, places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,8 +215,7 @@ def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) 
 
 
 def _build(rows: list[Row], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int,
-           max_prompt_tokens: int, notes: list[str], whole: bool,
-           num_eval: int = 0) -> PromptSet:
+           max_prompt_tokens: int, notes: list[str], whole: bool, num_eval: int = 0) -> PromptSet:
     columns = render.metadata(rows, spec)
     conversations = render.prompt_cells(rows, spec) if spec.chat else []
     encoded = render.encode(render.prompt_texts(rows, spec, tokenizer), spec, tokenizer, seed=seed,

@@ -68,8 +68,7 @@ def ends_in_eos(rows: Sequence[Row], eos: str) -> str:
 def _is_blank(row: Row, spec: PromptSpec) -> bool:
     if spec.column not in row.values:
         _no_column(row, spec)
-    cell = row.values[spec.column]
-    if cell is None:
+    if (cell := row.values[spec.column]) is None:
         return True
     if isinstance(cell, str):
         return not cell.strip()
@@ -79,11 +78,10 @@ def _is_blank(row: Row, spec: PromptSpec) -> bool:
                              "text.", where=f"{spec.key}.column={spec.column}",
                              fix=f"{spec.key}.chat=true renders them with the chat template")
         return False
-    raise InputError(f"Column {spec.column!r} in {row.place} holds {cut(repr(cell), 40)} "
-                     f"({type(cell).__name__}), not a text.",
-                     where=f"{spec.key}.column={spec.column}",
-                     fix="prompts are texts" + (", or lists of {role, content} messages"
-                                                if spec.chat else ""))
+    raise InputError(
+        f"Column {spec.column!r} in {row.place} holds {cut(repr(cell), 40)} "
+        f"({type(cell).__name__}), not a text.", where=f"{spec.key}.column={spec.column}",
+        fix="prompts are texts" + (", or lists of {role, content} messages" if spec.chat else ""))
 
 
 def _no_column(row: Row, spec: PromptSpec) -> None:
@@ -378,9 +376,8 @@ def token_ids_of(texts: list[str], tokenizer: PreTrainedTokenizerBase, size: int
                 ids = list(token_ids_of(chunk, tokenizer, 1))
             else:
                 raise InputError(f"The tokenizer cannot encode {chunk[0][:80]!r}: {error}",
-                                 where="model.tokenizer_path",
-                                 fix="is it the tokenizer of this model, and has it an unknown "
-                                     "token?") from error
+                                 where="model.tokenizer_path", fix="is it the tokenizer of this "
+                                 "model, and has it an unknown token?") from error
         yield from ids
 
 

@@ -100,18 +100,16 @@ def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Promp
     Raises:
         ConfigError: as :func:`training_spec`.
     """
-    own = cfg.eval
+    own, path = cfg.eval, cfg.eval.path
     if items is None:
         items = own.items
-    path = own.path
     if path is None and items is None and (own.split is not None or own.name is not None):
         path = cfg.path
     return PromptSpec(
         key="prompts.eval", path=path,
         path_key="prompts.path" if own.path is None else "prompts.eval.path",
         split_asked=own.split is not None, items=as_list(items), limit=own.limit,
-        **{name: getattr(cfg if getattr(own, name) is None else own, name)
-           for name in _INHERITED})
+        **{name: getattr(cfg if getattr(own, name) is None else own, name) for name in _INHERITED})
 
 
 def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.items"
@@ -217,9 +215,8 @@ def _folder_rows(folder: Path, spec: Source, notes: list[str]) -> Iterator[Row]:
                    and not any(part.startswith(".") for part in file.relative_to(root).parts))
     if not files:
         raise InputError(f"Folder {root} has no {spec.noun} files.",
-                         where=f"{spec.path_key}={spec.path}",
-                         fix=f"it should hold {SUFFIX_WORDS} files, or what "
-                             "`datasets.save_to_disk` writes")
+                         where=f"{spec.path_key}={spec.path}", fix=f"it should hold {SUFFIX_WORDS} "
+                         "files, or what `datasets.save_to_disk` writes")
     splits: dict[str | None, list[Path]] = {}
     for file in files:
         splits.setdefault(_split_of(file.relative_to(root)), []).append(file)
@@ -294,18 +291,15 @@ def _hub_rows(spec: Source, path: str) -> Iterator[Row]:
         loaded = datasets.load_dataset(path, name=spec.name, split=spec.split)
     except Exception as error:  # remote content: the library lets through errors of many libraries
         if offline and isinstance(error, ConnectionError | FileNotFoundError):
-            raise InputError(
-                f"Data set '{path}' is not on this machine and {offline}.",
-                where=where,
-                fix=f"give a local file or folder: {spec.path_key}=/path, "
-                    f"or run once with network: hf download --repo-type dataset {path} "
-                    f"--local-dir {Path(path).name}") from error
-        raise InputError(f"Data set '{path}' cannot be loaded: {first_line(error)}",
-                         where=f"{where} {spec.key}.name={spec.name or 'null'} "
-                               f"{spec.key}.split={spec.split}",
-                         fix=f"check the name, {spec.key}.name and {spec.key}.split"
-                             + ("" if offline else "; a private data set needs `hf auth login`")
-                         ) from error
+            raise InputError(f"Data set '{path}' is not on this machine and {offline}.",
+                             where=where, fix="give a local file or folder: "
+                             f"{spec.path_key}=/path, or run once with network: hf download "
+                             f"--repo-type dataset {path} --local-dir {Path(path).name}") from error
+        raise InputError(
+            f"Data set '{path}' cannot be loaded: {first_line(error)}",
+            where=f"{where} {spec.key}.name={spec.name or 'null'} {spec.key}.split={spec.split}",
+            fix=f"check the name, {spec.key}.name and {spec.key}.split"
+            + ("" if offline else "; a private data set needs `hf auth login`")) from error
     return _dataset_rows(loaded, path)
 
 

@@ -10,7 +10,7 @@ import logging.handlers
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -100,8 +100,7 @@ class Display(logging.Handler):
                 (self._out if above else self._err).print(
                     Text(f"{record.levelname.lower()}: {text}"), soft_wrap=True)
         elif self._mode != "quiet":
-            fitted = getattr(record, "fitted", None)
-            self._out.print(Text(fitted or text), soft_wrap=True)
+            self._out.print(Text(getattr(record, "fitted", None) or text), soft_wrap=True)
 
     def step(self, row: dict[str, Any], total: int) -> None:
         """One line for the figures of a finished step."""
@@ -161,20 +160,16 @@ _listening: list[_Listeners] = []
 """the logger as it was found, and whoever took it since; it is the last one's"""
 
 
-@contextmanager
-def logging_to(level: int, *handlers: logging.Handler) -> Iterator[None]:
+def logging_to(level: int, *handlers: logging.Handler) -> AbstractContextManager[None]:
     """The ``ppocli`` logger with these handlers in place of those of others here, from this level
     on. Runs that are open at once may end in any order."""
-    with _listening_as(_Listeners(level, False, handlers)):
-        yield
+    return _listening_as(_Listeners(level, False, handlers))
 
 
-@contextmanager
-def logging_as_found() -> Iterator[None]:
+def logging_as_found() -> AbstractContextManager[None]:
     """The ``ppocli`` logger as it was before anyone here took it."""
     first = _listening[0] if _listening else _Listeners(log.level, log.propagate)
-    with _listening_as(replace(first)):
-        yield
+    return _listening_as(replace(first))
 
 
 @contextmanager

@@ -148,10 +148,9 @@ class LiveView(Live):
         return [*([erase] if rows else []), *renderables, *self._lines]
 
     def _in_foreground(self) -> bool:
-        try:
+        with suppress(OSError, ValueError, AttributeError):
             return os.tcgetpgrp(self.console.file.fileno()) in self._groups
-        except (OSError, ValueError, AttributeError):
-            return True  # no terminal of this session: nobody else writes there
+        return True  # no terminal of this session: nobody else writes there
 
 
 class Above:
@@ -159,9 +158,7 @@ class Above:
     without the control sequences of other things than colours."""
 
     def __init__(self, stream: Any, console: Console) -> None:
-        self._stream = stream
-        self._console = console
-        self._rest = ""
+        self._stream, self._console, self._rest = stream, console, ""
         self._process = os.getpid()
 
     def __getattr__(self, name: str) -> Any:
@@ -188,7 +185,6 @@ class Above:
 
 def is_terminal(stream: Any) -> bool:
     """Whether somebody looks at what is written to a stream."""
-    try:
+    with suppress(AttributeError, ValueError):  # none at all, or a closed one
         return bool(stream.isatty())
-    except (AttributeError, ValueError):  # none at all, or a closed one
-        return False
+    return False

@@ -27,6 +27,11 @@ BASE_SAMPLES = 16
 BEST_OF = (1, 2, 4, 8, 16)
 
 
+def now() -> str:
+    """The time in UTC, as eval.json has it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
 def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
     """What the samples of one model came to; NaN where there is nothing to take a mean of.
 
@@ -238,10 +243,8 @@ def report_of(identity: dict[str, Any], targets: dict[str, Target], rows: dict[s
                           "digest": identity["models"][role]}, **figures_of(rows[role])}
 
     return {
-        "schema": SCHEMA,
-        "name": name,
-        "run": None if policy.run_dir is None else str(policy.run_dir),
-        "step": policy.step,
+        "schema": SCHEMA, "name": name,
+        "run": None if policy.run_dir is None else str(policy.run_dir), "step": policy.step,
         **model("policy"),
         "against": model("against") if "against" in targets else None,
         "win_rate": compare(rows["policy"], rows["against"]) if "against" in targets else None,
@@ -249,17 +252,14 @@ def report_of(identity: dict[str, Any], targets: dict[str, Target], rows: dict[s
         "base": None if digest is None else {"path": session.cfg.model.path, "digest": digest},
         "prompts": {"digest": identity["prompts"]["digest"], "count": count,
                     "samples_each": len(rows["policy"]) // count},
-        "generation": identity["generation"],
-        "seed": identity["seed"],
+        "generation": identity["generation"], "seed": identity["seed"],
         "settings": {key: value for key, value in identity.items()
                      if key not in ("generation", "seed", "models", "base_digest")},
         "versions": torch_versions(),
-        "time": {"started": started, "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-                 "seconds": seconds},
+        "time": {"started": started, "finished": now(), "seconds": seconds},
         "hardware": {
             "device": device.type,
             "name": (platform.processor() or platform.machine() if device.type == "cpu" else
                      torch.get_device_module(device).get_device_name(device)),
             "threads": torch.get_num_threads(), "precision": session.backend.precision,
-            "peak_memory_mib": session.backend.peak_memory_mib()},
-    }
+            "peak_memory_mib": session.backend.peak_memory_mib()}}

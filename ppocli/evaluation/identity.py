@@ -12,6 +12,7 @@ import json
 import re
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
@@ -57,8 +58,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
     code += code_files(cfg.env) if plays else []
     return {
         "seed": cfg.seed, **plays,
-        "targets": [target.model for target in targets],
-        "frontier": frontier,
+        "targets": [target.model for target in targets], "frontier": frontier,
         "generation": json.loads(json.dumps(asdict(session.eval_sampling))),
         "prompts": {**asdict(cfg.prompts), "digest": session.eval_prompts.digest(),
                     "count": len(session.eval_prompts)},
@@ -68,13 +68,11 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "code": {path: atomic.sha256_file(Path(path)) if Path(path).is_file() else None
                  for path in dict.fromkeys(code)},
         "judges": judge_digests(session, objects),
-        "model": asdict(cfg.model),
-        "base_digest": session.reference_digest(),
+        "model": asdict(cfg.model), "base_digest": session.reference_digest(),
         "chunk_size": session.chunk_size, "forward_rows": session.forward_rows,
         "logprobs_from": cfg.ppo.logprobs_from,
         "device": session.backend.device.type, "precision": session.backend.precision,
-        "models": {"policy": tensors_digest(session.policy.lm.state_dict())},
-    }
+        "models": {"policy": tensors_digest(session.policy.lm.state_dict())}}
 
 
 def choose(default: Path, request: EvalRequest, identity: dict[str, Any],
@@ -127,8 +125,7 @@ def differences(folder: Path, identity: dict[str, Any]) -> list[str]:
     """
     if files.is_empty(folder / files.SAMPLES) and not files.is_finished(folder):
         return []
-    old = atomic.read_json(folder / files.SETTINGS)
-    if old is None:
+    if (old := atomic.read_json(folder / files.SETTINGS)) is None:
         return [f"{folder / files.SETTINGS} is missing or damaged"]
     before, now = _flat(old.get("identity", {})), _flat(identity)
     names = list(dict.fromkeys([*before, *now]))
@@ -143,8 +140,7 @@ def check_same(folder: Path, identity: dict[str, Any]) -> None:
     Raises:
         CheckpointError: names what differs.
     """
-    lines = differences(folder, identity)
-    if lines:
+    if lines := differences(folder, identity):
         more = [f"  and {len(lines) - 8} more"] if len(lines) > 8 else []
         raise CheckpointError(
             "\n".join([f"{folder} was begun under other settings:",
@@ -209,8 +205,7 @@ def _described(value: Any, seen: set[int], depth: int, *, plain: bool) -> Any:
         return [type(value).__qualname__, tensors_digest(value.state_dict())]
     if isinstance(value, set | frozenset):
         return sorted(json.dumps(inner(cell)) for cell in value)
-    parts = _parts(value)
-    if parts is not None:
+    if (parts := _parts(value)) is not None:
         return [inner(part, plain) for part in parts]
     name = [type(value).__qualname__, str(getattr(value, "__qualname__", ""))]
     if id(value) in seen or isinstance(value, BuiltinFunctionType):
@@ -249,10 +244,8 @@ def _referred(function: FunctionType) -> list[Any]:
     """Values of a function's closure, and those globals of its module that it names."""
     found: list[Any] = []
     for cell in function.__closure__ or ():
-        try:
+        with suppress(ValueError):  # not filled yet
             found.append(cell.cell_contents)
-        except ValueError:  # not filled yet
-            continue
     names = dict.fromkeys(_named(function.__code__))
     known = [function.__globals__[name] for name in names if name in function.__globals__]
     return found + [value for value in known if not inspect.ismodule(value)]
@@ -276,11 +269,6 @@ def _weights(value: Any, above: list[int]) -> list[str]:
         return [tensors_digest(value.state_dict())]
     if isinstance(value, (*_PLAIN, type)) or id(value) in above or len(above) > _NEAR:
         return []
-    above = [*above, id(value)]
-    if isinstance(value, FunctionType):
-        inside = _referred(value)
-    elif isinstance(value, MethodType):
-        inside = [value.__self__]
-    else:
-        inside = list(_attributes(value).values())
-    return [digest for part in inside for digest in _weights(part, above)]
+    inside = _referred(value) if isinstance(value, FunctionType) else (
+        [value.__self__] if isinstance(value, MethodType) else _attributes(value).values())
+    return [digest for part in inside for digest in _weights(part, [*above, id(value)])]

@@ -20,9 +20,8 @@ from ppocli.models.policy import Policy
 from ppocli.parallel.backend import Backend
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import Reward, build_reward
-from ppocli.sampling.decoding import load_decodable, say_decoding
+from ppocli.sampling import decoding, sampler
 from ppocli.sampling.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
-from ppocli.sampling.sampler import SamplerSetup
 from ppocli.sampling.token_choice import SAMPLING_KEYS
 from ppocli.sampling.vllm.sampler import VllmSampler
 from ppocli.tasks.building import sampling_specs
@@ -133,9 +132,9 @@ def load_player(cfg: schema.ModelConfig, name: str, backend: Backend | None = No
     Raises:
         InputError: model or tokenizer are missing or unusable.
     """
-    tokenizer, loaded = load_tokenizer(cfg), load_decodable(cfg)
+    tokenizer, loaded = load_tokenizer(cfg), decoding.load_decodable(cfg)
     check_vocabulary(tokenizer, loaded.lm, cfg)
-    say_decoding(loaded.lm)
+    decoding.say_decoding(loaded.lm)
     if backend is None:
         return Player(name, tokenizer, loaded)
     loaded.lm.to(backend.device)
@@ -151,7 +150,7 @@ def served(player: Player, cfg: schema.TrainConfig, backend: Backend) -> Iterato
         SamplerError: a server is missing, or serves something else.
     """
     cfg = replace(cfg, run_name=None)  # no run is there to go on with
-    servers = VllmSampler(SamplerSetup(cfg, backend, player.tokenizer, player.loaded))
+    servers = VllmSampler(sampler.SamplerSetup(cfg, backend, player.tokenizer, player.loaded))
     with servers.acting(Policy(player.loaded.lm, None)):
         yield replace(player, servers=servers)
 
@@ -174,8 +173,7 @@ def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any],
     Raises:
         ConfigError: an unknown name, a value of another type, or one out of range.
     """
-    unknown = sorted(set(changes) - set(CHANGEABLE))
-    if unknown:
+    if unknown := sorted(set(changes) - set(CHANGEABLE)):
         raise ConfigError(f"{unknown[0]!r} is not a sampling setting.",
                           fix=f"one of {', '.join(CHANGEABLE)}")
     named = {f"generation.{name}": source for name, source in (sources or {}).items()}

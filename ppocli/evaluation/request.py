@@ -257,9 +257,8 @@ def refuse_taken(folder: Path, request: EvalRequest) -> None:
     elif request.name is not None and not request.resume:
         what = "a finished" if is_finished(folder) else "an unfinished"
         raise CheckpointError(f"{folder} holds {what} evaluation already.",
-                              where=f"--name {request.name}",
-                              fix="--resume goes on with it, --overwrite starts it again; or "
-                                  "choose another --name")
+                              where=f"--name {request.name}", fix="--resume goes on with it, "
+                              "--overwrite starts it again; or choose another --name")
 
 
 @contextmanager

@@ -6,15 +6,13 @@ reward model."""
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import torch
 
-from ppocli.config import tasks
-from ppocli.config.resolved import with_values
+from ppocli.config import resolved, tasks
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, PpocliError, StoppedError
 from ppocli.evaluation import figures, player
@@ -94,16 +92,14 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     try:
         with open_backend(cfg.hardware, environment.measured_by(target.run_dir)) as backend:
             session = _session(cfg, backend, objects, "policy", target, None, say)
-            swept = list(sampling_sweep(cfg.generation, session.eval_sampling))
-            if swept:
+            if swept := list(sampling_sweep(cfg.generation, session.eval_sampling)):
                 say(f"of the list in generation.eval the first value is taken: {swept[0]}")
             if target.run_dir is None:
                 _say_declared(session, request, say)
             identity = identity_of(session, list(targets.values()), request.frontier, objects)
             folder = choose(default, request, identity, say)
             if request.resume and files.is_finished(folder):
-                report = files.read_result(folder)
-                if report is not None:
+                if (report := files.read_result(folder)) is not None:
                     say(f"finished already: {folder / files.RESULT}")
                     return folder, report
                 say(f"{folder / files.RESULT} is damaged: it is made again from the samples")
@@ -127,7 +123,7 @@ def _without_own_reference(cfg: TrainConfig, target: Target, say: Callable[[str]
         say("the run has no reference, so there is no KL; to measure it: model.reference.kind=copy")
     elif target.run_dir is None and cfg.model.path == target.model:
         say("no KL: the base of this model is not known; to name it: model.path=FOLDER")
-        return with_values(cfg, {"model.reference.kind": "none"})
+        return resolved.with_values(cfg, {"model.reference.kind": "none"})
     return cfg
 
 
@@ -138,8 +134,7 @@ def _say_declared(session: EvalSession, request: EvalRequest, say: Callable[[str
     wanted = player.own_sampling(session.loaded)
     words = [f"generation.{name}={str(value).lower()}" for name, value in wanted.items()
              if getattr(spec, name) != value]
-    left = [word for word in words if not request.sets(word.partition("=")[0])]
-    if left:
+    if left := [word for word in words if not request.sets(word.partition("=")[0])]:
         say("the model's generation_config.json is not followed; to sample as it says: "
             + " ".join(left))
 
@@ -167,7 +162,7 @@ def _session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, role: s
              judges: EvalSession | None, say: Callable[[str], None]) -> EvalSession:
     """What judges one model; ``judges`` lends reward, metric and reference."""
     if role == "base":
-        cfg = with_values(cfg, {"prompts.eval.repeat": figures.BASE_SAMPLES})
+        cfg = resolved.with_values(cfg, {"prompts.eval.repeat": figures.BASE_SAMPLES})
     session = build_eval_session(cfg, backend, objects, policy=target.model, judges=judges)
     if role == "base":
         return replace(session, reference=None)  # its KL to itself would only cost time
@@ -194,7 +189,7 @@ def _evaluate(work: _Work) -> dict[str, Any]:
                  f"({figures.BASE_SAMPLES} of {work.targets['base'].name} to each prompt) and as "
                  "many rewards")
     old = (atomic.read_json(work.folder / files.SETTINGS) or {}) if work.kept else {}
-    work.started = str(old.get("started") or datetime.now(UTC).isoformat(timespec="seconds"))
+    work.started = str(old.get("started") or figures.now())
     _note_models(work, {**old.get("identity", {}).get("models", {}), **work.identity["models"]})
     try:
         with run_logs.JsonlWriter(work.folder / files.SAMPLES) as writer:
@@ -233,8 +228,7 @@ def _next_model(work: _Work, role: str, target: Target, texts: list[str]) -> Non
         raise ConfigError(f"The tokenizer of {target.name} makes {len(others)} prompts of what "
                           f"are {len(texts)} for the policy.", where="--against",
                           fix="leave out --against, or give prompts that both can hold")
-    changed = sum(text != other for text, other in zip(texts, others, strict=True))
-    if changed:
+    if changed := sum(text != other for text, other in zip(texts, others, strict=True)):
         log.warning("%d of %d prompts are not the same text for %s, whose tokenizer is another",
                     changed, len(texts), target.name)
     _note_models(work, {role: tensors_digest(work.session.policy.lm.state_dict())})
@@ -320,8 +314,8 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
         PpocliError: the model, the data, the disk.
     """
     model_files.quiet_transformers()
-    begun, started = monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
-    cfg = with_values(cfg, {  # what is said, and refused, of a training
+    begun, started = monotonic(), figures.now()
+    cfg = resolved.with_values(cfg, {  # what is said, and refused, of a training
         "checkpoint.keep_best": False, "hardware.memory_check": "off"})
     default = files.folder_of(request, target)
     files.refuse_taken(default, request)
@@ -354,8 +348,7 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
         "run": None if target.run_dir is None else str(target.run_dir), "step": target.step,
         **found["policy"], "against": found.get("against"), "win_rate": None, "frontier": None,
         "base": None, "settings": identity,
-        "time": {"started": started, "finished": datetime.now(UTC).isoformat(timespec="seconds"),
-                 "seconds": monotonic() - begun}})
+        "time": {"started": started, "finished": figures.now(), "seconds": monotonic() - begun}})
     with files.working_in(folder, request.overwrite), stop.defer():
         atomic.write_json_atomic(folder / files.SETTINGS, {"schema": 1, "started": started,
                                                            "identity": identity})
@@ -373,10 +366,8 @@ def _measure(target: Target, cfg: TrainConfig, stop: StopFlag
     if not model_files.is_adapter(Path(target.model)):
         model = replace(model, peft={}, quantization=None)
     with open_backend(cfg.hardware, environment.measured_by(target.run_dir)) as backend:
-        task: Any = build_task(TaskSetup(replace(cfg, model=model), backend,
-                                         PythonObjects()))
+        task: Any = build_task(TaskSetup(replace(cfg, model=model), backend, PythonObjects()))
         if task.val is None:
             task.val = task.train
-        digests = {"data": task.val.digest(),
-                   "model": tensors_digest(task.saved.lm.state_dict())}
+        digests = {"data": task.val.digest(), "model": tensors_digest(task.saved.lm.state_dict())}
         return task.evaluate(stop), digests, len(task.val)

@@ -4,6 +4,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
@@ -74,11 +75,9 @@ def gather(target: Target, *, network: bool, command: Callable[[schema.TrainConf
     model = run.config.model
     return Facts(
         name=run.name, step=target.step, run=run,
-        license=license_of(model.path, model.revision, network=network),
-        before=_figures(run, 0), after=_figures(run, step),
-        evaluation=without_folders(own_evaluation(target, run.config)),
-        samples=_samples(run, step),
-        versions=_versions(run, target), command=command(run.config))
+        license=license_of(model.path, model.revision, network=network), before=_figures(run, 0),
+        after=_figures(run, step), evaluation=without_folders(own_evaluation(target, run.config)),
+        samples=_samples(run, step), versions=_versions(run, target), command=command(run.config))
 
 
 def _figures(run: RunRecord, step: int) -> dict[str, float]:
@@ -129,11 +128,11 @@ def _from_hub(name: str, file: str, revision: str | None, *, network: bool) -> P
     """A file of a Hub model: where allowed and possible from the Hub, else from the cache."""
     from huggingface_hub import hf_hub_download
 
-    try:
+    # nothing that can go wrong on the way there is a reason not to export
+    with suppress(Exception):
         return Path(hf_hub_download(name, file, revision=revision,
                                     local_files_only=not (network and hub.hub_reachable())))
-    except Exception:  # nothing that can go wrong on the way there is a reason not to export
-        return None
+    return None
 
 
 def hub_name(path: str | None) -> str | None:
@@ -157,8 +156,7 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
     text = text.removeprefix("\ufeff")
-    block = REGEX_YAML_BLOCK.search(text)
-    if block is None:
+    if (block := REGEX_YAML_BLOCK.search(text)) is None:
         return {}, text
     try:
         data = yaml.safe_load(bounded.check_yaml(block[2]))
@@ -176,8 +174,7 @@ def own_evaluation(target: Target, config: schema.TrainConfig) -> dict[str, Any]
     assert target.run_dir is not None
     paths = sorted(target.run_dir.glob("eval/*/eval.json"), reverse=True,
                    key=lambda path: (path.stat().st_mtime_ns, path.parent.name))
-    found = [value for path in paths
-             if (value := read_result(path.parent)) is not None
+    found = [value for path in paths if (value := read_result(path.parent)) is not None
              and _own_settings(value, config, target)]
     if not found:
         return None
@@ -189,7 +186,7 @@ def own_evaluation(target: Target, config: schema.TrainConfig) -> dict[str, Any]
 def _own_settings(evaluation: dict[str, Any], config: schema.TrainConfig, target: Target) -> bool:
     """Whether step, reward, prompts and the base of the KL are those of the run."""
     own = json.loads(json.dumps(asdict(config), default=str))
-    try:
+    with suppress(KeyError, TypeError, ValueError):  # a file that no evaluation wrote
         told = evaluation["settings"]
         reward, prompts, model = (dict(told[part]) for part in ("reward", "prompts", "model"))
         return (evaluation["step"] == target.step
@@ -200,8 +197,7 @@ def _own_settings(evaluation: dict[str, Any], config: schema.TrainConfig, target
                 and _prompts_digest(target.run_dir) in (None, prompts.get("digest"))
                 and all(model.get(name) == own["model"][name]
                         for name in ("path", "revision", "tokenizer_path")))
-    except (KeyError, TypeError, ValueError):  # a file that no evaluation wrote
-        return False
+    return False
 
 
 def _asked(prompts: dict[str, Any]) -> dict[str, Any]:

@@ -91,8 +91,10 @@ class ExportPlan:
 
     @property
     def prompts(self) -> list[str]:
-        """What the export is compared with its source on."""
-        return verification_prompts([str(after["prompt"]) for _, after in self.facts.samples])
+        """What the export is compared with its source on: two, the run's own where there are any.
+        """
+        texts = [str(after["prompt"]) for _, after in self.facts.samples]
+        return list(dict.fromkeys([*filter(str.strip, texts), *_GENERIC]))[:2]
 
     def files(self) -> list[str]:
         """Names of everything that is going to be written."""
@@ -101,8 +103,7 @@ class ExportPlan:
 
 
 def plan_export(name: str, source: Path, target: Path, facts: Facts, *, dtype: str | None,
-                max_shard: int, merge: bool, critic: list[Path], repo_id: str | None
-                ) -> ExportPlan:
+                max_shard: int, merge: bool, critic: list[Path], repo_id: str | None) -> ExportPlan:
     """Find out what an export will consist of.
 
     Raises:
@@ -122,11 +123,6 @@ def plan_export(name: str, source: Path, target: Path, facts: Facts, *, dtype: s
                                     model_files.ADAPTER_WEIGHTS)
     return ExportPlan(name, source, target, facts, tensors, shards, dtype, max_shard, merge,
                       critic, repo_id)
-
-
-def verification_prompts(texts: list[str]) -> list[str]:
-    """Two prompts: the run's own where there are any."""
-    return list(dict.fromkeys([*filter(str.strip, texts), *_GENERIC]))[:2]
 
 
 def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights.Verified:
@@ -176,9 +172,8 @@ def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights
         if plan.source.is_dir():
             raise
         raise CheckpointError(f"{plan.name} was deleted while it was exported: {error.filename}.",
-                              where=str(plan.source),
-                              fix="export again; --best names a checkpoint that stays longer"
-                              ) from error
+                              where=str(plan.source), fix="export again; --best names a checkpoint "
+                              "that stays longer") from error
     return verified[0]
 
 
@@ -198,9 +193,8 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
     else:
         card = render_card(facts, previous, mask, dtype=plan.written, location=location,
                            chat=_has_chat_template(folder), pair=is_encoder_decoder(plan.source),
-                           value_head=[path.name for path in plan.critic],
-                           curve=CURVE in contents, adapter=plan.adapter,
-                           scorer=model_files.is_scorer(plan.source))
+                           value_head=[path.name for path in plan.critic], curve=CURVE in contents,
+                           adapter=plan.adapter, scorer=model_files.is_scorer(plan.source))
     _write_text(folder / CARD, card)
 
 
@@ -327,8 +321,7 @@ def check_whole(folder: Path, *, links: bool = False) -> dict[str, Any]:
     Raises:
         InputError: it is no export, or a file of it is missing, damaged or changed.
     """
-    record = read_record(folder)
-    if record is None:
+    if (record := read_record(folder)) is None:
         raise InputError(f"{folder} was not made by ppocli export (no {RECORD}).",
                          where=str(folder), fix="export it first, with --output NEW")
     for name, digest in record["files"].items():

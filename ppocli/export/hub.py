@@ -6,6 +6,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -78,8 +79,7 @@ class _Session:
 
     def run(self, files: list[str]) -> str:
         """All steps; returns the address."""
-        variable = offline_variable()
-        if variable is not None:
+        if (variable := offline_variable()) is not None:
             raise self._failed(f"{variable}={os.environ[variable]} forbids it",
                                fix=f"env -u {variable} {self.command}")
         if not hub_reachable():
@@ -135,10 +135,9 @@ class _Session:
         there, asked = ("public", "private") if private else ("private", "public")
         why = f"asked for {asked}" if self.wanted.private is not None else "the default is private"
         anyway = replace(self.wanted, private=not private).push_command(self.folder)
-        raise self._failed(
-            f"the repository is there already and is {there}, and {why}",
-            fix=f"push to the {there} repository: {anyway}; or make it {asked} first at "
-            f"{self.endpoint}/{repo}/settings; or take another --repo-id")
+        raise self._failed(f"the repository is there already and is {there}, and {why}",
+                           fix=f"push to the {there} repository: {anyway}; or make it {asked} "
+                           f"first at {self.endpoint}/{repo}/settings; or take another --repo-id")
 
     def _branch(self, repo: str) -> str | None:
         """The revision to push to, made where missing. A pull request is opened before the upload
@@ -187,11 +186,10 @@ class _Session:
             hf_raise_for_status(response)
             return str(response.text)
 
-        try:
+        with suppress(EntryNotFoundError):
             return user_text(self._step("reading the README there", fetch,
                                         expected=EntryNotFoundError))
-        except EntryNotFoundError:
-            return None
+        return None
 
     def _step(self, doing: str, action: Callable[[], T], waits: tuple[float, ...] = _WAITS,
               expected: type[Exception] | tuple[()] = ()) -> T:
@@ -221,8 +219,7 @@ class _Session:
         raise AssertionError("the last turn returns or raises")
 
     def _cause(self, error: Exception) -> str:
-        status = _status(error)
-        if status is None:
+        if (status := _status(error)) is None:
             said = self.mask(" ".join(str(error).split()))[:200] or type(error).__name__
             return (f"the connection failed ({said})" if _is_transport(error)
                     else f"{type(error).__name__}: {said}")

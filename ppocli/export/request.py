@@ -10,17 +10,9 @@ from pathlib import Path
 from ppocli.config import hub, schema
 from ppocli.config.resolved import CONFIG_FILE, read_config
 from ppocli.errors import CheckpointError, ConfigError, InputError
+from ppocli.export import folder as exports
 from ppocli.export.card import CARD, CURVE
 from ppocli.export.facts import gather
-from ppocli.export.folder import (
-    TRAINING_CONFIG,
-    ExportPlan,
-    check_whole,
-    earlier_export,
-    foreign_files,
-    plan_export,
-    read_record,
-)
 from ppocli.runs import pictures, trust
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
@@ -31,7 +23,7 @@ DEFAULT_SHARD = "5GB"
 _LONGEST_NAME = 96
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", CARD,
-             TRAINING_CONFIG, CURVE]
+             exports.TRAINING_CONFIG, CURVE]
 """of a Hub repository, what an export reads"""
 
 
@@ -97,9 +89,8 @@ class ExportRequest:
         given = {"--output": self.output is not None, "--best": self.best,
                  "--step": self.step is not None, "--dtype": self.dtype is not None,
                  "--max-shard-size": self.max_shard_size is not None,
-                 "--include-value-head": self.include_value_head,
-                 "--merge": self.merge is True, "--adapter": self.merge is False,
-                 "--overwrite": self.overwrite}
+                 "--include-value-head": self.include_value_head, "--merge": self.merge is True,
+                 "--adapter": self.merge is False, "--overwrite": self.overwrite}
         return [option for option, there in given.items() if there]
 
 
@@ -160,7 +151,7 @@ class Existing:
 
 
 def resolve(request: ExportRequest, say: Callable[[str], None],
-            command: Callable[[schema.TrainConfig], str]) -> ExportPlan | Existing:
+            command: Callable[[schema.TrainConfig], str]) -> exports.ExportPlan | Existing:
     """Find the policy and decide what to write where.
 
     Args:
@@ -175,8 +166,7 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     if request.dry_run:  # it asks nobody: what isn't in the local cache isn't there
         os.environ.update({} if hub.offline_variable() else {"HF_HUB_OFFLINE": "1"})
         hub.go_offline()
-    existing = _existing(request)
-    if existing is not None:
+    if (existing := _existing(request)) is not None:
         return existing
     target = find_target(request.run, say=say, step=request.step, best=request.best)
     if target.run_dir is not None:
@@ -190,14 +180,14 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     check_destination(request, destination, source)
     merge = _merges(request, source, target.name, say)
     facts = gather(target, network=not request.dry_run, command=command)
-    if facts.run is None and (earlier := earlier_export(source, say)) is not None:
+    if facts.run is None and (earlier := exports.earlier_export(source, say)) is not None:
         facts = replace(facts, name=earlier["run"] or facts.name, step=earlier["step"],
                         earlier=source)
     if facts.run is not None and not pictures.installed():
         say(f"no {CURVE}: {pictures.MISSING}")
-    plan = plan_export(target.name, source, destination, facts, dtype=request.dtype,
-                       max_shard=parse_size(request.max_shard_size or DEFAULT_SHARD), merge=merge,
-                       critic=critic, repo_id=request.repo_id)
+    plan = exports.plan_export(
+        target.name, source, destination, facts, dtype=request.dtype, merge=merge, critic=critic,
+        max_shard=parse_size(request.max_shard_size or DEFAULT_SHARD), repo_id=request.repo_id)
     return replace(plan, held=target.held)
 
 
@@ -234,17 +224,17 @@ def _existing(request: ExportRequest) -> Existing | None:
     """The export that RUN names, if it is to be pushed as it is."""
     folder = Path(request.run or "").expanduser()
     asked = request.to_hub and request.run is not None and not request.writing
-    record = read_record(folder) if asked else None
+    record = exports.read_record(folder) if asked else None
     if record is None:
         return None
-    check_whole(folder)
+    exports.check_whole(folder)
     return Existing(folder.absolute(), str(record.get("run") or folder.name))
 
 
 def _with_critic(target: Target) -> tuple[Target, list[Path]]:
     """The checkpoint of exactly the target's step, and the files of the value function in it; an
     export may hold them itself."""
-    record = read_record(Path(target.model)) or {}
+    record = exports.read_record(Path(target.model)) or {}
     if target.run_dir is None and model_files.VALUE_HEAD in record.get("files", ()):
         return target, _critic(Path(target.model))
     if target.run_dir is None or target.step is None:
@@ -278,7 +268,7 @@ def _destination(request: ExportRequest, target: Target) -> Path:
         return request.output.expanduser().absolute()
     if target.run_dir is None:
         fix = "--output DIR"
-        if request.to_hub and request.writing and read_record(Path(target.model)) is not None:
+        if request.to_hub and request.writing and exports.read_record(Path(target.model)):
             fix += f"; or push it as it is: leave out {', '.join(request.writing)}"
         raise ConfigError(f"{target.name} belongs to no run: where should the export go?",
                           where="--output", fix=fix)
@@ -298,12 +288,11 @@ def check_destination(request: ExportRequest, destination: Path, source: Path) -
     if not destination.is_dir() or destination.is_symlink():
         raise ConfigError(f"{name} is a {'link' if destination.is_symlink() else 'file'}.",
                           where="--output", fix="name another folder: --output DIR")
-    names = os.listdir(destination)
-    if not names:
+    if not os.listdir(destination):
         return
-    foreign = foreign_files(destination)
+    foreign = exports.foreign_files(destination)
     if is_run(destination) or source.is_relative_to(destination.resolve()) or (
-            foreign and read_record(destination) is None):
+            foreign and exports.read_record(destination) is None):
         raise ConfigError(f"{name} holds something that is no export ({foreign[0]}).",
                           where="--output", fix="name another folder: --output DIR")
     if not request.overwrite:

@@ -71,15 +71,13 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
         place = folder / model_files.ADAPTER_WEIGHTS if model_files.is_adapter(folder) else folder
         found = get_local_safetensors_metadata(place).files_metadata
     except NotASafetensorsRepoError:
-        raise InputError(
-            f"The weights in {folder} are not safetensors.", where=str(folder),
-            fix="python -c \"from transformers import AutoModelForCausalLM as M; "
-            f"M.from_pretrained('{folder}').save_pretrained('NEW')\"; the tokenizer likewise"
-        ) from None
+        raise InputError(f"The weights in {folder} are not safetensors.", where=str(folder),
+                         fix="python -c \"from transformers import AutoModelForCausalLM as M; "
+                         f"M.from_pretrained('{folder}').save_pretrained('NEW')\"; the tokenizer "
+                         "likewise") from None
     except Exception as error:  # OSError, ValueError or SafetensorsParsingError, all of the files
         raise InputError(f"The weights in {folder} can't be read: {error}", where=str(folder),
-                         fix="a file is truncated or damaged; copy or download it again"
-                         ) from error
+                         fix="a file is truncated or damaged; copy or download it again") from error
     return {name: StoredTensor(file, _SHORT_DTYPES.get(tensor.dtype, tensor.dtype),
                                tensor.data_offsets[1] - tensor.data_offsets[0])
             for file in sorted(found) for name, tensor in found[file].tensors.items()}
@@ -218,10 +216,9 @@ def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_co
     lm = loaded.adapter.model.merge_and_unload()
     worst = largest_difference(expected, logits_of(lm, ids))
     if not worst <= _MERGED_TOLERANCE:
-        raise CheckpointError(
-            f"The merged model's logits are off by {worst:.3g} (relative RMS; allowed: "
-            f"{_MERGED_TOLERANCE:g}). Nothing was published.",
-            fix="write the adapter's own folder: --adapter")
+        raise CheckpointError(f"The merged model's logits are off by {worst:.3g} (relative RMS; "
+                              f"allowed: {_MERGED_TOLERANCE:g}). Nothing was published.",
+                              fix="write the adapter's own folder: --adapter")
     check()
     SavedModel(lm, loaded.export_config, loaded.generation_config, tokenizer).write(folder)
     if (source / GENERATION).is_file():  # of the training; what is loaded has that of the base

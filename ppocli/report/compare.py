@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppocli.config import tasks
-from ppocli.config.resolved import config_differences, flat
+from ppocli.config import resolved, tasks
 from ppocli.report.curves import run_labels
 from ppocli.runs import listing, record
 
@@ -94,8 +93,8 @@ def _at(run: record.RunRecord, episodes: int, metrics: Sequence[str]) -> At:
 def _differences(runs: Sequence[record.RunRecord]) -> list[tuple[str, list[Any]]]:
     first = runs[0].config
     keys = dict.fromkeys(key for run in runs[1:]
-                         for key, _, _ in config_differences(first, run.config))
-    values = [flat(run.config) for run in runs]
+                         for key, _, _ in resolved.config_differences(first, run.config))
+    values = [resolved.flat(run.config) for run in runs]
     return [(key, [of_run.get(key) for of_run in values]) for key in keys]
 
 
@@ -107,14 +106,12 @@ def _wins(base: record.RunRecord, run: record.RunRecord, base_name: str, name: s
 
     found = {"run": name, "against": base_name, "prompts": 0, "rate": None, "reason": None}
 
-    unscored = [label for each, label in ((run, name), (base, base_name))
-                if tasks.task_name(each.config) in tasks.DATA_TASKS]
-    if unscored:
+    if unscored := [label for each, label in ((run, name), (base, base_name))
+                    if tasks.task_name(each.config) in tasks.DATA_TASKS]:
         return no(f"{unscored[0]} is not trained on rewards; ppocli eval judges its responses by "
                   "one: --reward, --against")
-    judged = [key for key, _, _ in config_differences(base.config, run.config)
-              if key.startswith("reward.") and key not in _CALLING]
-    if judged:
+    if judged := [key for key, _, _ in resolved.config_differences(base.config, run.config)
+                  if key.startswith("reward.") and key not in _CALLING]:
         return no(f"other rewards score them ({', '.join(judged)} differ)")
     mine, theirs = (_final_samples(each) for each in (run, base))
     if not mine or not theirs:

@@ -60,8 +60,7 @@ _PLAN: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("Entropy of a token", "nats", [("entropy", "policy/entropy_avg")]),
     ("Value error", "squared", [("value error", "val/error")]),
     ("Explained variance of the returns", "share", [("explained", "val/var_explained")]),
-    ("Clipped tokens", "share", [("ratio", "policy/clipfrac_avg"),
-                                 ("value", "val/clipfrac_avg")]),
+    ("Clipped tokens", "share", [("ratio", "policy/clipfrac_avg"), ("value", "val/clipfrac_avg")]),
     ("Policy movement in a step", "nats a token", [("KL to the rollout's policy",
                                                     "policy/policykl_avg")]),
     ("Gradient norm", "before clipping", [("norm", "policy/grad_norm")]),
@@ -86,9 +85,8 @@ def curves_of(runs: Sequence[RunRecord]) -> list[Curve]:
     another."""
     plan = list(_PLAN)
     names = list(dict.fromkeys(name for run in runs for name in run.names))
-    parts = [name for name in names if name.startswith("reward/")
-             and name not in ("reward/mean", "reward/std", "reward/invalid")]
-    if parts:
+    if parts := [name for name in names if name.startswith("reward/")
+                 and name not in ("reward/mean", "reward/std", "reward/invalid")]:
         behind = 1 + [title for title, _, _ in plan].index("Reward")
         plan.insert(behind, ("Rewards by name", "score", [(n.removeprefix("reward/"), n)
                                                           for n in parts]))
@@ -199,11 +197,11 @@ def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
                          fix="wait for the first step" if going else "it ended without a row: "
                          "name another run, or go on with this one: "
                          f"ppocli resume {pasted(runs[0].folder.path)}")
-    names = []
     short = {key: next((name for name in full if name in known), full[0])
              for key, full in SHORT.items()}
     text = text or ("reward,kl" if short["reward"] in known else
                     ",".join(key for key in ("loss", "eval") if short[key] in known) or known[0])
+    names = []
     for given in (part.strip() for part in text.split(",")):
         name = short.get(given, given)
         if name not in known:
@@ -236,8 +234,7 @@ def collect(runs: Sequence[RunRecord], metrics: Sequence[str], smooth: int = 1) 
 
 def smoothed(points: Sequence[tuple[int, float]], steps: int) -> list[tuple[int, float]]:
     """The mean of the values of the last ``steps`` steps at every point; 1 changes nothing."""
-    found = []
-    first = 0
+    found, first = [], 0
     for number, (step, _) in enumerate(points):
         while points[first][0] <= step - steps:
             first += 1

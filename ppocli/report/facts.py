@@ -136,9 +136,8 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str,
         sentence=_sentence(record),
         go_on=shlex.join(["ppocli", "resume", shown_as]) if resumes else None,
         failure=shown(str(error)) if record.status == "failed" and error else None,
-        step=record.step, total_steps=record.total_steps,
-        episodes=record.episodes, updates=record.updates,
-        kind=task, doing=kind.doing, asked=_asked(config, task),
+        step=record.step, total_steps=record.total_steps, episodes=record.episodes,
+        updates=record.updates, kind=task, doing=kind.doing, asked=_asked(config, task),
         settings=[{"key": key, "value": _yaml(new), "default": "" if old == "???" else _yaml(old)}
                   for key, old, new in resolved.config_differences(schema.TrainConfig(), config)],
         all_settings={key: _yaml(value) for key, value in resolved.flat(config).items()

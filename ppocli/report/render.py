@@ -206,6 +206,5 @@ def write_file(path: Path, content: str | bytes, option: str) -> None:
         run_folder.probe_writable(path.absolute().parent)
         atomic.write_atomic(path, content)
     except DiskError as error:
-        raise DiskError(error.what, where=error.where,
-                        fix=f"name a file on another disk or in another folder: {option} FILE"
-                        ) from error
+        raise DiskError(error.what, where=error.where, fix="name a file on another disk or in "
+                        f"another folder: {option} FILE") from error

@@ -96,8 +96,7 @@ def _response(row: dict[str, Any] | None) -> dict[str, Any] | None:
         return None
     tokens, finished = row.get("response_tokens"), row.get("finished")
     return {"text": shown(said(row)), "turns": [(who, shown(text)) for who, text in spoken(row)],
-            "score": finite_number(row.get("score")),
-            "kl": finite_number(row.get("kl")),
+            "score": finite_number(row.get("score")), "kl": finite_number(row.get("kl")),
             "tokens": tokens if isinstance(tokens, int) else None,
             "finished": finished if isinstance(finished, bool) else None}
 

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config import kinds, tasks
-from ppocli.config.schema import TrainConfig
+from ppocli.config import kinds, schema, tasks
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import list_runs, written
@@ -91,18 +90,11 @@ def best_evaluation(run: RunRecord) -> tuple[int, float] | tuple[None, None]:
                default=(None, None))
 
 
-def source_names(config: TrainConfig) -> str:
-    """What is learned from: the rewards of PPO, else the data."""
-    if tasks.task_name(config) not in tasks.DATA_TASKS:
-        return reward_names(config)
-    return last_part(config.data.path or "?")
-
-
-def reward_names(config: TrainConfig) -> str:
-    """What scores the responses: ``classifier``, ``sentiment + brevity``, ``score``."""
-    if config.reward.fns:
-        return " + ".join(config.reward.fns)
-    return last_part(config.reward.fn or "?")
+def source_names(config: schema.TrainConfig) -> str:
+    """What is learned from: the data, or of PPO the rewards: ``score``, ``sentiment + brevity``."""
+    if tasks.task_name(config) in tasks.DATA_TASKS:
+        return last_part(config.data.path or "?")
+    return " + ".join(config.reward.fns) or last_part(config.reward.fn or "?")
 
 
 def last_part(value: str) -> str:
@@ -158,8 +150,7 @@ def parse_age(text: str) -> float:
     Raises:
         ConfigError: it is none of these.
     """
-    match = _AGE.fullmatch(text.strip())
-    if match is None:
+    if (match := _AGE.fullmatch(text.strip())) is None:
         raise ConfigError(f"--older-than {text}: must be a number with s, min, h, d or w",
                           where="command line", fix="e.g. --older-than 7d")
     return float(match[1]) * _SECONDS[match[2]]
@@ -195,17 +186,13 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
             run = read_run(folder)
             if run.status == "running":
                 continue
-            removal = _whole(run, folder, when) if failed else None
-            removal = removal or (
-                _checkpoints(run, folder, when, keep_best) if checkpoints else None)
+            if removal := (failed and _whole(run, folder, when)) or (
+                    checkpoints and _checkpoints(run, folder, when, keep_best)):
+                found.append(removal)
         except CheckpointError as damage:
             say(f"{folder} is left alone: {damage.what}")
-            continue
         except OSError as error:
             say(f"{folder} is left alone: it can't be read: {error.strerror or error}")
-            continue
-        if removal is not None:
-            found.append(removal)
     return found + _left_over(root)
 
 

@@ -72,8 +72,7 @@ def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
                     alpha=0.5 if line.kind == "thin" else 1.0,
                     linewidth=1.0 if line.kind == "thin" else 1.8,
                     linestyle="" if line.kind == "scatter" else "-",
-                    marker="o" if line.kind in ("dots", "scatter") or len(line.points) == 1
-                    else "",
+                    marker="o" if line.kind in ("dots", "scatter") or len(line.points) == 1 else "",
                     markersize=4, label=f" {clean(line.name)}")  # "_..." would be left out
             if len(panel.lines) > 1:
                 axes.legend()

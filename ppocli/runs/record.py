@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -157,11 +158,10 @@ def is_run(folder: Path) -> bool:
 def subfolders(folder: Path) -> list[Path]:
     """The folders in ``folder``, by name, without hidden ones; none where it can't be read or is
     gone by now."""
-    try:
+    with suppress(OSError):
         return sorted(entry for entry in folder.iterdir()
                       if os.path.isdir(entry) and not entry.name.startswith("."))
-    except OSError:
-        return []
+    return []
 
 
 def read_run(folder: Path) -> RunRecord:

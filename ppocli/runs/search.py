@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING, Any
 from ppocli.config import keys, kinds, schema
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.runs.sweeps import JOURNAL, JobRecord, SweepRecord
-from ppocli.storage.atomic import read_json
+from ppocli.storage import atomic, run_logs
 from ppocli.storage.run_folder import RunFolder, live_owner
-from ppocli.storage.run_logs import read_jsonl
 from ppocli.text import counted, finite_number
 
 if TYPE_CHECKING:
@@ -67,8 +66,7 @@ def open_study(folder: Path, directions: Sequence[str] | None = None) -> Study:
         if directions is None:
             return optuna.load_study(study_name=STUDY, storage=storage)
         return optuna.create_study(study_name=STUDY, storage=storage, directions=list(directions),
-                                   load_if_exists=True,
-                                   pruner=optuna.pruners.MedianPruner(STARTUP))
+                                   load_if_exists=True, pruner=optuna.pruners.MedianPruner(STARTUP))
     except Exception as error:  # whatever lines that are none of its own make it raise
         raise CheckpointError(f"the search can't be read: {type(error).__name__}: {error}",
                               where=str(folder / JOURNAL), fix="start another sweep") from error
@@ -220,7 +218,7 @@ def _sampler(optuna: Any, plan: schema.SweepConfig, number: int) -> Any:
 
 def _values(job: Any, metrics: Sequence[str]) -> list[float] | None:
     """The figures of the evaluation after a job's training; None if one isn't there."""
-    after = (read_json(RunFolder(job.folder).summary) or {}).get("eval_after") or {}
+    after = (atomic.read_json(RunFolder(job.folder).summary) or {}).get("eval_after") or {}
     values = [finite_number(after.get(name)) for name in metrics]
     there = [value for value in values if value is not None]
     return there if len(there) == len(metrics) else None
@@ -235,7 +233,7 @@ def _stopping_early(trial: Trial, job: Any, metric: str, *, wanted: bool) -> Ite
 
     def look() -> None:
         while not over.wait(_PAUSE):
-            for row in read_jsonl(RunFolder(job.folder).metrics):
+            for row in run_logs.read_jsonl(RunFolder(job.folder).metrics):
                 value, step = finite_number(row.get(f"eval/{metric}")), int(row.get("step") or 0)
                 if value is not None and step not in reported:
                     reported.add(step)
@@ -257,8 +255,7 @@ def _stopping_early(trial: Trial, job: Any, metric: str, *, wanted: bool) -> Ite
 
 def _end(folder: Path) -> None:
     """End the job of a folder, and note that this was wanted."""
-    owner = live_owner(folder)
-    if owner is not None:
+    if (owner := live_owner(folder)) is not None:
         (folder / PRUNED).touch()
         with suppress(ProcessLookupError):
             os.kill(owner.pid, signal.SIGTERM)

@@ -7,8 +7,7 @@ from math import isfinite, log10
 from typing import Any
 
 from ppocli.errors import ConfigError
-from ppocli.runs.pictures import drawing_as
-from ppocli.runs.sweeps import JobRecord, varied_values
+from ppocli.runs import pictures, sweeps
 from ppocli.text import clean, finite_number
 
 _MOST_TICKS = 8
@@ -50,7 +49,7 @@ def _number(text: str) -> float | None:
     return value if isfinite(value) else None
 
 
-def axes_of(jobs: Sequence[JobRecord]) -> tuple[list[Axis], list[JobRecord]]:
+def axes_of(jobs: Sequence[sweeps.JobRecord]) -> tuple[list[Axis], list[sweeps.JobRecord]]:
     """The axes of what differs between jobs and of their figures, and the jobs that are drawn:
     those that have every figure, best first.
 
@@ -64,7 +63,7 @@ def axes_of(jobs: Sequence[JobRecord]) -> tuple[list[Axis], list[JobRecord]]:
                           "to draw.", where="--output", fix="wait for them, or go on with the "
                           "sweep: ppocli sweep resume")
     told.sort(key=lambda job: job.rank or 0.0)
-    varied = [varied_values(job) for job in told]
+    varied = [sweeps.varied_values(job) for job in told]
     keys = dict.fromkeys(key for values in varied for key in values)
     labels = dict.fromkeys(label for job in told for label in job.shown)
     return [*(axis_of(key, [values.get(key, "-") for values in varied]) for key in keys),
@@ -72,7 +71,7 @@ def axes_of(jobs: Sequence[JobRecord]) -> tuple[list[Axis], list[JobRecord]]:
         told
 
 
-def draw(jobs: Sequence[JobRecord], importance: Mapping[str, Mapping[str, float]], form: str
+def draw(jobs: Sequence[sweeps.JobRecord], importance: Mapping[str, Mapping[str, float]], form: str
          ) -> bytes:
     """The picture as a file of the form ``svg`` or ``png``.
 
@@ -96,7 +95,7 @@ def draw(jobs: Sequence[JobRecord], importance: Mapping[str, Mapping[str, float]
             part.bar_label(bars, [f"{share:.0%}" for _, share in ordered], padding=3)
             part.set(title=f"share of each key in {clean(metric)}", xlim=(0, 1.1), xticks=())
 
-    return drawing_as(form, paint)
+    return pictures.drawing_as(form, paint)
 
 
 def _draw_lines(part: Any, axes: Sequence[Axis], jobs: int) -> None:

@@ -14,8 +14,7 @@ from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import RUNS, run_named
-from ppocli.storage import environment, signature
-from ppocli.storage.atomic import read_json, write_json_atomic
+from ppocli.storage import atomic, environment, signature
 from ppocli.storage.run_folder import Owner, finite_or_null, live_owner
 from ppocli.text import did_you_mean, printable, short_path
 
@@ -114,7 +113,7 @@ def write_sweep(sweep: SweepRecord) -> None:
         DiskError: the disk is full, read-only, or refuses.
     """
     words = {"words": list(sweep.words), "cwd": sweep.cwd}
-    write_json_atomic(sweep.folder / SWEEP_FILE, finite_or_null({
+    atomic.write_json_atomic(sweep.folder / SWEEP_FILE, finite_or_null({
         **words, "dir": str(sweep.folder), "grid": sweep.grid,
         "jobs": [asdict(job) for job in sweep.jobs],
         **signature.signed({}, SWEEP_FILE, json.dumps(words))}))
@@ -128,7 +127,7 @@ def check_own(sweep: SweepRecord, trusts: bool) -> None:
     """
     path = sweep.folder / SWEEP_FILE
     content = json.dumps({"words": list(sweep.words), "cwd": sweep.cwd})
-    if not trusts and not signature.is_signed(read_json(path), SWEEP_FILE, content):
+    if not trusts and not signature.is_signed(atomic.read_json(path), SWEEP_FILE, content):
         raise CheckpointError(
             f"{short_path(str(sweep.folder))} is not signed with your key, and going on with it "
             f"runs its command: {printable(shlex.join(['ppocli', 'train', *sweep.words]))}",
@@ -155,9 +154,8 @@ def read_sweep(folder: Path) -> SweepRecord:
         return SweepRecord(folder, tuple(str(word) for word in data["words"]),
                            str(data.get("cwd") or ""), bool(data.get("grid")), jobs)
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}", where=str(path),
-                              fix="restore it from a copy; the runs of its jobs are untouched"
-                              ) from error
+        raise CheckpointError(f"{path} is damaged: {error}", where=str(path), fix="restore it from "
+                              "a copy; the runs of its jobs are untouched") from error
 
 
 def _job(entry: dict[str, Any], home: Path, folder: Path) -> JobRecord:

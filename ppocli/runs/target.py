@@ -163,8 +163,7 @@ def newest_run(say: Callable[[str], None],
     found = list_runs(RUNS)
     if not found:
         raise ConfigError(f"There is no run in {RUNS} yet.", where=str(RUNS.absolute()),
-                          fix=f"name {takes}; or train one first: "
-                          "ppocli train +recipe=quickstart")
+                          fix=f"name {takes}; or train one first: ppocli train +recipe=quickstart")
     newest = max(found, key=written)
     say(f"using {newest} (the newest run)")
     return newest
@@ -173,13 +172,8 @@ def newest_run(say: Callable[[str], None],
 def list_runs(root: Path, which: Callable[[Path], bool] = is_run) -> list[Path]:
     """Run folders below ``root``, those of sweeps (one folder deeper) too, by name; none of what
     can't be read. ``which`` tells such a folder."""
-    found = []
-    for folder in subfolders(root):
-        if which(folder):
-            found.append(folder)
-        else:
-            found += filter(which, subfolders(folder))
-    return found
+    return [run for folder in subfolders(root)
+            for run in ([folder] if which(folder) else filter(which, subfolders(folder)))]
 
 
 def written(folder: Path) -> float:

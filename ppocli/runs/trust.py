@@ -5,10 +5,7 @@ run all it names, that of another run nothing but what ships with ppocli, unless
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppocli.config import schema
-from ppocli.config.keys import is_import_path
-from ppocli.config.problems import OUR_ENGINES
-from ppocli.config.resolved import CONFIG_FILE, PYTHON_OBJECT
+from ppocli.config import keys, problems, resolved, schema
 from ppocli.config.tasks import DATA_TASKS
 from ppocli.environments.resolve import BUILTIN_ENVIRONMENTS, TOOLS
 from ppocli.errors import CheckpointError, ConfigError
@@ -18,9 +15,9 @@ from ppocli.storage import signature
 from ppocli.text import printable, short_path
 
 REMOTE = "trust_remote_code"
-_OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *OUR_ENGINES, *DATA_TASKS,
+_OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *problems.OUR_ENGINES, *DATA_TASKS,
                    *BUILTIN_ENVIRONMENTS, *BUILTIN_ENVIRONMENTS.values(), TOOLS,
-                   "ppocli.rewards.randomwalks:metrics", PYTHON_OBJECT})
+                   "ppocli.rewards.randomwalks:metrics", resolved.PYTHON_OBJECT})
 
 
 def import_paths(config: schema.TrainConfig) -> list[tuple[str, str | None]]:
@@ -40,7 +37,7 @@ def code_of(config: schema.TrainConfig) -> Iterator[tuple[str, str]]:
     """(key, what it names) of all that would run and doesn't ship with ppocli; for the code of a
     model's repository the key itself stands in place of a path."""
     for key, path in import_paths(config):
-        if path and path not in _OURS and (is_import_path(path) or key != "tracking.trackers"):
+        if path and path not in _OURS and (keys.is_import_path(path) or key != "tracking.trackers"):
             yield key, path
     if config.rollout.launch and config.rollout.python:
         yield "rollout.python", config.rollout.python
@@ -74,7 +71,7 @@ def check_run(run_dir: Path, config: schema.TrainConfig, parts: tuple[str, ...],
         raise CheckpointError(
             f"{short_path(str(run_dir))} is not signed with your key, and this would run code that "
             "its configuration names:\n" + "\n".join(f"  {line}" for line in needed),
-            where=short_path(str(run_dir / CONFIG_FILE)),
+            where=short_path(str(run_dir / resolved.CONFIG_FILE)),
             fix=f"look at that code, and if you trust it add {TRUST}; for a run that you started "
             f"with another key, {signature.KEY_VARIABLE}=FILE (now {signature.key_path()})")
 

@@ -82,10 +82,8 @@ def _reason_of_one(error: BaseException) -> str | None:
 def free_bytes(path: Path) -> int | None:
     """Bytes an ordinary user may still write on the disk of ``path`` (or its nearest parent)."""
     for candidate in (path, *path.absolute().parents):
-        try:
+        with suppress(OSError):
             return shutil.disk_usage(candidate).free
-        except OSError:
-            continue
     return None
 
 
@@ -117,8 +115,7 @@ def disk_errors(path: Path, needed: int | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        reason = disk_reason(error)
-        if reason is None:
+        if (reason := disk_reason(error)) is None:
             raise
         raise disk_refused(reason, path,
                            None if needed is None else format_bytes(needed)) from error
@@ -213,11 +210,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
     Raises:
         CheckpointError: it is no plain file, or too large.
     """
-    try:
+    with suppress(OSError, ValueError):
         value = bounded.read_json(path)
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+        return value if isinstance(value, dict) else None
+    return None
 
 
 def make_dirs(path: Path) -> None:
@@ -226,8 +222,7 @@ def make_dirs(path: Path) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    missing = []
-    folder = path
+    missing, folder = [], path
     with disk_errors(path):
         while not folder.is_dir() and folder != folder.parent:
             missing.append(folder)

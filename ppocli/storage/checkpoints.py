@@ -140,10 +140,9 @@ def _no_room(reason: str, target: Path, step: int, staged: int) -> DiskError:
 
 
 def _bytes_below(folder: Path) -> int:
-    try:
+    with suppress(OSError, ValueError):
         return sum((folder / name).stat().st_size for name in atomic.walk_files(folder))
-    except (OSError, ValueError):
-        return 0
+    return 0
 
 
 def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "full") -> Search:

@@ -3,14 +3,12 @@
 from dataclasses import replace
 from pathlib import Path
 
-from ppocli.config import resolved, tasks
-from ppocli.config.schema import ModelConfig
+from ppocli.config import resolved, schema, tasks
 from ppocli.errors import InputError
-from ppocli.storage import checkpoints, run_folder
-from ppocli.storage.model_files import VALUE_HEAD
+from ppocli.storage import checkpoints, model_files, run_folder
 
 
-def _with_critic(path: str) -> ModelConfig | None:
+def _with_critic(path: str) -> schema.ModelConfig | None:
     """The models of the PPO run that is named, by its folder or one of its checkpoints; None where
     ``path`` names something else."""
     folder = Path(path).absolute()
@@ -20,7 +18,7 @@ def _with_critic(path: str) -> ModelConfig | None:
     return cfg.model if cfg is not None and tasks.task_name(cfg) == "ppo" else None
 
 
-def saved_critic(cfg: ModelConfig) -> checkpoints.FoundCheckpoint | None:
+def saved_critic(cfg: schema.ModelConfig) -> checkpoints.FoundCheckpoint | None:
     """The verified checkpoint whose value function this one starts as, where ``model.value.path``
     names a PPO run (its newest checkpoint is meant) or one of its checkpoints.
 
@@ -43,14 +41,14 @@ def saved_critic(cfg: ModelConfig) -> checkpoints.FoundCheckpoint | None:
     folder = run_folder.RunFolder(Path(path))
     found = checkpoints.find_latest(folder.checkpoints, run_id=None).found if (
         folder.config.is_file()) else checkpoints.open_checkpoint(folder.path)
-    if found is None or not (found.path / VALUE_HEAD).is_file():
+    if found is None or not (found.path / model_files.VALUE_HEAD).is_file():
         raise InputError(f"{path} holds no value function: " + (
             "no checkpoint is there." if found is None else "it was trained without a critic."),
             where="model.value.path", fix="name another run, or leave the path out")
     return found
 
 
-def value_start(cfg: ModelConfig) -> ModelConfig:
+def value_start(cfg: schema.ModelConfig) -> schema.ModelConfig:
     """From what a value model is loaded: the ``path`` and ``revision`` of a configuration. Of
     another run's critic that is what this one was loaded from."""
     start, seen = cfg, set[str]()

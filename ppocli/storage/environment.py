@@ -6,6 +6,7 @@ import pkgutil
 import platform
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -57,21 +58,17 @@ def describe(*, places: bool = False) -> dict[str, Any]:
         "platform": platform.platform(),
         "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "nvidia_driver": nvidia_driver(),
-        "torch": _torch(),
+        "nvidia_driver": nvidia_driver(), "torch": _torch(),
         "packages": {name: installed_version(name) for name in PACKAGES}
         | {name: found for name in OPTIONAL if (found := installed_version(name)) is not None},
-        "extras": sorted(present_extras()),
-        "variables": variables(places=places),
-    }
+        "extras": sorted(present_extras()), "variables": variables(places=places)}
 
 
 def installed_version(name: str) -> str | None:
     """The version of an installed distribution, without importing it."""
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def check_parts(library: str, parts: Iterable[str]) -> None:
@@ -115,11 +112,10 @@ def usable_cores(root: Path = Path("/")) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (
         os.cpu_count() or 1)
-    try:
+    with suppress(OSError, ValueError):
         quota, period = (root / "sys/fs/cgroup/cpu.max").read_text().split()
         return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-    except (OSError, ValueError):
-        return cores
+    return cores
 
 
 def nvidia_driver(root: Path = Path("/")) -> str | None:

@@ -63,10 +63,9 @@ def parse(text: str) -> tuple[Fault, ...]:
                                   + ", ".join(ACTIONS))
         first = int(match["nth"] or 1)
         last = float(first) if match["nth"] and not match["on"] else float("inf")
-        faults.append(Fault(match["point"], match["action"], first, last,
-                            float(match["seconds"] or 60),
-                            None if match["rank"] is None else int(match["rank"]),
-                            int(match["rows"] or -1)))
+        faults.append(
+            Fault(match["point"], match["action"], first, last, float(match["seconds"] or 60),
+                  None if match["rank"] is None else int(match["rank"]), int(match["rows"] or -1)))
     return tuple(faults)
 
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
-from ppocli.config import bounded
-from ppocli.config.kept import RUN_FILE
+from ppocli.config import bounded, kept
 from ppocli.errors import InputError, PpocliError
 from ppocli.storage import atomic
 from ppocli.text import pasted
@@ -74,7 +73,7 @@ def find_model(model: str, *, key: str, revision: str | None = None,
     if model.startswith(BUILTIN_PREFIX):
         return str(resolve_builtin(model)), True
     path = Path(model).expanduser()
-    if (path / RUN_FILE).is_file() and not (path / "config.json").exists():
+    if (path / kept.RUN_FILE).is_file() and not (path / "config.json").exists():
         if not (path / MODEL).is_dir():
             raise InputError(f"The run in {path} has written no {MODEL}/ yet, which it does when "
                              "it ends.", where=key, fix="wait for its end, or make one of a "
@@ -139,9 +138,8 @@ def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer"
     # an adapter without a tokenizer is used with that of its base
     if needs != "model" and not (adapter and adapters) and not has_tokenizer(folder):
         raise InputError(
-            f"No tokenizer in {folder} (expected tokenizer.json, or a vocabulary file).",
-            where=key, fix=f"save the model's own tokenizer there: "
-                                 f"tokenizer.save_pretrained({str(folder)!r})")
+            f"No tokenizer in {folder} (expected tokenizer.json, or a vocabulary file).", where=key,
+            fix=f"save the model's own tokenizer there: tokenizer.save_pretrained({str(folder)!r})")
 
 
 def has_tokenizer(folder: str | Path) -> bool:
@@ -188,9 +186,8 @@ def _check_readable(path: Path, key: str) -> None:
         with safe_open(path, framework="numpy"):
             pass
     except (SafetensorError, OSError) as error:
-        raise InputError(f"{path} can't be read: {error}", where=key,
-                         fix="the file is truncated or damaged; copy or download it again"
-                         ) from error
+        raise InputError(f"{path} can't be read: {error}", where=key, fix="the file is truncated "
+                         "or damaged; copy or download it again") from error
 
 
 @cache
@@ -231,8 +228,7 @@ def _from_hub(name: str, revision: str | None, key: str, needs: Needs, adapters:
             f"Model {name!r} is not on this machine and {offline_hint()}.",
             where=f"{key}={name}" if _is_setting(key) else key,
             fix=(f"give a folder: {key}=/path" if _is_setting(key) else _folder_fix(key))
-            + f", or run once with network: hf download {name}",
-        ) from error
+            + f", or run once with network: hf download {name}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,8 +63,7 @@ def prune(folder: Path, keep_last: int, *keep_steps: int | None) -> list[str]:
         return []
     kept = {*valid[-keep_last:], *keep_steps}
     oldest_kept = valid[-keep_last:][0]
-    doomed = [path for step, path in list_steps(folder)
-              if step not in kept and step < oldest_kept]
+    doomed = [path for step, path in list_steps(folder) if step not in kept and step < oldest_kept]
     past = folder / SUPERSEDED
     if past.is_dir() and not past.is_symlink():
         doomed += [path for path in sorted(past.iterdir())

@@ -16,8 +16,7 @@ from typing import Any
 
 from ppocli.config import bounded, resolved, schema
 from ppocli.errors import CheckpointError, DiskError, RunGoneError
-from ppocli.storage import holds
-from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_errors, make_dirs, read_json, write_atomic
+from ppocli.storage import atomic, holds
 
 LOCK = ".lock"
 _OWNER_WAIT_SECONDS = 2.0  # a process that has just got the lock needs a moment to write its name
@@ -56,16 +55,16 @@ def probe_writable(folder: Path) -> None:
         DiskError: it can't be created or written, or it is a file.
     """
     fix = "choose another output_dir or run_name"
-    probe = folder / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    probe = folder / f"{atomic.TEMPORARY_PREFIX}{secrets.token_hex(8)}"
     try:
-        with disk_errors(folder):
+        with atomic.disk_errors(folder):
             for part in (folder, *folder.absolute().parents):
                 if os.path.lexists(part) and not part.is_dir():
                     raise DiskError(f"{folder} can't be a folder: {part} is a file.",
                                     where=str(folder), fix=fix)
-            make_dirs(folder)
-            holds.sweep(folder, TEMPORARY_PREFIX)
-            write_atomic(probe, b"probe")
+            atomic.make_dirs(folder)
+            holds.sweep(folder, atomic.TEMPORARY_PREFIX)
+            atomic.write_atomic(probe, b"probe")
             probe.unlink(missing_ok=True)  # another run that starts may have swept it away
     except OSError as error:
         raise DiskError(f"{folder} can't be written: {error.strerror or error}.",
@@ -108,11 +107,10 @@ def refuse_links(run_dir: Path) -> None:
                     continue
                 what = (f"a link to {os.readlink(path)}" if stat.S_ISLNK(mode)
                         else "neither a file nor a folder")
-                raise CheckpointError(
-                    f"{path} is {what}; nothing is written in a run's folder that could land "
-                    "elsewhere.", where=str(run_dir),
-                    fix="remove it, or put what it stands for in its place; the run's folder may "
-                    "itself be a link")
+                raise CheckpointError(f"{path} is {what}; nothing is written in a run's folder "
+                                      "that could land elsewhere.", where=str(run_dir),
+                                      fix="remove it, or put what it stands for in its place; the "
+                                      "run's folder may itself be a link")
             if not deep:
                 break
 
@@ -123,9 +121,7 @@ def finite_or_null(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
         return {key: finite_or_null(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [finite_or_null(item) for item in value]
-    return value
+    return [finite_or_null(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def write_config(config: schema.TrainConfig, path: Path) -> None:
@@ -134,7 +130,7 @@ def write_config(config: schema.TrainConfig, path: Path) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    write_atomic(path, resolved.config_text(config))
+    atomic.write_atomic(path, resolved.config_text(config))
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,17 +217,16 @@ def lock_beside(target: Path, fix: str) -> Iterator[None]:
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
-    try:
+    with suppress(FileNotFoundError):
         return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+    return False
 
 
 def _take(path: Path, held: Path, fix: str = "choose another run_name",
           reserved_by: int | None = None) -> int:
     """Take the lock and write this process's name; the descriptor that holds it."""
-    make_dirs(path.parent)
-    with disk_errors(path):
+    atomic.make_dirs(path.parent)
+    with atomic.disk_errors(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         if not _kernel_lock(descriptor):
@@ -240,7 +235,7 @@ def _take(path: Path, held: Path, fix: str = "choose another run_name",
         owner = _read_owner(os.pread(descriptor, 4096, 0))
         if owner is not None and owner.pid != reserved_by and _is_alive(owner):
             raise _locked(path, held, owner, fix)
-        with disk_errors(path):
+        with atomic.disk_errors(path):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps(asdict(_myself())).encode(), 0)
             os.fsync(descriptor)
@@ -263,7 +258,7 @@ def live_owner(run_dir: Path) -> Owner | None:
 def other_host(run_dir: Path) -> str | None:
     """The machine that a lock file names, if it isn't this one: whether its process lives can't be
     told from here."""
-    owner = (read_json(run_dir / LOCK) or {}).get("host")
+    owner = (atomic.read_json(run_dir / LOCK) or {}).get("host")
     return owner if owner != socket.gethostname() else None
 
 
@@ -294,11 +289,10 @@ def _wait_for_owner(path: Path) -> Owner | None:
 
 
 def _read_owner(raw: bytes) -> Owner | None:
-    try:
+    with suppress(ValueError, TypeError, KeyError, OverflowError):
         value = bounded.parse_json(raw)
         return Owner(int(value["pid"]), str(value["host"]), str(value["boot"]), value["started"])
-    except (ValueError, TypeError, KeyError, OverflowError):
-        return None
+    return None
 
 
 def _myself() -> Owner:
@@ -307,10 +301,9 @@ def _myself() -> Owner:
 
 
 def _boot_id() -> str:
-    try:
+    with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
+    return ""
 
 
 def _start_ticks(pid: int) -> int | None:

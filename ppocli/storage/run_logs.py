@@ -92,22 +92,18 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         CheckpointError: it is no plain file, or too large.
     """
-    try:
-        with bounded.open_plain(path, bounded.MOST_ROWS) as file:
-            while line := file.readline(bounded.MOST_LINE):
-                if (row := read_row(line.decode("utf-8", errors="replace"))) is not None:
-                    yield row
-    except OSError:
-        return
+    with suppress(OSError), bounded.open_plain(path, bounded.MOST_ROWS) as file:
+        while line := file.readline(bounded.MOST_LINE):
+            if (row := read_row(line.decode("utf-8", errors="replace"))) is not None:
+                yield row
 
 
 def read_row(line: bytes | str) -> dict[str, Any] | None:
     """The object in a line of JSON; None for a line that is damaged or holds something else."""
-    try:
+    with suppress(ValueError):
         row = bounded.parse_json(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) else None
+        return row if isinstance(row, dict) else None
+    return None
 
 
 def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
@@ -169,8 +165,7 @@ def truncate_jsonl(path: Path, last_step: int,
             return ((isinstance(step, (int, float)) and step > last_step)
                     or (also is not None and also(row)))
 
-        dropped = sum(map(goes, file))
-        if dropped:
+        if dropped := sum(map(goes, file)):
             file.seek(0)
             with atomic.open_atomic(path) as kept:
                 kept.writelines(line for line in file if not goes(line))
@@ -207,8 +202,7 @@ def _truncate_event_file(path: Path, last_step: int) -> int:
     records = list(RawEventFileLoader(str(path)).Load())  # up to what is damaged
     torn = sum(len(record) + _FRAME for record in records) < path.stat().st_size
     kept = list(filter(stays, records))
-    dropped = len(records) - len(kept) + torn
-    if dropped:
+    if dropped := len(records) - len(kept) + torn:
         with atomic.open_atomic(path) as file:
             for record in kept:
                 RecordWriter(file).write(record)

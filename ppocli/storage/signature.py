@@ -34,12 +34,10 @@ def key_path() -> Path:
 
 
 def _read_key(path: Path) -> bytes | None:
-    try:
-        with path.open("rb") as file:
-            key = file.read(_KEY_BYTES)
-    except OSError:
-        return None
-    return key if len(key) == _KEY_BYTES else None
+    with suppress(OSError), path.open("rb") as file:
+        key = file.read(_KEY_BYTES)
+        return key if len(key) == _KEY_BYTES else None
+    return None
 
 
 def own_key() -> bytes:
@@ -107,9 +105,8 @@ def _warn_once(what: str) -> None:
 def is_signed(told: dict[str, Any] | None, name: str, content: str) -> bool:
     """Whether the contents of a JSON file carry this user's signature of ``content``."""
     key, signatures = _read_key(key_path()), (told or {}).get(_SIGNED)
-    return key is not None and isinstance(signatures, list) and any(
-        hmac.compare_digest(_signature(key, name, content).encode(), str(one).encode())
-        for one in signatures)
+    return key is not None and isinstance(signatures, list) and any(hmac.compare_digest(
+        _signature(key, name, content).encode(), str(one).encode()) for one in signatures)
 
 
 def sign_run(told: dict[str, Any], config: Path) -> dict[str, Any]:

@@ -197,9 +197,8 @@ def _open_wandb(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
 
     def log(figures: dict[str, Any], samples: Rows, step: int) -> None:
         if samples:
-            figures[EVAL_SAMPLES] = wandb.Table(
-                columns=list(samples[0]),
-                data=[[row[name] for name in samples[0]] for row in samples])
+            figures[EVAL_SAMPLES] = wandb.Table(columns=list(samples[0]), data=[
+                [row[name] for name in samples[0]] for row in samples])
         run.log(figures, step=step)
 
     return Opened(log, lambda code: run.finish(exit_code=code), run_id, first)
