@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -74,6 +75,18 @@ def test_commands_mean_the_same_in_bash_and_zsh():
     assert len(lines) > 150
     assert [line for line in lines if re.search(r"[\[\]*?{}^#!]|\s(~[^/]|=)|(?<!<)\(", re.sub(
         r"'[^']*'|\"[^\"]*\"", "", line))] == []
+
+
+@pytest.mark.parametrize("program", ["bash", "zsh"])
+def test_a_shell_hands_on_every_command_as_it_is_printed(program, tmp_path):
+    shell = shutil.which(program) or pytest.skip(f"no {program}")
+    lines = [line for line in typed_lines() if not re.search(r"[|&<>$]", line)]
+    assert len(lines) > 150
+    script = "\n".join(f"printf '%s\\0' {line}; printf '\\n'" for line in lines)
+    done = subprocess.run([shell, "-c", script], cwd=tmp_path, text=True, capture_output=True,
+                          check=True)
+    assert [found.rstrip("\0").split("\0") for found in done.stdout.splitlines()] == [
+        shlex.split(line) for line in lines]
 
 
 def saved_files(page: str) -> dict[str, str]:

@@ -57,13 +57,21 @@ def test_weights_are_those_of_passes_through_all_layers(tmp_path, kind, source):
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("reference", ["shared", "copy"])
+@pytest.mark.parametrize("reference", ["shared", "copy", "adapter"])
 def test_decoding_alone_runs_the_frozen_layers(tmp_path, kind, reference):
-    cfg = top_layer(tmp_path, kind, model__reference__kind=reference, ppo__chunk_size=3)
+    lora = {"type": "lora", "layers_to_transform": [1], "target_modules": (
+        ["c_attn", "c_fc"] if kind == "gpt2" else ["q_proj", "up_proj"])}
+    over = {} if reference != "adapter" else {
+        "model__num_layers_unfrozen": -1, "model__peft": lora}
+    cfg = top_layer(tmp_path, kind, model__reference__kind=reference, ppo__chunk_size=3, **over)
     found = {}
     for mib in (0, 64):
         cfg.hardware.frozen_states_mib = mib
         with session_of(cfg, reward=count_letters) as session:
+            with torch.no_grad():  # an adapter that does something, and must be switched off
+                for name, weight in session.policy.lm.named_parameters():
+                    if "lora_B" in name:
+                        weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
             runs = []
             session.policy.lm.base_model.register_forward_pre_hook(
                 lambda _, __, words, runs=runs: runs.append(words.get("past_key_values")),

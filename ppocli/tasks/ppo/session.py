@@ -14,7 +14,7 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models.fast import attention, frozen_states, gemm
 from ppocli.models.loading import adapters, language_model, model_config, reference_and_value
 from ppocli.models.policy import Policy
-from ppocli.models.reference import Reference
+from ppocli.models.reference import AdapterReference, Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.sampling import decoding, engines
@@ -305,6 +305,8 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     reference = building.build_reference(cfg, backend, policy.lm, tokenizer)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
         policy.split = frozen_states.frozen_split(policy)
+        if isinstance(reference, AdapterReference):
+            reference = AdapterReference(policy.split)
     _check_reach(cfg, policy, reference, token_ids)
     setup = SamplerSetup(cfg, backend, tokenizer, loaded)
     sampler = playing(setup, engines.build_sampler(cfg.rollout, setup), plays)
