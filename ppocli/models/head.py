@@ -14,7 +14,6 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from ppocli.models.fast.gemm import Product, product_of
-from ppocli.models.fast.packing import filled_rows
 from ppocli.models.trunk import state_scale
 
 
@@ -253,11 +252,8 @@ def token_logprobs(hidden: torch.Tensor, head: HeadWeights, targets: torch.Tenso
         want_entropy: also return the entropy of each distribution, with its gradient.
         other: also return KL(this || other) ``sum_v p_v (log p_v - log q_v)``, with its gradient.
     """
-    if other is not None:
-        other = other._replace(states=filled_rows(other.states))
-    figures = _TokenLogprob.apply(filled_rows(hidden), head.weight, head.bias, filled_rows(targets),
-                                  temperature, want_entropy, head, other)
-    logprobs, entropies, kls = (one[:len(targets)] for one in figures)
+    logprobs, entropies, kls = _TokenLogprob.apply(
+        hidden, head.weight, head.bias, targets, temperature, want_entropy, head, other)
     return TokenFigures(logprobs, entropies if want_entropy else None,
                         None if other is None else kls)
 
@@ -269,10 +265,9 @@ def full_kl(hidden: torch.Tensor, head: HeadWeights, ref_hidden: torch.Tensor,
 
     ``sum_v p_v (log p_v - log q_v)``, chunk by chunk (TRL 0.11's ``kl_penalty=full``).
     """
-    count, hidden, ref_hidden = len(hidden), filled_rows(hidden), filled_rows(ref_hidden)
     out = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     for part in _chunks(len(hidden), head.weight.shape[0]):
         log_p = torch.log_softmax(_logits(head, hidden[part], temperature), -1)
         log_q = torch.log_softmax(_logits(ref_head, ref_hidden[part], temperature), -1)
         out[part] = (log_p.exp() * (log_p - log_q)).sum(-1)
-    return out[:count]
+    return out

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from ppocli.models import layer_stack as stacks
-from ppocli.models.fast.packing import filled_rows
 from ppocli.models.head import HeadWeights, OtherHead, token_logprobs
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.trunk import has_encoder, response_hidden
@@ -49,10 +48,8 @@ class ValueHead(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., D] hidden states -> [...] values, fp32 whatever the compute type."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
         with torch.autocast(hidden.device.type, enabled=False):
-            values = self.outer(torch.relu(self.inner(filled_rows(flat).float())))
-        return values[:len(flat), 0].view(hidden.shape[:-1])
+            return self.outer(torch.relu(self.inner(hidden.float()))).squeeze(-1)
 
 
 def build_value_head(lm: Any, seed: int) -> ValueHead:

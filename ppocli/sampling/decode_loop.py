@@ -9,7 +9,6 @@ from typing import Any, Self
 import torch
 
 from ppocli.models import head, layer_stack, layout, transformers_internals, trunk
-from ppocli.models.fast.packing import filled
 from ppocli.parallel.transfers import to_device, to_host
 from ppocli.sampling.decoder import Decoder, Drawn
 from ppocli.sampling.samples import Generation
@@ -64,17 +63,15 @@ class LiveRows:
         if self.attention is not None:
             self.attention = torch.nn.functional.pad(self.attention, (0, 1), value=True)
 
-    def drop_done(self, done: torch.Tensor, at: torch.Tensor, *, fill: bool = False) -> None:
+    def drop_done(self, done: torch.Tensor, at: torch.Tensor) -> None:
         """Go on without the rows that have ended; one of them stays where all have, since others
         may go on and a pass needs a row.
 
         Args:
             done, at: [b] as those of the rows, on the CPU.
-            fill: let a few more of them stay, to make a number of rows that comes up often.
         """
-        going = int((~done).sum())
-        keep = torch.argsort(done, stable=True)[:max(filled(going) if fill else going, 1)]
-        keep = keep.sort().values
+        keep = (~done).nonzero().squeeze(-1)
+        keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)
         self.padding, at = self.padding[keep], at[keep]
         self.youngest, self.oldest = int(at.min()), int(at.max())
         keep = to_device(keep, self.rows.device)
@@ -252,7 +249,7 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
         else:
             ended = int(rows[~done].min()) if count > chunk and remaining else 0
             if remaining <= SHRINK_AT * len(live) and len(live) > 1:
-                live.drop_done(done, at, fill=True)
+                live.drop_done(done, at)
         while handed < count and min(handed + chunk, count) <= ended:
             end = min(handed + chunk, count)
             yield drawn.found(slice(handed, end))

@@ -10,15 +10,7 @@ from sessions import prompt_and_response, rollout_of, session_of, small_config
 
 from ppocli.config.schema import ModelConfig
 from ppocli.models.fast.attention import takes_packed
-from ppocli.models.fast.packing import (
-    MOST_FILLED,
-    MULTIPLE,
-    filled,
-    filled_rows,
-    gathered,
-    packing_of_lengths,
-    spread,
-)
+from ppocli.models.fast.packing import MULTIPLE, gathered, packing_of_lengths, spread
 from ppocli.models.layout import PACK_ABOVE, lay_out
 from ppocli.models.loading.language_model import load_lm
 
@@ -118,15 +110,6 @@ def test_rows_that_hardly_differ_are_padded():
         batch = packed(prompts, torch.ones_like(prompts).bool(), ids, mask)
         share = 1 - sum(lengths) / 80
         assert (share > PACK_ABOVE) == packs == (batch.packing is not None)
-
-
-def test_few_numbers_of_rows_come_up_and_little_is_filled():
-    counts = range(1, 5000)
-    fills = [filled(count) - count for count in counts]
-    assert all(0 <= fill < max(MULTIPLE, count / MOST_FILLED + 1)
-               for fill, count in zip(fills, counts, strict=True))
-    assert len({filled(count) for count in range(640, 1025)}) <= 13
-    assert filled_rows(torch.ones(9, 2)).tolist() == [[1.0, 1.0]] * 9 + [[0.0, 0.0]] * 7
 
 
 def test_one_token_and_a_full_multiple_are_packed():

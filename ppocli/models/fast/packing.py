@@ -15,25 +15,9 @@ from ppocli.parallel.transfers import to_device
 _NAME = "ppocli_packing"
 
 
-MULTIPLE = 8
-"""matrices of few rows are filled up to a multiple of so many, which costs next to nothing"""
-MOST_FILLED = 12
-"""and those of many by at most one row in so many"""
-
-
-def filled(count: int) -> int:
-    """So many rows and a few to fill up, that few different numbers of rows come up: libraries
-    prepare themselves for every new shape of a matrix (oneDNN for up to half a millisecond), and
-    keep what they prepared. It is a multiple of the largest power of two that keeps to
-    ``MOST_FILLED``."""
-    multiple = max(MULTIPLE, 1 << max((count // MOST_FILLED).bit_length() - 1, 0))
-    return count + -count % multiple
-
-
-def filled_rows(rows: torch.Tensor) -> torch.Tensor:
-    """[N, ...] with zeros up to :func:`filled` rows."""
-    more = filled(len(rows)) - len(rows)
-    return torch.nn.functional.pad(rows, (0, 0) * (rows.dim() - 1) + (0, more)) if more else rows
+MULTIPLE = 16
+"""packed rows are filled up to a multiple of so many tokens: libraries prepare themselves for every
+new shape of a matrix, and keep what they prepared"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +53,7 @@ def packing_of_lengths(lengths: torch.Tensor) -> Packing:
     there = torch.arange(width)[None, :] < lengths[:, None]
     to_pack = there.reshape(-1).nonzero().squeeze(-1)
     count = len(to_pack)
-    to_pack = torch.nn.functional.pad(to_pack, (0, filled(count) - count), value=rows * width)
+    to_pack = torch.nn.functional.pad(to_pack, (0, -count % MULTIPLE), value=rows * width)
     to_grid = torch.full((rows * width,), len(to_pack))
     to_grid[to_pack[:count]] = torch.arange(count)
     return Packing(rows, width, to_grid, to_pack)
