@@ -164,11 +164,11 @@ def fill_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], where: str)
 
     own = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(adapter).items()}
     saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    for name in sorted(n for n in own.keys() | saved.keys() if own.get(n) != saved.get(n)):
+    if wrong := sorted(n for n in own.keys() | saved.keys() if own.get(n) != saved.get(n)):
+        there, here = (shapes.get(wrong[0], "not there") for shapes in (saved, own))
         raise CheckpointError(
-            f"The adapter in {where} does not fit: {name} is {saved.get(name, 'not there')} in the "
-            f"file, {own.get(name, 'not there')} here.", where="model.peft",
-            fix="use the model.peft that it was trained with")
+            f"The adapter in {where} does not fit: {wrong[0]} is {there} in the file, {here} here.",
+            where="model.peft", fix="use the model.peft that it was trained with")
     set_peft_model_state_dict(adapter.model, tensors)
 
 
