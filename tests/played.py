@@ -4,6 +4,8 @@ import asyncio
 import time
 
 from ppocli import Step
+from ppocli.environments.calls import Called, Calls
+from ppocli.ppo.noise import ROLLOUT
 
 
 class Words:
@@ -180,3 +182,26 @@ class OneTurn:
 
     def step(self, response):
         return Step(reward=len(response) / 10, done=True)
+
+
+TEMPLATE = ("{% for m in messages %}<im>{{ m.role }} {{ m.content }}<eos> {% endfor %}"
+            "{% if add_generation_prompt %}<im>assistant {% endif %}")
+
+
+def chat_tokenizer(template: str = TEMPLATE):
+    """Of characters, so that any text can be read back."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = [chr(code) for code in range(32, 127)] + ["\n"]
+    words = {word: i for i, word in enumerate(["<pad>", "<eos>", "<unk>", *letters])}
+    inner = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<pad>",
+                                   unk_token="<unk>", chat_template=template)
+
+
+def stepped(calls: Calls, environments, turn: int, response: str = "good"):
+    return calls.answers([Called(one, episode, turn, {"response": response})
+                          for episode, one in enumerate(environments)], ROLLOUT)

@@ -1,0 +1,120 @@
+"""Words of an environment: how they join a conversation, and those of TRL and OpenRLHF."""
+
+import sys
+
+import played
+import pytest
+from helpers import make_tokenizer
+from played import chat_tokenizer, stepped
+
+from ppocli.config.schema import EnvConfig
+from ppocli.environments import adapters
+from ppocli.environments.calls import Called, Calls
+from ppocli.environments.resolve import resolve
+from ppocli.environments.wording import ChatWords, PlainWords
+from ppocli.episode import Step
+from ppocli.errors import InputError, RewardError
+
+FORGETS = ("{% for m in messages %}<im>{{ m.role }} {% if m.role == 'user' or loop.last %}"
+           "{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}<eos> "
+           "{% endfor %}{% if add_generation_prompt %}<im>assistant {% endif %}")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_chat_goes_on_as_the_template_would_have_rendered_it(ended):
+    """Whether the policy closed its message itself, or was cut off and the template closes it."""
+    tokenizer = chat_tokenizer()
+    words = ChatWords(tokenizer)
+    asked = [{"role": "user", "content": "hello"}]
+    prompt = tokenizer(tokenizer.apply_chat_template(asked, tokenize=False,
+                                                     add_generation_prompt=True))["input_ids"]
+    ids, opening = words.opening(prompt, asked, " there")
+    said = tokenizer("an answer" + "<eos>" * ended)["input_ids"]
+    more = words.between("go on", ended=ended, last=said[-1])
+    wanted = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hello there"}, {"role": "assistant", "content": "an answer"},
+         {"role": "user", "content": "go on"}], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(ids + said + more.ids) == wanted
+    assert opening.ids == []
+    assert (opening.text, more.text) == (" there", "\n[user] go on\n")
+
+
+def test_a_template_that_rewrites_history_is_refused():
+    with pytest.raises(InputError, match="rewrites what was said before"):
+        ChatWords(chat_tokenizer(FORGETS))
+
+
+def test_messages_need_a_chat_template():
+    with pytest.raises(RewardError, match="without a chat template it must be text"):
+        PlainWords(make_tokenizer()).between([{"role": "user", "content": "a"}])
+
+
+# Other libraries' ---------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("response", "wanted"), [
+    ("no call", []),
+    ('<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>',
+     [("add", {"a": 1, "b": 2})]),
+    ('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call> and '
+     '<tool_call>{"name": "x"}', [("add", {"a": 1}), ("x", {})]),
+    ('<tool_call>{"name": 3}</tool_call>', ["arguments must be a JSON object"]),
+    ("<tool_call>[1</tool_call>", ["the call is no JSON object with a name: "])])
+def test_tool_calls_are_read(response, wanted):
+    found = adapters.called(response)
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        assert one == other or (isinstance(one, str) and one.startswith(other))
+
+
+def test_errors_of_a_tool_are_observations():
+    play = adapters.ToolPlay([played.add, played.fail])
+    assert play.step("done").done
+    step = play.step('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>')
+    assert step == Step([{"role": "tool", "name": "add", "content": "3"}])
+    for call, said in (('{"name": "fail", "arguments": {"a": 1}}', "RuntimeError: out of order"),
+                       ('{"name": "sub"}', "there is no tool 'sub'; there are add, fail"),
+                       ('{"name": "add", "arguments": {"a": 1}}', "missing"), ("{", "no JSON")):
+        step = play.step(f"<tool_call>{call}</tool_call>")
+        assert said in step.failed
+        assert step.observation[0]["content"] == step.failed
+        assert not step.done
+
+
+def test_an_environment_of_trl_s_runs_unchanged():
+    cfg = EnvConfig(fn="played:Lookup", adapter="trl")
+    what = resolve(cfg, ["label"])
+    assert [tool.__name__ for tool in what.tools] == ["look"]
+    calls = Calls(what, cfg, seed=0)
+    one, = calls.answers([Called(None, 0, 0, {"prompt": "p", "messages": None, "label": 3})], 1)
+    assert one.told == " What is the film?"
+    call = '<tool_call>{"name": "look", "arguments": {"name": "it"}}</tool_call>'
+    told = stepped(calls, [one.environment], 1, call)[0].told
+    assert told.observation == [{"role": "tool", "name": "look", "content": "it is good"}]
+    assert stepped(calls, [one.environment], 2, "so it is")[0].told.done
+    assert one.environment.own.found == 1
+
+
+def test_an_agent_s_file_is_read_without_openrlhf(tmp_path, monkeypatch):
+    (tmp_path / "agent.py").write_text(
+        "from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor\n"
+        "class AgentInstance(AgentInstanceBase):\n"
+        "    def __init__(self):\n        pass\n"
+        "    async def step(self, states, **kwargs):\n"
+        "        return {'rewards': 1.0, 'environment_feedback': '', 'done': True}\n"
+        "class AgentExecutor(MultiTurnAgentExecutor):\n"
+        "    def __init__(self):\n        super().__init__(AgentInstance)\n")
+    monkeypatch.chdir(tmp_path)
+    cfg = EnvConfig(fn="agent.py:AgentInstance", adapter="openrlhf")
+    calls = Calls(resolve(cfg, []), cfg, seed=0)
+    one, = calls.answers([Called(None, 0, 0, {"prompt": "p", "messages": None})], 1)
+    assert stepped(calls, [one.environment], 1)[0].told == Step(None, 1.0, True)
+    assert "openrlhf" not in sys.modules
+
+
+def test_an_agent_of_openrlhf_s_runs_unchanged():
+    cfg = EnvConfig(fn="played:AgentInstance", adapter="openrlhf")
+    calls = Calls(resolve(cfg, ["label"]), cfg, seed=0)
+    one, = calls.answers([Called(None, 0, 0, {"prompt": "p", "messages": None, "label": 3})], 1)
+    assert one.told is None
+    assert stepped(calls, [one.environment], 1, "abc")[0].told == Step(" more", 3.0)
+    assert stepped(calls, [one.environment], 2, "ab")[0].told == Step(" more", 2.0, True)

@@ -1,0 +1,358 @@
+"""Episodes of several turns: how they are played and kept, and what PPO makes of them."""
+
+import copy
+import time
+from contextlib import nullcontext
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_lm, save_lm
+from played import chat_tokenizer
+from sessions import gradients, rollout_of, session_of, small_config
+
+from ppocli.environments.calls import Calls
+from ppocli.episode import Episode, Turn, turn_numbers
+from ppocli.models.trunk import Decoding
+from ppocli.ppo import advantages
+from ppocli.sampling.conversation import Rereading
+from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.kept_turns import KeptKeys
+from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.tasks.ppo.experience import to_experience
+from ppocli.tasks.ppo.figures import episode_figures, rollout_samples
+from ppocli.tasks.ppo.records import PPOState
+
+PLAYS = {"env__fn": "played:Words", "env__max_tokens": 40, "env__max_turns": 3,
+         "generation__max_new_tokens": 5}
+
+
+def own_passes(lm, rollout, row):
+    """Logits of transformers' pass over an episode's own tokens in float64 at its actions, and the
+    ids there."""
+    sequences = rollout.sequences
+    ids = sequences.tokens[row, :int(sequences.lengths[row])]
+    places = sequences.actions[row][sequences.mask[row]]
+    return lm(input_ids=ids[None]).logits[0].double()[places - 1], ids[places]
+
+
+@pytest.mark.parametrize("name", ["Words", "Slow"])
+def test_an_episode_is_context_and_what_was_said_in_turn(tmp_path, name):
+    """Action ranges as ``OpenRLHF/OpenRLHF:openrlhf/utils/agent.py@04655bc`` notes them: from the
+    end of all that was there to the end of the turn; feedback is encoded once and appended."""
+    keys = {**PLAYS, "env__fn": f"played:{name}"}
+    with session_of(small_config(tmp_path, **keys), None) as session:
+        rollout = rollout_of(session)
+        tokenizer, lm = session.tokenizer, session.policy.lm.eval()
+        ended = {one.ended for one in rollout.episodes}
+        assert {"done", "turns"} <= ended
+        for row, episode in enumerate(rollout.episodes):
+            prompt = rollout.prompts.tokens[row][rollout.prompts.mask[row]].tolist()
+            ids = [*prompt, *tokenizer(episode.opening)["input_ids"]]
+            taken = 0
+            for turn in episode.turns:
+                start = len(ids)
+                said = rollout.response_tokens[row][taken:taken + turn.tokens].tolist()
+                assert rollout.sequences.actions[row][taken:taken + turn.tokens].tolist() == list(
+                    range(start, start + turn.tokens))
+                ids += [*said, *tokenizer(turn.observation)["input_ids"]]
+                taken += turn.tokens
+                assert turn.tokens <= 5
+            length = int(rollout.sequences.lengths[row])
+            assert rollout.sequences.tokens[row, :length].tolist() == ids[:length]
+            assert taken == int(rollout.response_mask[row].sum())
+            assert rollout.responses[row] == episode.transcript
+            assert rollout.scores[row] == pytest.approx(episode.score)
+            with torch.no_grad():
+                logits, chosen = own_passes(lm, rollout, row)
+            wanted = torch.log_softmax(logits, -1).gather(-1, chosen[:, None])[:, 0]
+            for found in (rollout.logprobs, rollout.ref_logprobs):
+                torch.testing.assert_close(found[row, :taken].double(), wanted, rtol=0, atol=2e-5)
+
+
+def test_awaited_and_plain_environments_give_the_same_episodes(tmp_path):
+    found = []
+    for name in ("Words", "Slow"):
+        with session_of(small_config(tmp_path, **{**PLAYS, "env__fn": f"played:{name}"}),
+                        None) as session:
+            found.append(rollout_of(session))
+    assert torch.equal(found[0].sequences.tokens, found[1].sequences.tokens)
+    assert found[0].episodes == found[1].episodes
+
+
+def test_one_half_speaks_while_the_environments_of_the_other_think(tmp_path, monkeypatch):
+    events = []
+    answers, speak = Calls.answers, KeptKeys.speak
+
+    def asked(self, calls, stream):
+        if calls and calls[0].turn:
+            events.append("thinks")
+            time.sleep(0.3)  # the other half speaks in less
+            events.append("has thought")
+        return answers(self, calls, stream)
+
+    def spoken(self, *given):
+        events.append(f"{len(given[0])} speak")
+        return speak(self, *given)
+
+    monkeypatch.setattr(Calls, "answers", asked)
+    monkeypatch.setattr(KeptKeys, "speak", spoken)
+    with session_of(small_config(tmp_path, **{**PLAYS, "env__fn": "played:Slow"}),
+                    None) as session:
+        events.clear()  # those of the rehearsal
+        rollout_of(session)
+    assert events[:4] == ["8 speak", "thinks", "8 speak", "thinks"]
+
+
+@pytest.mark.parametrize("keys", [{"ppo__chunk_size": 3}, {"rollout__engine": "transformers"}])
+def test_episodes_depend_on_nothing_but_seed_and_number(tmp_path, keys):
+    with session_of(small_config(tmp_path, **PLAYS), None) as session:
+        wanted = rollout_of(session)
+    with session_of(small_config(tmp_path, **PLAYS, **keys), None) as session:
+        found = rollout_of(session)
+        later = rollout_of(session, start=5, count=4)
+    assert found.episodes == wanted.episodes
+    assert later.episodes == wanted.episodes[5:9]
+    torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-5)
+
+
+def test_limits_of_turns_and_tokens_hold(tmp_path):
+    keys = {**PLAYS, "env__max_tokens": 12, "env__max_turns": 9}
+    with session_of(small_config(tmp_path, **keys), None) as session:
+        rollout = rollout_of(session)
+    prompts = rollout.prompts.mask.sum(1)
+    assert int((rollout.sequences.lengths - prompts).max()) <= 12
+    assert "tokens" in {one.ended for one in rollout.episodes}
+    assert not any(rollout.finished[i] for i, one in enumerate(rollout.episodes)
+                   if one.ended != "done")
+    figures = episode_figures(rollout.episodes)
+    cut = [one.ended for one in rollout.episodes].count("tokens")
+    assert figures["env/truncated_share"] == pytest.approx(cut / 16)
+    assert figures["env/turns_mean"] == pytest.approx(
+        sum(len(one.turns) for one in rollout.episodes) / 16)
+    rows = rollout_samples(rollout, 1, session.cfg)
+    assert [row["turns"][0]["response"] for row in rows] == [
+        one.turns[0].response for one in rollout.episodes]
+
+
+@pytest.mark.parametrize("on_error", ["truncate", "drop"])
+def test_episodes_whose_environment_fails(tmp_path, on_error):
+    keys = {**PLAYS, "env__fn": "played:Failing", "env__on_error": on_error,
+            "reward__on_invalid": "skip"}
+    with session_of(small_config(tmp_path, **keys), None) as session:
+        rollout = rollout_of(session)
+    failed = [one.ended == "error" for one in rollout.episodes]
+    assert 2 < sum(failed) < 14
+    assert all(("the door is locked" in str(one.error)) == bad
+               and len(one.turns) == (2 if bad else 3)
+               for one, bad in zip(rollout.episodes, failed, strict=True))
+    assert rollout.valid.tolist() == ([True] * 16 if on_error == "truncate" else
+                                      [not bad for bad in failed])
+    assert episode_figures(rollout.episodes)["env/errors"] == sum(failed)
+
+
+def test_a_reward_function_scores_the_whole_transcript_beside(tmp_path):
+    with session_of(small_config(tmp_path, **PLAYS),
+                    lambda responses, **_: [float(len(text)) for text in responses]) as session:
+        rollout = rollout_of(session)
+    for row, episode in enumerate(rollout.episodes):
+        assert rollout.scores[row] == pytest.approx(episode.score + len(episode.transcript))
+        count = int(rollout.response_mask[row].sum())
+        wanted = episode.token_rewards
+        wanted[-1] += len(episode.transcript)
+        assert rollout.dense[row, :count].tolist() == pytest.approx(wanted)
+    assert set(rollout.parts) == {"env", "<lambda>"} or len(rollout.parts) == 2
+
+
+def test_trl_environments_reach_the_reward(tmp_path):
+    tokenizer = chat_tokenizer()
+    lm = save_lm(tmp_path / "lm", vocab_size=len(tokenizer), max_position_embeddings=512)
+    tokenizer.save_pretrained(lm)
+    keys = {**PLAYS, "env__fn": "played:Lookup", "env__adapter": "trl", "prompts__chat": True,
+            "reward__fn": "played:found", "env__max_tokens": 40}
+    with session_of(small_config(tmp_path, **keys), None) as session:
+        rollout = rollout_of(session)
+    assert rollout.scores == [0.0] * 16  # it calls nothing
+    assert all(one.environment is None and len(one.turns) == 1 for one in rollout.episodes)
+    shown = session.tokenizer.decode(rollout.sequences.tokens[0])
+    assert "What is the film?<eos> <im>assistant" in shown.replace(" What", "What")
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
+@pytest.mark.parametrize("limits", [[4, 4, 4, 4, 4], [1, 6, 2, 3, 6]])
+def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(kind, limits):
+    """Rows whose turns end at different times, that are fed nothing, little or much, and that stop
+    speaking; tokens and logprobs of three turns."""
+    lm = make_lm(kind).eval()
+    spec = SamplingSpec(max_new_tokens=6, stop_ids=(1, 5, 6))
+    contexts = [[3, 4, 5], [7], [8, 9], [4, 4, 4, 4], [5]]
+    noise = np.random.default_rng(5).uniform(0.01, 0.99, (5, 30))
+    head = torch.randn(lm.get_output_embeddings().weight.shape[1],
+                       generator=torch.Generator().manual_seed(0))
+    decoder = Decoder(lm, spec, value_head=lambda hidden: hidden @ head)
+    one = Rereading(decoder, contexts, noise, Decoding.STEPS, nullcontext)
+    other = KeptKeys(decoder, contexts, noise, nullcontext)
+    for rows, fed in (([0, 1, 2, 3, 4], [[], [3], [4, 5, 6], [], []]),
+                      ([0, 1, 3, 4], [[7, 7, 7, 7], [], [3], []]), ([1, 3], [[9], [8, 3, 4]])):
+        wanted, found = (talk.speak(rows, fed, [limits[row] for row in rows])
+                         for talk in (one, other))
+        assert torch.equal(found.tokens, wanted.tokens)
+        assert torch.equal(found.mask, wanted.mask)
+        assert torch.equal(found.finished, wanted.finished)
+        for name in ("logprobs", "values"):
+            torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=0,
+                                       atol=2e-5)
+
+
+@pytest.mark.parametrize("keys", [
+    {"kind": "mistral"}, {"model__peft": {"type": "prefix", "num_virtual_tokens": 3}},
+    {"model__peft": {"type": "prompt", "num_virtual_tokens": 3}},
+    {"generation__stop_sequences": ["film"]}, {"generation__min_new_tokens": 2},
+    {"generation__repetition_penalty": 1.3}, {"model__num_layers_unfrozen": 1}])
+def test_decoded_logprobs_of_episodes_are_those_of_a_pass(tmp_path, keys):
+    found, keys = [], dict(keys)
+    save_lm(tmp_path / "lm", keys.pop("kind", "gpt2"))
+    for way in ("decode", "forward"):
+        cfg = small_config(tmp_path, **PLAYS, **keys, ppo__logprobs_from=way)
+        with session_of(cfg, None) as session:
+            found.append(rollout_of(session))
+            assert session.from_decode == (way == "decode")
+    assert found[0].episodes == found[1].episodes
+    assert any(len(one.turns) > 1 for one in found[0].episodes)
+    for name in ("logprobs", "values"):
+        torch.testing.assert_close(getattr(found[0], name), getattr(found[1], name), rtol=0,
+                                   atol=2e-5)
+
+
+# Advantages ---------------------------------------------------------------------------------------
+
+def turns_of(counts):
+    return [Episode("", tuple(Turn("", n) for n in row), "done") for row in counts]
+
+
+def test_turn_numbers():
+    assert turn_numbers(turns_of([[2, 1], [1, 1, 2]]), 5) == [[0, 0, 1, 1, 1], [0, 1, 2, 2, 2]]
+
+
+def test_gae_over_turns_against_a_loop_by_hand():
+    rng = np.random.default_rng(3)
+    counts = [[2, 3, 1], [4], [1, 1, 1, 2], [3, 2]]
+    width = max(map(sum, counts))
+    rewards, values = (torch.from_numpy(rng.normal(size=(4, width))) for _ in range(2))
+    mask = torch.arange(width)[None, :] < torch.tensor([sum(row) for row in counts])[:, None]
+    turns = torch.tensor(turn_numbers(turns_of(counts), width))
+    for gamma, lam, lam_value in ((1.0, 0.95, None), (0.9, 0.5, 1.0)):
+        found, returns = advantages.gae(advantages.Samples(
+            rewards * mask, mask, torch.arange(4), values, gamma=gamma, lam=lam,
+            lam_value=lam_value, turns=turns))
+        for i, row in enumerate(counts):
+            starts = np.cumsum([0, *row])
+            r = [float(rewards[i, a:b].sum()) for a, b in pairwise(starts)]
+            v = [float(values[i, a]) for a in starts[:-1]] + [0.0]
+            for own, got, extra in ((lam, found, False), (lam_value or lam, returns, True)):
+                running = 0.0
+                for k in reversed(range(len(row))):
+                    running = r[k] + gamma * v[k + 1] - v[k] + gamma * own * running
+                    for t in range(starts[k], starts[k + 1]):
+                        assert float(got[i, t]) == pytest.approx(running + extra * v[k])
+            assert not found[i, starts[-1]:].any()
+            assert not returns[i, starts[-1]:].any()
+
+
+def test_gae_passes_over_observations_as_areal_s_does():
+    """On whole rows with a loss mask, where what follows an action is carried over the words of
+    others (``inclusionAI/AReaL:areal/trainer/ppo/actor.py@4aef98d``, ``_compute_advantages``)."""
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        length = int(rng.integers(2, 14))
+        said = rng.integers(0, 2, length).astype(bool)
+        said[-1] = True
+        rewards, values = (torch.from_numpy(rng.normal(size=length) * said) for _ in range(2))
+        after, running, wanted = 0.0, 0.0, [0.0] * length
+        for t in reversed(range(length)):
+            delta = float(rewards[t]) + 0.9 * after - float(values[t])
+            if said[t]:
+                after, running = float(values[t]), delta + 0.9 * 0.8 * running
+            wanted[t] = running
+        places = np.flatnonzero(said)
+        found, _ = advantages.gae(advantages.Samples(
+            rewards[None, places], torch.ones(1, len(places), dtype=torch.bool), torch.arange(1),
+            values[None, places], gamma=0.9, lam=0.8))
+        assert found[0].tolist() == pytest.approx([wanted[t] for t in places])
+
+
+def test_turns_of_one_token_are_tokens():
+    mask = torch.ones(2, 4, dtype=torch.bool)
+    rewards, values = torch.randn(2, 4), torch.randn(2, 4)
+    given = {"groups": torch.arange(2), "values": values, "gamma": 0.9, "lam": 0.8}
+    plain = advantages.gae(advantages.Samples(rewards, mask, **given))
+    over = advantages.gae(advantages.Samples(rewards, mask, **given,
+                                             turns=torch.arange(4).expand(2, -1)))
+    for one, other in zip(plain, over, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("unit", ["token", "turn"])
+def test_a_whole_step_of_episodes_against_a_naive_float64_version(tmp_path, unit):
+    """Rewards, KL, GAE over the actions alone and the first update's gradient, each episode by
+    itself, by transformers' own passes in float64."""
+    cfg = small_config(tmp_path, **PLAYS, ppo__gae_unit=unit, ppo__lam=0.9, ppo__gamma=0.98,
+                       ppo__whiten_advantages=False, ppo__vf_coef=0.5, ppo__init_kl_coef=0.1)
+    with session_of(cfg, None) as session:
+        rollout = rollout_of(session)
+        experience = to_experience(rollout, PPOState(0.1, 0.1), cfg)
+        found, _ = gradients(session, experience)
+        policy = copy.deepcopy(session.policy)
+        policy.lm.double()
+    loss, count = torch.zeros((), dtype=torch.float64), int(rollout.response_mask.sum())
+    for i, episode in enumerate(rollout.episodes):
+        sequences = rollout.sequences
+        ids = sequences.tokens[i, :int(sequences.lengths[i])]
+        places = sequences.actions[i][sequences.mask[i]]
+        out = policy.lm(input_ids=ids[None], output_hidden_states=True)
+        logprobs = torch.log_softmax(out.logits[0], -1)[places - 1].gather(
+            -1, ids[places][:, None])[:, 0]
+        values = policy.value_head(out.hidden_states[-1][0])[places - 1].double()
+        old = values.detach()
+        rewards = torch.tensor(episode.token_rewards, dtype=torch.float64)  # the KL is 0 yet
+        number = turn_numbers([episode], len(places))[0]
+        if unit == "turn":
+            firsts = [number.index(k) for k in range(len(episode.turns))]
+            r = [float(rewards[[n == k for n in number]].sum()) for k in range(len(firsts))]
+            v = [float(old[t]) for t in firsts]
+        else:
+            r, v, number = rewards.tolist(), old.tolist(), list(range(len(places)))
+        running, own = 0.0, [0.0] * len(r)
+        for k in reversed(range(len(r))):
+            after = v[k + 1] if k + 1 < len(v) else 0.0
+            running = r[k] + 0.98 * after - v[k] + 0.98 * 0.9 * running
+            own[k] = running
+        for t, k in enumerate(number):
+            assert float(experience.advantages[i, t]) == pytest.approx(own[k], abs=1e-5)
+            assert float(experience.returns[i, t]) == pytest.approx(own[k] + v[k], abs=1e-5)
+            loss = loss - own[k] * torch.exp(logprobs[t] - logprobs[t].detach())
+            loss = loss + 0.5 * 0.5 * (values[t] - (own[k] + v[k])).square()
+    (loss / count).backward()
+    for name, parameter in policy.named_parameters():
+        if name in found:
+            torch.testing.assert_close(found[name].double(), parameter.grad.double(), rtol=1e-3,
+                                       atol=2e-6)
+
+
+def test_one_turn_without_an_observation_is_what_a_reward_function_gives(tmp_path):
+    def experience(cfg, reward):
+        with session_of(cfg, reward) as session:
+            rollout = rollout_of(session)
+            return rollout, to_experience(rollout, PPOState(0.05, 0.05), cfg)
+
+    class_words = {**PLAYS, "env__fn": "played:OneTurn", "env__max_turns": 1, "env__max_tokens": 5}
+    one = experience(small_config(tmp_path, **class_words), None)
+    other = experience(small_config(tmp_path, generation__max_new_tokens=5),
+                       lambda responses, **_: [len(text) / 10 for text in responses])
+    for name in ("logprobs", "values", "ref_logprobs", "scores"):
+        a, b = getattr(one[0], name), getattr(other[0], name)
+        assert a == b if isinstance(a, list) else torch.equal(a, b)
+    for name in ("advantages", "returns"):
+        assert torch.equal(getattr(one[1], name), getattr(other[1], name))
+    assert torch.equal(one[0].finished, other[0].finished)
