@@ -5,13 +5,13 @@ import hashlib
 import json
 import re
 import shutil
-from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from helpers import jsonl, ppocli
 from hostile import hostile_run
+from reported import Page, outside_fences
 from runs import PLANTED, last_checkpoint, whole_copy
 
 from ppocli.cli.output import code_of
@@ -19,33 +19,6 @@ from ppocli.cli.runs import report
 from ppocli.report.samples import samples_of
 from ppocli.runs.record import read_run
 from ppocli.storage.run_folder import lock
-
-
-class Page(HTMLParser):
-    """Tags of a page, and its text without what a reader doesn't see."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.tags, self.attributes, self._open, self._text = [], [], [], []
-        self.feed(path.read_text(encoding="utf-8"))
-        assert self._open == [], "every element is closed"
-        self.text = " ".join("".join(self._text).split())
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in ("meta", "link", "wbr", "input"):
-            self._open.append(tag)
-
-    def handle_startendtag(self, tag, attrs):
-        self.tags.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self._open.pop() == tag
-
-    def handle_data(self, data):
-        if not {"style", "script"} & set(self._open):
-            self._text.append(data)
 
 
 @pytest.fixture
@@ -76,23 +49,6 @@ def texts(say, run: Path) -> tuple[str, str]:
     """What its page and its Markdown say, which are written."""
     assert say(run)[0] == 0
     return Page(run / "report.html").text, (run / "report.md").read_text(encoding="utf-8")
-
-
-def outside_fences(text: str) -> list[str]:
-    """The lines of a Markdown text that aren't in a code block, as CommonMark has it."""
-    found, fence = [], None
-    for line in text.split("\n"):
-        match = re.match(r" {0,3}(`{3,}|~{3,})", line)
-        if fence is None and match:
-            fence = match[1]
-        elif fence is not None:
-            bare = line.strip()
-            if bare and set(bare) == {fence[0]} and len(bare) >= len(fence):
-                fence = None
-        else:
-            found.append(line)
-    assert fence is None, "a code block is left open"
-    return found
 
 
 def test_the_command_writes_a_page_and_markdown_into_the_newest_run(run, tmp_path):
