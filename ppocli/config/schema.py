@@ -86,8 +86,8 @@ class RewardConfig:
     step_separator: Optional[str] = key(None, "text that ends a step of a response, \\n being a "
                                         "line break; rewards with a parameter steps score each of "
                                         "them")
-    step_fn: Optional[str] = key(None, "import path of a function, in place of step_separator, "
-                                 "that returns for each response the texts of its steps")
+    step_fn: Optional[str] = key(None, "in place of step_separator: words, or the import path of a "
+                                 "function that returns for each response the texts of its steps")
     metric_fn: Optional[str] = key(None, "import path of a function returning a dict of lists, "
                                    "logged at evaluation")
     scale: str = key("none", "divide scores by a running std, or by ref_std", choices=(

@@ -149,6 +149,11 @@ def step_texts(text: str, ends: list[int]) -> list[str]:
     return [text[start:end] for start, end in pairwise([0, *ends])]
 
 
+def differences(scores: Sequence[float]) -> list[float]:
+    """What each of the scores of longer and longer beginnings adds to the one before it."""
+    return [now - before for before, now in pairwise([0.0, *scores])]
+
+
 _SENT = {"prompts": str, "responses": str, "response_ids": list}
 _WHERE_KNOWN = {"ended": bool, "messages": list, "progress": float, "steps": list,
                 "step_ends": list}

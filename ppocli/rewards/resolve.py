@@ -263,15 +263,20 @@ BUILTIN_REWARDS: Mapping[str, str] = {name: f"ppocli.rewards.{place}" for name, 
     "classifier": "classifier:TextClassifier", "reward_model": "reward_model:RewardModel",
     "step_reward_model": "reward_model:StepRewardModel", "http": "remote:HttpReward",
     "length": "rules:Length", "keyword": "rules:Keyword", "word_list": "rules:WordList",
-    "answer": "rules:Answer", "randomwalks": "randomwalks:optimality"}.items()}
+    "step_word_list": "rules:StepWordList", "answer": "rules:Answer",
+    "randomwalks": "randomwalks:optimality"}.items()}
+BUILTIN_STEPS = {"words": "ppocli.rewards.rules:words"}
+"""of ``reward.step_fn``"""
 
 MODEL_REWARDS = ("classifier", "reward_model", "step_reward_model")
 """those whose ``model`` argument names a model of their own"""
 REWARD = Kind("function", RewardError, BUILTIN_REWARDS)
+STEPS = Kind("function", RewardError, BUILTIN_STEPS)
 
 
 def locate_reward(spec: str, *, key: str) -> Located:
-    """Import the reward function that ``key`` names: an import path or a built-in's short name.
+    """Import the reward function that ``key`` names, or the function that says where steps end:
+    an import path or a built-in's short name.
 
     Raises:
         RewardError: the path leads to nothing that can be called, or its module can't be imported;
@@ -282,4 +287,4 @@ def locate_reward(spec: str, *, key: str) -> Located:
         raise RewardError(
             f"{key} was a Python object, which a configuration can't hold.", where=key,
             fix=f"pass {name}= to ppocli.train again, or set {key}=pkg.module:function")
-    return locate(Wanted(spec, key, REWARD))
+    return locate(Wanted(spec, key, STEPS if key == "reward.step_fn" else REWARD))

@@ -6,7 +6,7 @@ it shares with the classifier, a sequence-classification model run frozen over t
 
 import logging
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import transformers
 from torch.nn.utils.rnn import pad_sequence
 
 from ppocli.errors import InputError, RewardError
+from ppocli.rewards.records import differences
 from ppocli.rewards.resolve import wrong_argument
 from ppocli.storage.model_files import find_model, quiet_transformers
 from ppocli.text import error_line, pasted, suggestion
@@ -312,5 +313,4 @@ class StepRewardModel(RewardModel):
         whole = [prompt + text for prompt, text in zip(before, until, strict=True)]
         flat = self.logits(whole, before, until)[:, 0]
         found = [scores.tolist() for scores in flat.split([len(own) for own in steps])]
-        return [[now - then for then, now in pairwise([0.0, *scores])] for scores in found] \
-            if self.difference else found
+        return [differences(scores) for scores in found] if self.difference else found

@@ -8,9 +8,11 @@ loaded; each call gets a chunk of samples and returns one number a sample. A pla
 import re
 from collections.abc import Sequence
 from decimal import Decimal
+from itertools import accumulate
 from typing import Any
 
 from ppocli.errors import RewardError
+from ppocli.rewards.records import differences
 from ppocli.rewards.resolve import wrong_argument
 
 NUMBER = re.compile(r"(?<!\d)-?\d+(?:,\d{3})*(?:\.\d+)?")
@@ -105,6 +107,28 @@ class WordList:
             bad = sum(word in self.negative for word in words)
             scores.append((good - bad) / (good + bad) if good + bad else 0.0)
         return scores
+
+
+class StepWordList(WordList):
+    """What each step adds to the balance of the words so far: the steps' sum is that of the whole.
+
+    Args:
+        positive, negative: as of :class:`WordList`.
+
+    Raises:
+        RewardError: as :class:`WordList`.
+    """
+
+    def __call__(self, steps: list[list[str]]) -> list[list[float]]:  # type: ignore[override]
+        """[N] lists of one number a step."""
+        return [differences(super(StepWordList, self).__call__(list(accumulate(own))))
+                for own in steps]
+
+
+def words(responses: list[str]) -> list[list[str]]:
+    """For ``reward.step_fn``: a step ends with each word. Its white space and punctuation is in
+    front of it, as in the tokens of most vocabularies."""
+    return [re.findall(rf"\W*{WORD.pattern}", response) for response in responses]
 
 
 class Answer:

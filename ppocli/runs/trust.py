@@ -10,13 +10,14 @@ from ppocli.config.tasks import DATA_TASKS
 from ppocli.environments.resolve import BUILTIN_ENVIRONMENTS, TOOLS
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
-from ppocli.rewards.resolve import BUILTIN_REWARDS
+from ppocli.rewards.resolve import BUILTIN_REWARDS, BUILTIN_STEPS
 from ppocli.storage import signature
 from ppocli.text import printable, short_path
 
 REMOTE = "trust_remote_code"
-_OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *problems.OUR_ENGINES, *DATA_TASKS,
-                   *BUILTIN_ENVIRONMENTS, *BUILTIN_ENVIRONMENTS.values(), TOOLS,
+_OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *BUILTIN_STEPS,
+                   *BUILTIN_STEPS.values(), *BUILTIN_ENVIRONMENTS, *BUILTIN_ENVIRONMENTS.values(),
+                   TOOLS, *problems.OUR_ENGINES, *DATA_TASKS,
                    "ppocli.rewards.randomwalks:metrics", resolved.PYTHON_OBJECT})
 
 

@@ -152,6 +152,21 @@ def test_a_function_says_what_steps_are(tmp_path, monkeypatch):
             scored(lambda steps: [], RewardConfig(step_fn=f"cut.py:{name}"))
 
 
+def test_words_add_to_a_balance_on_the_tokens_that_end_them():
+    says = pieces("A", " good", ", ", "bad", " goo", "d", "!")
+    texts = ["A good, bad good!", "!", "bad"]
+    ids = [[0, 1, 2, 3, 4, 5, 6, 7], [6, 7], [3]]
+    asked = RewardRequest(["q"] * 3, texts, ids, {}, says, prompt_ids=[[]] * 3)
+    kwargs = {"positive": ["good"], "negative": ["bad"]}
+    reward = build_reward(RewardConfig(fn="step_word_list", kwargs=kwargs, step_fn="words"),
+                          columns=[])
+    found = reward.score(in_steps(reward, asked))
+    # the balance is 1 after the first word of the lists, 0 after the second, 1/3 after the third
+    assert found.dense == [pytest.approx([0, 1, 0, -1, 0, 1 / 3, 0, 0]), [0, 0], [-1]]
+    whole = build_reward(RewardConfig(fn="word_list", kwargs=kwargs)).score(asked).scores
+    assert found.scores == pytest.approx(whole) == [1 / 3, 0.0, -1.0]
+
+
 def test_steps_are_refused_where_nothing_says_what_they_are():
     def score(responses, steps):
         return [len(one) for one in steps]
