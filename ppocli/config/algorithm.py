@@ -64,14 +64,22 @@ def decoding_scores(config: schema.TrainConfig) -> bool:
     """Whether old logprobs and values are taken from the decoding pass, what ``ppo.logprobs_from``
     comes to. That of an earlier policy has neither; and what is to be corrected is compared."""
     choice = config.ppo.logprobs_from
-    if config.ppo.staleness or corrects(config.ppo):
+    if config.ppo.staleness or corrects(config):
         return False
     return exact_when_decoded(config) if choice == "auto" else choice == "decode"
 
 
-def corrects(ppo: schema.PPOConfig) -> bool:
+def importance_level(config: schema.TrainConfig) -> str | None:
+    """What ``ppo.importance.level`` comes to; None: no weights."""
+    level = config.ppo.importance.level or (
+        "token" if config.rollout.engine == "vllm" and config.ppo.old_logprobs == "trainer"
+        else "none")
+    return None if level == "none" else level
+
+
+def corrects(config: schema.TrainConfig) -> bool:
     """Whether the policy that sampled and the trained one are compared, token by token."""
-    return ppo.importance.level is not None or bool(ppo.importance.reject)
+    return importance_level(config) is not None or bool(config.ppo.importance.reject)
 
 
 def exact_when_decoded(config: schema.TrainConfig) -> bool:
@@ -106,7 +114,7 @@ def algorithm_rules(config: schema.TrainConfig) -> keys.Rules:
         yield from _kl(config)
         yield from _critic(config)
         yield from _groups(config)
-        yield from _old_policy(config.ppo)
+        yield from _old_policy(config)
     data = updates.ptx.data
     yield (updates.ptx.coef > 0 and data.path is None, "ppo.ptx.data.path",
            "ppo.ptx.coef mixes examples in, and none are named: give ppo.ptx.data.path=FILE, a "
@@ -220,16 +228,19 @@ def _groups(config: schema.TrainConfig) -> keys.Rules:
                f"total_episodes {ppo.total_episodes} must be a multiple of n {ppo.n}")
 
 
-def _old_policy(ppo: schema.PPOConfig) -> keys.Rules:
+def _old_policy(config: schema.TrainConfig) -> keys.Rules:
+    ppo = config.ppo
     decode, forward = (ppo.logprobs_from == name for name in ("decode", "forward"))
-    for name in ("level", "reject"):
-        on, where = getattr(ppo.importance, name), f"ppo.importance.{name}"
+    for name, on in (("level", ppo.importance.level not in (None, "none")),
+                     ("reject", ppo.importance.reject)):
+        where = f"ppo.importance.{name}"
         yield (on and ppo.old_logprobs == "sampler", f"{where}, ppo.old_logprobs",
                "ratios to the policy that sampled need no correction: leave it out, or set "
                "ppo.old_logprobs=trainer")
         yield (on and decode, f"{where}, ppo.logprobs_from", "what the decoding pass says would be "
                "compared with itself: set ppo.logprobs_from=auto")
-    yield (ppo.importance.level is None and ppo.importance.cap != schema_ppo.ImportanceConfig().cap,
+    usual = schema_ppo.ImportanceConfig().cap
+    yield (importance_level(config) is None and ppo.importance.cap != usual,
            "ppo.importance.cap, ppo.importance.level",
            "there are no weights to cap: set ppo.importance.level=token or =sequence")
     for name, bound in ppo.importance.reject.items():

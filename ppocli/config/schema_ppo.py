@@ -106,7 +106,9 @@ class ImportanceConfig:
 
     level: Optional[str] = key(None, "multiply a token's policy loss by the ratio of the trained "
                                "policy to the one that sampled: the token's own, or the product "
-                               "over its response (sequence; null: no weights)", choices=LEVELS)
+                               "over its response (sequence) (default: token where vLLM samples, "
+                               "unless ppo.old_logprobs=sampler; else none)",
+                               choices=("none", *LEVELS))
     cap: float = key(2.0, "largest of these weights", gt=0)
     reject: dict[str, Any] = key({}, "leave out of the loss what lies beyond these bounds, by "
                                  "verl's names: token_k1: [0.5,2] or seq_mean_k3: 0.01, say")

@@ -253,7 +253,7 @@ def refuse_objects(config: schema.TrainConfig, objects: PythonObjects) -> None:
         (config.ppo.dynamic_sampling is not None, "ppo.dynamic_sampling: the loop chooses and "
          "scores its samples itself; leave it out"),
         (config.ppo.staleness > 0 or config.ppo.old_logprobs == "sampler"
-         or algorithm.corrects(config.ppo),
+         or algorithm.corrects(config),
          "ppo.staleness, ppo.old_logprobs, ppo.importance: a loop of one's own brings samples that "
          "don't say which policy they are of; use ppocli train"),
         (config.hardware.zero_stage > 0,

@@ -1,5 +1,5 @@
 """Servers that sample, against a double of vLLM's routes (``vllm_double``); what vLLM itself does
-is in ``tests/outside/test_vllm_itself.py``."""
+is in ``tests/vllm/test_vllm_itself.py``."""
 
 import json
 import os
@@ -158,6 +158,8 @@ def said(**over: Any) -> dict[str, Any]:
     (spoilt(GENERATE, 200, b"x" * 2**21, 2), ["with more than"]),
     (spoilt(GENERATE, 200, said(), 2), ["No server is left", "weights x instead of",
                                         "another run uses it"]),
+    (spoilt(GENERATE, 200, said(weight_versions=[{"version": "x"}, {"version": "y"}]), 2),
+     ["No server is left", "weights x and y instead of"]),
     (spoilt("/reset_prefix_cache", 200, {"success": False}), ["forget its prefix cache"]),
     (slow(30, "/v1/models"), ["did not answer within 0.5 s"])])
 def test_a_server_that_is_not_right_is_one_clear_error(spoil, words, tmp_path, monkeypatch):
@@ -322,14 +324,16 @@ def test_generate_takes_servers_when_told(world, capsys, tmp_path):
 def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, capsys):
     command = command_in_process(capsys)
     keys = words("rollout.engine=vllm", "run_name=ahead", "rollout.ahead=1",
-                 "ppo.importance.level=token", "ppo.optimizer.lr=1e-2")
+                 "ppo.optimizer.lr=1e-2")
     engine = engine_for(world)
     with serving(engine) as url:
         command(*keys, f"rollout.urls=[{url}]", "ppo.num_steps=3", code=0)
         asked = engine.asked[GENERATE]
         command(*keys, f"rollout.urls=[{url}]", "ppo.num_steps=6", "resume=auto", code=0)
-    gaps = [row["rollout/logprob_gap_mean"] for row in jsonl(
-        world / "runs/ahead/metrics.jsonl")[1:]]
+    steps = jsonl(world / "runs/ahead/metrics.jsonl")[1:]
+    gaps = [row["rollout/logprob_gap_mean"] for row in steps]
+    # corrected for without being asked
+    assert all("rollout/importance_mean" in row for row in steps)
     fresh = [gap < 1e-5 for gap in gaps]
     # what a start begins with is sampled with the weights of the moment
     assert fresh == [True, False, False, True, False, False], gaps

@@ -114,6 +114,16 @@ def test_samples_come_from_the_policys_distribution(tmp_path):
         assert float(chi) < 90  # at most 36 degrees of freedom
         gap = rollout_of(session).gap
         assert float(gap.abs().max()) < 1e-4
+        once, again = (drawn(session, 32).action_ids for _ in range(2))
+        assert once == again
+
+
+def test_a_server_with_shared_output_embeddings_is_found_out(tmp_path):
+    make_world(tmp_path, "gpt2")
+    with server(tmp_path, tied=True) as (url, _), session_of(config(tmp_path, url)) as session:
+        disturb(session)
+        with refused(SamplerError, "says other tokens"):
+            drawn(session)
 
 
 def test_a_reload_from_nowhere_ends_the_engine_and_is_not_begun(tmp_path):
@@ -168,10 +178,34 @@ def test_a_server_launched_beside_a_run(tmp_path):
     make_world(tmp_path, "llama")
     url = f"http://127.0.0.1:{free_port()}"
     run("train", *served(tmp_path, url, "rollout.launch=true", f"rollout.python={PYTHON}", EAGER,
-                         "rollout.ahead=1", "ppo.importance.level=token"), cwd=tmp_path, code=0,
-        **ON_CPU)
+                         "rollout.ahead=1"), cwd=tmp_path, code=0, **ON_CPU)
     gaps = [row["rollout/logprob_gap_max"]
             for row in jsonl(tmp_path / "runs/served/metrics.jsonl")[1:]]
     assert gaps[0] < 1e-4 < min(gaps[1:])
     with refused(httpx2.ConnectError):
         httpx2.get(f"{url}/health", trust_env=False)
+
+
+def group_of(port: str) -> list[str]:
+    """Process ids of the group of the server at a port, whose engine has another command line."""
+    rows = [row.split(maxsplit=2) for row in subprocess.run(
+        ["ps", "-eo", "pid,pgid,args"], capture_output=True, text=True,
+        check=True).stdout.splitlines()[1:]]
+    groups = {group for _, group, args in rows if "api_server" in args and port in args}
+    return [pid for pid, group, _ in rows if group in groups]
+
+
+def test_a_launched_server_and_its_engine_end_with_a_killed_run(tmp_path):
+    make_world(tmp_path, "gpt2")
+    metrics, url = tmp_path / "runs/served/metrics.jsonl", f"http://127.0.0.1:{free_port()}"
+    going = spawn("train", *served(tmp_path, url, "rollout.launch=true", f"rollout.python={PYTHON}",
+                                   EAGER, "ppo.num_steps=400"), cwd=tmp_path, **ON_CPU)
+    wait_for(lambda: metrics.is_file() and len(jsonl(metrics)) > 2, going, seconds=900)
+    members = group_of(url.rpartition(":")[2])
+    assert len(members) > 1, "the server and its engine"
+    going.kill()
+    going.communicate(timeout=60)
+    deadline = time.monotonic() + 60
+    while alive := [pid for pid in members if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.5)

@@ -138,9 +138,8 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     wanted, gap, accepted, importance = ppo.importance, rollout.gap, mask, None
     if gap is not None:
         accepted = off_policy.accepted(gap[keep], mask, wanted.reject)
-        if wanted.level is not None:
-            importance = off_policy.importance_weights(gap[keep], mask, level=wanted.level,
-                                                       cap=wanted.cap)
+        if (level := algorithm.importance_level(cfg)) is not None:
+            importance = off_policy.importance_weights(gap[keep], mask, level=level, cap=wanted.cap)
     if algorithm.whitens_advantages(ppo):
         # what is learnt from would have a mean otherwise, which pushes all of it one way
         advantages = shaping.whiten(advantages, accepted, center=True)

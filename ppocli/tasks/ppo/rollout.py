@@ -55,7 +55,7 @@ def collect_rollout(session: Session, prompts: PromptBatch, stop: StopFlag, cloc
     whole = Rollout.joined([part for part in found if part is not None])
     ppo = session.cfg.ppo
     if (ppo.old_logprobs == "sampler" and not bool(whole.logprobs.any())) or (
-            corrects(ppo) and whole.gap is None):
+            corrects(session.cfg) and whole.gap is None):
         raise ConfigError(f"{type(session.sampler).__name__} says no logprobs of what it samples.",
                           where="ppo.old_logprobs, ppo.importance, rollout.engine",
                           fix="let it compute them, or use ppo.old_logprobs=trainer alone")
