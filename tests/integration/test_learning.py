@@ -26,14 +26,22 @@ def test_a_part_of_the_quickstart_raises_the_reward(tmp_path):
     assert kl[0] == pytest.approx(0.0, abs=1e-4)
 
 
-@pytest.mark.parametrize("words", [
-    ("ppo.logprobs_from=decode",), ("ppo.logprobs_from=decode", "ppo.advantage=reinforce_pp"),
-    ("ppo.advantage=grpo", "ppo.n=4"), ("ppo.kl_in=loss",)])
-def test_a_rare_reward_that_is_not_found_leaves_the_policy_where_it_was(words, tmp_path, capsys,
-                                                                        monkeypatch):
-    """Rounding isn't whitened into steps, nor do Adam's steps come of it."""
+AS_USUAL = ("ppo.whiten_advantages=null", "ppo.kl_in=null", "ppo.lam=0.95",
+            "ppo.positive_nll_coef=0")
+"""in place of what the recipe sets"""
+
+
+@pytest.mark.parametrize(("words", "score"), [
+    (("ppo.logprobs_from=decode", *AS_USUAL), 0.0), (("ppo.logprobs_from=decode", *AS_USUAL), 1.0),
+    (("ppo.logprobs_from=decode", "ppo.advantage=reinforce_pp", *AS_USUAL), 1.0),
+    (("ppo.advantage=grpo", "ppo.n=4"), 1.0), ((), 0.0), ((), 1.0)])
+def test_a_reward_that_never_differs_leaves_the_policy_where_it_was(words, score, tmp_path, capsys,
+                                                                    monkeypatch):
+    """Neither rounding nor what the critic doesn't know yet is whitened into steps, nor do Adam's
+    steps come of it."""
     monkeypatch.chdir(tmp_path)
-    Path("rare.py").write_text("def score(responses, **_):\n    return [0.0] * len(responses)\n")
+    Path("rare.py").write_text(
+        f"def score(responses, **_):\n    return [{score}] * len(responses)\n")
     app_in_process(capsys)(
         "train", "+recipe=quickstart", "~reward", "reward.fn=rare.py:score", *words, "run_name=r",
         "ppo.total_episodes=null", "ppo.num_steps=6", "ppo.num_rollouts=32",

@@ -102,6 +102,12 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
     return found, dense
 
 
+def _equal(scores: torch.Tensor) -> bool:
+    """Whether several scores are one and the same, up to rounding."""
+    return len(scores) > 1 and bool(
+        scores.max() - scores.min() <= 1e-6 * scores.abs().max())
+
+
 def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
                   progress: float = 0.0, pretrains: bool = False) -> Experience:
     """Token rewards, advantages and whitening over the valid samples of a rollout.
@@ -146,6 +152,15 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     counts = (accepted & rollout.finished[keep, None] if ppo.mask_truncated
               else accepted if wanted.reject else None)
     charged = not in_reward and rollout.has_reference and state.kl_coef > 0
+    imitated = torch.tensor(rollout.scores)[keep] > ppo.positive_above
+    alike = dense is None and _equal(scores[keep])
+    if alike and rollout.has_reference and not (apart or pretrains):
+        # nothing says which response is better, and the policy is still the reference: it stays so.
+        # What a critic doesn't know yet of the constant, whitened, would move it, and so would a
+        # head that learns the constant on the policy's trunk
+        advantages, imitated = torch.zeros_like(advantages), torch.zeros_like(imitated)
+        if values is not None and cfg.model.value.kind == "head":
+            returns = values
 
     def kept(states: list[Any]) -> list[Any]:
         return [states[i] for i in keep.tolist()] if states else []
@@ -156,8 +171,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
         ref_states=kept(rollout.ref_states if charged else []),
         counts=counts, importance=importance, pretrains=pretrains,
-        imitated=torch.tensor(rollout.scores)[keep] > ppo.positive_above
-        if ppo.positive_nll_coef else None,
+        imitated=imitated if ppo.positive_nll_coef else None,
         kl_coef=state.kl_coef if charged else 0.0,
         ent_coef=ppo.ent_coef if ppo.ent_coef_end is None else
         (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end,
