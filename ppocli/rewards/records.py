@@ -150,7 +150,8 @@ def step_texts(text: str, ends: list[int]) -> list[str]:
 
 
 def differences(scores: Sequence[float]) -> list[float]:
-    """What each of the scores of longer and longer beginnings adds to the one before it."""
+    """What each of the scores of longer and longer beginnings adds to the one before it: shaping by
+    a potential (Ng, Harada and Russell 1999), whose sum is the last score."""
     return [now - before for before, now in pairwise([0.0, *scores])]
 
 
