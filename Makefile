@@ -109,7 +109,7 @@ docs: $(VENV)/.installed-docs ## write docs/configuration.md anew and build the 
 	@$(BIN)/python -m sphinx -W --keep-going -q -d build/doctrees -E -c docs -b html . site
 	@echo "the pages: site/index.html"
 
-screenshots: $(VENV)/.installed-browser ## take pictures of live view, report and docs, to be looked at
+screenshots: docs $(VENV)/.installed-browser ## take pictures of live view, report and docs, to be looked at
 	@HF_HUB_OFFLINE=1 $(BIN)/python docs/screenshots.py build/screenshots
 	@echo "the pictures: build/screenshots"
 

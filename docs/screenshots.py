@@ -109,6 +109,9 @@ def main() -> None:
                                                    "google-chrome"))), None)
     if program is None:
         raise SystemExit("there is no Chromium on the path")
+    front = args.site / "docs/index.html"
+    if not front.is_file():
+        raise SystemExit(f"there is no {front}: build the docs before (make docs)")
     out.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as started:
         browser = started.chromium.launch(executable_path=program, args=["--no-sandbox"])
@@ -124,9 +127,8 @@ def main() -> None:
             for scheme in ("light", "dark"):
                 picture(browser, work / "runs/first/report.html",
                         out / f"report-{name}-{scheme}.png", width, scheme)
-        if (args.site / "index.html").is_file():
-            for name, width in WIDTHS.items():
-                picture(browser, args.site / "index.html", out / f"docs-{name}.png", width)
+        for name, width in WIDTHS.items():
+            picture(browser, front, out / f"docs-{name}.png", width)
         browser.close()
 
 

@@ -198,7 +198,7 @@ def _groups(config: schema.TrainConfig) -> keys.Rules:
     ppo = config.ppo
     grouped = estimator_of(ppo).needs_groups
     yield (grouped and ppo.n < 2, "ppo.advantage, ppo.n",
-           f"{ppo.advantage} compares samples of the same prompt: set ppo.n to 2 or more")
+           f"{ppo.advantage} compares samples of the same prompt: set ppo.n to 2 or more: ppo.n=2")
     yield (grouped and not config.generation.do_sample, "ppo.advantage, generation.do_sample",
            f"{ppo.advantage} compares samples of the same prompt, and without sampling they are "
            "all alike")
@@ -222,10 +222,12 @@ def _groups(config: schema.TrainConfig) -> keys.Rules:
     if ppo.n >= 1:
         odd = ppo.num_rollouts % ppo.n
         yield (odd, "ppo.num_rollouts, ppo.n",
-               f"num_rollouts {ppo.num_rollouts} must be a multiple of n {ppo.n}")
-        yield (not odd and (tasks.planned_samples(config) or 0) % ppo.n,
-               "ppo.total_episodes, ppo.n",
-               f"total_episodes {ppo.total_episodes} must be a multiple of n {ppo.n}")
+               f"num_rollouts {ppo.num_rollouts} must be a multiple of n {ppo.n}: "
+               f"ppo.num_rollouts={ppo.num_rollouts + ppo.n - odd}")
+        rest = 0 if odd else (tasks.planned_samples(config) or 0) % ppo.n
+        yield (rest, "ppo.total_episodes, ppo.n",
+               f"total_episodes {ppo.total_episodes} must be a multiple of n {ppo.n}: "
+               f"ppo.total_episodes={(ppo.total_episodes or 0) + ppo.n - rest}")
 
 
 def _old_policy(config: schema.TrainConfig) -> keys.Rules:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
+from typing import Any
 
 import hydra
 import yaml
@@ -36,7 +37,8 @@ from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, first_line, short_path
 
-VERSION = "1.3"
+# 1.4 warns of any that is named, and has this one's behaviour
+VERSION: Any = "1.3" if hydra.__version__.startswith("1.3") else version._UNSPECIFIED_
 """whose behaviour is asked of Hydra"""
 SCHEMA = "ppocli_schema"
 """the schema's name in the defaults list"""

@@ -147,12 +147,13 @@ def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
 
 def _sizes(config: schema.TrainConfig) -> Rules:
     ppo = config.ppo
-    lengths = {"episodes": ppo.total_episodes, "epochs": ppo.epochs, "steps": ppo.num_steps}
-    given = [f"{value} {name}" for name, value in lengths.items() if value is not None]
+    given = {name: value for name in ("total_episodes", "epochs", "num_steps")
+             if (value := getattr(ppo, name)) is not None}
+    counts = [f"{value} {name.rpartition('_')[2]}" for name, value in given.items()]
     length = "ppo.total_episodes, ppo.num_steps"
     yield (not given, length, "say how long to train: give one of them, or ppo.epochs")
-    yield (len(given) > 1, length, f"{' and '.join(given)} contradict each other: leave one "
-           "out, or set it to null")
+    yield (len(given) > 1, length, f"{' and '.join(counts)} contradict each other: leave one "
+           f"out, or set it to null: ppo.{next(iter(given), '')}=null")
     for name, most in (("mini_batch_size", "num_rollouts"),
                        ("micro_batch_size", "mini_batch_size")):
         size, limit = getattr(ppo, name), getattr(ppo, most)
@@ -177,7 +178,7 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     reward = config.reward
     if "reward.fn" not in handed_in:
         yield (reward.fn is not None and reward.fns, "reward.fn, reward.fns",
-               "give one function or several, not both")
+               "give one function or several, not both: reward.fn=null or reward.fns={}")
         yield (reward.fn is None and not reward.fns and config.env.fn is None, "reward.fn",
                "missing; give an import path (reward.fn=my_rewards:score), a built-in's name, or a "
                "config group (reward=...)")
@@ -263,7 +264,8 @@ def _prompts(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
                and (prompts.length_sampler or inherited.length_sampler),
                f"{prefix}.length_sampler", "would cut off the end of the chat template")
         yield (prompts.path is not None and prompts.items is not None,
-               f"{prefix}.path, {prefix}.items", "give a source or inline prompts, not both")
+               f"{prefix}.path, {prefix}.items",
+               f"give a source or inline prompts, not both: {prefix}.items=null")
         yield (prompts.items is not None and not prompts.items, f"{prefix}.items",
                "must hold at least one prompt")
         yield (not _is_range(prompts.length_sampler), f"{prefix}.length_sampler",
@@ -284,7 +286,8 @@ def _generation(config: schema.TrainConfig) -> Rules:
     train, evaluation = config.generation, config.generation.eval
     shortest, longest = train.min_new_tokens, train.max_new_tokens
     yield (shortest > longest, "generation.min_new_tokens, generation.max_new_tokens",
-           f"min_new_tokens {shortest} must be at most max_new_tokens {longest}")
+           f"min_new_tokens {shortest} must be at most max_new_tokens {longest}: "
+           f"generation.min_new_tokens={longest}")
     low = max(several(evaluation.min_new_tokens), default=shortest)
     high = min(several(evaluation.max_new_tokens), default=longest)
     yield (shortest <= longest and low > high,

@@ -99,7 +99,8 @@ def _data(config: schema.TrainConfig, task: str, handed_in: frozenset[str]) -> k
            "missing; it must be given: data.path=FILE|FOLDER|HUB-NAME")
     yield (updates.epochs is not None and updates.num_updates is not None,
            f"{task}.epochs, {task}.num_updates", f"{updates.epochs} epochs and "
-           f"{updates.num_updates} updates contradict each other: give one of them")
+           f"{updates.num_updates} updates contradict each other, give one of them: "
+           f"{task}.epochs=null")
     yield (val_share(data) is not None and not 0 < (val_share(data) or 0) < 1, "data.val",
            f"{data.val} must be a path, or a share between 0 and 1")
     yield (data.val is not None and data.val == data.path, "data.val, data.path", "evaluations "
