@@ -104,7 +104,9 @@ def hydra_for(words: Words, schema: DictConfig) -> Iterator[None]:
         with as_config_errors():
             for plugin in (RecipeSource, PpocliSearchPath):
                 Plugins.instance().register(plugin)  # once more does no harm
-            ConfigStore.instance().store(name=SCHEMA, node=schema, provider="ppocli")
+            store = ConfigStore.instance()
+            store.repo.pop(f"{SCHEMA}.yaml", None)  # 1.4 warns where one takes another's place
+            store.store(name=SCHEMA, node=schema, provider="ppocli")
             yield
     finally:
         _config_dirs.reset(dirs)
@@ -246,7 +248,7 @@ def _unparsed(error: OverrideParseException) -> ConfigError:
 
 def _general(chain: list[BaseException]) -> ConfigError:
     text = str(chain[0])
-    if match := re.search(r"Could not override '([^'@]+)", text):
+    if match := re.search(r"(?:Could not override|No earlier Group Default for) '([^'@]+)", text):
         return ConfigError(f"there is no config group {match[1]}"
                            + did_you_mean(match[1], [*config_groups(), "recipe"]),
                            fix="config groups: " + ", ".join(config_groups()))
