@@ -61,7 +61,7 @@ MUTANTS = (
     Mutant("rounding_charged", "ppocli/tasks/ppo/experience.py",
            "in_reward and apart else 0.0", "in_reward else 0.0",
            ("tests/integration/test_learning.py"
-            "::test_a_rare_reward_that_is_not_found_leaves_the_policy_where_it_was",)),
+            "::test_a_reward_that_never_differs_leaves_the_policy_where_it_was",)),
     Mutant("dropped_weights_kept", "ppocli/ppo/losses.py",
            "ratio.masked_fill(outside, 0.0)", "ratio",
            (f"{LOSSES}::test_weights_that_are_clipped_or_dropped_by_hand",)),

@@ -152,7 +152,8 @@ def test_equal_rewards_are_warned_of_and_stay_finite(command, world):
     ended = command(*words(fn, "run_name=r"), code=0)
     assert "All rewards of a rollout are equal (1) for 3 steps" in ended.err
     for row in jsonl(world / "runs/r/metrics.jsonl"):
-        assert None not in row.values(), row
+        # of returns that are all the same there is no variance to explain
+        assert {name for name, value in row.items() if value is None} <= {"val/var_explained"}, row
 
 
 TELLING = """\

@@ -31,17 +31,22 @@ AS_USUAL = ("ppo.whiten_advantages=null", "ppo.kl_in=null", "ppo.lam=0.95",
 """in place of what the recipe sets"""
 
 
-@pytest.mark.parametrize(("words", "score"), [
-    (("ppo.logprobs_from=decode", *AS_USUAL), 0.0), (("ppo.logprobs_from=decode", *AS_USUAL), 1.0),
-    (("ppo.logprobs_from=decode", "ppo.advantage=reinforce_pp", *AS_USUAL), 1.0),
-    (("ppo.advantage=grpo", "ppo.n=4"), 1.0), ((), 0.0), ((), 1.0)])
-def test_a_reward_that_never_differs_leaves_the_policy_where_it_was(words, score, tmp_path, capsys,
+NOTHING, ALWAYS = "[0.0] * len(responses)", "[1.0] * len(responses)"
+NOTHING_DENSE = "[[0.0] * len(ids) for ids in response_ids]"
+
+
+@pytest.mark.parametrize(("words", "scores"), [
+    (("ppo.logprobs_from=decode", *AS_USUAL), NOTHING_DENSE),
+    (("ppo.logprobs_from=decode", *AS_USUAL), ALWAYS),
+    (("ppo.logprobs_from=decode", "ppo.advantage=reinforce_pp", *AS_USUAL), NOTHING_DENSE),
+    (("ppo.advantage=grpo", "ppo.n=4"), ALWAYS), ((), NOTHING), ((), ALWAYS)])
+def test_a_reward_that_never_differs_leaves_the_policy_where_it_was(words, scores, tmp_path, capsys,
                                                                     monkeypatch):
     """Neither rounding nor what the critic doesn't know yet is whitened into steps, nor do Adam's
     steps come of it."""
     monkeypatch.chdir(tmp_path)
     Path("rare.py").write_text(
-        f"def score(responses, **_):\n    return [{score}] * len(responses)\n")
+        f"def score(responses, response_ids, **_):\n    return {scores}\n")
     app_in_process(capsys)(
         "train", "+recipe=quickstart", "~reward", "reward.fn=rare.py:score", *words, "run_name=r",
         "ppo.total_episodes=null", "ppo.num_steps=6", "ppo.num_rollouts=32",
