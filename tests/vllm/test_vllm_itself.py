@@ -212,11 +212,13 @@ def test_a_launched_server_and_its_engine_end_with_a_killed_run(tmp_path):
     metrics, url = tmp_path / "runs/served/metrics.jsonl", f"http://127.0.0.1:{free_port()}"
     going = spawn("train", *served(tmp_path, url, "rollout.launch=true", f"rollout.python={PYTHON}",
                                    EAGER, "ppo.num_steps=400"), cwd=tmp_path, **ON_CPU)
-    wait_for(lambda: metrics.is_file() and len(jsonl(metrics)) > 2, going, seconds=900)
-    members = descendants(going.pid)
+    try:
+        wait_for(lambda: metrics.is_file() and len(jsonl(metrics)) > 2, going, seconds=900)
+        members = descendants(going.pid)
+    finally:
+        going.kill()
+        going.communicate(timeout=60)
     assert any("EngineCore" in args for args in members.values()), members
-    going.kill()
-    going.communicate(timeout=60)
     deadline = time.monotonic() + 60
     while alive := [pid for pid in members if Path(f"/proc/{pid}").exists()]:
         assert time.monotonic() < deadline, alive
