@@ -12,12 +12,16 @@ PACKAGES = ("ppocli", "torch", "transformers")
 
 
 def processor() -> str:
-    """The processor's name."""
+    """The processor's name, with the family and model that tell its generation, where Linux does.
+    """
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
+        of_first = info.read_text(encoding="utf-8").partition("\n\n")[0]
+        facts = {name.strip(): value.strip() for name, _, value in
+                 (line.partition(":") for line in of_first.splitlines())}
+        if "model name" in facts:
+            return f"{facts['model name']} (family {facts.get('cpu family', '?')} model " \
+                   f"{facts.get('model', '?')})"
     return platform.processor() or platform.machine()
 
 

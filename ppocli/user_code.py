@@ -120,6 +120,50 @@ def locate(wanted: Wanted) -> Located:
     return located
 
 
+def refuse_absent(wanted: Wanted) -> None:
+    """Refuse a path that leads nowhere, as far as that can be told without running any code: a
+    name that is no built-in's, a file or package that isn't there, a function that no line of its
+    module could define.
+
+    Raises:
+        PpocliError: of the wanted kind.
+    """
+    path = wanted.kind.short_names.get(wanted.spec, wanted.spec)
+    join_working_directory()
+    source, colon, attribute = path.rpartition(":")
+    if path.endswith(".py") or (colon and not attribute):
+        raise _no_function(wanted)
+    if colon and (source.endswith(".py") or os.sep in source):
+        file: str | None = str(_existing_file(source, wanted))
+    elif not colon and "." not in path:
+        raise _no_module(path, wanted)
+    else:
+        module = source or path
+        top = module.partition(".")[0]
+        if not top.isidentifier() or top in sys.modules:
+            return
+        if (found := importlib.util.find_spec(top)) is None:
+            raise _no_module(module, wanted)
+        file = found.origin if source == top else None
+    name = attribute.partition(".")[0]
+    if file is not None and not _may_define(file, name):
+        raise _no_attribute(name, short_path(file), _defined(file, wanted.kind.noun), wanted)
+
+
+def _may_define(file: str, name: str) -> bool:
+    """Whether some line of a module may bind ``name``; true of what can't be read."""
+    try:
+        nodes = list(ast.walk(ast.parse(Path(file).read_bytes())))
+    except (OSError, SyntaxError, ValueError):
+        return True
+    bound = {alias.asname or alias.name.partition(".")[0] for node in nodes
+             if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+    bound |= {node.name for node in nodes
+              if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+    bound |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    return bool(bound & {name, "*", "__getattr__", "globals", "vars", "setattr", "exec"})
+
+
 def _refuse_unnamable(wanted: Wanted, module: str | None, file: str | None) -> None:
     """Refuse a path that a configuration names and that leads out of where it may lead."""
     ours = [path.partition(":")[0] for path in wanted.kind.short_names.values()]
@@ -230,7 +274,7 @@ def _load_module(name: str, wanted: Wanted) -> ModuleType:
             raise
 
 
-def _load_file(source: str, wanted: Wanted) -> ModuleType:
+def _existing_file(source: str, wanted: Wanted) -> Path:
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         folder = path.parent
@@ -238,6 +282,11 @@ def _load_file(source: str, wanted: Wanted) -> ModuleType:
         where_looked = f"folder {folder}" if folder.is_dir() else f"no folder {folder} either"
         raise wanted.refused(f"There is no file {source!r} ({where_looked}). {near}".rstrip(),
                              fix="give the file's path from the current folder")
+    return path
+
+
+def _load_file(source: str, wanted: Wanted) -> ModuleType:
+    path = _existing_file(source, wanted)
     # The name carries the file's time, so that an edited file is read anew in a long session.
     stamp = hashlib.sha256(f"{path}:{path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
     name = f"_ppocli_user_{path.stem}_{stamp}"
@@ -294,7 +343,8 @@ def _no_module(name: str, wanted: Wanted) -> PpocliError:
         what = f"There is no module {leaf!r} in {here} or among the installed packages."
         if ":" not in spec and "." not in spec:
             candidates += built_in
-            what = f"{spec!r} is neither a built-in reward nor an import path."
+            what = (f"{spec!r} is neither a built-in nor an import path." if built_in else
+                    f"{spec!r} is no import path.")
     near = suggestion(leaf, candidates)
     names = f"; or a built-in: {', '.join(sorted(built_in))}" if built_in else ""
     return wanted.refused(f"{what} {near}".rstrip(), where=f"{wanted.key}={spec}",
@@ -330,15 +380,20 @@ def _attribute(module: ModuleType, attribute: str, wanted: Wanted) -> Any:
             names = [name for name in dir(found)
                      if not name.startswith("_") and callable(getattr(found, name, None))]
             home = short_path(getattr(module, "__file__", None) or module.__name__)
-            hint = suggestion(part, names) or (
-                f"It has: {', '.join(sorted(names)[:10])}." if names else "It has no functions.")
-            raise wanted.refused(f"There is no {part!r} in {home!r}. {hint}",
-                                 where=f"{wanted.key}={wanted.spec}",
-                                 fix=f"name a {wanted.kind.noun} that the module has")
+            raise _no_attribute(part, home, names, wanted)
         found = getattr(found, part)
     if isinstance(found, ModuleType):
         raise _no_function(wanted)
     return found
+
+
+def _no_attribute(part: str, home: str, names: list[str], wanted: Wanted) -> PpocliError:
+    """The error for a module without that function, with the nearest that it has."""
+    hint = suggestion(part, names) or (
+        f"It has: {', '.join(sorted(names)[:10])}." if names else "It has no functions.")
+    return wanted.refused(f"There is no {part!r} in {home!r}. {hint}",
+                          where=f"{wanted.key}={wanted.spec}",
+                          fix=f"name a {wanted.kind.noun} that the module has")
 
 
 def shorten(text: str) -> str:

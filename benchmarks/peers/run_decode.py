@@ -76,7 +76,7 @@ def vllm(job: dict[str, Any], prompts: list[list[int]]) -> Callable[[], int]:
 
     llm = LLM(job["model"], dtype="bfloat16" if job["precision"] == "bf16" else "float32",
               enforce_eager=True, enable_prefix_caching=False, max_num_seqs=len(prompts),
-              max_model_len=len(prompts[0]) + job["new"])
+              max_model_len=len(prompts[0]) + job["new"], skip_tokenizer_init=True)
     params = SamplingParams(temperature=1.0, max_tokens=job["new"], ignore_eos=True, logprobs=0,
                             detokenize=False)
 

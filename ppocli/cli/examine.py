@@ -13,18 +13,18 @@ from typing import Any
 from ppocli.cli import output, run_plan
 from ppocli.config import compose, resolved, schema, secrets, sweep, tasks
 from ppocli.config.keys import schema_keys
-from ppocli.config.problems import DEFAULT_SOURCE, OUR_ENGINES, Problem
+from ppocli.config.problems import DEFAULT_SOURCE, Problem
 from ppocli.config.words import Words, read_words
 from ppocli.data import render, sources
 from ppocli.environments.resolve import resolve
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
-from ppocli.launching import opened_folder, target_config
+from ppocli.launching import inputs, opened_folder, target_config
 from ppocli.rewards.scoring import check_reward_config
 from ppocli.storage import model_files, run_folder
 from ppocli.storage.checkpoints import find_latest
 from ppocli.text import clean
 from ppocli.tracking.trackers import check_trackers
-from ppocli.user_code import Kind, Wanted, locate
+from ppocli.user_code import locate
 
 ORDER = (2, 3, 7, 6, 5)
 """exit codes, the one that decides first; others come last"""
@@ -149,7 +149,7 @@ def _examine_config(composed: compose.Composed, config: schema.TrainConfig, foun
     found.config = config
     found.add([_config_error(problem, composed.hint) for problem in problems])
     wrong = frozenset(key for problem in problems for key in problem.key.split(", "))
-    absent = opened_folder.missing_inputs(config)
+    absent = inputs.missing_inputs(config)
     if not wrong & {"model.path", "model.tokenizer_path"}:
         found.add(absent)
     if not any(key.startswith("hardware") for key in wrong):
@@ -177,11 +177,10 @@ def _examine_config(composed: compose.Composed, config: schema.TrainConfig, foun
     if config.env.fn is not None and not any(key.startswith("env") for key in wrong):
         with found.taking():
             resolve(config.env, columns)
-    for key, path, noun in (("task.fn", config.task.fn, "function"),
-                            ("rollout.engine", config.rollout.engine, "class")):
-        if path is not None and path not in (*OUR_ENGINES, *tasks.DATA_TASKS) and key not in wrong:
+    for wanted in inputs.named_code(config):
+        if wanted.key in ("task.fn", "rollout.engine") and wanted.key not in wrong:
             with found.taking():
-                locate(Wanted(path, key, Kind(noun, ConfigError)))
+                locate(wanted)
     if "tracking.trackers" not in wrong:
         with found.taking():
             check_trackers(config.tracking)
@@ -307,9 +306,10 @@ def _unwritable(folder: Path) -> Iterator[PpocliError]:
 def _config_error(problem: Problem, fix: str | None) -> ConfigError:
     known = next((key for key in problem.key.split(", ") if key in schema_keys()), None)
     hint = f"ppocli schema {known} tells what it takes" if known else "ppocli schema lists all keys"
+    problem, words = (problem, None) if fix else problem.parted()
     return ConfigError(f"{problem.key}: {problem.text}",
                        where=None if problem.source == DEFAULT_SOURCE else problem.source,
-                       fix=fix or hint)
+                       fix=fix or words or hint)
 
 
 def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = False) -> None:

@@ -5,10 +5,11 @@ and the checks that need more than one key.
 """
 
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter, ge, gt, le, lt
-from typing import Any
+from typing import Any, Self
 
 from omegaconf import MISSING
 
@@ -33,11 +34,26 @@ class Problem:
         origin = "" if self.source == DEFAULT_SOURCE else f" (from {self.source})"
         return f"{self.key}: {self.text}{origin}"
 
+    def parted(self) -> tuple[Self, str | None]:
+        """The problem without the words to paste that its text ends with, and these."""
+        what, colon, words = self.text.rpartition(": ")
+        if not colon or _ASSIGNMENT.search(words) is None:
+            return self, None
+        return replace(self, text=what), words
+
+
+_ASSIGNMENT = re.compile(r"\b[a-z_]+(\.[a-z_]+)*=")
+
 
 def raise_problems(problems: list[Problem], fix: str | None = None) -> None:
-    """Raise one ConfigError that lists every problem; do nothing if there is none."""
+    """Raise one ConfigError that lists every problem; do nothing if there is none. What can be
+    pasted against a single one is its fix, unless ``fix`` says something else."""
+    problems = list(dict.fromkeys(problems))
+    if len(problems) == 1 and fix is None:
+        alone, fix = problems[0].parted()
+        problems = [alone]
     if problems:
-        raise ConfigError(listed(dict.fromkeys(str(problem) for problem in problems)), fix=fix)
+        raise ConfigError(listed(map(str, problems)), fix=fix)
 
 
 def listed(problems: Iterable[str], before: str = "", place: str = "in the configuration") -> str:

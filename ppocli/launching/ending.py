@@ -202,11 +202,8 @@ def _show(run: loop.Run) -> None:
     if run.state.eval_last:
         run.display.table(closing_table(run.state.eval_before, run.state.eval_last, chosen))
     log.info("time         %s", clock.in_words(run.state.seconds, run.state.cpu_seconds))
-    log.info("run folder   %s", run.folder.path)
-    log.info("metrics      %s", run.folder.metrics)
-    log.info("checkpoints  %s", run.folder.checkpoints)
+    log.info("run folder   %s (metrics.jsonl, checkpoints/, model/)", run.folder.path)
     updates, section = run.task.settings, tasks.updates_section(run.task.cfg)
     more = next((name for name in ("total_episodes", "num_updates", "epochs")
                  if getattr(updates, name, None)), "num_steps" if section == "ppo" else "epochs")
     log.info("go on        ppocli resume %s %s.%s=N", pasted(run.folder.path), section, more)
-    log.info("model        %s", run.folder.model)

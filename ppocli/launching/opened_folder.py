@@ -1,5 +1,4 @@
-"""A checked configuration to a run folder that holds it: a new one, or one that is gone on with;
-and whether everything is there that it names.
+"""A checked configuration to a run folder that holds it: a new one, or one that is gone on with.
 
 The only place that decides where a run lies.
 """
@@ -12,22 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
-from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import algorithm, deepspeed, hub, kept, keys, resolved, schema, tasks
+from ppocli.config import deepspeed, kept, resolved, schema, tasks
 from ppocli.config.problems import shown
 from ppocli.config.resolved import PYTHON_OBJECT
-from ppocli.data.sources import names_hub_dataset
-from ppocli.errors import CheckpointError, InputError
+from ppocli.errors import CheckpointError
 from ppocli.launching.child_process import Start
+from ppocli.launching.inputs import check_inputs
 from ppocli.launching.target_config import allow_code
 from ppocli.parallel.launchers import NODE_FAILED
-from ppocli.rewards.resolve import MODEL_REWARDS
-from ppocli.storage import atomic, environment, model_files, retention, run_folder
-from ppocli.storage.critic import saved_critic, value_start
+from ppocli.storage import atomic, retention, run_folder
 from ppocli.text import pasted
 
 if TYPE_CHECKING:
@@ -61,7 +57,7 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
         CheckpointError: the folder is in use or holds another run, or a changed key forbids to
             resume; or it is somebody else's and names code.
         DiskError: the folder can't be written.
-        InputError: something that the configuration names is missing.
+        PpocliError: something that the configuration names is missing.
     """
     limited = allow_code(replace(checked, config=noting_objects(checked.config, objects)))
     config = noting_objects(resolved.with_absolute_paths(checked.config, Path.cwd()), objects)
@@ -275,105 +271,3 @@ def _ask_for_objects(config: schema.TrainConfig, objects: PythonObjects | None, 
                               "which can't be read from its folder", where=str(run_dir),
                               fix=f"resume it from Python: ppocli.{call}([\"resume={run_dir}\"], "
                               + ", ".join(f"{name}=..." for name in missing) + ")")
-
-
-def check_inputs(cfg: schema.TrainConfig) -> None:
-    """Look for every model, data set and tracker the configuration names, before torch is loaded.
-
-    Loading torch and transformers takes seconds, and a missing model would be noticed one at a
-    time; a user without network should read within a few seconds everything that has to be put in
-    place.
-
-    Raises:
-        InputError: lists all that are missing, each with the key that takes a local folder.
-    """
-    if not (problems := missing_inputs(cfg)):
-        return
-    if len(problems) == 1:
-        raise problems[0]
-    lines = [f"  {p.where}: {p.what}\n    fix: {p.fix}" for p in problems]
-    raise InputError("\n".join([f"{len(problems)} inputs are missing:", *lines]),
-                     fix="give local folders and files for them, or run once with network")
-
-
-def missing_inputs(cfg: schema.TrainConfig) -> list[InputError]:
-    """Every package, model and data set that isn't there, each with its key in ``where``."""
-    return [*_missing_packages(cfg), *_missing_models(cfg), *_missing_data(cfg)]
-
-
-def _missing_packages(cfg: schema.TrainConfig) -> Iterator[InputError]:
-    try:
-        for optimizer in algorithm.optimizers_of(tasks.updates_of(cfg)):
-            algorithm.require_optimizer(optimizer, tasks.updates_section(cfg))
-    except InputError as error:
-        yield error
-    for name in cfg.tracking.trackers:
-        if keys.is_import_path(name):
-            continue
-        found = find_spec(name)
-        # a folder of that name, as wandb makes one for its files, is no package of that name
-        if found is None or found.origin is None:
-            yield InputError(f"The tracker {name} is not installed.", where="tracking.trackers",
-                             fix=f'pip install "ppocli[{name}]", or leave it out')
-
-
-def _named_models(cfg: schema.TrainConfig
-                  ) -> Iterator[tuple[str, str, str | None, model_files.Needs]]:
-    """(key, name, revision, needs) of every model."""
-    own = cfg.model.tokenizer_path
-    yield ("model.path", cfg.model.path, cfg.model.revision,
-           "model" if own else "model and tokenizer")
-    if own:
-        yield "model.tokenizer_path", own, None, "tokenizer"
-    if cfg.model.value.path is not None and cfg.model.value.kind == "model":
-        start = value_start(cfg.model)
-        yield "model.value.path", start.path, start.revision, "model"
-    if cfg.model.reference.path is not None:
-        yield "model.reference.path", cfg.model.reference.path, None, "model"
-    rewards: dict[str, tuple[Any, Any]] = {"reward.kwargs": (cfg.reward.fn, cfg.reward.kwargs)}
-    for name, entry in cfg.reward.fns.items():
-        if isinstance(entry, dict):
-            rewards[f"reward.fns.{name}.kwargs"] = (entry.get("fn"), entry.get("kwargs"))
-    for key, (fn, kwargs) in rewards.items():
-        model = kwargs.get("model") if isinstance(kwargs, dict) else None
-        if fn in MODEL_REWARDS and isinstance(model, str):
-            yield f"{key}.model", model, kwargs.get("revision"), "model and tokenizer"
-
-
-def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
-    try:
-        saved_critic(cfg.model)
-    except InputError as error:
-        yield error
-    for key, name, revision, needs in _named_models(cfg):
-        if name == PYTHON_OBJECT:
-            continue
-        try:
-            find = (model_files.find_whole if key in ("model.path", "model.reference.path")
-                    else model_files.find_model)
-            find(name, key=key, revision=revision, needs=needs)
-        except InputError as error:
-            named = error.where is not None and error.where.startswith(key)
-            yield error if named else error.reworded(where=key)
-
-
-def _missing_data(cfg: schema.TrainConfig) -> Iterator[InputError]:
-    for key, path in (("prompts.path", cfg.prompts.path),
-                      ("prompts.eval.path", cfg.prompts.eval.path),
-                      ("ppo.ptx.data.path", cfg.ppo.ptx.data.path),
-                      ("data.path", cfg.data.path), ("data.val", tasks.val_source(cfg.data))):
-        if path is None or path.startswith("<") or not names_hub_dataset(path):
-            continue
-        if not hub.hub_reachable() and not _in_cache(path):
-            yield InputError(f"Data set {path!r} is not on this machine and {hub.offline_hint()}.",
-                             where=key, fix=f"give a file or folder: {key}=/path, or run once with "
-                             f"network: hf download --repo-type dataset {path} --local-dir DIR")
-
-
-def _in_cache(name: str) -> bool:
-    """Whether a data set's folder is in either cache that `datasets` may load it from offline."""
-    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or environment.hub_home() / "datasets")
-    raw = Path(os.environ.get("HF_HUB_CACHE") or environment.hub_home() / "hub")
-    folder = name.replace("/", "___")
-    return ((prepared / folder).is_dir() or (prepared / folder.lower()).is_dir()
-            or (raw / f"datasets--{name.replace('/', '--')}").is_dir())

@@ -20,13 +20,15 @@ from ppocli.launching.launch import Caller, RunOutcome, launch
 from ppocli.launching.opened_folder import open_folder
 from ppocli.storage.run_folder import lock, write_config
 
-BAD_REWARD = ["+recipe=quickstart", "reward.fn=no_such_module:score", "reward.kwargs={}",
+BAD_REWARD = ["+recipe=quickstart", "reward.fn=../fails.py:score", "reward.kwargs={}",
               "~reward"]
 
 
 @pytest.fixture(autouse=True)
 def _own_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "fails.py").write_text("import no_such_module\n\ndef score(): ...\n")
 
 
 def config(*words: str) -> TrainConfig:

@@ -9,6 +9,10 @@ import pytest
 from helpers import environment, jsonl, ppocli
 from runs import Command, app_in_process, words
 
+from ppocli.errors import RewardError
+from ppocli.rewards.resolve import REWARD
+from ppocli.user_code import Wanted, refuse_absent
+
 
 @pytest.fixture
 def validate(capsys: pytest.CaptureFixture[str]) -> Command:
@@ -233,12 +237,47 @@ def test_the_check_needs_no_torch(world):
     assert done.stdout.splitlines()[-1] == "set()"
 
 
+@pytest.mark.parametrize(("word", "code", "said"), [
+    ("reward.fn=rewards", 7, "fix:   reward.fn=rewards:score or reward.fn=rewards:plain"),
+    ("reward.fn=rewards.py:scor", 7, "Did you mean 'score'?"),
+    ("reward.fn=word_lst", 7, "Did you mean 'word_list'?"),
+    ("reward.fn=nowhere:score", 7, "no module 'nowhere'"),
+    ("reward.step_fn=wrds", 7, "'wrds' is neither a built-in nor an import path. Did you mean"),
+    ("reward.metric_fn=absent.py:score", 7, "absent.py' (folder"),
+    ("env.fn=guess_nmber", 7, "Did you mean 'guess_number'?"),
+    ("rollout.engine=rewards:Sampler", 2, "There is no 'Sampler' in 'rewards.py'"),
+    ("prompts.column=text", 3, "fix:   prompts.column=prompt"),
+])
+def test_training_finds_what_is_misspelled_before_torch_loads(word, code, said, world):
+    script = ("import atexit, sys\nfrom ppocli.cli.app import main\n"
+              "atexit.register(lambda: print({'torch', 'transformers'} & set(sys.modules)))\n"
+              f"sys.argv[1:] = {['train', *words(word)]!r}\nmain()")
+    done = subprocess.run([sys.executable, "-c", script], cwd=world, text=True, timeout=60,
+                          capture_output=True, env=environment(), check=False)
+    assert (done.returncode, done.stdout) == (code, "set()\n"), done.stderr
+    assert said in done.stderr
+    assert not (world / "runs").exists()
+
+
+def test_what_a_module_makes_of_itself_is_asked_when_it_runs(world):
+    for name, body in {"star": "from rewards import *", "late": "globals()['score'] = len",
+                       "named": "from rewards import plain as score",
+                       "lazy": "def __getattr__(name): ...", "set": "score = other = len",
+                       "unread": "def ("}.items():
+        (world / f"{name}.py").write_text(body + "\n")
+        refuse_absent(Wanted(f"{name}.py:score", "reward.fn", REWARD))
+        refuse_absent(Wanted(f"{name}:score", "reward.fn", REWARD))
+    with pytest.raises(RewardError, match="There is no 'score' in 'other.py'"):
+        (world / "other.py").write_text("other = 1\n")
+        refuse_absent(Wanted("other:score", "reward.fn", REWARD))
+
+
 @pytest.mark.parametrize(("more", "code", "said"), [
     (["reward.fn=rewards"], 7, "fix:   reward.fn=rewards:score or reward.fn=rewards:plain"),
     (["reward.fn=rewards.py"], 7, "fix:   reward.fn=rewards.py:score or"),
     (["reward.fn=broken"], 7, "fix:   reward.fn=broken:FUNCTION"),
-    (["ppo.num_rollouts=4", "ppo.mini_batch_size=8"], 2, "at most num_rollouts 4: "
-     "ppo.mini_batch_size=4"),
+    (["ppo.num_rollouts=4", "ppo.mini_batch_size=8"], 2, "at most num_rollouts 4\n  "
+     "where: command line\n  fix:   ppo.mini_batch_size=4\n"),
     (["prompts.path=semi.csv"], 0, ", 2 prompts, "),
     (["prompts.path=tabs.csv"], 0, ", 2 prompts, "),
     (["prompts.path=odd.csv"], 3, "Line 3 of odd.csv has 3 fields where the header has 2"),

@@ -19,7 +19,7 @@ from sessions import (
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.launching.opened_folder import missing_inputs
+from ppocli.launching.inputs import missing_inputs
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.reference import AdapterReference, CopyReference
 from ppocli.storage.model_files import adapter_at

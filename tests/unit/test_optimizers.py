@@ -21,7 +21,7 @@ from sessions import (
 from ppocli.config import algorithm
 from ppocli.config.schema_ppo import PPOConfig, PPOOptimizerConfig, ValueOptimizerConfig
 from ppocli.errors import CheckpointError, InputError
-from ppocli.launching.opened_folder import missing_inputs
+from ppocli.launching.inputs import missing_inputs
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.training.master_weights import joined, split
 from ppocli.training.optimizers import build_optimizer

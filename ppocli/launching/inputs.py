@@ -1,0 +1,162 @@
+"""Whether everything is there that a configuration names, found before torch is loaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ppocli.config import algorithm, hub, keys, schema, tasks
+from ppocli.config.problems import OUR_ENGINES
+from ppocli.config.resolved import PYTHON_OBJECT
+from ppocli.data import render, sources
+from ppocli.environments.resolve import ENVIRONMENT, TOOL, TOOLS
+from ppocli.errors import ConfigError, InputError
+from ppocli.rewards.resolve import MODEL_REWARDS, REWARD, STEPS
+from ppocli.storage import environment, model_files
+from ppocli.storage.critic import saved_critic, value_start
+from ppocli.user_code import Kind, Wanted, refuse_absent
+
+
+def check_inputs(cfg: schema.TrainConfig) -> None:
+    """Look for every model, data set, tracker and function the configuration names, and for the
+    prompts' columns, before torch is loaded.
+
+    Loading torch and transformers takes seconds, and a missing model would be noticed one at a
+    time; a user without network should read within a few seconds everything that has to be put in
+    place. Nothing of the user's is run.
+
+    Raises:
+        InputError: lists all that are missing, each with the key that takes a local folder; or the
+            first prompt can't be read.
+        PpocliError: of its kind: an import path leads nowhere.
+    """
+    if not (problems := missing_inputs(cfg)):
+        for wanted in named_code(cfg):
+            refuse_absent(wanted)
+        if tasks.task_name(cfg) not in tasks.DATA_TASKS:
+            _check_first_prompts(cfg.prompts)
+        return
+    if len(problems) == 1:
+        raise problems[0]
+    lines = [f"  {p.where}: {p.what}\n    fix: {p.fix}" for p in problems]
+    raise InputError("\n".join([f"{len(problems)} inputs are missing:", *lines]),
+                     fix="give local folders and files for them, or run once with network")
+
+
+def named_code(cfg: schema.TrainConfig) -> Iterator[Wanted]:
+    """Every import path or built-in's name, with the key that it came from."""
+    reward, env = cfg.reward, cfg.env
+    if tasks.task_name(cfg) not in tasks.DATA_TASKS:
+        several = {f"reward.fns.{name}.fn": entry.get("fn") for name, entry in reward.fns.items()
+                   if isinstance(entry, dict)}
+        for key, path in {"reward.fn": reward.fn, **several,
+                          "reward.metric_fn": reward.metric_fn}.items():
+            yield from _wanted(path, key, REWARD)
+        yield from _wanted(reward.step_fn, "reward.step_fn", STEPS)
+    for path in env.tools if env.fn == TOOLS else ():
+        yield from _wanted(path, "env.tools", TOOL)
+    if env.fn != TOOLS:
+        yield from _wanted(env.fn, "env.fn", ENVIRONMENT)
+    if cfg.task.fn not in tasks.DATA_TASKS:
+        yield from _wanted(cfg.task.fn, "task.fn", Kind("function", ConfigError))
+    if cfg.rollout.engine not in OUR_ENGINES:
+        yield from _wanted(cfg.rollout.engine, "rollout.engine", Kind("class", ConfigError))
+
+
+def _wanted(path: str | None, key: str, kind: Kind) -> Iterator[Wanted]:
+    if path is not None and path != PYTHON_OBJECT:
+        yield Wanted(path, key, kind)
+
+
+def _check_first_prompts(cfg: schema.PromptsConfig) -> None:
+    """The first prompt of each local source has a text in the column that is asked for."""
+    for spec in (sources.training_spec(cfg, None), sources.evaluation_spec(cfg, None)):
+        if spec.items is not None or (spec.path is not None and not spec.path.startswith("<")
+                                      and not sources.names_hub_dataset(spec.path)):
+            render.take_rows(sources.open_rows(spec, []), spec, [], most=1)
+
+
+def missing_inputs(cfg: schema.TrainConfig) -> list[InputError]:
+    """Every package, model and data set that isn't there, each with its key in ``where``."""
+    return [*_missing_packages(cfg), *_missing_models(cfg), *_missing_data(cfg)]
+
+
+def _missing_packages(cfg: schema.TrainConfig) -> Iterator[InputError]:
+    try:
+        for optimizer in algorithm.optimizers_of(tasks.updates_of(cfg)):
+            algorithm.require_optimizer(optimizer, tasks.updates_section(cfg))
+    except InputError as error:
+        yield error
+    for name in cfg.tracking.trackers:
+        if keys.is_import_path(name):
+            continue
+        found = find_spec(name)
+        # a folder of that name, as wandb makes one for its files, is no package of that name
+        if found is None or found.origin is None:
+            yield InputError(f"The tracker {name} is not installed.", where="tracking.trackers",
+                             fix=f'pip install "ppocli[{name}]", or leave it out')
+
+
+def _named_models(cfg: schema.TrainConfig
+                  ) -> Iterator[tuple[str, str, str | None, model_files.Needs]]:
+    """(key, name, revision, needs) of every model."""
+    own = cfg.model.tokenizer_path
+    yield ("model.path", cfg.model.path, cfg.model.revision,
+           "model" if own else "model and tokenizer")
+    if own:
+        yield "model.tokenizer_path", own, None, "tokenizer"
+    if cfg.model.value.path is not None and cfg.model.value.kind == "model":
+        start = value_start(cfg.model)
+        yield "model.value.path", start.path, start.revision, "model"
+    if cfg.model.reference.path is not None:
+        yield "model.reference.path", cfg.model.reference.path, None, "model"
+    rewards: dict[str, tuple[Any, Any]] = {"reward.kwargs": (cfg.reward.fn, cfg.reward.kwargs)}
+    for name, entry in cfg.reward.fns.items():
+        if isinstance(entry, dict):
+            rewards[f"reward.fns.{name}.kwargs"] = (entry.get("fn"), entry.get("kwargs"))
+    for key, (fn, kwargs) in rewards.items():
+        model = kwargs.get("model") if isinstance(kwargs, dict) else None
+        if fn in MODEL_REWARDS and isinstance(model, str):
+            yield f"{key}.model", model, kwargs.get("revision"), "model and tokenizer"
+
+
+def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
+    try:
+        saved_critic(cfg.model)
+    except InputError as error:
+        yield error
+    for key, name, revision, needs in _named_models(cfg):
+        if name == PYTHON_OBJECT:
+            continue
+        try:
+            find = (model_files.find_whole if key in ("model.path", "model.reference.path")
+                    else model_files.find_model)
+            find(name, key=key, revision=revision, needs=needs)
+        except InputError as error:
+            named = error.where is not None and error.where.startswith(key)
+            yield error if named else error.reworded(where=key)
+
+
+def _missing_data(cfg: schema.TrainConfig) -> Iterator[InputError]:
+    for key, path in (("prompts.path", cfg.prompts.path),
+                      ("prompts.eval.path", cfg.prompts.eval.path),
+                      ("ppo.ptx.data.path", cfg.ppo.ptx.data.path),
+                      ("data.path", cfg.data.path), ("data.val", tasks.val_source(cfg.data))):
+        if path is None or path.startswith("<") or not sources.names_hub_dataset(path):
+            continue
+        if not hub.hub_reachable() and not _in_cache(path):
+            yield InputError(f"Data set {path!r} is not on this machine and {hub.offline_hint()}.",
+                             where=key, fix=f"give a file or folder: {key}=/path, or run once with "
+                             f"network: hf download --repo-type dataset {path} --local-dir DIR")
+
+
+def _in_cache(name: str) -> bool:
+    """Whether a data set's folder is in either cache that `datasets` may load it from offline."""
+    prepared = Path(os.environ.get("HF_DATASETS_CACHE") or environment.hub_home() / "datasets")
+    raw = Path(os.environ.get("HF_HUB_CACHE") or environment.hub_home() / "hub")
+    folder = name.replace("/", "___")
+    return ((prepared / folder).is_dir() or (prepared / folder.lower()).is_dir()
+            or (raw / f"datasets--{name.replace('/', '--')}").is_dir())
