@@ -37,9 +37,10 @@ KINDS = {
     "critic": ("critic of its own", f"{WALKS} model.value.kind=model {PLAIN}"),
     "lora": ("LoRA and the final norm, reference = adapter off", f"{WALKS}_lora"),
     "lora_alone": ("LoRA alone", f"{WALKS} {ALONE} ppo.optimizer.lr=1e-3 {PLAIN}"),
-    "grpo": ("GRPO, 4 samples per prompt", f"{WALKS} ppo.advantage=grpo ppo.n=4 {PLAIN}"),
-    "rloo": ("RLOO, 4 samples per prompt", f"{WALKS} ppo.advantage=rloo ppo.n=4 {PLAIN}"),
-    "reinforce_pp": ("REINFORCE++", f"{WALKS} ppo.advantage=reinforce_pp {PLAIN}"),
+    "grpo": ("GRPO, 4 samples per prompt", f"{WALKS} ppo.advantage=grpo ppo.n=4"),
+    "rloo": ("RLOO, 4 samples per prompt", f"{WALKS} ppo.advantage=rloo ppo.n=4"),
+    "reinforce_pp": ("REINFORCE++", f"{WALKS} ppo.advantage=reinforce_pp "
+                     "ppo.whiten_advantages=true"),
     "t5": ("encoder-decoder (T5), share of vowels",
            "model.path=./t5 prompts=reviews reward.fn=vowels.py:vowels ppo.total_episodes=3072 "
            "ppo.num_rollouts=64 ppo.mini_batch_size=32 ppo.optimizer.lr=3e-3 "

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ppocli.parallel.stop import StopFlag
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
+LEAST_WIDTH = 12
+"""characters of a table's last column that are worth showing"""
 
 
 class _Manner:
@@ -109,16 +111,24 @@ def print_table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset
     """Print :func:`aligned` rows, columns without a single entry left out.
 
     Args:
-        fit: on a terminal no line is longer than a row: the last columns give way there.
+        fit: on a terminal no line is longer than a row: the last columns give way there, whole
+            ones where less than ``LEAST_WIDTH`` of them would be left.
     """
     kept = [number for number, column in enumerate(zip(*rows, strict=True))
             if not rows[1:] or any(cell not in ("", "-") for cell in column[1:])]
-    rows = [[row[number] for number in kept] for row in rows]
-    lines = aligned(rows, frozenset(kept.index(number) for number in right if number in kept))
-    if fit and sys.stdout.isatty():
+    width = shutil.get_terminal_size().columns if fit and sys.stdout.isatty() else None
+    while True:
+        lines = aligned([[row[number] for number in kept] for row in rows],
+                        frozenset(kept.index(number) for number in right if number in kept))
+        if width is None or len(kept) < 3:
+            break
+        last = max(len(row[kept[-1]]) for row in rows)
+        if max(map(len, lines)) - last + min(last, LEAST_WIDTH) <= width:
+            break
+        kept.pop()
+    if width is not None:
         from rich.cells import cell_len
 
-        width = shutil.get_terminal_size().columns
         lines = [line if cell_len(line) <= width else _at_words(line, width) for line in lines]
     for line in lines:
         print(line, flush=True)

@@ -9,6 +9,8 @@ from helpers import stable_rows
 from runs import STEPS, words
 from terminal import Terminal
 
+from ppocli.cli.output import print_table
+
 PRINTING = '''
 
 def printing(outputs, **columns):
@@ -96,3 +98,18 @@ def test_tables_fit_the_terminal(world: Path, columns: int):
     assert not any(goes_on for _, goes_on in terminal.screen.rows)
     assert max(map(len, rows)) <= columns
     assert next(row for row in rows if row.startswith("quickstart")).endswith("…")
+
+
+@pytest.mark.parametrize(("columns", "heading"), [
+    (60, "run name    status    step  reward  an age"),
+    (42, "run name    status    step  reward  an age"),
+    (41, "run name    status    step  reward"), (24, "run name    status")])
+def test_columns_that_do_not_fit_are_left_out_whole(columns, heading, monkeypatch, capsys):
+    rows = [("run name", "status", "step", "reward", "an age"),
+            ("a-long-one", "finished", "1/4", "0.5", "4 min")]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    print_table(rows)
+    printed = capsys.readouterr().out.splitlines()
+    assert max(map(len, printed)) <= columns
+    assert printed[0] == heading
