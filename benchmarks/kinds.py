@@ -37,7 +37,8 @@ KINDS = {
     "critic": ("critic of its own", f"{WALKS} model.value.kind=model {PLAIN}"),
     "lora": ("LoRA and the final norm, reference = adapter off", f"{WALKS}_lora"),
     "lora_alone": ("LoRA alone", f"{WALKS} {ALONE} ppo.optimizer.lr=1e-3 {PLAIN}"),
-    "grpo": ("GRPO, 4 samples per prompt", f"{WALKS} ppo.advantage=grpo ppo.n=4"),
+    "grpo": ("GRPO, 4 samples per prompt", f"{WALKS} ppo.advantage=grpo ppo.n=4 "
+             "ppo.positive_nll_coef=0.6"),
     "rloo": ("RLOO, 4 samples per prompt", f"{WALKS} ppo.advantage=rloo ppo.n=4"),
     "reinforce_pp": ("REINFORCE++", f"{WALKS} ppo.advantage=reinforce_pp "
                      "ppo.whiten_advantages=true"),

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-NAMES = ("sbatch", "srun", "sacct", "scancel", "scontrol")
+NAMES = ("sbatch", "srun", "sacct", "squeue", "scancel", "scontrol")
 
 
 def install(folder: Path) -> Path:
@@ -73,7 +73,17 @@ def _srun(folder: Path, *words: str) -> None:
     os.execvp(command[0], command)
 
 
+def _squeue(folder: Path, *words: str) -> None:
+    number = words[-1]
+    if not (folder / f"job-{number}.sh").exists():
+        sys.exit("slurm_load_jobs error: Invalid job id specified")
+    if not (folder / f"over-{number}").exists():
+        print(f"{number} RUNNING")
+
+
 def _sacct(folder: Path, *words: str) -> None:
+    if (folder / "no-accounting").exists():
+        sys.exit("Slurm accounting storage is disabled")
     print("JobID|State|NodeList")
     for number in (each for each in words if each.isdigit()):
         state = "COMPLETED" if (folder / f"over-{number}").exists() else "RUNNING"
@@ -90,5 +100,5 @@ def _scontrol(folder: Path, word: str, number: str) -> None:
 
 
 if __name__ == "__main__":
-    {"sbatch": _sbatch, "batch": _batch, "srun": _srun, "sacct": _sacct, "scancel": _scancel,
-     "scontrol": _scontrol}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])
+    {"sbatch": _sbatch, "batch": _batch, "srun": _srun, "sacct": _sacct, "squeue": _squeue,
+     "scancel": _scancel, "scontrol": _scontrol}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

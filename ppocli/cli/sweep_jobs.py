@@ -2,6 +2,7 @@
 the command that a person would type for it; or so on Slurm, through submitit.
 """
 
+import logging
 import os
 import signal
 import subprocess
@@ -29,7 +30,10 @@ SLURM_FOLDER = "slurm"
 _PAUSE = 0.2
 """seconds between two looks at the jobs that run"""
 _ASK = 5.0
-"""seconds between two questions to Slurm about a job that was cancelled"""
+"""seconds between two questions to Slurm about a job"""
+_MISSED = 3
+"""questions in a row after which a job that the queue doesn't know has ended: a result may arrive
+a little later on a shared file system"""
 Ended = Callable[[sweeps.JobRecord], None]
 """is told what came of each job, in the thread that waits for it"""
 
@@ -324,6 +328,8 @@ class _Slurm:
             raise errors.ConfigError("Jobs on Slurm need submitit, which is not installed.",
                                      where="sweep.launcher",
                                      fix="pip install 'ppocli[slurm]'") from None
+        # a cluster without accounting is no reason to warn each time a job is asked for
+        logging.getLogger("submitit").setLevel(logging.ERROR)
         try:
             self._executor = submitit.AutoExecutor(folder / SLURM_FOLDER, cluster="slurm")
             self._executor.update_parameters(name="ppocli", **plan.slurm)
@@ -352,24 +358,42 @@ class _Queued:
     log: Path
     cancelled: bool = False
     _asked: float = 0.0
+    _missed: int = 0
+    """times in a row that the queue was without it"""
 
     def code(self) -> int | None:
         # one that was cancelled in the queue leaves no result, and submitit asks seldom
-        ask = self.cancelled and time.monotonic() - self._asked > _ASK
+        ask = time.monotonic() - self._asked > _ASK
         if ask:
             self._asked = time.monotonic()
-        if not self.submitted.done(force_check=ask):
-            return None
-        if self.cancelled and not self.submitted.paths.result_pickle.exists():
+        job = self.submitted
+        if not job.done(force_check=ask and self.cancelled):
+            if ask and job.state == "UNKNOWN":
+                self._missed = self._missed + 1 if self._has_left() else 0
+            if self._missed < _MISSED:
+                return None
+        if job.paths.result_pickle.exists() or not (self.cancelled or self._missed):
+            if (error := job.exception()) is None:
+                return int(job.result())
+            why = f"ended as {job.state}: {error}"
+        elif self.cancelled:
             return 128 + signal.SIGTERM
-        if (error := self.submitted.exception()) is None:
-            return int(self.submitted.result())
+        else:
+            why = "left the queue without a result: it was cancelled, or its node failed"
         with self.log.open("a") as file:
-            file.write(f"\nError: Slurm's job {self.submitted.job_id} ended as "
-                       f"{self.submitted.state}: {error}\n")
+            file.write(f"\nError: Slurm's job {job.job_id} {why}\n")
         return 1
+
+    def _has_left(self) -> bool:
+        """Whether the queue, all there is to ask on a cluster without accounting, is without it."""
+        try:
+            done = subprocess.run(["squeue", "--noheader", "--jobs", self.submitted.job_id],
+                                  capture_output=True, text=True, timeout=60, check=False)
+        except (OSError, subprocess.TimeoutExpired):
+            return False
+        return "Invalid job id" in done.stderr if done.returncode else not done.stdout.strip()
 
     def send(self, number: int) -> None:
         with suppress(OSError):
             self.submitted.cancel(check=False)
-            self.cancelled = True
+            self.cancelled, self._asked = True, 0.0

@@ -204,7 +204,7 @@ def test_a_stopped_sweep_cancels_slurms_jobs(world: Path, slurm: Path):
     (("sweep.slurm.timeout_min=5", "hydra/sweeper=basic", "sweep.jobs=0"), "sweep.jobs")])
 def test_what_is_wrong_with_slurm_is_told_before_a_job(more, said, world, capsys, monkeypatch):
     monkeypatch.chdir(world)
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("PATH", str(world))  # where no srun is
     given = ["train", "-m", *words("sweep.launcher=slurm", *more), "seed=1,2"]
     assert said in app_in_process(capsys)(*given, code=2).err
     assert not list(world.glob("runs/*/[0-9]"))
@@ -222,6 +222,7 @@ def test_slurm_is_asked_about_a_job_that_was_cancelled_in_the_queue(tmp_path):
     class Pending:
         """As submitit's: without a result it asks Slurm only when it must."""
 
+        state = "PENDING"
         paths = SimpleNamespace(result_pickle=tmp_path / "result.pkl")
 
         def cancel(self, check):
@@ -234,3 +235,37 @@ def test_slurm_is_asked_about_a_job_that_was_cancelled_in_the_queue(tmp_path):
     assert job.code() is None
     job.send(signal.SIGTERM)
     assert job.code() == 143
+
+
+def test_a_job_that_left_the_queue_without_a_trace_is_not_waited_for(tmp_path, slurm, monkeypatch):
+    """As Slurm without accounting has it: submitit learns nothing, and there is no result."""
+    monkeypatch.setattr("ppocli.cli.sweep_jobs._ASK", 0.0)
+    (slurm / "job-1.sh").touch()
+    gone = SimpleNamespace(job_id="1", state="UNKNOWN", done=lambda force_check: False,
+                           cancel=lambda check: None,
+                           paths=SimpleNamespace(result_pickle=tmp_path / "result.pkl"))
+    job = _Queued(gone, tmp_path / "log")
+    assert [job.code() for _ in range(4)] == [None] * 4
+    (slurm / "over-1").touch()
+    assert [job.code() for _ in range(3)] == [None, None, 1]
+    assert "Error: Slurm's job 1 left the queue without a result" in job.log.read_text()
+    job.send(signal.SIGTERM)
+    assert job.code() == 143
+    other = _Queued(SimpleNamespace(**{**vars(gone), "job_id": "7"}), tmp_path / "log")
+    assert [other.code() for _ in range(3)] == [None, None, 1]
+    monkeypatch.setenv("PATH", str(tmp_path))  # no squeue
+    assert [_Queued(gone, tmp_path / "log").code() for _ in range(5)] == [None] * 5
+
+
+@pytest.mark.slow
+def test_a_cluster_without_accounting_runs_the_jobs(world: Path, slurm: Path):
+    (slurm / "no-accounting").touch()
+    process = spawn("train", "-m", *words("ppo.num_steps=4"), "seed=1,2", *ON_SLURM, cwd=world,
+                    PPOCLI_FAULTS="score.before@8:sleep=3", PATH=os.environ["PATH"])
+    wait_for((world / "runs/s/0/checkpoints/step-000001").exists, process)
+    os.kill(int((slurm / "step-1").read_text()), signal.SIGKILL)  # as a node that fails
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 11, err
+    assert "left the queue without a result" in err
+    assert "Bypassing" not in err
+    assert [job["status"] for job in book(world)] == ["failed", "finished"]
