@@ -160,8 +160,8 @@ def test_a_policy_learns_as_with_our_loop(tmp_path):
                                      "ppo.num_steps=12", *own), cwd=tmp_path, code=0)
                 rows = jsonl(tmp_path / f"runs/{engine}{seed}/metrics.jsonl")
                 gained.append(rows[-1]["eval/reward_mean"] - rows[0]["eval/reward_mean"])
-    assert min(last["vllm"]) > 1, last
-    assert abs(sum(last["vllm"]) - sum(last["decode"])) / 3 < 1, last
+    assert min(last["vllm"]) > 6, last
+    assert abs(sum(last["vllm"]) - sum(last["decode"])) / 3 < 0.5, last
 
 
 def test_a_server_killed_in_a_rollout_and_what_goes_on(tmp_path):
