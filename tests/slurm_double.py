@@ -9,6 +9,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 NAMES = ("sbatch", "srun", "sacct", "squeue", "scancel", "scontrol")
@@ -29,11 +30,13 @@ def scripts(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("job-*.sh"))]
 
 
-def interrupt(folder: Path, number: int, sent: signal.Signals) -> None:
-    """Send a signal to all processes of a job's step, as Slurm does."""
+def interrupt(folder: Path, number: int, *sent: signal.Signals) -> None:
+    """Send signals to all processes of a job's step, as Slurm does."""
     step = int((folder / f"step-{number}").read_text())
-    for group in (step, *_children(step)):
-        os.kill(group, sent)
+    for process in (step, *_children(step)):
+        for one in sent:
+            os.kill(process, one)
+            time.sleep(0.05)  # or two of a kind would be taken for one
 
 
 def _children(pid: int) -> list[int]:

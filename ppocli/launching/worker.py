@@ -63,7 +63,10 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
     if own_process:
         host_memory.settle_freed_memory(sharded=cfg.hardware.zero_stage > 0)
     limit(start.limited)
-    with _held(start, folder, started_by) as shown, catch_signals(2.0 if joined else 0.0) as stop:
+    # a launcher hands a signal on that its processes may have got as well; Slurm, at a job's time
+    # limit, sends one to all of them
+    twice = joined or "SLURM_JOB_ID" in os.environ
+    with _held(start, folder, started_by) as shown, catch_signals(2.0 if twice else 0.0) as stop:
         if (early := launchers.announce()) is not None:
             stop.request(early)
         launchers.note_phase(_MEETING)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import select
 import signal
 import sys
@@ -162,16 +163,21 @@ ON_SLURM = ("hydra.sweep.dir=runs/s", "sweep.launcher=slurm", "sweep.jobs=2",
 
 
 @pytest.mark.slow
-def test_slurm_runs_the_jobs_and_goes_on_with_one_that_it_has_preempted(world: Path, slurm: Path):
+@pytest.mark.parametrize("sent", [(signal.SIGUSR2,), (signal.SIGUSR2, signal.SIGTERM)],
+                         ids=["before its time is up", "when it is"])
+def test_slurm_runs_the_jobs_and_goes_on_with_one_that_it_has_preempted(world: Path, slurm: Path,
+                                                                        sent):
     given = ["train", "-m", *words("ppo.num_steps=4"), "seed=1,2"]
     process = spawn(*given, *ON_SLURM, "sweep.slurm.slurm_partition=long", cwd=world,
-                    PPOCLI_FAULTS="score.before@14:sleep=3", PATH=os.environ["PATH"])
+                    PPOCLI_FAULTS="score.before@14:sleep=3,save.before_manifest@2:sleep=1",
+                    PATH=os.environ["PATH"])
     wait_for((world / "runs/s/0/checkpoints/step-000001").exists, process)
-    slurm_double.interrupt(slurm, 1, signal.SIGUSR2)
+    slurm_double.interrupt(slurm, 1, *sent)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     assert "job 0: Slurm's job 1" in err
-    assert "resuming step" in (world / "runs/s/0.log").read_text()
+    told = (world / "runs/s/0.log").read_text()
+    assert re.search(r"saved step (\d)\n(.*\n)*resuming step \1 of 4", told), told
     script = slurm_double.scripts(slurm)[0]
     assert "#SBATCH --time=30" in script
     assert "#SBATCH --partition=long" in script
