@@ -6,6 +6,7 @@ import math
 import os
 import re
 import shlex
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Any, Literal
@@ -202,3 +203,20 @@ def suggestion(name: str, candidates: Iterable[str]) -> str:
     """The same as a sentence on the nearest one, ``Did you mean 'a'?``."""
     near = nearest(name, candidates, count=1)
     return f"Did you mean {near[0]!r}?" if near else ""
+
+
+def raised_at(error: BaseException, file: str | None = None) -> str | None:
+    """``FILE:LINE`` where ``error`` was raised.
+
+    The innermost frame inside ``file`` when the traceback passes through it (that is the user's own
+    line rather than a library's), else the innermost frame outside the import machinery.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{short_path(error.filename)}:{error.lineno}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not frame.filename.startswith("<frozen importlib")]
+    own = [frame for frame in frames if file is not None and frame.filename == file]
+    if not frames:
+        return None
+    frame = (own or frames)[-1]
+    return f"{short_path(frame.filename)}:{frame.lineno}"

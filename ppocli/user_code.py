@@ -13,7 +13,6 @@ import inspect
 import os
 import pkgutil
 import sys
-import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from typing import Any
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
 from ppocli.own_code import ENTRY_POINTS, limited, may_name
-from ppocli.text import error_line, pasted, short_path, suggestion
+from ppocli.text import error_line, pasted, raised_at, short_path, suggestion
 
 SHOWN_CHARS = 100
 """longest piece of a sample that a message shows"""
@@ -121,12 +120,10 @@ def locate(wanted: Wanted) -> Located:
 
 
 def refuse_absent(wanted: Wanted) -> None:
-    """Refuse a path that leads nowhere, as far as that can be told without running any code: a
-    name that is no built-in's, a file or package that isn't there, a function that no line of its
-    module could define.
+    """Refuse a path of which it can be told without running any code that it leads nowhere.
 
     Raises:
-        PpocliError: of the wanted kind.
+        PpocliError: of the wanted kind; no built-in, file, package or definition of that name.
     """
     path = wanted.kind.short_names.get(wanted.spec, wanted.spec)
     join_working_directory()
@@ -138,12 +135,11 @@ def refuse_absent(wanted: Wanted) -> None:
     elif not colon and "." not in path:
         raise _no_module(path, wanted)
     else:
-        module = source or path
-        top = module.partition(".")[0]
+        top = path.partition(":")[0].partition(".")[0]
         if not top.isidentifier() or top in sys.modules:
             return
         if (found := importlib.util.find_spec(top)) is None:
-            raise _no_module(module, wanted)
+            raise _no_module(source or path, wanted)
         file = found.origin if source == top else None
     name = attribute.partition(".")[0]
     if file is not None and not _may_define(file, name):
@@ -158,9 +154,7 @@ def _may_define(file: str, name: str) -> bool:
         return True
     bound = {alias.asname or alias.name.partition(".")[0] for node in nodes
              if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
-    bound |= {node.name for node in nodes
-              if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-    bound |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    bound |= {getattr(node, "name", getattr(node, "id", None)) for node in nodes}
     return bool(bound & {name, "*", "__getattr__", "globals", "vars", "setattr", "exec"})
 
 
@@ -403,20 +397,3 @@ def shorten(text: str) -> str:
         half = SHOWN_CHARS // 2
         text = f"{text[:half]} ... {text[-half:]}"
     return repr(text)
-
-
-def raised_at(error: BaseException, file: str | None = None) -> str | None:
-    """``FILE:LINE`` where ``error`` was raised.
-
-    The innermost frame inside ``file`` when the traceback passes through it (that is the user's own
-    line rather than a library's), else the innermost frame outside the import machinery.
-    """
-    if isinstance(error, SyntaxError) and error.filename:
-        return f"{short_path(error.filename)}:{error.lineno}"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if not frame.filename.startswith("<frozen importlib")]
-    own = [frame for frame in frames if file is not None and frame.filename == file]
-    if not frames:
-        return None
-    frame = (own or frames)[-1]
-    return f"{short_path(frame.filename)}:{frame.lineno}"

@@ -20,8 +20,8 @@ from ppocli.episode import Step
 from ppocli.errors import RewardError
 from ppocli.ppo.noise import USER
 from ppocli.rewards import guard
-from ppocli.text import said, short_path
-from ppocli.user_code import raised_at, shorten
+from ppocli.text import raised_at, said, short_path
+from ppocli.user_code import shorten
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, styles
 from ppocli.rewards.records import RewardRequest, Score, StepScores
 from ppocli.rewards.resolve import BoundCallable, name_own_key
-from ppocli.text import counted, error_line, first_line, said
-from ppocli.user_code import raised_at, shorten
+from ppocli.text import counted, error_line, first_line, raised_at, said
+from ppocli.user_code import shorten
 
 log = logging.getLogger(__name__)
 

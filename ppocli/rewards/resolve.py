@@ -14,8 +14,8 @@ from typing import Any, Self
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, records, styles
-from ppocli.text import error_line, pasted, suggestion
-from ppocli.user_code import Kind, Located, Wanted, from_object, locate, raised_at, shorten
+from ppocli.text import error_line, pasted, raised_at, suggestion
+from ppocli.user_code import Kind, Located, Wanted, from_object, locate, shorten
 
 log = logging.getLogger(__name__)
 
