@@ -154,7 +154,7 @@ def _may_define(file: str, name: str) -> bool:
         return True
     bound = {alias.asname or alias.name.partition(".")[0] for node in nodes
              if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
-    bound |= {getattr(node, "name", getattr(node, "id", None)) for node in nodes}
+    bound |= {str(getattr(node, "name", getattr(node, "id", ""))) for node in nodes}
     return bool(bound & {name, "*", "__getattr__", "globals", "vars", "setattr", "exec"})
 
 
