@@ -5,7 +5,8 @@
 
 All but one are trlX's random walks: the recipe with the words shown, and beside it what the same
 weights reach when they are taught the shortest walks (``ceilings.py``). The encoder-decoder is a
-small T5 with random weights, whose reward is the share of vowels among the letters of its answer.
+small T5 with random weights, whose reward is the share of vowels among the letters of its answer, 1
+at most.
 Every run is a whole ``ppocli train`` in a process of its own.
 """
 
@@ -124,7 +125,7 @@ def main() -> int:
             taught = {words: pool.submit(ceiling, words.split(), args.seeds[0], folder)
                       for words in {TRAINED.get(kind, "") for kind in args.kinds if kind != "t5"}}
             for kind, futures in runs.items():
-                best = "-" if kind == "t5" else f"{taught[TRAINED.get(kind, '')].result()[0]:.3f}"
+                best = "1" if kind == "t5" else f"{taught[TRAINED.get(kind, '')].result()[0]:.3f}"
                 lines.append(row(kind, [future.result() for future in futures], best))
                 print(lines[-1], flush=True)
     if args.out:
