@@ -47,7 +47,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     from ppocli.cli.plot import check_out
     from ppocli.cli.sweep import print_findings
     from ppocli.report.render import write_file
-    from ppocli.runs import search, sweep_pictures
+    from ppocli.runs import pictures, search
     from ppocli.runs.sweeps import find_sweep, jobs_now, labels_of, read_sweep
 
     if out is not None:
@@ -62,7 +62,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     means, found = marginal_means(jobs), search.findings(sweep) if sweep.is_search else {}
     if out is not None:
         form = out.suffix.lower().removeprefix(".")
-        write_file(out, sweep_pictures.draw([job for job, _ in now], found.get("importance", {}),
+        write_file(out, pictures.draw_sweep([job for job, _ in now], found.get("importance", {}),
                                             form), "--output")
         output.say(f"drawn into {out}")
     if as_json:

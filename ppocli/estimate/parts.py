@@ -22,7 +22,7 @@ from ppocli.models.loading.language_model import DTYPES, frozen_dtype
 from ppocli.models.loading.model_config import attention_wanted, loading, reference_kind
 from ppocli.models.trunk import RELATIVE_POSITIONS
 from ppocli.rewards.resolve import BUILTIN_REWARDS, MODEL_REWARDS
-from ppocli.storage.critic import value_start
+from ppocli.storage.checkpoints import value_start
 
 QUANTIZED_BITS = {"8bit": 8, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
 """of each number: LLM.int8() (arXiv 2208.07339), but for a scale of each row; QLoRA's double

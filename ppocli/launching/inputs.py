@@ -16,7 +16,7 @@ from ppocli.environments.resolve import ENVIRONMENT, TOOL, TOOLS
 from ppocli.errors import ConfigError, InputError
 from ppocli.rewards.resolve import MODEL_REWARDS, REWARD, STEPS
 from ppocli.storage import environment, model_files
-from ppocli.storage.critic import saved_critic, value_start
+from ppocli.storage.checkpoints import saved_critic, value_start
 from ppocli.user_code import Kind, Wanted, refuse_absent
 
 

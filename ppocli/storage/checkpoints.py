@@ -3,7 +3,8 @@
 A save is staged in ``.staging-000120-<nonce>/``, synced, listed in a manifest, renamed to
 ``step-000120`` and checked. Loading scans the step folders, newest first, and takes the first one
 whose manifest holds. What is inside (safetensors, JSON, a Hugging Face folder) is the caller's
-matter, except ``state.json`` and that nothing may be a pickle. ``retention`` deletes.
+matter, except ``state.json`` and that nothing may be a pickle; another run may start from the value
+function in it. ``retention`` deletes. No torch here.
 """
 
 import json
@@ -12,12 +13,13 @@ import secrets
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage import atomic, faults, holds, manifest, retention
+from ppocli.config import resolved, schema, tasks
+from ppocli.errors import CheckpointError, DiskError, InputError
+from ppocli.storage import atomic, faults, holds, manifest, model_files, retention, run_folder
 from ppocli.text import format_bytes, pasted
 from ppocli.version import __version__
 
@@ -213,3 +215,56 @@ def _open(path: Path, step: int | None, run_id: str | None = None, verify: manif
         raise manifest.Invalid("it is being deleted")
     state = manifest.read_object(path, manifest.STATE)
     return FoundCheckpoint(path, there.step, there.versions, state, held)
+
+
+def _with_critic(path: str) -> schema.ModelConfig | None:
+    """The models of the PPO run that is named, by its folder or one of its checkpoints; None where
+    ``path`` names something else."""
+    folder = Path(path).absolute()
+    around = run_folder.RunFolder(folder.parent.parent)
+    run = around if around.checkpoints == folder.parent else run_folder.RunFolder(folder)
+    cfg = resolved.read_config(run.config) if run.config.is_file() else None
+    return cfg.model if cfg is not None and tasks.task_name(cfg) == "ppo" else None
+
+
+def saved_critic(cfg: schema.ModelConfig) -> FoundCheckpoint | None:
+    """The verified checkpoint whose value function this one starts as, where ``model.value.path``
+    names a PPO run (its newest checkpoint is meant) or one of its checkpoints.
+
+    Raises:
+        InputError: there is none, it was trained without a critic, or with one of another kind;
+            ``model.value.path`` names no such run, and the kind is none that is loaded whole.
+        CheckpointError: it is damaged.
+    """
+    path, kind = cfg.value.path, cfg.value.kind
+    made = None if path is None else _with_critic(path)
+    if path is None or (made is None and kind == "model"):
+        return None
+    if made is None:
+        raise InputError(f"{path} is no run of PPO: there is no value function of kind {kind}.",
+                         where="model.value.path", fix="name a PPO run or one of its checkpoints")
+    if made.value.kind != kind:
+        raise InputError(f"The value function of {path} is of kind {made.value.kind}, not {kind}.",
+                         where="model.value.path, model.value.kind",
+                         fix=f"set model.value.kind={made.value.kind}")
+    folder = run_folder.RunFolder(Path(path))
+    found = find_latest(folder.checkpoints, run_id=None).found if (
+        folder.config.is_file()) else open_checkpoint(folder.path)
+    if found is None or not (found.path / model_files.VALUE_HEAD).is_file():
+        raise InputError(f"{path} holds no value function: " + (
+            "no checkpoint is there." if found is None else "it was trained without a critic."),
+            where="model.value.path", fix="name another run, or leave the path out")
+    return found
+
+
+def value_start(cfg: schema.ModelConfig) -> schema.ModelConfig:
+    """From what a value model is loaded: the ``path`` and ``revision`` of a configuration. Of
+    another run's critic that is what this one was loaded from."""
+    start, seen = cfg, set[str]()
+    while (path := start.value.path) is not None and path not in seen:
+        seen.add(path)
+        start = _with_critic(path) or replace(start, path=path, revision=None,
+                                              value=replace(start.value, path=None))
+    # what the other run names, nobody here has typed: its code is not run
+    return replace(cfg, path=start.path, revision=start.revision, trust_remote_code=(
+        cfg.trust_remote_code and start.path in (cfg.path, cfg.value.path)))

@@ -27,7 +27,7 @@ from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.parallel.launchers import launched_here
 from ppocli.sampling.decoding import load_decodable, load_policy
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
-from ppocli.storage.critic import saved_critic
+from ppocli.storage.checkpoints import saved_critic
 from ppocli.storage.model_files import VALUE_HEAD, VALUE_TRUNK, adapter_at, named_base
 from ppocli.text import first_line
 from ppocli.training.resume import fill_module

@@ -3,7 +3,7 @@
 import pytest
 
 from ppocli.errors import ConfigError
-from ppocli.runs.sweep_pictures import Axis, axes_of, axis_of, draw
+from ppocli.runs.pictures import Axis, axes_of, axis_of, draw_sweep
 from ppocli.runs.sweeps import JobRecord
 
 
@@ -29,8 +29,8 @@ def test_jobs_are_drawn_best_first_and_only_those_with_figures():
     assert [one.number for one in told] == [2, 0]
     assert {axis.name: axis.places for axis in axes} == {
         "a.b": [1.0, 0.0], "c": [0.0, 0.0], "reward": [1.0, 0.0], "KL": [1.0, 0.0]}
-    drawn = draw(jobs, {"reward_mean": {"a.b": 0.8, "c": 0.2}}, "svg").decode()
+    drawn = draw_sweep(jobs, {"reward_mean": {"a.b": 0.8, "c": 0.2}}, "svg").decode()
     assert all(text in drawn for text in ("2 jobs", "80%", "share of each key in reward_mean"))
-    assert draw(jobs, {}, "png").startswith(b"\x89PNG")
+    assert draw_sweep(jobs, {}, "png").startswith(b"\x89PNG")
     with pytest.raises(ConfigError, match="Fewer than two jobs"):
         axes_of(jobs[:2])

@@ -18,7 +18,7 @@ from ppocli.models.loading.model_config import max_positions
 from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.storage import critic, model_files
+from ppocli.storage import checkpoints, model_files
 
 log = logging.getLogger("ppocli")
 
@@ -61,7 +61,7 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
             tokens.
     """
     key = "model.value.path" if cfg.value.path else "model.path"
-    cfg = critic.value_start(cfg)
+    cfg = checkpoints.value_start(cfg)
     name = cfg.path
     source, _ = model_files.find_model(name, key=key, revision=cfg.revision, needs="model")
     model, config = language_model.load_weights(
