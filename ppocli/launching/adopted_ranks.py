@@ -85,30 +85,26 @@ class Meeting:
         for number in (signal.SIGTERM, signal.SIGINT):  # from launchers that see one rank leave
             with suppress(ValueError):
                 signal.signal(number, signal.SIG_IGN)
+        told, code = json.dumps(asdict(outcome)), 0
         try:
-            return self._conclude(outcome)
+            if outcome.code and not outcome.lost:
+                self.store.compare_set("first", "", told)
+            if self.launched.first:
+                self._speak()
+            self._all_come("arrived")
+            if outcome.code and outcome.lost:  # a consequence: the rank that failed has had its say
+                self.store.compare_set("first", "", told)
+            if self.store.check(["first"]):
+                self._speak()
+                code = int(json.loads(self.store.get("first"))["code"])
+            # the store may be in rank 0's process, which has to go last
+            if self.launched.first:
+                self._all_come("left")
+            else:
+                self.store.set(f"left-{self.launched.rank}", "1")  # without an answer, unlike add
+            return code
         except RuntimeError:  # torch's: the store went away with rank 0, which said why
             return outcome.code or 1
-
-    def _conclude(self, outcome: RankOutcome) -> int:
-        store, told = self.store, json.dumps(asdict(outcome))
-        if outcome.code and not outcome.lost:
-            store.compare_set("first", "", told)
-        if self.launched.first:
-            self._speak()
-        self._all_come("arrived")
-        if outcome.code and outcome.lost:  # a consequence: the rank that failed has had its say
-            store.compare_set("first", "", told)
-        code = 0
-        if store.check(["first"]):
-            self._speak()
-            code = int(json.loads(store.get("first"))["code"])
-        # the store may be in rank 0's process, which has to go last
-        if self.launched.first:
-            self._all_come("left")
-        else:
-            store.set(f"left-{self.launched.rank}", "1")  # without an answer, unlike add
-        return code
 
     def _all_come(self, where: str) -> None:
         """Wait until all ranks have come so far, but not for one that is dead or stuck."""

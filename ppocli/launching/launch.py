@@ -278,7 +278,7 @@ def opened(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects)
     from ppocli.display.console import logging_as_found  # another loop may be open and listen
     from ppocli.launching.worker import run_for_loop
 
-    launched = find_launch(os.environ)
+    launched, meeting = find_launch(os.environ), None
     if launched is None or launched.world == 1:
         checked = checked_words(overrides, objects)
         if needs_launcher(checked.config.hardware) or launched_world() > 1:
@@ -286,18 +286,16 @@ def opened(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects)
                               where="hardware.num_processes, WORLD_SIZE",
                               fix="torchrun --nproc-per-node=N loop.py does; for one process: "
                               "hardware.num_processes=1")
-        with logging_as_found(), opened_folder.open_folder(checked, objects, log.info) as start, \
-                run_for_loop(start, objects) as run:
-            yield run
-        return
-    meeting = adopted_ranks.open_meeting(launched, f"loop-{next(_loops)}")
-    told: Any = _first_opens(overrides, objects, meeting) if launched.first else nullcontext(
-        meeting.wait())
+        told: Any = opened_folder.open_folder(checked, objects, log.info)
+    else:
+        meeting = adopted_ranks.open_meeting(launched, f"loop-{next(_loops)}")
+        told = _first_opens(overrides, objects, meeting) if launched.first else nullcontext(
+            meeting.wait())
     with logging_as_found(), told as start:
         if start is None:
             raise PpocliError("Rank 0 could not open the run.", where="RANK=0",
                               fix="see what it says")
-        with run_for_loop(start, objects, meeting.store) as run:
+        with run_for_loop(start, objects, meeting and meeting.store) as run:
             yield run
 
 

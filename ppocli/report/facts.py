@@ -19,7 +19,7 @@ from ppocli.errors import PpocliError
 from ppocli.evaluation.request import read_result
 from ppocli.report.curves import Curve, curves_of, run_labels
 from ppocli.report.samples import Samples, samples_of, shown
-from ppocli.runs.record import Change, RunRecord
+from ppocli.runs.record import Change, RunRecord, read_changes
 from ppocli.storage import atomic, manifest, retention, run_folder
 from ppocli.storage.environment import ENV_FILE
 from ppocli.text import finite_number, first_line
@@ -142,7 +142,7 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str,
                   for key, old, new in resolved.config_differences(schema.TrainConfig(), config)],
         all_settings={key: _yaml(value) for key, value in resolved.flat(config).items()
                       if tasks.is_read(key, task)},
-        command=command, modules=_modules(config), changes=record.changes,
+        command=command, modules=_modules(config), changes=read_changes(record.folder.path),
         before_step=first, after_step=last,
         main=kind.names, outcome=_outcome(before, after), best=best,
         overlaid=[f"{label} ({run.status})" for label, run in

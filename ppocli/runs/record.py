@@ -105,11 +105,6 @@ class RunRecord:
         return list(dict.fromkeys(name for row in self.rows for name in row
                                   if name not in ("step", "episode", "updates")))
 
-    @property
-    def changes(self) -> list[Change]:
-        """Settings that were changed when the run was resumed."""
-        return read_changes(self.folder.path)
-
     def eval_samples(self, *steps: int | None) -> list[list[dict[str, Any]]]:
         """The evaluation samples of each step, in the order of the prompts; none of step None."""
         rows = [row for row in run_logs.read_jsonl(self.folder.samples)
@@ -212,7 +207,8 @@ def _status(run: RunFolder, summary: dict[str, Any] | None, rows: list[dict[str,
 
 
 def read_changes(run_dir: Path) -> list[Change]:
-    """Changes in the order they were made; none where the file doesn't tell any."""
+    """Settings that were changed when the run was resumed, in the order of the changes; none where
+    its file doesn't tell any."""
     found = (atomic.read_json(run_dir / kept.RUN_FILE) or {}).get("changes")
     return [Change(entry["step"], *(str(entry.get(name)) for name in ("key", "before", "after")))
             for entry in (found if isinstance(found, list) else ())

@@ -111,8 +111,8 @@ def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path
                 job = make_job(trial.number, tuple(f"{name}={_shown(trial.params[name])}"
                                                    for name in wanted))
                 watch = watched.enter_context(ExitStack())
-                watch.enter_context(_stopping_early(
-                    trial, job, metrics[0], wanted=plan.prune and len(metrics) == 1))
+                if plan.prune and len(metrics) == 1:
+                    watch.enter_context(_stopping_early(trial, job, metrics[0]))
                 running.append((trial, job, watch))
                 start(job)
             if not running:
@@ -225,7 +225,7 @@ def _values(job: Any, metrics: Sequence[str]) -> list[float] | None:
 
 
 @contextmanager
-def _stopping_early(trial: Trial, job: Any, metric: str, *, wanted: bool) -> Iterator[None]:
+def _stopping_early(trial: Trial, job: Any, metric: str) -> Iterator[None]:
     """Meanwhile report the evaluations of a job, and end it where optuna's pruner says so: by
     SIGTERM, so that it saves. What was reported before a kill counts once."""
     over = Event()
@@ -243,14 +243,12 @@ def _stopping_early(trial: Trial, job: Any, metric: str, *, wanted: bool) -> Ite
                         return
 
     thread = Thread(target=look, name="ppocli-pruning", daemon=True)
-    if wanted:
-        thread.start()
+    thread.start()
     try:
         yield
     finally:
         over.set()
-        if wanted:
-            thread.join()
+        thread.join()
 
 
 def _end(folder: Path) -> None:

@@ -153,21 +153,19 @@ def open_atomic(path: Path, needed: int | None = None) -> Iterator[BinaryIO]:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    temporary = path
-    try:
-        with disk_errors(path, needed):
-            descriptor, temporary = _held_temporary(path)
+    with disk_errors(path, needed):
+        descriptor, temporary = _held_temporary(path)
+        try:
             with os.fdopen(descriptor, "wb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
                 os.replace(temporary, path)
-            fsync_dir(path.parent)
-    except BaseException:
-        if temporary != path:
+        except BaseException:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
-        raise
+            raise
+        fsync_dir(path.parent)
 
 
 def _held_temporary(path: Path) -> tuple[int, Path]:
@@ -222,11 +220,8 @@ def make_dirs(path: Path) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    missing, folder = [], path
     with disk_errors(path):
-        while not folder.is_dir() and folder != folder.parent:
-            missing.append(folder)
-            folder = folder.parent
+        missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
         for folder in reversed(missing):
             folder.mkdir(exist_ok=True)
             fsync_dir(folder.parent)

@@ -32,17 +32,8 @@ class Invalid(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class FileEntry:
-    """Size in bytes and hexadecimal SHA-256 of one file."""
-
-    size: int
-    sha256: str
-
-
-@dataclass(frozen=True, slots=True)
 class Manifest:
-    """Content of ``MANIFEST.json`` under its names there; ``files`` maps relative POSIX names to
-    entries."""
+    """Content of ``MANIFEST.json`` under its names there."""
 
     ppocli: str
     """the version that wrote it"""
@@ -50,11 +41,12 @@ class Manifest:
     step: int
     config_digest: str
     versions: dict[str, str]
-    files: dict[str, FileEntry]
+    files: dict[str, dict[str, Any]]
+    """relative POSIX name -> ``size`` in bytes and hexadecimal ``sha256``"""
 
     @property
     def total_bytes(self) -> int:
-        return sum(entry.size for entry in self.files.values())
+        return sum(entry["size"] for entry in self.files.values())
 
 
 def name_problem(name: str) -> str | None:
@@ -83,7 +75,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     for name in atomic.walk_files(folder):
         faults.point("save.open")
         path = folder / name
-        files[name] = FileEntry(path.stat().st_size, atomic.sha256_file(path))
+        files[name] = {"size": path.stat().st_size, "sha256": atomic.sha256_file(path)}
     body = {"schema": SCHEMA, **asdict(replace(manifest, files=files))}
     faults.point("save.before_manifest")
     atomic.write_json_atomic(folder / MANIFEST, body | {"digest": _digest(body)})
@@ -126,11 +118,11 @@ def check_folder(folder: Path, *, step: int | None = None, run_id: str | None = 
     for name in sorted(set(manifest.files) - present):
         raise Invalid(f"{name} is missing")
     for name, entry in manifest.files.items():
-        if (size := (folder / name).stat().st_size) != entry.size:
-            raise Invalid(f"{name} has {size} bytes, not {entry.size}")
+        if (size := (folder / name).stat().st_size) != entry["size"]:
+            raise Invalid(f"{name} has {size} bytes, not {entry['size']}")
     for name, entry in manifest.files.items():
         if (verify == "full" or name == STATE) \
-                and atomic.sha256_file(folder / name) != entry.sha256:
+                and atomic.sha256_file(folder / name) != entry["sha256"]:
             raise Invalid(f"{name} hash mismatch")
     return manifest
 
@@ -149,7 +141,7 @@ def read_object(folder: Path, name: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise Invalid(f"{name} is missing") from None
     except ValueError:
-        raise Invalid(f"{name} is damaged") from None
+        value = None
     if not isinstance(value, dict):
         raise Invalid(f"{name} is damaged")
     return value
@@ -166,7 +158,7 @@ def _parse(body: dict[str, Any], folder: Path) -> Manifest:
     if schema != SCHEMA:
         raise Invalid(f"{MANIFEST} has the unknown schema {schema!r}")
     try:
-        files = {name: FileEntry(**_typed(entry, {"size": int, "sha256": str}))
+        files = {name: _typed(entry, {"size": int, "sha256": str})
                  for name, entry in body["files"].items()}
         manifest = Manifest(files=files, **_typed(body, {
             "ppocli": str, "run_id": str, "step": int, "config_digest": str, "versions": dict}))

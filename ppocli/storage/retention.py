@@ -9,6 +9,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -33,11 +34,12 @@ def step_name(step: int) -> str:
 
 def list_steps(folder: Path) -> list[tuple[int, Path]]:
     """Step folders by number (so 9 < 10 < 1000000), oldest first; nothing is verified."""
-    if not folder.is_dir():
-        return []
-    found = [(int(match[1]), path) for path in folder.iterdir()
-             if (match := STEP.fullmatch(path.name))]
-    return sorted(found)
+    return sorted((int(match[1]), path) for path in _entries(folder)
+                  if (match := STEP.fullmatch(path.name)))
+
+
+def _entries(folder: Path) -> Iterable[Path]:
+    return folder.iterdir() if folder.is_dir() else ()
 
 
 def prune(folder: Path, keep_last: int, *keep_steps: int | None) -> list[str]:
@@ -120,10 +122,8 @@ def discard(path: Path) -> None:
 
 def leftovers(folder: Path) -> list[Path]:
     """What broken saves, deletions and atomic writes left in ``folder``."""
-    if not folder.is_dir():
-        return []
     starts = (atomic.STAGING, _DISCARDED, atomic.TEMPORARY_PREFIX)
-    return sorted(path for path in folder.iterdir() if path.name.startswith(starts))
+    return sorted(path for path in _entries(folder) if path.name.startswith(starts))
 
 
 def make_room(folder: Path) -> None:
