@@ -15,7 +15,7 @@ from ppocli.config import kinds, schema, tasks
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import list_runs, written
-from ppocli.storage import atomic, environment, holds, manifest, model_files, retention, run_folder
+from ppocli.storage import atomic, environment, manifest, model_files, retention, run_folder
 from ppocli.storage.checkpoints import best_step
 
 
@@ -241,7 +241,7 @@ def _delete(parts: Iterable[Path]) -> None:
             if part.is_symlink():
                 part.unlink()
             elif part.exists():
-                with holds.unused(part / manifest.MANIFEST) as unread:
+                with retention.unused(part / manifest.MANIFEST) as unread:
                     if not unread:
                         raise CheckpointError(f"{part} is being read and stays.", where=str(part),
                                               fix="wait for that command to end")

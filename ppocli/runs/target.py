@@ -9,7 +9,7 @@ from pathlib import Path
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.errors import AmbiguousError, CheckpointError, ConfigError, InputError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders, whole
-from ppocli.storage import checkpoints, holds, manifest, retention, run_folder
+from ppocli.storage import checkpoints, manifest, retention, run_folder
 from ppocli.storage.model_files import POLICY, check_folder, find_model
 from ppocli.text import did_you_mean, pasted
 
@@ -31,7 +31,7 @@ class Target:
     """steps the policy has been trained for; None for a model that came from elsewhere"""
     checkpoint: Path | None = None
     """verified step folder, with value head and optimizer state, where that was asked for"""
-    held: holds.Hold | None = field(default=None, compare=False, repr=False)
+    held: retention.Hold | None = field(default=None, compare=False, repr=False)
     """keeps a running run from pruning the checkpoint as long as this is there"""
 
     @property

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 from ppocli.config import bounded
 from ppocli.errors import DiskError, PpocliError
-from ppocli.storage import faults, holds
+from ppocli.storage import faults
 from ppocli.text import format_bytes
 
 TEMPORARY_PREFIX = ".tmp-"
@@ -174,9 +174,25 @@ def _held_temporary(path: Path) -> tuple[int, Path]:
     while True:
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        if holds.take(descriptor, fcntl.LOCK_SH) and os.fstat(descriptor).st_nlink > 0:
+        if take(descriptor, fcntl.LOCK_SH) and os.fstat(descriptor).st_nlink > 0:
             return descriptor, temporary
         os.close(descriptor)
+
+
+def take(descriptor: int, kind: int) -> bool:
+    """Lock an open file without waiting, ``LOCK_SH`` or ``LOCK_EX``; false where another open file
+    is in the way.
+
+    The locks are those of ``flock``: they end with the process, ``kill -9`` included, and network
+    file systems carry them to other machines.
+    """
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass  # a file system without these locks, where nothing is protected
+    return True
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

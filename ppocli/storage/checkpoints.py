@@ -19,7 +19,7 @@ from typing import Any
 
 from ppocli.config import resolved, schema, tasks
 from ppocli.errors import CheckpointError, DiskError, InputError
-from ppocli.storage import atomic, faults, holds, manifest, model_files, retention, run_folder
+from ppocli.storage import atomic, faults, manifest, model_files, retention, run_folder
 from ppocli.text import format_bytes, pasted
 from ppocli.version import __version__
 
@@ -32,7 +32,7 @@ class FoundCheckpoint:
     step: int
     versions: dict[str, str]
     state: dict[str, Any]
-    held: holds.Hold = field(compare=False, repr=False)
+    held: retention.Hold = field(compare=False, repr=False)
     """keeps the folder from being pruned as long as this is there"""
 
 
@@ -209,7 +209,7 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
 
 def _open(path: Path, step: int | None, run_id: str | None = None, verify: manifest.Verify = "full"
           ) -> FoundCheckpoint:
-    held = holds.hold(path / manifest.MANIFEST)  # first: what was verified must stay
+    held = retention.hold(path / manifest.MANIFEST)  # first: what was verified must stay
     there = manifest.check_folder(path, step=step, run_id=run_id, verify=verify)
     if held is None:
         raise manifest.Invalid("it is being deleted")

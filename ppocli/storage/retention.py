@@ -2,20 +2,22 @@
 
 ``step-000120`` folders are the run's; ``superseded/`` holds steps of a past that was resumed from
 an earlier step; ``latest`` and ``best`` are links for people, never trusted for loading; names that
-start with a dot are unfinished saves and deletions.
+start with a dot are unfinished saves and deletions. What somebody uses is locked, and not deleted
+meanwhile.
 """
 
+import fcntl
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 
 from ppocli.errors import PpocliError
-from ppocli.storage import atomic, faults, holds
+from ppocli.storage import atomic, faults
 from ppocli.storage.manifest import MANIFEST, Invalid, Manifest, check_folder
 
 PRUNED = "pruned.json"
@@ -25,6 +27,49 @@ SUPERSEDED = "superseded"
 _DISCARDED = ".discarded-"
 STEP = re.compile(r"step-([0-9]+)")
 _SUPERSEDED_STEP = re.compile(r"step-([0-9]+)(-[0-9a-f]+)?")
+
+
+class Hold:
+    """An open file that is locked as long as this object lives; made by :func:`hold`."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __del__(self) -> None:
+        os.close(self._descriptor)
+
+
+def hold(path: Path) -> Hold | None:
+    """Keep a file from whoever asks :func:`unused` before deleting it; None where it isn't there
+    (any more)."""
+    try:
+        held = Hold(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
+    except OSError:
+        return None
+    return held if atomic.take(held._descriptor, fcntl.LOCK_SH) else None
+
+
+@contextmanager
+def unused(path: Path) -> Iterator[bool]:
+    """Whether nobody holds the file, or it isn't there; inside the block nobody comes to."""
+    try:
+        # for writing: locks of network file systems ask for it
+        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        yield True
+        return
+    try:
+        yield atomic.take(descriptor, fcntl.LOCK_EX)
+    finally:
+        os.close(descriptor)
+
+
+def sweep(folder: Path, prefix: str) -> None:
+    """Delete the files in ``folder`` that begin so and that nobody holds, as far as that goes."""
+    for path in folder.glob(f"{prefix}*"):
+        with unused(path) as stray, suppress(OSError):
+            if stray:
+                path.unlink()
 
 
 def step_name(step: int) -> str:
@@ -77,7 +122,7 @@ def prune(folder: Path, keep_last: int, *keep_steps: int | None) -> list[str]:
             warnings.append(f"{path.name} is a link and was left alone")
             continue
         try:
-            with holds.unused(path / MANIFEST) as unread:
+            with unused(path / MANIFEST) as unread:
                 if unread:
                     discard(path)
         except OSError as error:

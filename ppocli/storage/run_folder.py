@@ -16,7 +16,7 @@ from typing import Any
 
 from ppocli.config import bounded, resolved, schema
 from ppocli.errors import CheckpointError, DiskError, RunGoneError
-from ppocli.storage import atomic, holds
+from ppocli.storage import atomic, retention
 
 LOCK = ".lock"
 _OWNER_WAIT_SECONDS = 2.0  # a process that has just got the lock needs a moment to write its name
@@ -63,7 +63,7 @@ def probe_writable(folder: Path) -> None:
                     raise DiskError(f"{folder} can't be a folder: {part} is a file.",
                                     where=str(folder), fix=fix)
             atomic.make_dirs(folder)
-            holds.sweep(folder, atomic.TEMPORARY_PREFIX)
+            retention.sweep(folder, atomic.TEMPORARY_PREFIX)
             atomic.write_atomic(probe, b"probe")
             probe.unlink(missing_ok=True)  # another run that starts may have swept it away
     except OSError as error:

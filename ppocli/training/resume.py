@@ -16,7 +16,7 @@ from ppocli.errors import CheckpointError
 from ppocli.models.loading.adapters import fill_adapter
 from ppocli.parallel.backend import made_on
 from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.storage import atomic, checkpoints, holds, retention, run_folder, run_logs
+from ppocli.storage import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.text import pasted
 from ppocli.training import checkpoint_writing, loop, optimizers, saved_model
 from ppocli.training.state import Generators, Pace, TrainState, seed_generators
@@ -52,7 +52,7 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
                  *retention.clean_staging(folder.nonfinite_dump),
                  *atomic.repair_published(folder.model))
     for place in (folder.path, folder.events):
-        holds.sweep(place, atomic.TEMPORARY_PREFIX)
+        retention.sweep(place, atomic.TEMPORARY_PREFIX)
     search = checkpoints.find_latest(folder.checkpoints, run_id=run_id)
     for line in (*leftovers, *search.skipped):
         log.warning(line)

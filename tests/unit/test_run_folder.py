@@ -13,7 +13,7 @@ import pytest
 from checkpoint_samples import start_python
 
 from ppocli.errors import CheckpointError
-from ppocli.storage import holds, run_folder
+from ppocli.storage import atomic, retention, run_folder
 from ppocli.storage.atomic import TEMPORARY_PREFIX, write_atomic
 from ppocli.storage.run_folder import live_owner, lock, lock_beside, reserved
 
@@ -187,15 +187,15 @@ def test_deleting_the_file_beside_lets_no_two_in(tmp_path: Path):
 
 def test_a_file_that_is_swept_away_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch):
     """Runs that start in one folder at one moment sweep it, each of them."""
-    locks, take = [], holds.take
+    locks, take = [], atomic.take
 
     def late(descriptor: int, kind: int) -> bool:
         locks.append(kind)
         if len(locks) == 1:
-            holds.sweep(tmp_path, TEMPORARY_PREFIX)
+            retention.sweep(tmp_path, TEMPORARY_PREFIX)
         return take(descriptor, kind)
 
-    monkeypatch.setattr(holds, "take", late)
+    monkeypatch.setattr(atomic, "take", late)
     write_atomic(tmp_path / "note.txt", "mine")
     assert locks.count(fcntl.LOCK_EX) == 1
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("note.txt", "mine")]
