@@ -20,8 +20,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from ppocli.config.resolved import NEXT_CONFIG_FILE, with_values
-from ppocli.config.schema import HardwareConfig, TrainConfig
+from ppocli.config import resolved, schema
 from ppocli.display.console import note_in_log
 from ppocli.errors import DiskError
 from ppocli.launching.child_process import Start
@@ -36,7 +35,7 @@ _GO_ON = "  fix:   go on from the last checkpoint: ppocli resume RUN\n"
 class Job:
     """The ranks of this machine, and what was seen of them from outside."""
 
-    hardware: HardwareConfig
+    hardware: schema.HardwareConfig
     node_rank: int = 0
     failed: dict[int, int] = field(default_factory=dict)
     """exit codes (negative: a signal) of ranks that failed before the agent ended the others"""
@@ -97,21 +96,22 @@ def run_ranks(start: Start) -> int:
     return code
 
 
-def _settle_smaller(run_dir: Path, cfg: TrainConfig, resumed: bool, told: RankOutcome) -> None:
+def _settle_smaller(run_dir: Path, cfg: schema.TrainConfig, resumed: bool, told: RankOutcome
+                    ) -> None:
     """Put what a rank asks for into the settings of the next start; say and log it.
 
     Raises:
         DiskError: they can't be written.
     """
-    smaller = with_values(cfg, {**told.retry, "resume": cfg.resume if resumed else "auto"})
-    write_config(smaller, run_dir / NEXT_CONFIG_FILE)
+    smaller = resolved.with_values(cfg, {**told.retry, "resume": cfg.resume if resumed else "auto"})
+    write_config(smaller, run_dir / resolved.NEXT_CONFIG_FILE)
     words = " ".join(f"{key}={value}" for key, value in told.retry.items())
     text = f"{told.message.splitlines()[0]}; all ranks start again with {words}"
     sys.stderr.write(f"warning: {text}\n")
     note_in_log(RunFolder(run_dir).log, text)
 
 
-def _run_job(cfg: TrainConfig, job: Job, start: Start, folder: Path) -> list[RankOutcome]:
+def _run_job(cfg: schema.TrainConfig, job: Job, start: Start, folder: Path) -> list[RankOutcome]:
     """Run the ranks to their end; what they said, the earliest first.
 
     Args:
@@ -133,7 +133,7 @@ def _run_job(cfg: TrainConfig, job: Job, start: Start, folder: Path) -> list[Ran
     return launchers.read_outcomes(folder)
 
 
-def _launch(cfg: TrainConfig, job: Job, words: list[str]) -> None:
+def _launch(cfg: schema.TrainConfig, job: Job, words: list[str]) -> None:
     """Run the workers to their end; what the agent sees of them goes into ``job``."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

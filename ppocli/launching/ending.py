@@ -13,7 +13,7 @@ from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, RunGoneE
 from ppocli.launching.child_process import RunOutcome
 from ppocli.parallel.launchers import my_phase, my_rank
 from ppocli.parallel.stop import StopRequested
-from ppocli.storage import atomic, run_folder, run_logs
+from ppocli.storage import atomic, checkpoints, run_folder, run_logs
 from ppocli.text import pasted
 from ppocli.training import clock, loop
 
@@ -97,10 +97,8 @@ def _where(run: loop.Run) -> str:
 
 def _last_checkpoint(run: loop.Run) -> tuple[str, bool]:
     """Words about the newest checkpoint, and whether there is one."""
-    from ppocli.storage.checkpoints import find_latest
-
     run.saving.settle()
-    found = find_latest(run.folder.checkpoints, run_id=run.run_id, verify="size").found
+    found = checkpoints.find_latest(run.folder.checkpoints, run_id=run.run_id, verify="size").found
     if found is None:
         return "no checkpoint was saved yet", False
     return f"last healthy: step {found.step} in {found.path}", True

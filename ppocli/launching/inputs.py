@@ -8,15 +8,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import algorithm, hub, keys, schema, tasks
-from ppocli.config.problems import OUR_ENGINES
-from ppocli.config.resolved import PYTHON_OBJECT
+from ppocli.config import algorithm, hub, keys, problems, resolved, schema, tasks
 from ppocli.data import render, sources
 from ppocli.environments.resolve import ENVIRONMENT, TOOL, TOOLS
 from ppocli.errors import ConfigError, InputError
 from ppocli.rewards.resolve import MODEL_REWARDS, REWARD, STEPS
-from ppocli.storage import environment, model_files
-from ppocli.storage.checkpoints import saved_critic, value_start
+from ppocli.storage import checkpoints, environment, model_files
 from ppocli.user_code import Kind, Wanted, refuse_absent
 
 
@@ -33,16 +30,16 @@ def check_inputs(cfg: schema.TrainConfig) -> None:
             first prompt can't be read.
         PpocliError: of its kind: an import path leads nowhere.
     """
-    if not (problems := missing_inputs(cfg)):
+    if not (missing := missing_inputs(cfg)):
         for wanted in named_code(cfg):
             refuse_absent(wanted)
         if tasks.task_name(cfg) not in tasks.DATA_TASKS:
             _check_first_prompts(cfg.prompts)
         return
-    if len(problems) == 1:
-        raise problems[0]
-    lines = [f"  {p.where}: {p.what}\n    fix: {p.fix}" for p in problems]
-    raise InputError("\n".join([f"{len(problems)} inputs are missing:", *lines]),
+    if len(missing) == 1:
+        raise missing[0]
+    lines = [f"  {p.where}: {p.what}\n    fix: {p.fix}" for p in missing]
+    raise InputError("\n".join([f"{len(missing)} inputs are missing:", *lines]),
                      fix="give local folders and files for them, or run once with network")
 
 
@@ -62,12 +59,12 @@ def named_code(cfg: schema.TrainConfig) -> Iterator[Wanted]:
         yield from _wanted(env.fn, "env.fn", ENVIRONMENT)
     if cfg.task.fn not in tasks.DATA_TASKS:
         yield from _wanted(cfg.task.fn, "task.fn", Kind("function", ConfigError))
-    if cfg.rollout.engine not in OUR_ENGINES:
+    if cfg.rollout.engine not in problems.OUR_ENGINES:
         yield from _wanted(cfg.rollout.engine, "rollout.engine", Kind("class", ConfigError))
 
 
 def _wanted(path: str | None, key: str, kind: Kind) -> Iterator[Wanted]:
-    if path is not None and path != PYTHON_OBJECT:
+    if path is not None and path != resolved.PYTHON_OBJECT:
         yield Wanted(path, key, kind)
 
 
@@ -109,7 +106,7 @@ def _named_models(cfg: schema.TrainConfig
     if own:
         yield "model.tokenizer_path", own, None, "tokenizer"
     if cfg.model.value.path is not None and cfg.model.value.kind == "model":
-        start = value_start(cfg.model)
+        start = checkpoints.value_start(cfg.model)
         yield "model.value.path", start.path, start.revision, "model"
     if cfg.model.reference.path is not None:
         yield "model.reference.path", cfg.model.reference.path, None, "model"
@@ -125,11 +122,11 @@ def _named_models(cfg: schema.TrainConfig
 
 def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
     try:
-        saved_critic(cfg.model)
+        checkpoints.saved_critic(cfg.model)
     except InputError as error:
         yield error
     for key, name, revision, needs in _named_models(cfg):
-        if name == PYTHON_OBJECT:
+        if name == resolved.PYTHON_OBJECT:
             continue
         try:
             find = (model_files.find_whole if key in ("model.path", "model.reference.path")

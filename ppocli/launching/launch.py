@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from ppocli.config import algorithm, resolved, schema
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.launching import adopted_ranks, opened_folder, target_config
-from ppocli.launching.adopted_ranks import PROVIDED
 from ppocli.launching.child_process import RunOutcome, Start, run_process
 from ppocli.parallel.launchers import find_launch, launched_world
 from ppocli.storage.atomic import read_json
@@ -30,7 +29,6 @@ from ppocli.user_code import join_working_directory
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
     from ppocli.display.console import DisplayMode
-    from ppocli.launching.adopted_ranks import Meeting
     from ppocli.training.loop import Run
     from ppocli.training.task import PythonObjects
 
@@ -50,7 +48,7 @@ class Caller:
     """where notes for the user go"""
     objects: PythonObjects | None = None
     """Python objects in place of config keys; for this process only"""
-    meeting: Meeting | None = None
+    meeting: adopted_ranks.Meeting | None = None
     """where the ranks that a launcher has started meet, of which this is the first"""
 
 
@@ -63,8 +61,13 @@ def launch(checked: Checked, caller: Caller = Caller()) -> RunOutcome:
         CheckpointError, DiskError, InputError: as :func:`open_folder`.
         PpocliError: whatever ends a run in this process.
     """
-    if caller.meeting is None:
-        refuse_ranks()
+    launched = find_launch(os.environ)
+    if caller.meeting is None and launched is not None and launched.world > 1:
+        raise ConfigError(
+            f"{launched.by} has started {launched.world} processes, and this starts its own.",
+            where="WORLD_SIZE or srun's number of tasks",
+            fix="start one process, with hardware.num_processes; or use the command, which takes "
+                "its place among them: torchrun ... -m ppocli train ...")
     hardware = checked.config.hardware
     if hardware.node_rank > 0:
         return join_node(checked, caller)
@@ -125,7 +128,7 @@ def join_node(checked: Checked, caller: Caller) -> RunOutcome:
                                         node_rank=hardware.node_rank, limited=limited))
 
 
-def follow(meeting: Meeting) -> None:
+def follow(meeting: adopted_ranks.Meeting) -> None:
     """Take part, as another rank than 0, in the run that rank 0 tells of at the meeting.
 
     Raises:
@@ -140,21 +143,6 @@ def follow(meeting: Meeting) -> None:
     done = _run_module("elastic", replace(start, node_rank=meeting.launched.rank))
     if done.exit_code:
         raise SystemExit(done.exit_code)
-
-
-def refuse_ranks() -> None:
-    """Keep to one process what starts its own.
-
-    Raises:
-        ConfigError: a launcher has started this process among others.
-    """
-    launched = find_launch(os.environ)
-    if launched is not None and launched.world > 1:
-        raise ConfigError(
-            f"{launched.by} has started {launched.world} processes, and this starts its own.",
-            where="WORLD_SIZE or srun's number of tasks",
-            fix="start one process, with hardware.num_processes; or use the command, which takes "
-                "its place among them: torchrun ... -m ppocli train ...")
 
 
 def run_here(start: Start, caller: Caller, joined: bool = False) -> RunOutcome:
@@ -224,7 +212,7 @@ def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonO
         raise ConfigError("PPOTrainer plays no environment: each sample of a loop of your own is "
                           "one response.", where="env.fn",
                           fix="ppocli.train() and ppocli train play it")
-    checked = check(composed, PROVIDED | {"reward.fn"} | (
+    checked = check(composed, adopted_ranks.PROVIDED | {"reward.fn"} | (
         {"prompts.items"} if objects.prompts is not None else set()))
     return checked if composed.recipe else replace(checked, name="loop")
 
@@ -301,7 +289,7 @@ def opened(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects)
 
 @contextmanager
 def _first_opens(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects,
-                 meeting: Meeting) -> Iterator[Start]:
+                 meeting: adopted_ranks.Meeting) -> Iterator[Start]:
     """Rank 0's folder of a run, of which the other ranks are told."""
     with ExitStack() as stack:
         try:

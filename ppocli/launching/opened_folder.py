@@ -15,9 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import deepspeed, kept, resolved, schema, tasks
-from ppocli.config.problems import shown
-from ppocli.config.resolved import PYTHON_OBJECT
+from ppocli.config import deepspeed, kept, problems, resolved, schema, tasks
 from ppocli.errors import CheckpointError
 from ppocli.launching.child_process import Start
 from ppocli.launching.inputs import check_inputs
@@ -61,8 +59,13 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
     """
     limited = allow_code(replace(checked, config=noting_objects(checked.config, objects)))
     config = noting_objects(resolved.with_absolute_paths(checked.config, Path.cwd()), objects)
-    asked = checked.resume_from
-    run_dir = asked.absolute() if asked else _run_to_go_on_with(config, say)
+    run_dir = checked.resume_from and checked.resume_from.absolute()
+    if run_dir is None and config.resume != "never":
+        named = Path(config.output_dir) / str(config.run_name)
+        if goes_on_with(named):
+            run_dir = named
+        else:
+            say(f"resume=auto: there is no run in {named} yet, starting afresh")
     opened = (_resumed(run_dir, checked, config, objects, say) if run_dir is not None
               else _made(checked.name, config, objects, say))
     with opened as start:
@@ -146,7 +149,7 @@ def _made_nothing(run_dir: Path) -> bool:
 def _models_in(run_dir: Path, config: schema.TrainConfig) -> list[tuple[str, Path]]:
     """(key, folder) of each model that was given as an object."""
     return [(key, run_dir / _STARTED_FROM / name) for name, key in MODEL_KEYS.items()
-            if attrgetter(key)(config) == PYTHON_OBJECT]
+            if attrgetter(key)(config) == resolved.PYTHON_OBJECT]
 
 
 def check_deepspeed(config: schema.TrainConfig) -> None:
@@ -161,24 +164,14 @@ def check_deepspeed(config: schema.TrainConfig) -> None:
 
 def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) -> schema.TrainConfig:
     """A copy that notes ``<python object>`` at the keys whose place a Python object takes."""
-    noted: dict[str, Any] = {key: PYTHON_OBJECT for name, key in _OBJECT_KEYS.items()
+    noted: dict[str, Any] = {key: resolved.PYTHON_OBJECT for name, key in _OBJECT_KEYS.items()
                              if getattr(objects, name, None) is not None}
     if "reward.fn" in noted:
         # arguments of the reward that is replaced are not for the function that replaces it
-        own = config.reward.fn in (None, PYTHON_OBJECT) and not config.reward.fns
+        own = config.reward.fn in (None, resolved.PYTHON_OBJECT) and not config.reward.fns
         noted |= {"reward.fns": {}, "reward.kwargs": config.reward.kwargs if own else {}}
     noted |= {key.replace(".path", ".items"): None for key in noted if key.startswith("prompts.")}
     return resolved.with_values(config, noted)
-
-
-def _run_to_go_on_with(config: schema.TrainConfig, say: Callable[[str], None]) -> Path | None:
-    """The folder that ``resume=auto`` finds, or None for a fresh run."""
-    if config.resume != "never":
-        run_dir = Path(config.output_dir) / str(config.run_name)
-        if goes_on_with(run_dir):
-            return run_dir
-        say(f"resume=auto: there is no run in {run_dir} yet, starting afresh")
-    return None
 
 
 def goes_on_with(run_dir: Path) -> bool:
@@ -249,7 +242,7 @@ def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
     """
     old = kept.settings_before(run_dir, accept_changes=accept_changes)
     _ask_for_objects(config, objects, run_dir)
-    changes = [(key, f"{key}: {shown(before)} -> {shown(after)}")
+    changes = [(key, f"{key}: {problems.shown(before)} -> {problems.shown(after)}")
                for key, before, after in resolved.config_differences(old, config)]
     refused = [line for key, line in changes if resolved.classify_change(key) == "refused"]
     if refused:
@@ -263,7 +256,8 @@ def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
 def _ask_for_objects(config: schema.TrainConfig, objects: PythonObjects | None, run_dir: Path
                      ) -> None:
     missing = [name for name, key in _OBJECT_KEYS.items()
-               if attrgetter(key)(config) == PYTHON_OBJECT and getattr(objects, name, None) is None]
+               if attrgetter(key)(config) == resolved.PYTHON_OBJECT
+               and getattr(objects, name, None) is None]
     if missing:
         call = {"sft": "sft", "reward_model": "train_reward_model"}.get(
             tasks.task_name(config), "train")

@@ -16,8 +16,7 @@ from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, NoReturn
 
-from ppocli.config import kept, schema, tasks
-from ppocli.config.deepspeed import DEEPSPEED_FILE, deepspeed_config
+from ppocli.config import deepspeed, kept, schema, tasks
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
@@ -166,8 +165,8 @@ def open_run(cfg: schema.TrainConfig, folder: run_folder.RunFolder, objects: Pyt
             environment.LOWER: sorted(task.lower_is_better),
             **({} if task.examples is None else {environment.EXAMPLES: task.examples})})
         if cfg.hardware.zero_stage > 0:
-            atomic.write_json_atomic(folder.path / DEEPSPEED_FILE,
-                                     deepspeed_config(cfg, ranks.world))
+            atomic.write_json_atomic(folder.path / deepspeed.DEEPSPEED_FILE,
+                                     deepspeed.deepspeed_config(cfg, ranks.world))
     identity = {path: path.read_bytes() for path in (folder.config, folder.path / kept.RUN_FILE)}
     digest = hashlib.sha256(identity[folder.config]).hexdigest()
     recording: Any = loop.open_recorder(folder, cfg.tracking) if ranks.first else nullcontext()

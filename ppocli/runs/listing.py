@@ -1,12 +1,9 @@
 """The runs below a folder: one line's worth of facts about each, and what of them can be spared and
 is deleted under their locks. No torch here."""
 
-import os
 import re
-import stat
 import time
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -63,7 +60,7 @@ def run_infos(root: Path) -> list[RunInfo]:
 def run_info(folder: Path, root: Path) -> RunInfo:
     """What a list of the runs below ``root`` shows of one."""
     name = folder.name if folder == root else folder.relative_to(root).as_posix()
-    size, when, pid = folder_size(folder), written(folder), None
+    size, when, pid = retention.folder_size(folder), written(folder), None
     try:
         owner = run_folder.live_owner(folder)
         pid = None if owner is None else owner.pid
@@ -100,17 +97,6 @@ def source_names(config: schema.TrainConfig) -> str:
 def last_part(value: str) -> str:
     """The last part of a path; other names as they are."""
     return Path(value).name if value.startswith(("/", ".", "~")) else value
-
-
-def folder_size(folder: Path) -> int:
-    """Bytes of all files below ``folder``; links count nothing, what vanishes meanwhile neither."""
-    total = 0
-    for base, _, files in os.walk(folder, followlinks=False):
-        for name in files:
-            with suppress(OSError):
-                entry = os.lstat(os.path.join(base, name))
-                total += 0 if stat.S_ISLNK(entry.st_mode) else entry.st_size
-    return total
 
 
 def age(written_at: float, now: float | None = None) -> str:
@@ -208,7 +194,8 @@ def whole_folder(folder: Path) -> Removal:
     if (host := run_folder.other_host(folder)) is not None:
         raise CheckpointError(f"{folder} may be running on {host}.",
                               where=str(folder / run_folder.LOCK), fix=f"delete it from {host}")
-    return Removal(folder, "run", "named", (folder,), folder_size(folder), written(folder))
+    size = retention.folder_size(folder)
+    return Removal(folder, "run", "named", (folder,), size, written(folder))
 
 
 def carry_out(removal: Removal) -> None:
@@ -253,7 +240,7 @@ def _whole(run: RunRecord, folder: Path, when: float) -> Removal | None:
             or run.folder.model.exists() or any(folder.glob("model-step-*")):
         return None
     return Removal(folder, "run", f"{run.status} before a checkpoint", (folder,),
-                   folder_size(folder), when)
+                   retention.folder_size(folder), when)
 
 
 def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> Removal | None:
@@ -277,7 +264,7 @@ def _checkpoints(run: RunRecord, folder: Path, when: float, keep_best: bool) -> 
     parts += filter(_is_own_folder, [folder / "nonfinite-dump"])
     if not parts:
         return None
-    size = sum(folder_size(part) for part in parts if not part.is_symlink())
+    size = sum(retention.folder_size(part) for part in parts if not part.is_symlink())
     return Removal(folder, "checkpoints", "finished", tuple(parts), size, when)
 
 
@@ -295,6 +282,7 @@ def _left_over(root: Path) -> list[Removal]:
         return []
     places = [root, *(entry for entry in filter(_is_own_folder, subfolders(root))
                       if not is_run(entry))]
-    return [Removal(path, "run", "left by an earlier prune", (path,), folder_size(path), 0.0)
+    return [Removal(path, "run", "left by an earlier prune", (path,),
+                    retention.folder_size(path), 0.0)
             for place in places for path in sorted(place.glob(".*"))
             if _is_left_over(path) and _is_own_folder(path)]

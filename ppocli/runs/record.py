@@ -11,12 +11,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config import bounded, kept, resolved, schema, tasks
-from ppocli.config.problems import shown
+from ppocli.config import bounded, kept, problems, resolved, schema, tasks
 from ppocli.episode import transcript_of
 from ppocli.errors import CheckpointError
-from ppocli.storage import atomic, environment, retention, run_logs, signature
-from ppocli.storage.run_folder import RunFolder, finite_or_null, live_owner, write_config
+from ppocli.storage import atomic, environment, retention, run_folder, run_logs, signature
 from ppocli.text import figure
 
 log = logging.getLogger("ppocli")
@@ -39,7 +37,7 @@ class Change:
 class RunRecord:
     """One run, read from its folder; what is read late is read once."""
 
-    folder: RunFolder
+    folder: run_folder.RunFolder
     config: schema.TrainConfig
     rows: list[dict[str, Any]]
     """metrics.jsonl: one row a step, in order, step 0 first if there was an evaluation;
@@ -143,7 +141,7 @@ def said(row: dict[str, Any]) -> str:
 
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's: it has a configuration, and a run has started to fill it."""
-    run = RunFolder(folder)
+    run = run_folder.RunFolder(folder)
     # unlike Path's own, these take what can't be looked into for what isn't there
     return os.path.isfile(run.config) and (
         any(map(os.path.isfile, (folder / "run.json", run.metrics, run.summary)))
@@ -165,7 +163,7 @@ def read_run(folder: Path) -> RunRecord:
     Raises:
         CheckpointError: it is not a run folder, or its config.yaml is damaged.
     """
-    run = RunFolder(folder.resolve())
+    run = run_folder.RunFolder(folder.resolve())
     if not is_run(run.path):
         raise CheckpointError(f"{folder} is not a run folder (no config.yaml with metrics.jsonl or "
                               "checkpoints/).", where=str(folder),
@@ -195,9 +193,10 @@ def whole(summary: dict[str, Any] | None, name: str) -> int:
     return value if isinstance(value, int) and _is_number(value) else 0
 
 
-def _status(run: RunFolder, summary: dict[str, Any] | None, rows: list[dict[str, Any]]) -> Status:
+def _status(run: run_folder.RunFolder, summary: dict[str, Any] | None, rows: list[dict[str, Any]]
+            ) -> Status:
     """A live process wins; a summary older than the newest row is of an earlier end."""
-    if live_owner(run.path) is not None:
+    if run_folder.live_owner(run.path) is not None:
         return "running"
     newest = rows[-1]["step"] if rows else 0
     if summary is None or whole(summary, "steps") < newest:
@@ -236,7 +235,7 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
         DiskError: the disk is full, read-only, or refuses.
     """
     told, noted = atomic.read_json(run_dir / kept.RUN_FILE) or {}, read_changes(run_dir)
-    asked, own = resolved.next_config(run_dir), RunFolder(run_dir)
+    asked, own = resolved.next_config(run_dir), run_folder.RunFolder(run_dir)
     saved = retention.sound_steps(own.checkpoints)
     if saved and kept.KEPT not in told \
             and saved[-1].config_digest != atomic.sha256_file(own.config):
@@ -248,7 +247,8 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
     if step is not None:
         # the run may have gone back behind a change, to an earlier checkpoint
         changes = [replace(change, step=min(change.step, step)) for change in noted]
-        new = [Change(step, key, shown(before), shown(after)) for key, before, after in differ]
+        new = [Change(step, key, problems.shown(before), problems.shown(after))
+               for key, before, after in differ]
         if new != changes[-len(new):]:  # an attempt that was killed right here has noted them
             changes += new
     if isinstance(told.get("run_id"), str):
@@ -260,7 +260,7 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
             now |= {name: path.read_text(encoding="utf-8") for name, path in
                     ((kept.KEPT, asked), (kept.BEFORE, own.config))}
         if now != told:
-            atomic.write_json_atomic(run_dir / kept.RUN_FILE, finite_or_null(now))
+            atomic.write_json_atomic(run_dir / kept.RUN_FILE, run_folder.finite_or_null(now))
     resolved.accept_config(run_dir)
 
 
@@ -271,7 +271,7 @@ def settle(run_dir: Path, config: schema.TrainConfig) -> None:
         DiskError: the disk is full, read-only, or refuses.
     """
     path = run_dir / resolved.NEXT_CONFIG_FILE
-    write_config(config, path)
+    run_folder.write_config(config, path)
     told = atomic.read_json(run_dir / kept.RUN_FILE) or {}
     atomic.write_json_atomic(run_dir / kept.RUN_FILE, {
         **signature.sign_run(told, path), kept.BEFORE: told.get(kept.KEPT),

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ppocli.config import keys, kinds, schema
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.runs.sweeps import JOURNAL, JobRecord, SweepRecord
-from ppocli.storage import atomic, run_logs
-from ppocli.storage.run_folder import RunFolder, live_owner
+from ppocli.storage import atomic, run_folder, run_logs
 from ppocli.text import counted, finite_number
 
 if TYPE_CHECKING:
@@ -218,7 +217,8 @@ def _sampler(optuna: Any, plan: schema.SweepConfig, number: int) -> Any:
 
 def _values(job: Any, metrics: Sequence[str]) -> list[float] | None:
     """The figures of the evaluation after a job's training; None if one isn't there."""
-    after = (atomic.read_json(RunFolder(job.folder).summary) or {}).get("eval_after") or {}
+    summary = atomic.read_json(run_folder.RunFolder(job.folder).summary) or {}
+    after = summary.get("eval_after") or {}
     values = [finite_number(after.get(name)) for name in metrics]
     there = [value for value in values if value is not None]
     return there if len(there) == len(metrics) else None
@@ -233,7 +233,7 @@ def _stopping_early(trial: Trial, job: Any, metric: str) -> Iterator[None]:
 
     def look() -> None:
         while not over.wait(_PAUSE):
-            for row in run_logs.read_jsonl(RunFolder(job.folder).metrics):
+            for row in run_logs.read_jsonl(run_folder.RunFolder(job.folder).metrics):
                 value, step = finite_number(row.get(f"eval/{metric}")), int(row.get("step") or 0)
                 if value is not None and step not in reported:
                     reported.add(step)
@@ -253,7 +253,7 @@ def _stopping_early(trial: Trial, job: Any, metric: str) -> Iterator[None]:
 
 def _end(folder: Path) -> None:
     """End the job of a folder, and note that this was wanted."""
-    if (owner := live_owner(folder)) is not None:
+    if (owner := run_folder.live_owner(folder)) is not None:
         (folder / PRUNED).touch()
         with suppress(ProcessLookupError):
             os.kill(owner.pid, signal.SIGTERM)

@@ -14,8 +14,7 @@ from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import RUNS, run_named
-from ppocli.storage import atomic, environment, signature
-from ppocli.storage.run_folder import Owner, finite_or_null, live_owner
+from ppocli.storage import atomic, environment, run_folder, signature
 from ppocli.text import did_you_mean, printable, short_path
 
 SWEEP_FILE = "sweep.json"
@@ -113,7 +112,7 @@ def write_sweep(sweep: SweepRecord) -> None:
         DiskError: the disk is full, read-only, or refuses.
     """
     words = {"words": list(sweep.words), "cwd": sweep.cwd}
-    atomic.write_json_atomic(sweep.folder / SWEEP_FILE, finite_or_null({
+    atomic.write_json_atomic(sweep.folder / SWEEP_FILE, run_folder.finite_or_null({
         **words, "dir": str(sweep.folder), "grid": sweep.grid,
         "jobs": [asdict(job) for job in sweep.jobs],
         **signature.signed({}, SWEEP_FILE, json.dumps(words))}))
@@ -216,7 +215,7 @@ def jobs_now(sweep: SweepRecord) -> list[tuple[JobRecord, RunRecord | None]]:
     The status may also be ``interrupted`` (ended without a word) or ``gone`` (finished, but its
     folder was deleted); the figures are of the latest evaluation where the job isn't finished.
     """
-    alive = live_owner(sweep.folder) is not None
+    alive = run_folder.live_owner(sweep.folder) is not None
     return [_job_now(job, alive) for job in sweep.jobs]
 
 
@@ -237,7 +236,7 @@ def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | 
 def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
     if run is None:
         if job.status == "running":
-            working = sweep_alive or live_owner(Path(job.folder)) is not None
+            working = sweep_alive or run_folder.live_owner(Path(job.folder)) is not None
             return "running" if working else "interrupted"
         return "gone" if job.status == "finished" else job.status
     if run.status in ("running", "finished"):
@@ -247,10 +246,10 @@ def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
     return job.status if job.status in ("failed", "stopped", "pruned") else run.status
 
 
-def running_job(jobs: Iterable[JobRecord]) -> tuple[JobRecord, Owner] | None:
+def running_job(jobs: Iterable[JobRecord]) -> tuple[JobRecord, run_folder.Owner] | None:
     """A job whose process still runs, and that process."""
-    return next(((job, owner) for job in jobs
-                 if job.folder and (owner := live_owner(Path(job.folder))) is not None), None)
+    return next(((job, owner) for job in jobs if job.folder
+                 and (owner := run_folder.live_owner(Path(job.folder))) is not None), None)
 
 
 def varied_values(job: JobRecord) -> dict[str, str]:

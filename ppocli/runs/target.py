@@ -9,8 +9,7 @@ from pathlib import Path
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.errors import AmbiguousError, CheckpointError, ConfigError, InputError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders, whole
-from ppocli.storage import checkpoints, manifest, retention, run_folder
-from ppocli.storage.model_files import POLICY, check_folder, find_model
+from ppocli.storage import checkpoints, manifest, model_files, retention, run_folder
 from ppocli.text import did_you_mean, pasted
 
 RUNS = Path("runs")
@@ -85,8 +84,8 @@ def find_target(given: str | None, *, say: Callable[[str], None], step: int | No
     if inside is not None:
         found = checkpoints.open_checkpoint(inside)
         run_dir = found.path.parent.parent
-        return Target(given, str(found.path / POLICY), run_dir if is_run(run_dir) else None,
-                      found.step, found.path, found.held)
+        return Target(given, str(found.path / model_files.POLICY),
+                      run_dir if is_run(run_dir) else None, found.step, found.path, found.held)
     return _of_model(given, path, say, asked_by, also)
 
 
@@ -197,7 +196,7 @@ def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | N
     complete = record.status == "finished" and run.model.is_dir()
     final = whole(record.summary, "steps")
     if complete and step in (None, final) and not checkpoint:
-        check_folder(run.model, key="RUN", adapters=True)
+        model_files.check_folder(run.model, key="RUN", adapters=True)
         return Target(f"{shown}, step {final}", str(run.model), run_dir, final)
     if step is not None:
         found = checkpoints.open_checkpoint(run.checkpoints / retention.step_name(step))
@@ -210,7 +209,7 @@ def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | N
         found = search.found
         if not complete:
             say(f"the run is {record.status}: taking its newest checkpoint, step {found.step}")
-    return Target(f"{shown}, step {found.step}", str(found.path / POLICY), run_dir,
+    return Target(f"{shown}, step {found.step}", str(found.path / model_files.POLICY), run_dir,
                   found.step, found.path, found.held)
 
 
@@ -238,7 +237,7 @@ def _best_step(run: RunRecord) -> int:
 
 def _inside_checkpoint(path: Path) -> Path | None:
     """The step folder that ``path`` is, links to, or is the policy of."""
-    for folder in (path, path.parent if path.name == POLICY else path):
+    for folder in (path, path.parent if path.name == model_files.POLICY else path):
         is_pointer = folder.name in retention.POINTERS and folder.is_symlink()
         if (folder / manifest.MANIFEST).is_file() or is_pointer:
             return folder
@@ -255,11 +254,11 @@ def _of_model(given: str, path: Path, say: Callable[[str], None], asked_by: str,
               also: Sequence[str]) -> Target:
     if not path.exists() or given.startswith(BUILTIN_PREFIX):
         try:
-            return Target(given, find_model(given, key=asked_by, adapters=True)[0])
+            return Target(given, model_files.find_model(given, key=asked_by, adapters=True)[0])
         except InputError as error:
             error.fix = (error.fix or "") + did_you_mean(given, [*also, *known_names()])
             raise
-    check_folder(path, key=asked_by, adapters=True)
+    model_files.check_folder(path, key=asked_by, adapters=True)
     folder = path.resolve()
     run_dir = folder.parent
     if folder.name == "model" and is_run(run_dir):

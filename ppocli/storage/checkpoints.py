@@ -79,7 +79,7 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
             _stage(staging, target, meta, write, state)
             break
         except BaseException as error:
-            reason, staged = atomic.disk_reason(error, folder), _bytes_below(staging)
+            reason, staged = atomic.disk_reason(error, folder), retention.folder_size(staging)
             shutil.rmtree(staging, ignore_errors=True)
             with suppress(OSError):
                 atomic.put_back(folder)
@@ -139,12 +139,6 @@ def _no_room(reason: str, target: Path, step: int, staged: int) -> DiskError:
     error = atomic.disk_refused(reason, target, needed, doing=f"step {step}")
     return error.reworded(what=f"{error.what} {rest}", where=str(folder),
                           fix=f"{error.fix}, then: ppocli resume {pasted(folder.parent)}")
-
-
-def _bytes_below(folder: Path) -> int:
-    with suppress(OSError, ValueError):
-        return sum((folder / name).stat().st_size for name in atomic.walk_files(folder))
-    return 0
 
 
 def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "full") -> Search:

@@ -6,20 +6,17 @@ here, and the Hub is asked only when it can be reached.
 """
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config import bounded, kept
 from ppocli.errors import InputError, PpocliError
 from ppocli.storage import atomic
 from ppocli.text import pasted
-
-T = TypeVar("T")
 
 Needs = Literal["model and tokenizer", "model", "tokenizer"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json",
@@ -268,14 +265,20 @@ def named_base(folder: Path) -> tuple[str, str | None, BaseIdentity | None]:
     Raises:
         InputError: it names none.
     """
-    if (folder / ADAPTER_BASE).is_file():
-        known = _read(folder / ADAPTER_BASE, lambda fields: BaseIdentity(**fields))
-        return known.path, known.revision, known
-    path, revision = _read(folder / ADAPTER_CONFIG, lambda fields: (
-        fields.get("base_model_name_or_path"), fields.get("revision")))
+    file = folder / ADAPTER_BASE
+    try:
+        if file.is_file():
+            known = BaseIdentity(**bounded.read_json(file))
+            return known.path, known.revision, known
+        file = folder / ADAPTER_CONFIG
+        fields = bounded.read_json(file)
+        path, revision = fields.get("base_model_name_or_path"), fields.get("revision")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise InputError(f"{file} can't be read: {error}", where=str(file),
+                         fix="copy the folder again") from error
     if not isinstance(path, str) or not path:
         raise InputError(f"The adapter in {folder} does not name its base.",
-                         where=str(folder / ADAPTER_CONFIG),
+                         where=str(file),
                          fix='give "base_model_name_or_path" there a folder or a Hub name')
     return path, revision, None
 
@@ -311,11 +314,3 @@ def find_whole(model: str, *, key: str, revision: str | None = None, needs: Need
             what=f"The base of the adapter in {source} can't be used: {error.what}",
             where=f"{key}, {place}",
             fix=f"name the base in {place.name} as it is called now, or put it there") from error
-
-
-def _read(path: Path, taken: Callable[[Any], T]) -> T:
-    try:
-        return taken(bounded.read_json(path))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise InputError(f"{path} can't be read: {error}", where=str(path),
-                         fix="copy the folder again") from error

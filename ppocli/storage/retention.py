@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -85,6 +86,17 @@ def list_steps(folder: Path) -> list[tuple[int, Path]]:
 
 def _entries(folder: Path) -> Iterable[Path]:
     return folder.iterdir() if folder.is_dir() else ()
+
+
+def folder_size(folder: Path) -> int:
+    """Bytes of all files below ``folder``; links count nothing, what vanishes meanwhile neither."""
+    total = 0
+    for base, _, files in os.walk(folder, followlinks=False):
+        for name in files:
+            with suppress(OSError):
+                entry = os.lstat(os.path.join(base, name))
+                total += 0 if stat.S_ISLNK(entry.st_mode) else entry.st_size
+    return total
 
 
 def prune(folder: Path, keep_last: int, *keep_steps: int | None) -> list[str]:
