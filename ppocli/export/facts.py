@@ -14,7 +14,7 @@ import yaml
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config import bounded, hub, resolved, schema, secrets
 from ppocli.evaluation.request import read_result
-from ppocli.runs.record import RunRecord, first_of_each_prompt, read_run
+from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, read_run
 from ppocli.runs.target import Target
 from ppocli.storage.atomic import read_json
 from ppocli.storage.model_files import ADAPTER_CONFIG, is_adapter, quiet_transformers
@@ -91,7 +91,7 @@ def _samples(run: RunRecord, step: int) -> list[tuple[dict[str, Any], dict[str, 
     """The first responses to different prompts, of step 0 and of ``step``."""
     if step == 0:
         return []
-    old, new = map(first_of_each_prompt, run.eval_samples(0, step))
+    old, new = map(first_of_each_prompt, eval_samples(run.folder, 0, step))
     return [(old[prompt], new[prompt]) for prompt in old if prompt in new
             and "response" in new[prompt]][:_NUM_SAMPLES]  # a reward model has none
 

@@ -13,7 +13,8 @@ from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, RunGoneE
 from ppocli.launching.child_process import RunOutcome
 from ppocli.parallel.launchers import my_phase, my_rank
 from ppocli.parallel.stop import StopRequested
-from ppocli.storage import atomic, checkpoints, run_folder, run_logs
+from ppocli.runs.record import eval_samples
+from ppocli.storage import atomic, checkpoints, run_folder
 from ppocli.text import pasted
 from ppocli.training import clock, loop
 
@@ -190,12 +191,8 @@ def publish(run: loop.Run) -> RunOutcome:
 
 def _show(run: loop.Run) -> None:
     """The closing table: figures and samples before and after, and where things are."""
-    rows: dict[int, list[dict[str, Any]]] = {0: [], run.state.step: []}
-    for row in run_logs.read_jsonl(run.folder.samples):
-        if row.get("kind") == "eval" and row.get("step") in rows:
-            rows[row["step"]].append(row)
-    after = rows[run.state.step]
-    before: list[Any] = rows[0] if len(rows[0]) == len(after) else [None] * len(after)
+    first, after = eval_samples(run.folder, 0, run.state.step)
+    before: list[Any] = first if len(first) == len(after) else [None] * len(after)
     chosen = list(zip(before, after, strict=True))[:4]
     if run.state.eval_last:
         run.display.table(closing_table(run.state.eval_before, run.state.eval_last, chosen))

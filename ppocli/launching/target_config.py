@@ -1,14 +1,12 @@
 """The configuration under which a run, a checkpoint or a bare model is judged or asked; and what of
 the code that a configuration names may run."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ppocli.config import resolved, schema, tasks
+from ppocli.config import compose, resolved, schema, tasks
+from ppocli.config.words import ACCEPT_CHANGES, read_words
 from ppocli.errors import ConfigError
 from ppocli.own_code import TRUST, limit
 from ppocli.runs import trust
@@ -16,14 +14,12 @@ from ppocli.runs.target import Target
 from ppocli.storage.model_files import is_adapter, is_scorer, named_base
 from ppocli.text import short_path
 
-if TYPE_CHECKING:
-    from ppocli.config.compose import Checked, Composed
-
 JUDGED = ("model.", "reward.", "env.")
 """beginnings of the keys whose code runs where a policy is judged"""
 
 
-def allow_code(found: Checked | Composed, parts: tuple[str, ...] = ("",)) -> tuple[str, ...]:
+def allow_code(found: compose.Checked | compose.Composed, parts: tuple[str, ...] = ("",)
+               ) -> tuple[str, ...]:
     """Settle which code may run in this process: what was typed; of a run that this user has
     started, or trusts, all of it; else what :mod:`ppocli.own_code` lets a configuration name.
 
@@ -154,8 +150,6 @@ def _own(run: schema.TrainConfig) -> list[str]:
 
 
 def _going_on(run_dir: Path, trusts: bool) -> list[str]:
-    from ppocli.config.words import ACCEPT_CHANGES
-
     # judged is what config.yaml says now, be it changed by hand
     return [f"resume={resolved.quoted(str(run_dir))}", ACCEPT_CHANGES, *[TRUST] * trusts]
 
@@ -165,10 +159,7 @@ def _allowed(whole: Sequence[str], target: Target, parts: tuple[str, ...],
              handed_in: frozenset[str] = frozenset()) -> schema.TrainConfig:
     """Compose words, and settle which code may run: words that repeat the settings of a ``run``
     were not typed."""
-    from ppocli.config.compose import check, compose
-    from ppocli.config.words import read_words
-
-    checked = check(compose(read_words(whole)), handed_in)
+    checked = compose.check(compose.compose(read_words(whole)), handed_in)
     if run is not None and target.run_dir is not None:
         trust.check_run(target.run_dir, checked.config, ("model.",), trusts=trusts,
                         typed=frozenset(word.partition("=")[0] for word in typed))

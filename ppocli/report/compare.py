@@ -128,4 +128,4 @@ def _wins(base: record.RunRecord, run: record.RunRecord, base_name: str, name: s
 
 def _final_samples(run: record.RunRecord) -> list[dict[str, Any]]:
     evaluated = run.series("eval/reward_mean")
-    return run.eval_samples(evaluated[-1][0])[0] if evaluated else []
+    return record.eval_samples(run.folder, evaluated[-1][0])[0] if evaluated else []

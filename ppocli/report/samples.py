@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppocli.episode import spoken
-from ppocli.runs.record import RunRecord, first_of_each_prompt, said
+from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, said
 from ppocli.text import BLOCKS, finite_number, printable
 
 SHOWN, HIDDEN = 8, 40
@@ -72,7 +72,7 @@ def samples_of(record: RunRecord, before: int | None, after: int | None, steps: 
     middle = [step for step in steps if step not in (before, after)]
     count = min(len(middle), _MOST_STEPS - 2)
     middle = [middle[(2 * part + 1) * len(middle) // (2 * count)] for part in range(count)]
-    found = record.eval_samples(before, after, *middle)
+    found = eval_samples(record.folder, before, after, *middle)
     old, new, *between = map(first_of_each_prompt, found)
     prompts = list(dict.fromkeys([*old, *new]))
     pairs = [{"prompt": shown(prompt), "before": _response(old.get(prompt)),

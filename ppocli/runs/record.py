@@ -103,13 +103,6 @@ class RunRecord:
         return list(dict.fromkeys(name for row in self.rows for name in row
                                   if name not in ("step", "episode", "updates")))
 
-    def eval_samples(self, *steps: int | None) -> list[list[dict[str, Any]]]:
-        """The evaluation samples of each step, in the order of the prompts; none of step None."""
-        rows = [row for row in run_logs.read_jsonl(self.folder.samples)
-                if row.get("kind") == "eval" and row.get("step") in steps]
-        return [[row for row in rows if step is not None and row.get("step") == step]
-                for step in steps]
-
     def log_lines(self) -> list[tuple[str, str, str]]:
         """(time, level, text) of everything that was said during the run: the local time of the
         machine that ran it, ``2026-01-31 12:00:00``; continued lines are joined with newlines."""
@@ -120,6 +113,14 @@ class RunRecord:
         _, *parts = _LOG_HEAD.split(text)
         return [(time, level, said.removesuffix("\n")) for time, level, said in
                 zip(parts[::3], parts[1::3], parts[2::3], strict=True)]
+
+
+def eval_samples(run: run_folder.RunFolder, *steps: int | None) -> list[list[dict[str, Any]]]:
+    """The evaluation samples of each step, in the order of the prompts; none of step None."""
+    rows = [row for row in run_logs.read_jsonl(run.samples)
+            if row.get("kind") == "eval" and row.get("step") in steps]
+    return [[row for row in rows if step is not None and row.get("step") == step]
+            for step in steps]
 
 
 def first_of_each_prompt(samples: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:

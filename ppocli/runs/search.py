@@ -119,14 +119,20 @@ def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path
             trial, job, watch = running.popleft()
             record = result(job.number)
             watch.close()
-            _tell(study, trial, record, _values(job, metrics))
+            _tell(study, trial, record, job.folder, metrics)
 
 
-def _tell(study: Study, trial: Trial, record: JobRecord, values: list[float] | None) -> None:
+def _tell(study: Study, trial: Trial, record: JobRecord, folder: Path, metrics: Sequence[str]
+          ) -> None:
+    """The figures of the evaluation after a job's training, or that it came to nothing, also where
+    one of them isn't there."""
     states = load_optuna().trial.TrialState
+    summary = atomic.read_json(run_folder.RunFolder(folder).summary) or {}
+    after = summary.get("eval_after") or {}
+    values: list[Any] = [finite_number(after.get(name)) for name in metrics]
     if record.status == PRUNED:
         study.tell(trial, state=states.PRUNED)
-    elif values is not None and record.status == "finished":
+    elif None not in values and record.status == "finished":
         study.tell(trial, values)
     else:
         study.tell(trial, state=states.FAIL)
@@ -213,15 +219,6 @@ def _sampler(optuna: Any, plan: schema.SweepConfig, number: int) -> Any:
     seed = plan.seed * 1_000_003 + number
     return optuna.samplers.RandomSampler(seed) if plan.search == "random" else \
         optuna.samplers.TPESampler(n_startup_trials=STARTUP, seed=seed)
-
-
-def _values(job: Any, metrics: Sequence[str]) -> list[float] | None:
-    """The figures of the evaluation after a job's training; None if one isn't there."""
-    summary = atomic.read_json(run_folder.RunFolder(job.folder).summary) or {}
-    after = summary.get("eval_after") or {}
-    values = [finite_number(after.get(name)) for name in metrics]
-    there = [value for value in values if value is not None]
-    return there if len(there) == len(metrics) else None
 
 
 @contextmanager

@@ -248,11 +248,10 @@ def _take(path: Path, held: Path, fix: str = "choose another run_name",
 def live_owner(run_dir: Path) -> Owner | None:
     """The live process that holds a run folder, told by the name in the lock file alone: asking
     the kernel would take part in the locking."""
-    try:
+    with suppress(OSError):
         owner = _read_owner(bounded.read_bytes(run_dir / LOCK))
-    except OSError:
-        return None
-    return owner if owner is not None and _is_alive(owner) else None
+        return owner if owner is not None and _is_alive(owner) else None
+    return None
 
 
 def other_host(run_dir: Path) -> str | None:

@@ -20,8 +20,9 @@ from ppocli.config.resolved import read_config
 from ppocli.errors import CheckpointError
 from ppocli.launching.launch import Caller, launch
 from ppocli.runs import listing
-from ppocli.runs.listing import age, carry_out, folder_size, plan_pruning
+from ppocli.runs.listing import age, carry_out, plan_pruning
 from ppocli.runs.target import find_target
+from ppocli.storage.retention import folder_size
 from ppocli.storage.run_folder import live_owner, lock
 
 
