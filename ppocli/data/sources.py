@@ -50,11 +50,6 @@ class Source:
     chat: bool
 
     @property
-    def plural(self) -> str:
-        """``prompts`` or ``data``."""
-        return "prompts" if self.noun == "prompt" else self.noun
-
-    @property
     def where(self) -> str:
         """How errors name the source."""
         return f"{self.path_key}={self.path}" if self.items is None else f"{self.key}.items"
@@ -143,9 +138,10 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
         return _inline_rows(spec, spec.items)
     assert spec.path is not None
     if not spec.path.strip():
-        none = f", or {spec.path_key}=null for the BOS token alone"
-        raise InputError(f"The path of the {spec.plural} is empty.", where=f"{spec.path_key}=''",
-                         fix=f"{spec.path_key}=FILE{none if spec.noun == 'prompt' else ''}")
+        what, none = ("prompts", f", or {spec.path_key}=null for the BOS token alone") \
+            if spec.noun == "prompt" else (spec.noun, "")
+        raise InputError(f"The path of the {what} is empty.", where=f"{spec.path_key}=''",
+                         fix=f"{spec.path_key}=FILE{none}")
     if names_hub_dataset(spec.path):
         return _hub_rows(spec, spec.path)
     path = (resolve_builtin(spec.path) if spec.path.startswith(BUILTIN_PREFIX)

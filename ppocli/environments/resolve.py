@@ -15,8 +15,8 @@ from ppocli.text import suggestion
 from ppocli.user_code import Kind, Located, Wanted, locate
 
 BUILTIN_ENVIRONMENTS: Mapping[str, str] = {
-    "guess_number": "ppocli.environments.guess_number:GuessNumber",
-    "calculator": "ppocli.environments.calculator:Calculator"}
+    "guess_number": "ppocli.environments.shipped:GuessNumber",
+    "calculator": "ppocli.environments.shipped:Calculator"}
 TOOLS = "tools"
 """value of ``env.fn`` that plays functions of the user's own (``env.tools``)"""
 ENVIRONMENT = Kind("class", RewardError, BUILTIN_ENVIRONMENTS)

@@ -2,7 +2,7 @@
 policy said stays the ids that it sampled."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ppocli.errors import InputError, RewardError
@@ -60,7 +60,6 @@ class ChatWords:
 
     tokenizer: Any
     tools: Sequence[Any] = ()
-    _known: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         first = self._render(_ASKED, ask=True)
@@ -112,11 +111,3 @@ def text_of(messages: Sequence[Any]) -> str:
     """Messages as samples show them."""
     return "".join(f"\n[{one.get('role', 'user')}] {one.get('content', '')}\n" for one in messages)
 
-
-def words_of(tokenizer: Any, *, chat: bool, tools: Sequence[Any]) -> PlainWords | ChatWords:
-    """How observations are told.
-
-    Raises:
-        InputError: as :class:`ChatWords`.
-    """
-    return ChatWords(tokenizer, tools) if chat else PlainWords(tokenizer)

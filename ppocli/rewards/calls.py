@@ -95,17 +95,15 @@ def _call(bound: BoundCallable, request: RewardRequest, timeout: float | None) -
 
     def work() -> Any:
         with guard.contained(bound.label, bound.located.key, _batch(request)):
-            return body()
-
-    def body() -> Any:
-        result = bound.answer(request)
-        if inspect.iscoroutine(result):
-            # a notebook's thread runs an event loop already, and another can't run inside it
-            result = _in_thread(partial(asyncio.run, result), None, bound)
-        # A generator's body runs here, under the same time limit and the same handling of errors.
-        if isinstance(result, Mapping):
-            return {name: _drained(column, len(request), bound) for name, column in result.items()}
-        return _drained(result, len(request), bound)
+            result = bound.answer(request)
+            if inspect.iscoroutine(result):
+                # a notebook's thread runs an event loop already, and another can't run inside it
+                result = _in_thread(partial(asyncio.run, result), None, bound)
+            # A generator's body runs here, under the same time limit and handling of errors.
+            if isinstance(result, Mapping):
+                return {name: _drained(column, len(request), bound)
+                        for name, column in result.items()}
+            return _drained(result, len(request), bound)
 
     return work() if timeout is None else _in_thread(work, timeout, bound)
 
@@ -116,8 +114,8 @@ def _drained(result: Any, count: int, bound: BoundCallable) -> Any:
         return result
     items = list(itertools.islice(result, count + 1))
     if len(items) > count:
-        raise RewardError(f"{bound.label} returned more than {count} values for {count} samples.",
-                          where=bound.located.key, fix="return exactly one value a sample")
+        raise _error(bound, f" returned more than {count} values for {count} samples.",
+                     "return exactly one value a sample")
     return items
 
 
@@ -142,30 +140,30 @@ def read_scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> 
     """
     per_step = request.steps is not None and (isinstance(returned, StepScores) or bound.takes_steps)
     expected = EXPECTED_PER_STEP if per_step else EXPECTED
-    returned = styles.scores_in(returned, bound.style, request, lambda what: RewardError(
-        f"{bound.label} returned {what}.", where=bound.located.key, fix=expected))
-    scores: list[Score] = []
+    returned = styles.scores_in(returned, bound.style, request, lambda what: _error(
+        bound, f" returned {what}.", expected))
     dense: bool | None = None
-    for index, value in enumerate(_items(returned, len(request), bound, " returned", expected)):
-        try:
-            score = _score(value, "step" if per_step else "token")
-            if isinstance(score, list) and per_step:
-                score = _on_tokens(score, request, index)
-            elif isinstance(score, list) and bound.style == "trlx":
-                score = styles.aligned(score, request, index)
-            num_tokens = len(request.response_ids[index])
-            if isinstance(score, list) and len(score) != num_tokens:
-                raise _BadValue(f"a list of {len(score)} numbers, but the response has "
-                                f"{num_tokens} tokens,")
-            if score is not None:
-                if dense is not None and dense != isinstance(score, list):
-                    this, others = ("a number", "a list") if dense else ("a list", "a number")
-                    raise _BadValue(f"{this}, but {others} for those before it,")
-                dense = isinstance(score, list)
-        except _BadValue as problem:
-            raise _sample_error(bound, request, index, str(problem), expected) from None
-        scores.append(score)
-    return scores
+
+    def read(index: int, value: Any) -> Score:
+        nonlocal dense
+        score = _score(value, "step" if per_step else "token")
+        if score is None:
+            return None
+        if isinstance(score, list) and per_step:
+            score = _on_tokens(score, request, index)
+        elif isinstance(score, list) and bound.style == "trlx":
+            score = styles.aligned(score, request, index)
+        num_tokens = len(request.response_ids[index])
+        if isinstance(score, list) and len(score) != num_tokens:
+            raise _BadValue(f"a list of {len(score)} numbers, but the response has "
+                            f"{num_tokens} tokens,")
+        if dense is not None and dense != isinstance(score, list):
+            this, others = ("a number", "a list") if dense else ("a list", "a number")
+            raise _BadValue(f"{this}, but {others} for those before it,")
+        dense = isinstance(score, list)
+        return score
+
+    return _each(bound, request, returned, read, expected)
 
 
 def _on_tokens(score: list[float], request: RewardRequest, index: int) -> list[float]:
@@ -186,15 +184,14 @@ def read_step_ends(bound: BoundCallable, request: RewardRequest, returned: Any) 
     Raises:
         RewardError: not a list of such texts a sample.
     """
-    found: list[list[int]] = []
-    for index, value in enumerate(_items(returned, len(request), bound, " returned",
-                                         EXPECTED_STEPS)):
-        texts = list(value) if isinstance(value, (list, tuple)) else [value]
-        if not all(isinstance(text, str) and text for text in texts) or isinstance(value, str) \
-                or not request.responses[index].startswith("".join(texts)):
-            raise _sample_error(bound, request, index, _kind(value), EXPECTED_STEPS)
-        found.append(list(itertools.accumulate(map(len, texts))))
-    return found
+    def read(index: int, value: Any) -> list[int]:
+        if not (isinstance(value, (list, tuple))
+                and all(isinstance(text, str) and text for text in value)
+                and request.responses[index].startswith("".join(value))):
+            raise _BadValue(_kind(value))
+        return list(itertools.accumulate(map(len, value)))
+
+    return _each(bound, request, returned, read, EXPECTED_STEPS)
 
 
 def read_metrics(bound: BoundCallable, request: RewardRequest, returned: Any
@@ -204,24 +201,19 @@ def read_metrics(bound: BoundCallable, request: RewardRequest, returned: Any
     Raises:
         RewardError: not a dict of lists of that many finite numbers.
     """
+    def read(_: int, value: Any) -> float:
+        if math.isnan(number := _number(value)):
+            raise _BadValue(_kind(value))
+        return number
+
     if not isinstance(returned, Mapping):
-        raise RewardError(f"{bound.label} returned {_kind(returned)}, not a dict of lists.",
-                          where=bound.located.key, fix=EXPECTED_METRICS)
+        raise _error(bound, f" returned {_kind(returned)}, not a dict of lists.", EXPECTED_METRICS)
     metrics: dict[str, list[float]] = {}
     for name, column in returned.items():
         if not isinstance(name, str):
-            raise RewardError(f"{bound.label} returned a metric whose name is {_kind(name)}.",
-                              where=bound.located.key, fix=EXPECTED_METRICS)
-        values = _items(column, len(request), bound, f": metric {name!r} has", EXPECTED_METRICS)
-        metrics[name] = []
-        for index, value in enumerate(values):
-            try:
-                if math.isnan(number := _number(value)):
-                    raise _BadValue(_kind(value))
-            except _BadValue as problem:
-                raise _sample_error(bound, request, index, f"{problem} as metric {name!r}",
-                                    EXPECTED_METRICS) from None
-            metrics[name].append(number)
+            raise _error(bound, f" returned a metric whose name is {_kind(name)}.",
+                         EXPECTED_METRICS)
+        metrics[name] = _each(bound, request, column, read, EXPECTED_METRICS, metric=name)
     return metrics
 
 
@@ -249,14 +241,20 @@ def invalid_error(bound: BoundCallable, request: RewardRequest, index: int,
 
 def is_nan(score: Score) -> bool:
     """Whether a score is NaN, or has a NaN among its tokens."""
-    if isinstance(score, list):
-        return any(math.isnan(value) for value in score)
-    return score is not None and math.isnan(score)
+    values = score if isinstance(score, list) else [score]
+    return any(value is not None and math.isnan(value) for value in values)
 
 
-def _items(returned: Any, count: int, bound: BoundCallable, begun: str, fix: str) -> list[Any]:
-    """The ``count`` items of a list-like return value; ``begun`` begins what an error says of it.
+def _each(bound: BoundCallable, request: RewardRequest, returned: Any,
+          read: Callable[[int, Any], T], fix: str, *, metric: str | None = None) -> list[T]:
+    """What ``read`` makes of each sample's number and item in a list-like return value.
+
+    Args:
+        metric: name of what was returned, for errors.
     """
+    begun, of = (" returned", "") if metric is None else (
+        f": metric {metric!r} has", f" as metric {metric!r}")
+    count = len(request)
     try:
         if isinstance(plain := _plain(returned), Real):
             raise _BadValue(f"1 value for {count} samples, the number {plain}")
@@ -271,9 +269,14 @@ def _items(returned: Any, count: int, bound: BoundCallable, begun: str, fix: str
         if len(values) != count:
             raise _BadValue(f"{counted(len(values), 'value')} for {count} samples")
     except _BadValue as problem:
-        raise RewardError(f"{bound.label}{begun} {problem}.", where=bound.located.key,
-                          fix=fix) from None
-    return values
+        raise _error(bound, f"{begun} {problem}.", fix) from None
+    found = []
+    for index, value in enumerate(values):
+        try:
+            found.append(read(index, value))
+        except _BadValue as problem:
+            raise _sample_error(bound, request, index, f"{problem}{of}", fix) from None
+    return found
 
 
 def _score(value: Any, noun: str) -> Score:
@@ -335,5 +338,8 @@ def _kind(value: Any) -> str:
 def _sample_error(bound: BoundCallable, request: RewardRequest, index: int, found: str,
                   fix: str) -> RewardError:
     text = shorten(request.prompts[index] + request.responses[index])
-    return RewardError(f"{bound.label} returned {found} for sample {index}: {text}",
-                       where=bound.located.key, fix=fix)
+    return _error(bound, f" returned {found} for sample {index}: {text}", fix)
+
+
+def _error(bound: BoundCallable, said: str, fix: str) -> RewardError:
+    return RewardError(bound.label + said, where=bound.located.key, fix=fix)

@@ -97,11 +97,12 @@ class BoundCallable:
             log.warning("prompt column %r is hidden from %s by the %s of the same name",
                         name, self.located.spec, winner)
 
-    def arguments(self, request: records.RewardRequest) -> tuple[list[Any], dict[str, Any]]:
-        """Positional-only and keyword arguments for one call.
+    def answer(self, request: records.RewardRequest) -> Any:
+        """What the function returns for a request, or what awaits it. It gets fresh lists: a call
+        that failed may have cut them.
 
         Raises:
-            RewardError: as :meth:`check_columns`.
+            RewardError: as :meth:`check_columns`; and whatever it raises.
         """
         positional: list[Any] = []
         named: dict[str, Any] = {}
@@ -125,15 +126,6 @@ class BoundCallable:
                 positional.append(value(name) if name in sources else parameter.default)
             elif name in sources:
                 named[name] = value(name)
-        return positional, named
-
-    def answer(self, request: records.RewardRequest) -> Any:
-        """What the function returns for a request, or what awaits it.
-
-        Raises:
-            RewardError: as :meth:`check_columns`; and whatever it raises.
-        """
-        positional, named = self.arguments(request)  # fresh lists: a failed call may have cut them
         if self.style == "verl":
             return styles.per_sample(self.call, named, self.kwargs, len(request))
         return self.call(*positional, **named)

@@ -9,7 +9,6 @@ from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.config.schema import EnvConfig, RewardConfig
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards import calls, styles
-from ppocli.rewards.episodes import EnvironmentReward
 from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score, ends_of_steps
 from ppocli.rewards.resolve import BoundCallable, bind
 from ppocli.user_code import shorten
@@ -194,6 +193,28 @@ class Metric(Judge):
         """
         return calls.ask(self.parts[0].bound, request, self.cfg, calls.read_metrics) \
             if len(request) else {}
+
+
+class EnvironmentReward:
+    """What an environment's own rewards are worth, one more reward beside those of ``reward``: the
+    rewards of each episode's turns, on the last token of each; of episodes with one turn one
+    number, as a reward function would give it.
+
+    Args:
+        dense: whether episodes may have several turns.
+        drop: whether an episode whose environment failed has no score.
+    """
+
+    reward_style = styles.WHOLE_REQUEST
+    told_as = "env.fn"
+
+    def __init__(self, dense: bool, drop: bool) -> None:
+        self.dense, self.drop = dense, drop
+
+    def __call__(self, request: RewardRequest) -> list[Score]:
+        """[N] scores."""
+        return [None if self.drop and one.error is not None else
+                one.token_rewards if self.dense else one.score for one in request.episodes]
 
 
 def build_reward(cfg: RewardConfig, *,

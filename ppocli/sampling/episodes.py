@@ -17,7 +17,7 @@ from ppocli.config.schema import EnvConfig
 from ppocli.daemon import in_daemon
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.environments.calls import Answered, Called, Calls
-from ppocli.environments.wording import Said, words_of
+from ppocli.environments.wording import ChatWords, PlainWords, Said
 from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, Step, Turn
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.layout import Sequences, padded
@@ -84,7 +84,7 @@ class EpisodeSampler:
         self.inner: Any = inner
         self.calls, self.tokenizer = calls, tokenizer
         self.cfg: EnvConfig = calls.cfg
-        self.words = words_of(tokenizer, chat=chat, tools=calls.what.tools)
+        self.words = ChatWords(tokenizer, calls.what.tools) if chat else PlainWords(tokenizer)
         self.repeatable = inner.repeatable and calls.what.deterministic
         self.logprobs_match = inner.logprobs_match
 

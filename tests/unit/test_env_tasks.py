@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from ppocli import Step
-from ppocli.environments.calculator import LONGEST, Calculator, evaluate
-from ppocli.environments.guess_number import GuessNumber
+from ppocli.environments.shipped import LONGEST, Calculator, GuessNumber, evaluate
 from ppocli.errors import RewardError
 
 
