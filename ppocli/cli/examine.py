@@ -235,7 +235,7 @@ def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
     return None
 
 
-def _rows(spec: sources.PromptSpec, model: schema.ModelConfig, found: Examined) -> list[Any] | None:
+def _rows(spec: sources.Source, model: schema.ModelConfig, found: Examined) -> list[Any] | None:
     """The rows of a source on this machine; None for a data set of the Hub."""
     if not spec.has_source:
         return []
@@ -244,7 +244,7 @@ def _rows(spec: sources.PromptSpec, model: schema.ModelConfig, found: Examined) 
     rows = render.take_rows(sources.open_rows(spec, []), spec, [],
                             most=spec.limit if spec.key == "prompts" else None)
     if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
-        texts = render.prompt_texts(rows, spec, None)  # type: ignore[arg-type]
+        texts = render.prompt_texts(rows, spec, None)
         eos = model_files.eos_text(model.tokenizer_path or model.path, model.revision)
         ended = [row for row, text in zip(rows, texts, strict=True) if eos and text.endswith(eos)]
         if ended:

@@ -1,24 +1,18 @@
 """Conversations as the chat template writes them, in pieces: what the model says, and the rest."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ppocli.data.examples import Message
 from ppocli.data.render import rendered_chat, template_errors
 from ppocli.errors import InputError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Piece = tuple[str, bool]
 """text, and whether the model says it"""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def chat_pieces(messages: list[Message], place: str, tokenizer: PreTrainedTokenizerBase, *,
-                since: int = 0) -> list[Piece]:
+def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: int) -> list[Piece]:
     """A conversation as the template renders it, in pieces that alternate between what others say
     and what the assistant does, through the token that ends its turn.
 
@@ -42,18 +36,16 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: PreTrainedTokeni
                                           "texts, with data.chat=false")
     turns = [i for i, message in enumerate(messages)
              if message["role"] == "assistant" and i >= since]
-    marked = _MARKS.search(str(tokenizer.get_chat_template()))
-    whole, spans = _marked(messages, place, tokenizer) if marked else (
-        rendered_chat(messages, place, tokenizer), [])
-    if marked:
-        spans = spans[-len(turns):]
-        if not spans:
+    if _MARKS.search(str(tokenizer.get_chat_template())):
+        whole, spans = _marked(messages, place, tokenizer)
+        if not (spans := spans[-len(turns):]):
             raise InputError(f"The chat template marks nothing as generated in {place}.",
                              where="model.tokenizer_path", fix="put what the assistant says "
                              "between {% generation %} and {% endgeneration %}")
         spans = [(start, end + _closing(whole[start:end], whole[end:], tokenizer))
                  for start, end in spans]
     else:
+        whole = rendered_chat(messages, place, tokenizer)
         spans = [_turn_span(messages, i, whole, place, tokenizer) for i in turns]
     pieces: list[Piece] = []
     at = 0
@@ -63,7 +55,7 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: PreTrainedTokeni
     return [piece for piece in [*pieces, (whole[at:], False)] if piece[0]]
 
 
-def _marked(messages: list[Message], place: str, tokenizer: PreTrainedTokenizerBase
+def _marked(messages: list[Message], place: str, tokenizer: Any
             ) -> tuple[str, list[tuple[int, int]]]:
     """The rendered text and the places in it that the template marks as generated."""
     from transformers.utils.chat_template_utils import render_jinja_template
@@ -75,8 +67,8 @@ def _marked(messages: list[Message], place: str, tokenizer: PreTrainedTokenizerB
     return str(texts[0]), [(int(start), int(end)) for start, end in spans[0] if end > start]
 
 
-def _turn_span(messages: list[Message], turn: int, whole: str, place: str,
-               tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
+def _turn_span(messages: list[Message], turn: int, whole: str, place: str, tokenizer: Any
+               ) -> tuple[int, int]:
     before = rendered_chat(messages[:turn], place, tokenizer, prompt=True)
     through = rendered_chat(messages[:turn + 1], place, tokenizer)
     start = len(before)
@@ -90,12 +82,12 @@ def _turn_span(messages: list[Message], turn: int, whole: str, place: str,
     return start, end
 
 
-def _specials(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _specials(tokenizer: Any) -> list[str]:
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return sorted({*map(str, tokenizer.all_special_tokens), *added}, key=len, reverse=True)
 
 
-def _end_of_turn(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+def _end_of_turn(text: str, tokenizer: Any) -> int:
     """Where a rendered turn ends: behind its last special token if only white space follows it,
     else with the text."""
     kept = text.rstrip()
@@ -103,7 +95,7 @@ def _end_of_turn(text: str, tokenizer: PreTrainedTokenizerBase) -> int:
     return len(kept) if ends else len(text)
 
 
-def _closing(turn: str, text: str, tokenizer: PreTrainedTokenizerBase) -> int:
+def _closing(turn: str, text: str, tokenizer: Any) -> int:
     """Characters of ``text``, which follows a marked turn, through the special token that ends it;
     0 where the turn holds that, or none follows."""
     tokens = _specials(tokenizer)

@@ -1,27 +1,21 @@
 """Examples and pairs as tokens, with the places of those that are trained on."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ppocli.config import tasks
+from ppocli.config.schema_tasks import DataConfig
 from ppocli.data.conversations import Piece, chat_pieces
 from ppocli.data.data_set import Examples, Ids, Mask, Pairs
-from ppocli.data.examples import Cell, Example, Read, Wants, read_examples
+from ppocli.data.examples import Example, Read, Wants, read_examples
 from ppocli.data.render import note_count, rendered_chat, token_ids_of, tokens_around
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import counted, printable
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from ppocli.config.schema_tasks import DataConfig
 
 SHOWN = 3
 """examples that :func:`facts` shows"""
@@ -29,8 +23,8 @@ _CHUNK = 1024
 """texts tokenised at once"""
 
 
-def load_data(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, wants: Wants, seed: int,
-              max_tokens: int, encoder: bool = False, items: Sequence[Any] | None = None,
+def load_data(cfg: DataConfig, tokenizer: Any, *, wants: Wants, seed: int, max_tokens: int,
+              encoder: bool = False, items: Sequence[Any] | None = None,
               val_items: Sequence[Any] | None = None
               ) -> tuple[Examples | Pairs, Examples | Pairs | None]:
     """What to train on, and what is held back for evaluations: ``data.val``, or None without it.
@@ -61,8 +55,8 @@ def load_data(cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *, wants: Wan
 
 # Examples -----------------------------------------------------------------------------------------
 
-def encode_examples(read: Read, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *,
-                    max_tokens: int, encoder: bool) -> Examples:
+def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int, encoder: bool
+                    ) -> Examples:
     """Tokenise, mark what is trained on, cut what is too long at its end.
 
     A prompt is tokenised as PPO does it (:func:`ppocli.data.render.encode`): BOS in front where
@@ -102,7 +96,6 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: PreTrainedTokenizerB
         found.prompt_lengths.append(len(line.prompt_ids) if line.prompt and not encoder else 0)
         found.places.append(example.place)
     notes = list(read.notes)
-    note_count(notes, read.empty, "{was} empty: left out", "row")
     note_count(notes, cut, f"{{was}} longer than {longest} tokens: cut at the end", "example")
     note_count(notes, empty, "had nothing to train on within that: left out", "example")
     if not len(found):
@@ -112,11 +105,11 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: PreTrainedTokenizerB
     return replace(found, notes=tuple(notes))
 
 
-def _example_pieces(example: Example, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase,
-                    encoder: bool) -> list[Piece]:
+def _example_pieces(example: Example, cfg: DataConfig, tokenizer: Any, encoder: bool
+                    ) -> list[Piece]:
     """The example's text in pieces, with whether each is trained on."""
-    prompt, completion = example.prompt, example.completion
-    train_on = cfg.train_on
+    prompt: Any = example.prompt
+    completion, train_on = example.completion, cfg.train_on
     chat = isinstance(completion, list)
     if train_on == "auto":
         train_on = ("completion" if prompt is not None or encoder else "assistant" if chat
@@ -131,10 +124,7 @@ def _example_pieces(example: Example, cfg: DataConfig, tokenizer: PreTrainedToke
         raise ConfigError(f"{wrong[0].upper()}{wrong[1:]}.", where=f"data.train_on={train_on}",
                           fix="data.train_on=completion" if encoder else "data.train_on=auto")
     if isinstance(completion, str):
-        assert prompt is None or isinstance(prompt, str)
-        return [(prompt or "", train_on == "all"), (completion, True)] if prompt else [
-            (completion, True)]
-    assert prompt is None or isinstance(prompt, list)
+        return [*([(prompt, train_on == "all")] if prompt else []), (completion, True)]
     before = prompt or []
     messages = before + completion
     if train_on == "all":
@@ -157,8 +147,8 @@ class _Line:
     """its tokens"""
 
 
-def _lines(texts: list[list[Piece]], tokenizer: PreTrainedTokenizerBase, *, plain: bool,
-           encoder: bool = False) -> Iterator[_Line]:
+def _lines(texts: list[list[Piece]], tokenizer: Any, *, plain: bool, encoder: bool = False
+           ) -> Iterator[_Line]:
     """Each text as tokens, plain ones with what the tokenizer puts in front (and behind what an
     encoder reads) and the EOS token at the end. The tokens of an ``encoder``'s are the last piece.
     """
@@ -183,8 +173,7 @@ def _lines(texts: list[list[Piece]], tokenizer: PreTrainedTokenizerBase, *, plai
             yield _Line(front + tokens, [False] * len(front) + trained, prompt, front + before)
 
 
-def _tokenised(pieces: list[list[Piece]], tokenizer: PreTrainedTokenizerBase
-               ) -> Iterator[list[list[int]]]:
+def _tokenised(pieces: list[list[Piece]], tokenizer: Any) -> Iterator[list[list[int]]]:
     """The ids of each text's pieces. What is before a piece has the ids that it has alone; a piece
     has those that it has behind it, or, where the tokenizer would join the two, its own."""
     encode = partial(token_ids_of, tokenizer=tokenizer)
@@ -204,8 +193,7 @@ def _tokenised(pieces: list[list[Piece]], tokenizer: PreTrainedTokenizerBase
 
 # Pairs --------------------------------------------------------------------------------------------
 
-def encode_pairs(read: Read, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase, *,
-                 max_tokens: int) -> Pairs:
+def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int) -> Pairs:
     """Tokenise, as :func:`encode_examples` does, and leave out the pairs of which one is too long,
     and those of which both come to the same tokens.
 
@@ -234,7 +222,6 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase
             found.prompt_lengths.append(len(chosen.prompt_ids))
             found.places.append(pair.place)
     notes = list(read.notes)
-    note_count(notes, read.empty, "{was} empty: left out", "row")
     note_count(notes, identical, "{was} identical: left out", "pair")
     note_count(notes, overlong, f"{{was}} longer than {longest} tokens: left out", "pair")
     if not len(found):
@@ -244,19 +231,15 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: PreTrainedTokenizerBase
     return replace(found, notes=tuple(notes))
 
 
-def _pair_pieces(prompt: Cell, answer: Cell, place: str, tokenizer: PreTrainedTokenizerBase
-                 ) -> list[Piece]:
+def _pair_pieces(prompt: Any, answer: Any, place: str, tokenizer: Any) -> list[Piece]:
     if isinstance(answer, str):
-        assert isinstance(prompt, str)
-        return [(prompt, False), (answer, True)] if prompt else [(answer, True)]
-    assert isinstance(prompt, list)
+        return [*([(prompt, False)] if prompt else []), (answer, True)]
     return chat_pieces(prompt + answer, place, tokenizer, since=len(prompt + answer) - 1)
 
 
 # For people ---------------------------------------------------------------------------------------
 
-def rendered(tokens: Ids, trained: Mask, tokenizer: PreTrainedTokenizerBase, *,
-             colour: bool) -> str:
+def rendered(tokens: Ids, trained: Mask, tokenizer: Any, *, colour: bool) -> str:
     """The text of an example with what is trained on marked, in green or between brackets, and
     control characters spelled out."""
     on, off = ("\x1b[32m", "\x1b[0m") if colour else ("[", "]")
@@ -269,8 +252,7 @@ def rendered(tokens: Ids, trained: Mask, tokenizer: PreTrainedTokenizerBase, *,
     return "".join(parts)
 
 
-def facts(data: Examples | Pairs, tokenizer: PreTrainedTokenizerBase, *, colour: bool
-          ) -> Iterator[str]:
+def facts(data: Examples | Pairs, tokenizer: Any, *, colour: bool) -> Iterator[str]:
     """Lines about the data for a person: its first rows as the model sees them, what was left out
     or cut, and how much there is."""
     show = partial(rendered, tokenizer=tokenizer, colour=colour)

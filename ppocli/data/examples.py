@@ -60,11 +60,11 @@ class Pair:
     margin: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Read:
     """What was read of a source: examples or pairs, and what was left out."""
 
-    rows: int
+    rows: int = 0
     """rows that the source has, up to the limit"""
     examples: list[Example] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
@@ -72,8 +72,8 @@ class Read:
     """rows left out because a text was empty"""
     identical: int = 0
     """pairs left out because both answers are the same"""
-    notes: tuple[str, ...] = ()
-    """sentences about what was ignored"""
+    notes: list[str] = field(default_factory=list)
+    """sentences about what was ignored or left out"""
 
 
 def data_source(cfg: DataConfig, items: Sequence[Any] | None, *, path_key: str = "data.path"
@@ -90,10 +90,9 @@ def data_source(cfg: DataConfig, items: Sequence[Any] | None, *, path_key: str =
                           fix=f"{path_key}=FILE, a folder or a data set on the Hub")
     items = as_list(items, "Examples", "data.items")
     return Source(key="data", noun="data", path=None if items is not None else str(path),
-                  path_key=path_key, name=cfg.name, split=cfg.split,
-                  split_asked=cfg.split != "train", items=items,
-                  column="text", limit=cfg.limit if path_key == "data.path" else None,
-                  template=cfg.template, chat=cfg.chat)
+                  path_key=path_key, items=items, column="text", name=cfg.name, split=cfg.split,
+                  split_asked=cfg.split != "train", template=cfg.template, chat=cfg.chat,
+                  limit=cfg.limit if path_key == "data.path" else None)
 
 
 def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None = None,
@@ -112,35 +111,32 @@ def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None 
         InputError: nothing there, nothing left, or a row that can't be used; it is named.
     """
     source = data_source(cfg, items, path_key=path_key)
-    reader = _Reader(source, dict(cfg.columns), wants)
-    notes: list[str] = []
-    for row in open_rows(source, notes):
+    found = Read()
+    reader = _Reader(source, dict(cfg.columns), wants, found)
+    for row in open_rows(source, found.notes):
         reader.take(row)
-        if reader.rows == source.limit:
+        if found.rows == source.limit:
             break
-    if not reader.examples and not reader.pairs:
-        raise InputError("The data is empty." if not reader.rows else
-                         f"Nothing is left of the {reader.rows} rows: {reader.empty} are empty, "
-                         f"and {reader.identical} hold the same answer twice.", where=source.where,
+    if not found.examples and not found.pairs:
+        raise InputError("The data is empty." if not found.rows else
+                         f"Nothing is left of the {found.rows} rows: {found.empty} are empty, "
+                         f"and {found.identical} hold the same answer twice.", where=source.where,
                          fix="give at least one row")
-    return Read(rows=reader.rows, examples=reader.examples, pairs=reader.pairs,
-                empty=reader.empty, identical=reader.identical, notes=tuple(notes))
+    render.note_count(found.notes, found.empty, "{was} empty: left out", "row")
+    return found
 
 
 class _Reader:
     """Checks rows against the first one and collects what they hold."""
 
-    def __init__(self, source: Source, columns: dict[str, Any], wants: Wants) -> None:
+    def __init__(self, source: Source, columns: dict[str, Any], wants: Wants, into: Read) -> None:
         for name in columns:
             if name not in _COLUMNS:
                 raise ConfigError(f"{name!r} is no column that is read; those are "
                                   f"{', '.join(_COLUMNS)}. {suggestion(name, _COLUMNS)}".rstrip(),
                                   where=f"data.columns.{name}", fix="data.columns.STANDARD=YOURS, "
                                   "as in data.columns.completion=summary")
-        self.source, self.columns, self.wants = source, columns, wants
-        self.rows = self.empty = self.identical = 0
-        self.examples: list[Example] = []
-        self.pairs: list[Pair] = []
+        self.source, self.columns, self.wants, self.read = source, columns, wants, into
         self.format: tuple[str, ...] = ()
         self.checked: tuple[str, ...] = ()  # columns that all rows have or none has
         self.present: set[str] = set()  # those that they have
@@ -149,7 +145,7 @@ class _Reader:
         self.pieces: list[render.Piece] | None = None
 
     def take(self, row: Row) -> None:
-        self.rows += 1
+        self.read.rows += 1
         row = self._renamed(row)
         if not self.format:
             self._settle(row)
@@ -181,7 +177,7 @@ class _Reader:
         self.format, self.first = found(self.wants), row.place
         if not self.format:
             others, content, words, command = _WORDS[self.wants]
-            self._refuse(row, f"the columns of {row.place} are not those of {content}: "
+            self._refuse(f"the columns of {row.place} are not those of {content}: "
                          f"{', '.join(map(str, row.values)) or 'none'}",
                          f"{command}; or name columns with data.columns" if found(others)
                          else f"give {words}; data.columns.STANDARD=YOURS takes another column")
@@ -200,10 +196,10 @@ class _Reader:
         for name in self.checked:
             if (name in row.values) != (name in self.present):
                 has, other = (("a", "has none") if name in row.values else ("no", "has one"))
-                self._refuse(row, f"{row.place} has {has} column {name!r}, where {self.first} "
-                                  f"{other}", "the rows of one source have the same columns")
+                self._refuse(f"{row.place} has {has} column {name!r}, where {self.first} {other}",
+                             "the rows of one source have the same columns")
 
-    def _refuse(self, row: Row, what: str, fix: str | None = None) -> NoReturn:
+    def _refuse(self, what: str, fix: str | None = None) -> NoReturn:
         raise InputError(f"{what[0].upper()}{what[1:]}.", where=self.source.where, fix=fix)
 
     # Cells
@@ -216,61 +212,60 @@ class _Reader:
         if cell is None or cell == []:
             return None
         if isinstance(cell, str):
-            self._check_kind(row, here, "a text")
+            self._check_kind(here, "a text")
             return render.encodable(cell, row, self.source) if cell.strip() else None
         if not isinstance(cell, list):
-            self._refuse(row, f"{here} holds {cut(repr(cell), 40)} ({type(cell).__name__}), not a "
-                              "text", "give a text, or a list of {role, content} messages")
-        self._check_kind(row, here, "messages")
+            self._refuse(f"{here} holds {cut(repr(cell), 40)} ({type(cell).__name__}), not a text",
+                         "give a text, or a list of {role, content} messages")
+        self._check_kind(here, "messages")
         messages = [self._message(row, here, number, message)
                     for number, message in enumerate(cell, start=1)]
         last = messages[-1]
         if name == "prompt":
             if last["role"] == "assistant":
-                self._refuse(row, f"{here} ends in a turn of the assistant, which leaves nothing "
-                                  "to answer", "end it before that turn")
+                self._refuse(f"{here} ends in a turn of the assistant, which leaves nothing to "
+                             "answer", "end it before that turn")
         elif name == "messages":
             says = [message for message in messages if message["role"] == "assistant"]
             if not says:
-                self._refuse(row, f"{here} has no turn of the assistant, so there is nothing to "
-                                  "learn from it", "leave the row out")
+                self._refuse(f"{here} has no turn of the assistant, so there is nothing to learn "
+                             "from it", "leave the row out")
             last = says[-1]
         elif last["role"] != "assistant":
-            self._refuse(row, f"{here} ends in a turn of {last['role']!r}, not of the assistant",
+            self._refuse(f"{here} ends in a turn of {last['role']!r}, not of the assistant",
                          "end it in the assistant's turn")
         return messages if last["content"].strip() or last.get("tool_calls") else None
 
-    def _check_kind(self, row: Row, here: str, kind: str) -> None:
+    def _check_kind(self, here: str, kind: str) -> None:
         seen, place = self.kind
         if not seen:
             self.kind = (kind, here)
         elif seen != kind:
-            self._refuse(row, f"{here} holds {kind}, where {place} holds {seen}",
+            self._refuse(f"{here} holds {kind}, where {place} holds {seen}",
                          "a source has either texts or lists of messages")
 
     def _message(self, row: Row, here: str, number: int, message: Any) -> Message:
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            self._refuse(row, f"message {number} of {here} has no role and content: "
-                              f"{cut(repr(message), 60)}",
+            self._refuse(f"message {number} of {here} has no role and content: "
+                         f"{cut(repr(message), 60)}",
                          'a message looks like {"role": "user", "content": "..."}')
         # parquet gives every message every key that any of them has
         found = {str(key): value for key, value in message.items() if value is not None}
         role, content = found.get("role"), found.get("content")
         if role not in _ROLES:
-            self._refuse(row, f"message {number} of {here} has the role {cut(repr(role), 40)}",
+            self._refuse(f"message {number} of {here} has the role {cut(repr(role), 40)}",
                          f"roles are {', '.join(_ROLES)}")
         if content is None and "tool_calls" in found:
             content = ""
         if not isinstance(content, str):
-            self._refuse(row, f"message {number} of {here} has the content "
-                              f"{cut(repr(content), 40)} ({type(content).__name__}), not a text",
-                         "contents are texts")
+            self._refuse(f"message {number} of {here} has the content {cut(repr(content), 40)} "
+                         f"({type(content).__name__}), not a text", "contents are texts")
         return found | {"content": render.encodable(content, row, self.source)}
 
     def _prompt(self, row: Row) -> Cell | None:
         cell = self._cell(row, "prompt")
         if self.pieces is not None and isinstance(cell, list):
-            self._refuse(row, f"data.template works on texts, but {row.place} holds messages",
+            self._refuse(f"data.template works on texts, but {row.place} holds messages",
                          "data.template=null")
         if self.pieces is not None and cell is not None:
             cell = render.fill(self.pieces, str(cell), row, self.source)
@@ -288,9 +283,10 @@ class _Reader:
         prompt = self._prompt(row) if asks else None
         completion = self._cell(row, self.format[-1])
         if completion is None or (asks and prompt is None):
-            self.empty += 1
+            self.read.empty += 1
         else:
-            self.examples.append(Example(row.place, prompt, self._turn("assistant", completion)))
+            self.read.examples.append(
+                Example(row.place, prompt, self._turn("assistant", completion)))
 
     def _take_pair(self, row: Row) -> None:
         chosen, rejected = self._cell(row, "chosen"), self._cell(row, "rejected")
@@ -298,19 +294,20 @@ class _Reader:
         prompt: Cell | None = "" if implicit else self._prompt(row)
         margin = self._margin(row) if "margin" in self.present else 0.0
         if chosen is None or rejected is None or prompt is None:
-            self.empty += 1
-        elif chosen == rejected:
-            self.identical += 1
-        elif not implicit:
-            self.pairs.append(Pair(row.place, prompt, self._turn("assistant", chosen),
-                                   self._turn("assistant", rejected), margin))
+            self.read.empty += 1
+            return
+        if chosen == rejected:
+            self.read.identical += 1
+            return
+        if not implicit:
+            chosen, rejected = self._turn("assistant", chosen), self._turn("assistant", rejected)
         elif isinstance(chosen, str):
             shared = shared_text(chosen, str(rejected))
-            self.pairs.append(Pair(row.place, chosen[:shared], chosen[shared:],
-                                   rejected[shared:], margin))
+            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         else:
-            turns = shared_turns(chosen, list(rejected), row, self.source)
-            self.pairs.append(Pair(row.place, turns, chosen[-1:], rejected[-1:], margin))
+            prompt = shared_turns(chosen, list(rejected), row, self.source)
+            chosen, rejected = chosen[-1:], rejected[-1:]
+        self.read.pairs.append(Pair(row.place, prompt, chosen, rejected, margin))
 
     def _margin(self, row: Row) -> float:
         cell = row.values["margin"]
@@ -319,8 +316,8 @@ class _Reader:
         except (TypeError, ValueError):
             value = math.nan
         if not math.isfinite(value):
-            self._refuse(row, f"column 'margin' in {row.place} holds {cut(repr(cell), 40)}, not a "
-                              "finite number", "give a number in every row, or drop the column")
+            self._refuse(f"column 'margin' in {row.place} holds {cut(repr(cell), 40)}, not a "
+                         "finite number", "give a number in every row, or drop the column")
         return value
 
 

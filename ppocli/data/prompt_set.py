@@ -1,15 +1,13 @@
 """The prompts of a run: loaded once, tokenised once, handed out in left-padded batches. Which of
 them a step uses is a pure function, so that a position is all a resume needs."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, time
 from decimal import Decimal
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -17,11 +15,8 @@ import torch
 from ppocli.config.schema import PromptsConfig
 from ppocli.data import render
 from ppocli.data.files import Row
-from ppocli.data.sources import PromptSpec, evaluation_spec, open_rows, training_spec
+from ppocli.data.sources import Source, evaluation_spec, open_rows, training_spec
 from ppocli.errors import InputError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +42,19 @@ class PromptBatch:
     def __len__(self) -> int:
         return len(self.texts)
 
-    def first(self, count: int) -> PromptBatch:
+    def first(self, count: int) -> Self:
         """The first ``count`` rows, padding and all, which may be none."""
         return self._taken(range(count), 0)
 
-    def rows(self, places: Sequence[int]) -> PromptBatch:
+    def rows(self, places: Sequence[int]) -> Self:
         """The rows at ``places``, with the padding that none of them needs cut off."""
         longest = int(self.mask[list(places)].sum(1).max())
         return self._taken(places, self.tokens.shape[1] - max(longest, 1))
 
-    def _taken(self, places: Sequence[int], skip: int) -> PromptBatch:
+    def _taken(self, places: Sequence[int], skip: int) -> Self:
         index = torch.tensor(list(places), dtype=torch.int64)
-        return PromptBatch(tokens=self.tokens[index, skip:], mask=self.mask[index, skip:],
-                           indices=[self.indices[i] for i in places],
-                           episodes=[self.episodes[i] for i in places], **_said_at(self, places))
+        return replace(self, tokens=self.tokens[index, skip:], mask=self.mask[index, skip:],
+                       **_at(self, places, "indices", "episodes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +95,11 @@ class PromptSet:
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         mask = torch.arange(width)[None, :] >= width - lengths[:, None]
         return PromptBatch(tokens=tokens, mask=mask, indices=list(indices),
-                           episodes=list(episodes), **_said_at(self, indices))
+                           episodes=list(episodes), **_at(self, indices))
 
-    def rows(self, places: Sequence[int]) -> PromptSet:
+    def rows(self, places: Sequence[int]) -> Self:
         """The prompts at ``places``, with what is said of the whole."""
-        return replace(self, token_ids=[self.token_ids[i] for i in places],
-                       **_said_at(self, places))
+        return replace(self, **_at(self, places, "token_ids"))
 
     def digest(self) -> str:
         """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run sees the same.
@@ -122,18 +115,17 @@ class PromptSet:
         return sha.hexdigest()
 
 
-def _said_at(prompts: PromptBatch | PromptSet, places: Sequence[int]) -> dict[str, Any]:
-    """What is known of the prompts at ``places`` beside their tokens, by the names of the fields.
-    """
-    return {"texts": [prompts.texts[i] for i in places],
-            "columns": {name: [cells[i] for i in places]
+def _at(prompts: PromptBatch | PromptSet, places: Sequence[int], *more: str) -> dict[str, Any]:
+    """What is known of the prompts at ``places``, by the names of the fields: what both kinds have,
+    and ``more``."""
+    lists = {name: getattr(prompts, name) for name in ("texts", "messages", *more)}
+    return {"columns": {name: [cells[i] for i in places]
                         for name, cells in prompts.columns.items()},
-            "messages": [prompts.messages[i] for i in places] if prompts.messages else []}
+            **{name: [cells[i] for i in places] if cells else [] for name, cells in lists.items()}}
 
 
-def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int,
-                 max_prompt_tokens: int, items: list[Any] | None = None, whole: bool = False
-                 ) -> PromptSet:
+def load_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int,
+                 items: list[Any] | None = None, whole: bool = False) -> PromptSet:
     """The training prompts.
 
     Rows are read from ``cfg.path`` or ``cfg.items``; without either, the set is one prompt, the BOS
@@ -161,9 +153,9 @@ def load_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed
                   notes=notes, num_eval=cfg.eval.limit, whole=whole)
 
 
-def load_eval_prompts(cfg: PromptsConfig, tokenizer: PreTrainedTokenizerBase, *, seed: int,
-                      max_prompt_tokens: int, training: PromptSet,
-                      items: list[Any] | None = None, whole: bool = False) -> PromptSet:
+def load_eval_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int,
+                      training: PromptSet, items: list[Any] | None = None, whole: bool = False
+                      ) -> PromptSet:
     """The evaluation prompts: at most ``cfg.eval.limit``, spread evenly over their source.
 
     The source is ``items``, ``cfg.eval.items``, ``cfg.eval.path``, or another split or
@@ -214,7 +206,7 @@ def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) 
     return indices
 
 
-def _build(rows: list[Row], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int,
+def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
            max_prompt_tokens: int, notes: list[str], whole: bool, num_eval: int = 0) -> PromptSet:
     columns = render.metadata(rows, spec)
     conversations = render.prompt_cells(rows, spec) if spec.chat else []
@@ -245,7 +237,7 @@ def _build(rows: list[Row], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase
         eval_rows=tuple(_spread([rows[i] for i in encoded.kept] if drops else rows, num_eval)))
 
 
-def _bos_set(tokenizer: PreTrainedTokenizerBase, n: int) -> PromptSet:
+def _bos_set(tokenizer: Any, n: int) -> PromptSet:
     """The id that starts a text, n times: BOS, or EOS where a tokenizer has no BOS."""
     name = "BOS" if tokenizer.bos_token_id is not None else "EOS"
     token = tokenizer.bos_token_id if name == "BOS" else tokenizer.eos_token_id

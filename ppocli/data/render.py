@@ -1,23 +1,18 @@
 """From raw rows to the texts of their prompts (first words, template, chat template), and on to
 token ids, cut to the lengths that were asked for."""
 
-from __future__ import annotations
-
 import string
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ppocli.data.files import Row
-from ppocli.data.sources import PromptSpec, Source, with_prompt
+from ppocli.data.sources import Source, with_prompt
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import counted, cut, nearest, pasted, suggestion
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Piece = tuple[str, str | None]
 """literal text, then the name of the placeholder that follows it (None at the end)"""
@@ -25,7 +20,7 @@ _CHUNK = 4096
 """texts tokenised at once: the tokens of all uncut texts may be many times those that are kept"""
 
 
-def take_rows(rows: Iterable[Row], spec: PromptSpec, notes: list[str], *,
+def take_rows(rows: Iterable[Row], spec: Source, notes: list[str], *,
               most: int | None = None) -> list[Row]:
     """The first ``most`` rows that hold a prompt (None: all). A cell without any visible character,
     or null, is blank; how many of those were passed is said in ``notes``.
@@ -65,7 +60,7 @@ def ends_in_eos(rows: Sequence[Row], eos: str) -> str:
             f"the token out if {they} should be continued")
 
 
-def _is_blank(row: Row, spec: PromptSpec) -> bool:
+def _is_blank(row: Row, spec: Source) -> bool:
     if spec.column not in row.values:
         _no_column(row, spec)
     if (cell := row.values[spec.column]) is None:
@@ -84,7 +79,7 @@ def _is_blank(row: Row, spec: PromptSpec) -> bool:
         fix="prompts are texts" + (", or lists of {role, content} messages" if spec.chat else ""))
 
 
-def _no_column(row: Row, spec: PromptSpec) -> None:
+def _no_column(row: Row, spec: Source) -> None:
     names = [name for name in row.values if isinstance(name, str)]
     near = nearest(spec.column, names, count=1)
     texts = near or [name for name in names if isinstance(row.values[name], str)] or names
@@ -106,7 +101,7 @@ def column_names(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row.values))
 
 
-def metadata(rows: Sequence[Row], spec: PromptSpec) -> dict[str, list[Any]]:
+def metadata(rows: Sequence[Row], spec: Source) -> dict[str, list[Any]]:
     """The metadata columns: ``spec.columns``, or all but the prompt's; None where a row has none.
 
     Raises:
@@ -124,8 +119,7 @@ def metadata(rows: Sequence[Row], spec: PromptSpec) -> dict[str, list[Any]]:
     return {name: [row.values.get(name) for row in rows] for name in wanted}
 
 
-def prompt_texts(rows: Sequence[Row], spec: PromptSpec,
-                 tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def prompt_texts(rows: Sequence[Row], spec: Source, tokenizer: Any) -> list[str]:
     """The text of each row's prompt after first words, template and chat template.
 
     ``first_words`` joins the words by one space, as trlX's sentiment example does
@@ -144,7 +138,7 @@ def prompt_texts(rows: Sequence[Row], spec: PromptSpec,
             for row, cell in zip(rows, prompt_cells(rows, spec), strict=True)]
 
 
-def prompt_cells(rows: Sequence[Row], spec: PromptSpec) -> list[Any]:
+def prompt_cells(rows: Sequence[Row], spec: Source) -> list[Any]:
     """Each row's prompt after first words and template, before the chat template: a text, or with
     ``chat`` a conversation, a list of messages.
 
@@ -162,8 +156,11 @@ def prompt_cells(rows: Sequence[Row], spec: PromptSpec) -> list[Any]:
                 cell = fill(pieces, cell, row, spec)
             if spec.chat:
                 cell = [{"role": "user", "content": cell}]
-        else:
-            _refuse_text_settings(row, spec)
+        elif given := [name for name in ("first_words", "template")
+                       if getattr(spec, name) is not None]:
+            raise InputError(f"{spec.key}.{given[0]} works on texts, but {row.place} holds chat "
+                             "messages.", where=f"{spec.key}.{given[0]}={getattr(spec, given[0])}",
+                             fix=f"{spec.key}.{given[0]}=null")
         cells.append(cell)
     return cells
 
@@ -185,15 +182,7 @@ def encodable(text: str, row: Row, spec: Source) -> str:
     return text
 
 
-def _refuse_text_settings(row: Row, spec: PromptSpec) -> None:
-    for name, value in (("first_words", spec.first_words), ("template", spec.template)):
-        if value is not None:
-            raise InputError(f"{spec.key}.{name} works on texts, but {row.place} holds chat "
-                             "messages.", where=f"{spec.key}.{name}={value}",
-                             fix=f"{spec.key}.{name}=null")
-
-
-def rendered_chat(messages: list[dict[str, Any]], place: str, tokenizer: PreTrainedTokenizerBase, *,
+def rendered_chat(messages: list[dict[str, Any]], place: str, tokenizer: Any, *,
                   prompt: bool = False, where: str = "model.tokenizer_path") -> str:
     """What the template makes of a conversation, with the generation prompt where asked.
 
@@ -285,8 +274,8 @@ class Encoded:
     """which of the given texts that were kept end in an EOS token of their own"""
 
 
-def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBase, *, seed: int,
-           max_prompt_tokens: int, whole: bool = False) -> Encoded:
+def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_prompt_tokens: int,
+           whole: bool) -> Encoded:
     """Tokenise, draw lengths, cut or (``overlong=drop``) leave out.
 
     Text is given the tokens that the tokenizer puts in front of a text (BOS), and none behind it,
@@ -343,7 +332,7 @@ def encode(texts: list[str], spec: PromptSpec, tokenizer: PreTrainedTokenizerBas
                    longest=longest, ended=ended)
 
 
-def tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
     """The ids that the tokenizer puts in front of every text by itself, most often BOS or none, and
     those behind it, most often EOS or none."""
     text = "a"
@@ -360,8 +349,7 @@ def tokens_around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[i
     return [], full
 
 
-def token_ids_of(texts: list[str], tokenizer: PreTrainedTokenizerBase, size: int = _CHUNK
-                 ) -> Iterator[list[int]]:
+def token_ids_of(texts: list[str], tokenizer: Any, size: int = _CHUNK) -> Iterator[list[int]]:
     """The ids of each text, without those that the tokenizer puts around it.
 
     Raises:
@@ -381,11 +369,10 @@ def token_ids_of(texts: list[str], tokenizer: PreTrainedTokenizerBase, size: int
         yield from ids
 
 
-def _bare_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def _bare_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
     # verbose=False: the warning about long texts is premature, they are cut later
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, return_attention_mask=False,
-                                     verbose=False)["input_ids"]
-    return ids
+    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False,
+                     verbose=False)["input_ids"]
 
 
 def _cut(ids: list[int], longest: int, fixed: int, side: str) -> list[int]:

@@ -21,50 +21,27 @@ if TYPE_CHECKING:
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}.*$")  # train-00000-of-00002.parquet
-_INHERITED = ("name", "split", "column", "columns", "first_words", "length_sampler", "template",
-              "chat", "max_length", "overlong", "truncation_side")
-"""what ``prompts.eval`` takes from ``prompts`` where its own key is null, as it stands there"""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """Where rows come from, and the texts of their prompts. Made here and by
-    :mod:`ppocli.data.examples`, read by the other modules of the room."""
+@dataclass(kw_only=True)
+class Source(schema.PromptsConfig):
+    """Where rows come from, and the texts of their prompts: the keys of ``prompts``, as they count
+    for one set. Made here and by :mod:`ppocli.data.examples`, read by the other modules of the
+    room. ``column`` is the name of a bare text: of prompts, the column that holds them."""
 
-    key: str
+    key: str = "prompts"
     """``prompts``, ``prompts.eval`` or ``data``: how errors name the settings"""
     noun: str = "prompt"
     """what errors call a row's content: ``prompt`` or ``data``"""
-    path: str | None
-    path_key: str
+    path_key: str = "prompts.path"
     """the key that gave ``path``, which an evaluation set may have inherited"""
-    name: str | None
-    split: str
     split_asked: bool
     """whether the split was set for this very source, so that ignoring it is worth a note"""
-    items: list[Any] | None
-    column: str
-    """the name of a bare text: of prompts, the column that holds them"""
-    limit: int | None
-    template: str | None
-    chat: bool
 
     @property
     def where(self) -> str:
         """How errors name the source."""
         return f"{self.path_key}={self.path}" if self.items is None else f"{self.key}.items"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSpec(Source):
-    """Checked settings of one prompt set."""
-
-    columns: list[str] | None
-    first_words: int | None
-    length_sampler: list[int] | None
-    max_length: int | None
-    overlong: str
-    truncation_side: str
 
     @property
     def has_source(self) -> bool:
@@ -72,7 +49,7 @@ class PromptSpec(Source):
         return self.path is not None or self.items is not None
 
 
-def training_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> PromptSpec:
+def training_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Source:
     """The training prompts; ``items``, given from Python, replace ``prompts.path``.
 
     Raises:
@@ -80,13 +57,11 @@ def training_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> PromptS
     """
     if items is None:
         items = cfg.items
-    return PromptSpec(
-        key="prompts", path=None if items is not None else cfg.path, path_key="prompts.path",
-        split_asked=cfg.split != "train", items=as_list(items), limit=cfg.limit,
-        **{name: getattr(cfg, name) for name in _INHERITED})
+    return Source(split_asked=cfg.split != "train", **vars(cfg) | {
+        "items": as_list(items), "path": cfg.path if items is None else None})
 
 
-def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> PromptSpec:
+def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Source:
     """The evaluation prompts. Keys of ``prompts.eval`` that are null take those of ``prompts``.
 
     The result has a source only if one was given for evaluation: ``items``, ``prompts.eval.items``,
@@ -100,11 +75,11 @@ def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Promp
         items = own.items
     if path is None and items is None and (own.split is not None or own.name is not None):
         path = cfg.path
-    return PromptSpec(
-        key="prompts.eval", path=path,
-        path_key="prompts.path" if own.path is None else "prompts.eval.path",
-        split_asked=own.split is not None, items=as_list(items), limit=own.limit,
-        **{name: getattr(cfg if getattr(own, name) is None else own, name) for name in _INHERITED})
+    given = {name: value for name, value in vars(own).items()
+             if value is not None and name != "repeat"}
+    return Source(key="prompts.eval", split_asked=own.split is not None,
+                  path_key="prompts.path" if own.path is None else "prompts.eval.path",
+                  **vars(cfg) | given | {"items": as_list(items), "path": path})
 
 
 def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.items"
@@ -148,7 +123,11 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
             else Path(spec.path).expanduser())
     if not path.exists():
         _missing(path, spec)
-    return _local_rows(path, spec, notes)
+    if path.is_dir():
+        saved = any((path / name).is_file() for name in ("dataset_dict.json", "state.json"))
+        return (_saved_rows if saved else _folder_rows)(path, spec, notes)
+    _note_ignored(path, spec, notes, name=True, split=True)
+    return read_file(path, spec.column, spec.noun)
 
 
 def names_hub_dataset(path: str) -> bool:
@@ -182,15 +161,6 @@ def _inline_rows(spec: Source, items: Sequence[Any]) -> Iterator[Row]:
 
 
 # Files and folders --------------------------------------------------------------------------------
-
-def _local_rows(path: Path, spec: Source, notes: list[str]) -> Iterator[Row]:
-    if path.is_dir():
-        if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-            return _saved_rows(path, spec, notes)
-        return _folder_rows(path, spec, notes)
-    _note_ignored(path, spec, notes, name=True, split=True)
-    return read_file(path, spec.column, spec.noun)
-
 
 def _note_ignored(path: Path, spec: Source, notes: list[str], *, name: bool = False,
                   split: bool = False) -> None:
