@@ -4,7 +4,7 @@ token ids, cut to the lengths that were asked for."""
 import string
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -67,7 +67,9 @@ def _is_blank(row: Row, spec: Source) -> bool:
         return True
     if isinstance(cell, str):
         return not cell.strip()
-    if _looks_like_messages(cell):
+    if isinstance(cell, list) and cell and all(
+            isinstance(message, dict) and isinstance(message.get("role"), str)
+            and "content" in message for message in cell):
         if not spec.chat:
             raise InputError(f"Column {spec.column!r} in {row.place} holds chat messages, not a "
                              "text.", where=f"{spec.key}.column={spec.column}",
@@ -88,12 +90,6 @@ def _no_column(row: Row, spec: Source) -> None:
                      f"{suggestion(spec.column, names)}".rstrip(),
                      where=f"{spec.key}.column={spec.column}",
                      fix=pasted(f"{spec.key}.column={texts[0]}") if texts else None)
-
-
-def _looks_like_messages(cell: Any) -> bool:
-    return (isinstance(cell, list) and len(cell) > 0
-            and all(isinstance(message, dict) and isinstance(message.get("role"), str)
-                    and "content" in message for message in cell))
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:
@@ -256,21 +252,21 @@ def fill(pieces: list[Piece], prompt: str, row: Row, spec: Source) -> str:
 
 # Tokens -------------------------------------------------------------------------------------------
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Encoded:
     """n prompts as tokens. Made by :func:`encode`, read by :mod:`ppocli.data.prompt_set`."""
 
-    token_ids: list[list[int]]
-    """n lists, none empty"""
-    texts: list[str]
-    """n texts; of a prompt that was cut, what its tokens still say"""
-    kept: list[int]
-    """which of the given texts these are: those without any token were dropped"""
-    overlong: int
-    """how many were longer than ``longest``, and were cut to it or dropped"""
     longest: int
     """tokens a prompt may have"""
-    ended: list[int]
+    token_ids: list[list[int]] = field(default_factory=list)
+    """n lists, none empty"""
+    texts: list[str] = field(default_factory=list)
+    """n texts; of a prompt that was cut, what its tokens still say"""
+    kept: list[int] = field(default_factory=list)
+    """which of the given texts these are: those without any token were dropped"""
+    overlong: int = 0
+    """how many were longer than ``longest``, and were cut to it or dropped"""
+    ended: list[int] = field(default_factory=list)
     """which of the given texts that were kept end in an EOS token of their own"""
 
 
@@ -297,18 +293,14 @@ def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_pro
     if max_prompt_tokens < 1:
         raise ConfigError("generation.max_new_tokens leaves no position of the model for a prompt.",
                           where="generation.max_new_tokens", fix="lower it")
-    longest = min(spec.max_length or max_prompt_tokens, max_prompt_tokens)
+    found = Encoded(longest=min(spec.max_length or max_prompt_tokens, max_prompt_tokens))
     front, behind = ([], []) if spec.chat else tokens_around(tokenizer)
     behind = behind if whole else []
-    room = max(longest - len(behind), 1)
+    room = max(found.longest - len(behind), 1)
     lengths = None
     if spec.length_sampler is not None:
         shortest, most = spec.length_sampler
         lengths = np.random.default_rng(seed).integers(shortest, most + 1, size=len(texts)).tolist()
-    token_ids: list[list[int]] = []
-    kept_texts: list[str] = []
-    kept, ended = list[int](), list[int]()
-    overlong = 0
     for i, body in enumerate(token_ids_of(texts, tokenizer)):
         if not body:
             continue
@@ -316,20 +308,19 @@ def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_pro
         fixed = len(front) or int(ids[0] == tokenizer.bos_token_id)
         uncut = len(ids)
         if lengths is not None:
-            ids = ids[:lengths[len(kept)]]
+            ids = ids[:lengths[len(found.kept)]]
         if len(ids) > room:
-            overlong += 1
+            found.overlong += 1
             if spec.overlong == "drop":
                 continue
             ids = _cut(ids, room, fixed, spec.truncation_side)
         if ids[-1] == tokenizer.eos_token_id and len(ids) > len(front):
-            ended.append(i)
-        kept.append(i)
-        token_ids.append(ids + behind)
-        kept_texts.append(texts[i] if len(ids) == uncut else str(tokenizer.decode(
+            found.ended.append(i)
+        found.kept.append(i)
+        found.token_ids.append(ids + behind)
+        found.texts.append(texts[i] if len(ids) == uncut else str(tokenizer.decode(
             ids[len(front):], skip_special_tokens=False, clean_up_tokenization_spaces=False)))
-    return Encoded(token_ids=token_ids, texts=kept_texts, kept=kept, overlong=overlong,
-                   longest=longest, ended=ended)
+    return found
 
 
 def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -102,19 +102,19 @@ class Calls:
         trial.answers([Called(begun.environment, 0, 1, {"response": ""})], USER)
 
     def _together(self, calls: Sequence[Called], stream: int) -> list[Answered]:
+        async def together() -> list[Answered]:
+            return list(await asyncio.gather(*(self._awaited(call, stream) for call in calls)))
+
         # each has the limit for itself; one that never awaits would hold up all of them
         limit, tries = self.cfg.timeout, 1 + self.cfg.retries
         seconds = None if limit is None else 2 * tries * limit
         try:
-            return self._limited(lambda: asyncio.run(self._gather(calls, stream)), seconds)
+            return self._limited(lambda: asyncio.run(together()), seconds)
         except CallTimeoutError as error:
             raise RewardError(
                 f"{self.what.label} is async and awaits nothing: {len(calls)} calls are {error}.",
                 where="env.timeout", fix="await what waits, or make reset and step plain methods"
             ) from error
-
-    async def _gather(self, calls: Sequence[Called], stream: int) -> list[Answered]:
-        return list(await asyncio.gather(*(self._awaited(call, stream) for call in calls)))
 
     async def _awaited(self, call: Called, stream: int) -> Answered:
         for left in range(self.cfg.retries, -1, -1):
@@ -163,8 +163,10 @@ class Calls:
         what, rng = self.what, partial(np.random.default_rng,
                                        [self.seed, stream, call.episode, call.turn])
         if call.turn == 0:
-            environment = what.make()
-            result = environment.reset(**what.arguments({**call.given, "rng": rng()}))
+            environment, takes = what.make(), what.reset_names
+            known = {**call.given, "rng": rng()}
+            result = environment.reset(**{name: value for name, value in known.items()
+                                          if takes is None or name in takes})
             if inspect.isawaitable(result) and not what.waits:
                 result = asyncio.run(_awaited(result))
             return environment, result

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter
 from typing import Any
@@ -33,20 +33,15 @@ class EnvironmentClass:
     file: str | None
     make: Callable[[], Any]
     """a new environment with ``reset`` and ``step``, ours or adapted"""
-    reset_names: frozenset[str] | None
+    reset_names: frozenset[str] | None = None
     """what ``reset`` takes by name; None: all there is"""
-    step_takes_rng: bool
-    waits: bool
+    step_takes_rng: bool = False
+    waits: bool = False
     """``step`` is ``async``: those of a batch wait together"""
-    deterministic: bool
+    deterministic: bool = True
     """whether the same words and random numbers give the same episode"""
     tools: tuple[Any, ...] = ()
     """functions that the chat template describes to the policy"""
-
-    def arguments(self, known: Mapping[str, Any]) -> dict[str, Any]:
-        """Those that ``reset`` takes of everything that is known of an episode."""
-        names = self.reset_names
-        return {name: value for name, value in known.items() if names is None or name in names}
 
 
 def code_files(cfg: EnvConfig) -> list[str]:
@@ -80,8 +75,8 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
     if cfg.fn == TOOLS:
         functions = tuple(one.target for one in found)
         return EnvironmentClass(", ".join(cfg.tools), found[0].file,
-                                partial(adapters.ToolPlay, functions), frozenset(), False, False,
-                                True, functions)
+                                partial(adapters.ToolPlay, functions), frozenset(),
+                                tools=functions)
     located, = found
     cls: Any = located.target
     wrap = adapters.ADAPTERS.get(cfg.adapter or "")
@@ -100,16 +95,15 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
         raise RewardError(f"{located.label} can't be made with env.kwargs={dict(cfg.kwargs)}: "
                           f"{error}.", where=f"{where}, env.kwargs",
                           fix=f"it takes {inspect.signature(cls)}") from error
-    make = partial(cls, **cfg.kwargs)
     step: Any = getattr(cls, "step", None)
-    deterministic = bool(getattr(cls, "deterministic", True))
+    plain = EnvironmentClass(located.label, located.file, partial(cls, **cfg.kwargs),
+                             waits=inspect.iscoroutinefunction(step),
+                             deterministic=bool(getattr(cls, "deterministic", True)))
     if wrap is not None:
-        return EnvironmentClass(located.label, located.file, lambda: wrap(make()), None, False,
-                                inspect.iscoroutinefunction(step), deterministic,
-                                adapters.tools_of(cls) if cfg.adapter == "trl" else ())
-    return EnvironmentClass(located.label, located.file, make, _reset_names(cls, located, columns),
-                            "rng" in inspect.signature(step).parameters,
-                            inspect.iscoroutinefunction(step), deterministic)
+        return replace(plain, make=lambda: wrap(plain.make()),
+                       tools=adapters.tools_of(cls) if cfg.adapter == "trl" else ())
+    return replace(plain, reset_names=_reset_names(cls, located, columns),
+                   step_takes_rng="rng" in inspect.signature(step).parameters)
 
 
 def _reset_names(cls: Any, located: Located, columns: Collection[str] | None

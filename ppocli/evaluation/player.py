@@ -86,7 +86,8 @@ class Player:
         """
         ids = prompt_ids(self.tokenizer, texts, rendered=chat,
                          whole=self.loaded.decoder_start is not None)
-        check_lengths(self.loaded.lm, ids, self._spec(generation))
+        spec, *_ = sampling_specs(generation, self.tokenizer, self.loaded)
+        check_lengths(self.loaded.lm, ids, spec)
         return ids
 
     def answers(self, prompts: Sequence[Sequence[int]], generation: schema.GenerationConfig, *,
@@ -102,10 +103,10 @@ class Player:
             DivergedError: the model's probabilities are not finite.
             OutOfMemoryError: a batch doesn't fit the device.
         """
-        made = answer_prompts(self.loaded.lm, self.tokenizer, prompts, self._spec(generation),
-                              seed=seed, num_samples=num_samples, first=first, batch=batch,
-                              start=self.loaded.decoder_start, poll=poll, show=show,
-                              servers=self.servers)
+        spec, *_ = sampling_specs(generation, self.tokenizer, self.loaded)
+        made = answer_prompts(self.loaded.lm, self.tokenizer, prompts, spec, seed=seed,
+                              num_samples=num_samples, first=first, batch=batch, poll=poll,
+                              show=show, start=self.loaded.decoder_start, servers=self.servers)
         while True:
             try:
                 with self.autocast():
@@ -117,9 +118,6 @@ class Player:
             if answers is None:
                 return
             yield answers
-
-    def _spec(self, generation: schema.GenerationConfig) -> Any:
-        return sampling_specs(generation, self.tokenizer, self.loaded)[0]
 
 
 def load_player(cfg: schema.ModelConfig, name: str, backend: Backend | None = None) -> Player:

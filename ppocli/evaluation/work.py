@@ -139,16 +139,11 @@ def _say_declared(session: EvalSession, request: EvalRequest, say: Callable[[str
             + " ".join(left))
 
 
-def _compared(request: EvalRequest, target: Target, cfg: TrainConfig, say: Callable[[str], None]
-              ) -> dict[str, Target]:
-    """A policy and, if asked for, what it is compared with, by role."""
-    against = request.find_against(target, cfg, say)
-    return {"policy": target} | ({} if against is None else {"against": against})
-
-
 def _targets(request: EvalRequest, target: Target, cfg: TrainConfig, say: Callable[[str], None]
              ) -> dict[str, Target]:
-    targets = _compared(request, target, cfg, say)
+    """A policy and, if asked for, what it is compared with and the base of a frontier, by role."""
+    against = request.find_against(target, cfg, say)
+    targets = {"policy": target} | ({} if against is None else {"against": against})
     if request.frontier:
         if cfg.model.reference.kind == "none":
             raise ConfigError("A frontier needs the KL to the base, and there is no reference.",
@@ -319,7 +314,7 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
         "checkpoint.keep_best": False, "hardware.memory_check": "off"})
     default = files.folder_of(request, target)
     files.refuse_taken(default, request)
-    targets = _compared(request, target, cfg, say)
+    targets = _targets(request, target, cfg, say)
     found: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
     identity: dict[str, Any] = {}
