@@ -101,8 +101,8 @@ def _reward(cfg: TrainConfig, hands_tokenizer: bool) -> Reward:
     for path in reward.code_files:
         say(f"running code from {path}")
     for part in () if hands_tokenizer else reward.parts:
-        if any(p.name == "tokenizer" for p in part.bound.parameters):
-            say(f"{part.bound.label} asks for a tokenizer and gets None; to hand it one: "
+        if any(p.name == "tokenizer" for p in part.parameters):
+            say(f"{part.label} asks for a tokenizer and gets None; to hand it one: "
                 "--tokenizer FOLDER")
     return reward
 
@@ -170,7 +170,7 @@ def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
             "whoever has the token can have samples scored here" if token_env else
             "anyone can have samples scored here; --token-env NAME asks for a token"))
     token = f" reward.kwargs.token_env={token_env}" if token_env else ""
-    say(f"serving {', '.join(part.bound.label for part in server.reward.parts)}; "
+    say(f"serving {', '.join(part.label for part in server.reward.parts)}; "
         f"{address}{serving.HEALTH} says how it is; Ctrl-C ends it")
     for path in server.rewards:
         what = "" if path == serving.SCORE else f" ({path.removeprefix(serving.SCORE + '/')} alone)"

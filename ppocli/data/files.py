@@ -107,12 +107,10 @@ def _parsed(path: Path, text: str, line: int, fix: str | None = None) -> Any:
 
 
 def _json_row(path: Path, place: str, value: Any, column: str) -> Row:
-    if isinstance(value, dict):
-        return Row(f"{place} of {path.name}", value)
-    if isinstance(value, str):
-        return Row(f"{place} of {path.name}", {column: value})
-    _malformed(path, place.capitalize(), f"is a JSON {type(value).__name__}, not an object or a "
-               "text", f'each row looks like {{"{column}": "..."}}')
+    if not isinstance(value, dict | str):
+        _malformed(path, place.capitalize(), f"is a JSON {type(value).__name__}, not an object or "
+                   "a text", f'each row looks like {{"{column}": "..."}}')
+    return Row(f"{place} of {path.name}", {column: value} if isinstance(value, str) else value)
 
 
 def _read_jsonl(path: Path, column: str, noun: str) -> Iterator[Row]:

@@ -88,20 +88,17 @@ class ToolPlay:
         return result if isinstance(result, str) else json.dumps(result, default=str)
 
 
-class TRLPlay:
-    """An environment of TRL's."""
+class TRLPlay(ToolPlay):
+    """An environment of TRL's, whose methods are the tools."""
 
     def __init__(self, own: Any) -> None:
+        super().__init__(tools_of(own))
         self.own = own
-        self._tools = ToolPlay(tools_of(own))
 
-    def reset(self, *, prompt: Any, messages: Any = None, rng: Any = None, **columns: Any) -> Any:
+    def reset(self, *, prompt: Any = None, messages: Any = None, rng: Any = None, **columns: Any
+              ) -> Any:
         """TRL hands the whole row over, the prompt with it."""
         return self.own.reset(prompt=messages or prompt, **columns)
-
-    def step(self, response: str) -> Step:
-        """As :class:`ToolPlay`."""
-        return self._tools.step(response)
 
 
 class OpenRLHFPlay:

@@ -5,7 +5,6 @@ import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
-from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from ppocli.evaluation.request import Row
 from ppocli.runs.pictures import Line, Panel, draw
 from ppocli.runs.target import Target
 from ppocli.tasks.ppo.evaluate import distinct, evaluation_figures
+from ppocli.tasks.ppo.figures import mean
 from ppocli.tasks.ppo.session import EvalSession
 from ppocli.training.state import torch_versions
 
@@ -73,10 +73,6 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
             "samples": len(rows), "scored": len(scores)}
 
 
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else math.nan
-
-
 def clustered_stderr(column: Sequence[tuple[float, int]]) -> float:
     """Standard error of the mean when values of one cluster (prompt) hang together.
 
@@ -92,11 +88,11 @@ def clustered_stderr(column: Sequence[tuple[float, int]]) -> float:
     """
     if len(column) < 2:
         return math.nan
-    mean = fmean(value for value, _ in column)
+    middle = mean([value for value, _ in column])
     single = len({cluster for _, cluster in column}) == 1
     sums: dict[int, list[float]] = {}
     for number, (value, cluster) in enumerate(column):
-        sums.setdefault(number if single else cluster, []).append(value - mean)
+        sums.setdefault(number if single else cluster, []).append(value - middle)
     total = math.fsum(math.fsum(part) ** 2 for part in sums.values())
     return math.sqrt(len(sums) / (len(sums) - 1) * total) / len(column)
 
@@ -120,8 +116,8 @@ def compare(policy: Sequence[Row], against: Sequence[Row]) -> dict[str, Any]:
     wins, ties, losses = (sum(outcome == value for outcome, _ in outcomes)
                           for value in (1.0, 0.5, 0.0))
     return {"compared": len(gaps), "wins": wins, "ties": ties, "losses": losses,
-            "win_rate": _mean([outcome for outcome, _ in outcomes]),
-            "stderr": clustered_stderr(outcomes), "difference": _mean([gap for gap, _ in gaps]),
+            "win_rate": mean([outcome for outcome, _ in outcomes]),
+            "stderr": clustered_stderr(outcomes), "difference": mean([gap for gap, _ in gaps]),
             "difference_stderr": clustered_stderr(gaps)}
 
 
@@ -176,8 +172,8 @@ def frontier_of(base: Sequence[Row], policy: Sequence[Row], *, plain_sampling: b
     for prompt in own:
         if comparable and kl <= last and len(scores.get(prompt, ())) >= BEST_OF[-1]:
             best.append(_interpolated(scores[prompt], kl))
-            differences.append((fmean(own[prompt]) - best[-1], prompt))
-    difference, spread = _mean([gap for gap, _ in differences]), clustered_stderr(differences)
+            differences.append((mean(own[prompt]) - best[-1], prompt))
+    difference, spread = mean([gap for gap, _ in differences]), clustered_stderr(differences)
     verdict = "beyond" if comparable and kl > last else "not comparable"
     if differences:
         clear = abs(difference) > 2 * spread  # never with a single prompt, whose spread is NaN
@@ -185,7 +181,7 @@ def frontier_of(base: Sequence[Row], policy: Sequence[Row], *, plain_sampling: b
     return {"samples_each": BASE_SAMPLES, "points": [_point(scores, n) for n in BEST_OF],
             "policy": {"kl": kl, "reward": found["figures"]["reward_mean"],
                        "stderr": found["stderr"]["reward_mean"]},
-            "verdict": verdict, "best_of_n_at_policy_kl": _mean(best),
+            "verdict": verdict, "best_of_n_at_policy_kl": mean(best),
             "difference": difference, "difference_stderr": spread}
 
 
@@ -209,7 +205,7 @@ def _point(scores: dict[int, list[float]], n: int) -> dict[str, float]:
     """Best-of-n of the base over the prompts with at least n scored samples; its kl is an upper
     bound."""
     values = [(best_of_n(each, n), prompt) for prompt, each in scores.items() if len(each) >= n]
-    return {"n": n, "kl": best_of_n_kl(n), "reward": _mean([value for value, _ in values]),
+    return {"n": n, "kl": best_of_n_kl(n), "reward": mean([value for value, _ in values]),
             "stderr": clustered_stderr(values), "prompts": len(values)}
 
 

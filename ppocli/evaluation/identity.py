@@ -172,7 +172,7 @@ def judge_digests(session: EvalSession, objects: PythonObjects) -> dict[str, str
              for name in ("reward_fn", "metric_fn")
              if (value := getattr(objects, name)) is not None}
     for part in (part for judge in _judges(session) for part in judge.parts):
-        if weights := sorted(_weights(part.bound.call, [])):
+        if weights := sorted(_weights(part.call, [])):
             found[f"weights of {part.name}"] = _digest(weights)
     return found
 

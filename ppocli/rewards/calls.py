@@ -36,10 +36,7 @@ MAX_FLOAT32 = float(np.finfo(np.float32).max)
 MAX_INVALID_SHARE = 0.1
 T = TypeVar("T")
 
-EXPECTED = ("return one number a sample, or one list of numbers a sample with as many as its "
-            "response has tokens")
-EXPECTED_PER_STEP = ("return one number a sample, or one list of numbers a sample with as many as "
-                     "it has steps")
+EXPECTED = "return one number a sample, or one list of numbers a sample with as many as "
 EXPECTED_STEPS = ("return one list a sample: the texts of its steps, which together are "
                   "the response or its beginning")
 EXPECTED_METRICS = "return a dict: metric name -> a list with one finite number a sample"
@@ -139,15 +136,15 @@ def read_scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> 
         RewardError: wrong count, type, shape or a number that float32 can't hold.
     """
     per_step = request.steps is not None and (isinstance(returned, StepScores) or bound.takes_steps)
-    expected = EXPECTED_PER_STEP if per_step else EXPECTED
+    noun = "step" if per_step else "token"
+    expected = EXPECTED + ("it has steps" if per_step else "its response has tokens")
     returned = styles.scores_in(returned, bound.style, request, lambda what: _error(
         bound, f" returned {what}.", expected))
     dense: bool | None = None
 
     def read(index: int, value: Any) -> Score:
         nonlocal dense
-        score = _score(value, "step" if per_step else "token")
-        if score is None:
+        if (score := _score(value, noun)) is None:
             return None
         if isinstance(score, list) and per_step:
             score = _on_tokens(score, request, index)

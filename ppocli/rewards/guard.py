@@ -67,21 +67,20 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
             finally:
                 changed = [name for name, value in _modes().items() if value != before[name]]
     finally:
+        loaded: Any = sys.modules.get("torch")
         for what in python.put_back():
             log.warning("%s %s; it is put back, for the run goes on with it", label, what)
         for name, value in _settings().items():
             if value != settings.get(name, value):
-                getattr(sys.modules["torch"], f"set_{_SETTINGS[name]}")(settings[name])
+                getattr(loaded, f"set_{_SETTINGS[name]}")(settings[name])
                 log.warning("%s changed torch's %s from %s to %s; it is put back, for the numbers "
                             "of the run depend on it", label, name, settings[name], value)
         if _DTYPE in changed:
-            torch = sys.modules["torch"]
-            torch.set_default_dtype(getattr(torch, before[_DTYPE].removeprefix("torch.")))
+            loaded.set_default_dtype(getattr(loaded, before[_DTYPE].removeprefix("torch.")))
         if _DEVICE in changed:
-            torch = sys.modules["torch"]
-            torch.set_default_device(None)
-            if str(torch.get_default_device()) != before[_DEVICE]:
-                torch.set_default_device(before[_DEVICE])
+            loaded.set_default_device(None)
+            if str(loaded.get_default_device()) != before[_DEVICE]:
+                loaded.set_default_device(before[_DEVICE])
         # those of executors end by themselves
         _started.update({thread: label for thread in threading.enumerate() if thread not in there
                          and not thread.daemon and thread not in executors._threads_queues})

@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """seconds before the first retry, doubled before each further one, and at most"""
-TOO_MANY = 429
 LEAST_ANSWER, A_SAMPLE, A_NUMBER = 2**20, 2**12, 64
 """bytes that an answer may have at any rate, those for the score of a sample and what is logged of
 it, and those for each token's number"""
@@ -142,7 +141,7 @@ class HttpReward:
                 failed = f"{self.url} answered {status}: {shorten(opening(answer.content))}"
                 cause, fix = None, _REMEDIES.get(status, "look into the server's own messages")
                 pause = max(pause, asked_pause(answer, LONGEST_PAUSE))
-                if status < 500 and status != TOO_MANY:
+                if status < 500 and status != 429:  # too many requests
                     raise RewardError(failed, where="reward.kwargs.url", fix=fix)
             if attempt < self.retries:
                 log.warning("%s; trying again in %g s (%d of %d)", failed, pause, attempt + 1,

@@ -37,6 +37,10 @@ class BoundCallable:
     """what it gives to a class when it is built"""
     style: str = "ppocli"
     """how it is called and its answer read, one of :mod:`ppocli.rewards.styles`"""
+    name: str = ""
+    """among the rewards that are summed"""
+    weight: float = 1.0
+    """in their sum"""
 
     @property
     def takes_steps(self) -> bool:
@@ -72,7 +76,7 @@ class BoundCallable:
                               fix=f"see {kwargs_key(located.key)}") from error
         if isinstance(told := getattr(call, "told_as", None), str):  # better known than its class
             located = replace(located, spec=told, file=None, line=None)
-        return type(self)(located, call, _parameters(call, located), style=self.style)
+        return replace(self, located=located, call=call, parameters=_parameters(call, located))
 
     def check_columns(self, columns: Sequence[str], *, steps: bool = False) -> None:
         """Check that every required parameter has a source, now that the columns are known.
@@ -166,8 +170,8 @@ def wrong_argument(name: str, value: object, expected: str) -> RewardError:
                        where=f"reward.kwargs.{name}", fix=f"set reward.kwargs.{name} to {expected}")
 
 
-def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppocli"
-         ) -> BoundCallable:
+def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppocli",
+         name: str | None = None, weight: float = 1.0) -> BoundCallable:
     """Find a function, check its kwargs and read its signature, once. Nothing is built yet: no
     model is loaded for this.
 
@@ -175,6 +179,8 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
         target: an import path, a built-in's short name, or a Python object.
         key: the config key it came from.
         style: how it is called; ``auto``: by its signature.
+        name: among several (default: the last part of its own).
+        weight: of a reward in the sum.
 
     Raises:
         RewardError: the path leads to nothing, or something is wrong with signature or kwargs.
@@ -183,18 +189,21 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
         with guard.contained(target, key, "while it was imported"):
             located = locate_reward(target, key=key)
     else:
-        name = getattr(target, "__qualname__", type(target).__qualname__)
-        located = from_object(target, Wanted(name, key, REWARD))
+        located = from_object(target, Wanted(
+            getattr(target, "__qualname__", type(target).__qualname__), key, REWARD))
     call = located.target
     parameters = _parameters(call, located)
     if style == "auto":
         style = styles.recognised([p.name for p in parameters])
     style = getattr(call, "reward_style", style)
+    if name is None:
+        name = located.spec.rpartition(":")[2].rpartition(".")[2]
+    found = BoundCallable(located, call, parameters, style=style, name=name, weight=weight)
     if inspect.isclass(call):
         _check_kwargs(located, _signature(call, located), kwargs, complete=True)
-        return BoundCallable(located, call, parameters, init_kwargs=kwargs, style=style)
+        return replace(found, init_kwargs=kwargs)
     _check_kwargs(located, parameters, kwargs, styles.known(style, ()), complete=False)
-    return BoundCallable(located, call, parameters, kwargs, style=style)
+    return replace(found, kwargs=kwargs)
 
 
 def _parameters(call: Any, located: Located) -> tuple[Parameter, ...]:

@@ -15,19 +15,10 @@ from ppocli.user_code import shorten
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """One of the rewards that are summed, or the metric."""
-
-    name: str
-    bound: BoundCallable
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Judge:
     """What is asked about samples: all rewards, or the metric."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[BoundCallable, ...]
     cfg: RewardConfig
     splits: BoundCallable | None = None
     """``reward.step_fn``"""
@@ -35,8 +26,8 @@ class Judge:
     @property
     def code_files(self) -> list[str]:
         """Files of the user's code that judging runs, for ``running code from FILE``."""
-        bound = [*(part.bound for part in self.parts), *([self.splits] if self.splits else [])]
-        files = {one.located.file or "" for one in bound}
+        bound = (*self.parts, self.splits)
+        files = {one.located.file or "" for one in bound if one is not None}
         package = str(Path(__file__).resolve().parent)
         return sorted(file for file in files if file and not file.startswith(package))
 
@@ -45,7 +36,7 @@ class Judge:
         """Whether one call, on the first of several ranks, has to see the samples of all: a
         function or class says so by a true attribute of that name."""
         if self.cfg.ranks == "auto":
-            return any(getattr(part.bound.located.target, "needs_all_samples", False)
+            return any(getattr(part.located.target, "needs_all_samples", False)
                        for part in self.parts)
         return self.cfg.ranks == "first"
 
@@ -66,14 +57,13 @@ class Judge:
         if self.splits is not None:
             self.splits.check_columns(columns)
         for part in self.parts:
-            part.bound.check_columns(columns, steps=self.has_steps if steps is None else steps)
+            part.check_columns(columns, steps=self.has_steps if steps is None else steps)
 
     def _ready(self, columns: Sequence[str] | None, first: bool) -> Self:
         """With objects made of the classes on each rank that calls them, and checked columns."""
         ready = replace(self, splits=self.splits and self.splits.built())
         if first or not self.needs_all_samples:
-            ready = replace(ready, parts=tuple(replace(part, bound=part.bound.built())
-                                              for part in self.parts))
+            ready = replace(ready, parts=tuple(part.built() for part in self.parts))
         if columns is not None:
             ready.check_columns(columns)
         return ready
@@ -89,7 +79,11 @@ class Reward(Judge):
     def waits(self) -> bool:
         """Whether scoring only waits for others, so that generation may go on beside it: every
         reward says so by an attribute ``waits = True``."""
-        return all(getattr(part.bound.call, "waits", False) is True for part in self.parts)
+        return self.all_say("waits")
+
+    def all_say(self, attribute: str) -> bool:
+        """Whether each function has a true attribute of that name."""
+        return all(getattr(part.call, attribute, False) is True for part in self.parts)
 
     def step_ends(self, request: RewardRequest) -> list[list[int]]:
         """[N] lists of where the steps of each response end, in characters.
@@ -118,7 +112,7 @@ class Reward(Judge):
             return RewardScores([], None, [], {part.name: [] for part in self.parts})
         # each function logs by itself
         asked = [replace(request, logs=RewardLogs()) for _ in self.parts]
-        answers = [calls.ask(part.bound, own, self.cfg, calls.read_scores)
+        answers = [calls.ask(part, own, self.cfg, calls.read_scores)
                    for part, own in zip(self.parts, asked, strict=True)]
         rows = list(zip(*answers, strict=True))
         valid = [self._is_valid(request, index, row) for index, row in enumerate(rows)]
@@ -136,7 +130,7 @@ class Reward(Judge):
         """What all functions logged, sample by sample; of equal names the last function's."""
         found: list[dict[str, dict[str, Any]]] = [{} for _ in range(len(asked[0]))]
         for part, request in zip(self.parts, asked, strict=True):
-            logs = request.logs.by_sample(len(request), part.bound.label)
+            logs = request.logs.by_sample(len(request), part.label)
             for sample, log in zip(found, logs, strict=True):
                 sample |= {kind: sample.get(kind, {}) | values
                            for kind, values in log.items() if values}
@@ -149,7 +143,7 @@ class Reward(Judge):
             bad = 0
         if bad is None or self.cfg.on_invalid == "skip":
             return bad is None
-        raise calls.invalid_error(self.parts[bad].bound, request, index, row[bad])
+        raise calls.invalid_error(self.parts[bad], request, index, row[bad])
 
     def _total(self, row: Sequence[Score], request: RewardRequest, index: int) -> float:
         """Weighted sum of one sample's scores, its tokens' among them."""
@@ -177,7 +171,7 @@ class Reward(Judge):
                 text = shorten(request.prompts[index])
                 raise RewardError(
                     f"Sample {index} has no response token that could carry the score of "
-                    f"{part.bound.label}: {text}", where=part.bound.located.key,
+                    f"{part.label}: {text}", where=part.located.key,
                     fix="return None for an empty response")
         return tokens
 
@@ -191,7 +185,7 @@ class Metric(Judge):
         Raises:
             RewardError: the function raised, took too long, or returned something else.
         """
-        return calls.ask(self.parts[0].bound, request, self.cfg, calls.read_metrics) \
+        return calls.ask(self.parts[0], request, self.cfg, calls.read_metrics) \
             if len(request) else {}
 
 
@@ -241,8 +235,8 @@ def build_reward(cfg: RewardConfig, *,
     reward = _reward(cfg, reward_fn)
     if env is not None and env.fn is not None:
         own = {"dense": env.max_turns > 1, "drop": env.on_error == "drop"}
-        reward = replace(reward, parts=(Part("env", bind(EnvironmentReward, own, key="env.fn")),
-                                        *reward.parts))
+        rewards = bind(EnvironmentReward, own, key="env.fn", name="env")
+        reward = replace(reward, parts=(rewards, *reward.parts))
     if not reward.parts:
         raise ConfigError("There is no reward function: an environment gives the rewards (env.fn).",
                           where="reward.fn", fix="ppocli eval and ppocli generate --env play it; "
@@ -307,15 +301,14 @@ def _functions(cfg: RewardConfig, reward_fn: Any) -> Reward:
             return Reward((), replace(cfg, style="ppocli"))
         # kwargs beside an import path were meant for that function, which reward_fn replaces
         own = reward_fn is None or cfg.fn in (None, PYTHON_OBJECT)
-        bound = bind(cfg.fn if reward_fn is None else reward_fn, cfg.kwargs if own else {},
-                     key="reward.fn", style=cfg.style)
-        name = bound.located.spec.rpartition(":")[2].rpartition(".")[2]
-        return Reward((Part(name, bound),), replace(cfg, style=_settled(bound)))
+        part = bind(cfg.fn if reward_fn is None else reward_fn, cfg.kwargs if own else {},
+                    key="reward.fn", style=cfg.style)
+        return Reward((part,), replace(cfg, style=_settled(part)))
     parts = tuple(
-        Part(name, bind(entry["fn"], entry.get("kwargs") or {}, key=f"reward.fns.{name}.fn",
-                        style=entry.get("style") or cfg.style),
-             float(entry.get("weight", 1.0))) for name, entry in entries.items())
-    found = {part.name: _settled(part.bound) for part in parts}
+        bind(entry["fn"], entry.get("kwargs") or {}, key=f"reward.fns.{name}.fn", name=name,
+             style=entry.get("style") or cfg.style, weight=float(entry.get("weight", 1.0)))
+        for name, entry in entries.items())
+    found = {part.name: _settled(part) for part in parts}
     if entries is cfg.fns:
         named = {name: {key: value for key, value in entry.items() if key != "style"}
                  | ({} if found[name] == "ppocli" else {"style": found[name]})
@@ -336,7 +329,7 @@ def _metric(cfg: RewardConfig, metric_fn: Any) -> Metric | None:
     target = cfg.metric_fn if metric_fn is None else metric_fn
     if target is None:
         return None
-    return Metric((Part("metric_fn", bind(target, {}, key="reward.metric_fn")),), cfg)
+    return Metric((bind(target, {}, key="reward.metric_fn", name="metric_fn"),), cfg)
 
 
 def _loggable(score: Score) -> float | None:

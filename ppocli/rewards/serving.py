@@ -83,9 +83,8 @@ class RewardServer(ThreadingHTTPServer):
         self._held, self._room = 0, threading.Condition()
         self._untidy = False
         """whether large bodies have been freed since memory was last given back"""
-        thread_safe = all(getattr(part.bound.call, "thread_safe", False) is True
-                          for part in reward.parts)
-        self._turn = contextlib.nullcontext() if thread_safe else threading.Lock()
+        self._turn = (contextlib.nullcontext() if reward.all_say("thread_safe")
+                      else threading.Lock())
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 

@@ -29,12 +29,12 @@ from ppocli.rewards.records import RewardRequest
 
 Source = Callable[[RewardRequest], Any]
 
-_IDS = ("completion_ids", "response_ids", "output_ids")
 KNOWN_ARGUMENTS: Mapping[str, Source] = {
     "samples": lambda r: [p + q for p, q in zip(r.prompts, r.responses, strict=True)],
     "prompts": lambda r: list(r.prompts),
     **dict.fromkeys(("outputs", "responses", "completions"), lambda r: list(r.responses)),
-    **dict.fromkeys(_IDS, lambda r: [list(ids) for ids in r.response_ids]),
+    **dict.fromkeys(("completion_ids", "response_ids", "output_ids"),
+                    lambda r: [list(ids) for ids in r.response_ids]),
     "tokenizer": lambda r: r.tokenizer}
 """What a function may ask for by name. Every call gets fresh lists, which it may change."""
 
@@ -45,9 +45,7 @@ WHOLE_REQUEST = "request"
 ``reward_style`` of a class names it"""
 MADE_OF_COLUMN = frozenset({"extra_info"})
 """what a function gets in place of the column of that name, with the column's own in it"""
-_OF_TRLX = frozenset({"samples", "prompts", "outputs", "tokenizer"})
 _OF_TRL = frozenset({"completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
-_OUR_NAMES = frozenset({"responses", "response_ids", "output_ids"})
 
 
 def recognised(names: Collection[str]) -> str:
@@ -57,9 +55,9 @@ def recognised(names: Collection[str]) -> str:
         return "verl"
     if {"queries", "prompts", "labels"} <= given:
         return "openrlhf"
-    if given & _OUR_NAMES:
+    if given & {"responses", "response_ids", "output_ids"}:
         return "ppocli"
-    if given >= _OF_TRLX and not given & _OF_TRL:
+    if given >= {"samples", "prompts", "outputs", "tokenizer"} and not given & _OF_TRL:
         return "trlx"
     of_trl = given & _OF_TRL and not given & {"samples", "outputs", "tokenizer"}
     return "trl" if of_trl else "ppocli"
@@ -71,15 +69,13 @@ def known(style: str, columns: Collection[str], *, steps: bool = False) -> Mappi
     Args:
         steps: whether something says what the steps of a response are.
     """
+    if style == WHOLE_REQUEST:
+        return {"request": lambda r: r}
     found = _known(style, columns)
-    if not steps or style == WHOLE_REQUEST:
-        return found
-    return {**found, "steps": lambda r: [list(one) for one in r.steps or ()]}
+    return {**found, "steps": lambda r: [list(one) for one in r.steps or ()]} if steps else found
 
 
 def _known(style: str, columns: Collection[str]) -> Mapping[str, Source]:
-    if style == WHOLE_REQUEST:
-        return {"request": lambda r: r}
     if style == "verl":
         return {"solution_str": lambda r: list(r.responses), "extra_info": _extra_info,
                 **({} if "ground_truth" in columns or "reward_model" not in columns else {

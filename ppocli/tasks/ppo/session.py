@@ -195,9 +195,9 @@ def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tupl
     for path in dict.fromkeys([*reward.code_files, *(metric.code_files if metric else [])]):
         log.info("running code from %s", path)
     for part in reward.parts:
-        if part.bound.style in styles.FOREIGN:
-            log.info("%s is called as %s does (reward.style)", part.bound.label,
-                     styles.FOREIGN[part.bound.style])
+        if part.style in styles.FOREIGN:
+            log.info("%s is called as %s does (reward.style)", part.label,
+                     styles.FOREIGN[part.style])
     return reward, metric
 
 
@@ -209,7 +209,7 @@ def _with_stored_scale(reward: Any) -> RewardConfig:
         InputError: there is no mean to centre by.
     """
     cfg: RewardConfig = reward.cfg
-    stored = getattr(reward.parts[-1].bound.call, "stored_scale", None)
+    stored = getattr(reward.parts[-1].call, "stored_scale", None)
     if cfg.scale != "ref" or cfg.fn != "reward_model" or not (
             cfg.ref_std is None or (cfg.center and cfg.ref_mean is None)):
         return cfg
