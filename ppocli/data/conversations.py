@@ -72,7 +72,10 @@ def _turn_span(messages: list[Message], turn: int, whole: str, place: str, token
     before = rendered_chat(messages[:turn], place, tokenizer, prompt=True)
     through = rendered_chat(messages[:turn + 1], place, tokenizer)
     start = len(before)
-    end = start + _end_of_turn(through[start:], tokenizer)
+    # the turn ends behind its last special token if only white space follows it
+    kept = through[start:].rstrip()
+    ended = any(kept.endswith(token) for token in _specials(tokenizer))
+    end = start + len(kept) if ended else len(through)
     if not through.startswith(before) or not whole.startswith(through[:end]):
         raise InputError(f"The turns in {place} can't be told apart: the chat template writes turn "
                          f"{turn + 1} or what is before it differently once the conversation goes "
@@ -85,14 +88,6 @@ def _turn_span(messages: list[Message], turn: int, whole: str, place: str, token
 def _specials(tokenizer: Any) -> list[str]:
     added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     return sorted({*map(str, tokenizer.all_special_tokens), *added}, key=len, reverse=True)
-
-
-def _end_of_turn(text: str, tokenizer: Any) -> int:
-    """Where a rendered turn ends: behind its last special token if only white space follows it,
-    else with the text."""
-    kept = text.rstrip()
-    ends = any(kept.endswith(token) for token in _specials(tokenizer))
-    return len(kept) if ends else len(text)
 
 
 def _closing(turn: str, text: str, tokenizer: Any) -> int:

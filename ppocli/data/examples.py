@@ -76,25 +76,6 @@ class Read:
     """sentences about what was ignored or left out"""
 
 
-def data_source(cfg: DataConfig, items: Sequence[Any] | None, *, path_key: str = "data.path"
-                ) -> Source:
-    """What ``data.path``, or with that key ``data.val``, names; ``items``, given from Python,
-    replace it.
-
-    Raises:
-        ConfigError: there is neither.
-    """
-    path = cfg.path if path_key == "data.path" else cfg.val
-    if path is None and items is None:
-        raise ConfigError("There is no data to train on.", where=f"{path_key}=null",
-                          fix=f"{path_key}=FILE, a folder or a data set on the Hub")
-    items = as_list(items, "Examples", "data.items")
-    return Source(key="data", noun="data", path=None if items is not None else str(path),
-                  path_key=path_key, items=items, column="text", name=cfg.name, split=cfg.split,
-                  split_asked=cfg.split != "train", template=cfg.template, chat=cfg.chat,
-                  limit=cfg.limit if path_key == "data.path" else None)
-
-
 def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None = None,
                   path_key: str = "data.path") -> Read:
     """The examples or pairs of ``data.path``, in its order.
@@ -110,7 +91,15 @@ def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None 
         ConfigError: contradictory keys, or no source.
         InputError: nothing there, nothing left, or a row that can't be used; it is named.
     """
-    source = data_source(cfg, items, path_key=path_key)
+    path = cfg.path if path_key == "data.path" else cfg.val
+    if path is None and items is None:
+        raise ConfigError("There is no data to train on.", where=f"{path_key}=null",
+                          fix=f"{path_key}=FILE, a folder or a data set on the Hub")
+    items = as_list(items, "Examples", "data.items")
+    source = Source(key="data", noun="data", path=None if items is not None else str(path),
+                    path_key=path_key, items=items, column="text", name=cfg.name, split=cfg.split,
+                    split_asked=cfg.split != "train", template=cfg.template, chat=cfg.chat,
+                    limit=cfg.limit if path_key == "data.path" else None)
     found = Read()
     reader = _Reader(source, dict(cfg.columns), wants, found)
     for row in open_rows(source, found.notes):

@@ -313,7 +313,9 @@ def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_pro
             found.overlong += 1
             if spec.overlong == "drop":
                 continue
-            ids = _cut(ids, room, fixed, spec.truncation_side)
+            # on the left, what is fixed (BOS) stays
+            head = room if spec.truncation_side == "right" else min(fixed, room)
+            ids = ids[:head] + ids[len(ids) - (room - head):]
         if ids[-1] == tokenizer.eos_token_id and len(ids) > len(front):
             found.ended.append(i)
         found.kept.append(i)
@@ -365,9 +367,3 @@ def _bare_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False,
                      verbose=False)["input_ids"]
 
-
-def _cut(ids: list[int], longest: int, fixed: int, side: str) -> list[int]:
-    """``longest`` ids; on the left, the first ``fixed`` (BOS) stay."""
-    if side == "right" or longest <= fixed:
-        return ids[:longest]
-    return ids[:fixed] + ids[len(ids) - (longest - fixed):]

@@ -7,16 +7,13 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config import hub, schema
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import first_line, nearest, pasted
-
-if TYPE_CHECKING:
-    from datasets import Dataset
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 _SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
@@ -235,7 +232,7 @@ def _saved_rows(folder: Path, spec: Source, notes: list[str]) -> Iterator[Row]:
     return _dataset_rows(saved, folder.name)
 
 
-def _dataset_rows(dataset: "Dataset", name: str) -> Iterator[Row]:
+def _dataset_rows(dataset: Any, name: str) -> Iterator[Row]:
     split = f" ({dataset.split})" if dataset.split else ""
     batches = dataset.with_format(None).iter(batch_size=1024)
     rows = (cells for batch in batches for cells in zip(*batch.values(), strict=True))

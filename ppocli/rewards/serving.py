@@ -222,7 +222,7 @@ class _Handler(BaseHTTPRequestHandler):
         with contextlib.ExitStack() as under_way:
             try:
                 self._allowed()
-                body = self._body(self._length(), under_way)
+                body = self._body(under_way)
                 under_way.callback(self.server.take_place())
                 self._send(200, self.server.answer(self.path, body))
             except Refused as refused:
@@ -243,16 +243,14 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(404, f"there is no {self.path!r} here; there are: "
                           f"{', '.join(self.server.rewards)}")
 
-    def _length(self) -> int:
+    def _body(self, under_way: contextlib.ExitStack) -> bytes:
+        """The body, for which room is held until the request is answered."""
         if not (given := self.headers.get("Content-Length", "")).isdecimal():
             raise Refused(411, "Content-Length is missing")
         if int(given) > self.server.max_body:
             raise Refused(413, f"{given} bytes are more than the {self.server.max_body} "
                           "that are allowed")
-        return int(given)
-
-    def _body(self, length: int, under_way: contextlib.ExitStack) -> bytes:
-        """The body, for which room is held until the request is answered."""
+        length = int(given)
         self.server.hold(length)
         under_way.callback(self.server.hold, -length)
         self._arriving.expect(length, IDLE + length / SLOWEST)
