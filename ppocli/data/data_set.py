@@ -47,8 +47,7 @@ class _Rows:
             raise InputError(f"{share:g} of {counted(len(self), 'row')} leaves nothing "
                              f"{'to evaluate on' if held == 0 else 'to train on'}.",
                              where=f"data.val={share:g}", fix="another share, or data.val=FILE")
-        order = np.random.default_rng(np.random.SeedSequence([seed, 0x76616C])).permutation(
-            len(self))
+        order = np.random.default_rng([seed, 0x76616C]).permutation(len(self))
         return self.rows(sorted(order[held:].tolist())), self.rows(sorted(order[:held].tolist()))
 
 

@@ -200,7 +200,7 @@ def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) 
     indices: list[int] = []
     end = start + count
     for epoch in range(start // n, -(-end // n)):
-        random = np.random.default_rng(np.random.SeedSequence([seed, epoch]))
+        random = np.random.default_rng([seed, epoch])
         order = random.permutation(n) if shuffle else np.arange(n)
         indices += order[max(start - epoch * n, 0):end - epoch * n].tolist()
     return indices

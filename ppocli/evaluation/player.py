@@ -210,7 +210,8 @@ def build_judge(cfg: schema.RewardConfig, columns: Sequence[str]) -> Reward:
     Raises:
         RewardError: it can't be imported or built, or asks for columns that there aren't.
     """
-    reward = build_reward(cfg, columns=columns)
+    reward = build_reward(cfg)
+    reward.check_columns(columns)
     for path in reward.code_files:
         log.info("running code from %s", path)
     return reward

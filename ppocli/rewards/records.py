@@ -155,10 +155,10 @@ def differences(scores: Sequence[float]) -> list[float]:
     return [now - before for before, now in pairwise([0.0, *scores])]
 
 
-_SENT = {"prompts": str, "responses": str, "response_ids": list}
-_WHERE_KNOWN = {"ended": bool, "messages": list, "progress": float, "steps": list,
-                "step_ends": list}
-"""what lists of a request's body hold, those that are always there and those that may be"""
+_SENT = ("prompts", "responses", "response_ids")
+_LISTS = {"prompts": str, "responses": str, "response_ids": list, "ended": bool, "messages": list,
+          "progress": float, "steps": list, "step_ends": list}
+"""what lists of a request's body hold; those that are sent are always there"""
 
 
 class WireError(ValueError):
@@ -220,24 +220,23 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
     """
     if not isinstance(said := _json(body), dict):
         raise WireError("the body must be a JSON object")
-    if unknown := sorted(set(said) - {*_SENT, *_WHERE_KNOWN, "columns"}):
+    if unknown := sorted(set(said) - {*_LISTS, "columns"}):
         raise WireError(f"unknown key {unknown[0]!r}")
-    samples: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in _SENT.items()}
-    if any(type(token) is not int for row in samples["response_ids"] for token in row):
+    known: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in _LISTS.items()
+                             if name in _SENT or name in said}
+    if any(type(token) is not int for row in known["response_ids"] for token in row):
         raise WireError("'response_ids' must hold lists of whole numbers")
     columns = said.get("columns", {})
     if not isinstance(columns, dict):
         raise WireError("'columns' must be an object of lists")
     lists = {f"columns.{name}": _list_of(object, columns, name) for name in columns}
-    known: dict[str, Any] = {name: _list_of(kind, said, name)
-                             for name, kind in _WHERE_KNOWN.items() if name in said}
     if len(known.get("progress", "123")) != 3:
         raise WireError("'progress' must hold three numbers")
-    count = len(samples["responses"])
-    for name, values in {**samples, **lists, **known}.items():
+    count = len(known["responses"])
+    for name, values in {**known, **lists}.items():
         if len(values) != count and name != "progress":
             raise WireError(f"{name!r} has {len(values)} values for {count} responses")
-    rows = zip(known.get("steps", []), known.get("step_ends", []), samples["response_ids"],
+    rows = zip(known.get("steps", []), known.get("step_ends", []), known["response_ids"],
                strict=False)
     if ("steps" in known) != ("step_ends" in known) or any(
             len(steps) != len(ends) or not all(isinstance(step, str) for step in steps)
@@ -245,7 +244,7 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
             for steps, ends, ids in rows):
         raise WireError("'steps' must hold lists of texts, and 'step_ends' for each of them the "
                         "place of a token in 'response_ids'")
-    return RewardRequest(**samples, columns=columns, tokenizer=tokenizer, **known)
+    return RewardRequest(**known, columns=columns, tokenizer=tokenizer)
 
 
 def _list_of(kind: type, said: Mapping[str, Any], name: str) -> list[Any]:

@@ -59,13 +59,11 @@ class Judge:
         for part in self.parts:
             part.check_columns(columns, steps=self.has_steps if steps is None else steps)
 
-    def _ready(self, columns: Sequence[str] | None, first: bool) -> Self:
-        """With objects made of the classes on each rank that calls them, and checked columns."""
+    def _ready(self, first: bool) -> Self:
+        """With objects made of the classes on each rank that calls them."""
         ready = replace(self, splits=self.splits and self.splits.built())
         if first or not self.needs_all_samples:
             ready = replace(ready, parts=tuple(part.built() for part in self.parts))
-        if columns is not None:
-            ready.check_columns(columns)
         return ready
 
 
@@ -213,17 +211,15 @@ class EnvironmentReward:
 
 def build_reward(cfg: RewardConfig, *,
                  reward_fn: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None,
-                 columns: Sequence[str] | None = None, first: bool = True,
-                 env: EnvConfig | None = None) -> Reward:
-    """Resolve, build and check what scores the samples; built-in models are loaded here.
+                 first: bool = True, env: EnvConfig | None = None) -> Reward:
+    """Resolve, build and check what scores the samples; built-in models are loaded here. Once the
+    metadata columns of the prompts are known, :meth:`Reward.check_columns` has to follow.
 
     Args:
         cfg: the ``reward`` section.
         reward_fn: a Python function, class or object used in place of ``cfg.fn`` and ``cfg.fns``,
             or several of them by name, each of weight 1. ``cfg.kwargs`` are bound to a single one
             unless they came with a ``cfg.fn`` of their own.
-        columns: metadata columns of the prompts; None while they aren't known yet, then
-            :meth:`Reward.check_columns` has to follow.
         first: this is rank 0, which alone builds what :attr:`Reward.needs_all_samples`.
         env: whose own rewards count too.
 
@@ -241,20 +237,20 @@ def build_reward(cfg: RewardConfig, *,
         raise ConfigError("There is no reward function: an environment gives the rewards (env.fn).",
                           where="reward.fn", fix="ppocli eval and ppocli generate --env play it; "
                           "or name a function: reward.fn=my_rewards:score")
-    return reward._ready(columns, first)
+    return reward._ready(first)
 
 
 def build_metric(cfg: RewardConfig, metric_fn: Callable[..., Any] | None = None, *,
-                 columns: Sequence[str] | None = None, first: bool = True) -> Metric | None:
+                 first: bool = True) -> Metric | None:
     """The metric that ``cfg.metric_fn`` names, or the one handed over in Python; None if none.
 
-    ``columns`` and ``first`` are as in :func:`build_reward`.
+    ``first`` is as in :func:`build_reward`.
 
     Raises:
         RewardError: as :func:`build_reward`.
     """
     metric = _metric(cfg, metric_fn)
-    return metric and metric._ready(columns, first)
+    return metric and metric._ready(first)
 
 
 def with_styles(cfg: RewardConfig) -> RewardConfig:

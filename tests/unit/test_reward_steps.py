@@ -81,7 +81,8 @@ LINES = RewardConfig(step_separator="\n")
 
 
 def scored(fn, cfg: RewardConfig = LINES):
-    reward = build_reward(cfg, reward_fn=fn, columns=[])
+    reward = build_reward(cfg, reward_fn=fn)
+    reward.check_columns([])
     return reward.score(in_steps(reward, request()))
 
 
@@ -158,8 +159,8 @@ def test_words_add_to_a_balance_on_the_tokens_that_end_them():
     ids = [[0, 1, 2, 3, 4, 5, 6, 7], [6, 7], [3]]
     asked = RewardRequest(["q"] * 3, texts, ids, {}, says, prompt_ids=[[]] * 3)
     kwargs = {"positive": ["good"], "negative": ["bad"]}
-    reward = build_reward(RewardConfig(fn="step_word_list", kwargs=kwargs, step_fn="words"),
-                          columns=[])
+    reward = build_reward(RewardConfig(fn="step_word_list", kwargs=kwargs, step_fn="words"))
+    reward.check_columns([])
     found = reward.score(in_steps(reward, asked))
     # the balance is 1 after the first word of the lists, 0 after the second, 1/3 after the third
     assert found.dense == [pytest.approx([0, 1, 0, -1, 0, 1 / 3, 0, 0]), [0, 0], [-1]]
@@ -173,11 +174,13 @@ def test_steps_are_refused_where_nothing_says_what_they_are():
 
     with refused(RewardError, "asks for the steps of responses, and nothing says what they are",
                  "reward.step_separator or reward.step_fn"):
-        build_reward(RewardConfig(), reward_fn=score, columns=[])
-    build_reward(LINES, reward_fn=score, columns=[])
+        build_reward(RewardConfig(), reward_fn=score).check_columns([])
+    build_reward(LINES, reward_fn=score).check_columns([])
     # a column of that name is one as ever
     asked = replace(request(), columns={"steps": [[7], [7, 7]]})
-    found = build_reward(RewardConfig(), reward_fn=score, columns=["steps"]).score(asked)
+    reward = build_reward(RewardConfig(), reward_fn=score)
+    reward.check_columns(["steps"])
+    found = reward.score(asked)
     assert found.scores == [1.0, 2.0]
     assert found.dense is None
 
@@ -189,7 +192,8 @@ def test_metrics_and_functions_of_other_libraries_get_steps_too():
     reward = build_reward(LINES, reward_fn=verl)
     asked = replace(request(), columns={"ground_truth": ["", ""]})
     assert reward.score(in_steps(reward, asked)).dense == [[0, 0, 6, 3, 1, 0], [0]]
-    metric = build_metric(LINES, lambda steps: {"steps": [len(one) for one in steps]}, columns=[])
+    metric = build_metric(LINES, lambda steps: {"steps": [len(one) for one in steps]})
+    metric.check_columns([])
     assert metric.compute(in_steps(reward, request())) == {"steps": [3.0, 0.0]}
 
 

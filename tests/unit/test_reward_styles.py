@@ -223,7 +223,8 @@ VERL = {"data_source": ["openai/gsm8k"] * 2,
 def test_verl_examples(tokenizer, caplog):
     asked = request(tokenizer, ["so #### 72", "so 72"], columns=VERL)
     with caplog.at_level(logging.WARNING):
-        reward = build_reward(RewardConfig(fn=example("compute_score")), columns=list(VERL))
+        reward = build_reward(RewardConfig(fn=example("compute_score")))
+        reward.check_columns(list(VERL))
     assert not caplog.records
     found = reward.score(asked)
     assert found.scores == [1.0, -1.0]
@@ -235,7 +236,7 @@ def test_verl_examples(tokenizer, caplog):
     cfg = RewardConfig(fn=example("my_reward_fn"), kwargs={"data_source": "mine", "per": 10})
     assert build_reward(cfg).score(plain).scores == [1.0, 0.5]
     with refused(RewardError, "needs an argument 'data_source'", "reward.kwargs.data_source=..."):
-        build_reward(RewardConfig(fn=example("compute_score")), columns=["ground_truth"])
+        build_reward(RewardConfig(fn=example("compute_score"))).check_columns(["ground_truth"])
     bad = build_reward(RewardConfig(style="verl"), reward_fn=lambda solution_str: {"acc": 1})
     with refused(RewardError, "a dict without 'score'"):
         bad.score(asked)
@@ -243,7 +244,8 @@ def test_verl_examples(tokenizer, caplog):
 
 def test_openrlhf_example(tokenizer):
     asked = request(tokenizer, [" 2", " 3"], columns={"answer": ["2", "2"]})
-    reward = build_reward(RewardConfig(fn=example("reward_func")), columns=["answer"])
+    reward = build_reward(RewardConfig(fn=example("reward_func")))
+    reward.check_columns(["answer"])
     found = reward.score(asked)
     assert found.scores == [1.0, 0.0]
     assert found.logs[1]["logged"] == {"math_accuracy": 0.5, "per_sample": 0.5}
@@ -256,7 +258,7 @@ def test_openrlhf_example(tokenizer):
     assert build_reward(RewardConfig(), reward_fn=plain).score(
         replace(asked, columns={})).scores == [1.0, 2.0]
     with refused(RewardError, "needs an argument 'labels'", "prompts.columns"):
-        build_reward(RewardConfig(fn=example("reward_func")), columns=["answer", "level"])
+        build_reward(RewardConfig(fn=example("reward_func"))).check_columns(["answer", "level"])
 
 
 @contextmanager

@@ -247,7 +247,7 @@ def test_several_reward_models_are_summed_each_with_its_own_arguments(tmp_path):
     kind = GPT2ForSequenceClassification
     step, whole = (raw_logits(one, kind, text)[0] for text in ("the good ", "the good film"))
     said = raw_logits(other, kind, "good film")[0]
-    assert build_reward(cfg, columns=[]).score(request).dense[0] == pytest.approx(
+    assert build_reward(cfg).score(request).dense[0] == pytest.approx(
         [step, whole, whole + 2 * said], abs=1e-5)
 
 

@@ -263,7 +263,7 @@ def test_a_required_parameter_without_a_source(write):
         reward.check_columns(["label", "id"])
     reward.check_columns(["labels"])
     with pytest.raises(RewardError, match="'labels'"):
-        build_reward(RewardConfig(fn="my_rewards:score"), columns=["label"])
+        build_reward(RewardConfig(fn="my_rewards:score")).check_columns(["label"])
     for built in (reward, build_reward(RewardConfig(), reward_fn=lambda labels, /: labels)):
         with pytest.raises(RewardError, match="'labels'"):
             built.score(REQUEST)
@@ -340,7 +340,9 @@ def score_of(name: str, responses: list[str], **kwargs: object) -> list[float]:
     """The score of a rule reward, which needs no column."""
     request = RewardRequest(["good prompt "] * len(responses), responses,
                             [[1] * (len(r.split()) + 1) for r in responses], {}, None)
-    return build_reward(RewardConfig(fn=name, kwargs=kwargs), columns=[]).score(request).scores
+    reward = build_reward(RewardConfig(fn=name, kwargs=kwargs))
+    reward.check_columns([])
+    return reward.score(request).scores
 
 
 def test_length():
@@ -366,8 +368,9 @@ def test_word_list():
 def answers(responses, answers_, **kwargs):
     request = RewardRequest(["q"] * len(responses), responses, [[1]] * len(responses),
                             {"answer": answers_}, None)
-    return build_reward(RewardConfig(fn="answer", kwargs=kwargs),
-                        columns=["answer"]).score(request).scores
+    reward = build_reward(RewardConfig(fn="answer", kwargs=kwargs))
+    reward.check_columns(["answer"])
+    return reward.score(request).scores
 
 
 def test_answer():
