@@ -73,10 +73,9 @@ class ChatWords:
                 fix="give the tokenizer a template that leaves the history as it is")
 
     def _render(self, messages: Sequence[Any], *, ask: bool) -> str:
-        text: str = self.tokenizer.apply_chat_template(
+        return self.tokenizer.apply_chat_template(
             list(messages), tokenize=False, add_generation_prompt=ask,
             **({"tools": list(self.tools)} if self.tools else {}))
-        return text
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

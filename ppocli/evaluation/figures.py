@@ -210,13 +210,12 @@ def _point(scores: dict[int, list[float]], n: int) -> dict[str, float]:
 
 
 def _interpolated(scores: Sequence[float], kl: float) -> float:
-    """Best-of-n of one prompt at a KL, linear between the points; ``kl`` below 0 counts as 0."""
-    for low, high in pairwise(BEST_OF):
-        left, right = best_of_n_kl(low), best_of_n_kl(high)
-        if kl <= right:
-            share = max(kl - left, 0.0) / (right - left)
-            return (1 - share) * best_of_n(scores, low) + share * best_of_n(scores, high)
-    return best_of_n(scores, BEST_OF[-1])
+    """Best-of-n of one prompt at a KL up to the last point's, linear between the points; ``kl``
+    below 0 counts as 0."""
+    low, high = next(pair for pair in pairwise(BEST_OF) if kl <= best_of_n_kl(pair[1]))
+    left, right = best_of_n_kl(low), best_of_n_kl(high)
+    share = max(kl - left, 0.0) / (right - left)
+    return (1 - share) * best_of_n(scores, low) + share * best_of_n(scores, high)
 
 
 def report_of(identity: dict[str, Any], targets: dict[str, Target], rows: dict[str, list[Row]],

@@ -26,8 +26,7 @@ class Judge:
     @property
     def code_files(self) -> list[str]:
         """Files of the user's code that judging runs, for ``running code from FILE``."""
-        bound = (*self.parts, self.splits)
-        files = {one.located.file or "" for one in bound if one is not None}
+        files = {one.located.file for one in (*self.parts, self.splits) if one is not None}
         package = str(Path(__file__).resolve().parent)
         return sorted(file for file in files if file and not file.startswith(package))
 
