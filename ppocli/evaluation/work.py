@@ -26,9 +26,9 @@ from ppocli.parallel.stop import StopFlag, StopRequested
 from ppocli.runs import pictures
 from ppocli.runs.target import Target
 from ppocli.storage import atomic, environment, model_files, run_folder, run_logs
+from ppocli.tasks import build_task
 from ppocli.tasks.ppo.evaluate import EvalChunk, evaluate_chunks, evaluation_size
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
-from ppocli.tasks.select import build_task
 from ppocli.text import counted, first_line
 from ppocli.training.state import seed_generators
 from ppocli.training.task import Evaluation, PythonObjects, TaskSetup

@@ -137,7 +137,7 @@ def open_run(cfg: schema.TrainConfig, folder: run_folder.RunFolder, objects: Pyt
     Raises:
         PpocliError: something can't be loaded, or the checkpoint does not fit.
     """
-    from ppocli.tasks.select import build_task
+    from ppocli.tasks import build_task
     from ppocli.training.resume import restore
 
     ranks = backend.ranks

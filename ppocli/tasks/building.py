@@ -1,5 +1,5 @@
 """Builds what a run trains: the policy with its value function, the reference beside it; how the
-policy is sampled from, and how it is written."""
+policy is sampled from, which environment answers it, and how it is written."""
 
 import logging
 from functools import partial
@@ -9,6 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from ppocli.config import adapters, algorithm, keys, schema
+from ppocli.data.prompt_set import PromptSet
+from ppocli.environments.calls import Calls
+from ppocli.environments.resolve import code_files, resolve
 from ppocli.errors import ConfigError, InputError
 from ppocli.estimate import check
 from ppocli.models.fast.gemm import route_linears
@@ -26,6 +29,8 @@ from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.parallel.launchers import launched_here
 from ppocli.sampling.decoding import load_decodable, load_policy
+from ppocli.sampling.episodes import EpisodeSampler
+from ppocli.sampling.sampler import Sampler, SamplerSetup
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.storage.checkpoints import saved_critic
 from ppocli.storage.model_files import VALUE_HEAD, VALUE_TRUNK, adapter_at, named_base
@@ -281,3 +286,35 @@ def saved_policy(lm: Any, loaded: LoadedLM, spec: SamplingSpec, tokenizer: Any) 
     if spec.repetition_penalty != 1.0:
         config.repetition_penalty = spec.repetition_penalty
     return SavedModel(lm, loaded.export_config, config, tokenizer, loaded.adapter)
+
+
+def environment_of(cfg: schema.TrainConfig, prompts: PromptSet,
+                   *others: PromptSet) -> Calls | None:
+    """What plays ``env.fn``, tried once on the first prompt; None where there is none.
+
+    Raises:
+        RewardError: it can't be found, made or played.
+    """
+    if cfg.env.fn is None:
+        return None
+    for path in code_files(cfg.env):
+        log.info("running code from %s", path)
+    found, *_ = [resolve(cfg.env, list(one.columns)) for one in (prompts, *others)]
+    calls = Calls(found, cfg.env, cfg.seed)
+    calls.rehearse(prompts)
+    if not calls.what.deterministic:
+        log.warning("%s says that it keeps state outside (deterministic = False): a resumed run "
+                    "plays other episodes than an uninterrupted one, and evaluations differ by "
+                    "chance.", calls.what.label)
+    return calls
+
+
+def playing(setup: SamplerSetup, sampler: Sampler, calls: Calls | None) -> Sampler:
+    """The sampler, with an environment that answers where there is one."""
+    if calls is None:
+        return sampler
+    if setup.loaded.decoder_start is not None:
+        raise ConfigError("An encoder-decoder answers a prompt once; episodes of several turns "
+                          "need a causal model.", where="env.fn, model.path",
+                          fix="leave env.fn out, or use another model")
+    return EpisodeSampler(sampler, calls, setup.tokenizer, chat=setup.cfg.prompts.chat)

@@ -17,11 +17,11 @@ from ppocli.errors import DivergedError, OutOfMemoryError
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling.samples import response_ids
+from ppocli.tasks import build_task
 from ppocli.tasks.ppo import experience, figures, records, reward_calls
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask, plan_of, update_of
-from ppocli.tasks.select import build_task
 from ppocli.training import loop, optimize, optimizers
 from ppocli.training.clock import PhaseClock
 from ppocli.training.state import seed_generators

@@ -26,7 +26,7 @@ from sessions import (
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
-from ppocli.tasks.ppo.dynamic_sampling import collect_differing
+from ppocli.tasks.ppo.collecting import collect_differing
 from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.records import Rollout

@@ -23,10 +23,10 @@ from ppocli.estimate.parts import models_of
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.parallel.stop import StopFlag
+from ppocli.tasks import build_task
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.session import saved_model
 from ppocli.tasks.ppo.task import PPOTask
-from ppocli.tasks.select import build_task
 from ppocli.tasks.supervised import pass_tokens
 from ppocli.training import optimize as phase
 from ppocli.training.background_saving import HostCopies

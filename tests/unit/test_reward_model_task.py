@@ -22,8 +22,8 @@ from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.rewards.reward_model import RewardModel
 from ppocli.storage.model_files import find_model
+from ppocli.tasks import build_task
 from ppocli.tasks.reward_model import RewardModelTask, calibration_error, preference_loss
-from ppocli.tasks.select import build_task
 from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import _backward, optimize

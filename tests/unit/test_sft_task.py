@@ -14,7 +14,7 @@ from sessions import set_keys
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
-from ppocli.tasks.select import build_task
+from ppocli.tasks import build_task
 from ppocli.tasks.sft import SFTTask
 from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import initial_state

@@ -79,7 +79,7 @@ class Rollout:
     episodes: list[Episode] = field(default_factory=list)
     """[B] what happened, where an environment answered; else none"""
     waiting: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """samples for later steps (:mod:`ppocli.tasks.ppo.stale`)"""
+    """samples for later steps (:mod:`ppocli.tasks.ppo.collecting`)"""
 
     def __len__(self) -> int:
         return len(self.responses)

@@ -21,7 +21,6 @@ from ppocli.sampling import decoding, engines
 from ppocli.sampling.sampler import Sampler, SamplerSetup
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks import building, supervised
-from ppocli.tasks.ppo.environment import environment_of, playing
 from ppocli.training import optimizers, updates
 from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import PASSES, PythonObjects
@@ -287,7 +286,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     cfg = replace(cfg, reward=_with_stored_scale(reward))  # with the style of each function
     tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
-    plays = environment_of(cfg, prompts, eval_prompts)
+    plays = building.environment_of(cfg, prompts, eval_prompts)
     examples = supervised.read_mixed_in(cfg, tokenizer, unloaded)
     for note in () if examples is None else examples.notes:
         log.info("ppo.ptx.data: %s", note)
@@ -309,7 +308,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
             reference = AdapterReference(policy.split)
     _check_reach(cfg, policy, reference, token_ids)
     setup = SamplerSetup(cfg, backend, tokenizer, loaded)
-    sampler = playing(setup, engines.build_sampler(cfg.rollout, setup), plays)
+    sampler = building.playing(setup, engines.build_sampler(cfg.rollout, setup), plays)
     _warn_about_samples(cfg, sampling, sampler, len(prompts))
     return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
@@ -358,6 +357,6 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                        sampling=sampling, eval_sampling=eval_sampling,
-                       sampler=playing(setup, engines.build_sampler(cfg.rollout, setup),
-                                        environment_of(cfg, eval_prompts)),
+                       sampler=building.playing(setup, engines.build_sampler(cfg.rollout, setup),
+                                        building.environment_of(cfg, eval_prompts)),
                        passes=PassRows(backend, PASSES), packs=_take_packed(wrapped, reference))

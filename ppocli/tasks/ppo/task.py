@@ -23,7 +23,7 @@ from ppocli.parallel.transfers import to_device
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
-from ppocli.tasks.ppo import ahead, dynamic_sampling, figures, ptx, records, rollout, stale
+from ppocli.tasks.ppo import collecting, figures, ptx, records, rollout
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import (
     after_pretraining,
@@ -61,7 +61,7 @@ class PPOTask(task.Task):
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
         self._ref_responses: list[str] | None = None
-        self._ahead: ahead.Ahead | None = None
+        self._ahead: collecting.Ahead | None = None
 
     def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """As :class:`Task`."""
@@ -82,14 +82,14 @@ class PPOTask(task.Task):
         session, count = replace(self.session, step=state.step), self._count(state)
         episodes = range(start, start + count)
         if self.cfg.ppo.dynamic_sampling is not None:
-            return dynamic_sampling.collect_differing(session, start, count, stop, clock)
+            return collecting.collect_differing(session, start, count, stop, clock)
         if self.cfg.rollout.ahead:
-            batch, self._ahead = ahead.collect_ahead(
+            batch, self._ahead = collecting.collect_ahead(
                 session, self._ahead, episodes, start + self._count(state, 2), stop, clock)
             return batch
         if (late := self.cfg.ppo.staleness) or state.tensors:
-            return stale.collect_stale(session, state.tensors, episodes,
-                                       start + self._count(state, 1 + late), stop, clock)
+            return collecting.collect_stale(session, state.tensors, episodes,
+                                            start + self._count(state, 1 + late), stop, clock)
         prompts = session.next_prompts(start, count)
         clock.mark("other")
         return rollout.collect_rollout(session, prompts, stop, clock)
@@ -181,8 +181,8 @@ class PPOTask(task.Task):
         cfg, before = self.cfg, records.PPOState.from_json(state.task)
         after = replace(update_moments(before, batch, cfg),
                         kl_coef=next_kl_coef(before, batch, cfg))
-        tokens = (int(batch.response_mask.sum()) + stale.response_tokens(batch.waiting)
-                  - stale.response_tokens(state.tensors))
+        tokens = (int(batch.response_mask.sum()) + collecting.response_tokens(batch.waiting)
+                  - collecting.response_tokens(state.tensors))
         if batch.drawn is not None:
             tokens = batch.drawn.tokens
             after = replace(after, left_out=before.left_out + batch.drawn.samples - len(batch))
