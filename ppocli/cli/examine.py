@@ -223,9 +223,7 @@ def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
             found.facts = ["ppo.ptx.data:",
                            *encoding.facts(mixed_in, tokenizer, colour=found.colour)]
             return None
-        train, val = supervised.read_rows(
-            config, tokenizer, unloaded,
-            "completions" if tasks.task_name(config) == "sft" else "pairs")
+        train, val = supervised.read_rows(config, tokenizer, unloaded)
         found.facts = list(encoding.facts(train, tokenizer, colour=found.colour))
         if val is not None:
             *_, count = encoding.facts(val, tokenizer, colour=False)

@@ -156,8 +156,7 @@ def _example_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[i
     lm, scores = model_facts(cfg.model, config), tasks.task_name(cfg) == "reward_model"
     path, hardware = cfg.data.path, cfg.hardware
     if given is None and path is not None and not names_hub_dataset(path):
-        train, _ = read_rows(cfg, load_tokenizer(cfg.model), lm,
-                             "pairs" if scores else "completions")
+        train, _ = read_rows(cfg, load_tokenizer(cfg.model), lm)
         return *pass_tokens(cfg, train, hardware.num_processes * hardware.num_nodes), (
             "the longest there are")
     room = max_positions(lm) or 2**31

@@ -7,9 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, time
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ppocli.config.schema import PromptsConfig
@@ -200,10 +202,15 @@ def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) 
     indices: list[int] = []
     end = start + count
     for epoch in range(start // n, -(-end // n)):
-        random = np.random.default_rng([seed, epoch])
-        order = random.permutation(n) if shuffle else np.arange(n)
+        order = _order(n, seed, epoch) if shuffle else np.arange(n)
         indices += order[max(start - epoch * n, 0):end - epoch * n].tolist()
     return indices
+
+
+@lru_cache(2)
+def _order(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    """The permutation of an epoch; kept, for many steps take a part of it each."""
+    return np.random.default_rng([seed, epoch]).permutation(n)
 
 
 def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,

@@ -22,8 +22,7 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.parallel.transfers import to_device
 from ppocli.rewards.reward_model import SCORE_END, SCORE_MEAN, SCORE_STD
 from ppocli.tasks import building, supervised
-from ppocli.training import saved_model, task, updates
-from ppocli.training.optimizers import build_optimizer
+from ppocli.training import saved_model, task
 
 log = logging.getLogger("ppocli")
 
@@ -83,26 +82,13 @@ class RewardModelTask(supervised.SupervisedTask):
 
     def __init__(self, setup: task.TaskSetup, tokenizer: Any, loaded: LoadedLM, train: Pairs,
                  val: Pairs | None) -> None:
-        cfg, backend = setup.cfg, setup.backend
-        super().__init__(cfg, backend, train, val)
-        self.tokenizer = tokenizer
-        building.freeze(cfg, loaded.lm)
-        scorer = building.placed(backend, Scorer(loaded.lm))
-        self.trained = updates.prepare(backend, scorer, build_optimizer(scorer, cfg.reward_model),
-                                       cfg.reward_model.max_grad_norm)
+        building.freeze(setup.cfg, loaded.lm)
+        scorer = building.placed(setup.backend, Scorer(loaded.lm))
+        super().__init__(setup, tokenizer, scorer, train, val)
         config = loaded.export_config
         config.get_text_config().pad_token_id = config.pad_token_id = tokenizer.pad_token_id
         self.saved = saved_model.SavedModel(loaded.lm, config, None, tokenizer, loaded.adapter)
-        self.packs = cfg.data.packing and attention.takes_packed(loaded.lm)
-
-    def lengths(self, data: Pairs) -> torch.Tensor:
-        """As :class:`SupervisedTask`: of both answers."""
-        return torch.tensor([len(one) + len(other) for one, other in zip(
-            data.chosen, data.rejected, strict=True)])
-
-    def counts(self, data: Pairs) -> torch.Tensor:
-        """As :class:`SupervisedTask`."""
-        return torch.ones(len(data), dtype=torch.int64)
+        self.packs = setup.cfg.data.packing and attention.takes_packed(loaded.lm)
 
     def sequences(self, texts: list[Ids]) -> layout.Sequences:
         """Texts as a forward pass reads them. What predicts the action of each, a token that isn't
@@ -168,7 +154,7 @@ class RewardModelTask(supervised.SupervisedTask):
         loss = preference_loss(chosen, rejected, wanted, self.cfg.reward_model.center_coef)
         margins = (chosen - rejected).detach()
         terms = torch.stack([loss.detach(), _accuracy(margins), margins]) @ weights
-        return task.LossTerms((weights * loss).sum(), terms, int(self.lengths(some).sum()))
+        return task.LossTerms((weights * loss).sum(), terms, int(supervised.lengths_of(some).sum()))
 
     def measure(self, data: Pairs, rows: torch.Tensor) -> torch.Tensor:
         """As :class:`SupervisedTask`: the scores of both answers."""
@@ -223,7 +209,5 @@ def build_task(setup: task.TaskSetup) -> RewardModelTask:
                           fix="model.peft.type=lora, or leave model.peft out")
     tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     tokenizer.padding_side = "right"  # as positions that are counted from the left need it
-    train, val = supervised.load_rows(setup, tokenizer, unloaded, "pairs")
-    loaded = building.load_start(cfg, setup.backend, scores=True)
-    language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
+    loaded, train, val = supervised.load(setup, tokenizer, unloaded, scores=True)
     return RewardModelTask(setup, tokenizer, loaded, train, val)

@@ -12,7 +12,7 @@ import torch
 
 from ppocli.config import kinds
 from ppocli.data.data_set import Examples
-from ppocli.data.prompt_set import PromptBatch, PromptSet
+from ppocli.data.prompt_set import PromptSet
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
 from ppocli.models.fast import attention
@@ -25,8 +25,7 @@ from ppocli.sampling.engines import build_sampler
 from ppocli.sampling.sampler import SamplerSetup, Speaker, sample_chunks
 from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.tasks import building, supervised
-from ppocli.training import task, updates
-from ppocli.training.optimizers import build_optimizer
+from ppocli.training import task
 from ppocli.training.state import TrainState
 
 log = logging.getLogger("ppocli")
@@ -41,11 +40,9 @@ class SFTTask(supervised.SupervisedTask):
     def __init__(self, setup: task.TaskSetup, tokenizer: Any, loaded: LoadedLM, train: Examples,
                  val: Examples | None) -> None:
         cfg, backend = setup.cfg, setup.backend
-        super().__init__(cfg, backend, train, val)
-        self.tokenizer, self.loaded = tokenizer, loaded
         self.policy = building.build_policy(cfg, backend, loaded, tokenizer)
-        self.trained = updates.prepare(backend, self.policy, build_optimizer(self.policy, cfg.sft),
-                                       cfg.sft.max_grad_norm)
+        super().__init__(setup, tokenizer, self.policy, train, val)
+        self.loaded = loaded
         self.spec, self.eval_spec = building.sampling_specs(cfg.generation, tokenizer, loaded)
         self.saved = building.saved_policy(loaded.lm, loaded, self.spec, tokenizer)
         self.sampler = build_sampler(cfg.rollout, SamplerSetup(cfg, backend, tokenizer, loaded))
@@ -67,14 +64,6 @@ class SFTTask(supervised.SupervisedTask):
                         "generation.max_new_tokens=%d: evaluations don't show them.",
                         len(prompts) - len(found), len(prompts), new)
         return found
-
-    def lengths(self, data: Examples) -> torch.Tensor:
-        """As :class:`SupervisedTask`."""
-        return supervised.lengths_of(data)
-
-    def counts(self, data: Examples) -> torch.Tensor:
-        """As :class:`SupervisedTask`: the trained tokens."""
-        return supervised.counts_of(data)
 
     def sequences(self, data: Examples, rows: torch.Tensor) -> layout.Sequences:
         """Some examples as a forward pass reads them; what is trained on are their actions."""
@@ -148,12 +137,13 @@ class SFTTask(supervised.SupervisedTask):
         if self.val is None or not self.asked:
             return []
         mine, own = self.backend.ranks.share(self.asked)
-        batch = self._prompts(list(mine))
+        tokens = [self.val.prompt_tokens(i) for i in mine]
+        batch = PromptSet(tokens, [self.val.prompts[i] for i in mine], {}, []).batch(
+            range(len(mine)), mine, self.tokenizer.pad_token_id)
         out = Samples.joined(list(sample_chunks(
             self.sampler, self.passes, batch, self.eval_spec, EVALUATION,
             Speaker(self._acting.lm), stop, phase="evaluation", chunk=len(batch))))
-        alone = self.loaded.decoder_start is not None
-        before = [[] if alone else self.val.prompt_tokens(i) for i in mine]
+        before = tokens if self.loaded.decoder_start is None else [list[int]() for _ in tokens]
         texts = decode_responses(self.tokenizer, before, out.action_ids,
                                  self.eval_spec.stop_sequences, self.eval_spec.min_new_tokens)
         rows = [{"prompt": text, "response": response, "score": None, "kl": None,
@@ -162,13 +152,6 @@ class SFTTask(supervised.SupervisedTask):
                     batch.texts, texts, out.mask.sum(1).tolist(), out.finished.tolist(),
                     strict=True)][:own]
         return woven(self.backend.ranks.gather(rows))
-
-    def _prompts(self, places: list[int]) -> PromptBatch:
-        assert self.val is not None
-        found = PromptSet([self.val.prompt_tokens(i) for i in places],
-                          [self.val.prompts[i] for i in places], {}, [])
-        batch = found.batch(range(len(places)), places, self.tokenizer.pad_token_id)
-        return replace(batch, indices=places)
 
 
 def build_task(setup: task.TaskSetup) -> SFTTask:
@@ -182,7 +165,5 @@ def build_task(setup: task.TaskSetup) -> SFTTask:
     if cfg.sft.neftune is not None and trunk.has_encoder(unloaded):
         raise ConfigError("NEFTune's noise is for models that read one text, not for an "
                           "encoder-decoder.", where="sft.neftune", fix="leave it out")
-    train, val = supervised.load_rows(setup, tokenizer, unloaded, "completions")
-    loaded = building.load_start(cfg, setup.backend, setup.objects.model)
-    language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
+    loaded, train, val = supervised.load(setup, tokenizer, unloaded)
     return SFTTask(setup, tokenizer, loaded, train, val)

@@ -7,26 +7,27 @@ import logging
 import math
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ppocli.config import schema, schema_ppo, schema_tasks, tasks
 from ppocli.data import encoding
 from ppocli.data.data_set import Examples, Pairs
+from ppocli.data.prompt_set import prompt_indices
 from ppocli.errors import PpocliError
 from ppocli.models import layout, trunk
-from ppocli.models.loading import model_config
+from ppocli.models.loading import language_model, model_config
+from ppocli.models.loading.language_model import LoadedLM
 from ppocli.parallel.stop import StopFlag
 from ppocli.parallel.transfers import to_device
 from ppocli.storage import faults
 from ppocli.tasks import building
-from ppocli.training import optimize, task
+from ppocli.training import optimize, task, updates
 from ppocli.training.clock import PhaseClock
+from ppocli.training.optimizers import build_optimizer
 from ppocli.training.state import TrainState
 from ppocli.zero.oom_retry import PassRows
 
@@ -37,22 +38,23 @@ _DATA_KEYS = re.compile(
 """where a text names a key of ``data``"""
 
 
-def read_rows(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any, wants: Any,
+def read_rows(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any,
               objects: task.PythonObjects | None = None) -> tuple[Any, Any]:
-    """What to train on, and what evaluations are made on or None.
+    """What to train on, and what evaluations are made on or None: pairs for a reward model, else
+    examples.
 
     Args:
         unloaded: the model before its weights are read.
-        wants: ``completions`` or ``pairs``.
 
     Raises:
         ConfigError, InputError: as :func:`ppocli.data.encoding.load_data`.
     """
+    objects = objects or task.PythonObjects()
     return encoding.load_data(
-        cfg.data, tokenizer, wants=wants, seed=cfg.seed, encoder=trunk.has_encoder(unloaded),
+        cfg.data, tokenizer, seed=cfg.seed, encoder=trunk.has_encoder(unloaded),
+        wants="pairs" if tasks.task_name(cfg) == "reward_model" else "completions",
         max_tokens=model_config.max_positions(unloaded) or 2**31,
-        items=None if objects is None else objects.data,
-        val_items=None if objects is None else objects.val_data)
+        items=objects.data, val_items=objects.val_data)
 
 
 def read_mixed_in(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any) -> Examples | None:
@@ -69,7 +71,7 @@ def read_mixed_in(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any) -> Exa
         return None
     data = schema_tasks.DataConfig(**vars(cfg.ppo.ptx.data))
     try:
-        found: Examples = read_rows(replace(cfg, data=data), tokenizer, unloaded, "completions")[0]
+        found: Examples = read_rows(replace(cfg, data=data), tokenizer, unloaded)[0]
     except PpocliError as error:
         raise error.reworded(**{part: text and _DATA_KEYS.sub("ppo.ptx.data.", text)
                                 for part in ("what", "where", "fix")
@@ -101,17 +103,20 @@ def pass_tokens(cfg: schema.TrainConfig, data: Any, ranks: int) -> tuple[int, in
     return max(whole + 1 - said, 1), said
 
 
-def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) -> tuple[Any, Any]:
-    """What to train on and what evaluations are made on, None without ``data.val``; what there is
-    to say of them is logged.
+def load(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, *, scores: bool = False
+         ) -> tuple[LoadedLM, Any, Any]:
+    """The model that training starts from, what to train on and what evaluations are made on, None
+    without ``data.val``; what there is to say of them is logged.
 
     Args:
-        unloaded, wants: as of :func:`read_rows`.
+        unloaded: as of :func:`read_rows`.
+        scores: as of :func:`ppocli.tasks.building.load_start`.
 
     Raises:
         ConfigError, InputError: as :func:`ppocli.data.encoding.load_data`.
+        PpocliError: as :func:`ppocli.tasks.building.load_start`.
     """
-    train, val = read_rows(setup.cfg, tokenizer, unloaded, wants, setup.objects)
+    train, val = read_rows(setup.cfg, tokenizer, unloaded, setup.objects)
     for name, found in (("data", train), ("data.val", val)):
         for note in () if found is None else found.notes:
             log.info("%s: %s", name, note)
@@ -120,7 +125,9 @@ def load_rows(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, wants: Any) 
                           new_tokens=new)
     if val is None and setup.cfg.checkpoint.keep_best:
         log.info("data.val is not given: nothing is evaluated, and no checkpoint is the best")
-    return train, val
+    loaded = building.load_start(setup.cfg, setup.backend, setup.objects.model, scores=scores)
+    language_model.check_vocabulary(tokenizer, loaded.lm, setup.cfg.model)
+    return loaded, train, val
 
 
 class SupervisedTask(task.Task):
@@ -131,23 +138,16 @@ class SupervisedTask(task.Task):
     epoch, i div n, has by the seed. A step is one update.
     """
 
-    def __init__(self, cfg: schema.TrainConfig, backend: Any, train: Any, val: Any) -> None:
-        self.cfg, self.backend = cfg, backend
+    def __init__(self, setup: task.TaskSetup, tokenizer: Any, module: Any, train: Any, val: Any
+                 ) -> None:
+        self.cfg, self.backend, self.tokenizer = setup.cfg, setup.backend, tokenizer
         self.train, self.val = train, val
         self.examples = len(train)
-        section = tasks.updates_section(cfg)
-        self.passes = PassRows(backend, dict.fromkeys(task.PASSES, f"{section}.micro_batch_size"),
-                               shorter="data.max_length")
-        self._orders: dict[int, npt.NDArray[np.int64]] = {}
-        """of the epochs of the last step"""
-
-    @abstractmethod
-    def lengths(self, data: Any) -> torch.Tensor:
-        """[n] int64 tokens that a pass over each row reads."""
-
-    @abstractmethod
-    def counts(self, data: Any) -> torch.Tensor:
-        """[n] int64 terms that each row adds to the loss."""
+        section = tasks.updates_section(self.cfg)
+        self.passes = PassRows(self.backend, dict.fromkeys(
+            task.PASSES, f"{section}.micro_batch_size"), shorter="data.max_length")
+        self.trained = updates.prepare(self.backend, module, build_optimizer(module, self.settings),
+                                       self.settings.max_grad_norm)
 
     @abstractmethod
     def measure(self, data: Any, rows: torch.Tensor) -> torch.Tensor:
@@ -165,24 +165,16 @@ class SupervisedTask(task.Task):
         """As :class:`Task`: the places of the next rows."""
         count = min(self.samples_per_step, self.total_samples() - state.episodes)
         clock.mark("other")
-        return self.places(range(state.episodes, state.episodes + count))
-
-    def places(self, samples: Sequence[int]) -> list[int]:
-        """Places in the data set of consecutive samples of the run."""
-        n = len(self.train)
-        self._orders = {epoch: self._orders[epoch] if epoch in self._orders else np.arange(n)
-                        if not self.cfg.data.shuffle else
-                        np.random.default_rng([self.cfg.seed, epoch]).permutation(n)
-                        for epoch in dict.fromkeys(i // n for i in samples)}
-        return [int(self._orders[i // n][i % n]) for i in samples]
+        return prompt_indices(state.episodes, count, n=len(self.train), seed=self.cfg.seed,
+                              shuffle=self.cfg.data.shuffle)
 
     def plan(self, state: TrainState, batch: list[int]) -> task.Plan:
         """As :class:`Task`: one update of the batch's rows, each term with the same weight."""
         data = self.train.rows(batch)
-        counts = self.counts(data)
+        counts = counts_of(data)
         weights = torch.full((len(batch),), 1.0 / max(int(counts.sum()), 1))
         return task.Plan(data, [task.UpdateGroup(
-            torch.arange(len(batch)), self.lengths(data), counts, weights,
+            torch.arange(len(batch)), lengths_of(data), counts, weights,
             state.episodes // len(self.train))])
 
     def finish(self, state: TrainState, batch: list[int], plan: task.Plan,
@@ -204,14 +196,15 @@ class SupervisedTask(task.Task):
         shown = self.shown(whole, stop)
         figures = self.evaluation_figures(whole)
         if generated := [row for row in shown if "finished" in row]:
-            figures |= {"response_tokens_mean": _mean(generated, "response_tokens"),
-                        "finished_share": _mean(generated, "finished")}
+            figures |= {figure: float(np.mean([row[name] for row in generated])) for figure, name in
+                        (("response_tokens_mean", "response_tokens"),
+                         ("finished_share", "finished"))}
         return task.Evaluation(figures, shown, sum(row["response_tokens"] for row in generated))
 
     def measured(self, data: Any, stop: StopFlag) -> torch.Tensor:
         """[n, K] what :meth:`measure` finds of all rows, dealt over the ranks."""
         ranks, total = self.backend.ranks, len(data)
-        lengths = self.lengths(data)
+        lengths = lengths_of(data)
         stop.meet()
         found = self.passes.retry(
             "evaluation", min(self.rows_per_pass, -(-total // ranks.world)), int(lengths.max()),
@@ -270,21 +263,17 @@ class SupervisedTask(task.Task):
         return state.updates + -(-left // self.samples_per_step)
 
 
-def _mean(rows: Sequence[dict[str, Any]], name: str) -> float:
-    return float(np.mean([row[name] for row in rows]))
+def lengths_of(data: Examples | Pairs) -> torch.Tensor:
+    """[n] int64 tokens that a pass over each row reads: of both answers, or an encoder's too."""
+    columns = ([data.chosen, data.rejected] if isinstance(data, Pairs) else
+               [data.tokens, data.encoder_tokens] if data.encoder_tokens else [data.tokens])
+    return torch.tensor([sum(map(len, row)) for row in zip(*columns, strict=True)])
 
 
-def lengths_of(data: Examples) -> torch.Tensor:
-    """[n] int64 tokens that a pass over each example reads, those of an encoder included."""
-    read = [len(ids) for ids in data.tokens]
-    if data.encoder_tokens:
-        read = [n + len(ids) for n, ids in zip(read, data.encoder_tokens, strict=True)]
-    return torch.tensor(read)
-
-
-def counts_of(data: Examples) -> torch.Tensor:
-    """[n] int64 trained tokens of each example."""
-    return torch.tensor([int(mask.sum()) for mask in data.trained])
+def counts_of(data: Examples | Pairs) -> torch.Tensor:
+    """[n] int64 terms that each row adds to the loss: an example its trained tokens, a pair one."""
+    return torch.tensor([1] * len(data) if isinstance(data, Pairs) else
+                        [int(mask.sum()) for mask in data.trained])
 
 
 def sequences_of(data: Examples, rows: torch.Tensor, start: int | None) -> layout.Sequences:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from helpers import save_lm, save_talker
 from sessions import set_keys
 
 from ppocli.config.schema import TrainConfig
+from ppocli.data import prompt_set
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks import build_task
 from ppocli.tasks.sft import SFTTask
+from ppocli.tasks.supervised import counts_of
 from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import _backward, optimize
@@ -185,7 +188,7 @@ def test_what_is_trained_on_ends_with_its_end(tmp_path, kind, rows, train_on, tr
         samples = task.sequences(task.train, torch.tensor([0]))
         ids = samples.action_tokens[0][samples.mask[0]]
         assert task.tokenizer.decode(ids) == trained
-        assert int(task.counts(task.train)[0]) == len(ids)
+        assert int(counts_of(task.train)[0]) == len(ids)
 
 
 def test_evaluation_is_the_oracles_whatever_the_passes(tmp_path):
@@ -260,15 +263,19 @@ def test_a_policy_learns_to_end(tmp_path):
 
 def test_the_order_is_drawn_once_an_epoch(tmp_path, monkeypatch):
     with sft_of(tmp_path) as task:
-        first = [task.places(range(i, i + 2)) for i in (0, 2, 4, 6, 8)]
-        assert [place for some in first for place in some] == task.places(range(10))
-        assert sorted(task.places(range(7))) == sorted(task.places(range(7, 14)))
-        assert task.places(range(7)) != task.places(range(7, 14))
-        drawn = list(task._orders.values())
-        task.places(range(8, 10))
-        assert task._orders[1] is drawn[-1]
+        def places(samples: range) -> list[int]:
+            task.cfg.sft.mini_batch_size = len(samples)
+            state = replace(initial_state(task), episodes=samples.start)
+            return task.collect(state, StopFlag(), PhaseClock(task.backend.device))
+
+        first = [places(range(i, i + 2)) for i in (0, 2, 4, 6, 8)]
+        assert [place for some in first for place in some] == places(range(10))
+        assert sorted(places(range(7))) == sorted(places(range(7, 14)))
+        assert places(range(7)) != places(range(7, 14))
+        drawn = prompt_set._order.cache_info().misses
+        places(range(8, 10))
+        assert prompt_set._order.cache_info().misses == drawn
         task.cfg.data.shuffle = False
-        task._orders.clear()
-        assert task.places(range(5, 9)) == [5, 6, 0, 1]
+        assert places(range(5, 9)) == [5, 6, 0, 1]
 
 
