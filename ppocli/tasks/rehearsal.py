@@ -6,7 +6,6 @@ makes of real responses, whether the reference agrees with the policy, whether g
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,62 +32,20 @@ KL_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
 """nats per token by which rounding may part a policy from its copy"""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What was loaded, and where: the beginning of what came of a rehearsal."""
-
-    device: str
-    precision: str
-    parameters: int
-    trainable: int
-
-
-@dataclass(frozen=True, slots=True)
-class DataRehearsal(Loaded):
-    """What came of it. Seconds are by phase; memory is the device's peak, or the process's."""
-
-    examples: int
-    """to train on; of a reward model: pairs"""
-    rows: int
-    """of them in the first update"""
-    tokens: int
-    terms: dict[str, float]
-    """of the loss, and the norm of the gradient"""
-    seconds: dict[str, float]
-    peak_memory_mib: float
-
-
-@dataclass(frozen=True, slots=True)
-class PPORehearsal(Loaded):
-    """The same of PPO."""
-
-    prompts: int
-    prompt: str
-    """the first prompt as the model gets it, special tokens included"""
-    prompt_tokens: int
-    samples: list[dict[str, Any]]
-    """prompt, response, score, kl, response_tokens, finished of each sample"""
-    parts: dict[str, list[float | None]]
-    """scores of each reward by sample"""
-    metrics: dict[str, list[float]]
-    kl_per_token: float | None
-    """nats, policy to reference; None without a reference. Before training both are one model"""
-    terms: dict[str, float] | None
-    """loss terms and gradient norm; None if no sample has a score"""
-    seconds: dict[str, float]
-    peak_memory_mib: float
-
-    @property
-    def agrees(self) -> bool:
-        """Whether the KL to the reference is what rounding explains."""
-        return self.kl_per_token is None or abs(self.kl_per_token) <= KL_TOLERANCE[self.precision]
-
-
-Rehearsal = PPORehearsal | DataRehearsal
-
-
-def rehearse(cfg: TrainConfig, stop: StopFlag) -> Rehearsal:
+def rehearse(cfg: TrainConfig, stop: StopFlag) -> dict[str, Any]:
     """Load everything that a run loads, and take it through its first step without an update.
+
+    Returns:
+        what came of it, plain JSON types. Always ``device``, ``precision``, ``parameters``,
+        ``trainable``, ``terms`` (of the loss, and the norm of the gradient), ``seconds`` by phase
+        and ``peak_memory_mib``, the device's or the process's. Of a training on a data set
+        ``examples`` (of a reward model pairs) to train on, and how many ``rows`` and ``tokens`` the
+        first update has. Of PPO ``prompts``, the first ``prompt`` as the model gets it, special
+        tokens included, and its ``prompt_tokens``; ``samples`` with prompt, response, score, kl,
+        response_tokens and finished of each; ``parts``, the scores of each reward by sample, and
+        ``metrics`` likewise; ``kl_per_token``, nats from policy to reference, which are one model
+        before training (None without a reference), and whether it ``agrees`` with that, up to
+        rounding. There ``terms`` is None if no sample has a score.
 
     Raises:
         PpocliError: whatever would end the run at its first step, with the same exit code.
@@ -101,7 +58,7 @@ def rehearse(cfg: TrainConfig, stop: StopFlag) -> Rehearsal:
         return rehearse_kind(cfg, backend, clock, stop)
 
 
-def _data(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> DataRehearsal:
+def _data(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
     task = build_task(TaskSetup(cfg, backend, PythonObjects()))
     clock.mark("load")
     stop.check()
@@ -111,12 +68,11 @@ def _data(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag)
     terms = _gradient(task, plan, group, "check the model's weights, or use "
                       "hardware.precision=fp32")
     clock.mark("optimize")
-    return DataRehearsal(**_loaded(backend, task.trained.module), examples=task.examples or 0,
-                         rows=len(group.rows), tokens=int(group.tokens.sum()), terms=terms,
-                         seconds=dict(clock.seconds), peak_memory_mib=backend.peak_memory_mib())
+    return _told(backend, task.trained.module, clock, examples=task.examples or 0,
+                 rows=len(group.rows), tokens=int(group.tokens.sum()), terms=terms)
 
 
-def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> PPORehearsal:
+def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
     try:
         session = build_session(cfg, backend, PythonObjects())
         clock.mark("load")
@@ -129,7 +85,7 @@ def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) 
                 "prompts.max_length lower, or take a smaller model") from error
 
 
-def _first_samples(session: Session, clock: PhaseClock, stop: StopFlag) -> PPORehearsal:
+def _first_samples(session: Session, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
     prompts = session.next_prompts(0, SAMPLES)
     rollout = collect_rollout(session, prompts, stop, clock)
     metrics: dict[str, list[float]] = {}
@@ -145,21 +101,24 @@ def _first_samples(session: Session, clock: PhaseClock, stop: StopFlag) -> PPORe
     tokens = int(rollout.response_mask.sum()) if rollout.has_reference else 0
     kl = float(rollout.k1.double().sum()) / tokens if tokens else None
     ids = prompts.tokens[0][prompts.mask[0]].tolist()
-    return PPORehearsal(
-        **_loaded(session.backend, session.policy), prompts=len(session.prompts),
+    shown = ("prompt", "response", "score", "kl", "response_tokens", "finished")
+    return _told(
+        session.backend, session.policy, clock, prompts=len(session.prompts),
         prompt=session.tokenizer.decode(ids), prompt_tokens=len(ids),
-        samples=[{name: row[name] for name in ("prompt", "response", "score", "kl",
-                                               "response_tokens", "finished")}
+        samples=[{name: row[name] for name in shown}
                  for row in figures.rollout_samples(rollout, 0, session.cfg)],
-        parts=dict(rollout.parts), metrics=metrics, kl_per_token=kl, terms=terms,
-        seconds=dict(clock.seconds), peak_memory_mib=session.backend.peak_memory_mib())
+        parts=dict(rollout.parts), metrics=metrics, kl_per_token=kl, terms=terms) | {
+            "agrees": kl is None or abs(kl) <= KL_TOLERANCE[session.backend.precision]}
 
 
-def _loaded(backend: Backend, module: torch.nn.Module) -> dict[str, Any]:
-    """The fields of :class:`Loaded`."""
+def _told(backend: Backend, module: torch.nn.Module, clock: PhaseClock, **found: Any
+          ) -> dict[str, Any]:
+    """What was found, between what was loaded and what it has cost."""
     return {"device": str(backend.device), "precision": backend.precision,
             "parameters": sum(p.numel() for p in module.parameters()),
-            "trainable": sum(p.numel() for p in optimizers.named_trainable(module).values())}
+            "trainable": sum(p.numel() for p in optimizers.named_trainable(module).values()),
+            **found,
+            "seconds": dict(clock.seconds), "peak_memory_mib": backend.peak_memory_mib()}
 
 
 def _ppo_gradient(task: PPOTask, rollout: records.Rollout) -> dict[str, float] | None:
