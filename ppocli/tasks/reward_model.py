@@ -15,7 +15,6 @@ from ppocli.config import kinds
 from ppocli.data.data_set import Ids, Pairs
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
-from ppocli.models.fast import attention
 from ppocli.models.loading import adapters, language_model, model_config
 from ppocli.models.loading.language_model import LoadedLM
 from ppocli.parallel.stop import StopFlag
@@ -88,7 +87,6 @@ class RewardModelTask(supervised.SupervisedTask):
         config = loaded.export_config
         config.get_text_config().pad_token_id = config.pad_token_id = tokenizer.pad_token_id
         self.saved = saved_model.SavedModel(loaded.lm, config, None, tokenizer, loaded.adapter)
-        self.packs = setup.cfg.data.packing and attention.takes_packed(loaded.lm)
 
     def sequences(self, texts: list[Ids]) -> layout.Sequences:
         """Texts as a forward pass reads them. What predicts the action of each, a token that isn't

@@ -15,7 +15,6 @@ from ppocli.data.data_set import Examples
 from ppocli.data.prompt_set import PromptSet
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
-from ppocli.models.fast import attention
 from ppocli.models.loading import language_model, model_config
 from ppocli.models.loading.language_model import LoadedLM
 from ppocli.parallel.ranks import woven
@@ -46,8 +45,6 @@ class SFTTask(supervised.SupervisedTask):
         self.spec, self.eval_spec = building.sampling_specs(cfg.generation, tokenizer, loaded)
         self.saved = building.saved_policy(loaded.lm, loaded, self.spec, tokenizer)
         self.sampler = build_sampler(cfg.rollout, SamplerSetup(cfg, backend, tokenizer, loaded))
-        self.packs = (cfg.data.packing and cfg.sft.neftune is None
-                      and attention.takes_packed(loaded.lm))
         self.asked = self._asked()
 
     def _asked(self) -> list[int]:

@@ -19,6 +19,7 @@ from ppocli.data.data_set import Examples, Pairs
 from ppocli.data.prompt_set import prompt_indices
 from ppocli.errors import PpocliError
 from ppocli.models import layout, trunk
+from ppocli.models.fast import attention
 from ppocli.models.loading import language_model, model_config
 from ppocli.models.loading.language_model import LoadedLM
 from ppocli.parallel.stop import StopFlag
@@ -148,6 +149,8 @@ class SupervisedTask(task.Task):
             task.PASSES, f"{section}.micro_batch_size"), shorter="data.max_length")
         self.trained = updates.prepare(self.backend, module, build_optimizer(module, self.settings),
                                        self.settings.max_grad_norm)
+        self.packs = (self.cfg.data.packing and self.cfg.sft.neftune is None
+                      and attention.takes_packed(module.lm))
 
     @abstractmethod
     def measure(self, data: Any, rows: torch.Tensor) -> torch.Tensor:

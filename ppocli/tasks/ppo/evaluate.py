@@ -9,11 +9,10 @@ from ppocli.episode import DONE
 from ppocli.parallel.ranks import woven
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
-from ppocli.sampling.sampler import Speaker, sample_chunks
 from ppocli.sampling.samples import Samples
 from ppocli.tasks.ppo import figures
 from ppocli.tasks.ppo.reward_calls import judge
-from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy
+from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy, sample_reference
 from ppocli.tasks.ppo.session import EvalSession, sampling_sweep
 from ppocli.training.task import Evaluation
 
@@ -161,9 +160,7 @@ def reference_responses(session: EvalSession, stop: StopFlag) -> list[str]:
     texts: list[str] = []
     with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
         for batch, own in _shares(session, stop):
-            out = Samples.joined(list(sample_chunks(
-                session.sampler, session.passes, batch, session.eval_sampling, EVALUATION,
-                Speaker(lm, reference=True), stop, phase="evaluation", chunk=session.chunk_size)))
+            out = sample_reference(session, lm, batch, session.eval_sampling, EVALUATION, stop)
             texts += woven(session.backend.ranks.gather(
                 response_texts(session, batch, out, session.eval_sampling)[:own]))
     return texts

@@ -19,12 +19,11 @@ from ppocli.models.trunk import has_encoder
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardRequest
-from ppocli.sampling.sampler import Speaker, sample_chunks
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.tasks.building import sampling_specs
 from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.reward_calls import some_scores
-from ppocli.tasks.ppo.rollout import Chunk, chunk_of, measure_chunk, rollout_of
+from ppocli.tasks.ppo.rollout import Chunk, chunk_of, measure_chunk, rollout_of, sample_reference
 from ppocli.tasks.ppo.session import Session, max_prompt_tokens
 from ppocli.training.clock import PhaseClock
 
@@ -164,9 +163,7 @@ def given(session: Session, queries: Any, responses: Any, first: int) -> list[Ch
         if len(found) != len(prompts):
             raise ConfigError(f"There are {len(prompts)} queries, but {len(found)} as responses.",
                               where="responses", fix="give one response to each query")
-        rows = [_response_ids(session, response, i) for i, response in enumerate(found)]
-        _check_room(session, prompts, rows)
-        return prompts, rows
+        return prompts, _responses_as_ids(session, prompts, found)
 
     prompts, rows = session.backend.ranks.all_do(read, "step")
     own = len(rows)
@@ -181,24 +178,23 @@ def given(session: Session, queries: Any, responses: Any, first: int) -> list[Ch
     return chunks
 
 
-def _check_room(session: Session, prompts: PromptBatch, rows: list[list[int]]) -> None:
-    limit = max_positions(session.policy.lm)
+def _responses_as_ids(session: Session, prompts: PromptBatch, responses: list[Any]
+                      ) -> list[list[int]]:
+    limit, end = max_positions(session.policy.lm), session.tokenizer.eos_token_id
     # an encoder has positions of its own
-    lengths = prompts.mask.sum(1) * (not has_encoder(session.policy.lm))
-    for i, (row, length) in enumerate(zip(rows, lengths.tolist(), strict=True)):
+    lengths, rows = prompts.mask.sum(1) * (not has_encoder(session.policy.lm)), list[list[int]]()
+    for i, (response, length) in enumerate(zip(responses, lengths.tolist(), strict=True)):
+        ids = response
+        if isinstance(response, str):
+            ids = list(session.tokenizer(response, add_special_tokens=False)["input_ids"])
+            ids += [end] * (end is not None)
+        row = token_ids(session, ids, f"responses[{i}]")
         if limit is not None and len(row) + length > limit:
             raise ConfigError(f"A query of {length} tokens and a response of {len(row)} are more "
                               f"than the {limit} that the model takes.", where=f"responses[{i}]",
                               fix="cut one of them")
-
-
-def _response_ids(session: Session, response: Any, index: int) -> list[int]:
-    where = f"responses[{index}]"
-    if not isinstance(response, str):
-        return token_ids(session, response, where)
-    ids = list(session.tokenizer(response, add_special_tokens=False)["input_ids"])
-    end = session.tokenizer.eos_token_id
-    return token_ids(session, ids + [end] * (end is not None), where)
+        rows.append(row)
+    return rows
 
 
 def _samples(session: Session, prompts: PromptBatch, rows: list[list[int]]) -> Samples:
@@ -318,10 +314,7 @@ def reference_responses(session: Session, prompts: PromptBatch, stop: StopFlag) 
         raise ConfigError("There is no reference.", where="model.reference.kind",
                           fix="leave generate_ref_response out")
     with session.reference.view(session.policy.lm) as lm:
-        return Samples.joined(list(sample_chunks(
-            session.sampler, session.passes, prompts, session.sampling, ROLLOUT,
-            Speaker(lm, reference=True), stop, phase="rollout", chunk=session.chunk_size))
-            ).action_ids
+        return sample_reference(session, lm, prompts, session.sampling, ROLLOUT, stop).action_ids
 
 
 def as_tensors(session: Session, queries: Any, prompts: Sequence[list[int]],

@@ -10,6 +10,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import Any
 
 import torch
 
@@ -139,8 +140,6 @@ def generate_chunks(session: Session, prompts: PromptBatch, own: int, stop: Stop
         drawn: as of :func:`collect_rollout`.
     """
     start = 0
-    if len(prompts) == 0:
-        return
     made = sample_policy(session, prompts, session.sampling, ROLLOUT, stop) if drawn is None else (
         drawn.rows(slice(i, i + session.chunk_size))
         for i in range(0, len(prompts), session.chunk_size))
@@ -169,14 +168,31 @@ def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec
         width = policy.lm.get_input_embeddings().weight.shape[-1]
         if 4 * session.cfg.ppo.num_rollouts * tokens * width <= session.frozen_states_bytes // 2:
             speaker = Speaker(policy.lm, head, policy.split)
-    phase = "rollout" if stream == ROLLOUT else "evaluation"
-    for out in sample_chunks(session.sampler, session.passes, prompts, spec, stream, speaker, stop,
-                             phase=phase, chunk=session.chunk_size):
+    for out in _chunks(session, prompts, spec, stream, speaker, stop):
         if not bool(torch.isfinite(out.logprobs).all()):
             raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
                                 fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
                                 "hardware.precision=fp32")
         yield out
+
+
+def sample_reference(session: EvalSession, view: Any, prompts: PromptBatch, spec: SamplingSpec,
+                     stream: int, stop: StopFlag) -> Samples:
+    """One sample of the reference per prompt, with the random numbers of the policy's. All ranks
+    call it in step.
+
+    Args:
+        view: the reference as a model.
+    """
+    speaker = Speaker(view, reference=True)
+    return Samples.joined(list(_chunks(session, prompts, spec, stream, speaker, stop)))
+
+
+def _chunks(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int,
+            speaker: Speaker, stop: StopFlag) -> Iterator[Samples]:
+    return sample_chunks(session.sampler, session.passes, prompts, spec, stream, speaker, stop,
+                         phase="rollout" if stream == ROLLOUT else "evaluation",
+                         chunk=session.chunk_size)
 
 
 def response_texts(session: EvalSession, prompts: PromptBatch, out: Samples, spec: SamplingSpec
@@ -203,35 +219,35 @@ class Measured:
     """as of :class:`Rollout`"""
 
 
-def measure(session: EvalSession, out: Samples, *, phase: str, want_policy: bool,
-            want_values: bool, estimator: str, temperature: float, stop: StopFlag,
-            most_frozen_bytes: int = 0, want_ref_states: bool = False) -> Measured:
-    """Forward passes over B samples: reference logprobs, KL, and the policy's own on demand. All
-    ranks call it in step.
+def measure(session: EvalSession, out: Samples, *, phase: str, **wanted: Any) -> Measured:
+    """Forward passes over B samples as :func:`_measure` makes them. All ranks call it in step.
 
     Args:
         phase: of :data:`ppocli.training.task.PASSES`.
-        want_policy: also compute the policy's logprobs (else the decoded ones serve).
-        want_values: also compute the values of the states before each action.
-        estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.
-        most_frozen_bytes: bytes that may be kept of what enters the policy's lowest layer that
-            trains.
-        want_ref_states: also keep the reference's final states.
+        wanted: further arguments of :func:`_measure`.
 
     Raises:
         OutOfMemoryError: there is no room for one sample.
     """
     asked = min(session.forward_rows, len(out))
     return session.passes.retry(phase, asked, int(out.sequences.spans.max()), lambda: _measure(
-        session, out, session.passes.limit(phase, asked), want_policy, want_values, estimator,
-        temperature, stop, most_frozen_bytes, want_ref_states), in_step=session.scores_in_step)
+        session, out, session.passes.limit(phase, asked), **wanted), in_step=session.scores_in_step)
 
 
 @torch.no_grad()
-def _measure(session: EvalSession, out: Samples, size: int, want_policy: bool, want_values: bool,
-             estimator: str, temperature: float, stop: StopFlag, most_frozen_bytes: int,
-             want_ref_states: bool) -> Measured:
-    """As :func:`measure`, ``size`` rows per pass, on this rank."""
+def _measure(session: EvalSession, out: Samples, size: int, *, want_policy: bool, want_values: bool,
+             estimator: str, temperature: float, stop: StopFlag, most_frozen_bytes: int = 0,
+             want_ref_states: bool = False) -> Measured:
+    """Reference logprobs, KL, and the policy's own on demand, ``size`` rows per pass, on this rank.
+
+    Args:
+        want_policy: also compute the policy's logprobs (else the decoded ones serve).
+        want_values: also compute the values of the states before each action.
+        estimator: of :mod:`ppocli.ppo.kl`, or ``full`` for the KL over the whole vocabulary.
+        most_frozen_bytes: bytes that may be kept of what enters the policy's lowest layer that
+            trains.
+        want_ref_states: also keep the reference's final states.
+    """
     limit = session.cfg.ppo.micro_batch_tokens
     if limit is not None and session.scores_in_step:  # then all ranks make equally many passes
         longest = int(out.sequences.spans.max())
