@@ -38,7 +38,7 @@ class Contents:
     task's own tensors; for the folder of the policy its model's state dict, or its adapter's
     tensors as PEFT names them"""
     generators: Generators
-    fixed: frozenset[int]
+    fixed: frozenset[int] = frozenset()
     """addresses of tensors that never change, such as weights that don't train: a copy can share
     them"""
     described: dict[str, bytes] | None = None
@@ -52,23 +52,29 @@ def contents_of(task: Task, state: TrainState) -> Contents:
         task: of one process that shards nothing.
         state: that was committed, whose tensors and generators belong to them.
     """
-    module, own = task.trained.module, _task_files(state)
+    module = task.trained.module
     slots = optimizer_slots(named_trainable(module), task.trained.optimizer, 0, Ranks())
     fixed = [p for p in module.parameters() if not p.requires_grad] + list(state.tensors.values())
-    return Contents({POLICY: task.saved.tensors(), OPTIMIZER: slots, **own, **{
-        name: one.state_dict() for name, one in module_files(task).items()}},
-        state.generators, frozenset(tensor.data_ptr() for tensor in fixed))
+    return Contents({**_weights(task, state, None), OPTIMIZER: slots}, state.generators,
+                    frozenset(tensor.data_ptr() for tensor in fixed))
+
+
+def _weights(task: Task, state: TrainState, whole: Tensors | None) -> dict[str, Tensors]:
+    """The files of :class:`Contents` without that of the optimizer.
+
+    Args:
+        whole: as of :func:`whole_weights`.
+    """
+    found = {POLICY: _within("lm", whole) or task.saved.tensors(), **{
+        name: _within(Path(name).stem, whole) or module.state_dict()
+        for name, module in module_files(task).items()}}
+    return found | ({TASK_STATE: dict(state.tensors)} if state.tensors else {})
 
 
 def module_files(task: Task) -> dict[str, torch.nn.Module]:
     """File name -> what trains beside the model itself."""
     return {f"{name}.safetensors": module for name, module in
             {**task.modules(), **task.saved.prompt_encoders()}.items()}
-
-
-def _task_files(state: TrainState) -> dict[str, Tensors]:
-    """The task's own tensors; no file without any."""
-    return {TASK_STATE: dict(state.tensors)} if state.tensors else {}
 
 
 def write_contents(saved: SavedModel, contents: Contents, folder: Path) -> None:
@@ -155,20 +161,17 @@ def write_checkpoint(task: Task, folder: Path, state: TrainState) -> None:
             except Exception as error:
                 problem = error
 
-    def weights(whole: Tensors | None) -> None:
-        task.saved.write(folder / POLICY, _within("lm", whole))
-        for name, module in module_files(task).items():
-            save_tensors(_within(Path(name).stem, whole) or module.state_dict(), folder / name)
-        for name, tensors in _task_files(state).items():
-            save_tensors(tensors, folder / name)
+    def write_weights(whole: Tensors | None) -> None:
+        write_contents(task.saved, Contents(_weights(task, state, whole), state.generators), folder)
 
     with whole_weights(task) as whole:
         if ranks.first:
-            attempt(partial(weights, whole))
+            attempt(partial(write_weights, whole))
     del whole  # the optimizer's state needs the room
     slots = optimizer_slots(named_trainable(trained.module), trained.optimizer, stage, ranks)
     attempt(lambda: save_tensors(slots, folder / _part(OPTIMIZER, ranks)))
-    attempt(lambda: state.generators.write(folder, ranks.rank))
+    if not ranks.first:
+        attempt(lambda: state.generators.write(folder, ranks.rank))
     if problem is not None:
         raise problem
 

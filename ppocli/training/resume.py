@@ -1,7 +1,6 @@
 """Resuming a run: the newest valid checkpoint is loaded, and files are cut back to it."""
 
 import logging
-from collections.abc import Set
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -57,7 +56,12 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
     for line in (*leftovers, *search.skipped):
         log.warning(line)
     if search.found is not None:
-        _note_other_place(search.found, task)
+        here = made_on(task.backend)
+        there = {name: search.found.versions.get(name, value) for name, value in here.items()}
+        if there != here:
+            log.warning("the checkpoint was made on %s by %s process(es), this run goes on on %s "
+                        "with %s: equal up to rounding, not bit-exact", there["device"],
+                        there["processes"], here["device"], here["processes"])
         saved = TrainState.from_json(search.found.state)
         return search.found.path, _adopt(task, saved, fresh, folder)
     if (when := retention.removed_at(folder.checkpoints)) is not None:
@@ -75,15 +79,6 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
                           fix="start again: the words it was started with, and "
                           f"{pasted('run_name=' + folder.path.name)} resume=auto; or choose "
                           "another run_name")
-
-
-def _note_other_place(found: checkpoints.FoundCheckpoint, task: Task) -> None:
-    here = made_on(task.backend)
-    there = {name: found.versions.get(name, value) for name, value in here.items()}
-    if there != here:
-        log.warning("the checkpoint was made on %s by %s process(es), this run goes on on %s with "
-                    "%s: equal up to rounding, not bit-exact", there["device"],
-                    there["processes"], here["device"], here["processes"])
 
 
 def _tidy(task: Task, folder: run_folder.RunFolder, path: Path, state: TrainState) -> None:
@@ -136,33 +131,34 @@ def _forget_after(folder: run_folder.RunFolder, step: int, *, reopen: int | None
 def _set_aside_finished(folder: run_folder.RunFolder) -> None:
     """A run that goes on is not finished any more: its summary goes, its model is kept under the
     number of its last step."""
-    summary = atomic.read_json(folder.summary)
+    summary = atomic.read_json(folder.summary) or {}
     folder.summary.unlink(missing_ok=True)
     if folder.model.is_dir():
-        step = summary.get("steps") if summary else None
+        step = summary.get("steps")
         target = folder.path / f"model-step-{step if isinstance(step, int) else 0:06d}"
         if not target.exists():
             folder.model.rename(target)
             log.info("the model of the finished run is now %s", target)
 
 
-def fill_module(module: torch.nn.Module, tensors: saved_model.Tensors, what: str,
-                allowed_missing: Set[str] = frozenset(), *, where: str = "model.path",
+def fill_module(module: torch.nn.Module, tensors: saved_model.Tensors, what: str, *,
+                tied_ok: bool = False, where: str = "model.path",
                 fix: str = "resume with the model the run was started with") -> None:
     """Put a checkpoint's tensors in place of a module's, which may be in parts.
 
     Args:
         what: the module, for messages, as are ``where`` and ``fix``.
-        allowed_missing: names that may not be among them.
+        tied_ok: what shares memory with one of them may not be among them.
 
     Raises:
         CheckpointError: one is missing, superfluous or of another shape.
     """
     own = module.state_dict(keep_vars=True)
+    filled = {id(own[name]) for name in tensors if tied_ok and name in own}
     wrong = [f"{name}: {tuple(tensors[name].shape)} saved, {tuple(whole_shape(own[name]))} here"
              for name in tensors if name in own and tensors[name].shape != whole_shape(own[name])]
     missing = [f"{name} is not saved" for name in own
-               if name not in tensors and name not in allowed_missing]
+               if name not in tensors and id(own[name]) not in filled]
     extra = [f"{name} is not in the model" for name in tensors if name not in own]
     if problems := wrong + missing + extra:
         raise CheckpointError(f"The {what} of the checkpoint does not fit the model: "
@@ -187,14 +183,6 @@ def _load_modules(task: Task, folder: Path) -> None:
             fix="resume with what the run was started with")
     for name, module in wanted.items():
         fill_module(module, load_file(folder / name), Path(name).stem.replace("_", " "))
-
-
-def _tied_names(lm: Any, saved: set[str]) -> set[str]:
-    """Names of state-dict entries that share memory with an entry that is saved."""
-    seen: dict[int, list[str]] = {}
-    for name, tensor in lm.state_dict(keep_vars=True).items():
-        seen.setdefault(id(tensor), []).append(name)
-    return {name for names in seen.values() if saved & set(names) for name in names}
 
 
 def _restore_optimizer(task: Task, folder: Path) -> None:
@@ -241,7 +229,7 @@ def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
     for path in sorted((folder / checkpoint_writing.POLICY).glob("*.safetensors")):
         weights |= load_file(path)
     if saved.adapter is None:
-        fill_module(saved.lm, weights, "policy", _tied_names(saved.lm, set(weights)))
+        fill_module(saved.lm, weights, "policy", tied_ok=True)
     elif not saved.prompt_encoders():
         with sharded_weights.gathered(module, stage, modify=True):
             fill_adapter(saved.adapter, weights, str(folder / checkpoint_writing.POLICY))
