@@ -143,11 +143,14 @@ def _outcomes(given: Samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     """The reward of each whole response, float64 [B]: its tokens' sum; the sum of its group, and
     how many are in the group."""
     outcomes = (given.rewards * given.mask).double().sum(dim=1)
+    ones = outcomes.new_ones(len(outcomes))
+    return outcomes, _in_group(given, outcomes), _in_group(given, ones)
+
+
+def _in_group(given: Samples, each: torch.Tensor) -> torch.Tensor:
+    """[B] -> [B]: the sum over each sample's group."""
     group = given.groups.unique(return_inverse=True)[1]
-    zeros = outcomes.new_zeros(len(outcomes))
-    sums = zeros.index_add(0, group, outcomes)
-    counts = zeros.index_add(0, group, outcomes.new_ones(len(outcomes)))
-    return outcomes, sums[group], counts[group]
+    return each.new_zeros(len(each)).index_add(0, group, each)[group]
 
 
 def _on_tokens(advantages: torch.Tensor, given: Samples) -> torch.Tensor:
@@ -169,8 +172,7 @@ def grpo(given: Samples) -> tuple[torch.Tensor, None]:
     if given.batch_std:
         centred = centred / (outcomes.std() + 1e-6 if len(outcomes) > 1 else 1.0)
     elif given.group_std:
-        group = given.groups.unique(return_inverse=True)[1]
-        squares = centred.new_zeros(len(centred)).index_add(0, group, centred.square())[group]
+        squares = _in_group(given, centred.square())
         centred = centred / ((squares / (counts - 1).clamp(min=1)).sqrt() + 1e-6)
     return _on_tokens(centred, given), None
 
@@ -189,13 +191,8 @@ def rloo(given: Samples) -> tuple[torch.Tensor, None]:
 def reinforce_pp(given: Samples) -> tuple[torch.Tensor, None]:
     """REINFORCE++ (Hu 2025, arXiv 2501.03262): ``A_t = sum over k >= t of gamma^(k-t) r_k``, to be
     whitened over the whole rollout (``ppo.whiten_advantages``, on unless it is switched off)."""
-    rewards = given.rewards * given.mask
-    advantages = rewards.new_zeros(rewards.shape)
-    running = rewards.new_zeros(len(rewards))
-    for t in range(rewards.shape[1] - 1, -1, -1):
-        running = rewards[:, t] + given.gamma * running
-        advantages[:, t] = running
-    return advantages * given.mask, None
+    nothing = given.rewards.new_zeros(given.rewards.shape)
+    return _exponential(replace(given, gaps=None), nothing, 1.0), None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import math
 import re
 from abc import abstractmethod
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -209,30 +210,27 @@ class SupervisedTask(task.Task):
         ranks, total = self.backend.ranks, len(data)
         lengths = lengths_of(data)
         stop.meet()
-        found = self.passes.retry(
-            "evaluation", min(self.rows_per_pass, -(-total // ranks.world)), int(lengths.max()),
-            lambda: self._measured(data, lengths, stop), in_step=self.backend.zero_stage == 3)
-        parts = ranks.gather(found)
-        whole = torch.empty((total, parts[0][1].shape[1]), dtype=torch.float64)
-        for where, measured in parts:
-            whole[where] = measured
-        return whole
 
-    @torch.no_grad()
-    def _measured(self, data: Any, lengths: torch.Tensor, stop: StopFlag
-                  ) -> tuple[list[int], torch.Tensor]:
-        """This rank's places in the data, and [n, K] what was measured of them."""
-        places: list[int] = []
-        found: list[torch.Tensor] = []
-        for part in optimize.dealt(self, lengths, "evaluation"):
-            stop.check()
-            faults.point("evaluation.forward", len(part))
-            # a rank without rows left measures one for nothing, to stay in step with the others
-            with self.backend.autocast():
-                measured = self.measure(data, part if len(part) else lengths.argmin().reshape(1))
-            places += part.tolist()
-            found.append(measured[:len(part)])
-        return places, torch.cat(found)
+        @torch.no_grad()
+        def mine() -> list[tuple[torch.Tensor, torch.Tensor]]:
+            """This rank's places in the data, and [n, K] what was measured of them."""
+            found = []
+            for part in optimize.dealt(self, lengths, "evaluation"):
+                stop.check()
+                faults.point("evaluation.forward", len(part))
+                # a rank without rows left measures one for nothing, to stay in step with the others
+                some = part if len(part) else lengths.argmin().reshape(1)
+                with self.backend.autocast():
+                    found.append((part, self.measure(data, some)[:len(part)]))
+            return found
+
+        parts = ranks.gather(self.passes.retry(
+            "evaluation", min(self.rows_per_pass, -(-total // ranks.world)), int(lengths.max()),
+            mine, in_step=self.backend.zero_stage == 3))
+        whole = torch.empty((total, parts[0][0][1].shape[1]), dtype=torch.float64)
+        for places, measured in chain.from_iterable(parts):
+            whole[places] = measured
+        return whole
 
     def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
         """Rows for samples.jsonl; none by default.
@@ -255,10 +253,6 @@ class SupervisedTask(task.Task):
     def summary(self, state: TrainState) -> dict[str, Any]:
         """As :class:`Task`."""
         return {"examples": self.examples}
-
-    def total_samples(self) -> int:
-        """As :class:`Task`."""
-        return tasks.planned_samples(self.cfg, self.examples) or 0
 
     def total_updates(self, state: TrainState) -> int:
         """As :class:`Task`."""

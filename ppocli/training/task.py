@@ -354,11 +354,10 @@ class Task(ABC):
 
     def total_samples(self) -> int:
         """Samples of the whole run."""
-        ppo, pace = self.cfg.ppo, self._pace()
-        if ppo.epochs is not None:
-            return tasks.planned_samples(self.cfg, self.examples) or 0
-        return ppo.total_episodes or (
-            pace.episodes + max((ppo.num_steps or 0) - pace.step, 0) * pace.num_rollouts)
+        ppo, pace = self.settings, self._pace()
+        if isinstance(ppo, schema.PPOConfig) and ppo.epochs is None and not ppo.total_episodes:
+            return pace.episodes + max((ppo.num_steps or 0) - pace.step, 0) * pace.num_rollouts
+        return tasks.planned_samples(self.cfg, self.examples) or 0
 
     def total_steps(self) -> int:
         """Steps of the whole run; the last may be smaller."""

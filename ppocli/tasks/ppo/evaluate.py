@@ -58,7 +58,11 @@ def evaluate_chunks(session: EvalSession, stop: StopFlag, *, skip: int = 0) -> I
         RewardError, DivergedError, StopRequested.
     """
     for batch, own in _shares(session, stop, skip):
-        yield _joined(session.backend.ranks.gather(_one_share(session, batch, own, stop)))
+        shares = session.backend.ranks.gather(_one_share(session, batch, own, stop))
+        first = shares[0]  # it has samples always, the others perhaps none, and then no metrics
+        yield EvalChunk(first.start, woven([share.samples for share in shares]), *(
+            {name: woven([getattr(share, kind).get(name, []) for share in shares])
+             for name in getattr(first, kind)} for kind in ("metrics", "parts")))
 
 
 def _shares(session: EvalSession, stop: StopFlag, skip: int = 0
@@ -93,22 +97,8 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFla
     samples = figures.sample_rows(
         {"prompt": batch.texts, "response": responses, "score": shown, "kl": kl,
          "response_tokens": out.mask.sum(1).tolist(), "finished": out.finished.tolist()},
-        {"rewards": scores.parts if len(scores.parts) > 1 else {}})
-    samples = [{**row, **log} for row, log in zip(samples, scores.logs, strict=True)]
-    if out.episodes is not None:
-        samples = [{**row, **figures.episode_row(one)}
-                   for row, one in zip(samples, out.episodes, strict=True)]
+        {"rewards": scores.parts if len(scores.parts) > 1 else {}}, scores.logs, out.episodes or ())
     return EvalChunk(start, samples, metrics, dict(scores.parts))
-
-
-def _joined(shares: list[EvalChunk]) -> EvalChunk:
-    """The ranks' shares as one chunk, in the order of its samples. The first has some always, the
-    others perhaps none, and then no metrics."""
-    first = shares[0]
-    return EvalChunk(
-        first.start, woven([share.samples for share in shares]),
-        {name: woven([share.metrics.get(name, []) for share in shares]) for name in first.metrics},
-        {name: woven([share.parts.get(name, []) for share in shares]) for name in first.parts})
 
 
 def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:

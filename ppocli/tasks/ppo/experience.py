@@ -3,7 +3,6 @@
 import logging
 import math
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -102,12 +101,6 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
     return found, dense
 
 
-def _equal(scores: torch.Tensor) -> bool:
-    """Whether several scores are one and the same, up to rounding."""
-    return len(scores) > 1 and bool(
-        scores.max() - scores.min() <= 1e-6 * scores.abs().max())
-
-
 def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
                   progress: float = 0.0, pretrains: bool = False) -> Experience:
     """Token rewards, advantages and whitening over the valid samples of a rollout.
@@ -153,7 +146,9 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
               else accepted if wanted.reject else None)
     charged = not in_reward and rollout.has_reference and state.kl_coef > 0
     imitated = torch.tensor(rollout.scores)[keep] > ppo.positive_above
-    alike = dense is None and _equal(scores[keep])
+    own = scores[keep]
+    alike = dense is None and len(own) > 1 and bool(  # up to rounding
+        own.max() - own.min() <= 1e-6 * own.abs().max())
     if alike and rollout.has_reference and not (apart or pretrains):
         # nothing says which response is better, and the policy is still the reference: it stays so.
         # What a critic doesn't know yet of the constant, whitened, would move it, and so would a
@@ -162,20 +157,26 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
         if values is not None and cfg.model.value.kind == "head":
             returns = values
 
-    def kept(states: list[Any]) -> list[Any]:
-        return [states[i] for i in keep.tolist()] if states else []
-
     return Experience(
         sequences=rollout.sequences.rows(keep), logprobs=rollout.logprobs[keep],
         values=None if values is None else values * mask, advantages=advantages, returns=returns,
         ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
-        ref_states=kept(rollout.ref_states if charged else []),
+        ref_states=[rollout.ref_states[i] for i in keep.tolist()]
+        if charged and rollout.ref_states else [],
         counts=counts, importance=importance, pretrains=pretrains,
         imitated=imitated if ppo.positive_nll_coef else None,
         kl_coef=state.kl_coef if charged else 0.0,
         ent_coef=ppo.ent_coef if ppo.ent_coef_end is None else
         (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end,
-        frozen_states=kept(rollout.frozen_states))
+        frozen_states=[rollout.frozen_states[i] for i in keep.tolist()]
+        if rollout.frozen_states else [])
+
+
+def after_step(state: PPOState, rollout: Rollout, learnt: Experience, cfg: schema.TrainConfig,
+               step: int) -> PPOState:
+    """The state after ``step``, whose rollout was ``rollout``."""
+    after = replace(update_moments(state, rollout, cfg), kl_coef=next_kl_coef(state, rollout, cfg))
+    return after_pretraining(after, learnt, cfg.ppo, step) if learnt.pretrains else after
 
 
 def explained_variance(experience: Experience) -> float:

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ppocli.config import algorithm, schema, schema_ppo
 from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, turn_rows
 from ppocli.ppo import off_policy
@@ -28,6 +26,9 @@ _TERMS = {
     "policy/clipfrac_avg": "policy_clipfrac", "policy/grad_norm": "grad_norm",
     "policy/max_log_ratio": "max_log_ratio", "val/ratio": "ratio"}
 """figures of each step that are terms of its loss"""
+_CRITIC_TERMS = {"loss/value_avg": "value", "val/clipfrac_avg": "value_clipfrac",
+                 "val/error": "value_error"}
+"""likewise, with a value function"""
 
 ADVICE = {
     "negative_kl": "The KL to the reference is negative ({kl:.2f} nats per sample): the tokens are "
@@ -165,18 +166,6 @@ def logged_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: mean(values) for name, values in columns.items()}
 
 
-def _critic_figures(terms: dict[str, float], returns: torch.Tensor) -> dict[str, float]:
-    """How the value function does; ``returns`` flat."""
-    variance = float(returns.var(correction=0)) if returns.numel() else 0.0
-    error = terms.get("value_error", math.nan)
-    return {
-        "loss/value_avg": terms.get("value", math.nan),
-        "val/clipfrac_avg": terms.get("value_clipfrac", math.nan),
-        "val/error": error,
-        "val/var_explained": 1.0 - error / variance if variance > 0 else math.nan,
-        "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
-
-
 def penalty_figures(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, float]:
     """Mean amount of each penalty over all samples, 0 where it does not apply."""
     return {f"reward/penalty/{name}": mean([amount or 0.0 for amount in amounts])
@@ -191,8 +180,12 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
         "lr": result.lr, "updates_skipped": float(result.skipped),
         "early_stopped": float(result.early_stopped)}
     if experience.returns is not None:
-        figures |= _critic_figures(
-            terms, experience.returns.cpu()[experience.response_mask].double())
+        returns = experience.returns.cpu()[experience.response_mask].double()
+        variance = float(returns.var(correction=0)) if returns.numel() else 0.0
+        figures |= {name: terms.get(term, math.nan) for name, term in _CRITIC_TERMS.items()}
+        figures |= {
+            "val/var_explained": 1.0 - figures["val/error"] / variance if variance else math.nan,
+            "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
     if ppo.ent_coef_end is not None:
         figures["objective/ent_coef"] = experience.ent_coef
     return figures | {name: terms.get(term, math.nan) for there, name, term in (
@@ -205,13 +198,20 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
 
 
 def sample_rows(columns: Mapping[str, Sequence[Any]],
-                parts: Mapping[str, Mapping[str, Sequence[float | None]]]) -> list[dict[str, Any]]:
-    """Columns as one row per sample for samples.jsonl, and what consists of several as a mapping in
-    each row, left out where it consists of nothing."""
+                parts: Mapping[str, Mapping[str, Sequence[float | None]]],
+                logs: Sequence[Mapping[str, Any]], episodes: Sequence[Episode]
+                ) -> list[dict[str, Any]]:
+    """Columns as one row per sample for samples.jsonl; what consists of several as a mapping in
+    each row, left out where it consists of nothing; what rewards logged, and how episodes went,
+    where there is any of it."""
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     for name, values in parts.items():
         for i, row in enumerate(rows if values else ()):
             row[name] = {part: numbers[i] for part, numbers in values.items()}
+    for row, log in zip(rows, logs, strict=False):  # a loop of one's own has none
+        row.update(log)
+    for row, episode in zip(rows, episodes, strict=False):
+        row.update(episode_row(episode))
     return rows
 
 
@@ -232,11 +232,7 @@ def rollout_samples(rollout: Rollout, step: int, cfg: schema.TrainConfig) -> lis
          "kl": rollout.k1.sum(1).tolist() if rollout.has_reference else [None] * count,
          "response_tokens": mask.sum(1).tolist(), "finished": rollout.finished.tolist()},
         {"rewards": rollout.parts if len(rollout.parts) > 1 else {},
-         "penalties": penalties_of(rollout, cfg)})
-    for row, log in zip(rows, rollout.logs, strict=False):  # a loop of one's own has none
-        row.update(log)
-    for row, episode in zip(rows, rollout.episodes, strict=False):
-        row.update(episode_row(episode))
+         "penalties": penalties_of(rollout, cfg)}, rollout.logs, rollout.episodes)
     if cfg.tracking.rollout_tokens:
         for i, row in enumerate(rows):
             row.update(_token_lists(rollout, i))

@@ -25,12 +25,7 @@ from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.ppo import collecting, figures, ptx, records, rollout
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
-from ppocli.tasks.ppo.experience import (
-    after_pretraining,
-    next_kl_coef,
-    to_experience,
-    update_moments,
-)
+from ppocli.tasks.ppo.experience import after_step, to_experience, update_moments
 from ppocli.tasks.ppo.session import Session, build_session, saved_model
 from ppocli.training import optimizers, task
 from ppocli.training.clock import PhaseClock
@@ -179,15 +174,12 @@ class PPOTask(task.Task):
         """As :class:`Task`: the KL coefficient follows its controller, signs of a run going wrong
         are counted."""
         cfg, before = self.cfg, records.PPOState.from_json(state.task)
-        after = replace(update_moments(before, batch, cfg),
-                        kl_coef=next_kl_coef(before, batch, cfg))
+        after = after_step(before, batch, plan.atoms, cfg, state.step + 1)
         tokens = (int(batch.response_mask.sum()) + collecting.response_tokens(batch.waiting)
                   - collecting.response_tokens(state.tensors))
         if batch.drawn is not None:
             tokens = batch.drawn.tokens
             after = replace(after, left_out=before.left_out + batch.drawn.samples - len(batch))
-        if plan.atoms.pretrains:
-            after = after_pretraining(after, plan.atoms, cfg.ppo, state.step + 1)
         row = figures.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         after, warnings = figures.watch(self.session, batch, after, row, state)
         return task.Finished(row, after.to_json(), tensors=batch.waiting, warnings=warnings,
