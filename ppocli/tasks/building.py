@@ -14,16 +14,10 @@ from ppocli.environments.calls import Calls
 from ppocli.environments.resolve import code_files, resolve
 from ppocli.errors import ConfigError, InputError
 from ppocli.estimate import check
+from ppocli.models import policy as policies
 from ppocli.models.fast.gemm import route_linears
 from ppocli.models.loading import model_config, reference_and_value
 from ppocli.models.loading.language_model import LoadedLM, empty_lm, stop_rules
-from ppocli.models.policy import (
-    Policy,
-    ValueBranch,
-    build_value_head,
-    freeze_attention,
-    freeze_lower_layers,
-)
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import whole_shape
@@ -84,7 +78,12 @@ def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, po
         reference_and_value.check_same_tokens(
             tokenizer, policy, lm, name=wanted.path, key="model.reference.path",
             trust_remote_code=cfg.model.trust_remote_code)
-        _check_full_kl(cfg, policy, lm)
+        ours, theirs = (whole_shape(model.get_output_embeddings().weight)[0]
+                        for model in (policy, lm))
+        if algorithm.kl_estimator(cfg.ppo) == "full" and ours != theirs:
+            raise InputError(f"The full KL compares whole distributions, and {wanted.path} has "
+                             f"{theirs} logits, the policy {ours}.", where="model.reference.path",
+                             fix="use ppo.kl_estimator=k1, or another reference")
     if backend.onednn:
         route_linears(lm)
     if in_parts:
@@ -102,15 +101,6 @@ def _starts_as_adapter(cfg: schema.TrainConfig, reference: str | None = None) ->
     key, revision = ("model.path", cfg.model.revision) if reference is None else (
         "model.reference.path", None)
     return adapter_at(reference or cfg.model.path, key=key, revision=revision) is not None
-
-
-def _check_full_kl(cfg: schema.TrainConfig, policy: Any, lm: Any) -> None:
-    ours, theirs = (whole_shape(model.get_output_embeddings().weight)[0] for model in (policy, lm))
-    if algorithm.kl_estimator(cfg.ppo) == "full" and ours != theirs:
-        raise InputError("The full KL compares whole distributions, and "
-                         f"{cfg.model.reference.path} has {theirs} logits, the policy {ours}.",
-                         where="model.reference.path",
-                         fix="use ppo.kl_estimator=k1, or another reference")
 
 
 def judging_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, loaded: LoadedLM,
@@ -179,7 +169,7 @@ def load_start(cfg: schema.TrainConfig, backend: Backend, given: Any = None, *,
 
 
 def build_policy(cfg: schema.TrainConfig, backend: Backend, loaded: LoadedLM, tokenizer: Any
-                 ) -> Policy:
+                 ) -> policies.Policy:
     """The policy on its device, in eval mode, with what is frozen frozen.
 
     Raises:
@@ -189,7 +179,7 @@ def build_policy(cfg: schema.TrainConfig, backend: Backend, loaded: LoadedLM, to
     # a branch is cut from whole layers
     with gathered(loaded.lm, backend.zero_stage if cfg.model.value.kind == "branch" else 0):
         head, trunk = _value_function(cfg, loaded, tokenizer)
-    return placed(backend, Policy(loaded.lm, head, trunk))
+    return placed(backend, policies.Policy(loaded.lm, head, trunk))
 
 
 def freeze(cfg: schema.TrainConfig, lm: Any) -> None:
@@ -199,7 +189,7 @@ def freeze(cfg: schema.TrainConfig, lm: Any) -> None:
         InputError: layers can't be found.
     """
     try:
-        freeze_lower_layers(lm, cfg.model.num_layers_unfrozen)
+        policies.freeze_lower_layers(lm, cfg.model.num_layers_unfrozen)
     except ValueError as error:
         raise InputError(f"model.num_layers_unfrozen can't be used: {error}.",
                          where="model.num_layers_unfrozen", fix="leave it at -1") from error
@@ -236,13 +226,13 @@ def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -
         if value.kind == "model":
             trunk, head = reference_and_value.load_value_model(cfg.model, tokenizer, loaded.lm,
                                                                cfg.seed)
-            freeze_lower_layers(trunk.lm, value.num_layers_unfrozen)
+            policies.freeze_lower_layers(trunk.lm, value.num_layers_unfrozen)
         else:
-            head = build_value_head(loaded.lm, cfg.seed)
+            head = policies.build_value_head(loaded.lm, cfg.seed)
             if value.kind == "branch":
-                trunk = ValueBranch(loaded.lm, value.num_layers_unfrozen)
+                trunk = policies.ValueBranch(loaded.lm, value.num_layers_unfrozen)
         if value.freeze_attention:
-            freeze_attention(trunk)
+            policies.freeze_attention(trunk)
     except ValueError as error:
         raise InputError(f"The value function can't be built: {error}.", where="model.value",
                          fix="set model.value.kind=head, or change "
@@ -272,7 +262,7 @@ def sampling_specs(cfg: schema.GenerationConfig, tokenizer: Any, loaded: LoadedL
             SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **{**base, **over}))
 
 
-def saved_policy(lm: Any, loaded: LoadedLM, spec: SamplingSpec, tokenizer: Any) -> SavedModel:
+def saved_policy(loaded: LoadedLM, spec: SamplingSpec, tokenizer: Any) -> SavedModel:
     """How a policy is written; the sampling of its training is its generation config."""
     own = loaded.generation_config
     config = type(own)(
@@ -285,7 +275,7 @@ def saved_policy(lm: Any, loaded: LoadedLM, spec: SamplingSpec, tokenizer: Any) 
         config.min_p = spec.min_p or None
     if spec.repetition_penalty != 1.0:
         config.repetition_penalty = spec.repetition_penalty
-    return SavedModel(lm, loaded.export_config, config, tokenizer, loaded.adapter)
+    return SavedModel(loaded.lm, loaded.export_config, config, tokenizer, loaded.adapter)
 
 
 def environment_of(cfg: schema.TrainConfig, prompts: PromptSet,
@@ -299,8 +289,8 @@ def environment_of(cfg: schema.TrainConfig, prompts: PromptSet,
         return None
     for path in code_files(cfg.env):
         log.info("running code from %s", path)
-    found, *_ = [resolve(cfg.env, list(one.columns)) for one in (prompts, *others)]
-    calls = Calls(found, cfg.env, cfg.seed)
+    found = [resolve(cfg.env, list(one.columns)) for one in (prompts, *others)]
+    calls = Calls(found[0], cfg.env, cfg.seed)
     calls.rehearse(prompts)
     if not calls.what.deterministic:
         log.warning("%s says that it keeps state outside (deterministic = False): a resumed run "

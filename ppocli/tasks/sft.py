@@ -43,7 +43,7 @@ class SFTTask(supervised.SupervisedTask):
         super().__init__(setup, tokenizer, self.policy, train, val)
         self.loaded = loaded
         self.spec, self.eval_spec = building.sampling_specs(cfg.generation, tokenizer, loaded)
-        self.saved = building.saved_policy(loaded.lm, loaded, self.spec, tokenizer)
+        self.saved = building.saved_policy(loaded, self.spec, tokenizer)
         self.sampler = build_sampler(cfg.rollout, SamplerSetup(cfg, backend, tokenizer, loaded))
         self.asked = self._asked()
 

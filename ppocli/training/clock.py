@@ -55,17 +55,12 @@ class Spent:
     cpu_seconds: dict[str, float]
     """of all threads of this process"""
 
-    def in_step(self) -> Spent:
-        """Without phases that lie between steps."""
-        outside = (*_AROUND, "eval")
-        return Spent(*({name: value for name, value in found.items() if name not in outside}
-                       for found in (self.seconds, self.cpu_seconds)))
-
     def figures(self, tokens: Mapping[str, int]) -> dict[str, float]:
-        """Wall time, CPU time and throughput of each phase, and the sums of times. Tokens of phases
-        that took no time here (responses that came from elsewhere) are left out."""
+        """Wall time, CPU time and throughput of each phase of a step, and the sums of times. Tokens
+        of phases that took no time here (responses that came from elsewhere) are left out."""
         figures: dict[str, float] = {}
-        for kind, seconds in (("time", self.seconds), ("cpu", self.cpu_seconds)):
+        for kind, spent in (("time", self.seconds), ("cpu", self.cpu_seconds)):
+            seconds = {name: value for name, value in of_training(spent).items() if name != "eval"}
             figures |= {f"{kind}/{name}": value for name, value in seconds.items()}
             figures[f"{kind}/step"] = sum(seconds.values())
         return figures | {f"tokens_per_second/{name}": count / max(self.seconds[name], 1e-9)

@@ -119,17 +119,12 @@ def run_training(run: Run) -> TrainState:
     while not _is_last(run):
         run.stop.meet()
         run.saving.meet()
-        train_step(run)
+        run.clock.mark("between")
+        launchers.note_phase(f"step {run.state.step + 1}, rollout")
+        run.display.board.enter("rollout", ("chunk", 1, run.task.chunks(run.state)))
+        learn(run, run.task.collect(run.state, run.stop, run.clock))
         finish_step(run)
     return run.state
-
-
-def train_step(run: Run) -> None:
-    """One batch and its optimize phase; commits the new state."""
-    run.clock.mark("between")
-    launchers.note_phase(f"step {run.state.step + 1}, rollout")
-    run.display.board.enter("rollout", ("chunk", 1, run.task.chunks(run.state)))
-    learn(run, run.task.collect(run.state, run.stop, run.clock))
 
 
 def learn(run: Run, batch: Any) -> None:
@@ -171,7 +166,7 @@ def learn(run: Run, batch: Any) -> None:
         task.backend.ranks.first_does(lambda: run.recorder.samples.append(rows))
     run.clock.mark("other")
     spent = run.clock.take()
-    row |= spent.in_step().figures(tokens) | {"memory/peak_mib": task.backend.peak_memory_mib()}
+    row |= spent.figures(tokens) | {"memory/peak_mib": task.backend.peak_memory_mib()}
     commit(run, replace(after.book(spent, tokens), pending=row))
     run.intact = True
 
@@ -190,10 +185,10 @@ def commit(run: Run, state: TrainState) -> None:
 def _dump(run: Run, batch: Any, plan: Plan, step: int) -> str | None:
     """Save the data on which the run diverged, for finding the cause; returns the folder."""
     target = run.folder.nonfinite_dump / f"step-{step:06d}"
-    if not run.task.backend.ranks.first:
-        return str(target)
     try:
-        atomic.publish_folder(lambda folder: run.task.write_dump(folder, batch, plan, step), target)
+        if run.task.backend.ranks.first:
+            atomic.publish_folder(
+                lambda folder: run.task.write_dump(folder, batch, plan, step), target)
     except DiskError as error:
         log.error("%s", error)
         return None

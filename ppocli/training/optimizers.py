@@ -39,10 +39,7 @@ def build_optimizer(policy: torch.nn.Module, updates: tasks.Updates) -> torch.op
     Raises:
         InputError: bitsandbytes is asked for and missing.
     """
-    own: list[torch.nn.Parameter] = []
-    critic: list[torch.nn.Parameter] = []
-    for name, parameter in named_trainable(policy).items():
-        (critic if name.startswith("value_") else own).append(parameter)
+    own, critic = _by_role(policy)
     wanted = algorithm.optimizers_of(updates)
     groups = [_group(parameters, cfg, role) for parameters, cfg, role in zip(
         (own, critic), wanted, ROLES, strict=False) if parameters]
@@ -64,11 +61,9 @@ def taken_optimizer(policy: Policy, ppo: PPOConfig, given: torch.optim.Optimizer
         ConfigError: it holds none of the policy's parameters.
     """
     held = {id(p) for group in given.param_groups for p in group["params"]}
-    trainable = named_trainable(policy)
-    critic = [p for name, p in trainable.items() if name.startswith("value_")]
-    left_out = [p for name, p in trainable.items()
-                if not name.startswith("value_") and id(p) not in held]
-    if len(left_out) + len(critic) == len(trainable):
+    own, critic = _by_role(policy)
+    left_out = [p for p in own if id(p) not in held]
+    if len(left_out) == len(own):
         raise ConfigError("The optimizer holds no parameter of the model that trains.",
                           where="optimizer", fix="make it of model.parameters(), and give model=")
     for parameter in left_out:
@@ -93,6 +88,12 @@ def follow_scheduler(optimizer: torch.optim.Optimizer, given: torch.optim.lr_sch
         start = group.setdefault("initial_lr", group["base_lr"])
         group["base_lr"] = group["lr"] if group["role"] == "policy" else \
             start * first["lr"] / (first["initial_lr"] or 1.0)
+
+
+def _by_role(policy: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
+    """The trainable parameters of each of :data:`ROLES`."""
+    return [[p for name, p in named_trainable(policy).items()
+             if name.startswith("value_") == (role == "value")] for role in ROLES]
 
 
 def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str) -> dict[str, Any]:
@@ -167,16 +168,12 @@ def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> flo
     elif schedule.name == "cosine":
         shape = 0.5 * (1.0 + math.cos(math.pi * progress))
     else:
-        shape = _library_shape(schedule, update, total_updates)
+        of_none = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        ends = {"lr_end": 0.0} if schedule.name == "polynomial" else {}
+        made = get_scheduler(schedule.name, of_none, warmup, total_updates,
+                             {**ends, **schedule.kwargs})
+        shape = float(made.lr_lambdas[0](update))
     return lowest + (1.0 - lowest) * shape
-
-
-def _library_shape(schedule: SchedulerConfig, update: int, total_updates: int) -> float:
-    of_none = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    ends = {"lr_end": 0.0} if schedule.name == "polynomial" else {}
-    made = get_scheduler(schedule.name, of_none, schedule.warmup_updates, total_updates,
-                         {**ends, **schedule.kwargs})
-    return float(made.lr_lambdas[0](update))
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factors: Mapping[str, float]) -> float:

@@ -174,5 +174,5 @@ def collect_differing(session: Session, start: int, count: int, stop: StopFlag, 
                  sum(differs), len(differs), missing // n)
     whole = Rollout.joined(parts)
     chosen = sorted(sorted(range(len(differs)), key=lambda i: not differs[i])[:count // n])
-    return whole.rows([n * i + k for i in chosen for k in range(n)],
-                      Drawn(len(whole), differs.count(False), int(whole.response_mask.sum())))
+    return replace(whole.rows([n * i + k for i in chosen for k in range(n)]), drawn=Drawn(
+        len(whole), differs.count(False), int(whole.response_mask.sum())))

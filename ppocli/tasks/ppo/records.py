@@ -145,8 +145,8 @@ class Rollout:
         """The samples in the order of their episodes."""
         return self.rows(sorted(range(len(self)), key=lambda i: self.prompts.episodes[i]))
 
-    def rows(self, order: list[int], drawn: Drawn | None = None) -> Rollout:
-        """The samples at these places, which were chosen from what was ``drawn``."""
+    def rows(self, order: list[int]) -> Rollout:
+        """The samples at these places."""
         index = torch.tensor(order)
 
         def moved(value: Any) -> Any:
@@ -158,18 +158,19 @@ class Rollout:
                 return [value[i] for i in order] if value else []
             return value[index] if isinstance(value, torch.Tensor) else value
 
-        found = Rollout(*(moved(getattr(self, f.name)) for f in fields(Rollout)))
-        return replace(found, drawn=drawn)
+        return Rollout(*(moved(getattr(self, f.name)) for f in fields(Rollout)))
 
 
 def _joined(values: list[Any]) -> Any:
     """One field of several rollouts; of what isn't one per sample, the first."""
     first = values[0]
     if isinstance(first, prompt_set.PromptBatch):
-        left: Any = [_joined_left([getattr(one, name) for one in values])
-                     for name in ("tokens", "mask")]
-        return prompt_set.PromptBatch(*left, *(_joined([getattr(one, f.name) for one in values])
-                                               for f in fields(prompt_set.PromptBatch)[2:]))
+        width = max(one.tokens.shape[1] for one in values)
+        parts = [replace(one, **{name: torch.nn.functional.pad(
+            getattr(one, name), (width - one.tokens.shape[1], 0)) for name in ("tokens", "mask")})
+            for one in values]
+        return prompt_set.PromptBatch(*(_joined([getattr(one, f.name) for one in parts])
+                                        for f in fields(prompt_set.PromptBatch)))
     if isinstance(first, Sequences):
         return Sequences.joined(values)
     if isinstance(first, dict):
@@ -177,11 +178,6 @@ def _joined(values: list[Any]) -> Any:
     if isinstance(first, list):
         return list(chain.from_iterable(values))
     return joined_right(values) if isinstance(first, torch.Tensor) else first
-
-
-def _joined_left(tensors: list[torch.Tensor]) -> torch.Tensor:
-    width = max(t.shape[1] for t in tensors)
-    return torch.cat([torch.nn.functional.pad(t, (width - t.shape[1], 0)) for t in tensors])
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,15 +89,11 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stop: Stop
     forward = drawn is not None or not session.from_decode
     for chunk, question, work in asked:
         clock.mark("rollout")
-        measured = measure_chunk(session, chunk, stop, forward=forward) if beside else None
-        if measured is not None:
-            clock.mark("scoring")
+        measured = measure_chunk(session, chunk, stop, forward=forward)
+        clock.mark("scoring")
         scores = question.answer(work, some_scores, "reward")
         stop.meet()
         clock.mark("reward")
-        if measured is None:
-            measured = measure_chunk(session, chunk, stop, forward=forward)
-            clock.mark("scoring")
         if len(chunk):
             yield rollout_of(session, chunk, scores, measured)
 

@@ -209,16 +209,16 @@ def _with_stored_scale(reward: Any) -> RewardConfig:
     """
     cfg: RewardConfig = reward.cfg
     stored = getattr(reward.parts[-1].call, "stored_scale", None)
-    if cfg.scale != "ref" or cfg.fn != "reward_model" or not (
-            cfg.ref_std is None or (cfg.center and cfg.ref_mean is None)):
+    no_mean = cfg.center and cfg.ref_mean is None
+    if cfg.scale != "ref" or cfg.fn != "reward_model" or not (cfg.ref_std is None or no_mean):
         return cfg
+    if stored is None and no_mean:
+        raise InputError("No mean of its scores lies with the reward model.",
+                         where="reward.center, reward.kwargs.model",
+                         fix="give reward.ref_mean, or a model of `ppocli reward-model`")
     if stored is None:
-        if cfg.center and cfg.ref_mean is None:
-            raise InputError("No mean of its scores lies with the reward model.",
-                             where="reward.center, reward.kwargs.model",
-                             fix="give reward.ref_mean, or a model of `ppocli reward-model`")
         return cfg
-    mean = stored[0] if cfg.center and cfg.ref_mean is None else cfg.ref_mean
+    mean = stored[0] if no_mean else cfg.ref_mean
     std = stored[1] if cfg.ref_std is None else cfg.ref_std
     log.info("scores are scaled by what lies with the reward model: ref_mean %s, ref_std %.6g",
              "none" if mean is None else f"{mean:.6g}", std)
@@ -320,8 +320,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
 
 def saved_model(session: EvalSession) -> SavedModel:
     """How the policy is written; the sampling of the training is its generation config."""
-    return building.saved_policy(session.policy.lm, session.loaded, session.sampling,
-                                 session.tokenizer)
+    return building.saved_policy(session.loaded, session.sampling, session.tokenizer)
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,

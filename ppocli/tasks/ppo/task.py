@@ -216,11 +216,12 @@ class PPOTask(task.Task):
 
     def digests(self) -> dict[str, str]:
         """As :class:`Task`: of the prompts and of the reference's weights."""
-        session, reference = self.session, self.session.reference_digest()
-        return {"prompts": session.prompts.digest(),
-                "evaluation prompts": session.eval_prompts.digest(),
-                **({} if session.examples is None else {"ppo.ptx.data": session.examples.digest()}),
-                **({} if reference is None else {"reference model": reference})}
+        session = self.session
+        found = {"prompts": session.prompts.digest(),
+                 "evaluation prompts": session.eval_prompts.digest(),
+                 "ppo.ptx.data": session.examples and session.examples.digest(),
+                 "reference model": session.reference_digest()}
+        return {name: digest for name, digest in found.items() if digest is not None}
 
     def judged_by(self) -> str:
         """As :class:`Task`: under another digest, figures are not comparable with the best so far.
