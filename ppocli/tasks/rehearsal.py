@@ -74,10 +74,7 @@ def _data(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag)
 
 def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
     try:
-        session = build_session(cfg, backend, PythonObjects())
-        clock.mark("load")
-        stop.check()
-        return _first_samples(session, clock, stop)
+        return _first_samples(build_session(cfg, backend, PythonObjects()), clock, stop)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"Out of memory with {SAMPLES} samples.", where="hardware, model.path",
@@ -86,6 +83,8 @@ def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) 
 
 
 def _first_samples(session: Session, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
+    clock.mark("load")
+    stop.check()
     prompts = session.next_prompts(0, SAMPLES)
     rollout = collect_rollout(session, prompts, stop, clock)
     metrics: dict[str, list[float]] = {}

@@ -192,6 +192,8 @@ def save_together(task: Task, state: TrainState,
         return
 
     def fill(folder: Path) -> None:
+        if ranks.first:
+            ranks.broadcast(str(folder))
         problem: Exception | None = None
         try:
             write_checkpoint(task, folder, state)
@@ -202,30 +204,23 @@ def save_together(task: Task, state: TrainState,
             getattr(problem, "errno", None) or errno.EIO, str(problem)))
         if problem is not None:
             raise problem
-        for told in found:
-            if told is not None:
-                raise OSError(*told)
+        for other in found:
+            if other is not None:
+                raise OSError(*other)
 
-    def command(folder: Path) -> None:
-        ranks.broadcast(str(folder))
-        fill(folder)
-
+    told: Any = None
     if ranks.first:
-        ended: PpocliError | None = None
         try:
-            put(command)
+            put(fill)
         except PpocliError as error:
-            ended = error
-        ranks.broadcast(ended)
-        if ended is not None:
-            raise ended
-        return
-    message: Any
-    while isinstance(message := ranks.broadcast(None), str):
-        with suppress(Exception):  # rank 0 has heard of it and decides
-            fill(Path(message))
-    if message is not None:
-        raise message
+            told = error
+        ranks.broadcast(told)
+    else:
+        while isinstance(told := ranks.broadcast(None), str):
+            with suppress(Exception):  # rank 0 has heard of it and decides
+                fill(Path(told))
+    if told is not None:
+        raise told
 
 
 def _part(name: str, ranks: Ranks) -> str:

@@ -77,14 +77,6 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
     return middle, math.sqrt(mean([(value - middle) ** 2 for value in values]))
 
 
-def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, experience: Experience,
-                 cfg: schema.TrainConfig) -> dict[str, float]:
-    """All figures of a step; ``kl_coef`` is the coefficient that its rewards were charged with."""
-    return {**rollout_figures(rollout, kl_coef, in_reward=algorithm.kl_in(cfg.ppo) == "reward"),
-            **gap_figures(rollout, experience, cfg.ppo.importance),
-            **penalty_figures(rollout, cfg), **optimize_figures(result, experience, cfg.ppo)}
-
-
 def gap_figures(rollout: Rollout, experience: Experience, wanted: schema_ppo.ImportanceConfig
                 ) -> dict[str, float]:
     """How far the trained policy is from the one that sampled, and what is made of it; empty where
@@ -106,18 +98,17 @@ def gap_figures(rollout: Rollout, experience: Experience, wanted: schema_ppo.Imp
     return figures
 
 
-def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True
-                    ) -> dict[str, float]:
-    """Figures of phase 1, named as TRL names them where it has them.
-
-    Args:
-        in_reward: whether the reward is charged with the KL, and not the loss.
-    """
+def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, experience: Experience,
+                 cfg: schema.TrainConfig) -> dict[str, float]:
+    """All figures of a step, named as TRL names them where it has them; ``kl_coef`` is the
+    coefficient that its rewards, or its loss, were charged with."""
     mask = rollout.response_mask
     lengths = mask.sum(1).double()
     score, std = mean_std(rollout.valid_scores)
     kl = sequence_kl(rollout)
-    penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean()) if in_reward else 0.0
+    penalty = 0.0
+    if algorithm.kl_in(cfg.ppo) == "reward":
+        penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean())
     figures = {
         "reward/mean": score, "reward/std": std,
         "reward/invalid": float((~rollout.valid).sum()),
@@ -137,7 +128,9 @@ def rollout_figures(rollout: Rollout, kl_coef: float, *, in_reward: bool = True
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
             figures[f"reward/{name}"] = mean([v for v in part if v is not None])
-    return figures | logged_figures(rollout.logs)
+    return (figures | logged_figures(rollout.logs)
+            | gap_figures(rollout, experience, cfg.ppo.importance)
+            | penalty_figures(rollout, cfg) | optimize_figures(result, experience, cfg.ppo))
 
 
 def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:

@@ -141,13 +141,15 @@ def _some_metrics(metrics: dict[str, list[T]], rows: slice) -> dict[str, list[T]
     return {name: values[rows] for name, values in metrics.items()}
 
 
-def begin(work: Callable[[], T], device: torch.device, poll: Callable[[], None]) -> Callable[[], T]:
+def begin(work: Callable[[], T], before: Callable[[], T] | None, device: torch.device,
+          poll: Callable[[], None]) -> Callable[[], T]:
     """Start ``work`` in a thread; the function returned waits for it.
 
     Nothing in it may talk to other ranks: collectives belong to the main thread. The thread is a
     daemon: work that hangs must not keep a process that wants to end.
 
     Args:
+        before: waited for first; if it fails, ``work`` is not begun.
         device: where the run computes; CUDA's current device is a thread's own.
         poll: called while waiting; what it raises ends the waiting, not the work.
 
@@ -157,6 +159,8 @@ def begin(work: Callable[[], T], device: torch.device, poll: Callable[[], None])
     def body() -> T:
         if device.type != "cpu":
             torch.get_device_module(device).set_device(device)
+        if before is not None:
+            before()
         return work()
 
     outcome = in_daemon(body, "reward")

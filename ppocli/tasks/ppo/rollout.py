@@ -83,8 +83,7 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stop: Stop
         question = ask(session, chunk.prompts, chunk.mine, chunk.responses, at_first)
         work: Callable[[], RewardScores] = partial(score, session, question)
         if beside and (ranks.first or not question.together):
-            before = asked[-1][2] if asked else None
-            work = begin(partial(_score_after, before, session, question), device, stop.check)
+            work = begin(work, asked[-1][2] if asked else None, device, stop.check)
         asked.append((chunk, question, work))
     forward = drawn is not None or not session.from_decode
     for chunk, question, work in asked:
@@ -96,14 +95,6 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stop: Stop
         clock.mark("reward")
         if len(chunk):
             yield rollout_of(session, chunk, scores, measured)
-
-
-def _score_after(before: Callable[[], RewardScores] | None, session: Session, question: Question
-                 ) -> RewardScores:
-    """Ask once the question before has its answer; not at all if that has failed."""
-    if before is not None:
-        before()
-    return score(session, question)
 
 
 @dataclass(frozen=True, slots=True)
