@@ -11,7 +11,7 @@ from ppocli.config.episodes import longest_response
 from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
 from ppocli.data import data_set, prompt_set, sources
 from ppocli.errors import ConfigError, InputError
-from ppocli.models.fast import attention, frozen_states, gemm
+from ppocli.models.fast import attention, frozen_states
 from ppocli.models.loading import adapters, language_model, model_config, reference_and_value
 from ppocli.models.policy import Policy
 from ppocli.models.reference import AdapterReference, Reference
@@ -346,9 +346,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     language_model.check_vocabulary(tokenizer, loaded.lm, own)
     _, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric,
                                         training=False)
-    wrapped = Policy(loaded.lm, None).to(backend.device).eval()
-    if backend.onednn:
-        gemm.route_linears(wrapped)
+    wrapped = building.placed(backend, Policy(loaded.lm, None))
     reference = building.judging_reference(
         cfg, backend, tokenizer, loaded, None if judges is None else (judges.reference,))
     sampling, eval_sampling = building.sampling_specs(cfg.generation, tokenizer, loaded)

@@ -219,7 +219,7 @@ class PPOTask(task.Task):
         session = self.session
         found = {"prompts": session.prompts.digest(),
                  "evaluation prompts": session.eval_prompts.digest(),
-                 "ppo.ptx.data": session.examples and session.examples.digest(),
+                 "ppo.ptx.data": None if session.examples is None else session.examples.digest(),
                  "reference model": session.reference_digest()}
         return {name: digest for name, digest in found.items() if digest is not None}
 
