@@ -68,6 +68,13 @@ def cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else text[:longest - 3] + "..."
 
 
+def shown(value: Any) -> str:
+    """A value as the user would write it, cut to a readable length."""
+    text = ("null" if value is None else str(value).lower() if isinstance(value, bool)
+            else f"{value:g}" if isinstance(value, float) else str(value) or repr(value))
+    return cut(text, 80)
+
+
 def pasted(word: object) -> str:
     """A word of a command to paste into bash or zsh, in quotes where it needs them."""
     return shlex.quote(str(word))

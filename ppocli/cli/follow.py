@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.cli.output import complain, say, show_text
-from ppocli.config import bounded, kinds, resolved, tasks
+from ppocli.config import bounded, resolved, tasks
 from ppocli.display import console, dashboard
 from ppocli.episode import spoken
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
@@ -80,7 +80,7 @@ class Follower:
         if record.status == "running":  # taken up again in this very moment
             return f"{path} is running again; watch it with: ppocli watch {pasted(path)}"
         if record.status == "finished":
-            label, name = kinds.kind_of(record.config).evaluations[0]
+            label, name = tasks.kind_of(record.config).evaluations[0]
             before, after = (found.get(name) if isinstance(found, dict) else None
                              for found in map(summary.get, ("eval_before", "eval_after")))
             start = "" if before is None else f"{figure(before, 3)} -> "

@@ -126,7 +126,7 @@ def _computes_on_cuda(cfg: TrainConfig) -> bool:
 
 def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, str]:
     """Tokens of the longest prompt, and how that is known."""
-    from ppocli.config.episodes import longest_response
+    from ppocli.config.sampling import longest_response
     from ppocli.models.loading.model_config import max_positions, model_facts
     from ppocli.models.trunk import has_encoder
 

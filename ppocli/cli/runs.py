@@ -18,7 +18,7 @@ from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, complete_run, flag, option
 from ppocli.errors import ConfigError, InputError
-from ppocli.text import figure, format_bytes, printable
+from ppocli.text import figure, format_bytes, printable, shown
 
 if TYPE_CHECKING:
     from ppocli.report.compare import At, Comparison
@@ -163,8 +163,6 @@ def compare(
 
 
 def _print_comparison(found: Comparison) -> None:
-    from ppocli.config.problems import shown
-
     runs = found.runs
     blank = [""] * len(runs)
     rows = [["", *(run.name for run in runs)], ["status", *(run.status for run in runs)]]

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any
 
-from ppocli.config import keys, schema, schema_ppo, schema_tasks, tasks
+from ppocli.config import keys, schema, schema_training, tasks
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
 from ppocli.ppo.off_policy import CRITERIA, why_no_bound
@@ -105,7 +105,7 @@ def whole_while_acting(cfg: schema.TrainConfig) -> bool:
 def algorithm_rules(config: schema.TrainConfig) -> keys.Rules:
     """Rules between the keys of the algorithm."""
     updates = tasks.updates_of(config)
-    if isinstance(updates, schema_tasks.UpdatesConfig):
+    if isinstance(updates, schema_training.UpdatesConfig):
         name = tasks.task_name(config)
         yield from _optimizer(config, name, {"optimizer": updates.optimizer})
         yield from _schedule(f"{name}.scheduler", updates.scheduler)
@@ -128,9 +128,9 @@ def algorithm_rules(config: schema.TrainConfig) -> keys.Rules:
         yield from _schedule("ppo.value_scheduler", value_scheduler(updates))
 
 
-def _schedule(where: str, schedule: schema_ppo.SchedulerConfig) -> keys.Rules:
+def _schedule(where: str, schedule: schema_training.SchedulerConfig) -> keys.Rules:
     name, given = schedule.name, schedule.kwargs
-    known = schema_ppo.SCHEDULE_ARGUMENTS.get(name, ())
+    known = schema_training.SCHEDULE_ARGUMENTS.get(name, ())
     for argument, value in given.items():
         wrong = (f"the schedule {name} has {' and '.join(known) or 'no arguments'}"
                  + did_you_mean(argument, known) if argument not in known else
@@ -241,7 +241,7 @@ def _old_policy(config: schema.TrainConfig) -> keys.Rules:
                "ppo.old_logprobs=trainer")
         yield (on and decode, f"{where}, ppo.logprobs_from", "what the decoding pass says would be "
                "compared with itself: set ppo.logprobs_from=auto")
-    usual = schema_ppo.ImportanceConfig().cap
+    usual = schema_training.ImportanceConfig().cap
     yield (importance_level(config) is None and ppo.importance.cap != usual,
            "ppo.importance.cap, ppo.importance.level",
            "there are no weights to cap: set ppo.importance.level=token or =sequence")
@@ -306,7 +306,7 @@ def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
            "made from the policy: set model.reference.kind=copy, or leave the path out")
 
 
-def require_optimizer(optimizer: schema_ppo.OptimizerConfig, section: str = "ppo") -> None:
+def require_optimizer(optimizer: schema_training.OptimizerConfig, section: str = "ppo") -> None:
     """Raise unless the package that an optimizer comes from is installed.
 
     Raises:
@@ -318,13 +318,13 @@ def require_optimizer(optimizer: schema_ppo.OptimizerConfig, section: str = "ppo
                          fix='pip install "ppocli[8bit]", or use adamw')
 
 
-def value_optimizer(ppo: schema.PPOConfig) -> schema_ppo.PPOOptimizerConfig:
+def value_optimizer(ppo: schema.PPOConfig) -> schema_training.PPOOptimizerConfig:
     """The value function's optimizer: the policy's, with what is set for it alone laid over."""
     lr = ppo.optimizer.lr if ppo.optimizer.value_lr is None else ppo.optimizer.value_lr
     return replace(ppo.optimizer, lr=lr, value_lr=None, **_given(ppo.value_optimizer))
 
 
-def value_scheduler(ppo: schema.PPOConfig) -> schema_ppo.SchedulerConfig:
+def value_scheduler(ppo: schema.PPOConfig) -> schema_training.SchedulerConfig:
     """The value function's schedule: the policy's, with what is set for it alone laid over."""
     given = _given(ppo.value_scheduler)
     same = given.get("name", ppo.scheduler.name) == ppo.scheduler.name
@@ -338,7 +338,7 @@ def _given(section: Any) -> dict[str, Any]:
 
 
 def _optimizer(config: schema.TrainConfig, owner: str,
-               wanted: Mapping[str, schema_ppo.OptimizerConfig]) -> keys.Rules:
+               wanted: Mapping[str, schema_training.OptimizerConfig]) -> keys.Rules:
     """Rules on optimizers.
 
     Args:
@@ -368,7 +368,7 @@ def _optimizer(config: schema.TrainConfig, owner: str,
            "hardware.zero_stage=0")
 
 
-def optimizers_of(updates: tasks.Updates) -> list[schema_ppo.OptimizerConfig]:
+def optimizers_of(updates: tasks.Updates) -> list[schema_training.OptimizerConfig]:
     """The optimizers of what trains: the policy's, and PPO's of the value function."""
-    return [updates.optimizer] if isinstance(updates, schema_tasks.UpdatesConfig) \
+    return [updates.optimizer] if isinstance(updates, schema_training.UpdatesConfig) \
         else [updates.optimizer, value_optimizer(updates)]

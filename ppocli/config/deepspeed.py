@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.config import schema, tasks
-from ppocli.config.problems import listed, shown
+from ppocli.config.problems import listed
 from ppocli.errors import ConfigError
-from ppocli.text import cut, did_you_mean
+from ppocli.text import cut, did_you_mean, shown
 
 KEY = "hardware.deepspeed_config"
 DEEPSPEED_FILE = "deepspeed.json"

@@ -10,8 +10,8 @@ import yaml
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.config import bounded, resolved, schema
-from ppocli.config.problems import shown
 from ppocli.errors import CheckpointError
+from ppocli.text import shown
 
 RUN_FILE = "run.json"
 """identity of a run, who started it, what it was last started with, and what a resume changed"""

@@ -23,10 +23,10 @@ from omegaconf.errors import OmegaConfBaseException
 from ppocli.builtin.names import config_groups
 from ppocli.config import keys, resolved
 from ppocli.config.hydra_bridge import SCHEMA, config_name
-from ppocli.config.problems import Problem, shown
+from ppocli.config.problems import Problem
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean, first_line, short_path
+from ppocli.text import did_you_mean, first_line, short_path, shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,16 +7,16 @@ and the checks that need more than one key.
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter, ge, gt, le, lt
 from typing import Any, Self
 
 from omegaconf import MISSING
 
-from ppocli.config import adapters, algorithm, episodes, schema, servers, tasks
-from ppocli.config.keys import Key, Rules, free_mapping_of, is_import_path, schema_keys, several
+from ppocli.config import adapters, algorithm, sampling, schema, tasks
+from ppocli.config.keys import Key, Rules, free_mapping_of, is_import_path, schema_keys
 from ppocli.errors import ConfigError
-from ppocli.text import cut, did_you_mean
+from ppocli.text import did_you_mean, shown
 
 DEFAULT_SOURCE = "default"
 FNS_KEYS = ("fn", "kwargs", "weight", "style")
@@ -64,17 +64,6 @@ def listed(problems: Iterable[str], before: str = "", place: str = "in the confi
     return "\n".join([f"{1 + len(more)} problems {place}:", *(f"  {p}" for p in (first, *more))])
 
 
-def shown(value: Any) -> str:
-    """A value as the user would write it, cut to a readable length."""
-    text = ("null" if value is None else str(value).lower() if isinstance(value, bool)
-            else f"{value:g}" if isinstance(value, float) else str(value) or repr(value))
-    return cut(text, 80)
-
-
-OUR_ENGINES = ("decode", "transformers", "vllm")
-"""values of ``rollout.engine`` that are no import path"""
-
-
 def find_problems(config: schema.TrainConfig, sources: Mapping[str, str] | None = None,
                   handed_in: frozenset[str] = frozenset()) -> list[Problem]:
     """Everything wrong with a composed configuration.
@@ -106,14 +95,16 @@ def _rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     yield from tasks.task_rules(config, handed_in)
     if task in ("ppo", "own"):
         yield from _sizes(config)
-        yield from _prompts(config, handed_in)
+        yield from sampling.prompt_rules(config, handed_in)
     if task == "ppo":
         yield from _reward(config, handed_in)
         yield from algorithm.value_function_rules(config)
-        yield from episodes.env_rules(config, handed_in)
+        yield from sampling.env_rules(config, handed_in)
     if task in ("ppo", "sft"):
-        yield from _generation(config)
-    yield from _seams(config)
+        yield from sampling.generation_rules(config)
+    yield (config.task.kwargs and config.task.fn is None, "task.kwargs",
+           "these belong to task.fn, which is not given")
+    yield from sampling.engine_rules(config)
     yield from algorithm.algorithm_rules(config)
     yield from adapters.adapter_rules(config)
     yield from _hardware(config, handed_in)
@@ -175,19 +166,6 @@ def _sizes(config: schema.TrainConfig) -> Rules:
         size, limit = getattr(ppo, name), getattr(ppo, most)
         yield (size is not None and size > limit, f"ppo.{name}, ppo.{most}",
                f"{name} {size} must be at most {most} {limit}: ppo.{name}={limit}")
-
-
-def _seams(config: schema.TrainConfig) -> Rules:
-    """Code of the user's own in place of ours, and arguments for it."""
-    engine = config.rollout.engine
-    yield (config.task.kwargs and config.task.fn is None, "task.kwargs",
-           "these belong to task.fn, which is not given")
-    yield (engine in OUR_ENGINES and config.rollout.kwargs, "rollout.kwargs, rollout.engine",
-           f"{engine} takes no arguments: they are for a sampler of your own")
-    yield (engine not in OUR_ENGINES and not is_import_path(engine), "rollout.engine",
-           f"{shown(engine)} must be one of {', '.join(OUR_ENGINES)}, or the import path of a "
-           f"sampler of your own (my_sampler.py:Sampler){did_you_mean(engine, OUR_ENGINES)}")
-    yield from servers.server_rules(config)
 
 
 def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
@@ -270,64 +248,6 @@ def _fns_entry(entry: Any) -> Iterator[str]:
     if (not isinstance(weight, (int, float)) or isinstance(weight, bool)
             or not math.isfinite(weight)):
         yield f"weight {shown(weight)} must be a finite number"
-
-
-def _prompts(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
-    inherited = config.prompts
-    for prefix, prompts in (("prompts", inherited), ("prompts.eval", inherited.eval)):
-        chat = inherited.chat if prompts.chat is None else prompts.chat
-        yield ((prompts.chat or prompts.length_sampler) and chat
-               and (prompts.length_sampler or inherited.length_sampler),
-               f"{prefix}.length_sampler", "would cut off the end of the chat template")
-        yield (prompts.path is not None and prompts.items is not None,
-               f"{prefix}.path, {prefix}.items",
-               f"give a source or inline prompts, not both: {prefix}.items=null")
-        yield (prompts.items is not None and not prompts.items, f"{prefix}.items",
-               "must hold at least one prompt")
-        yield (not _is_range(prompts.length_sampler), f"{prefix}.length_sampler",
-               f"{shown(prompts.length_sampler)} must be [min, max] with min at most max")
-        yield (prompts.template is not None and "{" not in prompts.template, f"{prefix}.template",
-               f"{shown(prompts.template)} has no placeholder such as {{prompt}}")
-    if inherited.path is None and inherited.items is None and "prompts.items" not in handed_in:
-        for name in ("template", "first_words", "length_sampler"):
-            yield (getattr(inherited, name) is not None, f"prompts.{name}",
-                   "there are no prompts to apply it to: give prompts.path or prompts.items")
-
-
-def _is_range(bounds: list[int] | None) -> bool:
-    return bounds is None or (len(bounds) == 2 and bounds[0] <= bounds[1])
-
-
-def _generation(config: schema.TrainConfig) -> Rules:
-    train, evaluation = config.generation, config.generation.eval
-    shortest, longest = train.min_new_tokens, train.max_new_tokens
-    yield (shortest > longest, "generation.min_new_tokens, generation.max_new_tokens",
-           f"min_new_tokens {shortest} must be at most max_new_tokens {longest}: "
-           f"generation.min_new_tokens={longest}")
-    low = max(several(evaluation.min_new_tokens), default=shortest)
-    high = min(several(evaluation.max_new_tokens), default=longest)
-    yield (shortest <= longest and low > high,
-           "generation.eval.min_new_tokens, generation.eval.max_new_tokens",
-           f"at evaluation min_new_tokens {low} must be at most max_new_tokens {high}")
-    lists = [f"generation.eval.{field.name}" for field in fields(evaluation)
-             if isinstance(getattr(evaluation, field.name), list)]
-    yield (len(lists) > 1, ", ".join(lists),
-           "only one of the keys of generation.eval may be a list")
-    sampler = train.length_sampler
-    yield (not _is_range(sampler), "generation.length_sampler",
-           f"{shown(sampler)} must be [min, max] with min at most max")
-    yield (sampler and _is_range(sampler) and (sampler[1] > longest or sampler[0] < shortest),
-           "generation.length_sampler, generation.max_new_tokens, generation.min_new_tokens",
-           f"{shown(sampler)} must lie between min_new_tokens {shortest} and max_new_tokens "
-           f"{longest}")
-    yield (config.eval.ref_responses and config.model.reference.kind == "none",
-           "eval.ref_responses, model.reference.kind",
-           "there is no reference whose responses could be shown")
-    yield ("" in train.stop_sequences, "generation.stop_sequences", "must not hold an empty text")
-    yield (train.ignore_eos and config.reward.missing_eos_penalty and not train.stop_sequences
-           and not train.stop_token_ids, "generation.ignore_eos, reward.missing_eos_penalty",
-           "no response could end, and each would get the penalty: leave one of them out, "
-           "or say what ends a response with generation.stop_sequences or stop_token_ids")
 
 
 def _why_not(metadata: Mapping[str, Any], item: Any) -> str:

@@ -1,14 +1,17 @@
 """What a configuration trains, PPO, a data set's examples or pairs, or a task of the user's own;
-which sections belong to that, and how long it takes."""
+which sections belong to that, how long it takes, and which figures are shown of it."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
-from ppocli.config import keys, schema, schema_tasks
+from ppocli.config import keys, schema, schema_training
 from ppocli.text import did_you_mean
 
 DATA_TASKS = ("sft", "reward_model")
 """values of ``task.fn`` that train on a data set; each has a section of its name"""
-Updates = schema.PPOConfig | schema_tasks.UpdatesConfig
+Updates = schema.PPOConfig | schema_training.UpdatesConfig
 
 _SAMPLING = ("reward", "prompts", "ppo", "env", "model.value", "model.reference", "task.kwargs",
              "eval.ref_responses", "tracking.log_rollouts", "tracking.rollout_tokens")
@@ -94,7 +97,7 @@ def _strangers(config: schema.TrainConfig, task: str) -> keys.Rules:
 
 def _data(config: schema.TrainConfig, task: str, handed_in: frozenset[str]) -> keys.Rules:
     data, updates = config.data, updates_of(config)
-    assert isinstance(updates, schema_tasks.UpdatesConfig)
+    assert isinstance(updates, schema_training.UpdatesConfig)
     yield (data.path is None and "data.path" not in handed_in, "data.path",
            "missing; it must be given: data.path=FILE|FOLDER|HUB-NAME")
     yield (updates.epochs is not None and updates.num_updates is not None,
@@ -112,7 +115,7 @@ def _data(config: schema.TrainConfig, task: str, handed_in: frozenset[str]) -> k
            f"micro_batch_size {size} must be at most mini_batch_size {limit}")
 
 
-def val_share(data: schema_tasks.DataConfig) -> float | None:
+def val_share(data: schema_training.DataConfig) -> float | None:
     """The share of ``data.val``; None where it is a path, or nothing."""
     try:
         return None if data.val is None else float(data.val)
@@ -120,6 +123,74 @@ def val_share(data: schema_tasks.DataConfig) -> float | None:
         return None
 
 
-def val_source(data: schema_tasks.DataConfig) -> str | None:
+def val_source(data: schema_training.DataConfig) -> str | None:
     """The path of ``data.val``; None where it is a share, or nothing."""
     return data.val if val_share(data) is None else None
+
+
+# Which figures are shown of a run -----------------------------------------------------------------
+
+Named = tuple[tuple[str, str], ...]
+"""(label, name of the figure), the most telling first"""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the runs that train one thing are shown."""
+
+    doing: str
+    """in words"""
+    steps: Named
+    """figures of a step, by their names in metrics.jsonl"""
+    evaluations: Named
+    """figures of an evaluation, by their names without ``eval/``"""
+    lower_is_better: frozenset[str] = frozenset()
+    """figures of evaluations of which less is better"""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of its evaluations' figures."""
+        return [name for _, name in self.evaluations]
+
+
+_UPDATES = ("loss", "loss/total"), ("norm", "policy/grad_norm")
+KINDS = {
+    "ppo": Kind("PPO training", (("reward", "reward/mean"), ("KL", "objective/kl")),
+                (("reward", "reward_mean"), ("KL", "kl_mean"))),
+    "sft": Kind("supervised fine-tuning", _UPDATES,
+                (("loss", "loss"), ("perplexity", "perplexity")),
+                frozenset({"loss", "perplexity"})),
+    "reward_model": Kind("reward-model training", _UPDATES,
+                         (("accuracy", "accuracy"), ("loss", "loss")), frozenset({"loss"}))}
+"""by :func:`ppocli.config.task_name`"""
+
+
+def kind_of(config: schema.TrainConfig, lower_is_better: frozenset[str] | None = None) -> Kind:
+    """The kind of a run; of a task of the user's own, ``checkpoint.metric`` is what counts.
+
+    Args:
+        lower_is_better: what such a task says of its figures.
+    """
+    metric = config.checkpoint.metric
+    return KINDS.get(task_name(config)) or Kind(
+        "training", _UPDATES, ((metric.rpartition("/")[2], metric),),
+        lower_is_better or frozenset())
+
+
+def curves_of(row: Mapping[str, Any]) -> Named:
+    """The figures that are followed from step to step, as a row of metrics.jsonl has them; none if
+    it is of no step."""
+    if "reward/mean" in row:
+        return KINDS["ppo"].steps
+    loss = next((name for name in row if name.startswith("loss/")), None)
+    return () if loss is None else (
+        ("loss", loss), *(norm for norm in _UPDATES[1:] if norm[1] in row))
+
+
+def evaluation_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
+    """(label, name in the row) of the figure that an evaluation is told by; None without one."""
+    known = ("reward_mean", "accuracy", "loss")
+    name = next((f"eval/{name}" for name in known if f"eval/{name}" in row), None) or next(
+        (name for name in row if name.startswith("eval/")), None)
+    return None if name is None else (
+        "" if name == "eval/reward_mean" else name.rpartition("/")[2], name)

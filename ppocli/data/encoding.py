@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ppocli.config import tasks
-from ppocli.config.schema_tasks import DataConfig
+from ppocli.config.schema_training import DataConfig
 from ppocli.data.conversations import Piece, chat_pieces
 from ppocli.data.data_set import Examples, Ids, Mask, Pairs
 from ppocli.data.examples import Example, Read, Wants, read_examples

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-from ppocli.config.schema_tasks import DataConfig
+from ppocli.config.schema_training import DataConfig
 from ppocli.data import render
 from ppocli.data.files import Row
 from ppocli.data.sources import Source, as_list, open_rows, shared_text, shared_turns

@@ -12,7 +12,7 @@ from typing import Any
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from ppocli.config import kinds
+from ppocli.config import tasks
 from ppocli.episode import POLICY, Sample
 from ppocli.text import BLOCKS, clean, figure, finite_number, sparkline, without_template
 
@@ -73,7 +73,7 @@ class Dashboard:
 
     def add_row(self, row: Mapping[str, Any]) -> None:
         """Take in a row of metrics.jsonl."""
-        if shown := kinds.curves_of(row):
+        if shown := tasks.curves_of(row):
             took = sum(finite_number(row.get(name)) or 0.0 for name in ("time/step", "time/eval"))
             if not self.curves:
                 self.curves = {label: [] for label, _ in shown}
@@ -81,7 +81,7 @@ class Dashboard:
                 values.append(finite_number(row.get(name)))
             self.seconds = (*self.seconds, took)[-RECENT:]
             self.row = row
-        if evaluated := kinds.evaluation_of(row):
+        if evaluated := tasks.evaluation_of(row):
             label, name = evaluated
             self.evaluation = (int(row["step"]), label, finite_number(row[name]))
         self.step_begun = self.clock()

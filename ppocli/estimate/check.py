@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config import algorithm, episodes, tasks
+from ppocli.config import algorithm, sampling, tasks
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import DiskError, OutOfMemoryError, PpocliError
@@ -71,7 +71,7 @@ def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool
         ConfigError: DeepSpeed's file can't be read.
     """
     parts, unknown = parts_of(cfg, models, rewards=rewards)
-    new = episodes.longest_rollout(cfg) if new_tokens is None else new_tokens
+    new = sampling.longest_rollout(cfg) if new_tokens is None else new_tokens
     layout = memory.layout_of(cfg, tokens=prompt_tokens + new, ranks=ranks,
                               ranks_on_host=ranks_on_host, cuda=cuda)
     stage = cfg.hardware.zero_stage
@@ -121,7 +121,7 @@ def _decoding(cfg: TrainConfig, lm: Any, layout: Layout, at: passes.Sizes, copie
     yield Line("weights in bf16 for rollouts", copies if cfg.hardware.zero_stage < 3 else 0,
                phases="score" if laid_out else "generate score")
     yield Line("weights laid out for decoding", laid_out, phases="generate")
-    longest = episodes.longest_response(cfg)
+    longest = sampling.longest_response(cfg)
     cache, decoding = passes.decoding_pass(lm, replace(at, rows=layout.decoded, new=longest))
     yield Line("keys and values (KV cache)", cache, phases="generate", estimated=True)
     yield Line("working memory of generation", decoding, phases="generate", estimated=True)
@@ -134,7 +134,7 @@ def _kept_states(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens
     a chunk until the reference is run (:func:`ppocli.tasks.ppo.rollout.measure`)."""
     lm, room = models.lm, cfg.hardware.frozen_states_mib * 2**20
     words, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
-    samples, new = cfg.ppo.num_rollouts, episodes.longest_rollout(cfg)
+    samples, new = cfg.ppo.num_rollouts, sampling.longest_rollout(cfg)
     tokens, in_loss = prompt_tokens + new, algorithm.full_kl_in_loss(cfg.ppo)
     full = algorithm.kl_estimator(cfg.ppo) == "full" and not in_loss
     shares = reference_kind(cfg.model) == "shared"

@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import nn
 
-from ppocli.config import adapters, algorithm, schema, schema_ppo, tasks
+from ppocli.config import adapters, algorithm, schema, schema_training, tasks
 from ppocli.errors import PpocliError
 from ppocli.models import policy, transformers_internals
 from ppocli.models.layer_stack import layer_stack, stack_path
@@ -251,7 +251,7 @@ def _trained_parts(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
               if isinstance(m, nn.Embedding)]
     apart = {id(p) for m in (*heads, *tables) for p in m.parameters()}
     quantized = quantized_weights(cfg, lm)
-    pieces: list[tuple[Kind, str, list[Any], schema_ppo.OptimizerConfig]] = [
+    pieces: list[tuple[Kind, str, list[Any], schema_training.OptimizerConfig]] = [
         ("policy", "policy", [lm], tasks.updates_of(cfg).optimizer),
         ("value", f"value {cfg.model.value.kind}", models.value_modules,
          algorithm.value_optimizer(cfg.ppo))]
@@ -280,7 +280,7 @@ def count(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() for p in parameters)
 
 
-def state_sizes(optimizer: schema_ppo.OptimizerConfig, shape: torch.Size) -> tuple[int, ...]:
+def state_sizes(optimizer: schema_training.OptimizerConfig, shape: torch.Size) -> tuple[int, ...]:
     """Bytes of each tensor that an optimizer keeps for a weight, as
     :mod:`ppocli.training.optimizers` builds it.
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import algorithm, hub, keys, problems, resolved, schema, tasks
+from ppocli.config import algorithm, hub, keys, resolved, sampling, schema, tasks
 from ppocli.data import render, sources
 from ppocli.environments.resolve import ENVIRONMENT, TOOL, TOOLS
 from ppocli.errors import ConfigError, InputError
@@ -59,7 +59,7 @@ def named_code(cfg: schema.TrainConfig) -> Iterator[Wanted]:
         yield from _wanted(env.fn, "env.fn", ENVIRONMENT)
     if cfg.task.fn not in tasks.DATA_TASKS:
         yield from _wanted(cfg.task.fn, "task.fn", Kind("function", ConfigError))
-    if cfg.rollout.engine not in problems.OUR_ENGINES:
+    if cfg.rollout.engine not in sampling.OUR_ENGINES:
         yield from _wanted(cfg.rollout.engine, "rollout.engine", Kind("class", ConfigError))
 
 

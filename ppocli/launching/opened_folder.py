@@ -15,14 +15,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import deepspeed, kept, problems, resolved, schema, tasks
+from ppocli.config import deepspeed, kept, resolved, schema, tasks
 from ppocli.errors import CheckpointError
 from ppocli.launching.child_process import Start
 from ppocli.launching.inputs import check_inputs
 from ppocli.launching.target_config import allow_code
 from ppocli.parallel.launchers import NODE_FAILED
 from ppocli.storage import atomic, retention, run_folder
-from ppocli.text import pasted
+from ppocli.text import pasted, shown
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
@@ -242,7 +242,7 @@ def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
     """
     old = kept.settings_before(run_dir, accept_changes=accept_changes)
     _ask_for_objects(config, objects, run_dir)
-    changes = [(key, f"{key}: {problems.shown(before)} -> {problems.shown(after)}")
+    changes = [(key, f"{key}: {shown(before)} -> {shown(after)}")
                for key, before, after in resolved.config_differences(old, config)]
     refused = [line for key, line in changes if resolved.classify_change(key) == "refused"]
     if refused:

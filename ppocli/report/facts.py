@@ -14,7 +14,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import kinds, resolved, schema, secrets, tasks
+from ppocli.config import resolved, schema, secrets, tasks
 from ppocli.errors import PpocliError
 from ppocli.evaluation.request import read_result
 from ppocli.report.curves import Curve, curves_of, run_labels
@@ -122,9 +122,9 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str,
         shown_as: how the user names the run's folder, for commands.
     """
     config, summary = record.config, record.summary or {}
-    kind, task = kinds.kind_of(config), tasks.task_name(config)
+    kind, task = tasks.kind_of(config), tasks.task_name(config)
     evaluated = [row for row in record.rows
-                 if (figure := kinds.evaluation_of(row)) and row[figure[1]] is not None]
+                 if (figure := tasks.evaluation_of(row)) and row[figure[1]] is not None]
     before, after = _first_and_last(evaluated)
     first, last = before.get("step"), after.get("step")
     best, error = _best(record), summary.get("error")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config import kinds, schema, tasks
+from ppocli.config import schema, tasks
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import list_runs, written
@@ -69,8 +69,8 @@ def run_info(folder: Path, root: Path) -> RunInfo:
         return RunInfo(name, folder, "damaged", pid, 0, None, "?", None, None, "", None, None, size,
                        "?", "?", when)
     kind, (best_step, best) = tasks.task_name(run.config), best_evaluation(run)
-    row: dict[str, Any] = next(filter(kinds.curves_of, reversed(run.rows)), {})
-    newest = {label: row.get(figure) for label, figure in kinds.curves_of(row)}
+    row: dict[str, Any] = next(filter(tasks.curves_of, reversed(run.rows)), {})
+    newest = {label: row.get(figure) for label, figure in tasks.curves_of(row)}
     return RunInfo(name, folder, run.status, pid, run.step, run.total_steps, kind,
                    newest.get("reward"), newest.get("loss"), run.config.checkpoint.metric, best,
                    best_step, size, last_part(run.config.model.path), source_names(run.config),
@@ -81,7 +81,7 @@ def best_evaluation(run: RunRecord) -> tuple[int, float] | tuple[None, None]:
     """(step, figure) of the evaluation with the best ``checkpoint.metric``, the first of several:
     the lowest loss, else the highest figure; Nones without evaluations."""
     metric = run.config.checkpoint.metric
-    kind = kinds.kind_of(run.config, environment.lower_is_better(run.folder.path))
+    kind = tasks.kind_of(run.config, environment.lower_is_better(run.folder.path))
     sign = -1 if metric in kind.lower_is_better else 1
     return max(run.series(f"eval/{metric}"), key=lambda point: (sign * point[1], -point[0]),
                default=(None, None))

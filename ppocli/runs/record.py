@@ -11,11 +11,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config import bounded, kept, problems, resolved, schema, tasks
+from ppocli.config import bounded, kept, resolved, schema, tasks
 from ppocli.episode import transcript_of
 from ppocli.errors import CheckpointError
 from ppocli.storage import atomic, environment, retention, run_folder, run_logs, signature
-from ppocli.text import figure
+from ppocli.text import figure, shown
 
 log = logging.getLogger("ppocli")
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
@@ -248,7 +248,7 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
     if step is not None:
         # the run may have gone back behind a change, to an earlier checkpoint
         changes = [replace(change, step=min(change.step, step)) for change in noted]
-        new = [Change(step, key, problems.shown(before), problems.shown(after))
+        new = [Change(step, key, shown(before), shown(after))
                for key, before, after in differ]
         if new != changes[-len(new):]:  # an attempt that was killed right here has noted them
             changes += new

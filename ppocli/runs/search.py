@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import keys, kinds, schema
+from ppocli.config import keys, schema, tasks
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.runs.sweeps import JOURNAL, JobRecord, SweepRecord
 from ppocli.storage import atomic, run_folder, run_logs
@@ -145,7 +145,7 @@ def objectives(plan: schema.SweepConfig, config: schema.TrainConfig) -> tuple[li
         ConfigError: there is another number of directions than of metrics.
     """
     metrics = keys.several(plan.metric) or [config.checkpoint.metric]
-    lower = {"kl_mean", "loss", *kinds.kind_of(config).lower_is_better}
+    lower = {"kl_mean", "loss", *tasks.kind_of(config).lower_is_better}
     directions = keys.several(plan.direction) or [
         "minimize" if name in lower else "maximize" for name in metrics]
     if len(directions) != len(metrics):

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import bounded, kinds, schema
+from ppocli.config import bounded, schema, tasks
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
@@ -64,7 +64,7 @@ def figures_of(config: schema.TrainConfig, folder: Path, value: Callable[[str], 
                ) -> dict[str, Any]:
     """What a :class:`JobRecord` tells of the evaluation of a job in ``folder``; ``value`` has its
     figures by name."""
-    kind = kinds.kind_of(config, environment.lower_is_better(folder))
+    kind = tasks.kind_of(config, environment.lower_is_better(folder))
     metric = config.checkpoint.metric
     named = dict(kind.evaluations)
     if metric not in kind.names:

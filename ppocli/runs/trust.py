@@ -5,7 +5,7 @@ run all it names, that of another run nothing but what ships with ppocli, unless
 from collections.abc import Iterator
 from pathlib import Path
 
-from ppocli.config import keys, problems, resolved, schema, tasks
+from ppocli.config import keys, resolved, sampling, schema, tasks
 from ppocli.environments.resolve import BUILTIN_ENVIRONMENTS, TOOLS
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
@@ -16,7 +16,7 @@ from ppocli.text import printable, short_path
 REMOTE = "trust_remote_code"
 _OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *BUILTIN_STEPS,
                    *BUILTIN_STEPS.values(), *BUILTIN_ENVIRONMENTS, *BUILTIN_ENVIRONMENTS.values(),
-                   TOOLS, *problems.OUR_ENGINES, *tasks.DATA_TASKS,
+                   TOOLS, *sampling.OUR_ENGINES, *tasks.DATA_TASKS,
                    "ppocli.rewards.randomwalks:metrics", resolved.PYTHON_OBJECT})
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
-from ppocli.config import kinds
+from ppocli.config import tasks
 from ppocli.data.data_set import Ids, Pairs
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
@@ -77,7 +77,7 @@ class RewardModelTask(supervised.SupervisedTask):
     """The mean loss of an update's pairs, each with the same weight."""
 
     terms = ("total", "accuracy", "margin")
-    lower_is_better = kinds.KINDS["reward_model"].lower_is_better
+    lower_is_better = tasks.KINDS["reward_model"].lower_is_better
 
     def __init__(self, setup: task.TaskSetup, tokenizer: Any, loaded: LoadedLM, train: Pairs,
                  val: Pairs | None) -> None:

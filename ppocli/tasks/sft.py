@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppocli.config import kinds
+from ppocli.config import tasks
 from ppocli.data.data_set import Examples
 from ppocli.data.prompt_set import PromptSet
 from ppocli.errors import ConfigError
@@ -34,7 +34,7 @@ class SFTTask(supervised.SupervisedTask):
     """The mean negative logprob of the trained tokens of an update, each token with the same
     weight, whatever micro-batch or rank it is in."""
 
-    lower_is_better = kinds.KINDS["sft"].lower_is_better
+    lower_is_better = tasks.KINDS["sft"].lower_is_better
 
     def __init__(self, setup: task.TaskSetup, tokenizer: Any, loaded: LoadedLM, train: Examples,
                  val: Examples | None) -> None:

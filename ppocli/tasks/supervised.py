@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ppocli.config import schema, schema_ppo, schema_tasks, tasks
+from ppocli.config import schema, schema_training, tasks
 from ppocli.data import encoding
 from ppocli.data.data_set import Examples, Pairs
 from ppocli.data.prompt_set import prompt_indices
@@ -36,7 +36,7 @@ from ppocli.zero.oom_retry import PassRows
 log = logging.getLogger("ppocli")
 
 _DATA_KEYS = re.compile(
-    rf"(?<![\w./=-])data\.(?=({'|'.join(vars(schema_ppo.ExamplesConfig()))}|items)\b)")
+    rf"(?<![\w./=-])data\.(?=({'|'.join(vars(schema_training.ExamplesConfig()))}|items)\b)")
 """where a text names a key of ``data``"""
 
 
@@ -71,7 +71,7 @@ def read_mixed_in(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any) -> Exa
     """
     if cfg.ppo.ptx.data.path is None:
         return None
-    data = schema_tasks.DataConfig(**vars(cfg.ppo.ptx.data))
+    data = schema_training.DataConfig(**vars(cfg.ppo.ptx.data))
     try:
         found: Examples = read_rows(replace(cfg, data=data), tokenizer, unloaded)[0]
     except PpocliError as error:

@@ -11,7 +11,7 @@ import torch
 from transformers import get_scheduler
 
 from ppocli.config import algorithm, tasks
-from ppocli.config.schema_ppo import OptimizerConfig, PPOConfig, SchedulerConfig
+from ppocli.config.schema_training import OptimizerConfig, PPOConfig, SchedulerConfig
 from ppocli.errors import ConfigError
 from ppocli.models.policy import Policy
 from ppocli.training.master_weights import MasterWeights

@@ -9,7 +9,7 @@ from helpers import model_config
 from sessions import estimate_of, set_keys
 
 from ppocli.config.schema import TrainConfig
-from ppocli.config.schema_ppo import OptimizerConfig
+from ppocli.config.schema_training import OptimizerConfig
 from ppocli.errors import OutOfMemoryError
 from ppocli.estimate.check import Estimate, advice, check_memory, refuse_or_warn
 from ppocli.estimate.memory import (

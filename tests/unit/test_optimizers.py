@@ -19,7 +19,7 @@ from sessions import (
 )
 
 from ppocli.config import algorithm
-from ppocli.config.schema_ppo import PPOConfig, PPOOptimizerConfig, ValueOptimizerConfig
+from ppocli.config.schema_training import PPOConfig, PPOOptimizerConfig, ValueOptimizerConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.inputs import missing_inputs
 from ppocli.tasks.ppo.experience import to_experience

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from ppocli.config.schema_ppo import SchedulerConfig
+from ppocli.config.schema_training import SchedulerConfig
 from ppocli.ppo.kl import adapt_kl_coef, kl_per_token
 from ppocli.ppo.noise import EVALUATION, ROLLOUT, uniform
 from ppocli.ppo.shaping import RunningMoments, masked_mean, moments_of, scale_scores, whiten

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ppocli.config import algorithm, episodes, schema
+from ppocli.config import algorithm, sampling, schema
 from ppocli.ppo import kl, off_policy, shaping
 from ppocli.ppo.advantages import Samples, token_rewards
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
@@ -54,7 +54,7 @@ def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, list[fl
     if reward.overlong_buffer is not None:
         factor = 1.0 if reward.overlong_penalty is None else reward.overlong_penalty
         found["overlong"] = list(shaping.overlong_penalties(
-            lengths, longest=episodes.longest_rollout(cfg), buffer=reward.overlong_buffer,
+            lengths, longest=sampling.longest_rollout(cfg), buffer=reward.overlong_buffer,
             factor=factor))
     return found
 

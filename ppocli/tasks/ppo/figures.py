@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ppocli.config import algorithm, schema, schema_ppo
+from ppocli.config import algorithm, schema, schema_training
 from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, turn_rows
 from ppocli.ppo import off_policy
 from ppocli.tasks.ppo.experience import penalties_of, sequence_kl
@@ -77,7 +77,7 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
     return middle, math.sqrt(mean([(value - middle) ** 2 for value in values]))
 
 
-def gap_figures(rollout: Rollout, experience: Experience, wanted: schema_ppo.ImportanceConfig
+def gap_figures(rollout: Rollout, experience: Experience, wanted: schema_training.ImportanceConfig
                 ) -> dict[str, float]:
     """How far the trained policy is from the one that sampled, and what is made of it; empty where
     they are the same or the sampler doesn't say."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, reference_sharded
-from ppocli.config.episodes import longest_response
+from ppocli.config.sampling import longest_response
 from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
 from ppocli.data import data_set, prompt_set, sources
 from ppocli.errors import ConfigError, InputError

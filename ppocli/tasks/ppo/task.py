@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from ppocli.config import algorithm, episodes, schema
+from ppocli.config import algorithm, sampling, schema
 from ppocli.episode import Sample, spoken
 from ppocli.models import head, layer_stack, layout
 from ppocli.models.fast.frozen_states import keep_states, known_states
@@ -329,7 +329,7 @@ def update_of(session: Session, experience: records.Experience, rows: torch.Tens
     said = lengths if experience.counts is None else experience.counts[rows].sum(1)
     weights = token_weights(
         said, aggregation=ppo.loss_aggregation, total_tokens=int(said.sum()),
-        total_samples=len(rows), max_tokens=episodes.longest_rollout(session.cfg)) * (said > 0)
+        total_samples=len(rows), max_tokens=sampling.longest_rollout(session.cfg)) * (said > 0)
     return task.UpdateGroup(rows, experience.sequences.spans[rows], lengths, weights, epoch, part)
 
 
