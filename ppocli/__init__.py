@@ -7,6 +7,7 @@ of one's own. They load their parts on first use:
 importing ppocli imports neither torch nor hydra.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ppocli.version import __version__
@@ -27,20 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Batch", "EvalResult", "PPOTrainer", "Step", "TrainedRun", "__version__", "evaluate",
            "load_run", "sft", "train", "train_reward_model"]
-_API = frozenset(__all__) - {"Batch", "PPOTrainer", "Step", "__version__"}
+_HOMES = {"Batch": "generation", "PPOTrainer": "trainer", "Step": "episode"}
+"""modules of what doesn't lie in ``api``"""
 
 
 def __getattr__(name: str) -> Any:
-    if name in _API:
-        from ppocli import api
-
-        return getattr(api, name)
-    if name == "Step":
-        from ppocli.episode import Step
-
-        return Step
-    if name in ("Batch", "PPOTrainer"):
-        from ppocli import trainer
-
-        return getattr(trainer, name)
-    raise AttributeError(f"module 'ppocli' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'ppocli' has no attribute {name!r}")
+    return getattr(import_module(f"ppocli.{_HOMES.get(name, 'api')}"), name)

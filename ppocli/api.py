@@ -74,12 +74,22 @@ class TrainedRun:
         Raises:
             ConfigError: the folder holds something.
         """
-        target = Path(folder)
-        if target.exists() and any(target.iterdir()):
-            raise ConfigError(f"{target} exists already and isn't empty; nothing is overwritten.",
-                              fix="name another folder")
+        target = free_folder(folder)
         shutil.copytree(self.model_dir, target, dirs_exist_ok=True)
         return target
+
+
+def free_folder(folder: str | Path) -> Path:
+    """The path of a folder that is to be written.
+
+    Raises:
+        ConfigError: it holds something.
+    """
+    target = Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists already and isn't empty; nothing is overwritten.",
+                          fix="name another folder")
+    return target
 
 
 def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,

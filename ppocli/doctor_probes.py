@@ -142,21 +142,14 @@ def _device(name: str) -> dict[str, Any]:
             facts |= {"name": properties.name, "free_gib": free / 2**30, "total_gib": total / 2**30}
             with torch.cuda.device(name):
                 facts["bf16"] = torch.cuda.is_bf16_supported(including_emulation=False)
-        facts["product_error"] = _product_error(name)
+        # largest difference of a matrix product there to the same in float64 on the CPU
+        generator = torch.Generator().manual_seed(0)
+        a, b = (torch.randn(SIZE, SIZE, generator=generator) / SIZE**0.25 for _ in range(2))
+        found = (a.to(name) @ b.to(name)).cpu().double()
+        facts["product_error"] = float((found - a.double() @ b.double()).abs().max())
     except Exception as error:  # drivers raise what they like; the text is the finding
         facts["error"] = first_line(error)
     return facts
-
-
-def _product_error(device: str) -> float:
-    """Largest difference of a matrix product on the device to the same in float64 on the CPU."""
-    import torch
-
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(SIZE, SIZE, generator=generator) / SIZE**0.25 for _ in range(2))
-    exact = a.double() @ b.double()
-    found = (a.to(device) @ b.to(device)).cpu().double()
-    return float((found - exact).abs().max())
 
 
 def gloo_facts(meeting: str, rank: str, size: str) -> dict[str, Any]:

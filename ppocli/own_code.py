@@ -10,6 +10,7 @@ import os
 import site
 import sysconfig
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -44,13 +45,10 @@ def may_name(module: str | None, file: str | None) -> bool:
 
 def _source_of(package: str) -> str | None:
     """The file or folder of an outermost package or module."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):
-        return None
-    if spec is None:
-        return None
-    return next(iter(spec.submodule_search_locations or ()), spec.origin)
+    with suppress(ImportError, ValueError):
+        if (spec := importlib.util.find_spec(package)) is not None:
+            return next(iter(spec.submodule_search_locations or ()), spec.origin)
+    return None
 
 
 def _is_own_file(file: str) -> bool:

@@ -7,7 +7,7 @@ import os
 import re
 import shlex
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Any, Literal
 
@@ -130,6 +130,18 @@ def each_text(value: Any, change: Callable[[str], str],
         return {change_key(key): each_text(item, change, change_key) for key, item in value.items()}
     return [each_text(item, change, change_key) for item in value] \
         if isinstance(value, list | tuple) else value
+
+
+def parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of plain data and of everything inside it; items of a list have the
+    list's name."""
+    yield name, value
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from parts_of(f"{name}.{key}", item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from parts_of(name, item)
 
 
 BLOCKS = "▁▂▃▄▅▆▇█"

@@ -323,17 +323,13 @@ class PPOTrainer:
             ConfigError: the folder holds something.
             DiskError: the disk is full or refuses.
         """
+        from ppocli.api import free_folder
         from ppocli.storage.atomic import publish_folder
 
         self._check_open()
-        target = Path(folder)
-        if not self._first:  # which a loop may leave out: they do nothing here
-            return target
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise ConfigError(f"{target} exists already and isn't empty; nothing is overwritten.",
-                              fix="name another folder")
-        publish_folder(lambda into: self._task.write_model(into, None), target)
-        return target
+        if self._first:  # the others may leave the call out: they do nothing here
+            publish_folder(lambda into: self._task.write_model(into, None), free_folder(folder))
+        return Path(folder)
 
     def finish(self) -> "TrainedRun":
         """End the run as ``ppocli train`` does: a checkpoint, ``model/`` and the summary.

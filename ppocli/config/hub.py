@@ -80,7 +80,10 @@ def _probe(endpoint: str, proxy: str | None) -> bool:
 
     def ask() -> bool:
         if proxy is None or urlsplit(proxy).scheme.startswith("socks"):
-            return _connects(proxy or endpoint)
+            parts = urlsplit(proxy or endpoint)
+            port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 443)
+            with socket.create_connection((parts.hostname or "", port), timeout=_SECONDS):
+                return True
         return _answers_through(proxy, endpoint)
 
     # Name resolution ignores socket timeouts and can take half a minute: only a thread bounds it.
@@ -88,13 +91,6 @@ def _probe(endpoint: str, proxy: str | None) -> bool:
         return in_daemon(ask, "hub-probe").result(_SECONDS)
     except (OSError, HTTPException, ValueError):  # the first also when there is no answer in time
         return False
-
-
-def _connects(url: str) -> bool:
-    parts = urlsplit(url)
-    port = parts.port or _DEFAULT_PORTS.get(parts.scheme, 443)
-    with socket.create_connection((parts.hostname or "", port), timeout=_SECONDS):
-        return True
 
 
 def _answers_through(proxy: str, endpoint: str) -> bool:

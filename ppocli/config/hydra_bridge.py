@@ -237,10 +237,9 @@ def unknown_option(group: str, name: str, options: list[str], where: str = COMMA
 
 
 def _unparsed(error: OverrideParseException) -> ConfigError:
-    word = error.override
-    reason = error.message.splitlines()[0].replace(f"Error parsing override '{word}'", "").strip()
-    lines = [line for line in error.message.splitlines()[1:] if "See https" not in line]
-    detail = reason or (lines[0].strip() if lines else "")
+    word, (first, *more) = error.override, error.message.splitlines()
+    detail = first.replace(f"Error parsing override '{word}'", "").strip() or next(
+        (line.strip() for line in more if "See https" not in line), "")
     return ConfigError(f"{word!r} can't be read as key=value" + (f": {detail}" if detail else ""),
                        where=COMMAND_LINE, fix="quote a value with special characters twice: "
                        "'key=\"some (text), more\"'; a list is key=[a,b]")

@@ -26,7 +26,7 @@ from ppocli.config.hydra_bridge import SCHEMA, config_name
 from ppocli.config.problems import Problem
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean, first_line, short_path, shown
+from ppocli.text import did_you_mean, first_line, parts_of, short_path, shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +154,11 @@ def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merg
             problems.append(Problem(entry.key, problem, entry.source))
     problems += _unresolvable(node, sources, hydra_resolves)
     _give_way(node, {key for key, source in sources.items() if source == COMMAND_LINE})
-    return Merged(node, sources, tuple(problems), frozenset(
-        text for entry in entries if entry.source == COMMAND_LINE
-        for text in _texts(entry.key, entry.value)))
+    typed = frozenset(key if value is True else value
+                      for entry in entries if entry.source == COMMAND_LINE
+                      for key, value in parts_of(entry.key, entry.value)
+                      if value is True or isinstance(value, str))
+    return Merged(node, sources, tuple(problems), typed)
 
 
 def overruled(entries: list[Entry], words: Words) -> str | None:
@@ -210,17 +212,6 @@ def _give_way(node: DictConfig, typed: set[str]) -> None:
         decided |= f"ppo.{most}" in typed
         if decided and f"ppo.{name}" not in typed and (ppo[name] or 0) > ppo[most] > 0:
             ppo[name] = ppo[most]
-
-
-def _texts(key: str, value: Any) -> Iterator[str]:
-    """Every text in a value, and the dotted key of every true in it."""
-    if isinstance(value, str):
-        yield value
-    elif value is True:
-        yield key
-    elif isinstance(value, (dict, list)):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts(f"{key}.{name}", item)
 
 
 def _merge(node: DictConfig, entry: Entry) -> str | None:

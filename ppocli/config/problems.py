@@ -83,9 +83,8 @@ def find_problems(config: schema.TrainConfig, sources: Mapping[str, str] | None 
         names = keys.split(", ")
         # a value that is wrong in itself is not also reported as a contradiction
         if broken and not bad.intersection(names):
-            origins = [sources.get(name) or sources.get(free_mapping_of(name) or "")
-                       for name in names]
-            given = dict.fromkeys(origin for origin in origins if origin)
+            given = dict.fromkeys(origin for name in names if (
+                origin := sources.get(name) or sources.get(free_mapping_of(name) or "")))
             found.append(Problem(keys, text, " and ".join(given) or DEFAULT_SOURCE))
     return found
 
@@ -259,22 +258,21 @@ def _why_not(metadata: Mapping[str, Any], item: Any) -> str:
 
 def _bf16_weights(config: schema.TrainConfig) -> Rules:
     """What ``hardware.weights=bf16`` doesn't go together with."""
-    hardware, halves = config.hardware, config.hardware.weights == "bf16"
-    yield (halves and hardware.precision != "bf16", "hardware.weights, hardware.precision",
+    hardware, optimizers = config.hardware, algorithm.optimizers_of(tasks.updates_of(config))
+    yield (hardware.precision != "bf16", "hardware.weights, hardware.precision",
            "weights in bf16 are computed with in bf16: set hardware.precision=bf16")
-    yield (halves and hardware.zero_stage > 0, "hardware.weights, hardware.zero_stage",
+    yield (hardware.zero_stage > 0, "hardware.weights, hardware.zero_stage",
            "DeepSpeed makes its own copies of fp32 weights: leave hardware.weights out, or ZeRO")
-    yield (halves and bool(config.model.peft), "hardware.weights, model.peft", "an adapter trains "
-           "in fp32, and the type of its base is model.dtype: leave hardware.weights out")
-    yield (halves and "adamw_8bit" in [one.name for one in algorithm.optimizers_of(
-        tasks.updates_of(config))],
-           "hardware.weights, ppo.optimizer.name",
+    yield (config.model.peft, "hardware.weights, model.peft", "an adapter trains in fp32, and the "
+           "type of its base is model.dtype: leave hardware.weights out")
+    yield ("adamw_8bit" in [one.name for one in optimizers], "hardware.weights, ppo.optimizer.name",
            "adamw_8bit keeps no master copies: take another optimizer, or weights=fp32")
 
 
 def _hardware(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
-    yield from _bf16_weights(config)
     hardware, stage, nodes = config.hardware, config.hardware.zero_stage, config.hardware.num_nodes
+    if hardware.weights == "bf16":
+        yield from _bf16_weights(config)
     for name, lowest in (("offload_optimizer", 1), ("offload_param", 3)):
         yield (getattr(hardware, name) and stage < lowest, f"hardware.{name}, hardware.zero_stage",
                f"{name} needs zero_stage {lowest} or more, not {stage}")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import BUILTIN_PREFIX
@@ -39,6 +39,8 @@ ChangeKind = Literal["harmless", "accepted", "refused"]
 _PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "model.value.path",
               "model.reference.path", "prompts.path", "prompts.eval.path", "data.path", "data.val",
               "ppo.ptx.data.path", "hardware.deepspeed_config")
+_FUNCTION_KEYS = ("reward.fn", "reward.step_fn", "reward.metric_fn", "env.fn", "env.tools",
+                  "tracking.trackers")
 
 
 def schema_node() -> DictConfig:
@@ -168,23 +170,18 @@ def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     Names that could also be Hub names (``gpt2``, ``org/name``) are taken as paths only where a
     file or folder of that name exists, or where they start with ``.``, ``/`` or ``~``.
     """
-    paths = {name: operator.attrgetter(name)(config) for name in _PATH_KEYS}
-    result = with_values(config, {
-        name: _absolute(value, folder, name == "output_dir") for name, value in paths.items()
-        if isinstance(value, str) and value != "???"})
-    for name in ("fn", "step_fn", "metric_fn"):
-        setattr(result.reward, name, _absolute_function(getattr(result.reward, name), folder))
-    result.env.fn = _absolute_function(result.env.fn, folder)
-    result.env.tools = [str(_absolute_function(name, folder)) for name in result.env.tools]
-    result.env.kwargs = _absolute_values(result.env.kwargs, folder)
-    result.tracking.trackers = [str(_absolute_function(name, folder))
-                                for name in result.tracking.trackers]
-    result.reward.kwargs = _absolute_values(result.reward.kwargs, folder)
-    result.reward.fns = {
-        name: {**entry, "fn": _absolute_function(entry.get("fn"), folder),
-               "kwargs": _absolute_values(entry.get("kwargs") or {}, folder)}
-        if isinstance(entry, dict) else entry for name, entry in result.reward.fns.items()}
-    return result
+    def at(key: str) -> Any:
+        return operator.attrgetter(key)(config)
+
+    return with_values(config, {
+        **{key: _absolute(at(key), folder, key == "output_dir") for key in _PATH_KEYS
+           if isinstance(at(key), str) and at(key) != MISSING},
+        **{key: _absolute_function(at(key), folder) for key in _FUNCTION_KEYS},
+        **{key: _absolute_values(at(key), folder) for key in ("env.kwargs", "reward.kwargs")},
+        "reward.fns": {
+            name: {**entry, "fn": _absolute_function(entry.get("fn"), folder),
+                   "kwargs": _absolute_values(entry.get("kwargs") or {}, folder)}
+            if isinstance(entry, dict) else entry for name, entry in config.reward.fns.items()}})
 
 
 def _absolute(value: str, folder: Path, always: bool = False) -> str:
@@ -195,8 +192,11 @@ def _absolute(value: str, folder: Path, always: bool = False) -> str:
     return os.path.normpath(folder / path) if is_path else value
 
 
-def _absolute_function(value: str | None, folder: Path) -> str | None:
-    """``rewards.py:score`` with an absolute file; module paths are left as they are."""
+def _absolute_function(value: Any, folder: Path) -> Any:
+    """``rewards.py:score`` with an absolute file, or several; module paths, and what is no path,
+    are left as they are."""
+    if isinstance(value, list):
+        return [_absolute_function(each, folder) for each in value]
     if value is None:
         return None
     file, colon, name = value.rpartition(":")

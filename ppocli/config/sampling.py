@@ -141,9 +141,9 @@ def env_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Rul
     """Rules on environments."""
     env, reward = config.env, config.reward
     if env.fn is None:
-        for name, value in vars(env).items():
-            if name != "fn" and value != getattr(schema.EnvConfig(), name):
-                yield (True, f"env.{name}", "this belongs to env.fn, which is not given")
+        for name, value in vars(schema.EnvConfig()).items():
+            yield (getattr(env, name) != value, f"env.{name}",
+                   "this belongs to env.fn, which is not given")
         yield (config.ppo.gae_unit == "turn", "ppo.gae_unit, env.fn",
                "only an environment (env.fn) makes several turns")
         return

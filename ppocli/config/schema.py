@@ -1,8 +1,8 @@
 """The words a user may type: every config key with its type, default, range and one-line meaning.
 
-These dataclasses, with those of ``schema_training``, are the only home of defaults and ranges. Hydra
-composes into them (structured config), :mod:`ppocli.config.problems` reads the ranges from the
-field metadata, and the engine receives plain instances. Nothing heavy is imported.
+These dataclasses, with those of ``schema_training``, are the only home of defaults and ranges.
+Hydra composes into them (structured config), :mod:`ppocli.config.problems` reads the ranges from
+the field metadata, and the engine receives plain instances. Nothing heavy is imported.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,7 @@ from typing import Any, Optional
 
 from omegaconf import MISSING
 
-from ppocli.config.schema_training import (
-    DataConfig,
-    PPOConfig,
-    RewardModelConfig,
-    SFTConfig,
-    key,
-)
+from ppocli.config.schema_training import DataConfig, PPOConfig, RewardModelConfig, SFTConfig, key
 
 
 @dataclass

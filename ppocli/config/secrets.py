@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from ppocli.config.keys import schema_keys
 from ppocli.errors import ConfigError
-from ppocli.text import printable
+from ppocli.text import parts_of, printable
 
 _SECRET_NAME = re.compile(
     r"(^|[_\-.])(token|secret|password|passwd|pwd|credentials?|bearer|auth|"
@@ -84,7 +84,9 @@ def refuse_secrets(entries: Iterable[tuple[str, object, str]]) -> None:
         ConfigError: names the key and the source; the value is never shown.
     """
     for name, value, source in entries:
-        for part, text in ((name, ""), *_texts(name, value)):
+        # texts of prompts.items are prose, their mapping keys are column names
+        for part, inner in parts_of(name, value):
+            text = inner if isinstance(inner, str) else ""
             if looks_secret(part):
                 raise ConfigError(f"{part} looks like a secret and was refused (value not shown)",
                                   where=source, fix=_REMEDY)
@@ -96,16 +98,3 @@ def refuse_secrets(entries: Iterable[tuple[str, object, str]]) -> None:
                                               and _URL_PASSWORD.search(text)):
                 raise ConfigError(f"the value of {part} looks like a secret and was refused "
                                   "(value not shown)", where=source, fix=_REMEDY)
-
-
-def _texts(name: str, value: object) -> Iterable[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield f"{name}.{key}", ""
-            yield from _texts(f"{name}.{key}", item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            # texts of prompts.items are prose, their mapping keys are column names
-            yield from _texts(name, item)
-    elif isinstance(value, str):
-        yield name, value

@@ -83,12 +83,12 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
             if problem.key in merged.sources), *_plan_problems(shared, swept, merged.sources)])
         plan, own_keys = shared.sweep, of_sweep(words)
         if plan.search != "grid":
-            if not swept.varied:
+            if not swept.ranges:
                 raise ConfigError("there is nothing to search: no key has several values",
                                   where=COMMAND_LINE, fix="give one a range, such as "
                                   "'ppo.optimizer.lr=tag(log,interval(1e-5,1e-3))'")
             folder = begin(shared, None)
-            own = [str(setting) for setting in words.without(*own_keys, *swept.varied).settings
+            own = [str(setting) for setting in words.without(*own_keys, *swept.ranges).settings
                    if not setting.key.startswith("hydra.")]
             search(plan, swept.ranges, folder,
                    lambda number, varied: _job(words, number, plan.trials, (*own, *varied), varied,
@@ -134,11 +134,10 @@ def _plan_problems(config: schema.TrainConfig, swept: _Swept, sources: Mapping[s
 
 @dataclass(frozen=True, slots=True)
 class _Swept:
-    """What all jobs of a sweep share on the command line, the keys that differ between them, and
-    the words that set these, job by job (None: the sweep isn't a grid)."""
+    """What all jobs of a sweep share on the command line, the words that differ between them, job
+    by job (None: the sweep isn't a grid), and what is swept."""
 
     shared: list[layers.Entry]
-    varied: frozenset[str]
     grid: Grid | None
     ranges: Ranges
 
@@ -148,7 +147,7 @@ def _sweep_job(words: Words, swept: _Swept) -> SweepJob:
     settings = HydraConfig.get()
     task = tuple(word.removeprefix("++") for word in settings.overrides.task)
     search = [word for word in settings.overrides.hydra if word.startswith("hydra.searchpath")]
-    varied = tuple(word for word in task if word.lstrip("+~").partition("=")[0] in swept.varied)
+    varied = tuple(word for word in task if word.lstrip("+~").partition("=")[0] in swept.ranges)
     total = None if swept.grid is None else len(swept.grid)
     return _job(words, int(settings.job.num), total, task, varied,
                 Path(settings.runtime.output_dir), search)
@@ -203,4 +202,4 @@ def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
         elif keys.key_for(name) is None:
             entries.append(layers.Entry(name, None, COMMAND_LINE))
     grid = tuple(itertools.product(*axes.values())) if is_grid else None
-    return _Swept(entries, frozenset(ranges), grid, ranges)
+    return _Swept(entries, grid, ranges)
