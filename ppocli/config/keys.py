@@ -58,7 +58,7 @@ class Key:
 @cache
 def schema_keys() -> Mapping[str, Key]:
     """All leaf keys by dotted name, in the order of the schema."""
-    return types.MappingProxyType({key.name: key for key in _leaves(TrainConfig, "")})
+    return types.MappingProxyType({key.name: key for key in _leaves(TrainConfig(), "")})
 
 
 @cache
@@ -134,20 +134,19 @@ def several(value: Any) -> list[Any]:
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-def _leaves(schema: type, prefix: str) -> Iterator[Key]:
-    hints = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        name, hint = prefix + field.name, hints[field.name]
-        if dataclasses.is_dataclass(hint):
-            yield from _leaves(typing.cast(type, hint), name + ".")
+def _leaves(section: Any, prefix: str) -> Iterator[Key]:
+    hints = typing.get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+        name, hint, default = prefix + field.name, hints[field.name], getattr(section, field.name)
+        if dataclasses.is_dataclass(default):
+            yield from _leaves(default, name + ".")
             continue
         if (each := field.metadata.get("each")) is not None:
-            yield Key(name, "sweep", each, True, field.default, field.metadata)
+            yield Key(name, "sweep", each, True, default, field.metadata)
             continue
         optional = type(None) in typing.get_args(hint)
         if optional:
             hint = next(part for part in typing.get_args(hint) if part is not type(None))
         kind = {list: "list", dict: "mapping"}.get(typing.get_origin(hint), "scalar")
         item = typing.get_args(hint)[0] if kind == "list" else hint
-        default = (field.default_factory() if callable(field.default_factory) else field.default)
         yield Key(name, kind, item, optional, default, field.metadata)

@@ -17,6 +17,7 @@ def key(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, ge: f
     each element. ``None`` is allowed exactly where the type is ``Optional``.
 
     Args:
+        default: of a section what makes it, its class or a function.
         each: type of a value that may be one or a list of several, which OmegaConf's own types
             can't say: the field's type is then ``Any``, and null is allowed.
         import_path: beside the ``choices``, an import path names something of the user's own.
@@ -25,7 +26,7 @@ def key(default: Any, doc: str, *, choices: tuple[str, ...] | None = None, ge: f
                 "each": each, "import_path": import_path}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    if isinstance(default, type):
+    if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
@@ -64,13 +65,6 @@ class SchedulerConfig:
                                  "of cosine_with_restarts, power of polynomial, timescale of "
                                  "inverse_sqrt, num_decay_steps (must be given) and decay_type of "
                                  "warmup_stable_decay")
-
-
-@dataclass
-class PPOSchedulerConfig(SchedulerConfig):
-    # the same reward for less KL than at a constant rate (docs/curves.md)
-    name: str = key("linear", "shape of the learning rate over updates",
-                    choices=tuple(SCHEDULE_ARGUMENTS))
 
 
 @dataclass
@@ -246,8 +240,9 @@ class PPOConfig:
                          "steps on those of the first policy", ge=0)
     importance: ImportanceConfig = key(ImportanceConfig, "where samples are another policy's")
     optimizer: PPOOptimizerConfig = key(PPOOptimizerConfig, "the optimizer")
-    scheduler: PPOSchedulerConfig = key(PPOSchedulerConfig, "the learning-rate schedule, over "
-                                        "updates")
+    # the same reward for less KL than at a constant rate (docs/curves.md)
+    scheduler: SchedulerConfig = key(lambda: SchedulerConfig(name="linear"),
+                                     "the learning-rate schedule, over updates")
     value_optimizer: ValueOptimizerConfig = key(
         ValueOptimizerConfig, "where the value function's optimizer differs (its learning rate: "
         "ppo.optimizer.value_lr)")
@@ -259,11 +254,6 @@ class PPOConfig:
 class DataConfig(ExamplesConfig):
     val: Optional[str] = key(None, "what evaluations are made on: a path as of data.path, or the "
                              "share of the rows that is held back, such as 0.05 (drawn by seed)")
-
-
-@dataclass
-class DataOptimizerConfig(OptimizerConfig):
-    lr: float = key(2e-5, "learning rate (adafactor: relative to the scale of each weight)", ge=0)
 
 
 @dataclass
@@ -281,7 +271,7 @@ class UpdatesConfig:
                                             "never changes the gradient", ge=1)
     max_grad_norm: Optional[float] = key(1.0, "gradient norm clip (null: none)", gt=0)
     max_nonfinite: int = key(3, "stop after this many non-finite updates in a row", ge=1)
-    optimizer: DataOptimizerConfig = key(DataOptimizerConfig, "the optimizer")
+    optimizer: OptimizerConfig = key(lambda: OptimizerConfig(lr=2e-5), "the optimizer")
     scheduler: SchedulerConfig = key(SchedulerConfig, "the learning-rate schedule, over updates")
 
 
