@@ -98,10 +98,6 @@ class PPOTrainer:
         """The KL coefficient that the next step is charged with."""
         return float(self._task.summary(self._run.state)["kl_coef"])
 
-    @property
-    def _first(self) -> bool:
-        return self._session.backend.ranks.first
-
     def _left(self) -> int:
         return max(self._task.total_samples() - self._run.state.episodes, 0)
 
@@ -298,7 +294,7 @@ class PPOTrainer:
             raise ConfigError(f"step={step!r} must be a step that isn't logged yet (the last one "
                               f"is {self._logged}).", where="PPOTrainer.log",
                               fix="log once after each step: log({**stats, **yours})")
-        if self._first:
+        if self._session.backend.ranks.first:
             self._run.recorder.row(row)
         self._logged = step
 
@@ -327,7 +323,8 @@ class PPOTrainer:
         from ppocli.storage.atomic import publish_folder
 
         self._check_open()
-        if self._first:  # the others may leave the call out: they do nothing here
+        # a loop may call this on the first process alone: the others do nothing here
+        if self._session.backend.ranks.first:
             publish_folder(lambda into: self._task.write_model(into, None), free_folder(folder))
         return Path(folder)
 

@@ -290,10 +290,8 @@ def _unresolvable(node: DictConfig, sources: Mapping[str, str], hydra_resolves: 
         raw = reduce(getitem, name.split("."), unresolved)
         if "${" not in str(raw):
             continue
-        parent, _, leaf = name.rpartition(".")
-        holder = OmegaConf.select(node, parent) if parent else node
         try:
-            value = holder[leaf]
+            value = OmegaConf.select(node, name)
             if OmegaConf.is_config(value):
                 OmegaConf.to_container(value, resolve=True)
         except OmegaConfBaseException as error:

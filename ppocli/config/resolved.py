@@ -295,12 +295,8 @@ def config_differences(old: TrainConfig, new: TrainConfig) -> list[tuple[str, An
     before, after = flat(old), flat(new)
     return [(key, before.get(key), after.get(key)) for key in dict.fromkeys([*before, *after])
             if key not in _PLACE and before.get(key) != after.get(key)
-            and not _is_empty_mapping(key, before, after)]
-
-
-def _is_empty_mapping(key: str, before: dict[str, Any], after: dict[str, Any]) -> bool:
-    """An empty free mapping on one side only says that its keys, listed apart, came or went."""
-    return free_mapping_of(key + ".x") == key and (key not in before or key not in after)
+            # an empty free mapping on one side only says that its keys, listed apart, came or went
+            and ((key in before and key in after) or free_mapping_of(f"{key}.x") != key)]
 
 
 # As words, in Hydra's grammar but without Hydra ---------------------------------------------------

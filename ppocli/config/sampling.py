@@ -68,7 +68,8 @@ def generation_rules(config: schema.TrainConfig) -> keys.Rules:
     yield (len(lists) > 1, ", ".join(lists),
            "only one of the keys of generation.eval may be a list")
     sampler = train.length_sampler
-    yield (no_range := _no_range("generation.length_sampler", sampler))
+    no_range = _no_range("generation.length_sampler", sampler)
+    yield no_range
     yield (sampler and not no_range[0] and (sampler[1] > longest or sampler[0] < shortest),
            "generation.length_sampler, generation.max_new_tokens, generation.min_new_tokens",
            f"{shown(sampler)} must lie between min_new_tokens {shortest} and max_new_tokens "
