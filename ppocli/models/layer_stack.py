@@ -1,15 +1,16 @@
 """The decoder's stack of layers, and forward passes that are split at one of them: what the layers
 before it make of a batch can serve several passes through those after it."""
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
-from ppocli.models.module_views import with_modules
 from ppocli.parallel.deepspeed_internals import whole_shape
 
 
@@ -214,3 +215,46 @@ def forget_casts() -> None:
     """Make autocast cast weights anew. While it is on it keeps its copies by parameter, and does
     not notice that a parameter's data have been replaced."""
     torch.clear_autocast_cache()
+
+
+# Second views of a module, over the same parameters; the module itself stays as it is -------------
+
+def with_modules(lm: Any, modules: Mapping[str, nn.Module]) -> Any:
+    """A model over the same parameters that has other modules under these names."""
+    made = copy.copy(lm)
+    made._modules = dict(lm._modules)
+    inside: dict[str, dict[str, nn.Module]] = {}
+    for name, module in modules.items():
+        child, _, rest = name.partition(".")
+        if rest:
+            inside.setdefault(child, {})[rest] = module
+        else:
+            made._modules[child] = module
+    for child, others in inside.items():
+        made._modules[child] = with_modules(made._modules[child], others)
+    return made
+
+
+def without_hooks(module: nn.Module,
+                  parameters: Mapping[int, nn.Parameter] = MappingProxyType({})) -> Any:
+    """A module that computes the same and runs no hooks; what is one module inside stays one.
+
+    Args:
+        parameters: to take instead of those with these ids.
+    """
+    made: dict[int, nn.Module] = {}
+
+    def view_of(part: nn.Module) -> nn.Module:
+        if id(part) not in made:
+            view = made[id(part)] = type(part).__new__(type(part))
+            nn.Module.__init__(view)
+            vars(view).update({name: value for name, value in vars(part).items()
+                               if name not in vars(view)}, _buffers=part._buffers,
+                              training=part.training)
+            view._parameters = {name: None if own is None else parameters.get(id(own), own)
+                                for name, own in part._parameters.items()}
+            view._modules = {name: None if child is None else view_of(child)
+                             for name, child in part._modules.items()}
+        return made[id(part)]
+
+    return view_of(module)

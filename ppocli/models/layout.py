@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ppocli.models.fast.packing import Packing, packing_of_lengths
-from ppocli.parallel.transfers import to_device
+from ppocli.parallel.backend import to_device
 
 PACK_ABOVE = 0.03
 """share of padding from which on rows are packed, where the model allows it: moving tokens into a

@@ -1,4 +1,6 @@
-"""Forward passes over sampled responses: what policy and reference say of each token."""
+"""Forward passes over sampled responses: what policy and reference say of each token; and what the
+layers below the first one that trains make of a sample. That stays the same until the next rollout,
+so they are run once for all passes over it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +9,8 @@ from typing import Any
 import torch
 
 from ppocli.models import layer_stack, layout, trunk
-from ppocli.models.fast.frozen_states import split_rows
 from ppocli.models.head import HeadWeights, full_kl, token_logprobs
-from ppocli.models.policy import Policy
+from ppocli.models.policy import Policy, ValueBranch
 from ppocli.models.reference import Reference
 
 
@@ -151,11 +152,9 @@ def states_of_samples(passes: Sequence[RowBatch], states: Sequence[torch.Tensor 
     found: list[torch.Tensor | None] = [None] * count
     there = [(one, one_states) for one, one_states in zip(passes, states, strict=True)
              if one_states is not None]
-    if sum(one_states.nbytes for _, one_states in there) > most:
-        return found
-    for one, one_states in there:
-        for i, row in zip(one.rows, split_rows(one_states, one.batch, one.lengths), strict=True):
-            found[i] = row
+    if sum(one_states.nbytes for _, one_states in there) <= most:
+        for one, one_states in there:
+            keep_states(found, most, one.rows, one.lengths, one.batch, one_states)
     return found
 
 
@@ -183,3 +182,54 @@ def spread(passes: Sequence[RowBatch], figures: Sequence[torch.Tensor | None], s
         places, flats = zip(*parts, strict=True)
         full.view(-1)[torch.cat(places)] = torch.cat(flats).cpu()
     return full
+
+
+# Layers that do not train -------------------------------------------------------------------------
+
+def frozen_split(policy: Policy) -> layer_stack.SplitPoint | None:
+    """The split of a policy that trains its top layers only; None where all layers train, or a
+    layer that must be run lies below."""
+    if trunk.num_virtual_tokens(policy.lm):
+        return None
+    try:
+        split = layer_stack.trained_split(policy.lm)
+    except ValueError:  # layers that are no plain sequence
+        return None
+    own = policy.value_trunk
+    branches = isinstance(own, ValueBranch) and split is not None and own.start < split.layer
+    return None if branches else split
+
+
+def known_states(kept: Sequence[torch.Tensor | None], chosen: list[int],
+                 batch: layout.SequenceBatch) -> torch.Tensor | None:
+    """What enters the first layer that trains, of some samples of a rollout, laid out as their
+    ``batch`` is, zeros filling up; None unless that of all of them is known.
+
+    Args:
+        kept: [n, D] of each sample of the rollout, without gradient; None where it isn't known.
+    """
+    rows = [row for i in chosen if (row := kept[i]) is not None]
+    if len(rows) < len(chosen):
+        return None
+    if batch.packing is None:
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    flat = torch.cat(rows)
+    missing = batch.tokens.shape[1] - len(flat)
+    return (torch.nn.functional.pad(flat, (0, 0, 0, missing)) if missing else flat)[None]
+
+
+def keep_states(kept: list[torch.Tensor | None], most: int, chosen: list[int], lengths: list[int],
+                batch: layout.SequenceBatch, states: torch.Tensor) -> None:
+    """Keep what entered that layer for some samples, unless all would take more than ``most``
+    bytes: what goes beyond is computed again each time.
+
+    Args:
+        lengths: tokens of each of the samples.
+        states: [b, T, D] of their batch.
+    """
+    if sum(row.nbytes for row in (*kept, states) if row is not None) > most:
+        return
+    states = states.detach()
+    rows = states if batch.packing is None else states[0, :sum(lengths)].split(lengths)
+    for i, row, count in zip(chosen, rows, lengths, strict=True):
+        kept[i] = row[:count] if kept[i] is None else kept[i]

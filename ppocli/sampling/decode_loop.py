@@ -9,7 +9,7 @@ from typing import Any, Self
 import torch
 
 from ppocli.models import head, layer_stack, layout, transformers_internals, trunk
-from ppocli.parallel.transfers import to_device, to_host
+from ppocli.parallel.backend import to_device, to_host
 from ppocli.sampling.decoder import Decoder, Drawn
 from ppocli.sampling.samples import Generation
 

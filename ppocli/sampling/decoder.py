@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ppocli.models.layer_stack import SplitPoint
-from ppocli.parallel.transfers import to_device, to_host
+from ppocli.parallel.backend import to_device, to_host
 from ppocli.sampling import samples, token_choice
 
 CONTEXT = 4

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ppocli.models import transformers_internals
-from ppocli.parallel.transfers import to_device, to_host
+from ppocli.parallel.backend import to_device, to_host
 from ppocli.sampling import conversation, samples
 from ppocli.sampling.decode_loop import CHECK_EVERY, SHRINK_AT, LiveRows, Stepped
 from ppocli.sampling.decoder import Decoder

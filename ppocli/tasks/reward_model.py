@@ -17,8 +17,8 @@ from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
 from ppocli.models.loading import adapters, language_model, model_config
 from ppocli.models.loading.language_model import LoadedLM
+from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
-from ppocli.parallel.transfers import to_device
 from ppocli.rewards.reward_model import SCORE_END, SCORE_MEAN, SCORE_STD
 from ppocli.tasks import building, supervised
 from ppocli.training import saved_model, task

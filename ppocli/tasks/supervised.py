@@ -23,8 +23,8 @@ from ppocli.models import layout, trunk
 from ppocli.models.fast import attention
 from ppocli.models.loading import language_model, model_config
 from ppocli.models.loading.language_model import LoadedLM
+from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
-from ppocli.parallel.transfers import to_device
 from ppocli.storage import faults
 from ppocli.tasks import building
 from ppocli.training import optimize, task, updates

@@ -13,8 +13,8 @@ import torch
 from ppocli.config import tasks
 from ppocli.errors import DivergedError
 from ppocli.models.passes import in_groups
+from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
-from ppocli.parallel.transfers import to_device
 from ppocli.storage import faults
 from ppocli.training.state import TrainState
 from ppocli.training.task import OptimizeResult, Plan, Task, UpdateGroup, Verdict

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ppocli.models import layer_stack, module_views
+from ppocli.models import layer_stack
 from ppocli.models.policy import Policy
 from ppocli.parallel import deepspeed_internals as internals
 from ppocli.parallel.ranks import Ranks
@@ -136,7 +136,7 @@ def gathered_policy(policy: Policy) -> Iterator[Policy]:
     """
     with gathered(policy, 3):
         parameters = {id(p): nn.Parameter(p.data, requires_grad=False) for p in policy.parameters()}
-        lm, head = (None if module is None else module_views.without_hooks(module, parameters)
+        lm, head = (None if module is None else layer_stack.without_hooks(module, parameters)
                     for module in (policy.lm, policy.value_head))
         try:
             # the value function's own trunk is run as it is: nothing decodes with it

@@ -290,7 +290,7 @@ def _asked_by() -> str:
     frame: Any = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
-        if "/ppocli/" in path and not path.endswith("/transfers.py"):
+        if "/ppocli/" in path and not path.endswith("/parallel/backend.py"):
             return f"ppocli/{path.rpartition('/ppocli/')[2]}:{frame.f_lineno}"
         frame = frame.f_back
     return "elsewhere"

@@ -8,8 +8,7 @@ import pytest
 import torch
 from helpers import make_lm
 
-from ppocli.models.layer_stack import SplitPoint, layer_stack, trained_split
-from ppocli.models.module_views import without_hooks
+from ppocli.models.layer_stack import SplitPoint, layer_stack, trained_split, without_hooks
 from ppocli.models.policy import Policy, freeze_lower_layers
 from ppocli.parallel.ranks import Ranks
 from ppocli.zero import sharded_weights

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import torch
 
-from ppocli.parallel.transfers import to_device
+from ppocli.parallel.backend import to_device
 
 _NAME = "ppocli_packing"
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ppocli.models.module_views import with_modules, without_hooks
+from ppocli.models.layer_stack import with_modules, without_hooks
 from ppocli.models.transformers_internals import conv1d
 from ppocli.storage.environment import check_parts
 

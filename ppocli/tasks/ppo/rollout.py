@@ -19,7 +19,6 @@ from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import told_alone
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models import passes
-from ppocli.models.fast.frozen_states import joined_rows
 from ppocli.models.head import HeadWeights
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.kl import kl_per_token
@@ -248,7 +247,7 @@ def _measure(session: EvalSession, out: Samples, size: int, *, want_policy: bool
     needed = 4 * width * sum(one.batch.tokens.numel() for one in batches)
     kept_at = policy.split if 0 < needed <= most_frozen_bytes else None
     frozen = [None if kept_at is None or out.frozen_states is None else
-              joined_rows([out.frozen_states[i] for i in one.rows], one.batch) for one in batches]
+              passes.known_states(out.frozen_states, one.rows, one.batch) for one in batches]
     said: list[passes.PolicyPass] = []
     compared: list[passes.ReferencePass] = []
     with session.backend.autocast():

@@ -11,7 +11,8 @@ from ppocli.config.sampling import longest_response
 from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
 from ppocli.data import data_set, prompt_set, sources
 from ppocli.errors import ConfigError, InputError
-from ppocli.models.fast import attention, frozen_states
+from ppocli.models import passes
+from ppocli.models.fast import attention
 from ppocli.models.loading import adapters, language_model, model_config, reference_and_value
 from ppocli.models.policy import Policy
 from ppocli.models.reference import AdapterReference, Reference
@@ -303,7 +304,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     trained = updates.prepare(backend, policy, optimizer, cfg.ppo.max_grad_norm)
     reference = building.build_reference(cfg, backend, policy.lm, tokenizer)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
-        policy.split = frozen_states.frozen_split(policy)
+        policy.split = passes.frozen_split(policy)
         if isinstance(reference, AdapterReference):
             reference = AdapterReference(policy.split)
     _check_reach(cfg, policy, reference, token_ids)

@@ -14,12 +14,11 @@ from safetensors.torch import save_file
 
 from ppocli.config import algorithm, sampling, schema
 from ppocli.episode import Sample, spoken
-from ppocli.models import head, layer_stack, layout
-from ppocli.models.fast.frozen_states import keep_states, known_states
+from ppocli.models import head, layer_stack, layout, passes
 from ppocli.models.policy import PolicyOutput
 from ppocli.models.reference import CopyReference, follow
+from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
-from ppocli.parallel.transfers import to_device
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
@@ -368,7 +367,7 @@ def replay(session: Session, experience: records.Experience, rows: torch.Tensor,
     batch, kept = layout.lay_out(samples, pack=session.packs).to(session.backend.device), None
     if split is not None and experience.frozen_states:
         kept = experience.frozen_states
-        batch = replace(batch, frozen_states=known_states(kept, places, batch))
+        batch = replace(batch, frozen_states=passes.known_states(kept, places, batch))
     remembers = kept is not None and batch.frozen_states is None
     other = None if experience.ref_head is None else head.OtherHead(
         to_device(torch.cat([experience.ref_states[i] for i in places]), session.backend.device),
@@ -378,6 +377,6 @@ def replay(session: Session, experience: records.Experience, rows: torch.Tensor,
                                      want_entropy=algorithm.wants_entropy(session.cfg.ppo),
                                      value_only=value_only, reference=other)
     if kept is not None and found:
-        keep_states(kept, session.frozen_states_bytes, places, (samples.lengths - 1).tolist(),
-                    batch, found[-1])
+        passes.keep_states(kept, session.frozen_states_bytes, places,
+                           (samples.lengths - 1).tolist(), batch, found[-1])
     return out, batch.tokens.numel()
