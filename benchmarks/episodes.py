@@ -22,10 +22,15 @@ from tables import marks, write_between
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ppocli.models.trunk import Decoding
-from ppocli.sampling.conversation import Conversation, Rereading, padded_left
+from ppocli.sampling.conversation import (
+    Conversation,
+    KeptKeys,
+    Rereading,
+    decoded_turns,
+    padded_left,
+)
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
-from ppocli.sampling.kept_turns import KeptKeys
 from ppocli.sampling.token_choice import SamplingSpec
 
 SHAPES = {"2 layers of 64": {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 600},
@@ -63,7 +68,8 @@ class Work:
 
     def reread(self) -> None:
         """Each context is read anew."""
-        self._play(Rereading(self.decoder, self.contexts, self.noise, Decoding.STEPS, nullcontext))
+        self._play(Rereading(self.contexts, decoded_turns(self.decoder, self.noise, Decoding.STEPS,
+                                                          nullcontext)))
 
     def _play(self, talk: Conversation) -> None:
         for turn in range(TURNS):

@@ -31,7 +31,7 @@ from ppocli.sampling.decoding import decode, load_decodable
 from ppocli.sampling.sampler import DecodeSampler, Speaker
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.sampling.vllm.command import served_name
+from ppocli.sampling.vllm.launch import served_name
 from ppocli.tasks.ppo.session import Session
 
 Spoilt = Callable[[str, int, dict[str, Any]], tuple[int, Any] | None]

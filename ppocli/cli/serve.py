@@ -144,7 +144,7 @@ def print_vllm_command(overrides: Overrides = None) -> None:
     """
     from ppocli.cli.machine import composed
     from ppocli.models.loading.model_config import read_lm
-    from ppocli.sampling.vllm.command import DEFAULT_URL, server_command, shell_line
+    from ppocli.sampling.vllm.launch import DEFAULT_URL, server_command, shell_line
 
     words = list(overrides or [])
     for key, value in (("engine", "vllm"), ("urls", f"[{DEFAULT_URL}]")):
@@ -153,7 +153,7 @@ def print_vllm_command(overrides: Overrides = None) -> None:
     cfg = composed(words)
     facts = read_lm(cfg.model)
     for url in cfg.rollout.urls:
-        print(shell_line(*server_command(cfg, facts, "python", url)))
+        print(shell_line(server_command(cfg, facts, "python", url)))
 
 
 def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:

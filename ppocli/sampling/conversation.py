@@ -2,13 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any, Protocol, Self
 
 import numpy as np
 import torch
 
-from ppocli.models import layout, trunk
+from ppocli.models import layout, transformers_internals, trunk
+from ppocli.parallel.backend import to_device, to_host
 from ppocli.sampling import decoding, samples
+from ppocli.sampling.decode_loop import CHECK_EVERY, SHRINK_AT, LiveRows, Stepped
 from ppocli.sampling.decoder import Decoder
 
 
@@ -26,39 +30,178 @@ class Conversation(Protocol):
         """
 
 
+Turn = Callable[[Sequence[int], Sequence[Sequence[int]], Sequence[int]], samples.Generation]
+"""from numbers of contexts, what is in them and most tokens of each response to the responses"""
+
+
 class Rereading:
-    """Reads each context anew in every turn, by any loop.
+    """Reads each context anew in every turn.
 
     Args:
         contexts: [N] ids to begin with.
-        noise: [N, most tokens] as :func:`ppocli.sampling.decoding.decode`; those of a sample are
-            used one after another, whichever turn a token is of.
-    context: in which a turn is computed.
+        answer: makes the responses of a turn.
     """
 
-    def __init__(self, decoder: Decoder, contexts: Sequence[Sequence[int]], noise: np.ndarray,
-                 method: trunk.Decoding,
-                 context: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.decoder, self.noise, self.method, self.context = decoder, noise, method, context
-        self.contexts, self.said = [list(ids) for ids in contexts], [0] * len(contexts)
+    def __init__(self, contexts: Sequence[Sequence[int]], answer: Turn) -> None:
+        self.contexts, self.answer = [list(ids) for ids in contexts], answer
 
     def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
               ) -> samples.Generation:
         """As :class:`Conversation`."""
         for row, ids in zip(rows, fed, strict=True):
             self.contexts[row] += ids
-        tokens, mask = padded_left([self.contexts[row] for row in rows])
-        noise = np.full((len(rows), max(limits)), 0.5)
-        for i, row in enumerate(rows):
-            own = self.noise[row, self.said[row]:][:limits[i]]
-            noise[i, :len(own)] = own
-        with self.context():
-            out, = decoding.decode(self.decoder, tokens, mask, noise, limits=list(limits),
-                                   method=self.method)
+        out = self.answer(rows, [self.contexts[row] for row in rows], limits)
         for row, ids in zip(rows, out.ids, strict=True):
             self.contexts[row] += ids
-            self.said[row] += len(ids)
         return out
+
+
+def decoded_turns(decoder: Decoder, noise: np.ndarray, method: trunk.Decoding,
+                  context: Callable[[], AbstractContextManager[Any]]) -> Turn:
+    """Turns by any loop.
+
+    Args:
+        noise: [N, most tokens] as :func:`ppocli.sampling.decoding.decode`; those of a sample are
+            used one after another, whichever turn a token is of.
+        context: in which a turn is computed.
+    """
+    said = [0] * len(noise)
+
+    def answer(rows: Sequence[int], contexts: Sequence[Sequence[int]], limits: Sequence[int]
+               ) -> samples.Generation:
+        tokens, mask = padded_left(contexts)
+        some = np.full((len(rows), max(limits)), 0.5)
+        for i, row in enumerate(rows):
+            own = noise[row, said[row]:][:limits[i]]
+            some[i, :len(own)] = own
+        with context():
+            out, = decoding.decode(decoder, tokens, mask, some, limits=list(limits), method=method)
+        for row, ids in zip(rows, out.ids, strict=True):
+            said[row] += len(ids)
+        return out
+
+    return answer
+
+
+@dataclass(slots=True, eq=False)
+class Parked:
+    """b rows whose turn is over: all of their tokens but the last have been fed."""
+
+    rows: torch.Tensor
+    """[b] their numbers"""
+    seen: torch.Tensor
+    """[b, past] bool, the columns of the cache that are theirs: not padding, nor what was fed
+    behind the end of a turn while others went on"""
+    cache: Any
+
+    def with_others(self, others: Self) -> Self:
+        """These rows, then others."""
+        widths = [one.seen.shape[1] for one in (self, others)]
+        most = max(widths)
+        transformers_internals.append_rows(self.cache, others.cache, most)
+        seen = torch.cat([torch.nn.functional.pad(one.seen, (most - width, 0))
+                          for one, width in zip((self, others), widths, strict=True)])
+        return type(self)(torch.cat([self.rows, others.rows]), seen, self.cache)
+
+
+class KeptKeys:
+    """Keeps keys and values over turns: what a model has read it doesn't read again. For models
+    whose layers keep all keys and values, and sampling that looks at nothing but the newest state.
+
+    Args:
+        contexts: [N] ids to begin with.
+        noise: as of :func:`decoded_turns`, as is ``context``.
+    """
+
+    def __init__(self, decoder: Decoder, contexts: Sequence[Sequence[int]], noise: np.ndarray,
+                 context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.context = context
+        self.contexts = [list(ids) for ids in contexts]
+        self.device = decoder.lm.base_model.device
+        tokens, mask = padded_left(contexts)
+        self.drawn = Stepped(decoder, tokens, mask, noise, None)
+        self.parked: list[Parked] = []
+
+    @torch.no_grad()
+    def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
+              ) -> samples.Generation:
+        """As :class:`Conversation`; contexts that speak together once
+        do so from then on, and one that misses a turn of the others' speaks no more."""
+        live, drawn = self._begun(rows, fed), self.drawn
+        before = live.at.clone()
+        drawn.finished[live.rows] = False
+        drawn.limits[live.rows] = before + to_device(torch.tensor(limits), self.device)
+        pieces: list[Parked] = []
+        check_every = 1 if self.device.type == "cpu" else CHECK_EVERY
+        passes, most = 0, max(limits)
+        with self.context():
+            while True:
+                drawn.token(live)
+                passes += 1
+                if passes % check_every and passes < most:
+                    continue
+                done, at = to_host(live.done, live.at)
+                left = int((~done).sum())
+                if left == 0 or left <= SHRINK_AT * len(live):
+                    pieces.append(self._park(live, done.nonzero().squeeze(-1)))
+                    if left == 0:
+                        break
+                    live.drop_done(done, at)
+        self.parked.append(reduce(Parked.with_others, pieces))
+        return self._said(torch.tensor(rows, device=self.device), before)
+
+    def _begun(self, rows: Sequence[int], fed: Sequence[Sequence[int]]) -> LiveRows:
+        """Rows with what they are to read next."""
+        drawn, group = self.drawn, next(
+            (one for one in self.parked if rows[0] in one.rows.tolist()), None)
+        if group is None:
+            tokens, mask = padded_left([[*self.contexts[row], *ids]
+                                                     for row, ids in zip(rows, fed, strict=True)])
+            live = drawn.first_rows(range(len(rows)), tokens, mask)
+            live.rows = to_device(torch.tensor(rows), self.device)
+            return live
+        self.parked.remove(group)
+        place = {row: i for i, row in enumerate(group.rows.tolist())}
+        index = to_device(torch.tensor([place[row] for row in rows]), self.device)
+        group.cache.batch_select_indices(index)
+        seen, own = group.seen[index], group.rows[index]
+        at = drawn.mask[own].sum(1)
+        last = drawn.tokens[own, at - 1]
+        tokens, mask = (to_device(one, self.device) for one in padded_left(
+            [[0, *ids] for ids in fed]))
+        tokens[torch.arange(len(rows)), (~mask).sum(1)] = last
+        attention = torch.cat([seen, mask], dim=1)
+        counts = to_host(at, (~attention).long().cumprod(1).sum(1))
+        return LiveRows(
+            rows=own, at=at, youngest=int(counts[0].min()), oldest=int(counts[0].max()),
+            inputs=tokens, attention=attention,
+            positions=seen.sum(1, keepdim=True) + (mask.long().cumsum(1) - 1).clamp(min=0),
+            done=torch.zeros_like(own, dtype=torch.bool), padding=counts[1],
+            cache=group.cache)
+
+    def _park(self, live: LiveRows, ended: torch.Tensor) -> Parked:
+        """The rows at these places, out of the live ones."""
+        index = to_device(ended, self.device)
+        width = transformers_internals.cached_tokens(live.cache)
+        rows = live.rows[index]
+        seen = (torch.ones(len(rows), width, dtype=torch.bool, device=self.device)
+                if live.attention is None else live.attention[index, :width])
+        behind = live.at[index] - self.drawn.mask[rows].sum(1)
+        columns = torch.arange(width, device=self.device)
+        return Parked(rows, seen & (columns[None, :] < width - behind[:, None]),
+                      transformers_internals.taken_rows(live.cache, index))
+
+    def _said(self, rows: torch.Tensor, before: torch.Tensor) -> samples.Generation:
+        """What these rows have said since they had ``before`` tokens."""
+        drawn = self.drawn
+        counts = drawn.mask[rows].sum(1) - before
+        places = torch.arange(int(counts.max()), device=self.device)[None, :]
+        mask = places < counts[:, None]
+        columns = (before[:, None] + places).clamp(max=drawn.steps)
+        finished, mask_, tokens, logprobs, values = to_host(drawn.finished[rows], mask, *(
+            one[rows[:, None], columns] * mask
+            for one in (drawn.tokens, drawn.logprobs, drawn.values)))
+        return samples.Generation(tokens, mask_, logprobs, values, finished)
 
 
 def padded_left(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,10 +23,9 @@ from ppocli.parallel.backend import Backend
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
-from ppocli.sampling.conversation import Conversation, Rereading
+from ppocli.sampling.conversation import Conversation, KeptKeys, Rereading, decoded_turns
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
-from ppocli.sampling.kept_turns import KeptKeys
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
@@ -179,7 +178,8 @@ class DecodeSampler:
             keeps = (self.method(lm) is trunk.Decoding.STEPS and caches_all_keys(lm)
                      and not spec.looks_back)
             yield (KeptKeys(decoder, contexts, noise, setup.backend.autocast) if keeps else
-                   Rereading(decoder, contexts, noise, self.method(lm), setup.backend.autocast))
+                   Rereading(contexts, decoded_turns(decoder, noise, self.method(lm),
+                                                     setup.backend.autocast)))
 
 
 class TransformersSampler(DecodeSampler):

@@ -2,6 +2,7 @@
 policy is sampled from, which environment answers it, and how it is written."""
 
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -24,19 +25,24 @@ from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.parallel.launchers import launched_here
 from ppocli.sampling.decoding import load_decodable, load_policy
 from ppocli.sampling.episodes import EpisodeSampler
-from ppocli.sampling.sampler import Sampler, SamplerSetup
+from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, TransformersSampler
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
+from ppocli.sampling.vllm.sampler import VllmSampler
 from ppocli.storage.checkpoints import saved_critic
 from ppocli.storage.model_files import VALUE_HEAD, VALUE_TRUNK, adapter_at, named_base
 from ppocli.text import first_line
 from ppocli.training.resume import fill_module
 from ppocli.training.saved_model import SavedModel
+from ppocli.user_code import Kind, Wanted, build
 from ppocli.zero.sharded_models import load_in_parts, sharded_copy, share_sharded_trunk
 from ppocli.zero.sharded_weights import gathered
 
 log = logging.getLogger("ppocli")
 
 T = TypeVar("T", bound=torch.nn.Module)
+ENGINES: dict[str, Callable[[SamplerSetup], Sampler]] = {
+    "decode": DecodeSampler, "transformers": TransformersSampler, "vllm": VllmSampler}
+"""what ``rollout.engine`` names beside import paths"""
 
 
 def check_memory(cfg: schema.TrainConfig, backend: Backend, lm_config: Any, *, prompt_tokens: int,
@@ -260,6 +266,19 @@ def sampling_specs(cfg: schema.GenerationConfig, tokenizer: Any, loaded: LoadedL
     lengths = None if cfg.length_sampler is None else (cfg.length_sampler[0], cfg.length_sampler[1])
     return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, length_range=lengths, **base),
             SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **{**base, **over}))
+
+
+def build_sampler(setup: SamplerSetup) -> Sampler:
+    """The sampler that ``rollout.engine`` names.
+
+    Raises:
+        ConfigError: its import path leads nowhere.
+    """
+    cfg = setup.cfg.rollout
+    if cfg.engine in ENGINES:
+        return ENGINES[cfg.engine](setup)
+    return build(Wanted(cfg.engine, "rollout.engine", Kind("class", ConfigError)), setup,
+                 key="rollout.kwargs", kwargs=cfg.kwargs)
 
 
 def saved_policy(loaded: LoadedLM, spec: SamplingSpec, tokenizer: Any) -> SavedModel:

@@ -20,7 +20,6 @@ from ppocli.models.loading.language_model import LoadedLM
 from ppocli.parallel.ranks import woven
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
-from ppocli.sampling.engines import build_sampler
 from ppocli.sampling.sampler import SamplerSetup, Speaker, sample_chunks
 from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.tasks import building, supervised
@@ -44,7 +43,7 @@ class SFTTask(supervised.SupervisedTask):
         self.loaded = loaded
         self.spec, self.eval_spec = building.sampling_specs(cfg.generation, tokenizer, loaded)
         self.saved = building.saved_policy(loaded, self.spec, tokenizer)
-        self.sampler = build_sampler(cfg.rollout, SamplerSetup(cfg, backend, tokenizer, loaded))
+        self.sampler = building.build_sampler(SamplerSetup(cfg, backend, tokenizer, loaded))
         self.asked = self._asked()
 
     def _asked(self) -> list[int]:

@@ -16,9 +16,8 @@ from ppocli.environments.calls import Calls
 from ppocli.episode import Episode, Turn, turn_numbers
 from ppocli.models.trunk import Decoding
 from ppocli.ppo import advantages
-from ppocli.sampling.conversation import Rereading
+from ppocli.sampling.conversation import KeptKeys, Rereading, decoded_turns
 from ppocli.sampling.decoder import Decoder
-from ppocli.sampling.kept_turns import KeptKeys
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.figures import episode_figures, rollout_samples
@@ -191,7 +190,7 @@ def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(kind, limits
     head = torch.randn(lm.get_output_embeddings().weight.shape[1],
                        generator=torch.Generator().manual_seed(0))
     decoder = Decoder(lm, spec, value_head=lambda hidden: hidden @ head)
-    one = Rereading(decoder, contexts, noise, Decoding.STEPS, nullcontext)
+    one = Rereading(contexts, decoded_turns(decoder, noise, Decoding.STEPS, nullcontext))
     other = KeptKeys(decoder, contexts, noise, nullcontext)
     for rows, fed in (([0, 1, 2, 3, 4], [[], [3], [4, 5, 6], [], []]),
                       ([0, 1, 3, 4], [[7, 7, 7, 7], [], [3], []]), ([1, 3], [[9], [8, 3, 4]])):

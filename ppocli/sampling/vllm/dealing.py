@@ -5,6 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
+from ppocli.errors import SamplerError
 from ppocli.sampling.vllm.server import Answer, Lost, Server
 
 log = logging.getLogger(__name__)
@@ -20,11 +21,13 @@ class Dealing:
         ask: has a server answer a row.
         count: how many rows there are.
         each: most rows under way at one server.
+        none_left: the error once all servers are lost.
     """
 
     def __init__(self, servers: Sequence[Server], ask: Callable[[Server, int], Answer], count: int,
-                 each: int) -> None:
+                 each: int, none_left: Callable[[], SamplerError]) -> None:
         self._servers, self._ask, self._count = servers, ask, count
+        self._none_left = none_left
         self._changed = threading.Condition()
         self._waiting, self._closed = deque(range(count)), False
         self._answers: dict[int, Answer] = {}
@@ -42,8 +45,7 @@ class Dealing:
             poll: called every now and then; may raise to stop.
 
         Raises:
-            Lost: all servers are.
-            SamplerError: what a server said makes no sense.
+            SamplerError: no server is left, or what one says makes no sense.
         """
         found = []
         with self._changed:
@@ -53,7 +55,7 @@ class Dealing:
                     if self._failed is not None:
                         raise self._failed
                     if all(server.lost for server in self._servers):
-                        raise Lost("all servers")
+                        raise self._none_left()
                     self._changed.wait(POLL_SECONDS)
                 found.append(self._answers[row])
         return found

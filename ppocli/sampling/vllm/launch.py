@@ -1,5 +1,8 @@
-"""vLLM servers beside a run on this machine (``rollout.launch``)."""
+"""The command that starts a vLLM server for a run, and servers beside a run on this machine
+(``rollout.launch``)."""
 
+import hashlib
+import json
 import logging
 import os
 import shlex
@@ -8,18 +11,87 @@ import sys
 import tempfile
 import time
 import weakref
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-from ppocli.config import schema
+from ppocli.config import keys, schema
 from ppocli.errors import SamplerError
-from ppocli.models.loading.model_config import ModelFacts
+from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.sampling.vllm import keeper
-from ppocli.sampling.vllm.command import server_command
 from ppocli.sampling.vllm.server import Lost, Server
+from ppocli.storage.model_files import find_whole
 
 log = logging.getLogger("ppocli")
 
+ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+"""the routes that take weights are those of its development mode"""
 _PAUSE = 0.5
+DEFAULT_URL = "http://127.0.0.1:8000"
+_SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "head_dim", "intermediate_size")
+
+
+def served_dtype(cfg: schema.TrainConfig) -> str:
+    """The type that the server computes in, which the weights are sent in: the run's own."""
+    return {"fp32": "float32", "bf16": "bfloat16"}[cfg.hardware.precision]
+
+
+def served_name(cfg: schema.TrainConfig, config: Any) -> str:
+    """What a run's server calls its model: weights of another shape would end its engine, and those
+    of another type, or a server that was started otherwise, give other tokens.
+
+    Args:
+        config: of the model, as transformers reads it.
+    """
+    text = config.get_text_config()
+    shape = {name: getattr(text, name, None) for name in _SHAPE}
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
+    return f"ppocli-{text.model_type}-{served_dtype(cfg)}-{digest[:8]}"
+
+
+def most_tokens(cfg: schema.TrainConfig, longest_prompt: int) -> int:
+    """Tokens of the longest prompt and the longest response or episode together."""
+    new = [cfg.generation.max_new_tokens, *keys.several(cfg.generation.eval.max_new_tokens)]
+    return longest_prompt + max([*new, *([] if cfg.env.fn is None else [cfg.env.max_tokens])])
+
+
+def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url: str) -> list[str]:
+    """Its words, for an environment with the variables of :data:`ENVIRONMENT`.
+
+    Output embeddings are weights of their own: vLLM reads new weights layer by layer, and those
+    that two layers share would stay the old ones in one of them, without an error.
+
+    Args:
+        facts: of ``model.path``.
+        python: the interpreter that has vLLM.
+        url: where it listens.
+    """
+    parts, model = urlsplit(url), cfg.model
+    limit, longest = max_positions(facts), cfg.prompts.max_length
+    length = limit if longest is None else most_tokens(cfg, longest)
+    source = find_whole(model.path, key="model.path", revision=model.revision)[0]
+    source = os.path.abspath(source) if os.path.isdir(source) else source
+    return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", source,
+            "--served-model-name", served_name(cfg, facts.config),
+            "--host", parts.hostname or "127.0.0.1", "--port", str(parts.port or 8000),
+            "--dtype", served_dtype(cfg),
+            *([] if length is None else ["--max-model-len", str(length)]),
+            "--hf-overrides", json.dumps({"tie_word_embeddings": False}),
+            "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
+            "--generation-config", "vllm",
+            *(["--revision", model.revision] if model.revision else []),
+            *(["--tokenizer", model.tokenizer_path] if model.tokenizer_path else []),
+            *(["--trust-remote-code"] if model.trust_remote_code else []),
+            *cfg.rollout.server_args]
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """The command as a shell takes it."""
+    variables = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
+    return " ".join([*variables, shlex.join(words)])
 
 
 def check_python(cfg: schema.RolloutConfig) -> None:
@@ -39,55 +111,49 @@ def check_python(cfg: schema.RolloutConfig) -> None:
                            "of an environment with vLLM, build/vllm/bin/python say")
 
 
-class Launched:
-    """A server for each address, which lives as long as this object and this process do.
+def launch_servers(owner: object, cfg: schema.TrainConfig, facts: ModelFacts,
+                   servers: Sequence[Server]) -> None:
+    """Start a server at each address, which lives as long as ``owner`` and this process do.
 
     Raises:
         SamplerError: one doesn't come up.
     """
-
-    def __init__(self, cfg: schema.TrainConfig, facts: ModelFacts, servers: list[Server]) -> None:
-        folder = Path(cfg.output_dir) / cfg.run_name if cfg.run_name else Path(tempfile.mkdtemp())
-        begun = [self._start(cfg, facts, server, folder / f"vllm-{i}.log")
-                 for i, server in enumerate(servers)]
-        for server, (process, path) in zip(servers, begun, strict=True):
-            self._wait(server, process, path, cfg.rollout.timeout)
-
-    def _start(self, cfg: schema.TrainConfig, facts: ModelFacts, server: Server, path: Path
-               ) -> tuple[subprocess.Popen[bytes], Path]:
-        environment, words = server_command(cfg, facts, str(cfg.rollout.python), server.url)
+    folder = Path(cfg.output_dir) / cfg.run_name if cfg.run_name else Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = []
+    for i, server in enumerate(servers):
+        path = folder / f"vllm-{i}.log"
+        words = server_command(cfg, facts, str(cfg.rollout.python), server.url)
         log.info("starting a vLLM server at %s, which says in %s what it does", server.url, path)
         log.debug("%s", shlex.join(words))
-        path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as output:
             process = subprocess.Popen([sys.executable, "-I", keeper.__file__, *words],
                                        stdin=subprocess.PIPE, stdout=output, stderr=output,
-                                       env={**os.environ, **environment}, start_new_session=True)
-        assert process.stdin is not None
+                                       env={**os.environ, **ENVIRONMENT}, start_new_session=True)
         # the keeper ends the server when the pipe is closed, as the kernel does for a process that
         # was killed
-        weakref.finalize(self, _end, process)
-        return process, path
-
-    def _wait(self, server: Server, process: subprocess.Popen[bytes], path: Path, seconds: float
-              ) -> None:
-        until = time.monotonic() + seconds
-        while True:
-            try:
-                server.ask("/health", timeout=_PAUSE)
-            except Lost:
-                ended = process.poll() is not None
-                if ended or time.monotonic() > until:
-                    what = "has ended" if ended else f"was not there within {seconds:g} s"
-                    raise SamplerError(f"The vLLM server at {server.url} {what}.", where=str(path),
-                                       fix="its last lines say why; rollout.timeout is how long "
-                                       "it may take to start") from None
-                time.sleep(_PAUSE)
-            else:
-                return
+        weakref.finalize(owner, _end, process)
+        begun.append((server, process, path))
+    for server, process, path in begun:
+        _wait(server, process, path, cfg.rollout.timeout)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def _wait(server: Server, process: subprocess.Popen[bytes], path: Path, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while True:
+        with suppress(Lost):
+            server.ask("/health", timeout=_PAUSE)
+            return
+        ended = process.poll() is not None
+        if ended or time.monotonic() > until:
+            what = "has ended" if ended else f"was not there within {seconds:g} s"
+            raise SamplerError(f"The vLLM server at {server.url} {what}.", where=str(path),
+                               fix="its last lines say why; rollout.timeout is how long it may "
+                               "take to start")
+        time.sleep(_PAUSE)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
     assert process.stdin is not None
     process.stdin.close()
     process.wait(2 * keeper.GRACE)

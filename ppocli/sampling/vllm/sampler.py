@@ -2,6 +2,7 @@
 
 import logging
 import secrets
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ppocli.config import schema
 from ppocli.daemon import in_daemon
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError, SamplerError
@@ -20,15 +22,15 @@ from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.policy import Policy
 from ppocli.models.trunk import has_encoder
+from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
-from ppocli.sampling.conversation import Conversation
+from ppocli.sampling.conversation import Conversation, Rereading, Turn
 from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker, looking
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.sampling.vllm.command import served_name
 from ppocli.sampling.vllm.dealing import Dealing
-from ppocli.sampling.vllm.launch import Launched
+from ppocli.sampling.vllm.launch import check_python, launch_servers, most_tokens, served_name
 from ppocli.sampling.vllm.server import HOW_TO, Answer, Lost, Server
 from ppocli.sampling.vllm.weights import WeightsFolder, tensors_of
 
@@ -61,13 +63,12 @@ class VllmSampler(DecodeSampler):
         self._run, self._sent, self._digest = secrets.token_hex(4), 0, ""
         self._folder: WeightsFolder | None = None
         self._newest = Path()
-        self._launched: Launched | None = None
         ranks.first_does(self._begin)
 
     def _begin(self) -> None:
         if self.setup.cfg.rollout.launch:
-            self._launched = Launched(
-                self.setup.cfg, ModelFacts(self.setup.loaded.export_config), self.servers)
+            launch_servers(self, self.setup.cfg, ModelFacts(self.setup.loaded.export_config),
+                           self.servers)
         check_servers(self.servers, self.name, 0)
 
     @contextmanager
@@ -117,7 +118,7 @@ class VllmSampler(DecodeSampler):
                     log.warning("%s; it is left out", error)
                 server.lost = str(error)
         if all(server.lost for server in self.servers):
-            raise self.none_left()
+            raise self._none_left()
         return version, [server.lost for server in self.servers]
 
     def _give(self, server: Server, version: str) -> None:
@@ -179,7 +180,7 @@ class VllmSampler(DecodeSampler):
         """
         asked = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
         begun = Begun(prompts, self.deal(asked, sampling_params(
-            spec, self.setup.cfg.seed, stream, prompts.episodes)), self.none_left)
+            spec, self.setup.cfg.seed, stream, prompts.episodes)))
         self._ahead = begun if ahead else self._ahead
         return begun
 
@@ -189,11 +190,26 @@ class VllmSampler(DecodeSampler):
                  ) -> Iterator[Conversation]:
         """As :class:`DecodeSampler`; a server reads what it has read before from its cache."""
         if self._is_policy(speaker):
-            yield Turns(self, contexts, episodes, spec, stream, stop.check)
+            yield Rereading(contexts, self._turn(episodes, spec, stream, stop.check))
             return
         with super().converse(contexts, episodes, spec, stream, speaker, stop, tokens=tokens
                               ) as found:
             yield found
+
+    def _turn(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
+              poll: Callable[[], None]) -> Turn:
+        """What servers say in the turns of these samples."""
+        turns = Counter[int]()
+
+        def answer(rows: Sequence[int], contexts: Sequence[Sequence[int]], limits: Sequence[int]
+                   ) -> Generation:
+            params = [sampling_params(spec, self.setup.cfg.seed, stream, [episodes[row]],
+                                      turn=turns[row], limits=[limit])[0]
+                      for row, limit in zip(rows, limits, strict=True)]
+            turns.update(rows)
+            return self.answer(contexts, params, poll)
+
+        return answer
 
     def _is_policy(self, speaker: Speaker) -> bool:
         if not speaker.reference and speaker.lm is not self._lm:
@@ -214,8 +230,6 @@ class VllmSampler(DecodeSampler):
         dealing = self.deal(contexts, params)
         try:
             return generation_of(dealing.take(range(len(contexts)), poll))
-        except Lost:
-            raise self.none_left() from None
         finally:
             dealing.close()
 
@@ -231,9 +245,9 @@ class VllmSampler(DecodeSampler):
             return answer
 
         return Dealing([one for one in self.servers if not one.lost], ask, len(asked),
-                       self.setup.cfg.rollout.concurrency)
+                       self.setup.cfg.rollout.concurrency, self._none_left)
 
-    def none_left(self) -> SamplerError:
+    def _none_left(self) -> SamplerError:
         cfg = self.setup.cfg
         resume = f", then: ppocli resume {Path(cfg.output_dir) / cfg.run_name}" if cfg.run_name \
             else ""
@@ -248,7 +262,6 @@ class Begun:
 
     prompts: PromptBatch
     dealing: Dealing
-    none_left: Callable[[], SamplerError]
 
     def take(self, rows: slice, poll: Callable[[], None]) -> Samples:
         """Samples of these rows, once they are there.
@@ -256,11 +269,8 @@ class Begun:
         Raises:
             SamplerError: no server is left, or what one says makes no sense.
         """
-        places, prompts = range(len(self.prompts))[rows], self.prompts
-        try:
-            answers = self.dealing.take(places, poll)
-        except Lost:
-            raise self.none_left() from None
+        prompts = self.prompts
+        answers = self.dealing.take(range(len(prompts))[rows], poll)
         return single_turn(prompts.tokens[rows], prompts.mask[rows], generation_of(answers), None)
 
     def settle(self) -> None:
@@ -284,29 +294,22 @@ def check_servers(servers: Sequence[Server], name: str, tokens: int) -> None:
             raise SamplerError(str(error), where="rollout.urls", fix=HOW_TO) from error
 
 
-class Turns:
-    """Contexts that servers continue; as of :class:`~ppocli.sampling.conversation.Conversation`."""
+def check_engine(cfg: schema.TrainConfig, backend: Backend, facts: ModelFacts, longest_prompt: int
+                 ) -> None:
+    """Find out, before weights are loaded, that servers are missing or serve something else. All
+    ranks call it in step.
 
-    def __init__(self, sampler: VllmSampler, contexts: Sequence[Sequence[int]],
-                 episodes: Sequence[int], spec: SamplingSpec, stream: int,
-                 poll: Callable[[], None]) -> None:
-        self.sampler, self.poll = sampler, poll
-        self.contexts, self.turns = [list(ids) for ids in contexts], [0] * len(contexts)
-        self.params = partial(sampling_params, spec, sampler.setup.cfg.seed, stream)
-        self.episodes = episodes
-
-    def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
-              ) -> Generation:
-        """As :class:`~ppocli.sampling.conversation.Conversation`."""
-        for row, ids in zip(rows, fed, strict=True):
-            self.contexts[row] += ids
-        out = self.sampler.answer([self.contexts[row] for row in rows], [
-            self.params([self.episodes[row]], turn=self.turns[row], limits=[limit])[0]
-            for row, limit in zip(rows, limits, strict=True)], self.poll)
-        for row, ids in zip(rows, out.ids, strict=True):
-            self.contexts[row] += ids
-            self.turns[row] += 1
-        return out
+    Raises:
+        SamplerError: which, and how to start it.
+    """
+    if cfg.rollout.engine != "vllm":
+        return
+    if cfg.rollout.launch:
+        backend.ranks.first_does(lambda: check_python(cfg.rollout))
+    else:
+        backend.ranks.first_does(lambda: check_servers(
+            [Server(url, cfg.rollout) for url in cfg.rollout.urls], served_name(cfg, facts.config),
+            most_tokens(cfg, longest_prompt)))
 
 
 def sampling_params(spec: SamplingSpec, seed: int, stream: int, episodes: Sequence[int], *,

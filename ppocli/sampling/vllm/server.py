@@ -98,7 +98,7 @@ class Server:
         """Make sure that the run's own model is served, at its length.
 
         Args:
-            name: that :func:`~ppocli.sampling.vllm.command.served_name` gives it.
+            name: that :func:`~ppocli.sampling.vllm.launch.served_name` gives it.
             tokens: of the longest prompt and response together.
 
         Raises:

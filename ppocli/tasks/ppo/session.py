@@ -18,9 +18,10 @@ from ppocli.models.policy import Policy
 from ppocli.models.reference import AdapterReference, Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
-from ppocli.sampling import decoding, engines
+from ppocli.sampling import decoding
 from ppocli.sampling.sampler import Sampler, SamplerSetup
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
+from ppocli.sampling.vllm.sampler import check_engine
 from ppocli.tasks import building, supervised
 from ppocli.training import optimizers, updates
 from ppocli.training.saved_model import SavedModel
@@ -294,7 +295,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
     longest = max(map(len, token_ids))
     building.check_memory(cfg, backend, unloaded.config, prompt_tokens=longest)
-    engines.check_engine(cfg, backend, unloaded, longest)
+    check_engine(cfg, backend, unloaded, longest)
     loaded = building.load_start(cfg, backend, objects.model)
     language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = building.sampling_specs(cfg.generation, tokenizer, loaded)
@@ -309,7 +310,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
             reference = AdapterReference(policy.split)
     _check_reach(cfg, policy, reference, token_ids)
     setup = SamplerSetup(cfg, backend, tokenizer, loaded)
-    sampler = building.playing(setup, engines.build_sampler(cfg.rollout, setup), plays)
+    sampler = building.playing(setup, building.build_sampler(setup), plays)
     _warn_about_samples(cfg, sampling, sampler, len(prompts))
     return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
@@ -355,6 +356,6 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                        sampling=sampling, eval_sampling=eval_sampling,
-                       sampler=building.playing(setup, engines.build_sampler(cfg.rollout, setup),
+                       sampler=building.playing(setup, building.build_sampler(setup),
                                         building.environment_of(cfg, eval_prompts)),
                        passes=PassRows(backend, PASSES), packs=_take_packed(wrapped, reference))
