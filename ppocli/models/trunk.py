@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppocli.models.fast.packing import stand_in
-from ppocli.models.layout import SequenceBatch
+from ppocli.models.layout import SequenceBatch, stand_in
 from ppocli.models.loading import peft_internals
 
 RELATIVE_POSITIONS = ("t5", "mt5", "umt5", "longt5", "switch_transformers")

@@ -10,8 +10,7 @@ from sessions import prompt_and_response, rollout_of, session_of, small_config
 
 from ppocli.config.schema import ModelConfig
 from ppocli.models.fast.attention import takes_packed
-from ppocli.models.fast.packing import MULTIPLE, gathered, packing_of_lengths, spread
-from ppocli.models.layout import PACK_ABOVE, lay_out
+from ppocli.models.layout import MULTIPLE, PACK_ABOVE, gathered, lay_out, packing_of_lengths, spread
 from ppocli.models.loading.language_model import load_lm
 
 # PEFT asks transformers by a name that is going to be dropped

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from ppocli.models import layout, transformers_internals, trunk
-from ppocli.models.fast.packing import gathered, meant_by, spread
 
 NAME = "ppocli"
 SHORT = {torch.float32: 128, torch.bfloat16: 256}
@@ -31,14 +30,14 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     Args:
         query: [B, H, T, D]; key and value [B, G, S, D] with G dividing H.
         attention_mask: bool (true: attend) or added to the scores, [B or 1, 1, T, S]; None: causal
-            for several queries; or that of a :class:`ppocli.models.fast.packing.Packing`.
+            for several queries; or that of a :class:`ppocli.models.layout.Packing`.
 
     Returns:
         [B, T, H, D], and no weights.
     """
-    packing, attention_mask = meant_by(attention_mask)
+    packing, attention_mask = layout.meant_by(attention_mask)
     if packing is not None:
-        query, key, value = (spread(heads, packing) for heads in (query, key, value))
+        query, key, value = (layout.spread(heads, packing) for heads in (query, key, value))
     if _is_short(query, key, attention_mask, dropout, kwargs):
         causal = (attention_mask is None and query.shape[2] > 1
                   and _is_causal(module, kwargs.get("is_causal")))
@@ -46,7 +45,7 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     else:
         out = transformers_internals.sdpa_attention(module, query, key, value, attention_mask,
                                                     dropout=dropout, scaling=scaling, **kwargs)
-    return (out if packing is None else gathered(out, packing)), None
+    return (out if packing is None else layout.gathered(out, packing)), None
 
 
 def _is_causal(module: torch.nn.Module, wanted: bool | None) -> bool:

@@ -95,12 +95,16 @@ def without_dropout(config: Any) -> Any:
     also in train mode, which gradient checkpointing needs. RWKV's rescaling is off too: it guards
     fp16, and divides the weights themselves for eval mode, as which they would be saved."""
     quiet = copy.deepcopy(config)
-    for name, value in vars(config).items():
-        if isinstance(value, float) and "drop" in name:
-            setattr(quiet, name, 0.0)
+    _drop_nothing(quiet)
     if getattr(quiet, "rescale_every", 0):
         quiet.rescale_every = 0
     return quiet
+
+
+def _drop_nothing(owner: Any) -> None:
+    for name, value in list(vars(owner).items()):
+        if isinstance(value, float) and "drop" in name:
+            setattr(owner, name, 0.0)
 
 
 def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path",
@@ -125,9 +129,9 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = 
         return _load_on_base(cfg, Path(source), dtype, goes_on, score_seed)
     scores = score_seed is not None
     lm, config = load_weights(
-        cfg, source, partial(_scorer_class if scores else _class_of, cfg, key), name=cfg.path,
-        key=key, revision=cfg.revision, dtype=dtype, **model_config.quantized(cfg),
-        new={} if score_seed is None else {adapters.SCORE: partial(_new_score, seed=score_seed)})
+        cfg, source, partial(_class_of, cfg, key, scores), key=key, dtype=dtype,
+        new={} if score_seed is None else {adapters.SCORE: partial(_new_score, seed=score_seed)},
+        **model_config.quantized(cfg))
     if scores:
         return _ready(cfg, lm, config, None)
     made = _ready(cfg, lm, config,
@@ -144,32 +148,31 @@ def take_lm(cfg: ModelConfig, lm: Any) -> LoadedLM:
     """
     config, declared = copy.deepcopy(lm.config), copy.deepcopy(lm.generation_config)
     for part in lm.modules():
-        for name, value in vars(part).items():
-            if isinstance(value, float) and "drop" in name:
-                setattr(part, name, 0.0)
+        _drop_nothing(part)
     lm.config = without_dropout(lm.config)
     made = _ready(cfg, lm, config, declared or transformers.GenerationConfig())
     _check_logits(lm, type(lm).__name__, "model")
     return made
 
 
-def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], *, name: str,
-                 key: str, revision: str | None, dtype: torch.dtype, what: str = "model",
+def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], *, key: str,
+                 dtype: torch.dtype, what: str = "model",
                  new: Mapping[str, Callable[[torch.Tensor], None]] = MappingProxyType({}),
                  **how: Any) -> tuple[Any, Any]:
     """A model with every weight found in its files, and its configuration as it came.
 
     Args:
+        source: what ``cfg.path`` stands for.
         class_of: transformers' class for a configuration.
-        name, key: of the model and of what names it, for messages.
+        key: that names the model, for messages.
         what: is loaded, for messages.
         new: what fills weights of these names where the files lack them.
 
     Raises:
         InputError: files are broken, or lack other weights.
     """
-    hub = {"revision": revision, "trust_remote_code": cfg.trust_remote_code}
-    with model_config.loading(f"{what} {name}", key):
+    hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
+    with model_config.loading(f"{what} {cfg.path}", key):
         config = transformers.AutoConfig.from_pretrained(source, **hub)
         model, info = class_of(config).from_pretrained(
             source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
@@ -179,8 +182,8 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
     missing = sorted(set(info["missing_keys"]) - new.keys()) + sorted(
         str(m) for m in info["mismatched_keys"])
     if missing:
-        raise InputError(f"{name} lacks {len(missing)} weights that {type(model).__name__} needs "
-                         f"(the first: {missing[0]}); they would be random.", where=key,
+        raise InputError(f"{cfg.path} lacks {len(missing)} weights that {type(model).__name__} "
+                         f"needs (the first: {missing[0]}); they would be random.", where=key,
                          fix="give a complete checkpoint")
     _align(model)
     return model, config
@@ -209,9 +212,9 @@ def make_ready(cfg: ModelConfig, model: Any) -> None:
 
 
 def _ready(cfg: ModelConfig, lm: Any, config: Any, generation_config: Any) -> LoadedLM:
-    start = decoder_start(lm)
+    found = LoadedLM(lm, config, generation_config, decoder_start(lm))
     make_ready(cfg, lm)
-    return LoadedLM(lm, config, generation_config, start)
+    return found
 
 
 def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path",
@@ -230,26 +233,11 @@ def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str =
         config = transformers.AutoConfig.from_pretrained(source, revision=cfg.revision,
                                                          trust_remote_code=trust)
         with init_empty_weights(include_buffers=False):
-            lm = (_scorer_class if scores else _class_of)(cfg, key, config).from_config(
+            lm = _class_of(cfg, key, scores, config).from_config(
                 without_dropout(config), dtype=dtype, trust_remote_code=trust,
                 **model_config.attention_wanted(cfg))
     lm.tie_weights()  # which making it without weights has undone
     return _ready(cfg, lm, config, None if scores else transformers.GenerationConfig())
-
-
-def _scorer_class(cfg: ModelConfig, key: str, config: Any) -> Any:
-    """transformers' class for a model that scores texts; ``config`` becomes one of one label.
-
-    Raises:
-        InputError: the model has an encoder, so that no state of its has read all of a text.
-    """
-    if getattr(config, "is_encoder_decoder", False):
-        raise InputError(f"{cfg.path} is an encoder-decoder ({config.model_type}): a score is read "
-                         "at the last token of a text, which a causal language model has read as a "
-                         "whole.", where=key, fix="give a causal language model, or a reward model "
-                         "made of one")
-    config.num_labels = 1
-    return transformers.AutoModelForSequenceClassification
 
 
 def _new_score(weight: torch.Tensor, seed: int) -> None:
@@ -262,10 +250,24 @@ def _new_score(weight: torch.Tensor, seed: int) -> None:
     weight.copy_(drawn)
 
 
-def _class_of(cfg: ModelConfig, key: str, config: Any) -> Any:
+def _class_of(cfg: ModelConfig, key: str, scores: bool, config: Any) -> Any:
     """transformers' class for an encoder-decoder, or for a causal language model: whichever
-    ``model.arch`` says or, on auto, the configuration."""
+    ``model.arch`` says or, on auto, the configuration; or for a model that scores texts, and
+    ``config`` becomes one of one label.
+
+    Raises:
+        InputError: the configuration is of another kind; or the model is to score and has an
+            encoder, so that no state of its has read all of a text.
+    """
     pair = bool(getattr(config, "is_encoder_decoder", False))
+    if scores and pair:
+        raise InputError(f"{cfg.path} is an encoder-decoder ({config.model_type}): a score is read "
+                         "at the last token of a text, which a causal language model has read as a "
+                         "whole.", where=key, fix="give a causal language model, or a reward model "
+                         "made of one")
+    if scores:
+        config.num_labels = 1
+        return transformers.AutoModelForSequenceClassification
     if {"auto": pair, "causal": False, "seq2seq": True}[cfg.arch] != pair:
         what = "an encoder-decoder" if pair else "a causal language model"
         raise InputError(f"{cfg.path} is {what} ({config.model_type}), not {cfg.arch}.",

@@ -64,9 +64,8 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
     cfg = checkpoints.value_start(cfg)
     name = cfg.path
     source, _ = model_files.find_model(name, key=key, revision=cfg.revision, needs="model")
-    model, config = language_model.load_weights(
-        cfg, source, _class_of_value, name=name, key=key, revision=cfg.revision,
-        dtype=torch.float32, what="value model")
+    model, config = language_model.load_weights(cfg, source, _class_of_value, key=key,
+                                                dtype=torch.float32, what="value model")
     language_model.make_ready(cfg, model)
     trunk, score = model.base_model, getattr(model, "score", None)
     if getattr(trunk, "pooler", None) is not None:

@@ -29,9 +29,8 @@ from ppocli.sampling.conversation import Conversation, Rereading, Turn
 from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker, looking
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.sampling.vllm.dealing import Dealing
 from ppocli.sampling.vllm.launch import check_python, launch_servers, most_tokens, served_name
-from ppocli.sampling.vllm.server import HOW_TO, Answer, Lost, Server
+from ppocli.sampling.vllm.server import HOW_TO, Answer, Dealing, Lost, Server
 from ppocli.sampling.vllm.weights import WeightsFolder, tensors_of
 
 log = logging.getLogger("ppocli")

@@ -1,9 +1,11 @@
-"""One vLLM server, as its routes see it."""
+"""vLLM servers: one, as its routes see it; and rows of a rollout handed to whichever is free."""
 
 import json
 import logging
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ BUSY, TRIES, LONGEST_PAUSE = (429, 503), 4, 30.0
 """statuses that are tried again, how often, and the most seconds before"""
 LOOK = 10.0
 """seconds for an answer that needs no work"""
+POLL_SECONDS = 0.1
 HOW_TO = "start it as `ppocli vllm-command` with this run's words prints it"
 _REMEDIES = {401: "rollout.token_env=VARIABLE names the variable that holds its token",
              404: f"{HOW_TO}; the routes are those of vLLM 0.32"}
@@ -83,16 +86,13 @@ class Server:
         if status >= 500 or status in BUSY:
             raise Lost(f"{said}: {_message(content)}")
         if status != 200:
-            raise SamplerError(f"{said}: {_message(content)}", where="rollout.urls",
-                               fix=_REMEDIES.get(status, HOW_TO))
+            raise _refused(f"{said}: {_message(content)}", _REMEDIES.get(status, HOW_TO))
         if len(content) > most:
-            raise SamplerError(f"{said} with more than {most} bytes.", where="rollout.urls",
-                               fix=HOW_TO)
+            raise _refused(f"{said} with more than {most} bytes.")
         try:
             return json.loads(content or b"null")
         except ValueError:
-            raise SamplerError(f"{said} with what is no JSON: {_message(content)}",
-                               where="rollout.urls", fix=HOW_TO) from None
+            raise _refused(f"{said} with what is no JSON: {_message(content)}") from None
 
     def check(self, name: str, tokens: int) -> None:
         """Make sure that the run's own model is served, at its length.
@@ -108,11 +108,11 @@ class Server:
         models = {one["id"]: one.get("max_model_len") for one in found.get("data", ())
                   if isinstance(one, dict) and "id" in one} if isinstance(found, dict) else {}
         if name not in models:
-            raise SamplerError(f"{self.url} serves {', '.join(models) or 'no model'}; this run's "
-                               f"is {name}.", where="rollout.urls", fix=HOW_TO)
+            raise _refused(f"{self.url} serves {', '.join(models) or 'no model'}; this run's is "
+                           f"{name}.")
         if (models[name] or 0) < tokens:
-            raise SamplerError(f"{self.url} takes {models[name]} tokens; the longest prompt and "
-                               f"response have {tokens}.", where="rollout.urls", fix=HOW_TO)
+            raise _refused(f"{self.url} takes {models[name]} tokens; the longest prompt and "
+                           f"response have {tokens}.")
 
     def holds(self, version: str) -> bool:
         """Whether it has this version of the weights."""
@@ -171,17 +171,19 @@ class Server:
             versions = [str(one["version"]) for one in choice["weight_versions"]]
             same = [one["token_id"] for one in content] == said
         except (KeyError, TypeError, ValueError) as error:
-            raise SamplerError(f"{self.url} answered no response with logprobs and weight "
-                               f"versions ({error!r}): {shorten(json.dumps(found))}",
-                               where="rollout.urls", fix=HOW_TO) from None
+            raise _refused(f"{self.url} answered no response with logprobs and weight versions "
+                           f"({error!r}): {shorten(json.dumps(found))}") from None
         if reason == "abort":
-            raise SamplerError(f"{self.url} has broken a response off: somebody else uses it.",
-                               where="rollout.urls", fix="give each run servers of its own")
+            raise _refused(f"{self.url} has broken a response off: somebody else uses it.",
+                           "give each run servers of its own")
         if not same or not 0 < len(said) <= limit or (reason != "stop" and len(said) < limit):
-            raise SamplerError(f"{self.url} answered {len(said)} tokens of at most {limit} with "
-                               f"{len(logprobs)} logprobs ({reason}).", where="rollout.urls",
-                               fix=HOW_TO)
+            raise _refused(f"{self.url} answered {len(said)} tokens of at most {limit} with "
+                           f"{len(logprobs)} logprobs ({reason}).")
         return Answer(said, logprobs, reason == "stop", versions)
+
+
+def _refused(what: str, fix: str = HOW_TO) -> SamplerError:
+    return SamplerError(what, where="rollout.urls", fix=fix)
 
 
 def _message(content: bytes) -> str:
@@ -190,3 +192,85 @@ def _message(content: bytes) -> str:
     with suppress(ValueError, KeyError, TypeError):
         text = json.loads(text)["error"]["message"]
     return shorten(text) or "nothing"
+
+
+class Dealing:
+    """Rows under way at several servers. Those of a server that is lost go to the others.
+
+    Args:
+        servers: those that are there.
+        ask: has a server answer a row.
+        count: how many rows there are.
+        each: most rows under way at one server.
+        none_left: the error once all servers are lost.
+    """
+
+    def __init__(self, servers: Sequence[Server], ask: Callable[[Server, int], Answer], count: int,
+                 each: int, none_left: Callable[[], SamplerError]) -> None:
+        self._servers, self._ask, self._count = servers, ask, count
+        self._none_left = none_left
+        self._changed = threading.Condition()
+        self._waiting, self._closed = deque(range(count)), False
+        self._answers: dict[int, Answer] = {}
+        self._failed: BaseException | None = None
+        for server in servers:
+            for _ in range(min(each, count)):
+                # daemons: a server that hangs must not keep a process that wants to end
+                threading.Thread(target=self._serve, args=[server], daemon=True,
+                                 name=f"asking {server.url}").start()
+
+    def take(self, rows: Iterable[int], poll: Callable[[], None]) -> list[Answer]:
+        """The answers to these rows, once they are all there.
+
+        Args:
+            poll: called every now and then; may raise to stop.
+
+        Raises:
+            SamplerError: no server is left, or what one says makes no sense.
+        """
+        found = []
+        with self._changed:
+            for row in rows:
+                while row not in self._answers:
+                    poll()
+                    if self._failed is not None:
+                        raise self._failed
+                    if all(server.lost for server in self._servers):
+                        raise self._none_left()
+                    self._changed.wait(POLL_SECONDS)
+                found.append(self._answers[row])
+        return found
+
+    def close(self) -> None:
+        """Ask for nothing more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _serve(self, server: Server) -> None:
+        while (row := self._next(server)) is not None:
+            found: Answer | BaseException
+            try:
+                found = self._ask(server, row)
+            except BaseException as error:
+                found = error
+            with self._changed:
+                if isinstance(found, Lost):
+                    if not server.lost:
+                        log.warning("%s; its responses are asked for elsewhere", found)
+                    server.lost = server.lost or str(found)
+                    self._waiting.appendleft(row)
+                elif isinstance(found, BaseException):
+                    self._failed = found
+                else:
+                    self._answers[row] = found
+                self._changed.notify_all()
+
+    def _next(self, server: Server) -> int | None:
+        with self._changed:
+            while not (self._closed or server.lost or self._failed
+                       or len(self._answers) == self._count):
+                if self._waiting:
+                    return self._waiting.popleft()
+                self._changed.wait()
+        return None
