@@ -25,7 +25,7 @@ from ppocli.parallel.backend import open_backend
 from ppocli.parallel.stop import StopFlag, signal_handlers
 from ppocli.runs.target import find_target
 from ppocli.sampling.episodes import EpisodeSampler
-from ppocli.sampling.samples import Generation
+from ppocli.sampling.samples import Generation, TokenRows
 from ppocli.storage import environment
 from ppocli.tasks.ppo.evaluate import evaluate_chunks
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session
@@ -133,8 +133,7 @@ class Person:
         """As of a sampler: the contexts are on the screen."""
         yield self
 
-    def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
-              ) -> Generation:
+    def speak(self, rows: Sequence[int], fed: TokenRows, limits: Sequence[int]) -> Generation:
         """As :class:`~ppocli.sampling.conversation.Conversation`, of one context.
 
         Raises:

@@ -196,25 +196,23 @@ def _checked(lm: Any, split: SplitPoint) -> SplitPoint:
 @contextmanager
 def swapped_tensors(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
     """Forward passes meanwhile use ``tensors`` in place of the parameters and buffers of these
-    names. Gradients must not flow through such a pass, nor be pending from one before."""
+    names. Gradients must not flow through such a pass, nor be pending from one before.
+
+    Autocast keeps its copies of weights by parameter while it is on, and does not notice that a
+    parameter's data have been replaced: it is made to cast them anew.
+    """
     own: dict[str, torch.Tensor] = {**dict(module.named_parameters()),
                                     **dict(module.named_buffers())}
     kept = {name: own[name].data for name in tensors}
     try:
         for name, tensor in tensors.items():
             own[name].data = tensor
-        forget_casts()
+        torch.clear_autocast_cache()
         yield
     finally:
         for name, tensor in kept.items():
             own[name].data = tensor
-        forget_casts()
-
-
-def forget_casts() -> None:
-    """Make autocast cast weights anew. While it is on it keeps its copies by parameter, and does
-    not notice that a parameter's data have been replaced."""
-    torch.clear_autocast_cache()
+        torch.clear_autocast_cache()
 
 
 # Second views of a module, over the same parameters; the module itself stays as it is -------------

@@ -88,17 +88,11 @@ class AdapterReference:
     @contextmanager
     def view(self, policy_lm: Any) -> Iterator[Any]:
         """As :class:`Reference`."""
-        _switch_adapter(policy_lm, False)
+        peft_internals.enable_adapter(policy_lm, False)
         try:
             yield policy_lm
         finally:
-            _switch_adapter(policy_lm, True)
-
-
-def _switch_adapter(lm: Any, enabled: bool) -> None:
-    if hasattr(lm, "virtual_tokens"):
-        lm.virtual_tokens.enabled = enabled
-    peft_internals.enable_layers(lm, enabled)
+            peft_internals.enable_adapter(policy_lm, True)
 
 
 @torch.no_grad()

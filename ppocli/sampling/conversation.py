@@ -11,16 +11,16 @@ import torch
 
 from ppocli.models import layout, transformers_internals, trunk
 from ppocli.parallel.backend import to_device, to_host
-from ppocli.sampling import decoding, samples
+from ppocli.sampling import decoding
 from ppocli.sampling.decode_loop import CHECK_EVERY, SHRINK_AT, LiveRows, Stepped
 from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.samples import Generation, TokenRows
 
 
 class Conversation(Protocol):
     """N contexts that a model continues again and again."""
 
-    def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
-              ) -> samples.Generation:
+    def speak(self, rows: Sequence[int], fed: TokenRows, limits: Sequence[int]) -> Generation:
         """Put ids behind some contexts and sample a response to each, which joins it.
 
         Args:
@@ -30,7 +30,7 @@ class Conversation(Protocol):
         """
 
 
-Turn = Callable[[Sequence[int], Sequence[Sequence[int]], Sequence[int]], samples.Generation]
+Turn = Callable[[Sequence[int], TokenRows, Sequence[int]], Generation]
 """from numbers of contexts, what is in them and most tokens of each response to the responses"""
 
 
@@ -42,11 +42,10 @@ class Rereading:
         answer: makes the responses of a turn.
     """
 
-    def __init__(self, contexts: Sequence[Sequence[int]], answer: Turn) -> None:
+    def __init__(self, contexts: TokenRows, answer: Turn) -> None:
         self.contexts, self.answer = [list(ids) for ids in contexts], answer
 
-    def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
-              ) -> samples.Generation:
+    def speak(self, rows: Sequence[int], fed: TokenRows, limits: Sequence[int]) -> Generation:
         """As :class:`Conversation`."""
         for row, ids in zip(rows, fed, strict=True):
             self.contexts[row] += ids
@@ -67,8 +66,7 @@ def decoded_turns(decoder: Decoder, noise: np.ndarray, method: trunk.Decoding,
     """
     said = [0] * len(noise)
 
-    def answer(rows: Sequence[int], contexts: Sequence[Sequence[int]], limits: Sequence[int]
-               ) -> samples.Generation:
+    def answer(rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
         tokens, mask = padded_left(contexts)
         some = np.full((len(rows), max(limits)), 0.5)
         for i, row in enumerate(rows):
@@ -113,7 +111,7 @@ class KeptKeys:
         noise: as of :func:`decoded_turns`, as is ``context``.
     """
 
-    def __init__(self, decoder: Decoder, contexts: Sequence[Sequence[int]], noise: np.ndarray,
+    def __init__(self, decoder: Decoder, contexts: TokenRows, noise: np.ndarray,
                  context: Callable[[], AbstractContextManager[Any]]) -> None:
         self.context = context
         self.contexts = [list(ids) for ids in contexts]
@@ -123,8 +121,7 @@ class KeptKeys:
         self.parked: list[Parked] = []
 
     @torch.no_grad()
-    def speak(self, rows: Sequence[int], fed: Sequence[Sequence[int]], limits: Sequence[int]
-              ) -> samples.Generation:
+    def speak(self, rows: Sequence[int], fed: TokenRows, limits: Sequence[int]) -> Generation:
         """As :class:`Conversation`; contexts that speak together once
         do so from then on, and one that misses a turn of the others' speaks no more."""
         live, drawn = self._begun(rows, fed), self.drawn
@@ -150,7 +147,7 @@ class KeptKeys:
         self.parked.append(reduce(Parked.with_others, pieces))
         return self._said(torch.tensor(rows, device=self.device), before)
 
-    def _begun(self, rows: Sequence[int], fed: Sequence[Sequence[int]]) -> LiveRows:
+    def _begun(self, rows: Sequence[int], fed: TokenRows) -> LiveRows:
         """Rows with what they are to read next."""
         drawn, group = self.drawn, next(
             (one for one in self.parked if rows[0] in one.rows.tolist()), None)
@@ -191,7 +188,7 @@ class KeptKeys:
         return Parked(rows, seen & (columns[None, :] < width - behind[:, None]),
                       transformers_internals.taken_rows(live.cache, index))
 
-    def _said(self, rows: torch.Tensor, before: torch.Tensor) -> samples.Generation:
+    def _said(self, rows: torch.Tensor, before: torch.Tensor) -> Generation:
         """What these rows have said since they had ``before`` tokens."""
         drawn = self.drawn
         counts = drawn.mask[rows].sum(1) - before
@@ -201,10 +198,10 @@ class KeptKeys:
         finished, mask_, tokens, logprobs, values = to_host(drawn.finished[rows], mask, *(
             one[rows[:, None], columns] * mask
             for one in (drawn.tokens, drawn.logprobs, drawn.values)))
-        return samples.Generation(tokens, mask_, logprobs, values, finished)
+        return Generation(tokens, mask_, logprobs, values, finished)
 
 
-def padded_left(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+def padded_left(rows: TokenRows, fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """[B, Q] ids and mask, padded on the left."""
     mask = layout.padded([[True] * len(row) for row in rows], torch.bool, "left")
     return layout.padded(rows, side="left", fill=fill), mask

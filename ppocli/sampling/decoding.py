@@ -55,17 +55,26 @@ def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Ten
 def load_decodable(cfg: schema.ModelConfig, *, dtype: torch.dtype = torch.float32,
                    key: str = "model.path", given: Any = None,
                    goes_on: Mapping[str, Any] | None = None) -> LoadedLM:
-    """As :func:`load_lm`, with the way of decoding found that suits the model.
+    """As :func:`load_lm`, with the fastest way of decoding selected that is right for the model. If
+    none is, its forward passes give tokens other probabilities than they were sampled with, and
+    ratios would be meaningless.
 
     Args:
         given: a model to take in place of loading one.
 
     Raises:
-        InputError: as there; or the model can't be decoded rightly.
+        InputError: as there; or no way of decoding is right.
+        ConfigError: the model has virtual tokens, which transformers' loop would leave out.
     """
     loaded = (language_model.load_lm(cfg, dtype=dtype, key=key, goes_on=goes_on) if given is None
               else language_model.take_lm(cfg, given.to(dtype)))
-    find_decoding(loaded.lm, loaded.decoder_start, cfg.path, key)
+    lm = loaded.lm
+    if try_decoding(lm, loaded.decoder_start) is None:
+        raise InputError(f"{type(lm).__name__} ({cfg.path}) gives a token other probabilities when "
+                         "it is sampled than in one pass over prompt and response: its states look "
+                         "ahead, or depend on the rows beside; ppocli can't train it.", where=key,
+                         fix="use a causal language model")
+    check_steps(lm, virtual=trunk.num_virtual_tokens(lm) > 0)
     return loaded
 
 
@@ -111,28 +120,6 @@ def load_judged(cfg: schema.ModelConfig, hardware: schema.HardwareConfig) -> Loa
                             else DTYPES[hardware.weights])
     say_decoding(loaded.lm)
     return loaded
-
-
-def find_decoding(lm: Any, start: int | None, name: str, key: str) -> None:
-    """Select the fastest decoding method that is right for the model. If none is, its forward
-    passes give tokens other probabilities than they were sampled with, and ratios would be
-    meaningless.
-
-    Args:
-        start: as of :class:`Decoder`.
-        name: of the model, for messages.
-        key: that names it.
-
-    Raises:
-        InputError: no way of decoding is right.
-        ConfigError: the model has virtual tokens, which transformers' loop would leave out.
-    """
-    if try_decoding(lm, start) is None:
-        raise InputError(f"{type(lm).__name__} ({name}) gives a token other probabilities when it "
-                         "is sampled than in one pass over prompt and response: its states look "
-                         "ahead, or depend on the rows beside; ppocli can't train it.", where=key,
-                         fix="use a causal language model")
-    check_steps(lm, virtual=trunk.num_virtual_tokens(lm) > 0)
 
 
 def check_steps(lm: Any, *, virtual: bool) -> None:

@@ -25,7 +25,7 @@ from ppocli.models.policy import Policy
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.sampler import Sampler, Speaker
-from ppocli.sampling.samples import Generation, Samples, decode_responses
+from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 
 LOOK = 0.2
@@ -174,7 +174,12 @@ class EpisodeSampler:
         before = [[*games[i].ids, *more] for i, more in zip(live, fed, strict=True)]
         out = talk.speak(live, fed, limits)
         for row, (i, ids) in enumerate(zip(live, out.ids, strict=True)):
-            _take_in(games[i], before[row], ids, out, row)
+            game = games[i]
+            game.ids = [*before[row], *ids]
+            game.actions += range(len(before[row]), len(game.ids))
+            game.logprobs += out.logprobs[row, :len(ids)].tolist()
+            game.values += out.values[row, :len(ids)].tolist()
+            game.finished = bool(out.finished[row])
         return decode_responses(self.tokenizer, before, out.ids, spec.stop_sequences,
                                 spec.min_new_tokens)
 
@@ -195,15 +200,6 @@ class EpisodeSampler:
         game.fed = said
         if game.ended is None and game.room(self.cfg.max_tokens) < 1:
             game.ended = TOKENS
-
-
-def _take_in(game: Game, before: list[int], ids: list[int], out: Generation, row: int) -> None:
-    """A turn's tokens join an episode."""
-    game.ids = [*before, *ids]
-    game.actions += range(len(before), len(game.ids))
-    game.logprobs += out.logprobs[row, :len(ids)].tolist()
-    game.values += out.values[row, :len(ids)].tolist()
-    game.finished = bool(out.finished[row])
 
 
 def samples_of(games: Sequence[Game]) -> Samples:

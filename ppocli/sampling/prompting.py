@@ -13,7 +13,7 @@ from ppocli.ppo.noise import USER, uniform
 from ppocli.sampling.conversation import padded_left
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
-from ppocli.sampling.samples import decode_responses
+from ppocli.sampling.samples import TokenRows, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.sampler import VllmSampler, sampling_params
 
@@ -107,7 +107,7 @@ def prompt_ids(tokenizer: Any, texts: Sequence[str], *, rendered: bool = False, 
     return found
 
 
-def check_lengths(lm: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec) -> None:
+def check_lengths(lm: Any, prompts: TokenRows, spec: SamplingSpec) -> None:
     """Refuse prompts that leave no room for a whole response.
 
     Raises:
@@ -125,11 +125,11 @@ def check_lengths(lm: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec)
                               fix="shorten the prompt or lower max_new_tokens")
 
 
-def answer_prompts(lm: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], spec: SamplingSpec, *,
-                   seed: int, num_samples: int = 1, first: int = 0, batch: int = BATCH,
+def answer_prompts(lm: Any, tokenizer: Any, prompts: TokenRows, spec: SamplingSpec, *, seed: int,
+                   num_samples: int = 1, first: int = 0, batch: int = BATCH,
                    start: int | None = None, poll: Callable[[], None] = lambda: None,
-                   show: Callable[[str], None] | None = None,
-                   servers: VllmSampler | None = None) -> Iterator[list[Answer]]:
+                   show: Callable[[str], None] | None = None, servers: VllmSampler | None = None
+                   ) -> Iterator[list[Answer]]:
     """Sample responses, a batch at a time, all those to one prompt before those to the next.
 
     Args:

@@ -26,7 +26,7 @@ from ppocli.ppo.noise import lengths, uniform
 from ppocli.sampling.conversation import Conversation, KeptKeys, Rereading, decoded_turns
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
-from ppocli.sampling.samples import Generation, Samples, single_turn
+from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
 from ppocli.zero.oom_retry import PassRows
@@ -160,8 +160,8 @@ class DecodeSampler:
 
 
     @contextmanager
-    def converse(self, contexts: Sequence[Sequence[int]], episodes: Sequence[int],
-                 spec: SamplingSpec, stream: int, speaker: Speaker, stop: StopFlag, *, tokens: int
+    def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
+                 stream: int, speaker: Speaker, stop: StopFlag, *, tokens: int
                  ) -> Iterator[Conversation]:
         """Contexts that are continued turn by turn (:mod:`ppocli.sampling.episodes`).
 

@@ -15,6 +15,9 @@ import torch
 from ppocli.episode import Episode
 from ppocli.models.layout import Sequences, joined_right
 
+TokenRows = Sequence[Sequence[int]]
+"""ids of several prompts, responses or contexts"""
+
 
 @dataclass(frozen=True, slots=True)
 class Generation:
@@ -76,16 +79,15 @@ class Samples:
 
     def first(self, count: int) -> Samples:
         """The first ``count`` samples."""
-        return replace(self.rows(slice(count)),
-                       frozen_states=self.frozen_states and self.frozen_states[:count])
+        return self.rows(slice(count))
 
     def rows(self, index: Any) -> Samples:
-        """The samples at ``index`` (a slice or a tensor of places), padding and all; without states
-        of layers."""
-        episodes = self.episodes and [
-            self.episodes[i] for i in torch.arange(len(self))[index].tolist()]
+        """The samples at ``index`` (a slice or a tensor of places), padding and all."""
+        places = torch.arange(len(self))[index].tolist()
         return Samples(self.sequences.rows(index), self.logprobs[index], self.values[index],
-                       self.finished[index], episodes=episodes)
+                       self.finished[index],
+                       self.frozen_states and [self.frozen_states[i] for i in places],
+                       self.episodes and [self.episodes[i] for i in places])
 
     def only(self, kept: torch.Tensor) -> Samples:
         """The same samples with only some of their actions, whose tokens the others stay in.
@@ -134,9 +136,8 @@ def response_ids(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
     return [row[:n] for row, n in zip(tokens.tolist(), mask.sum(1).tolist(), strict=True)]
 
 
-def decode_responses(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
-                     responses: Sequence[Sequence[int]], stop_sequences: Sequence[str] = (),
-                     min_new_tokens: int = 0) -> list[str]:
+def decode_responses(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
+                     stop_sequences: Sequence[str] = (), min_new_tokens: int = 0) -> list[str]:
     """The responses as text: without special tokens, trimmed at the first stop sequence that is
     complete no sooner than with token ``min_new_tokens``.
 
@@ -148,9 +149,9 @@ def decode_responses(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
             texts_and_stops(tokenizer, prompt_ids, responses, stop_sequences, early)]
 
 
-def texts_and_stops(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
-                    responses: Sequence[Sequence[int]], stop_sequences: Sequence[str],
-                    early: Sequence[int]) -> list[tuple[str, int | None]]:
+def texts_and_stops(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
+                    stop_sequences: Sequence[str], early: Sequence[int]
+                    ) -> list[tuple[str, int | None]]:
     """The responses as whole text, each with the place in it where the first stop sequence begins,
     None without one.
 
@@ -169,9 +170,8 @@ def texts_and_stops(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
             for text, past in zip(texts, settled, strict=True)]
 
 
-def places_of_ends(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
-                   responses: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]
-                   ) -> list[list[int]]:
+def places_of_ends(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
+                   ends: Sequence[Sequence[int]]) -> list[list[int]]:
     """For each end within the text of a response, a number of characters, the place of the token
     with which the text up to there is complete.
 
@@ -197,8 +197,7 @@ def _first_stop(text: str, stops: Sequence[str], past: int) -> int | None:
     return min((place for place in places if place >= 0), default=None)
 
 
-def _texts_behind(tokenizer: Any, prompt_ids: Sequence[Sequence[int]],
-                  responses: Sequence[Sequence[int]]) -> list[str]:
+def _texts_behind(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows) -> list[str]:
     """As :func:`decode_responses`, untrimmed."""
     if not responses:
         return []

@@ -103,10 +103,10 @@ def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) ->
             own.data = part.to(own.device)
             if name in kept_whole:
                 parameter.data = whole_of(part, internals.whole_shape(parameter), parameter.device)
-        layer_stack.forget_casts()
+        torch.clear_autocast_cache()
         yield
     finally:
-        layer_stack.forget_casts()
+        torch.clear_autocast_cache()
         internals.put_back(parameters.values())
         for name, part in kept.items():
             internals.local_part(parameters[name]).data = part

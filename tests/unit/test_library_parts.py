@@ -78,7 +78,7 @@ def test_peft_s_wrappers_switch_off_and_name_weights_as_we_say():
     assert {peft_internals.bare_name(name) for name in lm.state_dict()
             if not peft_internals.belongs_to_adapter(name)} == bare
     assert not torch.allclose(lm(input_ids=ids).logits, before)
-    peft_internals.enable_layers(lm, False)
+    peft_internals.enable_adapter(lm, False)
     assert torch.equal(lm(input_ids=ids).logits, before)
     assert {name for name, p in lm.named_parameters() if p.requires_grad} == trains
 

@@ -39,17 +39,14 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     if packing is not None:
         query, key, value = (layout.spread(heads, packing) for heads in (query, key, value))
     if _is_short(query, key, attention_mask, dropout, kwargs):
-        causal = (attention_mask is None and query.shape[2] > 1
-                  and _is_causal(module, kwargs.get("is_causal")))
+        wanted = kwargs.get("is_causal")
+        causal = attention_mask is None and query.shape[2] > 1 and bool(
+            getattr(module, "is_causal", True) if wanted is None else wanted)
         out = _by_products(query, key, value, attention_mask, scaling, causal)
     else:
         out = transformers_internals.sdpa_attention(module, query, key, value, attention_mask,
                                                     dropout=dropout, scaling=scaling, **kwargs)
     return (out if packing is None else layout.gathered(out, packing)), None
-
-
-def _is_causal(module: torch.nn.Module, wanted: bool | None) -> bool:
-    return bool(getattr(module, "is_causal", True)) if wanted is None else wanted
 
 
 def _is_short(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, dropout: float,

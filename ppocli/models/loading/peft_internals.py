@@ -61,11 +61,14 @@ def bare_name(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPING_PARTS)
 
 
-def enable_layers(lm: Any, enabled: bool) -> None:
-    """Switch what stands inside a model's layers on or off; what trains stays as it was."""
+def enable_adapter(lm: Any, enabled: bool) -> None:
+    """Switch virtual tokens and what stands inside a model's layers on or off; what trains stays as
+    it was."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
+    if hasattr(lm, "virtual_tokens"):
+        lm.virtual_tokens.enabled = enabled
     trains = {name: p.requires_grad for name, p in lm.named_parameters()}
     for module in lm.modules():
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):

@@ -27,7 +27,7 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
 from ppocli.sampling.conversation import Conversation, Rereading, Turn
 from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker, looking
-from ppocli.sampling.samples import Generation, Samples, single_turn
+from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.launch import check_python, launch_servers, most_tokens, served_name
 from ppocli.sampling.vllm.server import HOW_TO, Answer, Dealing, Lost, Server
@@ -184,8 +184,8 @@ class VllmSampler(DecodeSampler):
         return begun
 
     @contextmanager
-    def converse(self, contexts: Sequence[Sequence[int]], episodes: Sequence[int],
-                 spec: SamplingSpec, stream: int, speaker: Speaker, stop: StopFlag, *, tokens: int
+    def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
+                 stream: int, speaker: Speaker, stop: StopFlag, *, tokens: int
                  ) -> Iterator[Conversation]:
         """As :class:`DecodeSampler`; a server reads what it has read before from its cache."""
         if self._is_policy(speaker):
@@ -200,8 +200,7 @@ class VllmSampler(DecodeSampler):
         """What servers say in the turns of these samples."""
         turns = Counter[int]()
 
-        def answer(rows: Sequence[int], contexts: Sequence[Sequence[int]], limits: Sequence[int]
-                   ) -> Generation:
+        def answer(rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
             params = [sampling_params(spec, self.setup.cfg.seed, stream, [episodes[row]],
                                       turn=turns[row], limits=[limit])[0]
                       for row, limit in zip(rows, limits, strict=True)]
@@ -215,7 +214,7 @@ class VllmSampler(DecodeSampler):
             raise RuntimeError("servers have no weights of a policy outside of acting()")
         return not speaker.reference
 
-    def answer(self, contexts: Sequence[Sequence[int]], params: Sequence[Mapping[str, Any]],
+    def answer(self, contexts: TokenRows, params: Sequence[Mapping[str, Any]],
                poll: Callable[[], None]) -> Generation:
         """What servers say to these ids, all of it.
 
@@ -232,7 +231,7 @@ class VllmSampler(DecodeSampler):
         finally:
             dealing.close()
 
-    def deal(self, asked: Sequence[Sequence[int]], params: Sequence[Mapping[str, Any]]) -> Dealing:
+    def deal(self, asked: TokenRows, params: Sequence[Mapping[str, Any]]) -> Dealing:
         """Have the servers answer these ids with the weights that they have now."""
         version = self.version
 
