@@ -91,6 +91,8 @@ class TokenFigures(NamedTuple):
     """None unless it was wanted, as is ``kl``"""
     kl: torch.Tensor | None
     """from another model, over the whole vocabulary"""
+    values: torch.Tensor | None = None
+    """of the states before the tokens, where a value function was asked"""
 
 
 CHUNK_BYTES = 64 * 2**20

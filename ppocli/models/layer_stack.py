@@ -3,7 +3,7 @@ before it make of a batch can serve several passes through those after it."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -123,14 +123,12 @@ def inputs_at(split: SplitPoint | None, lm: Any) -> Iterator[list[torch.Tensor]]
     """Collects what enters the layer, [b, T, D] for each forward pass meanwhile; nothing without a
     split."""
     found: list[torch.Tensor] = []
-    if split is None:
-        yield found
-        return
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found.append(args[0] if args else kwargs["hidden_states"])
 
-    with layer_stack(lm)[split.layer].register_forward_pre_hook(take, with_kwargs=True):
+    with nullcontext() if split is None else (
+            layer_stack(lm)[split.layer].register_forward_pre_hook(take, with_kwargs=True)):
         yield found
 
 

@@ -4,29 +4,18 @@ second model."""
 
 import copy
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 
 from ppocli.models import layer_stack as stacks
-from ppocli.models.head import HeadWeights, OtherHead, token_logprobs
+from ppocli.models.head import HeadWeights, OtherHead, TokenFigures, token_logprobs
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.trunk import has_encoder, response_hidden
 from ppocli.parallel.deepspeed_internals import whole_shape
 
 log = logging.getLogger("ppocli")
-
-
-class PolicyOutput(NamedTuple):
-    """What a forward pass says of N response tokens; fp32, each [N]."""
-
-    logprobs: torch.Tensor
-    values: torch.Tensor | None
-    """None without a value function"""
-    entropy: torch.Tensor | None
-    kl: torch.Tensor | None = None
-    """from a reference over the whole vocabulary; None unless that was given"""
 
 
 class ValueHead(nn.Module):
@@ -187,7 +176,7 @@ class Policy(nn.Module):
 
     def forward(self, batch: SequenceBatch, *, temperature: float, want_entropy: bool = False,
                 value_only: bool = False, want_values: bool = True,
-                reference: OtherHead | None = None) -> PolicyOutput:
+                reference: OtherHead | None = None) -> TokenFigures:
         """Logprobs, values and (on demand) entropies of the batch's response tokens.
 
         Args:
@@ -202,7 +191,7 @@ class Policy(nn.Module):
                 hidden, HeadWeights.of(self.lm), batch.targets, temperature=temperature,
                 want_entropy=want_entropy, other=reference)
         values = self.values(batch, hidden, shared) if want_values else None
-        return PolicyOutput(found.logprobs, values, found.entropy, found.kl)
+        return found._replace(values=values)
 
 
 def freeze_attention(trunk: nn.Module) -> None:

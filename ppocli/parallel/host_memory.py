@@ -68,14 +68,13 @@ def resident_mib(pid: int) -> float | None:
 
 
 def _machine(root: Path) -> int | None:
-    try:
-        text = (root / "proc/meminfo").read_text()
-    except OSError:
-        with suppress(ValueError, OSError):
-            return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return None
-    match = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
+    with suppress(OSError):
+        match = re.search(r"^MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text(),
+                          re.MULTILINE)
+        return int(match[1]) * 1024 if match else None
+    with suppress(ValueError, OSError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return None
 
 
 def _groups(root: Path) -> list[int | None]:
@@ -88,12 +87,11 @@ def _groups(root: Path) -> list[int | None]:
 
 
 def _left(limit: Path, used: Path, stat: Path, cached: str) -> int | None:
-    try:
+    with suppress(OSError, ValueError):  # no such group, or "max"
         most, now = int(limit.read_text()), int(used.read_text())
         match = re.search(rf"^{cached} (\d+)$", stat.read_text(), re.MULTILINE)
-    except (OSError, ValueError):  # no such group, or "max"
-        return None
-    return max(most - now + (int(match[1]) if match else 0), 0)
+        return max(most - now + (int(match[1]) if match else 0), 0)
+    return None
 
 
 log = logging.getLogger("ppocli")

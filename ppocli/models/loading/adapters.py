@@ -172,25 +172,12 @@ def fill_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], where: str)
     set_peft_model_state_dict(adapter.model, tensors)
 
 
-def merge(adapter: Adapter) -> Any:
-    """The causal LM with LoRA's products added to its weights, in its own type.
-
-    Raises:
-        ConfigError: virtual tokens can't be merged.
-    """
-    if adapter.model.active_peft_config.is_prompt_learning:
-        raise ConfigError("Virtual tokens can't be merged into the weights that are to train.",
-                          where="model.path, model.peft", fix="go on with the adapter: "
-                          "model.peft.type=prefix (or prompt) model.peft.num_virtual_tokens=N")
-    return adapter.model.merge_and_unload()
-
-
 def merged_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
-    """What :func:`merge` would make of the model's state dict, which stays as it is: one layer at a
-    time is copied and merged."""
-    found = {name: tensor.detach() for name, tensor in base_tensors(adapter.model.base_model.model
-                                                                    ).items()}
-    for name, module in adapter.model.base_model.model.named_modules():
+    """The state dict of the causal LM with LoRA's products added to its weights, in its own type.
+    The model stays as it is: one layer at a time is copied and merged."""
+    lm = adapter.model.base_model.model
+    found = {name: tensor.detach() for name, tensor in base_tensors(lm).items()}
+    for name, module in lm.named_modules():
         found |= {f"{peft_internals.bare_name(name)}.{part}": tensor
                   for part, tensor in peft_internals.merged_layer(module).items()}
     return found

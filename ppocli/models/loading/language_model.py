@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from ppocli.config.schema import GenerationConfig, HardwareConfig, ModelConfig
-from ppocli.errors import CheckpointError, InputError
+from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models import transformers_internals
 from ppocli.models.fast.attention import use_kernels
 from ppocli.models.head import LogitMap
@@ -307,7 +307,12 @@ def merged(loaded: LoadedLM) -> LoadedLM:
         ConfigError: virtual tokens can't be merged.
     """
     assert loaded.adapter is not None
-    return replace(loaded, lm=adapters.merge(loaded.adapter).requires_grad_(True), adapter=None)
+    model = loaded.adapter.model
+    if model.active_peft_config.is_prompt_learning:
+        raise ConfigError("Virtual tokens can't be merged into the weights that are to train.",
+                          where="model.path, model.peft", fix="go on with the adapter: "
+                          "model.peft.type=prefix (or prompt) model.peft.num_virtual_tokens=N")
+    return replace(loaded, lm=model.merge_and_unload().requires_grad_(True), adapter=None)
 
 
 @torch.no_grad()

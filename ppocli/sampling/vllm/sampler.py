@@ -4,7 +4,7 @@ import logging
 import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -164,11 +164,9 @@ class VllmSampler(DecodeSampler):
                                       chunk=chunk)
             return
         begun, look = self.begin(prompts, spec, stream), looking(stop, len(prompts))
-        try:
+        with closing(begun.dealing):
             for start in range(0, len(prompts), chunk):
-                yield begun.take(slice(start, min(start + chunk, len(prompts))), look)
-        finally:
-            begun.dealing.close()
+                yield begun.take(slice(start, start + chunk), look)
 
     def begin(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, *, ahead: bool = False
               ) -> "Begun":
@@ -225,11 +223,8 @@ class VllmSampler(DecodeSampler):
         Raises:
             SamplerError: no server is left, or what one says makes no sense.
         """
-        dealing = self.deal(contexts, params)
-        try:
+        with closing(self.deal(contexts, params)) as dealing:
             return generation_of(dealing.take(range(len(contexts)), poll))
-        finally:
-            dealing.close()
 
     def deal(self, asked: TokenRows, params: Sequence[Mapping[str, Any]]) -> Dealing:
         """Have the servers answer these ids with the weights that they have now."""

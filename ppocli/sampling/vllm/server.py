@@ -116,11 +116,10 @@ class Server:
 
     def holds(self, version: str) -> bool:
         """Whether it has this version of the weights."""
-        try:
+        with suppress(Lost):
             found = self.ask("/weight_info", timeout=LOOK)
-        except Lost:
-            return False
-        return isinstance(found, dict) and found.get("weight_version") == version
+            return isinstance(found, dict) and found.get("weight_version") == version
+        return False
 
     def load(self, folder: Path, version: str) -> None:
         """Replace the weights by those of ``folder``, and forget all that was made by others.

@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 from ppocli.config import algorithm, sampling, schema
 from ppocli.episode import Sample, spoken
 from ppocli.models import head, layer_stack, layout, passes
-from ppocli.models.policy import PolicyOutput
 from ppocli.models.reference import CopyReference, follow
 from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
@@ -357,7 +356,7 @@ def loss_options(ppo: schema.PPOConfig, experience: records.Experience) -> LossO
 
 
 def replay(session: Session, experience: records.Experience, rows: torch.Tensor, *, value_only: bool
-           ) -> tuple[PolicyOutput, int]:
+           ) -> tuple[head.TokenFigures, int]:
     """What the policy says of some rows of ``experience``, and how many tokens were computed.
 
     Frozen lower layers run only for samples of which nothing is remembered; what comes out of them
