@@ -25,7 +25,6 @@ from ppocli.models.trunk import Decoding
 from ppocli.sampling.conversation import (
     Conversation,
     KeptKeys,
-    Rereading,
     decoded_turns,
     padded_left,
 )
@@ -64,18 +63,21 @@ class Work:
 
     def kept(self) -> None:
         """Keys and values stay."""
-        self._play(KeptKeys(self.decoder, self.contexts, self.noise, nullcontext))
+        self._play(KeptKeys(self.decoder, self.contexts, self.noise, nullcontext).speak)
 
     def reread(self) -> None:
         """Each context is read anew."""
-        self._play(Rereading(self.contexts, decoded_turns(self.decoder, self.noise, Decoding.STEPS,
-                                                          nullcontext)))
+        self._play(decoded_turns(self.decoder, self.noise, Decoding.STEPS, nullcontext))
 
     def _play(self, talk: Conversation) -> None:
+        contexts = [list(ids) for ids in self.contexts]
         for turn in range(TURNS):
             rows = [i for i, row in enumerate(self.lengths) if len(row) > turn]
-            talk.speak(rows, [self.observed[i][turn - 1] if turn else [] for i in rows],
-                       [self.lengths[i][turn] for i in rows])
+            for i in rows:
+                contexts[i] += self.observed[i][turn - 1] if turn else []
+            out = talk(rows, [contexts[i] for i in rows], [self.lengths[i][turn] for i in rows])
+            for i, ids in zip(rows, out.ids, strict=True):
+                contexts[i] += ids
 
     def plain(self) -> None:
         """As many tokens in one turn."""

@@ -24,6 +24,7 @@ from ppocli.launching.target_config import target_config
 from ppocli.parallel.backend import open_backend
 from ppocli.parallel.stop import StopFlag, signal_handlers
 from ppocli.runs.target import find_target
+from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.episodes import EpisodeSampler
 from ppocli.sampling.samples import Generation, TokenRows
 from ppocli.storage import environment
@@ -129,12 +130,12 @@ class Person:
         self._tokenizer, self._ends = session.tokenizer, sorted(session.eval_sampling.stop_ids)[:1]
 
     @contextmanager
-    def converse(self, *_: Any, **__: Any) -> Iterator["Person"]:
+    def converse(self, *_: Any, **__: Any) -> Iterator[Conversation]:
         """As of a sampler: the contexts are on the screen."""
-        yield self
+        yield self.speak
 
-    def speak(self, rows: Sequence[int], fed: TokenRows, limits: Sequence[int]) -> Generation:
-        """As :class:`~ppocli.sampling.conversation.Conversation`, of one context.
+    def speak(self, rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
+        """As :data:`~ppocli.sampling.conversation.Conversation`, of one context.
 
         Raises:
             EOFError, KeyboardInterrupt: the person leaves.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -16,48 +16,20 @@ from ppocli.sampling.decode_loop import CHECK_EVERY, SHRINK_AT, LiveRows, Steppe
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.samples import Generation, TokenRows
 
+Conversation = Callable[[Sequence[int], TokenRows, Sequence[int]], Generation]
+"""Samples responses to contexts that are continued again and again.
 
-class Conversation(Protocol):
-    """N contexts that a model continues again and again."""
-
-    def speak(self, rows: Sequence[int], fed: TokenRows, limits: Sequence[int]) -> Generation:
-        """Put ids behind some contexts and sample a response to each, which joins it.
-
-        Args:
-            rows: numbers of the contexts, rising.
-            fed: ids for each; may be empty.
-            limits: most tokens of each response, at least 1.
-        """
-
-
-Turn = Callable[[Sequence[int], TokenRows, Sequence[int]], Generation]
-"""from numbers of contexts, what is in them and most tokens of each response to the responses"""
-
-
-class Rereading:
-    """Reads each context anew in every turn.
-
-    Args:
-        contexts: [N] ids to begin with.
-        answer: makes the responses of a turn.
-    """
-
-    def __init__(self, contexts: TokenRows, answer: Turn) -> None:
-        self.contexts, self.answer = [list(ids) for ids in contexts], answer
-
-    def speak(self, rows: Sequence[int], fed: TokenRows, limits: Sequence[int]) -> Generation:
-        """As :class:`Conversation`."""
-        for row, ids in zip(rows, fed, strict=True):
-            self.contexts[row] += ids
-        out = self.answer(rows, [self.contexts[row] for row in rows], limits)
-        for row, ids in zip(rows, out.ids, strict=True):
-            self.contexts[row] += ids
-        return out
+Args:
+    rows: numbers of some contexts, rising.
+    contexts: all that is in each of these now: what was there in its last turn, the response, and
+        what is fed behind it, which may be nothing.
+    limits: most tokens of each response, at least 1.
+"""
 
 
 def decoded_turns(decoder: Decoder, noise: np.ndarray, method: trunk.Decoding,
-                  context: Callable[[], AbstractContextManager[Any]]) -> Turn:
-    """Turns by any loop.
+                  context: Callable[[], AbstractContextManager[Any]]) -> Conversation:
+    """Reads each context anew in every turn, by any loop.
 
     Args:
         noise: [N, most tokens] as :func:`ppocli.sampling.decoding.decode`; those of a sample are
@@ -114,17 +86,18 @@ class KeptKeys:
     def __init__(self, decoder: Decoder, contexts: TokenRows, noise: np.ndarray,
                  context: Callable[[], AbstractContextManager[Any]]) -> None:
         self.context = context
-        self.contexts = [list(ids) for ids in contexts]
+        self.read = [0] * len(contexts)
+        """tokens of each that were there when its last turn was over"""
         self.device = decoder.lm.base_model.device
         tokens, mask = padded_left(contexts)
         self.drawn = Stepped(decoder, tokens, mask, noise, None)
         self.parked: list[Parked] = []
 
     @torch.no_grad()
-    def speak(self, rows: Sequence[int], fed: TokenRows, limits: Sequence[int]) -> Generation:
-        """As :class:`Conversation`; contexts that speak together once
+    def speak(self, rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
+        """As :data:`Conversation`; contexts that speak together once
         do so from then on, and one that misses a turn of the others' speaks no more."""
-        live, drawn = self._begun(rows, fed), self.drawn
+        live, drawn = self._begun(rows, contexts), self.drawn
         before = live.at.clone()
         drawn.finished[live.rows] = False
         drawn.limits[live.rows] = before + to_device(torch.tensor(limits), self.device)
@@ -145,15 +118,17 @@ class KeptKeys:
                         break
                     live.drop_done(done, at)
         self.parked.append(reduce(Parked.with_others, pieces))
-        return self._said(torch.tensor(rows, device=self.device), before)
+        out = self._said(torch.tensor(rows, device=self.device), before)
+        for row, ids, count in zip(rows, contexts, out.mask.sum(1).tolist(), strict=True):
+            self.read[row] = len(ids) + count
+        return out
 
-    def _begun(self, rows: Sequence[int], fed: TokenRows) -> LiveRows:
+    def _begun(self, rows: Sequence[int], contexts: TokenRows) -> LiveRows:
         """Rows with what they are to read next."""
         drawn, group = self.drawn, next(
             (one for one in self.parked if rows[0] in one.rows.tolist()), None)
         if group is None:
-            tokens, mask = padded_left([[*self.contexts[row], *ids]
-                                                     for row, ids in zip(rows, fed, strict=True)])
+            tokens, mask = padded_left(contexts)
             live = drawn.first_rows(range(len(rows)), tokens, mask)
             live.rows = to_device(torch.tensor(rows), self.device)
             return live
@@ -163,10 +138,8 @@ class KeptKeys:
         group.cache.batch_select_indices(index)
         seen, own = group.seen[index], group.rows[index]
         at = drawn.mask[own].sum(1)
-        last = drawn.tokens[own, at - 1]
         tokens, mask = (to_device(one, self.device) for one in padded_left(
-            [[0, *ids] for ids in fed]))
-        tokens[torch.arange(len(rows)), (~mask).sum(1)] = last
+            [ids[self.read[row] - 1:] for row, ids in zip(rows, contexts, strict=True)]))
         attention = torch.cat([seen, mask], dim=1)
         counts = to_host(at, (~attention).long().cumprod(1).sum(1))
         return LiveRows(

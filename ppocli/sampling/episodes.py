@@ -170,9 +170,8 @@ class EpisodeSampler:
         if not live:
             return []
         limits = [min(spec.max_new_tokens, games[i].room(self.cfg.max_tokens)) for i in live]
-        fed = [games[i].fed.ids for i in live]
-        before = [[*games[i].ids, *more] for i, more in zip(live, fed, strict=True)]
-        out = talk.speak(live, fed, limits)
+        before = [[*games[i].ids, *games[i].fed.ids] for i in live]
+        out = talk(live, before, limits)
         for row, (i, ids) in enumerate(zip(live, out.ids, strict=True)):
             game = games[i]
             game.ids = [*before[row], *ids]

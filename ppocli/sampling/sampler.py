@@ -23,7 +23,7 @@ from ppocli.parallel.backend import Backend
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
-from ppocli.sampling.conversation import Conversation, KeptKeys, Rereading, decoded_turns
+from ppocli.sampling.conversation import Conversation, KeptKeys, decoded_turns
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
@@ -177,9 +177,8 @@ class DecodeSampler:
         with packed_weights(lm, DTYPES[setup.backend.precision]):
             keeps = (self.method(lm) is trunk.Decoding.STEPS and caches_all_keys(lm)
                      and not spec.looks_back)
-            yield (KeptKeys(decoder, contexts, noise, setup.backend.autocast) if keeps else
-                   Rereading(contexts, decoded_turns(decoder, noise, self.method(lm),
-                                                     setup.backend.autocast)))
+            yield (KeptKeys(decoder, contexts, noise, setup.backend.autocast).speak if keeps else
+                   decoded_turns(decoder, noise, self.method(lm), setup.backend.autocast))
 
 
 class TransformersSampler(DecodeSampler):

@@ -16,7 +16,7 @@ from ppocli.environments.calls import Calls
 from ppocli.episode import Episode, Turn, turn_numbers
 from ppocli.models.trunk import Decoding
 from ppocli.ppo import advantages
-from ppocli.sampling.conversation import KeptKeys, Rereading, decoded_turns
+from ppocli.sampling.conversation import KeptKeys, decoded_turns
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.tasks.ppo.experience import to_experience
@@ -190,12 +190,16 @@ def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(kind, limits
     head = torch.randn(lm.get_output_embeddings().weight.shape[1],
                        generator=torch.Generator().manual_seed(0))
     decoder = Decoder(lm, spec, value_head=lambda hidden: hidden @ head)
-    one = Rereading(contexts, decoded_turns(decoder, noise, Decoding.STEPS, nullcontext))
-    other = KeptKeys(decoder, contexts, noise, nullcontext)
+    one = decoded_turns(decoder, noise, Decoding.STEPS, nullcontext)
+    other = KeptKeys(decoder, contexts, noise, nullcontext).speak
     for rows, fed in (([0, 1, 2, 3, 4], [[], [3], [4, 5, 6], [], []]),
                       ([0, 1, 3, 4], [[7, 7, 7, 7], [], [3], []]), ([1, 3], [[9], [8, 3, 4]])):
-        wanted, found = (talk.speak(rows, fed, [limits[row] for row in rows])
+        for row, ids in zip(rows, fed, strict=True):
+            contexts[row] += ids
+        wanted, found = (talk(rows, [contexts[row] for row in rows], [limits[row] for row in rows])
                          for talk in (one, other))
+        for row, ids in zip(rows, wanted.ids, strict=True):
+            contexts[row] += ids
         assert torch.equal(found.tokens, wanted.tokens)
         assert torch.equal(found.mask, wanted.mask)
         assert torch.equal(found.finished, wanted.finished)

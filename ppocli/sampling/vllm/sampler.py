@@ -25,7 +25,7 @@ from ppocli.models.trunk import has_encoder
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
-from ppocli.sampling.conversation import Conversation, Rereading, Turn
+from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker, looking
 from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
@@ -187,14 +187,14 @@ class VllmSampler(DecodeSampler):
                  ) -> Iterator[Conversation]:
         """As :class:`DecodeSampler`; a server reads what it has read before from its cache."""
         if self._is_policy(speaker):
-            yield Rereading(contexts, self._turn(episodes, spec, stream, stop.check))
+            yield self._turns(episodes, spec, stream, stop.check)
             return
         with super().converse(contexts, episodes, spec, stream, speaker, stop, tokens=tokens
                               ) as found:
             yield found
 
-    def _turn(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
-              poll: Callable[[], None]) -> Turn:
+    def _turns(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
+               poll: Callable[[], None]) -> Conversation:
         """What servers say in the turns of these samples."""
         turns = Counter[int]()
 
