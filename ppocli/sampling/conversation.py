@@ -95,8 +95,8 @@ class KeptKeys:
 
     @torch.no_grad()
     def speak(self, rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
-        """As :data:`Conversation`; contexts that speak together once
-        do so from then on, and one that misses a turn of the others' speaks no more."""
+        """As :data:`Conversation`; contexts that speak together once do so from then on, and one
+        that misses a turn of the others' speaks no more."""
         live, drawn = self._begun(rows, contexts), self.drawn
         before = live.at.clone()
         drawn.finished[live.rows] = False
