@@ -108,7 +108,7 @@ class EpisodeSampler:
         live = self._groups(len(games))
         waiting: list[Callable[[], None]] = [lambda: None] * len(live)
         with self.inner.converse([game.ids for game in games], prompts.episodes, spec, stream,
-                                 speaker, stop, tokens=self.cfg.max_tokens) as talk:
+                                 speaker, stop) as talk:
             while any(live):
                 for g, settle in enumerate(waiting):
                     stop.check()

@@ -161,19 +161,17 @@ class DecodeSampler:
 
     @contextmanager
     def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
-                 stream: int, speaker: Speaker, stop: StopFlag, *, tokens: int
-                 ) -> Iterator[Conversation]:
+                 stream: int, speaker: Speaker, stop: StopFlag) -> Iterator[Conversation]:
         """Contexts that are continued turn by turn (:mod:`ppocli.sampling.episodes`).
 
         Args:
             contexts: [N] ids to begin with.
             episodes: [N] numbers of the samples.
-            tokens: most that the policy says in one of them.
         """
         setup, lm = self.setup, speaker.lm
         decoder = Decoder(lm, spec, setup.tokenizer, None, speaker.value_head,
                           poll=looking(stop, len(contexts)))
-        noise = uniform(setup.cfg.seed, stream, episodes, tokens)
+        noise = uniform(setup.cfg.seed, stream, episodes, setup.cfg.env.max_tokens)
         with packed_weights(lm, DTYPES[setup.backend.precision]):
             keeps = (self.method(lm) is trunk.Decoding.STEPS and caches_all_keys(lm)
                      and not spec.looks_back)

@@ -183,14 +183,12 @@ class VllmSampler(DecodeSampler):
 
     @contextmanager
     def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
-                 stream: int, speaker: Speaker, stop: StopFlag, *, tokens: int
-                 ) -> Iterator[Conversation]:
+                 stream: int, speaker: Speaker, stop: StopFlag) -> Iterator[Conversation]:
         """As :class:`DecodeSampler`; a server reads what it has read before from its cache."""
         if self._is_policy(speaker):
             yield self._turns(episodes, spec, stream, stop.check)
             return
-        with super().converse(contexts, episodes, spec, stream, speaker, stop, tokens=tokens
-                              ) as found:
+        with super().converse(contexts, episodes, spec, stream, speaker, stop) as found:
             yield found
 
     def _turns(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
