@@ -37,9 +37,7 @@ class Game:
     """An episode under way."""
 
     ids: list[int]
-    """all tokens so far, the prompt's first"""
-    fed: Said
-    """what the policy has not read yet, and is not in ``ids``"""
+    """all tokens so far, the prompt's first; the last may still be to be read"""
     start: int
     """tokens of the prompt"""
     environment: Any
@@ -55,8 +53,8 @@ class Game:
     error: str | None = None
 
     def room(self, most: int) -> int:
-        """Tokens that may still follow what is to be read, of ``most`` behind the prompt."""
-        return most - (len(self.ids) - self.start) - len(self.fed.ids)
+        """Tokens that may still follow, of ``most`` behind the prompt."""
+        return most - (len(self.ids) - self.start)
 
     def record(self) -> Episode:
         """The finished episode."""
@@ -154,7 +152,7 @@ class EpisodeSampler:
         for i, answer in enumerate(answers):
             own = prompts.tokens[i][prompts.mask[i]].tolist()
             ids, said = self.words.opening(own, messages[i], answer.told)
-            game = Game(ids, said, len(ids), answer.environment, said.text)
+            game = Game([*ids, *said.ids], len(ids), answer.environment, said.text)
             if game.room(self.cfg.max_tokens) < 1:
                 raise InputError(f"What reset says takes {len(said.ids)} tokens and leaves no room "
                                  f"for a turn in episode {prompts.episodes[i]}.",
@@ -170,7 +168,7 @@ class EpisodeSampler:
         if not live:
             return []
         limits = [min(spec.max_new_tokens, games[i].room(self.cfg.max_tokens)) for i in live]
-        before = [[*games[i].ids, *games[i].fed.ids] for i in live]
+        before = [games[i].ids for i in live]
         out = talk(live, before, limits)
         for row, (i, ids) in enumerate(zip(live, out.ids, strict=True)):
             game = games[i]
@@ -196,7 +194,7 @@ class EpisodeSampler:
         said_before = sum(turn.tokens for turn in game.turns)
         game.turns.append(Turn(text, len(game.actions) - said_before, step.reward, said.text,
                                0 if game.ended else len(said.ids), step.failed))
-        game.fed = said
+        game.ids += said.ids
         if game.ended is None and game.room(self.cfg.max_tokens) < 1:
             game.ended = TOKENS
 
