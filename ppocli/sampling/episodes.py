@@ -105,8 +105,8 @@ class EpisodeSampler:
         games = self._begin(prompts, stream)
         live = self._groups(len(games))
         waiting: list[Callable[[], None]] = [lambda: None] * len(live)
-        with self.inner.converse([game.ids for game in games], prompts.episodes, spec, stream,
-                                 speaker, stop) as talk:
+        with self.inner.converse([game.ids[:game.start] for game in games], prompts.episodes, spec,
+                                 stream, speaker, stop) as talk:
             while any(live):
                 for g, settle in enumerate(waiting):
                     stop.check()

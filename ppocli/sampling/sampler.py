@@ -165,7 +165,7 @@ class DecodeSampler:
         """Contexts that are continued turn by turn (:mod:`ppocli.sampling.episodes`).
 
         Args:
-            contexts: [N] ids to begin with.
+            contexts: [N] ids to begin with, behind which more may follow in the first turn.
             episodes: [N] numbers of the samples.
         """
         setup, lm = self.setup, speaker.lm
