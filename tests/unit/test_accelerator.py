@@ -1,11 +1,10 @@
 """The engine on a simulated accelerator, in processes of its own (``tests/accelerator``)."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from helpers import environment
+from warm import begin
 
 FOLDER = Path(__file__).parents[1] / "accelerator"
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
@@ -16,10 +15,10 @@ FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 @pytest.mark.parametrize(("name", "which"), [(name, "not slow") for name in FILES] + [
     pytest.param("test_on_device.py", "slow", marks=pytest.mark.slow)])
 def test_what_runs_on_a_simulated_accelerator(name: str, which: str):
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider",
-         "-m", which, FOLDER / name],
-        cwd=FOLDER.parents[1], env={**os.environ, "PPOCLI_SIMULATED": "1"}, text=True,
-        capture_output=True, check=False)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert " passed" in ended.stdout
+    # plugins that are loaded of themselves would come too late to what is forked
+    process = begin(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "pytest_timeout",
+                     "-m", which, str(FOLDER / name)], cwd=FOLDER.parents[1],
+                    env=environment(PPOCLI_SIMULATED="1", PYTEST_DISABLE_PLUGIN_AUTOLOAD="1"))
+    out, err = process.communicate()
+    assert process.returncode == 0, out + err
+    assert " passed" in out
