@@ -4,7 +4,16 @@ import json
 
 import pytest
 from helpers import stable_rows
-from runs import assert_equal_runs, command_in_process, copied, make_world, resumed, run, words
+from runs import (
+    app_in_process,
+    assert_equal_runs,
+    command_in_process,
+    copied,
+    make_world,
+    resumed,
+    run,
+    words,
+)
 
 PTX = ("ppo.ptx.coef=0.5", "ppo.ptx.data.path=texts.jsonl", "ppo.ptx.mini_batch_size=2",
        "ppo.num_steps=3", "generation.max_new_tokens=5")
@@ -30,7 +39,7 @@ def test_resuming_at_a_step_equals_the_straight_run(trained, tmp_path):
 def test_it_is_checked_beforehand_and_again_on_resume(trained, tmp_path, capsys, monkeypatch):
     world, command = trained.parents[1], command_in_process(capsys)
     monkeypatch.chdir(world)
-    told = run("validate", *words(*PTX), "--deep", cwd=world, code=0).out
+    told = app_in_process(capsys, "validate")(*words(*PTX), "--deep", code=0).out
     assert "ppo.ptx.data:\nline 1 of texts.jsonl:\n" in told
     assert "5 examples, 30 tokens, 20 of them trained on" in told
     # the weight may change, the examples may not

@@ -3,7 +3,7 @@
 import json
 
 from helpers import jsonl, stable_rows
-from runs import app_in_process, run, words
+from runs import app_in_process, words
 from test_cli_serve import server
 
 STEPS = '''\
@@ -20,11 +20,11 @@ KEYS = ("ppo.num_steps=1", "reward.step_separator=' '", "tracking.log_rollouts=t
         "tracking.rollout_tokens=true", "generation.stop_sequences=[film]")
 
 
-def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(world, capsys):
+def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(command, world, capsys):
     (world / "steps.py").write_text(STEPS)
     given = words("reward.fn=steps.py:words", "reward.metric_fn=steps.py:count", *KEYS)
-    told = run("validate", "--deep", *given, cwd=world, code=0).out
-    run("train", *given, "run_name=here", cwd=world, code=0)
+    told = app_in_process(capsys, "validate")("--deep", *given, code=0).out
+    command(*given, "run_name=here", code=0)
     rows = jsonl(world / "runs/here/samples.jsonl")
     assert {row["kind"] for row in rows} == {"rollout", "eval"}
     for row in rows:
@@ -41,9 +41,8 @@ def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(world, cap
     figures = json.loads((world / "runs/here/summary.json").read_text())["eval_after"]
     assert figures["metrics/steps"] == 2 * figures["reward_mean"]
     with server("reward.fn=steps.py:words", "--port", "0", cwd=world) as (_, address):
-        run("train", *words("reward.metric_fn=steps.py:count", *KEYS, "reward.fn=http",
-                            f"reward.kwargs.url={address}/score"), "run_name=there", cwd=world,
-            code=0)
+        command(*words("reward.metric_fn=steps.py:count", *KEYS, "reward.fn=http",
+                       f"reward.kwargs.url={address}/score"), "run_name=there", code=0)
     assert stable_rows(world / "runs/here/metrics.jsonl") == stable_rows(
         world / "runs/there/metrics.jsonl")
     assert "score" in told
@@ -54,12 +53,12 @@ def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(world, cap
     assert found["score"] == 0.5 * len(found["response"].split())
 
 
-def test_steps_without_ends_are_refused_before_a_model_is_loaded(world):
+def test_steps_without_ends_are_refused_before_a_model_is_loaded(command, world, capsys):
     (world / "steps.py").write_text(STEPS)
-    ended = run("train", *words("reward.fn=steps.py:words", "run_name=r"), cwd=world, code=7)
+    ended = command(*words("reward.fn=steps.py:words", "run_name=r"), code=7)
     assert "asks for the steps of responses, and nothing says what they are" in ended.err
     assert "reward.step_separator or reward.step_fn" in ended.err
-    ended = run("validate", *words("reward.fn=steps.py:words", "reward.step_fn=steps.py:gone"),
-                cwd=world, code=7)
+    ended = app_in_process(capsys, "validate")(
+        *words("reward.fn=steps.py:words", "reward.step_fn=steps.py:gone"), code=7)
     assert "steps.py" in ended.err
     assert "gone" in ended.err

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs import STEPS, run, words
+from runs import STEPS, words
 from safetensors.torch import load_file
 
 TRUNK, HEAD = "value_trunk.safetensors", "value_head.safetensors"
@@ -28,27 +28,24 @@ def assert_close(one: dict, other: dict) -> None:
     pytest.param(("model.value.kind=branch", "model.value.num_layers_unfrozen=1"),
                  marks=pytest.mark.slow),
     ("model.value.kind=model",)])
-def test_a_critic_starts_as_another_run_s(world, kind):
-    run("train", *words("run_name=first", *kind, "ppo.num_steps=2"), cwd=world, code=0)
-    done = run("train", *words("run_name=second", *kind, *STILL, "model.value.path=runs/first"),
-               cwd=world, code=0)
+def test_a_critic_starts_as_another_run_s(command, world, kind):
+    command(*words("run_name=first", *kind, "ppo.num_steps=2"), code=0)
+    done = command(*words("run_name=second", *kind, *STILL, "model.value.path=runs/first"), code=0)
     assert "values start as those of" in done.said
     first, second = world / "runs/first", world / "runs/second"
     assert_close(critic_at(second, 1), critic_at(first, 2))
     assert any(value.any() for value in critic_at(first, 2).values())
     # a step that is named, and a critic that has come from a third run
-    run("train", *words("run_name=third", *kind, *STILL,
-                        "model.value.path=runs/first/checkpoints/step-000001"), cwd=world, code=0)
+    command(*words("run_name=third", *kind, *STILL,
+                        "model.value.path=runs/first/checkpoints/step-000001"), code=0)
     assert_close(critic_at(world / "runs/third", 1), critic_at(first, 1))
-    run("train", *words("run_name=fourth", *kind, *STILL, "model.value.path=runs/third"),
-        cwd=world, code=0)
+    command(*words("run_name=fourth", *kind, *STILL, "model.value.path=runs/third"), code=0)
     assert_close(critic_at(world / "runs/fourth", 1), critic_at(first, 1))
 
 
-def test_a_run_without_that_critic_is_refused_before_anything_is_loaded(world):
-    run("train", *words("run_name=none", "ppo.advantage=rloo", "ppo.n=2", "ppo.num_steps=1"),
-        cwd=world, code=0)
-    run("train", *words("run_name=head", "ppo.num_steps=1"), cwd=world, code=0)
+def test_a_run_without_that_critic_is_refused_before_anything_is_loaded(command, world):
+    command(*words("run_name=none", "ppo.advantage=rloo", "ppo.n=2", "ppo.num_steps=1"), code=0)
+    command(*words("run_name=head", "ppo.num_steps=1"), code=0)
     (world / "notes").mkdir()
     for given, code, told in (
             (("runs/none",), 3, "it was trained without a critic"),
@@ -57,18 +54,16 @@ def test_a_run_without_that_critic_is_refused_before_anything_is_loaded(world):
             (("elsewhere",), 2, "name a run's folder"),
             (("runs/head/checkpoints/step-000009",), 2, "name a run's folder")):
         path, *more = given
-        done = run("train", *words("run_name=new", f"model.value.path={path}", *more), cwd=world,
-                   code=code)
+        done = command(*words("run_name=new", f"model.value.path={path}", *more), code=code)
         assert told in done.err
         assert "model.value.path" in done.err
         assert "Traceback" not in done.err
         assert not (world / "runs/new").exists()
 
 
-def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(world):
-    run("train", *words("run_name=first", f"ppo.num_steps={STEPS}"), cwd=world, code=0)
+def test_a_damaged_checkpoint_gives_way_to_the_one_before_it(command, world):
+    command(*words("run_name=first", f"ppo.num_steps={STEPS}"), code=0)
     newest = world / f"runs/first/checkpoints/step-{STEPS:06d}" / HEAD
     newest.write_bytes(newest.read_bytes()[:-1])
-    run("train", *words("run_name=second", *STILL, "model.value.path=runs/first"), cwd=world,
-        code=0)
+    command(*words("run_name=second", *STILL, "model.value.path=runs/first"), code=0)
     assert_close(critic_at(world / "runs/second", 1), critic_at(world / "runs/first", STEPS - 1))

@@ -2,20 +2,26 @@
 run without a critic as users see it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, ppocli
+from helpers import jsonl
 from runs import app_in_process
 
 
-def train(folder: Path, *words: str) -> Path:
-    ppocli("train", "+recipe=quickstart", *words, "run_name=r", cwd=folder, timeout=280, code=0)
-    return folder / "runs/r"
+@pytest.fixture
+def train(command, here: Path) -> Callable[..., Path]:
+    """Train by a recipe with further words, in the current folder."""
+    def train(*words: str, recipe: str = "quickstart") -> Path:
+        command(f"+recipe={recipe}", *words, f"run_name={recipe}", code=0)
+        return here / "runs" / recipe
+
+    return train
 
 
-def test_a_part_of_the_quickstart_raises_the_reward(tmp_path):
-    run = train(tmp_path, "ppo.total_episodes=1536", "prompts.eval.repeat=2")
+def test_a_part_of_the_quickstart_raises_the_reward(train):
+    run = train("ppo.total_episodes=1536", "prompts.eval.repeat=2")
     summary = json.loads((run / "summary.json").read_text())
     before, after = summary["eval_before"], summary["eval_after"]
     assert before["reward_mean"] <= 0.6
@@ -61,56 +67,57 @@ def test_a_reward_that_never_differs_leaves_the_policy_where_it_was(words, score
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_quickstart_keeps_its_promise(tmp_path):
-    run = train(tmp_path, "seed=7")
+def test_the_quickstart_keeps_its_promise(train):
+    run = train("seed=7")
     after = json.loads((run / "summary.json").read_text())["eval_after"]
     assert after["reward_mean"] >= 0.92
     assert after["kl_mean"] <= 2.0
 
 
-def played(folder: Path, recipe: str, *words: str) -> list[dict]:
-    """The rows of evaluations of a run with an environment."""
-    folder.mkdir(exist_ok=True)
-    ppocli("train", f"+recipe={recipe}", "hardware.device=cpu", "run_name=r", *words, cwd=folder,
-           timeout=800, code=0)
-    return [row for row in jsonl(folder / "runs/r/metrics.jsonl") if "eval/turns_mean" in row]
+@pytest.fixture
+def played(train) -> Callable[..., tuple[list[dict], list[dict]]]:
+    """The rows of evaluations of a run with an environment, and its samples."""
+    def played(recipe: str, *words: str) -> tuple[list[dict], list[dict]]:
+        run = train("hardware.device=cpu", *words, recipe=recipe)
+        return ([row for row in jsonl(run / "metrics.jsonl") if "eval/turns_mean" in row],
+                jsonl(run / "samples.jsonl"))
+
+    return played
 
 
-def test_players_begin_as_they_are_meant_to(tmp_path):
+def test_players_begin_as_they_are_meant_to(played):
     few = ("ppo.total_episodes=32", "ppo.num_rollouts=16", "ppo.mini_batch_size=8")
-    guessing = played(tmp_path / "guessing", "guess_number", *few)
+    guessing, samples = played("guess_number", *few)
     assert len(guessing) == 2
     assert 0.3 < guessing[0]["eval/done_share"] < 0.65
     assert guessing[0]["eval/turns_mean"] > 5.5
-    samples = jsonl(tmp_path / "guessing/runs/r/samples.jsonl")
     said = [turn["response"] for row in samples for turn in row["turns"]]
     legal = [text.isdecimal() and 1 <= int(text) <= 20 for text in said]
     assert sum(legal) / len(legal) > 0.97
-    calculating = played(tmp_path / "calculating", "calculator", *few)
+    calculating, samples = played("calculator", *few)
     assert 0.04 < calculating[0]["eval/reward_mean"] < 0.2
-    samples = jsonl(tmp_path / "calculating/runs/r/samples.jsonl")
     asked = [row["turns"][0]["response"].startswith("calc ") for row in samples]
     assert 0.1 < sum(asked) / len(asked) < 0.5
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_player_learns_to_search(tmp_path):
-    after = played(tmp_path, "guess_number", "seed=7")[-1]
+def test_a_player_learns_to_search(played):
+    after = played("guess_number", "seed=7")[0][-1]
     assert after["eval/done_share"] >= 0.95
     assert after["eval/turns_mean"] <= 3.7 + 0.7  # binary search takes 3.7
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_player_learns_to_use_its_tool(tmp_path):
-    before, *_, after = played(tmp_path, "calculator", "seed=7")
+def test_a_player_learns_to_use_its_tool(played):
+    before, *_, after = played("calculator", "seed=7")[0]
     assert before["eval/reward_mean"] < 0.2
     assert after["eval/reward_mean"] >= 0.9
 
 
-def test_a_run_without_a_critic_has_no_figures_of_one_and_saves_no_value_head(tmp_path, capsys):
-    run = train(tmp_path, "ppo.total_episodes=64", "ppo.num_rollouts=32", "prompts.eval.limit=4",
+def test_a_run_without_a_critic_has_no_figures_of_one_and_saves_no_value_head(train, here, capsys):
+    run = train("ppo.total_episodes=64", "ppo.num_rollouts=32", "prompts.eval.limit=4",
                 "prompts.eval.repeat=1", "hardware.device=cpu", "ppo.advantage=grpo", "ppo.n=4")
     row = jsonl(run / "metrics.jsonl")[-1]
     assert row["loss/kl_avg"] > 0
@@ -120,7 +127,7 @@ def test_a_run_without_a_critic_has_no_figures_of_one_and_saves_no_value_head(tm
     assert json.loads((run / "summary.json").read_text())["updates"] == 2 * 2
     assert not list(run.rglob("value_*"))
     command = app_in_process(capsys)
-    ended = command("export", run, "--include-value-head", "--output", tmp_path / "x", code=3)
+    ended = command("export", run, "--include-value-head", "--output", here / "x", code=3)
     assert "has no value head: it was trained without a critic" in ended.err
-    assert not (tmp_path / "x").exists()
+    assert not (here / "x").exists()
     command("report", run, code=0)

@@ -9,20 +9,23 @@ from wandb_double import calls, installed, put_double
 
 
 @pytest.mark.skipif(installed("wandb"), reason="wandb is installed")
-def test_a_tracker_that_is_not_installed(world: Path):
+def test_a_tracker_that_is_not_installed(command, world: Path):
     (world / "wandb").mkdir()  # wandb's own folder of files is no library
-    done = ppocli("train", *words("run_name=a", "tracking.trackers=[wandb]"), cwd=world, code=3)
-    assert "The tracker wandb is not installed" in done.stderr
-    assert 'pip install "ppocli[wandb]"' in done.stderr
+    done = command(*words("run_name=a", "tracking.trackers=[wandb]"), code=3)
+    assert "The tracker wandb is not installed" in done.err
+    assert 'pip install "ppocli[wandb]"' in done.err
     assert not (world / "runs").exists()
 
 
-def test_a_run_and_its_continuation_are_one_run(world: Path, tmp_path: Path):
+def test_a_run_and_its_continuation_are_one_run(command, world: Path, tmp_path: Path, monkeypatch):
     env = {**put_double(tmp_path), "WANDB_MODE": "offline"}
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.syspath_prepend(tmp_path / "site")
     more = ("run_name=a", "tracking.trackers=[wandb]")
-    ppocli("train", *words(*more, "ppo.num_steps=2"), cwd=world, **env, code=0)
+    command(*words(*more, "ppo.num_steps=2"), code=0)
     assert not (world / "runs/a/events").exists()
-    ppocli("resume", "runs/a", "ppo.num_steps=3", cwd=world, **env, code=0)
+    command("resume=runs/a", "ppo.num_steps=3", code=0)
     logged = calls(tmp_path, "log")
     rows = jsonl(world / "runs/a/metrics.jsonl")
     assert [row["step"] for row in logged] == [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -60,9 +63,8 @@ def test_a_tracker_of_one_s_own(world: Path, tmp_path: Path):
     assert [row["step"] for row in found] == [0, 1, 2]
 
 
-def test_a_path_to_no_tracker_ends_the_command_before_a_model_is_loaded(world: Path):
+def test_a_path_to_no_tracker_ends_the_command_before_a_model_is_loaded(command, world: Path):
     (world / "mine.py").write_text(MINE)
-    done = ppocli("train", *words("run_name=a", "tracking.trackers=[mine.py:Row]"), cwd=world,
-                  code=3)
-    assert "There is no 'Row' in 'mine.py'. Did you mean 'Rows'?" in done.stderr
+    done = command(*words("run_name=a", "tracking.trackers=[mine.py:Row]"), code=3)
+    assert "There is no 'Row' in 'mine.py'. Did you mean 'Rows'?" in done.err
     assert not (world / "runs/a/checkpoints").exists()

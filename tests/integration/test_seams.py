@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import jsonl, stable_rows
-from runs import WORDS, last_checkpoint, run, whole_copy
+from runs import WORDS, app_in_process, last_checkpoint, run, whole_copy
 from safetensors.torch import load_file
 
 OUTSIDE = Path(__file__).parent.parent / "outside"
@@ -155,38 +155,32 @@ def test_two_ranks_under_zero_2_come_to_what_one_process_comes_to(kind, straight
     (("task.fn=pairs_task.py:Pairs", "task.kwargs.file=pairs.jsonl"), 2, "task.kwargs"),
     (("task.fn=odd.py:number",), 2, "which is no"),
     (("rollout.engine=nothing",), 2, "rollout.engine")])
-def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here):
-    ended = run("train", *words("sampler", "run_name=r", *words_), cwd=here)
-    assert ended.code == code, ended.err
-    assert said in ended.err
-    assert "Traceback" not in ended.said
+def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here, command):
+    assert said in command(*words("sampler", "run_name=r", *words_), code=code).err
 
 
 @pytest.mark.parametrize(("word", "says"), [
     ("task.fn=absent.py:Pairs", "no file 'absent.py'"),
     ("task.fn=pairs_task.py:Paris", "no 'Paris' in 'pairs_task.py'"),
     ("rollout.engine=slow_sampler.py:Hole", "no 'Hole' in 'slow_sampler.py'")])
-def test_validate_looks_for_a_task_and_a_sampler_of_one_s_own(here, word, says):
-    done = run("validate", *words("sampler", word), cwd=here)
-    assert done.code == 2
-    assert says in done.err
-    assert word.partition("=")[0] in done.err
+def test_validate_looks_for_a_task_and_a_sampler_of_one_s_own(here, word, says, capsys):
+    validate = app_in_process(capsys, "validate")
+    said = validate(*words("sampler", word), code=2).err
+    assert says in said
+    assert word.partition("=")[0] in said
+    validate(*words("sampler"), code=0)
 
 
-def test_validate_finds_a_sampler_of_one_s_own(here):
-    run("validate", *words("sampler"), cwd=here, code=0)
-
-
-def test_what_a_task_minimises_is_best_where_it_is_lowest(here):
+def test_what_a_task_minimises_is_best_where_it_is_lowest(here, command, capsys):
     (here / "least.py").write_text(
         "from pairs_task import Pairs\n\n\nclass Least(Pairs):\n"
         "    lower_is_better = frozenset({'margin_mean'})\n")
-    run("train", *words("task", "run_name=least", "task.fn=least.py:Least", "eval.every_steps=1",
-                        "checkpoint.metric=margin_mean"), cwd=here, code=0)
+    command(*words("task", "run_name=least", "task.fn=least.py:Least", "eval.every_steps=1",
+                   "checkpoint.metric=margin_mean"), code=0)
     told = {row["step"]: row["eval/margin_mean"]
             for row in jsonl(here / "runs/least/metrics.jsonl")}
     assert min(told.values()) < max(told.values())
-    [listed] = json.loads(run("runs", "list", "--json", cwd=here, code=0).out)
+    [listed] = json.loads(app_in_process(capsys)("runs", "list", "--json", code=0).out)
     assert (listed["best"], listed["best_step"]) == min((told[step], step) for step in told)
     # the start has no checkpoint
     summary = json.loads((here / "runs/least/summary.json").read_text())

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import checked, environment, ppocli
+from helpers import checked, environment
 from warm import Process, begin
 
 from ppocli.builtin.names import resolve_builtin
@@ -346,14 +346,15 @@ def score(completions, log_metric, **columns):
 """
 
 
-def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
+def test_every_figure_of_a_run_is_explained_and_no_other(here, command, inject):
     from ppocli.episode import Episode, Turn
     from ppocli.tasks.ppo.figures import episode_figures
 
-    (tmp_path / "logs.py").write_text(LOGS)
-    (tmp_path / "texts.txt").write_text("The film was a joy.\n")
-    ppocli(
-        "train", "model=reviews", "prompts=reviews", "run_name=x", *SMALL,
+    (here / "logs.py").write_text(LOGS)
+    (here / "texts.txt").write_text("The film was a joy.\n")
+    inject("optimize.forward>1:oom")  # the figure of a phase in which memory has run out
+    command(
+        "model=reviews", "prompts=reviews", "run_name=x", *SMALL,
         "eval.at_start=true", "ppo.ent_coef=0.01", "ppo.ent_coef_end=0", "ppo.kl_in=loss",
         "ppo.dual_clip=3", "ppo.positive_nll_coef=0.1", "ppo.importance.level=token",
         "ppo.importance.reject.token_k3=1",
@@ -361,20 +362,18 @@ def test_every_figure_of_a_run_is_explained_and_no_other(tmp_path):
         "reward.missing_eos_penalty=0.1", "reward.fns.logs.fn=logs.py:score",
         "reward.fns.brief.fn=length", "reward.fns.brief.kwargs.target=8",
         "reward.fns.praise.fn=keyword", "reward.fns.praise.kwargs.words=[great]",
-        "reward.metric_fn=ppocli.rewards.randomwalks:metrics", cwd=tmp_path, code=0,
-        # the figure of a phase in which memory has run out
-        PPOCLI_FAULTS="optimize.forward>1:oom")
-    rows = (tmp_path / "runs/x/metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        "reward.metric_fn=ppocli.rewards.randomwalks:metrics", code=0)
+    rows = (here / "runs/x/metrics.jsonl").read_text(encoding="utf-8").splitlines()
     figures = {name for row in rows for name in json.loads(row)}
     own = {name.removeprefix("eval/metrics/") for name in figures if "eval/metrics/" in name}
     assert own
-    summary = json.loads((tmp_path / "runs/x/summary.json").read_text(encoding="utf-8"))
+    summary = json.loads((here / "runs/x/summary.json").read_text(encoding="utf-8"))
     own |= {"brief", "praise", "logs", "told", "missing_eos"}
     found = {without_names(name, own) for name in figures}
     elsewhere = {"time/gather", "rollout/drawn", "rollout/uniform_groups", "eval/turns_mean",
                  "eval/done_share", *episode_figures([Episode("", (Turn("x", 1),), "done")])}
     assert found | set(summary) | elsewhere == explained()
-    left = {path.name for path in (tmp_path / "runs/x").iterdir()} - {".lock"}
+    left = {path.name for path in (here / "runs/x").iterdir()} - {".lock"}
     assert left == {"config.yaml", "metrics.jsonl", "samples.jsonl", "events", "summary.json",
                     "checkpoints", "model", "ppocli.log", "run.json", "env.json"}
     files = re.findall(r"`([\w.-]+)/?`", " ".join(FIRST_COLUMN.findall(text_of("docs/runs.md"))))

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 from helpers import stable_rows
-from runs import assert_equal_runs, copied, last_checkpoint, resumed, run, words
+from runs import assert_equal_runs, copied, last_checkpoint, resumed, words
 from safetensors.torch import load_file
 from sessions import rollout_of, session_of, small_config
 
@@ -84,12 +84,12 @@ def test_a_reference_moves_by_its_share_of_the_way(tmp_path):
 
 
 @pytest.mark.long
-def test_a_run_goes_on_with_its_prompts_and_its_reference(world):
+def test_a_run_goes_on_with_its_prompts_and_its_reference(command, world):
     """Four steps straight, and two of them after a kill."""
-    run("train", *words(
+    command(*words(
         "run_name=whole", "ppo.advantage=grpo", "ppo.n=3", "ppo.dynamic_sampling=3",
         "ppo.kl_estimator=full", "model.reference.sync_every=2", "ppo.init_kl_coef=0.5",
-        "tracking.log_rollouts=true"), cwd=world, code=0)
+        "tracking.log_rollouts=true"), code=0)
     whole = world / "runs/whole"
 
     def weights(step, name):
@@ -116,14 +116,15 @@ def test_a_run_goes_on_with_its_prompts_and_its_reference(world):
 
 
 @pytest.mark.long
-def test_a_stop_between_a_step_and_the_move_of_its_reference_loses_neither(world):
+def test_a_stop_between_a_step_and_the_move_of_its_reference_loses_neither(command, inject, world):
     """In the evaluation after step 2, whose passes are the twelfth: one at the start, five a step.
     """
     given = words("model.reference.sync_every=2", "model.reference.sync_alpha=0.5",
                   "ppo.num_steps=3")
-    run("train", *given, "run_name=whole", cwd=world, code=0)
-    run("train", *given, "run_name=cut", cwd=world, code=143,
-        PPOCLI_FAULTS="scoring.forward@12:term")
+    command(*given, "run_name=whole", code=0)
+    inject("scoring.forward@12:term")
+    command(*given, "run_name=cut", code=143)
+    inject("")
     state = json.loads((last_checkpoint(world / "runs/cut") / "state.json").read_text())
     assert (state["step"], state["pending"]["step"]) == (2, 2)
     resumed(world / "runs/cut")

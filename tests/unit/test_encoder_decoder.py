@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from helpers import PAIRS, make_tokenizer, ppocli, save_lm
-from runs import assert_equal_runs, copied, resumed
+from helpers import PAIRS, make_tokenizer, save_lm
+from runs import app_in_process, assert_equal_runs, copied, resumed
 from sessions import count_letters, experience_of, optimize, rollout_of, session_of, small_config
 from transformers import AutoModelForSeq2SeqLM
 
@@ -107,7 +107,7 @@ def test_what_a_tokenizer_puts_behind_a_text_goes_to_an_encoder_only():
     assert encoder.token_ids == [[was, good, end], [it, end]]
 
 
-def test_train_resume_export_eval_and_generate(tmp_path, command, monkeypatch):
+def test_train_resume_export_eval_and_generate(tmp_path, command, capsys, monkeypatch):
     """What a user does, with an encoder-decoder."""
     monkeypatch.chdir(tmp_path)
     save_lm(tmp_path / "t5", "t5", gain=2.0)
@@ -129,5 +129,5 @@ def test_train_resume_export_eval_and_generate(tmp_path, command, monkeypatch):
     for line in (["export", "runs/straight", "-o", "out"],
                  ["eval", "runs/straight", "--limit", "2"],
                  ["generate", "runs/straight", "--prompt", "the film"]):
-        ppocli(*line, cwd=tmp_path, code=0)
+        app_in_process(capsys)(*line, code=0)
     assert "AutoModelForSeq2SeqLM" in (tmp_path / "out/README.md").read_text()
