@@ -75,6 +75,12 @@ def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
 
 
 @pytest.fixture
+def app(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Any command, in this process."""
+    return app_in_process(capsys)
+
+
+@pytest.fixture
 def export(capsys: pytest.CaptureFixture[str]) -> Command:
     """``ppocli export`` in this process."""
     return app_in_process(capsys, "export")

@@ -183,12 +183,12 @@ def assert_no_process_left(group: int) -> None:
     raise AssertionError(f"processes of group {group} were left running")
 
 
-def wait_for(condition: Callable[[], bool], process: Process,
+def wait_for(condition: Callable[[], object], process: Process | None = None,
              seconds: float = 120) -> None:
     """Wait until something has happened, while the process lives."""
     deadline = time.monotonic() + seconds
     while not condition():
-        assert process.poll() is None, process.communicate()
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.02)
 

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-import time
 from pathlib import Path
 
 DOUBLE = '''\
@@ -76,14 +75,6 @@ def calls(folder: Path, name: str) -> list[dict]:
     path = folder / "calls.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [row for row in rows if row["call"] == name]
-
-
-def wait_for(condition, seconds: float = 20) -> None:
-    """Until something has happened in another process."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def installed(name: str) -> bool:

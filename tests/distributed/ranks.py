@@ -3,11 +3,11 @@
 import json
 import os
 import socket
-import time
 from pathlib import Path
 
 import pytest
 from helpers import environment
+from runs import wait_for
 from sessions import small_config
 from warm import begin
 
@@ -155,10 +155,7 @@ def rows_of(folder: Path) -> int:
 
 
 def wait_for_no_ranks(run_dir: Path, seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while ranks_of(run_dir):
-        assert time.monotonic() < deadline, "orphans"
-        time.sleep(0.1)
+    wait_for(lambda: not ranks_of(run_dir), seconds=seconds)
 
 
 def close_to(rows: list[dict], others: list[dict], rel: float = 1e-3, abs: float = 1e-4) -> bool:

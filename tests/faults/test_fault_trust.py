@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 from helpers import checked
-from runs import PLANTED, Command, app_in_process, signed_again
+from runs import PLANTED, signed_again
 
 from ppocli import own_code
 from ppocli.config import resolved
@@ -46,11 +46,6 @@ def measure(outputs, **columns):
 
 def slow(case: str) -> object:
     return pytest.param(case, marks=pytest.mark.slow)
-
-
-@pytest.fixture
-def app(capsys: pytest.CaptureFixture[str]) -> Command:
-    return app_in_process(capsys)
 
 
 def rewrite(run: Path, change: Callable[[dict], object]) -> None:

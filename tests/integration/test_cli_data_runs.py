@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from helpers import jsonl
-from runs import app_in_process
 
 import ppocli
 from ppocli.config.resolved import read_config
@@ -16,12 +15,6 @@ from ppocli.parallel import onednn
 from ppocli.runs import sweeps
 
 pytestmark = pytest.mark.usefixtures("beside_data_runs")
-
-
-@pytest.fixture
-def app(capsys):
-    """Any command, in this process."""
-    return app_in_process(capsys)
 
 
 def row(run):

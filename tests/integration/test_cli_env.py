@@ -8,8 +8,6 @@ import played
 import pytest
 from helpers import jsonl
 from runs import (
-    Command,
-    app_in_process,
     assert_equal_runs,
     copied,
     make_world,
@@ -68,11 +66,6 @@ def place(plays, stage) -> Path:
     config.write_text(config.read_text().replace(str(plays.parents[1]), str(stage)))
     signed_again(stage / RUN)
     return stage
-
-
-@pytest.fixture
-def app(capsys) -> Command:
-    return app_in_process(capsys)
 
 
 # Training -----------------------------------------------------------------------------------------
@@ -149,10 +142,10 @@ def test_train_and_validate_refuse_the_same_before_a_model_loads(given, code, sa
         assert not (stage / "runs").exists()
 
 
-def test_what_the_environment_does_in_its_rehearsal_ends_the_run(stage):
+def test_what_the_environment_does_in_its_rehearsal_ends_the_run(stage, command):
     (stage / "env.py").write_text("class Rude:\n    def reset(self, prompt):\n        pass\n\n"
                                   "    def step(self, response):\n        return 'no'\n")
-    ended = run("train", *playing("env.fn=env.py:Rude"), cwd=stage, code=7)
+    ended = command(*playing("env.fn=env.py:Rude"), code=7)
     assert "failed in step, turn 1, of episode 0: TypeError: step returned \"'no'\"" in ended.err
     assert "where: env.fn" in ended.err
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import WORDS, jsonl, save_lm, stable_rows
-from runs import Command, app_in_process, assert_equal_runs, copied, resumed, run, signed_again
+from runs import app_in_process, assert_equal_runs, copied, resumed, run, signed_again
 
 KEYS = ("model.path=lm", "data.path=data.jsonl", "data.val=val.jsonl", "sft.mini_batch_size=4",
         "sft.epochs=2", "sft.optimizer.lr=1e-2", "sft.scheduler.name=cosine",
@@ -44,10 +44,6 @@ def world(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path / "here"
 
 
-def said(capsys: pytest.CaptureFixture[str]) -> Command:
-    return app_in_process(capsys)
-
-
 def test_a_run_has_the_files_of_any_run(trained):
     found = stable_rows(trained / "metrics.jsonl")
     assert [row["step"] for row in found] == [0, 1, 2, 3, 4, 5]
@@ -81,20 +77,19 @@ def test_resuming_at_a_step_equals_the_straight_run(step, trained, tmp_path):
 @pytest.mark.parametrize("fault", [
     "optimize.minibatch@3:kill9", "optimize.minibatch@3:term", "evaluation.forward@4:term",
     "evaluation.forward@4:kill9", "save.before_rename@2:kill9", "rollout.token@20:term"])
-def test_an_end_by_a_signal_then_auto_resume(fault, trained, world, capsys):
+def test_an_end_by_a_signal_then_auto_resume(fault, trained, world, app):
     ended = run("sft", *KEYS, "run_name=r", cwd=world, PPOCLI_FAULTS=fault)
     assert ended.code == (-9 if fault.endswith("kill9") else 143), ended.err
-    said(capsys)("sft", *KEYS, "run_name=r", "resume=auto", code=0)
+    app("sft", *KEYS, "run_name=r", "resume=auto", code=0)
     assert_equal_runs(trained, world / "runs/r")
 
 
-def test_more_epochs_go_on_and_other_data_are_refused(trained, world, capsys):
-    command = said(capsys)
+def test_more_epochs_go_on_and_other_data_are_refused(trained, world, app):
     shutil.copytree(trained, world / "runs/straight", symlinks=True)
     text = world / "runs/straight/config.yaml"
     text.write_text(text.read_text().replace(str(trained.parents[1]), str(world)))
     signed_again(world / "runs/straight")
-    command("resume", "runs/straight", "sft.epochs=3", code=0)
+    app("resume", "runs/straight", "sft.epochs=3", code=0)
     found = stable_rows(world / "runs/straight/metrics.jsonl")
     assert [row["step"] for row in found] == list(range(9))
     assert found[-1]["data/epoch"] == 3.0
@@ -102,7 +97,7 @@ def test_more_epochs_go_on_and_other_data_are_refused(trained, world, capsys):
     for name in ("data", "val"):
         old = (world / f"{name}.jsonl").read_text()
         (world / f"{name}.jsonl").write_text(rows(3, 90))
-        ended = command("resume", "runs/straight", "sft.epochs=4", code=5)
+        ended = app("resume", "runs/straight", "sft.epochs=4", code=5)
         assert ("validation data" if name == "val" else "data") in ended.err
         (world / f"{name}.jsonl").write_text(old)
 

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 from helpers import refused
-from wandb_double import calls, installed, put_double, wait_for
+from runs import wait_for
+from wandb_double import calls, installed, put_double
 
 from ppocli.config.schema import TrackingConfig
 from ppocli.errors import InputError, StoppedError
