@@ -67,8 +67,9 @@ def test_usage_errors_are_2_on_stderr_without_traceback(words, said, typed):
 
 @pytest.mark.parametrize(("line", "code"), [
     ("ppocli train --cfg job -p seed 2>&-", 0), ("ppocli recipes list >&-", 0),
-    ("ppocli train seed=x 2>&-", 2), ("ppocli recipes list >/dev/full", 6),
-    ("ppocli recipes list | true; exit ${PIPESTATUS[0]}", 141), ("ppocli train --hydra-help", 0)])
+    ("ppocli train seed=x 2>&-", 2), ("ppocli recipes show quickstart >/dev/full", 6),
+    ("ppocli recipes show quickstart | true; exit ${PIPESTATUS[0]}", 141),
+    ("ppocli train --hydra-help", 0)])
 def test_closed_and_full_streams(line, code, tmp_path):
     done = shell(line, tmp_path)
     assert done.returncode == code
