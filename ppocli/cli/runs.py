@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,6 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.text import figure, format_bytes, printable, shown
 
 if TYPE_CHECKING:
-    from ppocli.report.compare import At, Comparison
     from ppocli.runs.listing import RunInfo
     from ppocli.runs.record import RunRecord
 
@@ -99,7 +99,7 @@ def report(
     more = [run for run in read_runs(others or ()) if run.folder.path != record.folder.path]
     gathered = facts.gather(record, command=_command_of(record), shown_as=str(folder), others=more)
     if as_json:
-        output.print_json(gathered.as_json())
+        output.print_json(gathered)
     for path, form_of_file in targets:
         render.write_file(path, render.render(gathered, form_of_file), "--output")
         print(printable(str(path)))
@@ -147,13 +147,8 @@ def compare(
     wanted = metric_names(metric, runs) if metric or out is not None else []
     curves = collect(runs, wanted, 1) if wanted else []
     found = compare_runs(runs, wanted if metric else ())
-    names = [run.name for run in found.runs]
     if as_json:
-        output.print_json({
-            "episodes": found.episodes, "runs": [asdict(run) for run in found.runs],
-            "config_differences": {key: dict(zip(names, values, strict=True))
-                                   for key, values in found.differences}, "win_rates": found.wins,
-            **({"curves": list(map(numbers_of, curves))} if curves else {})})
+        output.print_json(found | ({"curves": list(map(numbers_of, curves))} if curves else {}))
     else:
         _print_comparison(found)
     if curves:
@@ -162,39 +157,42 @@ def compare(
         show_curves(curves, 1, out, quiet=as_json)
 
 
-def _print_comparison(found: Comparison) -> None:
-    runs = found.runs
+def _print_comparison(found: dict[str, Any]) -> None:
+    runs, ends = found["runs"], [run["end"] for run in found["runs"]]
     blank = [""] * len(runs)
-    rows = [["", *(run.name for run in runs)], ["status", *(run.status for run in runs)]]
-    at_end = all(run.equal.episodes == run.end.episodes for run in runs)
-    heading = f"after {found.episodes} episodes" + (", the end of all" if at_end else "")
-    rows += _section(heading, [run.equal for run in runs])
+    rows = [["", *(run["name"] for run in runs)], ["status", *(run["status"] for run in runs)]]
+    at_end = all(end["episodes"] == run["equal"]["episodes"]
+                 for run, end in zip(runs, ends, strict=True))
+    heading = f"after {found['episodes']} episodes" + (", the end of all" if at_end else "")
+    rows += _section(heading, [run["equal"] for run in runs])
     if not at_end:
-        rows += _section("at the end", [run.end for run in runs])
+        rows += _section("at the end", ends)
     rows += [["", *blank],
-             ["best evaluation", *(f"{output.shown_figure(run.best)} at step {run.best_step}"
-                                   if run.best is not None else "-" for run in runs)],
+             ["best evaluation", *(
+                 f"{output.shown_figure(run['best'])} at step {run['best_step']}"
+                 if run["best"] is not None else "-" for run in runs)],
              ["", *blank], ["settings that differ", *blank]]
-    rows += [[f"  {key}", *(shown(value) for value in values)]
-             for key, values in found.differences] or [["  none", *blank]]
+    rows += [[f"  {key}", *map(shown, values.values())]
+             for key, values in found["config_differences"].items()] or [["  none", *blank]]
     output.print_table(rows, fit=False)
     print()
-    for wins in found.wins:
+    for wins in found["win_rates"]:
         rate = f"none, {wins['reason']}" if wins["rate"] is None else (
             f"{100 * wins['rate']:.1f} % on {wins['prompts']} shared prompts, ties half")
         print(printable(f"win rate of {wins['run']} over {wins['against']}: {rate}"))
 
 
-def _section(heading: str, moments: Sequence[At]) -> list[list[str]]:
+def _section(heading: str, moments: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Rows of one moment of every run; figures that no run has are left out."""
-    names = [name for name in dict.fromkeys(name for at in moments for name in at.figures)
-             if any(at.figures.get(name) is not None for at in moments)]
+    figures = [at["figures"] for at in moments]
+    names = [name for name in dict.fromkeys(chain(*figures))
+             if any(of_run.get(name) is not None for of_run in figures)]
     return [[""] * (len(moments) + 1), [heading, *[""] * len(moments)],
-            ["  step", *(str(at.step) for at in moments)],
-            ["  episodes", *(str(at.episodes) for at in moments)],
-            *([f"  {name}", *(output.shown_figure(at.figures.get(name)) for at in moments)]
+            ["  step", *(str(at["step"]) for at in moments)],
+            ["  episodes", *(str(at["episodes"]) for at in moments)],
+            *([f"  {name}", *(output.shown_figure(of_run.get(name)) for of_run in figures)]
               for name in names),
-            ["  seconds", *(f"{at.seconds:.0f}" for at in moments)]]
+            ["  seconds", *(f"{at['seconds']:.0f}" for at in moments)]]
 
 
 # runs list and runs show --------------------------------------------------------------------------

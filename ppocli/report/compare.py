@@ -1,7 +1,6 @@
 """Runs side by side: figures after equally many samples, settings that differ, wins on prompts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ppocli.config import resolved, tasks
@@ -16,50 +15,9 @@ _FIGURES = ("reward/mean", "objective/kl", "objective/entropy", "rollout/respons
 _CALLING = ("reward.timeout", "reward.retries", "reward.metric_fn", "reward.scale")
 
 
-@dataclass(frozen=True, slots=True)
-class At:
-    """A run at one moment."""
-
-    step: int
-    episodes: int
-    seconds: float
-    """spent in steps and evaluations until then"""
-    figures: dict[str, float | None]
-    """of the newest row up to then that has each figure"""
-
-
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """One of the runs."""
-
-    name: str
-    path: str
-    status: str
-    equal: At
-    """after the largest number of samples that all runs have reached"""
-    end: At
-    best: float | None
-    best_step: int | None
-    best_metric: str
-
-
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Everything that ``ppocli compare`` shows."""
-
-    runs: list[Compared]
-    episodes: int
-    """what ``Compared.equal`` refers to"""
-    differences: list[tuple[str, list[Any]]]
-    """(key, value of each run) for every setting that isn't the same in all"""
-    wins: list[dict[str, Any]]
-    """how often the responses of each further run score higher than the first's: ``run``,
-    ``against``, ``prompts`` compared (without a valid score they aren't), ``rate`` (share of wins,
-    ties counted half; None where nothing can be compared), ``reason`` (why there is no rate)"""
-
-
-def compare_runs(runs: Sequence[record.RunRecord], metrics: Sequence[str] = ()) -> Comparison:
-    """Set runs side by side; the first is what the others are compared with.
+def compare_runs(runs: Sequence[record.RunRecord], metrics: Sequence[str] = ()) -> dict[str, Any]:
+    """Set runs side by side, as ``ppocli compare --json`` prints it; the first is what the others
+    are compared with.
 
     Args:
         metrics: the figures that are compared (default: those that say most).
@@ -69,25 +27,34 @@ def compare_runs(runs: Sequence[record.RunRecord], metrics: Sequence[str] = ()) 
     compared = []
     for label, run in zip(labels, runs, strict=True):
         best_step, best = listing.best_evaluation(run)
-        compared.append(Compared(
-            label, str(run.folder.path), run.status, _at(run, episodes, metrics),
-            _at(run, _episodes(run.rows), metrics), best, best_step, run.config.checkpoint.metric))
-    wins = [_wins(runs[0], run, labels[0], label)
-            for label, run in zip(labels[1:], runs[1:], strict=True)]
-    return Comparison(compared, episodes, _differences(runs), wins)
+        compared.append({
+            "name": label, "path": str(run.folder.path), "status": run.status,
+            "equal": _at(run, episodes, metrics), "end": _at(run, _episodes(run.rows), metrics),
+            "best": best, "best_step": best_step, "best_metric": run.config.checkpoint.metric})
+    return {
+        # the largest number of samples that all runs have reached, which `equal` is after
+        "episodes": episodes, "runs": compared,
+        # the value of each run, for every setting that isn't the same in all
+        "config_differences": {key: dict(zip(labels, values, strict=True))
+                               for key, values in _differences(runs)},
+        "win_rates": [_wins(runs[0], run, labels[0], label)
+                      for label, run in zip(labels[1:], runs[1:], strict=True)]}
 
 
 def _episodes(rows: Sequence[dict[str, Any]]) -> int:
     return int(rows[-1].get("episode") or 0) if rows else 0
 
 
-def _at(run: record.RunRecord, episodes: int, metrics: Sequence[str]) -> At:
+def _at(run: record.RunRecord, episodes: int, metrics: Sequence[str]) -> dict[str, Any]:
+    """A run after so many samples: ``seconds`` spent in steps and evaluations until then, and
+    ``figures`` of the newest row up to then that has each."""
     rows = [row for row in run.rows if int(row.get("episode") or 0) <= episodes]
     extra = [name for name in run.names if name.startswith("eval/metrics/")]
-    figures = {name: next((row[name] for row in reversed(rows) if row.get(name) is not None), None)
-               for name in metrics or (*_FIGURES, *extra)}
-    seconds = sum(row.get(name) or 0.0 for row in rows for name in ("time/step", "time/eval"))
-    return At(int(rows[-1]["step"]) if rows else 0, _episodes(rows), seconds, figures)
+    return {
+        "step": int(rows[-1]["step"]) if rows else 0, "episodes": _episodes(rows),
+        "seconds": sum(row.get(name) or 0.0 for row in rows for name in ("time/step", "time/eval")),
+        "figures": {name: next((row[name] for row in reversed(rows) if row.get(name) is not None),
+                               None) for name in metrics or (*_FIGURES, *extra)}}
 
 
 def _differences(runs: Sequence[record.RunRecord]) -> list[tuple[str, list[Any]]]:
@@ -100,7 +67,10 @@ def _differences(runs: Sequence[record.RunRecord]) -> list[tuple[str, list[Any]]
 
 def _wins(base: record.RunRecord, run: record.RunRecord, base_name: str, name: str
           ) -> dict[str, Any]:
-    """Scores of the newest evaluations on the same prompts, one by one."""
+    """How often the responses of a run score higher than those of another in the newest
+    evaluations: ``run``, ``against``, ``prompts`` compared (without a valid score they aren't),
+    ``rate`` (share of wins, ties counted half; None where nothing can be compared), ``reason`` (why
+    there is no rate)."""
     def no(reason: str) -> dict[str, Any]:
         return {**found, "reason": reason}
 

@@ -22,27 +22,6 @@ _MOST_LINES = 4
 _LEAST_EXPLAINED = -1.0
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """One chart: lines over the steps, and what has to be said about them."""
-
-    title: str
-    unit: str
-    lines: list[Line]
-    means: list[list[tuple[float, float]]]
-    """of each line that is thinned, the mean of every run of neighbours, which a smoothed line is
-    made of; empty where the line has all its points"""
-    figures: list[dict[str, Any]]
-    """what the whole of each line comes to: ``name``, ``first``, ``last``, ``lowest``, ``highest``
-    of every step, and ``blocks``, means over equal parts as characters"""
-    floor: float | None
-    """lower values are drawn there"""
-    note: str
-    """the same in words; often empty"""
-    thinned: str
-    """which points of a long run ``lines`` have, in words"""
-
-
 # title, unit, (name of the line, figure)
 _PLAN: list[tuple[str, str, list[tuple[str, str]]]] = [
     ("Loss", "", [("training", "loss/total"), ("evaluation", "eval/loss")]),
@@ -80,7 +59,7 @@ _EVALUATED = {wanted[0][1]: wanted[-1][1] for _, _, wanted in _PLAN
 """figure of the rollouts or the training -> the same of the evaluations, which lies over it"""
 
 
-def curves_of(runs: Sequence[RunRecord]) -> list[Curve]:
+def curves_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     """Every chart that runs have values for, in the order of the report; the runs lie over one
     another."""
     plan = list(_PLAN)
@@ -98,7 +77,8 @@ def curves_of(runs: Sequence[RunRecord]) -> list[Curve]:
 
 
 def _curve(runs: Sequence[RunRecord], title: str, unit: str, wanted: list[tuple[str, str]]
-           ) -> Curve | None:
+           ) -> dict[str, Any] | None:
+    """One chart: lines over the steps, and what has to be said about them."""
     runs = runs[:1] if len(wanted) > _MOST_LINES else runs
     drawn = [(number, name, figure, points) for number, run in enumerate(runs)
              for name, figure in wanted if (points := run.series(figure))]
@@ -116,7 +96,8 @@ def _curve(runs: Sequence[RunRecord], title: str, unit: str, wanted: list[tuple[
         name = short if len(runs) == 1 else f"{short}, {labels[number]}"
         kept, mean = thin(points)
         kind = _kind(figure, len(kept), evaluated)
-        lines.append(Line(name, kept, kind, number if len(runs) > 1 else -1))
+        lines.append({"name": name, "points": kept, "kind": kind,
+                      "run": number if len(runs) > 1 else -1})
         means.append(mean)
         figures.append(_figures(name, [y for _, y in points], floor))
     longest = max(len(points) for *_, points in drawn)
@@ -124,7 +105,16 @@ def _curve(runs: Sequence[RunRecord], title: str, unit: str, wanted: list[tuple[
         f"Of about every {2 * longest / MOST_POINTS:.0f} neighbouring steps the lowest and the "
         "highest value are drawn.")
     note = "" if floor is None else f"Values below {floor:g} are drawn at {floor:g}."
-    return Curve(title, unit, lines, means, figures, floor, note, thinned)
+    return {
+        "title": title, "unit": unit, "lines": lines,
+        # of each line that is thinned, the mean of every run of neighbours, which a smoothed line
+        # is made of; empty where the line has all its points
+        "means": means,
+        "figures": figures,  # what the whole of each line comes to
+        "floor": floor,  # lower values are drawn there
+        "note": note,  # the same in words; often empty
+        # which points of a long run the lines have, in words
+        "thinned": thinned}
 
 
 def thin(points: Sequence[tuple[float, float]], limit: int = MOST_POINTS
@@ -146,6 +136,8 @@ def thin(points: Sequence[tuple[float, float]], limit: int = MOST_POINTS
 
 
 def _figures(name: str, values: list[float], floor: float | None) -> dict[str, Any]:
+    """``first``, ``last``, ``lowest``, ``highest`` of every step, and ``blocks``, means over equal
+    parts as characters."""
     drawn = values if floor is None else [max(value, floor) for value in values]
     return {"name": name, "first": values[0], "last": values[-1], "lowest": min(values),
             "highest": max(values), "blocks": sparkline(drawn)}

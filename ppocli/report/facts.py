@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 from ppocli.config import resolved, schema, secrets, tasks
 from ppocli.errors import PpocliError
 from ppocli.evaluation.request import read_result
-from ppocli.report.curves import Curve, curves_of, run_labels
-from ppocli.report.samples import Samples, samples_of, shown
-from ppocli.runs.record import Change, RunRecord, read_changes
+from ppocli.report.curves import curves_of, run_labels
+from ppocli.report.samples import samples_of, shown
+from ppocli.runs.record import RunRecord, read_changes
 from ppocli.storage import atomic, manifest, retention, run_folder
 from ppocli.storage.environment import ENV_FILE
 from ppocli.text import finite_number, first_line
@@ -40,85 +40,17 @@ _NAMES = {"reward_mean": "reward", "reward_std": "standard deviation of the rewa
 
 
 Row = dict[str, Any]
-"""a row of one of the report's tables, as ``--json`` prints it"""
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The whole content of a report, whatever it is written as."""
-
-    generator: str
-    made: str
-    """local time with offset, to the second"""
-    name: str
-    folder: str
-    status: str
-    sentence: str
-    """status in words"""
-    go_on: str | None
-    """the command that goes on with the run, where one can"""
-    failure: str | None
-    """what ended a failed run"""
-    step: int
-    total_steps: int
-    episodes: int
-    updates: int
-    kind: str
-    """``ppo``, ``sft``, ``reward_model``, or ``own``"""
-    doing: str
-    """the same in words"""
-    asked: dict[str, str]
-    """model, reward and prompts; or model, data and what is held back of them"""
-    settings: list[Row]
-    """keys that differ from their defaults: ``key``, ``value``, ``default`` as YAML shows them"""
-    all_settings: dict[str, str]
-    command: str | None
-    """None for a run of Python objects, which no command line can name"""
-    modules: list[str]
-    """of rewards and metrics that are found where the command is run, or are installed"""
-    changes: list[Change]
-    """settings that were others before the run was resumed"""
-    before_step: int | None
-    after_step: int | None
-    main: list[str]
-    """names of the figures of an evaluation that say most"""
-    outcome: list[Row]
-    """figures of the first and the last evaluation: ``name``, ``label``, ``before``, ``after``"""
-    best: Row | None
-    """the best evaluation so far by ``checkpoint.metric``: ``name``, ``step``, ``value``"""
-    overlaid: list[str]
-    """the other runs of the curves, each as the curves call it, with its status"""
-    curves: list[Curve]
-    samples: Samples
-    complaints: list[Row]
-    """warnings and errors of the log, equal ones once: ``level``, ``text``, ``time``, the ``step``
-    that was last reported when it first came up, ``count``"""
-    evaluations: list[Row]
-    """those below ``RUN/eval``; what a file doesn't tell is None"""
-    checkpoints: list[Row]
-    """step folders; ``problem`` says why one can't be used, if so. Contents aren't hashed."""
-    phases: list[Row]
-    """what each phase of the run took"""
-    environment: list[tuple[str, str]]
-
-    def figure(self, name: str) -> Row | None:
-        """An outcome by name."""
-        return next((row for row in self.outcome if row["name"] == name), None)
-
-    def as_json(self) -> dict[str, Any]:
-        """The content as strict JSON; curves hold the points that are drawn."""
-        found: dict[str, Any] = run_folder.finite_or_null(asdict(self))
-        found["environment"] = dict(self.environment)
-        return found
+"""a row of one of the report's tables"""
 
 
 def gather(record: RunRecord, *, command: str | None, shown_as: str,
-           others: Sequence[RunRecord] = ()) -> Report:
-    """Everything a report says.
+           others: Sequence[RunRecord] = ()) -> dict[str, Any]:
+    """Everything a report says, whatever it is written as: plain data, as ``--json`` prints it.
 
     Args:
         others: runs whose curves lie over this one's.
-        command: the command line that makes such a run again; None if no command line can.
+        command: the command line that makes such a run again; None if no command line can, for a
+            run of Python objects.
         shown_as: how the user names the run's folder, for commands.
     """
     config, summary = record.config, record.summary or {}
@@ -129,29 +61,47 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str,
     first, last = before.get("step"), after.get("step")
     best, error = _best(record), summary.get("error")
     resumes = record.status not in ("finished", "running") and command is not None
-    return Report(
-        generator=f"ppocli report {__version__}",
-        made=datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
-        name=record.name, folder=str(record.folder.path), status=record.status,
-        sentence=_sentence(record),
-        go_on=shlex.join(["ppocli", "resume", shown_as]) if resumes else None,
-        failure=shown(str(error)) if record.status == "failed" and error else None,
-        step=record.step, total_steps=record.total_steps, episodes=record.episodes,
-        updates=record.updates, kind=task, doing=kind.doing, asked=_asked(config, task),
-        settings=[{"key": key, "value": _yaml(new), "default": "" if old == "???" else _yaml(old)}
-                  for key, old, new in resolved.config_differences(schema.TrainConfig(), config)],
-        all_settings={key: _yaml(value) for key, value in resolved.flat(config).items()
-                      if tasks.is_read(key, task)},
-        command=command, modules=_modules(config), changes=read_changes(record.folder.path),
-        before_step=first, after_step=last,
-        main=kind.names, outcome=_outcome(before, after), best=best,
-        overlaid=[f"{label} ({run.status})" for label, run in
-                  zip(run_labels([record, *others])[1:], others, strict=True)],
-        curves=curves_of([record, *others]),
-        samples=samples_of(record, first, last, [row["step"] for row in evaluated]),
-        complaints=_complaints(record), evaluations=evaluations_of(record.folder.path),
-        checkpoints=checkpoints_of(record.folder, best["step"] if best else None),
-        phases=_phases(record, summary), environment=environment_of(record.folder.path, summary))
+    return {
+        "generator": f"ppocli report {__version__}",
+        # local time with offset, to the second
+        "made": datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
+        "name": record.name, "folder": str(record.folder.path), "status": record.status,
+        "sentence": _sentence(record),  # status in words
+        # the command that goes on with the run, where one can
+        "go_on": shlex.join(["ppocli", "resume", shown_as]) if resumes else None,
+        # what ended a failed run
+        "failure": shown(str(error)) if record.status == "failed" and error else None,
+        "step": record.step, "total_steps": record.total_steps, "episodes": record.episodes,
+        "updates": record.updates, "kind": task,
+        "doing": kind.doing,  # the same in words
+        "asked": _asked(config, task),
+        # keys that differ from their defaults, as YAML shows them
+        "settings": [
+            {"key": key, "value": _yaml(new), "default": "" if old == "???" else _yaml(old)}
+            for key, old, new in resolved.config_differences(schema.TrainConfig(), config)],
+        "all_settings": {key: _yaml(value) for key, value in resolved.flat(config).items()
+                         if tasks.is_read(key, task)},
+        "command": command,
+        # of rewards and metrics that are found where the command is run, or are installed
+        "modules": _modules(config),
+        # settings that were others before the run was resumed
+        "changes": list(map(asdict, read_changes(record.folder.path))),
+        "before_step": first, "after_step": last,
+        # names of the figures of an evaluation that say most
+        "main": kind.names,
+        # figures of the first and the last evaluation
+        "outcome": _outcome(before, after),
+        # the best evaluation so far by `checkpoint.metric`
+        "best": best,
+        # the other runs of the curves, each as the curves call it, with its status
+        "overlaid": [f"{label} ({run.status})" for label, run in
+                     zip(run_labels([record, *others])[1:], others, strict=True)],
+        "curves": curves_of([record, *others]),
+        "samples": samples_of(record, first, last, [row["step"] for row in evaluated]),
+        "complaints": _complaints(record), "evaluations": evaluations_of(record.folder.path),
+        "checkpoints": checkpoints_of(record.folder, best["step"] if best else None),
+        "phases": _phases(record, summary),
+        "environment": environment_of(record.folder.path, summary)}
 
 
 def _yaml(value: Any) -> str:
@@ -309,13 +259,13 @@ def checkpoints_of(run: run_folder.RunFolder, best_step: int | None) -> list[Row
              "problem": problem} for step, size, problem in found]
 
 
-def environment_of(run_dir: Path, summary: dict[str, Any]) -> list[tuple[str, str]]:
-    """(name, value) of what the run ran on: ``env.json``, and the versions of the summary."""
+def environment_of(run_dir: Path, summary: dict[str, Any]) -> dict[str, str]:
+    """What the run ran on, by name: ``env.json``, and the versions of the summary."""
     found = dict(_flat_facts("", atomic.read_json(run_dir / ENV_FILE) or {}))
     for name, version in (summary.get("versions") or {}).items():
         if not {name, f"packages {name}"} & found.keys():
             found[name] = str(version)
-    return list(found.items())[:_MOST_FACTS]
+    return dict(list(found.items())[:_MOST_FACTS])
 
 
 def _flat_facts(prefix: str, value: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ppocli.errors import ConfigError, DiskError
-from ppocli.report import facts, samples
+from ppocli.report.samples import SHOWN, spreads
 from ppocli.storage import atomic, run_folder
 from ppocli.text import figure, format_bytes, printable, sparkline
 
@@ -24,8 +24,8 @@ _VENDOR = "vendor/uPlot"
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&$@]|:(?=//)|(?<=\bwww)\.)")
 
 
-def render(report: facts.Report, form: str) -> str:
-    """The report as text.
+def render(report: dict[str, Any], form: str) -> str:
+    """What :func:`ppocli.report.facts.gather` found as text.
 
     Args:
         form: ``html``, one page that needs nothing else, or ``md``.
@@ -39,7 +39,8 @@ def render(report: facts.Report, form: str) -> str:
         "fenced": fenced, "labelled": labelled, "sparkline": sparkline, "verdict": _verdict,
         "duration": duration, "bytes": format_bytes,
         "percent": lambda share: f"{100 * share:.0f} %"}
-    total = duration(sum(phase["seconds"] for phase in report.phases)) if report.phases else ""
+    phases, told = report["phases"], spreads(report["samples"])
+    total = duration(sum(phase["seconds"] for phase in phases)) if phases else ""
     # no templates: braces of a minified script aren't Jinja's
     library, license_of, ours, style, our_style = (
         loader.get_source(environment, name)[0] for name in (
@@ -47,24 +48,25 @@ def render(report: facts.Report, form: str) -> str:
             "report.css"))
     script = f"{library}/*\n{license_of}\n*/\n{ours}"
     return environment.get_template(f"report.{form}.jinja").render(
-        report=report, samples=report.samples, shown=samples.SHOWN, total_time=total,
-        script=Markup(script), style=Markup(f"{style}\n{our_style}"), data=_drawn(report),
+        report=report, samples=report["samples"], spreads=told,
+        figures={row["name"]: row for row in report["outcome"]}, shown=SHOWN, total_time=total,
+        script=Markup(script), style=Markup(f"{style}\n{our_style}"), data=_drawn(report, told),
         digest=b64encode(sha256(script.encode()).digest()).decode())
 
 
-def _drawn(report: facts.Report) -> dict[str, Any]:
+def _drawn(report: dict[str, Any], spreads: list[dict[str, Any]]) -> dict[str, Any]:
     """What the page's script draws, each text made harmless, in figures of six digits."""
     def columns(points: Iterable[tuple[float, float]]) -> list[list[float]]:
         return [[float(f"{value:.6g}") for value in column] for column in zip(*points, strict=True)]
 
     return {
-        "step": report.step, "shares": report.samples.spreads(), "curves": [
-            {"title": printable(curve.title), "unit": curve.unit, "floor": curve.floor,
-             "notes": f"{curve.note} {curve.thinned}".strip(), "lines": [
-                 {"name": printable(line.name), "kind": line.kind, "run": line.run,
-                  "points": columns(line.points), "means": columns(means)}
-                 for line, means in zip(curve.lines, curve.means, strict=True)]}
-            for curve in report.curves]}
+        "step": report["step"], "shares": spreads, "curves": [
+            {"title": printable(curve["title"]), "unit": curve["unit"], "floor": curve["floor"],
+             "notes": f"{curve['note']} {curve['thinned']}".strip(), "lines": [
+                 {"name": printable(line["name"]), "kind": line["kind"], "run": line["run"],
+                  "points": columns(line["points"]), "means": columns(means)}
+                 for line, means in zip(curve["lines"], curve["means"], strict=True)]}
+            for curve in report["curves"]]}
 
 
 def _verdict(figures: tuple[float | None, float | None]) -> str:

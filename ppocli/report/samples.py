@@ -3,7 +3,6 @@
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ppocli.episode import spoken
@@ -19,41 +18,21 @@ LONGEST = 1500
 """characters of a response that a report shows"""
 
 
-@dataclass(frozen=True, slots=True)
-class Samples:
-    """What samples.jsonl tells of the first evaluation, the last, and those between."""
-
-    pairs: list[dict[str, Any]]
-    """different prompts in the order of the evaluation, so nothing is picked: ``prompt``; its
-    responses ``before``, ``after``, and those at the steps ``between``, each with ``text``,
-    ``turns`` (as of :func:`ppocli.episode.spoken`), ``score``, ``kl``, ``tokens`` and ``finished``;
-    ``reference``, the reference's own where the run kept it (``eval.ref_responses``)"""
-    between: list[int]
-    """steps of evaluations after the first and before the last, evenly chosen if they are many"""
-    prompts: int
-    """how many different prompts there are"""
-    scores_before: list[float]
-    scores_after: list[float]
-    stderr_before: float | None
-    stderr_after: float | None
-    """of the mean score, over prompts: responses to one prompt hang together"""
-
-    def spreads(self) -> list[dict[str, Any]]:
-        """The same as figures and characters; ``shares`` are those of the scores in equal ranges,
-        which are the same of both, and ``blocks`` draw them."""
-        groups = [(name, scores) for name, scores in (("before", self.scores_before),
-                                                      ("after", self.scores_after)) if scores]
-        everything = [score for _, scores in groups for score in scores]
-        shares = [_shares(scores, min(everything), max(everything)) for _, scores in groups]
-        top = max((share for row in shares for share in row), default=1.0)
-        found = []
-        for (name, scores), row in zip(groups, shares, strict=True):
-            lower, median, upper = statistics.quantiles(  # it takes two values or more
-                scores if len(scores) > 1 else 2 * scores, method="inclusive")
-            found.append({"name": name, "responses": len(scores), "lowest": min(scores),
-                          "lower": lower, "median": median, "upper": upper,
-                          "highest": max(scores), "shares": row, "blocks": bars(row, top)})
-        return found
+def spreads(samples: dict[str, Any]) -> list[dict[str, Any]]:
+    """The scores before and after as figures and characters; ``shares`` are those of the scores in
+    equal ranges, which are the same of both, and ``blocks`` draw them."""
+    groups = {name: scores for name in ("before", "after") if (scores := samples[f"scores_{name}"])}
+    everything = [score for scores in groups.values() for score in scores]
+    shares = [_shares(scores, min(everything), max(everything)) for scores in groups.values()]
+    top = max((share for row in shares for share in row), default=1.0)
+    found = []
+    for (name, scores), row in zip(groups.items(), shares, strict=True):
+        lower, median, upper = statistics.quantiles(  # it takes two values or more
+            scores if len(scores) > 1 else 2 * scores, method="inclusive")
+        found.append({"name": name, "responses": len(scores), "lowest": min(scores),
+                      "lower": lower, "median": median, "upper": upper,
+                      "highest": max(scores), "shares": row, "blocks": bars(row, top)})
+    return found
 
 
 def _shares(scores: list[float], low: float, high: float) -> list[float]:
@@ -67,8 +46,15 @@ def _shares(scores: list[float], low: float, high: float) -> list[float]:
 
 
 def samples_of(record: RunRecord, before: int | None, after: int | None, steps: Sequence[int]
-               ) -> Samples:
-    """Samples of the evaluations at two steps, and at those of ``steps`` between them."""
+               ) -> dict[str, Any]:
+    """What samples.jsonl tells of the evaluations at two steps, and at those of ``steps`` between
+    them.
+
+    Each of ``pairs`` has ``prompt``; its responses ``before``, ``after``, and those at the steps
+    ``between``, each with ``text``, ``turns`` (as of :func:`ppocli.episode.spoken`), ``score``,
+    ``kl``, ``tokens`` and ``finished``; ``reference``, the reference's own where the run kept it
+    (``eval.ref_responses``).
+    """
     middle = [step for step in steps if step not in (before, after)]
     count = min(len(middle), _MOST_STEPS - 2)
     middle = [middle[(2 * part + 1) * len(middle) // (2 * count)] for part in range(count)]
@@ -81,8 +67,15 @@ def samples_of(record: RunRecord, before: int | None, after: int | None, steps: 
               "reference": _reference(new.get(prompt) or old.get(prompt))}
              for prompt in prompts[:SHOWN + HIDDEN]]
     first, last, *_ = found
-    return Samples(pairs, middle, len(prompts), _scores(first), _scores(last), _stderr(first),
-                   _stderr(last))
+    return {
+        # different prompts in the order of the evaluation, so nothing is picked
+        "pairs": pairs,
+        # steps of evaluations after the first and before the last, evenly chosen if they are many
+        "between": middle,
+        "prompts": len(prompts),  # how many different ones there are
+        "scores_before": _scores(first), "scores_after": _scores(last),
+        # of the mean score, over prompts: responses to one prompt hang together
+        "stderr_before": _stderr(first), "stderr_after": _stderr(last)}
 
 
 def _reference(row: dict[str, Any] | None) -> str | None:

@@ -134,9 +134,10 @@ def test_many_evaluations_are_chosen_evenly(run):
             for step in range(101)]
     (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found = samples_of(read_run(run), 0, 100, list(range(101)))
-    assert len(found.between) == 22
-    assert {b - a for a, b in pairwise(found.between)} <= {4, 5}
-    assert [each["text"] for each in found.pairs[0]["between"]] == list(map(str, found.between))
+    between, pair = found["between"], found["pairs"][0]
+    assert len(between) == 22
+    assert {b - a for a, b in pairwise(between)} <= {4, 5}
+    assert [each["text"] for each in pair["between"]] == list(map(str, between))
 
 
 def test_other_runs_lie_over_the_curves(run, say, reference, tmp_path):
