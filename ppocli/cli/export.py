@@ -17,7 +17,7 @@ from ppocli.text import counted, format_bytes
 if TYPE_CHECKING:
     from ppocli.export.facts import Mask
     from ppocli.export.folder import ExportPlan
-    from ppocli.export.request import Existing, ExportRequest
+    from ppocli.export.request import ExportRequest
 
 
 def export_command(
@@ -71,29 +71,33 @@ def export(request: ExportRequest, as_json: bool) -> None:
     Raises:
         PpocliError: whatever keeps the export from its end.
     """
-    from ppocli.config.resolved import training_command
+    from ppocli.config import hub
     from ppocli.export.facts import Mask
     from ppocli.export.hub import push
-    from ppocli.export.request import Existing, repo_name, resolve, shown
+    from ppocli.export.request import existing, repo_name, resolve, shown
 
     mask = Mask.of_this_process()
 
     def tell(text: str) -> None:
         say(mask(text))
 
-    plan = resolve(request, tell, training_command)
-    if isinstance(plan, Existing):
-        folder, name = plan.folder, plan.run_name
+    request.check()
+    if request.dry_run:  # it asks nobody: what isn't in the local cache isn't there
+        os.environ.update({} if hub.offline_variable() else {"HF_HUB_OFFLINE": "1"})
+        hub.go_offline()
+    plan, done = None, {}
+    if (found := existing(request)) is not None:
+        folder, name = found
     else:
+        plan = resolve(request, tell)
         folder, name = plan.target, plan.facts.name
     if request.dry_run:
         _dry_run(plan, request, folder, repo_name(name), mask, as_json)
         return
-    done: dict[str, Any] = {}
-    if isinstance(plan, Existing):
-        tell(f"{shown(folder)} is as it was exported and verified")
-    else:
+    if plan is not None:
         done = _write(plan, request, mask, tell)
+    else:
+        tell(f"{shown(folder)} is as it was exported and verified")
     if request.to_hub:
         done["url"] = push(folder, request, repo_name(name), mask, tell)
     if as_json:
@@ -122,13 +126,17 @@ def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> d
             "verified": asdict(verified)}
 
 
-def _dry_run(plan: ExportPlan | Existing, request: ExportRequest, folder: Path, name: str,
+def _dry_run(plan: ExportPlan | None, request: ExportRequest, folder: Path, name: str,
              mask: Mask, as_json: bool) -> None:
-    """Say everything that would be done; nothing is written and nobody is asked."""
-    from ppocli.export.request import Existing, shown
+    """Say everything that would be done; nothing is written and nobody is asked.
+
+    Args:
+        plan: None where the export is there already.
+    """
+    from ppocli.export.request import shown
 
     told: dict[str, Any] = {"dry_run": True, "folder": str(folder)}
-    if isinstance(plan, Existing):
+    if plan is None:
         lines = [f"would write:   nothing; {shown(folder)} is there, as it was exported"]
     else:
         replaced = folder.exists() and request.overwrite

@@ -9,6 +9,7 @@ from ppocli.config import resolved, schema, tasks
 from ppocli.export.facts import Facts, Mask, hub_name, is_encoder_decoder, split_card
 from ppocli.runs import pictures, record
 from ppocli.runs.listing import last_part
+from ppocli.storage.atomic import read_json
 from ppocli.storage.model_files import is_adapter, is_scorer
 from ppocli.text import clean, figure
 from ppocli.version import __version__
@@ -35,49 +36,46 @@ _STORED = re.compile(r"^(.*The weights are stored as )[\w+?]+\.$", re.MULTILINE)
 _LOCATION = re.compile(r'^name = ".*"$', re.MULTILINE)
 
 
-def render_card(facts: Facts, previous: str | None, mask: Mask, *, dtype: str, location: str,
-                chat: bool, pair: bool, value_head: list[str], curve: bool, adapter: bool = False,
-                scorer: bool = False) -> str:
+def render_card(facts: Facts, source: Path, previous: str | None, mask: Mask, *, dtype: str,
+                location: str, value_head: list[str], curve: bool) -> str:
     """The text of an export's README.md.
 
     Args:
+        source: the folder of what is exported, a model's or an adapter's own, which PEFT loads.
         previous: the card that is replaced, if any: the user's text in it, and metadata that this
             one hasn't, stay.
         dtype: how the weights are stored.
         location: what a reader passes to ``from_pretrained``.
-        chat: the tokenizer has a chat template.
-        pair: the model is an encoder-decoder.
         value_head: names of the value function's files.
         curve: whether there is a ``curve.svg``.
-        adapter: it is an adapter's own folder, which PEFT loads.
-        scorer: it is a reward model.
     """
     from huggingface_hub import ModelCard
 
-    config, run = facts.config, facts.run
+    config = facts.config
     command = facts.command or ""
     example = facts.samples[0][0]["prompt"] if facts.samples else "Once upon a time"
-    base = config.model.path if config else ""
+    adapter, scorer = is_adapter(source), is_scorer(source)
     card = ModelCard.from_template(
-        metadata(facts, split_card(previous or "")[0], pair, adapter, scorer),
+        metadata(facts, source, split_card(previous or "")[0]),
         template_path=str(_FOLDER / "model_card.md.j2"),
         # Markdown, not HTML: everything in the template that comes from outside passes these two
         escaped=escaped, code=_code, figure=figure, figure_rows=figure_rows,
         user_begin=USER_BEGIN, user_end=USER_END,
         user_text=user_text(previous or "") or PLACEHOLDER, version=__version__,
-        facts=facts, run=run, config=config, base=last_part(base), base_hub_name=hub_name(base),
-        adapter=adapter, chat=chat, curve=curve,
-        auto=("AutoPeftModel" if adapter else "AutoModel")
-        + ("ForSequenceClassification" if scorer else "ForSeq2SeqLM" if pair else "ForCausalLM"),
-        scorer=scorer, how=_how(config), loss=_loss(config), data=_data(config),
-        dtype=dtype, location=json.dumps(location), value_head=value_head,
+        facts=facts, run=facts.run, config=config, adapter=adapter, chat=_chats(source),
+        curve=curve, scorer=scorer, dtype=dtype, location=json.dumps(location),
+        auto=("AutoPeftModel" if adapter else "AutoModel") + (
+            "ForSequenceClassification" if scorer else
+            "ForSeq2SeqLM" if is_encoder_decoder(source) else "ForCausalLM"),
+        value_head=value_head,
         example=json.dumps(clean(example)[:_LONGEST_TEXT], ensure_ascii=False),
-        reward=reward_names(config) if config else "", prompts=_prompts(config) if config else "",
-        eval_prompts=_eval_prompts(config) if config else "",
         command=None if resolved.PYTHON_OBJECT in command else command.replace("```", ""),
         local_files=any(part.startswith(("/", "'/")) or "=/" in part or ":/" in part
                         for part in command.split()),
-        trust=", trust_remote_code=True" if config and config.model.trust_remote_code else "")
+        trust=", trust_remote_code=True" if config and config.model.trust_remote_code else "",
+        **({} if config is None else {
+            **_training(config), "base_hub_name": hub_name(config.model.path),
+            "prompts": _prompts(config), "eval_prompts": _eval_prompts(config)}))
     return re.sub(r"\n{3,}", "\n\n", mask(str(card))).rstrip() + "\n"
 
 
@@ -86,31 +84,30 @@ def write_card(folder: Path, cfg: schema.TrainConfig, summary: dict[str, Any]) -
     and after."""
     from huggingface_hub import ModelCard, ModelCardData
 
-    data = _of_model(is_encoder_decoder(folder), is_adapter(folder), hub_name(cfg.model.path),
-                     is_scorer(folder), tasks.task_name(cfg))
     ModelCard.from_template(
-        ModelCardData(**data), template_path=str(_FOLDER / "trained_card.md.j2"),
+        ModelCardData(**_of_model(folder, cfg)), template_path=str(_FOLDER / "trained_card.md.j2"),
         title=cfg.run_name or "A policy trained with PPO", version=__version__, summary=summary,
-        base=last_part(cfg.model.path), reward=reward_names(cfg),
-        task="PPO" if cfg.task.fn is None else f"`{cfg.task.fn}`",
-        how=_how(cfg), loss=_loss(cfg), data=_data(cfg),
+        task="PPO" if cfg.task.fn is None else f"`{cfg.task.fn}`", **_training(cfg),
         figures=figure_rows(summary["eval_before"] or {}, summary["eval_after"] or {}),
     ).save(folder / CARD)
 
 
-def _how(config: schema.TrainConfig | None) -> str:
-    """What was done to the model, in words; of another task than ours its import path."""
-    kind = "ppo" if config is None else tasks.task_name(config)
-    return _HOW.get(kind) or f"fine-tuned with `{config and config.task.fn}`"
+def _training(config: schema.TrainConfig) -> dict[str, Any]:
+    """What was done to the model, in words: ``how`` (of another task than ours its import path),
+    and with what; ``loss`` of a training on a data set."""
+    kind, loss = tasks.task_name(config), None
+    if kind in _LOSSES:
+        loss = _LOSSES[kind] % (f"data.train_on={config.data.train_on}" if kind == "sft" else
+                                f"{config.reward_model.center_coef:g}")
+    return {"base": last_part(config.model.path), "loss": loss,
+            "how": _HOW.get(kind) or f"fine-tuned with `{config.task.fn}`",
+            "data": _source(config.data.path) or "given inline", "reward": reward_names(config)}
 
 
-def _loss(config: schema.TrainConfig | None) -> str | None:
-    """The loss of a training on a data set."""
-    kind = "" if config is None else tasks.task_name(config)
-    if config is None or kind not in _LOSSES:
-        return None
-    return _LOSSES[kind] % (f"data.train_on={config.data.train_on}" if kind == "sft" else
-                            f"{config.reward_model.center_coef:g}")
+def _chats(source: Path) -> bool:
+    """Whether the tokenizer there has a chat template."""
+    config = read_json(source / "tokenizer_config.json") or {}
+    return (source / "chat_template.jinja").is_file() or bool(config.get("chat_template"))
 
 
 def _source(path: str | None) -> str | None:
@@ -118,47 +115,41 @@ def _source(path: str | None) -> str | None:
     return None if path in (None, resolved.PYTHON_OBJECT) else last_part(str(path))
 
 
-def _data(config: schema.TrainConfig | None) -> str:
-    """The data of a training on a data set."""
-    return _source(config.data.path if config else None) or "given inline"
-
-
-def _of_model(pair: bool, adapter: bool, base: str | None, scorer: bool, kind: str
-              ) -> dict[str, Any]:
+def _of_model(source: Path, config: schema.TrainConfig | None) -> dict[str, Any]:
     """Metadata that every card has."""
+    adapter, kind = is_adapter(source), tasks.task_name(config) if config else "ppo"
     data: dict[str, Any] = {"library_name": "peft" if adapter else "transformers",
                             "tags": [*_TAGS.get(kind, ["ppo", "rlhf"]), "ppocli"],
-                            "pipeline_tag": "text-classification" if scorer else
-                            "text2text-generation" if pair else "text-generation"}
-    if base is not None:
+                            "pipeline_tag": "text-classification" if is_scorer(source) else
+                            "text2text-generation" if is_encoder_decoder(source) else
+                            "text-generation"}
+    if config and (base := hub_name(config.model.path)) is not None:
         data |= {"base_model": base, "base_model_relation": "adapter" if adapter else "finetune"}
     return data
 
 
-def metadata(facts: Facts, previous: dict[str, Any], pair: bool, adapter: bool = False,
-             scorer: bool = False) -> Any:
+def metadata(facts: Facts, source: Path, previous: dict[str, Any]) -> Any:
     """The card's front matter as ``huggingface_hub.ModelCardData``; keys that ``previous`` has
     and this training doesn't determine are kept."""
     from huggingface_hub import EvalResult, ModelCardData
 
     config = facts.config
-    kind = "ppo" if config is None else tasks.task_name(config)
-    own = _of_model(pair, adapter, hub_name(config.model.path) if config else None, scorer, kind)
-    own |= facts.license
-    source = None if config is None else config.data if kind in tasks.DATA_TASKS else config.prompts
-    if source is not None and (data_set := hub_name(source.path)) is not None:
-        own["datasets"] = [data_set]
-    if config is not None and facts.after:
-        data_set = hub_name(config.data.path if kind in tasks.DATA_TASKS else
-                            config.prompts.eval.path or config.prompts.path)
+    own = _of_model(source, config) | facts.license
+    if config is not None:
+        supervised = tasks.task_name(config) in tasks.DATA_TASKS
+        trained = (config.data if supervised else config.prompts).path
+        if (data_set := hub_name(trained)) is not None:
+            own["datasets"] = [data_set]
+        judged = hub_name(trained if supervised else config.prompts.eval.path or trained)
         metrics = {"reward_mean": f"mean reward ({reward_names(config)})",
                    "kl_mean": "KL from the starting model (nats per response)",
                    "response_tokens_mean": "mean response length (tokens)"}
-        own |= {"model_name": facts.name, "eval_results": [
-            EvalResult(task_type=own["pipeline_tag"], dataset_type=data_set or "prompts",
-                       dataset_name=_eval_prompts(config), metric_type=name,
-                       metric_name=metrics.get(name, name), metric_value=facts.after[name])
-            for name, _, _ in figure_rows(facts.before, facts.after)]}
+        if facts.after:
+            own |= {"model_name": facts.name, "eval_results": [
+                EvalResult(task_type=own["pipeline_tag"], dataset_type=judged or "prompts",
+                           dataset_name=_eval_prompts(config), metric_type=name,
+                           metric_name=metrics.get(name, name), metric_value=facts.after[name])
+                for name, _, _ in figure_rows(facts.before, facts.after)]}
     if isinstance(previous.get("tags"), list):
         own["tags"] += [tag for tag in previous["tags"] if tag not in own["tags"]]
     kept = {key: value for key, value in previous.items()

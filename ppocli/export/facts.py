@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ import yaml
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config import bounded, hub, resolved, schema, secrets
 from ppocli.evaluation.request import read_result
+from ppocli.runs.listing import last_part
 from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, read_run
 from ppocli.runs.target import Target
 from ppocli.storage.atomic import read_json
@@ -27,7 +28,6 @@ _OWN_LICENSE = "apache-2.0"
 _PLACES = frozenset({"run", "name", "path", "tokenizer_path", "fn", "step_fn", "metric_fn",
                      "targets"})
 """keys of eval.json under which a folder of this machine may stand"""
-_LOCAL = re.compile(r"(?:[/~]|\.\.?/)(?:.*/)?(?=[^/])", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ class Facts:
     samples: list[tuple[dict[str, Any], dict[str, Any]]] = field(default_factory=list)
     """rows of samples.jsonl: responses to the same prompt before training and after"""
     versions: dict[str, str] = field(default_factory=dict)
+    """of the packages that trained it: the summary's, else the checkpoint's"""
     command: str | None = None
     """a command line that trains it again"""
     earlier: Path | None = None
@@ -61,23 +62,26 @@ class Facts:
         return None if self.run is None else self.run.config
 
 
-def gather(target: Target, *, network: bool, command: Callable[[schema.TrainConfig], str]) -> Facts:
+def gather(target: Target, *, network: bool) -> Facts:
     """Read what is known of a target.
 
     Args:
         network: whether the Hub may be asked for the base model's license.
-        command: makes the command line that trains with a configuration.
     """
     if target.run_dir is None:
         return Facts(target.label)
     run = read_run(target.run_dir)
-    step = target.step or 0
-    model = run.config.model
+    step, model = target.step or 0, run.config.model
+    versions = (run.summary or {}).get("versions")
+    if not versions and target.checkpoint is not None:
+        versions = (read_json(target.checkpoint / "MANIFEST.json") or {}).get("versions")
     return Facts(
         name=run.name, step=target.step, run=run,
         license=license_of(model.path, model.revision, network=network), before=_figures(run, 0),
-        after=_figures(run, step), evaluation=without_folders(own_evaluation(target, run.config)),
-        samples=_samples(run, step), versions=_versions(run, target), command=command(run.config))
+        after=_figures(run, step), samples=_samples(run, step),
+        evaluation=without_folders(own_evaluation(target, target.run_dir, run.config)),
+        versions=dict(versions) if isinstance(versions, dict) else {},
+        command=resolved.training_command(run.config))
 
 
 def _figures(run: RunRecord, step: int) -> dict[str, float]:
@@ -96,14 +100,6 @@ def _samples(run: RunRecord, step: int) -> list[tuple[dict[str, Any], dict[str, 
             and "response" in new[prompt]][:_NUM_SAMPLES]  # a reward model has none
 
 
-def _versions(run: RunRecord, target: Target) -> dict[str, str]:
-    """Of the packages that trained it: the summary's, else the checkpoint's."""
-    versions = (run.summary or {}).get("versions")
-    if not versions and target.checkpoint is not None:
-        versions = (read_json(target.checkpoint / "MANIFEST.json") or {}).get("versions")
-    return dict(versions) if isinstance(versions, dict) else {}
-
-
 def license_of(model: str, revision: str | None, *, network: bool) -> dict[str, str]:
     """The license of ``model.path``: what its README.md, else its config.json says.
 
@@ -115,24 +111,25 @@ def license_of(model: str, revision: str | None, *, network: bool) -> dict[str, 
     name = hub_name(model)
     told: dict[str, Any] = {}
     for file in ("README.md", "config.json"):
-        path = (Path(model).expanduser() / file if name is None else
-                _from_hub(name, file, revision, network=network and file == "README.md"))
-        if path is not None and path.is_file() and not told.get("license"):
+        path = Path(model).expanduser() / file if name is None else _from_hub(
+            name, file, revision, network=network and file == "README.md")
+        if path.is_file() and not told.get("license"):
             told = (split_card(path.read_text(encoding="utf-8", errors="replace"))[0]
                     if file == "README.md" else read_json(path) or {})
     known = {key: told[key] for key in _LICENSE_KEYS if isinstance(told.get(key), str)}
     return known if "license" in known else {}
 
 
-def _from_hub(name: str, file: str, revision: str | None, *, network: bool) -> Path | None:
-    """A file of a Hub model: where allowed and possible from the Hub, else from the cache."""
+def _from_hub(name: str, file: str, revision: str | None, *, network: bool) -> Path:
+    """A file of a Hub model: where allowed and possible from the Hub, else from the cache; one that
+    isn't there."""
     from huggingface_hub import hf_hub_download
 
-    # nothing that can go wrong on the way there is a reason not to export
-    with suppress(Exception):
+    try:
         return Path(hf_hub_download(name, file, revision=revision,
                                     local_files_only=not (network and hub.hub_reachable())))
-    return None
+    except Exception:  # nothing that can go wrong on the way there is a reason not to export
+        return Path(os.devnull)
 
 
 def hub_name(path: str | None) -> str | None:
@@ -165,17 +162,20 @@ def split_card(text: str) -> tuple[dict[str, Any], str]:
     return data if isinstance(data, dict) else {}, text[block.end():]
 
 
-def own_evaluation(target: Target, config: schema.TrainConfig) -> dict[str, Any] | None:
+def own_evaluation(target: Target, run_dir: Path, config: schema.TrainConfig
+                   ) -> dict[str, Any] | None:
     """The newest ``eval/*/eval.json`` of exactly these weights under the run's own reward,
     prompts and sampling, whatever its random numbers and the number of responses; else None.
 
     Only where one could be it are the weights loaded, to compare their digest.
     """
-    assert target.run_dir is not None
-    paths = sorted(target.run_dir.glob("eval/*/eval.json"), reverse=True,
+    paths = sorted(run_dir.glob("eval/*/eval.json"), reverse=True,
                    key=lambda path: (path.stat().st_mtime_ns, path.parent.name))
+    # of the run's evaluation prompts, as a checkpoint tells it; None where none does
+    state = read_json(max(run_dir.glob("checkpoints/step-*/state.json"), default=run_dir)) or {}
+    prompts = (state.get("digests") or {}).get("evaluation prompts")
     found = [value for path in paths if (value := read_result(path.parent)) is not None
-             and _own_settings(value, config, target)]
+             and value.get("step") == target.step and _own_settings(value, config, prompts)]
     if not found:
         return None
     digest, sampling = _loaded(target, config)
@@ -183,18 +183,19 @@ def own_evaluation(target: Target, config: schema.TrainConfig) -> dict[str, Any]
                  and value.get("generation") == sampling), None)
 
 
-def _own_settings(evaluation: dict[str, Any], config: schema.TrainConfig, target: Target) -> bool:
-    """Whether step, reward, prompts and the base of the KL are those of the run."""
+def _own_settings(evaluation: dict[str, Any], config: schema.TrainConfig, digest: str | None
+                  ) -> bool:
+    """Whether reward, prompts (of that digest, where it is known) and the base of the KL are those
+    of the run."""
     own = json.loads(json.dumps(asdict(config), default=str))
     with suppress(KeyError, TypeError, ValueError):  # a file that no evaluation wrote
-        told = evaluation["settings"]
-        reward, prompts, model = (dict(told[part]) for part in ("reward", "prompts", "model"))
-        return (evaluation["step"] == target.step
-                # which object it was is not known
-                and resolved.PYTHON_OBJECT not in json.dumps([reward, prompts])
+        reward, prompts, model = (dict(evaluation["settings"][part])
+                                  for part in ("reward", "prompts", "model"))
+        # which object it was is not known
+        return (resolved.PYTHON_OBJECT not in json.dumps([reward, prompts])
                 and reward == {name: own["reward"].get(name) for name in reward}
                 and _asked(prompts) == _asked(own["prompts"])
-                and _prompts_digest(target.run_dir) in (None, prompts.get("digest"))
+                and digest in (None, prompts.get("digest"))
                 and all(model.get(name) == own["model"][name]
                         for name in ("path", "revision", "tokenizer_path")))
     return False
@@ -204,13 +205,6 @@ def _asked(prompts: dict[str, Any]) -> dict[str, Any]:
     """Settings of prompts without what says how many responses there are to each."""
     kept = {name: value for name, value in prompts.items() if name not in ("digest", "count")}
     return kept | {"eval": dict(kept["eval"]) | {"repeat": None}}
-
-
-def _prompts_digest(run_dir: Path | None) -> str | None:
-    """Of the run's evaluation prompts, as a checkpoint tells it; None where none does."""
-    assert run_dir is not None
-    newest = max(run_dir.glob("checkpoints/step-*/state.json"), default=run_dir)
-    return ((read_json(newest) or {}).get("digests") or {}).get("evaluation prompts")
 
 
 def _loaded(target: Target, config: schema.TrainConfig) -> tuple[str, dict[str, Any]]:
@@ -229,15 +223,11 @@ def without_folders(value: Any, key: str = "") -> Any:
     """The contents of eval.json with folders of this machine cut down to their last part."""
     if isinstance(value, dict):
         # digests of the files of rewards, by path
-        return {_last_part(name) if key == "code" else name: without_folders(item, name)
+        return {last_part(name) if key == "code" else name: without_folders(item, name)
                 for name, item in value.items()}
     if isinstance(value, list):
         return [without_folders(item, key) for item in value]
-    return _last_part(value) if isinstance(value, str) and key in _PLACES else value
-
-
-def _last_part(text: str) -> str:
-    return _LOCAL.sub("", text, count=1) if _LOCAL.match(text) else text
+    return last_part(value) if isinstance(value, str) and key in _PLACES else value
 
 
 class Mask:
@@ -262,11 +252,9 @@ class Mask:
         """With this process's environment, the token of ``hf auth login``, the user's home."""
         from huggingface_hub import get_token
 
-        try:
-            home = Path.home()
-        except RuntimeError:  # a user without a home
-            home = None
-        return cls(os.environ, tokens=tuple(filter(None, [get_token()])), home=home)
+        home = os.path.expanduser("~")  # "~" itself for a user without one
+        return cls(os.environ, tokens=tuple(filter(None, [get_token()])),
+                   home=None if home == "~" else Path(home))
 
     def __call__(self, text: str) -> str:
         """``text`` with nothing in it that is to stay here."""

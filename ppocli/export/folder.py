@@ -5,7 +5,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ import yaml
 from ppocli.errors import CheckpointError, InputError
 from ppocli.export import weights
 from ppocli.export.card import CARD, CURVE, curve, render_again, render_card
-from ppocli.export.facts import Facts, Mask, is_encoder_decoder
+from ppocli.export.facts import Facts, Mask
 from ppocli.storage import atomic, faults, model_files
 from ppocli.text import format_bytes
 from ppocli.version import __version__
@@ -36,9 +37,14 @@ _TOLD = (TRAINING_CONFIG, CURVE, EVALUATION, model_files.VALUE_HEAD, model_files
 """files of an export that come along with an export of it"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExportPlan:
-    """What is going to be written. Made from headers and small files; nothing was loaded."""
+    """What is going to be written, told from headers and small files; nothing is loaded.
+
+    Raises:
+        InputError: ``dtype`` is given and the weights are quantized; where they are asked for, they
+            can't be read, or the base of an adapter isn't there.
+    """
 
     name: str
     """how messages call the source: ``runs/quickstart, step 24``"""
@@ -46,11 +52,8 @@ class ExportPlan:
     """a plain Hugging Face folder with safetensors, or an adapter's"""
     target: Path
     facts: Facts
-    tensors: dict[str, weights.StoredTensor]
-    shards: "StateDictSplit"
     dtype: str | None
-    """the floating type that weights are converted to, None where they have it already; of what is
-    merged, which has fp32 in between, always a type"""
+    """the floating type that is asked for"""
     max_shard: int
     """bytes of the largest weight file"""
     merge: bool
@@ -62,10 +65,29 @@ class ExportPlan:
     held: object = None
     """keeps a running run from pruning the source"""
 
+    def __post_init__(self) -> None:
+        config = atomic.read_json(self.source / "config.json") or {}
+        if self.dtype is not None and "quantization_config" in config:
+            raise InputError(f"{self.name} is quantized: its weights can't be cast to "
+                             f"{self.dtype}.", where="--dtype", fix="leave --dtype out")
+
     @property
     def adapter(self) -> bool:
         """Whether an adapter's own files are written."""
         return not self.merge and model_files.is_adapter(self.source)
+
+    @cached_property
+    def tensors(self) -> dict[str, weights.StoredTensor]:
+        """Of the source, or of the base that it is merged into."""
+        return weights.stored_tensors(weights.base_of(self.source) if self.merge else self.source)
+
+    @cached_property
+    def shards(self) -> "StateDictSplit":
+        """The weight files."""
+        if self.adapter:  # one file, whatever its size: PEFT knows no shards
+            size = sum(tensor.num_bytes for tensor in self.tensors.values())
+            return weights.plan_files(self.tensors, None, size, model_files.ADAPTER_WEIGHTS)
+        return weights.plan_files(self.tensors, self.cast, self.max_shard)
 
     @property
     def stored(self) -> str:
@@ -74,8 +96,13 @@ class ExportPlan:
 
     @property
     def written(self) -> str:
-        """The floating type of the exported weights."""
-        return self.dtype or self.stored
+        """The floating type of the exported weights; what is merged has fp32 in between."""
+        return self.dtype or ("fp32" if self.merge else self.stored)
+
+    @property
+    def cast(self) -> str | None:
+        """The floating type that weights are converted to, None where they have it already."""
+        return None if self.written == self.stored and not self.merge else self.written
 
     @property
     def bytes(self) -> int:
@@ -102,29 +129,6 @@ class ExportPlan:
                        *([weights.INDEX] if self.shards.is_sharded else [])})
 
 
-def plan_export(name: str, source: Path, target: Path, facts: Facts, *, dtype: str | None,
-                max_shard: int, merge: bool, critic: list[Path], repo_id: str | None) -> ExportPlan:
-    """Find out what an export will consist of.
-
-    Raises:
-        InputError: the weights can't be read, or are quantized and ``dtype`` is given; the base of
-            an adapter isn't there.
-    """
-    stored, dtype = (weights.base_of(source), dtype or "fp32") if merge else (source, dtype)
-    config = atomic.read_json(source / "config.json") or {}
-    if dtype is not None and "quantization_config" in config:
-        raise InputError(f"{name} is quantized: its weights can't be cast to {dtype}.",
-                         where="--dtype", fix="leave --dtype out")
-    tensors = weights.stored_tensors(stored)
-    dtype = None if not merge and dtype == weights.dtype_of(tensors) else dtype
-    shards = weights.plan_files(tensors, dtype, max_shard)
-    if model_files.is_adapter(stored):  # one file, whatever its size: PEFT knows no shards
-        shards = weights.plan_files(tensors, None, shards.metadata["total_size"],
-                                    model_files.ADAPTER_WEIGHTS)
-    return ExportPlan(name, source, target, facts, tensors, shards, dtype, max_shard, merge,
-                      critic, repo_id)
-
-
 def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights.Verified:
     """Write, verify and publish; on any failure ``plan.target`` is as it was before.
 
@@ -146,9 +150,8 @@ def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> wei
     with TemporaryDirectory(dir=plan.target.parent, prefix=".merged-") as place:
         weights.write_merged(plan.source, Path(place), plan.prompts, plan.trust_remote_code, check)
         gc.collect()
-        return _publish(plan_export(
-            plan.name, Path(place), plan.target, plan.facts, dtype=plan.dtype, merge=False,
-            max_shard=plan.max_shard, critic=plan.critic, repo_id=plan.repo_id), mask, check)
+        return _publish(replace(plan, source=Path(place), merge=False, dtype=plan.written), mask,
+                        check)
 
 
 def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights.Verified:
@@ -159,9 +162,9 @@ def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights
         _write_files(plan, folder, previous, mask, check)
         faults.point("export.before_verify")
         check()
-        weights.compare_weights(plan.source, plan.tensors, plan.dtype, folder, check)
+        weights.compare_weights(plan.source, plan.tensors, plan.cast, folder, check)
         verified.append(weights.verify_model(
-            plan.source, folder, plan.prompts, cast=plan.dtype, num_tensors=len(plan.tensors),
+            plan.source, folder, plan.prompts, cast=plan.cast, num_tensors=len(plan.tensors),
             trust_remote_code=plan.trust_remote_code, check=check))
         _write_record(plan, folder, verified[0], mask)
         check()
@@ -179,7 +182,7 @@ def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights
 
 def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mask,
                  check: Callable[[], None]) -> None:
-    weights.write_weights(plan.source, plan.tensors, plan.shards, plan.dtype, folder, check)
+    weights.write_weights(plan.source, plan.tensors, plan.shards, plan.cast, folder, check)
     contents, facts = _contents(plan, mask), plan.facts
     for name, content in contents.items():
         if isinstance(content, Path):
@@ -191,10 +194,9 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
         card = render_again(_read_text(facts.earlier / CARD), location, plan.written, previous,
                             mask)
     else:
-        card = render_card(facts, previous, mask, dtype=plan.written, location=location,
-                           chat=_has_chat_template(folder), pair=is_encoder_decoder(plan.source),
-                           value_head=[path.name for path in plan.critic], curve=CURVE in contents,
-                           adapter=plan.adapter, scorer=model_files.is_scorer(plan.source))
+        card = render_card(facts, plan.source, previous, mask, dtype=plan.written,
+                           location=location, value_head=[path.name for path in plan.critic],
+                           curve=CURVE in contents)
     _write_text(folder / CARD, card)
 
 
@@ -267,11 +269,6 @@ def _derived_generation_config(source: Path) -> str:
 
     config = AutoConfig.from_pretrained(str(source), local_files_only=True)
     return str(GenerationConfig.from_model_config(config).to_json_string())
-
-
-def _has_chat_template(folder: Path) -> bool:
-    config = atomic.read_json(folder / "tokenizer_config.json") or {}
-    return (folder / "chat_template.jinja").is_file() or bool(config.get("chat_template"))
 
 
 def _json(value: dict[str, Any]) -> str:

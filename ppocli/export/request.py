@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ppocli.config import hub, schema
 from ppocli.config.resolved import CONFIG_FILE, read_config
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.export import folder as exports
@@ -142,32 +141,32 @@ def shown(folder: Path) -> str:
     return path if "/" in path else f"./{path}"
 
 
-@dataclass(frozen=True, slots=True)
-class Existing:
-    """An export that is there already and only has to be pushed."""
+def existing(request: ExportRequest) -> tuple[Path, str] | None:
+    """The export that RUN names, and the name of its run, if it is there already and only has to be
+    pushed.
 
-    folder: Path
-    run_name: str
+    Raises:
+        InputError: a file of it is missing, damaged or changed.
+    """
+    folder = Path(request.run or "").expanduser()
+    asked = request.to_hub and request.run is not None and not request.writing
+    record = exports.read_record(folder) if asked else None
+    if record is None:
+        return None
+    exports.check_whole(folder)
+    return folder.absolute(), str(record.get("run") or folder.name)
 
 
-def resolve(request: ExportRequest, say: Callable[[str], None],
-            command: Callable[[schema.TrainConfig], str]) -> exports.ExportPlan | Existing:
+def resolve(request: ExportRequest, say: Callable[[str], None]) -> exports.ExportPlan:
     """Find the policy and decide what to write where.
 
     Args:
         say: told what was chosen where the user left it open.
-        command: makes the command line that trains with a configuration, for the card.
 
     Raises:
         ConfigError: options that don't fit the target; a destination that is in the way.
         CheckpointError, InputError: no such policy, or it can't be read.
     """
-    request.check()
-    if request.dry_run:  # it asks nobody: what isn't in the local cache isn't there
-        os.environ.update({} if hub.offline_variable() else {"HF_HUB_OFFLINE": "1"})
-        hub.go_offline()
-    if (existing := _existing(request)) is not None:
-        return existing
     target = find_target(request.run, say=say, step=request.step, best=request.best)
     if target.run_dir is not None:
         trust.check_run(target.run_dir, read_config(target.run_dir / CONFIG_FILE), ("model.",),
@@ -179,16 +178,16 @@ def resolve(request: ExportRequest, say: Callable[[str], None],
     source = _local(target.model)
     check_destination(request, destination, source)
     merge = _merges(request, source, target.name, say)
-    facts = gather(target, network=not request.dry_run, command=command)
+    facts = gather(target, network=not request.dry_run)
     if facts.run is None and (earlier := exports.earlier_export(source, say)) is not None:
         facts = replace(facts, name=earlier["run"] or facts.name, step=earlier["step"],
                         earlier=source)
     if facts.run is not None and not pictures.installed():
         say(f"no {CURVE}: {pictures.MISSING}")
-    plan = exports.plan_export(
-        target.name, source, destination, facts, dtype=request.dtype, merge=merge, critic=critic,
-        max_shard=parse_size(request.max_shard_size or DEFAULT_SHARD), repo_id=request.repo_id)
-    return replace(plan, held=target.held)
+    return exports.ExportPlan(
+        target.name, source, destination, facts, request.dtype,
+        parse_size(request.max_shard_size or DEFAULT_SHARD), merge, critic, request.repo_id,
+        target.held)
 
 
 def _merges(request: ExportRequest, source: Path, name: str, say: Callable[[str], None]) -> bool:
@@ -218,17 +217,6 @@ def _merges(request: ExportRequest, source: Path, name: str, say: Callable[[str]
             raise ConfigError(f"{option} is about a whole model, and an adapter's own folder is "
                               "written.", where=option, fix=f"leave {option} out, or --merge")
     return False
-
-
-def _existing(request: ExportRequest) -> Existing | None:
-    """The export that RUN names, if it is to be pushed as it is."""
-    folder = Path(request.run or "").expanduser()
-    asked = request.to_hub and request.run is not None and not request.writing
-    record = exports.read_record(folder) if asked else None
-    if record is None:
-        return None
-    exports.check_whole(folder)
-    return Existing(folder.absolute(), str(record.get("run") or folder.name))
 
 
 def _with_critic(target: Target) -> tuple[Target, list[Path]]:

@@ -71,12 +71,11 @@ def test_a_second_export_to_the_same_place_is_told_who_works_there(finished, exp
 
 def test_what_another_export_has_written_meanwhile_is_not_replaced_unasked(finished, export):
     from ppocli.cli.export import _write
-    from ppocli.config.resolved import training_command
     from ppocli.export.facts import Mask
     from ppocli.export.request import ExportRequest, resolve
 
     request = ExportRequest("mine")
-    plan = resolve(request, print, training_command)
+    plan = resolve(request, print)
     assert export("mine").code == 0
     with pytest.raises(ConfigError, match="holds an export already"):
         _write(plan, request, Mask({}), print)

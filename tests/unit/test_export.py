@@ -81,8 +81,8 @@ def facts_of(run: RunRecord) -> Facts:
 
 
 def card_of(facts: Facts, previous: str | None = None) -> str:
-    return render_card(facts, previous, NO_MASK, dtype="fp32", location="tester/tamed",
-                       chat=False, pair=False, value_head=[], curve=True)
+    return render_card(facts, Path("nowhere"), previous, NO_MASK, dtype="fp32",
+                       location="tester/tamed", value_head=[], curve=True)
 
 
 class TestCard:
