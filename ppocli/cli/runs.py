@@ -134,8 +134,7 @@ def compare(
       ppocli compare runs/sweep-20260131-120000/0 runs/sweep-20260131-120000/1 --json
     """
     from ppocli.cli.plot import check_out, numbers_of, show_curves
-    from ppocli.report.compare import compare_runs
-    from ppocli.report.curves import collect, metric_names
+    from ppocli.report.curves import collect, compare_runs, metric_names
     from ppocli.runs.target import read_runs
 
     if out is not None:

@@ -101,16 +101,15 @@ def layout_of(cfg: schema.TrainConfig, *, tokens: int, ranks: int, ranks_on_host
     if updates.micro_batch_tokens is not None:
         pass_ = max(1, min(pass_, updates.micro_batch_tokens // tokens))
     rows = min(pass_, share)
+    accumulates = rows < share
     if (task := tasks.task_name(cfg)) in tasks.DATA_TASKS:
-        each = 2 if task == "reward_model" else 1  # of a pair
-        return Layout(ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda, rows=each * rows,
-                      decoded=max(-(-cfg.sft.eval_samples // ranks), 1), scored=each * rows,
-                      accumulates=rows < share)
-    chunk = ppo.chunk_size or min(ppo.num_rollouts, 128)
-    most = max(ppo.num_rollouts, evaluation.limit * evaluation.repeat)
-    decoded = min(chunk, -(-most // ranks))
-    return Layout(ranks=ranks, ranks_on_host=ranks_on_host, cuda=cuda, rows=rows, decoded=decoded,
-                  scored=min(pass_, decoded), accumulates=rows < share)
+        rows *= 2 if task == "reward_model" else 1  # of a pair
+        decoded, scored = max(-(-cfg.sft.eval_samples // ranks), 1), rows
+    else:
+        most = max(ppo.num_rollouts, evaluation.limit * evaluation.repeat)
+        decoded = min(ppo.chunk_size or min(ppo.num_rollouts, 128), -(-most // ranks))
+        scored = min(pass_, decoded)
+    return Layout(ranks, ranks_on_host, cuda, rows, decoded, scored, accumulates)
 
 
 def lines_of(cfg: schema.TrainConfig, parts: Iterable[Part], layout: Layout, heads: int,

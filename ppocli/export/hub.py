@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from ppocli.config.hub import hub_reachable, offline_variable
 from ppocli.errors import HubError
@@ -33,8 +33,6 @@ _STALE = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.in
           model_files.VALUE_HEAD, model_files.VALUE_TRUNK, "eval.json"]
 """files of an earlier export that this one may not have; transformers would load the wrong ones"""
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")
-
-T = TypeVar("T")
 
 
 def push(folder: Path, wanted: ExportRequest, name: str, mask: Mask, say: Callable[[str], None]
@@ -191,8 +189,8 @@ class _Session:
                                         expected=EntryNotFoundError))
         return None
 
-    def _step(self, doing: str, action: Callable[[], T], waits: tuple[float, ...] = _WAITS,
-              expected: type[Exception] | tuple[()] = ()) -> T:
+    def _step(self, doing: str, action: Callable[[], Any], waits: tuple[float, ...] = _WAITS,
+              expected: type[Exception] | tuple[()] = ()) -> Any:
         """Do something on the Hub; dropped connections and failures of the Hub are waited out.
 
         Args:
@@ -244,7 +242,6 @@ def _status(error: Exception) -> int | None:
 def _is_transport(error: BaseException) -> bool:
     """A connection that wasn't made or broke, in the words of any client that huggingface_hub may
     use: httpx (1.x), httpx2 (2.x), hf_xet (Python's own)."""
-    if isinstance(error, (ConnectionError, TimeoutError)):
-        return True
-    return any(kind.__name__ == "TransportError" and kind.__module__.split(".")[0] in (
-        "httpx", "httpx2") for kind in type(error).__mro__)
+    return isinstance(error, (ConnectionError, TimeoutError)) or any(
+        kind.__name__ == "TransportError" and kind.__module__.split(".")[0] in ("httpx", "httpx2")
+        for kind in type(error).__mro__)

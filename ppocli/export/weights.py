@@ -12,7 +12,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -278,10 +278,15 @@ def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | 
     found = []
     for place, failure in ((source, InputError), (folder, CheckpointError)):
         check()
-        with _loading(place, failure):
+        try:
             tokenizers.append(transformers.AutoTokenizer.from_pretrained(place, **hub))
             ids = prompt_ids(tokenizers[0], prompts)  # where settings of a tokenizer are damaged
             model = _load_policy(place, hub)
+        except PpocliError:
+            raise
+        except Exception as error:  # of many kinds, all about the folder
+            raise failure(f"transformers can't load {place}: {first_line(error)}",
+                          where=str(place)) from error
         if cast is not None:  # compute in fp32, so that nothing but rounded weights counts
             model.float()
         found.append(logits_of(model, ids))
@@ -323,17 +328,6 @@ def prompt_ids(tokenizer: Any, prompts: list[str]) -> list[list[int]]:
     """Token ids of each prompt; of one without any, a single token."""
     return [list(tokenizer(prompt)["input_ids"]) or [tokenizer.eos_token_id or 0]
             for prompt in prompts]
-
-
-@contextmanager
-def _loading(folder: Path, failure: type[PpocliError]) -> Iterator[None]:
-    try:
-        yield
-    except PpocliError:
-        raise
-    except Exception as error:  # of many kinds, all about the folder
-        raise failure(f"transformers can't load {folder}: {first_line(error)}", where=str(folder)
-                      ) from error
 
 
 def _load_policy(folder: Path, hub: dict[str, Any]) -> Any:

@@ -225,22 +225,21 @@ def _profile(summary: dict[str, Any]) -> list[Row]:
 
 def evaluations_of(run_dir: Path) -> list[Row]:
     """Finished evaluations, the newest last; a file that can't be read is left out."""
-    found = [(told["time"]["finished"], path.parent.name, told)
-             for path in run_dir.glob("eval/*/eval.json")
-             if (told := read_result(path.parent)) is not None]
-    return [_evaluation(name, told) for _, name, told in sorted(found, key=lambda each: each[:2])]
-
-
-def _evaluation(name: str, told: dict[str, Any]) -> Row:
-    figures, wins = told["figures"], told["win_rate"] or {}
-    return {"name": name, "of": told["model"]["name"], "samples": told["samples"],
+    found = {}
+    for path in run_dir.glob("eval/*/eval.json"):
+        if (told := read_result(path.parent)) is None:
+            continue
+        figures, wins, name = told["figures"], told["win_rate"] or {}, path.parent.name
+        found[told["time"]["finished"], name] = {
+            "name": name, "of": told["model"]["name"], "samples": told["samples"],
             "reward_mean": figures.get("reward_mean"),
             "found": {} if "reward_mean" in figures else {
-                name: value for name in ("accuracy", "loss", "perplexity")
-                if (value := figures.get(name)) is not None},
+                key: value for key in ("accuracy", "loss", "perplexity")
+                if (value := figures.get(key)) is not None},
             "reward_stderr": told["stderr"].get("reward_mean"), "kl_mean": figures.get("kl_mean"),
             "against": told["against"]["model"]["name"] if told["against"] else "",
             "win_rate": wins.get("win_rate"), "win_stderr": wins.get("stderr")}
+    return [row for _, row in sorted(found.items(), key=lambda each: each[0])]
 
 
 def checkpoints_of(run: run_folder.RunFolder, best_step: int | None) -> list[Row]:
@@ -268,7 +267,7 @@ def environment_of(run_dir: Path, summary: dict[str, Any]) -> dict[str, str]:
     return dict(list(found.items())[:_MOST_FACTS])
 
 
-def _flat_facts(prefix: str, value: dict[str, Any]) -> Iterator[tuple[str, str]]:
+def _flat_facts(prefix: str, value: dict[Any, Any]) -> Iterator[tuple[str, str]]:
     for key, item in value.items():
         name = f"{prefix} {key}".strip()
         if secrets.looks_secret(str(key)) or item is None or item in ({}, []):
@@ -276,7 +275,6 @@ def _flat_facts(prefix: str, value: dict[str, Any]) -> Iterator[tuple[str, str]]
         if isinstance(item, dict):
             yield from _flat_facts(name, item)
         elif isinstance(item, list) and all(isinstance(part, dict) for part in item):
-            for number, part in enumerate(item):
-                yield from _flat_facts(f"{name} {number}", part)
+            yield from _flat_facts(name, dict(enumerate(item)))
         else:
             yield name, ", ".join(map(str, item)) if isinstance(item, list) else str(item)
