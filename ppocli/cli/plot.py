@@ -16,7 +16,7 @@ from ppocli.errors import ConfigError
 from ppocli.text import clean, printable_json
 
 if TYPE_CHECKING:
-    from ppocli.report.curves import Series
+    from ppocli.report.curves import Chart, Series
 
 Style = Literal["dots", "colours", "marks", "ascii"]
 """``dots``: braille, for one curve. ``colours``: braille, each curve in a colour of its own.
@@ -57,15 +57,15 @@ def plot_runs(
     if out is not None:
         check_out(out, overwrite)
     runs = read_runs(given or [str(find_run(None, say=say))])
-    series = collect(runs, metric_names(metric, runs), smooth)
+    charts = collect(runs, metric_names(metric, runs), smooth)
     if as_json:
-        print(printable_json(json.dumps(
-            {"smooth": smooth, "series": list(map(numbers_of, series))}, ensure_ascii=False)))
-    show_curves(series, smooth, out, quiet=as_json)
+        print(printable_json(json.dumps({"smooth": smooth, "series": numbers_of(charts)},
+                                        ensure_ascii=False)))
+    show_curves(charts, out, quiet=as_json)
 
 
-def show_curves(series: "Sequence[Series]", smooth: int, out: Path | None, *, quiet: bool) -> None:
-    """Draw curves into a file, whose path is printed, or in the terminal; print nothing if
+def show_curves(charts: "Sequence[Chart]", out: Path | None, *, quiet: bool) -> None:
+    """Draw charts into a file, whose path is printed, or in the terminal; print nothing if
     ``quiet``.
 
     Raises:
@@ -77,19 +77,24 @@ def show_curves(series: "Sequence[Series]", smooth: int, out: Path | None, *, qu
     from ppocli.runs.pictures import draw as draw_picture
 
     if out is not None:
-        drawn = draw_picture(panels_of(series, smooth), out.suffix.lower().removeprefix("."))
+        drawn = draw_picture(panels_of(charts), out.suffix.lower().removeprefix("."))
         write_file(out, drawn, "--output")
-    if not quiet:
-        if out is None:
-            _print_charts(series, smooth)
-        else:
-            show_text(str(out))
+    if quiet:
+        return
+    if out is not None:
+        show_text(str(out))
+        return
+    style = chosen_style(max(len(series) for _, series in charts))
+    width = shutil.get_terminal_size().columns
+    drawings = [draw(series, title=title, style=style, width=width) for title, series in charts]
+    print("\n\n".join(map("\n".join, drawings)), flush=True)
 
 
-def numbers_of(curve: "Series") -> dict[str, Any]:
-    """One curve as JSON."""
-    return {"run": curve.run, "metric": curve.metric, "steps": [step for step, _ in curve.points],
-            "values": [value for _, value in curve.points]}
+def numbers_of(charts: "Sequence[Chart]") -> list[dict[str, Any]]:
+    """The curves as JSON."""
+    return [{"run": curve.run, "metric": curve.metric, "steps": [step for step, _ in curve.points],
+             "values": [value for _, value in curve.points]}
+            for _, series in charts for curve in series]
 
 
 def check_out(out: Path, overwrite: bool) -> None:
@@ -105,16 +110,6 @@ def check_out(out: Path, overwrite: bool) -> None:
     if folder or (os.path.lexists(out) and not overwrite):
         raise ConfigError(f"{out} exists already; nothing is overwritten.", where="--output",
                           fix="choose another name" + ("" if folder else ", or add --overwrite"))
-
-
-def _print_charts(series: "Sequence[Series]", smooth: int) -> None:
-    from ppocli.report.curves import by_metric, chart_title
-
-    style = chosen_style(len({each.run for each in series}))
-    width = shutil.get_terminal_size().columns
-    charts = [draw(group, title=chart_title(metric, group, smooth), style=style, width=width)
-              for metric, group in by_metric(series)]
-    print("\n\n".join(map("\n".join, charts)), flush=True)
 
 
 def chosen_style(runs: int) -> Style:

@@ -147,13 +147,13 @@ def compare(
     curves = collect(runs, wanted, 1) if wanted else []
     found = compare_runs(runs, wanted if metric else ())
     if as_json:
-        output.print_json(found | ({"curves": list(map(numbers_of, curves))} if curves else {}))
+        output.print_json(found | ({"curves": numbers_of(curves)} if curves else {}))
     else:
         _print_comparison(found)
     if curves:
         if not as_json:
             print()
-        show_curves(curves, 1, out, quiet=as_json)
+        show_curves(curves, out, quiet=as_json)
 
 
 def _print_comparison(found: dict[str, Any]) -> None:

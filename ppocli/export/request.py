@@ -66,7 +66,8 @@ class ExportRequest:
         if self.create_pr and self.revision is not None:
             raise ConfigError("--create-pr and --revision exclude each other: a pull request has "
                               "a branch of its own.", where="command line", fix="give one of them")
-        check_repo_id(self.repo_id)
+        if self.repo_id is not None:
+            check_repo_id(self.repo_id)
 
     def push_command(self, folder: Path) -> str:
         """The command that pushes ``folder`` to where this request does."""
@@ -107,14 +108,12 @@ def parse_size(text: str) -> int:
     return size
 
 
-def check_repo_id(repo_id: str | None) -> None:
+def check_repo_id(repo_id: str) -> None:
     """Refuse what is a path or no name of a repository.
 
     Raises:
         ConfigError: says why.
     """
-    if repo_id is None:
-        return
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -171,9 +170,7 @@ def resolve(request: ExportRequest, say: Callable[[str], None]) -> exports.Expor
     if target.run_dir is not None:
         trust.check_run(target.run_dir, read_config(target.run_dir / CONFIG_FILE), ("model.",),
                         trusts=request.trust)
-    critic: list[Path] = []
-    if request.include_value_head:
-        target, critic = _with_critic(target)
+    target, critic = _with_critic(target) if request.include_value_head else (target, [])
     destination = _destination(request, target)
     source = _local(target.model)
     check_destination(request, destination, source)

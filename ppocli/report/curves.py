@@ -6,7 +6,6 @@ Drawing is done by the report's page, :mod:`ppocli.runs.pictures` and :mod:`ppoc
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from statistics import fmean
 from typing import Any, Literal
 
@@ -218,12 +217,19 @@ def run_labels(runs: Sequence[RunRecord]) -> list[str]:
     return [str(run.folder.path) for run in runs]
 
 
-def collect(runs: Sequence[RunRecord], metrics: Sequence[str], smooth: int = 1) -> list[Series]:
-    """The series of all charts, metric by metric, in the order of the runs."""
+Chart = tuple[str, list[Series]]
+"""what stands above it, and its series: evaluations lie over the rollouts of a run"""
+
+
+def collect(runs: Sequence[RunRecord], metrics: Sequence[str], smooth: int = 1) -> list[Chart]:
+    """A chart for each metric, with the series of all runs in their order."""
     labels = run_labels(runs)
-    return [Series(label, metric, smoothed(run.series(metric), smooth),
-                   run.series(_EVALUATED.get(metric, "")))
-            for metric in metrics for label, run in zip(labels, runs, strict=True)]
+    of = f" of {labels[0]}" if len(runs) == 1 else ""
+    how = f", mean of {smooth} steps" if smooth > 1 else ""
+    return [(f"{metric}{of}{how}",
+             [Series(label, metric, smoothed(run.series(metric), smooth),
+                     run.series(_EVALUATED.get(metric, "")))
+              for label, run in zip(labels, runs, strict=True)]) for metric in metrics]
 
 
 def smoothed(points: Sequence[tuple[int, float]], steps: int) -> list[tuple[int, float]]:
@@ -237,28 +243,14 @@ def smoothed(points: Sequence[tuple[int, float]], steps: int) -> list[tuple[int,
     return found
 
 
-def panels_of(series: Sequence[Series], smooth: int = 1) -> list[Panel]:
-    """A panel for each metric, evaluations over the rollouts."""
-    found = []
-    for metric, group in by_metric(series):
-        lines = [line for run, each in enumerate(group) for line in (
-            Line(each.run, each.points, "thin" if each.evaluated else "line",
-                 run if len(group) > 1 else -1),
-            Line(f"{each.run}, evaluation", each.evaluated, "dots",
-                 run if len(group) > 1 else -1)) if line.points or line.kind != "dots"]
-        found.append(Panel(chart_title(metric, group, smooth), lines))
-    return found
-
-
-def chart_title(metric: str, group: Sequence[Series], smooth: int) -> str:
-    """What stands above a chart."""
-    of = f" of {group[0].run}" if len(group) == 1 else ""
-    return f"{metric}{of}" + (f", mean of {smooth} steps" if smooth > 1 else "")
-
-
-def by_metric(series: Sequence[Series]) -> list[tuple[str, list[Series]]]:
-    """The series of each chart, in order."""
-    return [(metric, list(group)) for metric, group in groupby(series, lambda each: each.metric)]
+def panels_of(charts: Sequence[Chart]) -> list[Panel]:
+    """The same for a picture."""
+    return [Panel(title, [line for run, each in enumerate(group) for line in (
+        Line(each.run, each.points, "thin" if each.evaluated else "line",
+             run if len(group) > 1 else -1),
+        Line(f"{each.run}, evaluation", each.evaluated, "dots",
+             run if len(group) > 1 else -1)) if line.points or line.kind != "dots"])
+            for title, group in charts]
 
 
 # Side by side -----------------------------------------------------------------------------------
