@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -120,10 +119,12 @@ def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> d
         atomic.repair_published(plan.target)
         check_destination(request, plan.target, plan.source)  # another export may have ended there
         verified = write_export(plan, mask, stop.check)
-    tell(verified.sentence())
+    logits = "equal" if verified["logits"] == 0 else f"within {verified['logits']:.1e} (rounding)"
+    tell(f"Verified: reloaded with transformers {verified['transformers']}; {verified['tensors']} "
+         f"tensors equal, logits on {verified['prompts']} prompts {logits}, tokenizer equal.")
     return {"source": mask(plan.name), "step": plan.facts.step, "dtype": plan.written,
             "bytes": plan.bytes, "files": sorted(os.listdir(plan.target)),
-            "verified": asdict(verified)}
+            "verified": verified}
 
 
 def _dry_run(plan: ExportPlan | None, request: ExportRequest, folder: Path, name: str,

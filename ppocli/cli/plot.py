@@ -77,8 +77,7 @@ def show_curves(charts: "Sequence[Chart]", out: Path | None, *, quiet: bool) -> 
     from ppocli.runs.pictures import draw as draw_picture
 
     if out is not None:
-        drawn = draw_picture(panels_of(charts), out.suffix.lower().removeprefix("."))
-        write_file(out, drawn, "--output")
+        write_file(out, draw_picture(panels_of(charts), out.suffix.lower().removeprefix(".")))
     if quiet:
         return
     if out is not None:

@@ -101,7 +101,7 @@ def report(
     if as_json:
         output.print_json(gathered)
     for path, form_of_file in targets:
-        render.write_file(path, render.render(gathered, form_of_file), "--output")
+        render.write_file(path, render.render(gathered, form_of_file))
         print(printable(str(path)))
 
 

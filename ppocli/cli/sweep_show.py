@@ -63,7 +63,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     if out is not None:
         form = out.suffix.lower().removeprefix(".")
         write_file(out, pictures.draw_sweep([job for job, _ in now], found.get("importance", {}),
-                                            form), "--output")
+                                            form))
         output.say(f"drawn into {out}")
     if as_json:
         output.print_json({"sweep": str(sweep.folder), "words": list(sweep.words),

@@ -15,7 +15,7 @@ from ppocli.config.schema import TrainConfig, reference_kind
 from ppocli.errors import DiskError, OutOfMemoryError, PpocliError
 from ppocli.estimate import memory, passes
 from ppocli.estimate.memory import FROZEN, Layout, Line
-from ppocli.estimate.parts import Models, Part, count, models_of, output_head, parts_of
+from ppocli.estimate.parts import Models, Part, count, models_of, parts_of
 from ppocli.models.fast.gemm import packed_size
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.loading.language_model import DTYPES
@@ -76,8 +76,7 @@ def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool
                               ranks_on_host=ranks_on_host, cuda=cuda)
     stage = cfg.hardware.zero_stage
     zero = deepspeed_config(cfg)["zero_optimization"] if stage else {}
-    ends = [m for m in (output_head(models.lm), models.value_head) if m is not None]
-    heads = 4 * count(p for module in ends for p in module.parameters())
+    heads = 4 * count(p for module in models.heads for p in module.parameters())
     lines = tuple(line for line in (
         *memory.lines_of(cfg, parts, layout, heads, zero),
         *_passes(cfg, models, parts, layout, prompt_tokens, new)) if line.device or line.host)

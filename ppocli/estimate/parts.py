@@ -22,6 +22,7 @@ from ppocli.models.loading.language_model import DTYPES, frozen_dtype
 from ppocli.models.loading.model_config import attention_wanted, loading, reference_kind
 from ppocli.models.trunk import RELATIVE_POSITIONS
 from ppocli.rewards.resolve import BUILTIN_REWARDS, MODEL_REWARDS
+from ppocli.storage import model_files
 from ppocli.storage.checkpoints import value_start
 
 QUANTIZED_BITS = {"8bit": 8, "4bit": 4 + 8 / 64 + 32 / (64 * 256)}
@@ -44,6 +45,16 @@ class Models:
     """a value branch's own layers, and what follows them"""
     value_lm: Any = None
     """the trunk of a value model"""
+
+    @property
+    def head(self) -> Any:
+        """What makes logits of the model's states, or the one score of a reward model."""
+        return self.lm.get_output_embeddings() or self.lm.score
+
+    @property
+    def heads(self) -> list[nn.Module]:
+        """That, and the value head."""
+        return [m for m in (self.head, self.value_head) if m is not None]
 
     @property
     def value_modules(self) -> list[nn.Module]:
@@ -103,11 +114,9 @@ def read_config(name: str, *, key: str, revision: str | None = None, trust_remot
     Raises:
         InputError: no such model, or its configuration can't be read.
     """
-    from ppocli.storage.model_files import find_whole
-
     source: str = str(Path(name).expanduser())
     if not (Path(source) / "config.json").is_file():
-        source, revision = find_whole(name, key=key, revision=revision)
+        source, revision = model_files.find_whole(name, key=key, revision=revision)
     with loading(f"configuration of {name}", key):
         return transformers.AutoConfig.from_pretrained(source, revision=revision,
                                                        trust_remote_code=trust_remote_code)
@@ -182,7 +191,7 @@ def _value_model(cfg: schema.ModelConfig) -> tuple[Any, nn.Module]:
     cfg = value_start(cfg)
     config = read_config(cfg.path, key=key, revision=cfg.revision,
                          trust_remote_code=cfg.trust_remote_code)
-    scores = any("ForSequenceClassification" in a for a in config.architectures or [])
+    scores = model_files.scores(config)
     whole = _empty(cfg, config, cfg.path, key,
                    "AutoModelForSequenceClassification" if scores else "AutoModel")
     trunk, score = whole.base_model, getattr(whole, "score", None)
@@ -204,11 +213,6 @@ def _branch(lm: Any, count: int) -> nn.ModuleList:
     after = [m for m in owner.children()
              if m is not stack and any(p.requires_grad for p in m.parameters())]
     return nn.ModuleList([*list(stack)[-count:], *after]).requires_grad_(True)
-
-
-def output_head(lm: Any) -> Any:
-    """What makes logits of a model's states, or the one score of a reward model."""
-    return lm.get_output_embeddings() or lm.score
 
 
 # Parts --------------------------------------------------------------------------------------------
@@ -246,11 +250,10 @@ def parts_of(cfg: schema.TrainConfig, models: Models, *, rewards: bool = True
 def _trained_parts(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
     lm = models.lm
     # heads cast their own weights where they need them, or never; embeddings are looked up
-    heads = [m for m in (output_head(lm), models.value_head) if m is not None]
     tables = [m for whole in (lm, *models.value_modules) for m in whole.modules()
               if isinstance(m, nn.Embedding)]
-    apart = {id(p) for m in (*heads, *tables) for p in m.parameters()}
-    quantized = quantized_weights(cfg, lm)
+    apart = {id(p) for m in (*models.heads, *tables) for p in m.parameters()}
+    quantized = quantized_weights(cfg, models)
     pieces: list[tuple[Kind, str, list[Any], schema_training.OptimizerConfig]] = [
         ("policy", "policy", [lm], tasks.updates_of(cfg).optimizer),
         ("value", f"value {cfg.model.value.kind}", models.value_modules,
@@ -307,12 +310,12 @@ def pinned_bytes(size: int) -> int:
     return 1 << (size - 1).bit_length() if size else 0
 
 
-def quantized_weights(cfg: schema.TrainConfig, lm: Any) -> dict[int, int]:
+def quantized_weights(cfg: schema.TrainConfig, models: Models) -> dict[int, int]:
     """Bytes of each weight, by its id, that ``model.quantization`` changes: those of linear layers,
     but of the output embedding; transformers keeps one of T5's in fp32."""
     if cfg.model.quantization is None:
         return {}
-    head = output_head(lm).weight
+    lm, head = models.lm, models.head.weight
     exact = "wo" if lm.config.model_type in RELATIVE_POSITIONS else None
     found = {}
     for name, module in lm.named_modules():

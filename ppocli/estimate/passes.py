@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from ppocli.config.schema import TrainConfig
-from ppocli.estimate.parts import Models, output_head
+from ppocli.estimate.parts import Models
 from ppocli.models.fast.attention import SHORT
 from ppocli.models.head import CHUNK_BYTES, KEPT_BYTES
 from ppocli.models.layer_stack import layer_stack
@@ -176,7 +176,7 @@ def training_pass(cfg: TrainConfig, models: Models, at: Sizes, *, copies: int) -
         # in an encoder-decoder one goes before or holds the encoder's states
         kept += stream * (len(stack.layers) * checkpoints
                           + bool(stack.trained) * (1 + has_encoder(lm)))
-    head, logits = output_head(models.lm).weight, _logits(models, at)
+    head, logits = models.head.weight, _logits(models, at)
     chunk, table = min(logits, CHUNK_BYTES), 4 * head.numel() if head.requires_grad else 0
     again = logits > KEPT_BYTES  # the backward pass computes them once more
     forward = chunk * (1 + again) + copies * checkpoints  # which give them back at its end
@@ -191,14 +191,14 @@ def _cast(weight: torch.Tensor, at: Sizes) -> int:
 
 def _logits(models: Models, at: Sizes) -> int:
     """Bytes of the fp32 logits of all response tokens of a pass."""
-    return 4 * at.rows * at.new * output_head(models.lm).weight.shape[0]
+    return 4 * at.rows * at.new * models.head.weight.shape[0]
 
 
 def _kept_by_heads(models: Models, at: Sizes) -> int:
     """The output embedding's states, and logits where they are few (:mod:`ppocli.models.head`);
     those of the value head, in fp32."""
     samples, logits = at.rows * at.new, _logits(models, at)
-    width = output_head(models.lm).weight.shape[1]
+    width = models.head.weight.shape[1]
     kept = samples * width * at.stream + (logits if logits <= KEPT_BYTES else 0)
     if models.value_head is not None:
         kept += 4 * samples * sum(p.shape[0] for p in models.value_head.parameters()
@@ -281,7 +281,7 @@ def decoding_pass(lm: Any, at: Sizes) -> tuple[int, int]:
 
 def scoring_pass(models: Models, at: Sizes) -> int:
     """Bytes that a forward pass takes without gradients."""
-    head = output_head(models.lm).weight
+    head = models.head.weight
     chunk = min(_logits(models, at), CHUNK_BYTES)
     tokens = at.new if has_encoder(models.lm) else at.prompt + at.new - 1
     layers = max(_largest_layer(lm, at) for lm in (models.lm, models.value_lm) if lm is not None)

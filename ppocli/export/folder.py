@@ -129,8 +129,9 @@ class ExportPlan:
                        *([weights.INDEX] if self.shards.is_sharded else [])})
 
 
-def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights.Verified:
-    """Write, verify and publish; on any failure ``plan.target`` is as it was before.
+def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> dict[str, Any]:
+    """Write, verify and publish; on any failure ``plan.target`` is as it was before. Returned is
+    what was compared: the number of ``tensors``, and what :func:`.weights.verify_model` tells.
 
     Args:
         mask: every text that is written passes it.
@@ -154,19 +155,19 @@ def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> wei
                         check)
 
 
-def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights.Verified:
+def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> dict[str, Any]:
     previous = _read_text(plan.target / CARD) if (plan.target / CARD).is_file() else None
-    verified: list[weights.Verified] = []
+    verified: dict[str, Any] = {"tensors": len(plan.tensors)}
 
     def write(folder: Path) -> None:
         _write_files(plan, folder, previous, mask, check)
         faults.point("export.before_verify")
         check()
         weights.compare_weights(plan.source, plan.tensors, plan.cast, folder, check)
-        verified.append(weights.verify_model(
-            plan.source, folder, plan.prompts, cast=plan.cast, num_tensors=len(plan.tensors),
+        verified.update(weights.verify_model(
+            plan.source, folder, plan.prompts, cast=plan.cast,
             trust_remote_code=plan.trust_remote_code, check=check))
-        _write_record(plan, folder, verified[0], mask)
+        _write_record(plan, folder, verified, mask)
         check()
 
     try:
@@ -177,7 +178,7 @@ def _publish(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> weights
         raise CheckpointError(f"{plan.name} was deleted while it was exported: {error.filename}.",
                               where=str(plan.source), fix="export again; --best names a checkpoint "
                               "that stays longer") from error
-    return verified[0]
+    return verified
 
 
 def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mask,
@@ -221,15 +222,15 @@ def _contents(plan: ExportPlan, mask: Mask) -> dict[str, Path | str]:
     return found
 
 
-def _write_record(plan: ExportPlan, folder: Path, verified: weights.Verified, mask: Mask) -> None:
+def _write_record(plan: ExportPlan, folder: Path, verified: dict[str, Any], mask: Mask) -> None:
     facts = plan.facts
-    summary = facts.run.summary if facts.run is not None else None
+    summary = (facts.run and facts.run.summary) or {}
     record: dict[str, Any] = {
         "ppocli": __version__, "source": facts.name, "run": facts.name if facts.run else None,
         "step": facts.step, "dtype": plan.written, "tensors": len(plan.tensors),
-        "verified": asdict(verified),
+        "verified": verified,
         "evaluation": {"before": facts.before, "after": facts.after} if facts.run else None,
-        "run_id": (summary or {}).get("run_id"), "versions": facts.versions}
+        "run_id": summary.get("run_id"), "versions": facts.versions}
     if facts.earlier is not None:
         told = read_record(facts.earlier) or {}
         record |= {name: told.get(name) for name in _OF_TRAINING}

@@ -225,24 +225,6 @@ def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_co
         shutil.copyfile(source / GENERATION, folder / GENERATION)
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """What was compared, and how close it came."""
-
-    tensors: int
-    prompts: int
-    logits: float
-    """relative root-mean-square difference of the logits; 0 where nothing was rounded"""
-    allowed: float
-    transformers: str
-
-    def sentence(self) -> str:
-        """For the user."""
-        logits = "equal" if self.logits == 0 else f"within {self.logits:.1e} (rounding)"
-        return (f"Verified: reloaded with transformers {self.transformers}; {self.tensors} tensors "
-                f"equal, logits on {self.prompts} prompts {logits}, tokenizer equal.")
-
-
 def tolerance(dtype: str, layers: int) -> float:
     """How much rounding the weights to ``dtype`` may change logits, as relative RMS.
 
@@ -256,15 +238,16 @@ def tolerance(dtype: str, layers: int) -> float:
 
 
 def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | None,
-                 num_tensors: int, trust_remote_code: bool, check: Callable[[], None]) -> Verified:
+                 trust_remote_code: bool, check: Callable[[], None]) -> dict[str, Any]:
     """Reload ``folder`` as any user would and compare it with ``source``.
 
-    One model is in memory at a time.
+    One model is in memory at a time. Returned is what was compared, for the record: the number of
+    ``prompts``, the relative root-mean-square difference of the ``logits`` (0 where nothing was
+    rounded), what was ``allowed``, and the version of ``transformers``.
 
     Args:
         prompts: to compare logits and tokenizers on.
         cast: the type the weights were converted to, None where they were kept as stored.
-        num_tensors: how many were compared before, for the record.
         check: called between the parts; may raise to stop.
 
     Raises:
@@ -302,7 +285,8 @@ def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | 
     generation = source / GENERATION
     if generation.is_file() and generation.read_bytes() != (folder / generation.name).read_bytes():
         raise _differs(f"{generation.name} is another")
-    return Verified(num_tensors, len(prompts), worst, allowed, transformers.__version__)
+    return {"prompts": len(prompts), "logits": worst, "allowed": allowed,
+            "transformers": transformers.__version__}
 
 
 def compare_tokenizers(own: Any, ours: Any, prompts: list[str]) -> None:

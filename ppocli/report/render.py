@@ -198,8 +198,8 @@ def _is_ours(path: Path) -> bool:
                         fix="choose another file with --output") from error
 
 
-def write_file(path: Path, content: str | bytes, option: str) -> None:
-    """Write a file that an option named, whole or not at all; missing folders are made.
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file that ``--output`` named, whole or not at all; missing folders are made.
 
     Raises:
         DiskError: the disk is full, read-only, or refuses, or a file is where a folder should be.
@@ -208,5 +208,5 @@ def write_file(path: Path, content: str | bytes, option: str) -> None:
         run_folder.probe_writable(path.absolute().parent)
         atomic.write_atomic(path, content)
     except DiskError as error:
-        raise DiskError(error.what, where=error.where, fix="name a file on another disk or in "
-                        f"another folder: {option} FILE") from error
+        raise error.reworded(fix="name a file on another disk or in another folder: --output FILE"
+                             ) from error
