@@ -149,8 +149,10 @@ def draw(curves: "Sequence[Series]", *, title: str, width: int = 80, style: Styl
     chart.axes(False, axis="x", side="upper").axes(False, axis="y", side="right")
     ends = sorted({min(steps), max(steps)})
     chart.ruler("x", "lower").ticks(ends, list(map(str, ends)))
-    # a quarter of each value, so that no difference of them overflows
-    marks = {value / 4: _tick(value, low, high) for value in (low, low / 2 + high / 2, high)}
+    # a quarter of each value, so that no difference of them overflows; what is nothing beside the
+    # range is 0
+    marks = {value / 4: "0" if abs(value) < 1e-4 * max(abs(high), abs(low)) else f"{value:.4g}"
+             for value in (low, low / 2 + high / 2, high)}
     chart.ruler("y", "left").ticks(list(marks), list(marks.values()))
     keys = {curve.run: f"    {clean(curve.run)}: no values" for curve in curves}
     over = []  # evaluations lie above every line of rollouts
@@ -176,8 +178,3 @@ def _signal(chart: Any, points: "Sequence[tuple[int, float]]", marker: Any) -> A
     """Points of a chart, quartered like its axis."""
     return chart.signal([step for step, _ in points], [value / 4 for _, value in points],
                         marker=marker)
-
-
-def _tick(value: float, low: float, high: float) -> str:
-    """A value of the axis; ``0`` for what is nothing beside the range."""
-    return "0" if abs(value) < 1e-4 * max(abs(high), abs(low)) else f"{value:.4g}"

@@ -73,8 +73,7 @@ def curves_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     plan += [(f"Metric {name.removeprefix('eval/metrics/')}", "evaluation mean",
               [(name.removeprefix("eval/metrics/"), name)])
              for name in names if name.startswith("eval/metrics/")]
-    found = (_curve(runs, *entry) for entry in plan)
-    return [curve for curve in found if curve is not None]
+    return [curve for entry in plan if (curve := _curve(runs, *entry)) is not None]
 
 
 def _curve(runs: Sequence[RunRecord], title: str, unit: str, wanted: list[tuple[str, str]]
@@ -283,8 +282,7 @@ def compare_runs(runs: Sequence[RunRecord], metrics: Sequence[str] = ()) -> dict
         # the largest number of samples that all runs have reached, which `equal` is after
         "episodes": episodes, "runs": compared,
         # the value of each run, for every setting that isn't the same in all
-        "config_differences": {key: dict(zip(labels, values, strict=True))
-                               for key, values in _differences(runs)},
+        "config_differences": _differences(dict(zip(labels, runs, strict=True))),
         "win_rates": [_wins(runs[0], run, labels[0], label)
                       for label, run in zip(labels[1:], runs[1:], strict=True)]}
 
@@ -305,12 +303,12 @@ def _at(run: RunRecord, episodes: int, metrics: Sequence[str]) -> dict[str, Any]
                                None) for name in metrics or (*_COMPARED, *extra)}}
 
 
-def _differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    first = runs[0].config
-    keys = dict.fromkeys(key for run in runs[1:]
-                         for key, _, _ in resolved.config_differences(first, run.config))
-    values = [resolved.flat(run.config) for run in runs]
-    return [(key, [of_run.get(key) for of_run in values]) for key in keys]
+def _differences(runs: dict[str, RunRecord]) -> dict[str, dict[str, Any]]:
+    first, *others = (run.config for run in runs.values())
+    keys = dict.fromkeys(key for other in others
+                         for key, _, _ in resolved.config_differences(first, other))
+    values = {label: resolved.flat(run.config) for label, run in runs.items()}
+    return {key: {label: own.get(key) for label, own in values.items()} for key in keys}
 
 
 def _wins(base: RunRecord, run: RunRecord, base_name: str, name: str
