@@ -1,17 +1,16 @@
 """What is wrong with a run or a sweep, and what it would do: what ``ppocli validate`` finds without
-loading a model, and how it tells that."""
+loading a model."""
 
 import os
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.cli import output, run_plan
-from ppocli.config import compose, resolved, schema, secrets, sweep, tasks
+from ppocli.cli.output import reward_labels
+from ppocli.config import compose, resolved, schema, sweep, tasks
 from ppocli.config.keys import schema_keys
 from ppocli.config.problems import DEFAULT_SOURCE, Problem
 from ppocli.config.words import Words, read_words
@@ -19,15 +18,57 @@ from ppocli.data import render, sources
 from ppocli.environments.resolve import resolve
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
 from ppocli.launching import inputs, opened_folder, target_config
-from ppocli.rewards.scoring import check_reward_config
+from ppocli.rewards.scoring import check_reward_config, with_styles
 from ppocli.storage import model_files, run_folder
 from ppocli.storage.checkpoints import find_latest
-from ppocli.text import clean
+from ppocli.text import counted
 from ppocli.tracking.trackers import check_trackers
 from ppocli.user_code import locate
 
-ORDER = (2, 3, 7, 6, 5)
-"""exit codes, the one that decides first; others come last"""
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a valid run would do. ``prompts`` and ``examples`` are None for a Hub data set, which
+    isn't read here; ``steps`` and ``samples`` where they depend on it."""
+
+    model: str
+    reward: list[str]
+    prompts: int | None
+    steps: int | None
+    samples: int | None
+    samples_per_step: int
+    device: str
+    precision: str
+    folder: str
+    job: int | None = None
+    varied: list[str] = field(default_factory=list)
+    """overrides in which this job of a sweep differs from others"""
+    task: str = "ppo"
+    examples: int | None = None
+    """to train on; of a reward model: pairs"""
+
+    def __str__(self) -> str:
+        one, count = ("prompt", self.prompts) if self.task not in tasks.DATA_TASKS else (
+            "pair" if self.task == "reward_model" else "example", self.examples)
+        there = f"{one}s of the Hub" if count is None else counted(count, one)
+        what = f"reward {' + '.join(self.reward)}" if one == "prompt" else self.task
+        job = "" if self.job is None else f"job {self.job} ({' '.join(self.varied)}): "
+        each = counted(self.samples_per_step, "sample" if one == "prompt" else one)
+        steps = f"steps of {each}" if self.steps is None else (
+            f"{counted(self.steps, 'step')} of {each} ({self.samples} in all)")
+        return (f"{job}{self.model}, {what}, {there}, {steps}, device {self.device} "
+                f"{self.precision}, into {self.folder}")
+
+
+def plan_of(config: schema.TrainConfig, rows: int | None, folder: Path) -> Plan:
+    """The plan of a run in ``folder`` that has so many prompts or examples to train on."""
+    task = tasks.task_name(config)
+    on_data = task in tasks.DATA_TASKS
+    return Plan(config.model.path, [] if on_data else reward_labels(with_styles(config.reward)),
+                None if on_data else rows, tasks.planned_steps(config, rows),
+                tasks.planned_samples(config, rows), tasks.samples_per_step(config),
+                config.hardware.device, config.hardware.precision, str(folder), task=task,
+                examples=rows if on_data else None)
 
 
 @dataclass(slots=True)
@@ -35,7 +76,7 @@ class Examined:
     """What was found. ``config`` is that of the run, or of a sweep's first job."""
 
     problems: list[PpocliError] = field(default_factory=list)
-    plans: list[run_plan.Plan] = field(default_factory=list)
+    plans: list[Plan] = field(default_factory=list)
     config: schema.TrainConfig | None = None
     warnings: list[str] = field(default_factory=list)
     """what may be meant, and most often isn't"""
@@ -92,7 +133,7 @@ def _examine_run(composed: compose.Composed, found: Examined) -> None:
     found.add(_unwritable(named or Path(config.output_dir)))
     if not found.problems:
         place = named or Path(config.output_dir) / f"{composed.recipe or 'run'}-DATE-TIME"
-        found.plans.append(run_plan.plan_of(config, count, place))
+        found.plans.append(plan_of(config, count, place))
 
 
 def _examine_sweep(words: Words, found: Examined) -> None:
@@ -106,9 +147,16 @@ def _examine_sweep(words: Words, found: Examined) -> None:
     given, name = words.value("hydra.sweep.dir"), words.value("run_name") or "sweep-DATE-TIME"
     jobs: list[tuple[sweep.SweepJob, Examined]] = []
 
-    def run_job(job: sweep.SweepJob) -> float | None:
-        jobs.append((job, _examine_job(job, colour=found.colour)))
-        return 0.0
+    def run_job(job: sweep.SweepJob) -> None:
+        one = Examined(colour=found.colour)
+        jobs.append((job, one))
+        with one.taking():
+            composed = job.compose()
+            config = replace(composed.config, run_name=None)
+            count, _ = _examine_config(composed, config, one)
+            if not one.problems:
+                one.plans.append(replace(plan_of(config, count, job.folder), job=job.number,
+                                         varied=list(job.varied)))
 
     with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
         sweep.run_sweep_jobs(words, run_job, lambda shared, grid: Path(scratch, "sweep"),
@@ -125,18 +173,6 @@ def _examine_sweep(words: Words, found: Examined) -> None:
                for problem, numbers in told.values()])
     if found.config is not None:
         found.add(_unwritable(Path(given or found.config.output_dir)))
-
-
-def _examine_job(job: sweep.SweepJob, *, colour: bool) -> Examined:
-    one = Examined(colour=colour)
-    with one.taking():
-        composed = job.compose()
-        config = replace(composed.config, run_name=None)
-        count, _ = _examine_config(composed, config, one)
-        if not one.problems:
-            one.plans.append(replace(run_plan.plan_of(config, count, job.folder), job=job.number,
-                                     varied=list(job.varied)))
-    return one
 
 
 # Inputs -------------------------------------------------------------------------------------------
@@ -308,64 +344,3 @@ def _config_error(problem: Problem, fix: str | None) -> ConfigError:
     return ConfigError(f"{problem.key}: {problem.text}",
                        where=None if problem.source == DEFAULT_SOURCE else problem.source,
                        fix=fix or words or hint)
-
-
-def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = False) -> None:
-    """Check everything that can be checked about a run or a sweep; nothing is written.
-
-    Args:
-        words: as for ``ppocli train``.
-        deep: where nothing is wrong, also load everything and take two samples through a training
-            step, without an update (of a sweep: its first job).
-        as_json: print one JSON object instead of text.
-
-    Raises:
-        PpocliError: what is wrong, all of it in one message.
-        StoppedError: a signal ended the rehearsal.
-    """
-    found = examine(words, colour=not as_json and sys.stdout.isatty()
-                    and not os.environ.get("NO_COLOR"))
-    for warning in dict.fromkeys(found.warnings):
-        output.say(f"warning: {clean(warning)}")
-    rehearsal, told = dict[str, Any](), list[str]()
-    if deep and not found.problems and found.config is not None:
-        output.say(f"loading {found.config.model.path}")
-        with found.taking(), output.working() as stop:
-            from ppocli.cli.rehearsed import rehearsed
-
-            rehearsal, told = rehearsed(found.config, stop)
-    problems = sorted(found.problems, key=lambda error: ORDER.index(error.exit_code)
-                      if error.exit_code in ORDER else len(ORDER))
-    if as_json:
-        output.print_json(_as_json(problems, found.plans, found.facts, rehearsal))
-        if problems:
-            raise SystemExit(problems[0].exit_code)
-        return
-    if len(problems) == 1:
-        raise problems[0]
-    if problems:
-        raise PpocliError("\n".join([f"{len(problems)} problems:", *(
-            "  " + str(error).replace("\n", "\n  ") for error in problems)]),
-            exit_code=problems[0].exit_code)
-    if len(found.plans) == 1:
-        print(f"valid: {found.plans[0]}")
-    else:
-        print("\n  ".join([f"valid: a sweep of {len(found.plans)} jobs", *map(str, found.plans)]))
-    for line in [*found.facts, *told]:
-        print(line)
-
-
-def _as_json(problems: Sequence[PpocliError], plans: Sequence[run_plan.Plan], facts: list[str],
-             rehearsal: dict[str, Any]) -> dict[str, Any]:
-    answer: dict[str, Any] = {
-        "valid": not problems, "exit_code": problems[0].exit_code if problems else 0,
-        "problems": [{"exit_code": error.exit_code,
-                      **{part: text and secrets.safe_text(text) for part, text in (
-                          ("what", error.what), ("where", error.where), ("fix", error.fix))}}
-                     for error in problems],
-        "runs": [asdict(plan) for plan in plans]}
-    if facts:
-        answer["data"] = facts
-    if rehearsal:
-        answer["rehearsal"] = rehearsal
-    return answer

@@ -132,7 +132,7 @@ def validate(overrides: Overrides = None,
       ppocli validate --deep +recipe=quickstart
       ppocli validate -m +recipe=quickstart seed=1,2
     """
-    from ppocli.cli.examine import validate_words
+    from ppocli.cli.validate import validate_words
 
     validate_words(overrides or [], deep=deep, as_json=as_json)
 

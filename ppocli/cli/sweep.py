@@ -46,11 +46,6 @@ class _Book:
         self._new_folder = self._new_file = False
 
     @property
-    def goes_on(self) -> bool:
-        """Whether it can be resumed."""
-        return self.folder is not None and sweeps.read_sweep(self.folder).goes_on
-
-    @property
     def ended(self) -> list[sweeps.JobRecord]:
         """Jobs that this call has run, or found finished."""
         return [job for job in self.jobs.values() if job.status not in ("planned", "running")]
@@ -202,9 +197,8 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         raise errors.StoppedError(
             f"the sweep was stopped by {signal.Signals(number).name} after {len(book.ended)} jobs; "
             "those that follow were not started", signal_number=number,
-            fix=f"ppocli sweep resume {pasted(book.folder)}" if book.begun and book.goes_on
-            else None
-        ) from None
+            fix=f"ppocli sweep resume {pasted(book.folder)}" if book.folder is not None
+            and book.begun and sweeps.read_sweep(book.folder).goes_on else None) from None
     finally:
         book.close()
     _print_table(book.ended)
@@ -305,7 +299,8 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
     if known is not None and known.status == "finished" and known.varied == job.varied:
         return replace(known, folder=str(job.folder))
     seconds = ((run.summary or {}).get("seconds") or {}).values()
-    return sweep_jobs.record_of(job, "finished", 0, run.summary, sum(seconds), run.config)
+    return replace(sweep_jobs.record_of(job, "finished", 0, run.summary, 0.0, run.config),
+                   seconds=round(sum(seconds), 1))
 
 
 def _result(record: sweeps.JobRecord) -> str:

@@ -10,9 +10,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ppocli import errors
 from ppocli.cli import job as job_process
@@ -38,23 +38,59 @@ Ended = Callable[[sweeps.JobRecord], None]
 """is told what came of each job, in the thread that waits for it"""
 
 
-class Jobs(Protocol):
-    """The jobs of a sweep at work. Its methods raise :class:`StopRequested` once all jobs have
-    ended that a signal has stopped."""
+class Jobs:
+    """The jobs of a sweep at work: one after another, each shown as a single run is. Its methods
+    raise :class:`StopRequested` once all jobs have ended that a signal has stopped."""
+
+    def __init__(self, ended: Ended) -> None:
+        self._ended = ended
+        self._received: list[int] = []
+        """signals"""
 
     def wait_for_place(self) -> None:
         """Wait until another job can be started."""
 
     def start(self, job: SweepJob) -> None:
         """Start a job, for which there is a place."""
+        started, config = time.monotonic(), None
+        try:
+            checked = compose.check(job.compose())
+            config = checked.config
+            record = self._begin(job, checked, started)
+        except errors.PpocliError as problem:
+            error = secrets.safe_text(str(problem))
+            output.complain(f"Error: {error}")
+            with suppress(OSError):
+                job.folder.rmdir()  # Hydra made it; nothing came into it
+            record = record_of(job, "failed", problem.exit_code, None, started, config, error)
+        if record is not None:
+            self._ended(record)
+        self._leave_if_stopped()
 
     def wait(self, number: int | None = None) -> None:
         """Wait for the end of a job, or of all."""
 
+    def _begin(self, job: SweepJob, checked: compose.Checked, started: float
+               ) -> sweeps.JobRecord | None:
+        """The record of a job, or None while it runs."""
+        place = {"output_dir": str(job.folder.parent), "run_name": job.folder.name}
+        here = replace(checked, config=resolved.with_values(checked.config, place))
+        outcome = launch(here, Caller("fresh", output.display_mode(), output.say))
+        status = "finished" if outcome.exit_code == 0 else "failed"
+        if outcome.stopped_by is not None:
+            self._received.append(outcome.stopped_by)
+            status = "stopped" if outcome.exit_code else status
+        return record_of(job, status, outcome.exit_code, outcome.summary, started, checked.config)
+
+    def _leave_if_stopped(self) -> None:
+        if self._received:
+            # Hydra's sweeper goes on after an Exception of a job
+            raise StopRequested(self._received[0])
+
 
 @contextmanager
 def jobs_of(config: schema.TrainConfig, folder: Path, ended: Ended) -> Iterator[Jobs]:
-    """What runs the jobs of a sweep. Its jobs end with the block.
+    """What runs the jobs of a sweep. Signals are handed on to its jobs, which end with the block.
 
     Args:
         config: what all jobs share.
@@ -63,90 +99,35 @@ def jobs_of(config: schema.TrainConfig, folder: Path, ended: Ended) -> Iterator[
         ConfigError: there are too few devices, or Slurm or submitit is missing.
     """
     plan = config.sweep
-    if plan.launcher == "slurm":
-        with _AtATime(plan.jobs, _Slurm(plan, folder).start, ended).handing_on() as jobs:
+    if plan.launcher != "slurm" and plan.jobs == 1:
+        yield Jobs(ended)
+        return
+    places = _Slurm(plan, folder) if plan.launcher == "slurm" \
+        else _Places(plan.jobs, config.hardware)
+    jobs = _AtATime(ended, plan.jobs, places.start)
+    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+              if signal.getsignal(number) is not signal.SIG_IGN]
+    with signal_handlers(dict.fromkeys(wanted, jobs.hand_on)):
+        try:
             yield jobs
-    elif plan.jobs > 1:
-        places = _Places(plan.jobs, config.hardware)
-        with _AtATime(plan.jobs, places.start, ended).handing_on() as jobs:
-            yield jobs
-    else:
-        yield _InTurn(ended)
+        except StopRequested:
+            raise
+        except BaseException:
+            jobs.stop()
+            raise
 
 
-def record_of(job: SweepJob, status: str, code: int, summary: dict[str, Any] | None, seconds: float,
+def record_of(job: SweepJob, status: str, code: int, summary: dict[str, Any] | None, started: float,
               config: schema.TrainConfig | None, error: str | None = None) -> sweeps.JobRecord:
-    """What is written down of a job that has ended; ``seconds`` on the clock."""
+    """What is written down of a job that has ended; ``started`` on the monotonic clock."""
     after = (summary or {}).get("eval_after") or {}
     figures = {} if config is None else sweeps.figures_of(
         config, job.folder, lambda name: finite_number(after.get(name)))
     if status == "failed" and search.was_pruned(job.folder):
         status = search.PRUNED
     return sweeps.JobRecord(job.number, job.words, job.varied, status, code, **figures,
-                            seconds=round(seconds, 1), folder=str(job.folder),
+                            seconds=round(time.monotonic() - started, 1), folder=str(job.folder),
                             error=error or (summary or {}).get("error"))
-
-
-def _checked(job: SweepJob, started: float) -> compose.Checked | sweeps.JobRecord:
-    """The configuration of a job; its record if something is wrong with it."""
-    try:
-        return compose.check(job.compose())
-    except errors.PpocliError as problem:
-        return _failed(job, problem, started, None)
-
-
-def _failed(job: SweepJob, problem: errors.PpocliError, started: float,
-            config: schema.TrainConfig | None) -> sweeps.JobRecord:
-    error = secrets.safe_text(str(problem))
-    output.complain(f"Error: {error}")
-    with suppress(OSError):
-        job.folder.rmdir()  # Hydra made it; nothing came into it
-    return record_of(job, "failed", problem.exit_code, None, time.monotonic() - started, config,
-                     error)
-
-
-@dataclass(slots=True)
-class _InTurn:
-    """One after another, each shown as a single run is."""
-
-    ended: Ended
-
-    def wait_for_place(self) -> None:
-        pass
-
-    def start(self, job: SweepJob) -> None:
-        started = time.monotonic()
-        checked = _checked(job, started)
-        if isinstance(checked, sweeps.JobRecord):
-            self.ended(checked)
-            return
-        place = {"output_dir": str(job.folder.parent), "run_name": job.folder.name}
-        here = replace(checked, config=resolved.with_values(checked.config, place))
-        try:
-            outcome = launch(here, Caller("fresh", output.display_mode(), output.say))
-        except errors.PpocliError as problem:
-            self.ended(_failed(job, problem, started, checked.config))
-            return
-        code, stopped_by = outcome.exit_code, outcome.stopped_by
-        status = "finished" if code == 0 else "stopped" if stopped_by is not None else "failed"
-        self.ended(record_of(job, status, code, outcome.summary, time.monotonic() - started,
-                             checked.config))
-        if stopped_by is not None:
-            # Hydra's sweeper goes on after an Exception of a job
-            raise StopRequested(stopped_by)
-
-    def wait(self, number: int | None = None) -> None:
-        pass
-
-
-class _Running(Protocol):
-    """A job that was started elsewhere."""
-
-    def code(self) -> int | None:
-        """Its exit code; None while it runs."""
-
-    def send(self, number: int) -> None:
-        """Send a signal to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +135,7 @@ class _Begun:
     """A job that runs, and what is needed when it has ended."""
 
     job: SweepJob
-    process: _Running
+    process: "_Local | _Queued"
     config: schema.TrainConfig
     started: float
     log: Path
@@ -170,75 +151,60 @@ class _Begun:
         return None
 
 
-@dataclass(slots=True)
-class _AtATime:
-    """Several jobs at a time, in processes that are looked at every now and then."""
+class _AtATime(Jobs):
+    """Several jobs at a time, in processes that are looked at every now and then.
 
-    places: int
-    start_process: Callable[[SweepJob, list[str], Path], _Running]
-    """gets the words after ``ppocli train``, and the file for what it prints"""
-    ended: Ended
-    _running: dict[int, _Begun] = field(default_factory=dict, init=False)
-    _received: list[int] = field(default_factory=list, init=False)
+    Args:
+        start_process: gets the words after ``ppocli train``, and the file for what it prints.
+    """
 
-    @contextmanager
-    def handing_on(self) -> "Iterator[_AtATime]":
-        """Hand signals on to the jobs meanwhile, and stop what still runs at the end."""
-        def hand_on(number: int, frame: object) -> None:
-            self._received.append(number)
-            for begun in [*self._running.values()]:
-                begun.process.send(number)
+    def __init__(self, ended: Ended, places: int, start_process: Callable[
+            [SweepJob, list[str], Path], "_Local | _Queued"]) -> None:
+        super().__init__(ended)
+        self._places, self._start_process = places, start_process
+        self._running: dict[int, _Begun] = {}
 
-        wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-                  if signal.getsignal(number) is not signal.SIG_IGN]
-        with signal_handlers(dict.fromkeys(wanted, hand_on)):
-            try:
-                yield self
-            except StopRequested:
-                raise
-            except BaseException:
-                for begun in self._running.values():
-                    begun.process.send(signal.SIGTERM)
-                while self._running:
-                    self._look()
-                raise
+    def hand_on(self, number: int, frame: object = None) -> None:
+        """As a signal's handler: the jobs get it."""
+        self._received.append(number)
+        for begun in [*self._running.values()]:
+            begun.process.send(number)
+
+    def stop(self) -> None:
+        """Stop what still runs, and wait for it."""
+        for begun in self._running.values():
+            begun.process.send(signal.SIGTERM)
+        while self._running:
+            self._look()
 
     def wait_for_place(self) -> None:
-        while len(self._running) >= self.places:
+        """As of one at a time."""
+        while len(self._running) >= self._places:
             self._look()
         self._leave_if_stopped()
 
-    def start(self, job: SweepJob) -> None:
-        started = time.monotonic()
-        checked = _checked(job, started)
-        if isinstance(checked, sweeps.JobRecord):
-            self.ended(checked)
-            return
+    def _begin(self, job: SweepJob, checked: compose.Checked, started: float) -> None:
         log = job.folder.with_name(f"{job.number}.log")
         place = (f"output_dir={resolved.quoted(str(job.folder.parent))}",
                  f"run_name={resolved.quoted(job.folder.name)}", "resume=auto")
         words = job.typed.without("resume", "output_dir", "--multirun").adding(*place)
         before, size = len(self._received), log.stat().st_size if log.exists() else 0
-        try:
-            process = self.start_process(job, words.argv(whole=True), log)
-        except errors.PpocliError as problem:
-            self.ended(_failed(job, problem, started, checked.config))
-            return
+        process = self._start_process(job, words.argv(whole=True), log)
         self._running[job.number] = _Begun(job, process, checked.config, started, log, size)
         for number in self._received[before:]:  # which came before it was among those that run
             process.send(number)
         output.say(f"job {job.number}: output in {short_path(str(log))}")
 
     def wait(self, number: int | None = None) -> None:
+        """As of one at a time."""
         while self._running if number is None else number in self._running:
             self._look()
         self._leave_if_stopped()
 
     def _leave_if_stopped(self) -> None:
-        if self._received:
-            while self._running:
-                self._look()
-            raise StopRequested(self._received[0])
+        while self._received and self._running:
+            self._look()
+        super()._leave_if_stopped()
 
     def _look(self) -> None:
         """Tell of the jobs that have ended; wait a moment if none has."""
@@ -246,15 +212,15 @@ class _AtATime:
                  if (code := begun.process.code()) is not None]
         for number, code in found:
             begun = self._running.pop(number)
-            job, seconds = begun.job, time.monotonic() - begun.started
             stopped = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
             status = "finished" if code == 0 else \
-                "stopped" if stopped and not search.was_pruned(job.folder) else "failed"
-            summary = atomic.read_json(run_folder.RunFolder(job.folder).summary)
+                "stopped" if stopped and not search.was_pruned(begun.job.folder) else "failed"
+            summary = atomic.read_json(run_folder.RunFolder(begun.job.folder).summary)
             error = None if code == 0 else begun.last_error()
             if error is not None:
                 output.complain(f"job {number}: {error}")
-            self.ended(record_of(job, status, code, summary, seconds, begun.config, error))
+            self._ended(record_of(begun.job, status, code, summary, begun.started, begun.config,
+                                  error))
         if not found:
             time.sleep(_PAUSE)
 
@@ -277,28 +243,26 @@ class _Places:
             devices[place * each:(place + 1) * each])} if devices else {})
             for place in range(count))
 
-    def start(self, job: SweepJob, words: Sequence[str], log: Path) -> _Running:
+    def start(self, job: SweepJob, words: Sequence[str], log: Path) -> "_Local":
         """Start a job at a free place."""
         variables = self._free.popleft()
         process, lifeline = job_process.start(words, log, variables=variables)
-
-        def left() -> None:
-            os.close(lifeline)
-            self._free.append(variables)
-
-        return _Local(process, left)
+        return _Local(process, lifeline, variables, self._free)
 
 
 @dataclass(slots=True)
 class _Local:
     process: subprocess.Popen[bytes]
-    left: Callable[[], None]
-    """called once, when it has ended"""
+    lifeline: int
+    place: dict[str, str]
+    free: deque[dict[str, str]]
+    """gets the place back, once, when the job has ended"""
 
     def code(self) -> int | None:
         if (code := self.process.poll()) is None:
             return None
-        self.left()
+        os.close(self.lifeline)
+        self.free.append(self.place)
         return code if code >= 0 else 128 - code
 
     def send(self, number: int) -> None:
@@ -339,7 +303,7 @@ class _Slurm:
                                      "gpus_per_node, slurm_partition, on a machine with sbatch"
                                      ) from None
 
-    def start(self, job: SweepJob, words: Sequence[str], log: Path) -> _Running:
+    def start(self, job: SweepJob, words: Sequence[str], log: Path) -> "_Queued":
         """Put a job into the queue."""
         command = job_process.Command(tuple(words), log, os.getcwd())
         try:

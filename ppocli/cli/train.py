@@ -146,7 +146,7 @@ def run_words(words: Sequence[str], *, plain: bool = False, dry_run: bool = Fals
     """
     output.set_manner(plain=plain)
     if dry_run:
-        from ppocli.cli.examine import validate_words
+        from ppocli.cli.validate import validate_words
 
         validate_words(words, deep=True)
         return

@@ -229,7 +229,7 @@ def test_a_rehearsal_ends_as_the_run_would(body, more, code, said, validate, wor
 
 def test_the_check_needs_no_torch(world):
     (world / "plain.py").write_text("def score(samples, **columns):\n    return []\n")
-    script = ("import sys\nfrom ppocli.cli.examine import validate_words\n"
+    script = ("import sys\nfrom ppocli.cli.validate import validate_words\n"
               f"validate_words({words('reward.fn=plain.py:score')!r})\n"
               "print({'torch', 'transformers', 'datasets'} & set(sys.modules))")
     done = subprocess.run([sys.executable, "-c", script], cwd=world, text=True, timeout=60,
