@@ -19,7 +19,6 @@ from ppocli.environments.calls import Answered, Called, Calls
 from ppocli.environments.wording import text_of
 from ppocli.episode import POLICY, spoken
 from ppocli.errors import ConfigError, StoppedError
-from ppocli.evaluation.request import EvalRequest
 from ppocli.launching.target_config import target_config
 from ppocli.parallel.backend import open_backend
 from ppocli.parallel.stop import StopFlag, signal_handlers
@@ -98,8 +97,7 @@ def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | 
     words = (*request.words, *more, *(
         f"generation.{name}={json.dumps(value) if not isinstance(value, list) else value}"
         for name, value in request.flags.items()))
-    asked = EvalRequest(words=words, prompts=prompts_file, reward=request.reward,
-                        num_samples=num_samples, seed=request.seed, trust=request.trust)
+    asked = replace(request, words=words, prompts=prompts_file, num_samples=num_samples)
     asked.check()
     cfg = target_config(target, asked.overrides(target), needs_reward=True, needs_prompts=True,
                         trusts=request.trust)

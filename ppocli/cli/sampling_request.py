@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -28,20 +28,10 @@ SHAPING = ("temperature", "top_k", "top_p", "min_p")
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRequest:
+class SamplingRequest(EvalRequest):
     """What the command line says. Made by :func:`sampling_request`."""
 
-    run: str | None = None
-    words: tuple[str, ...] = ()
-    """KEY=VALUE"""
-    step: int | None = None
-    best: bool = False
-    against: str | None = None
-    """a target, or the word ``base``"""
     score: bool = False
-    reward: str | None = None
-    seed: int = 0
-    trust: bool = False
     system: str | None = None
     flags: Mapping[str, Any] = field(default_factory=dict)
     """sampling settings that options give"""
@@ -102,8 +92,7 @@ def find_models(request: SamplingRequest) -> ChosenModels:
             :func:`ppocli.launching.target_config.target_config`.
     """
     target = find_target(request.run, say=output.say, step=request.step, best=request.best)
-    judged = EvalRequest(words=request.words, reward=request.reward, against=request.against,
-                         trust=request.trust)
+    judged = replace(request, seed=None, num_samples=None)  # these choose no model
     judged.check()
     cfg = target_config(target, judged.overrides(target), needs_reward=request.scored,
                         needs_prompts=False, trusts=request.trust)
