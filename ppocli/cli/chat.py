@@ -9,11 +9,11 @@ from types import FrameType
 from typing import Any
 
 from ppocli.cli import sampling_request
-from ppocli.cli.output import complain, say, show_text, working
+from ppocli.cli.output import awaiting_lines, complain, say, show_text, working
 from ppocli.config.schema import GenerationConfig
-from ppocli.errors import ConfigError, PpocliError, StoppedError
+from ppocli.errors import ConfigError, PpocliError
 from ppocli.evaluation.player import CHANGEABLE, Player, changed_sampling, scores_of
-from ppocli.parallel.stop import StopRequested, catch_signals, signal_handlers
+from ppocli.parallel.stop import StopRequested, catch_signals
 from ppocli.rewards.scoring import Reward
 from ppocli.sampling.token_choice import SAMPLING_KEYS
 from ppocli.text import clean, figure
@@ -42,11 +42,13 @@ def converse(request: sampling_request.SamplingRequest) -> None:
             raise ConfigError(f"The tokenizer of {players[0].name} has no chat template for a "
                               "system message.", where="--system", fix="leave it out")
         talk = Chat(request, chosen, players, generation, judge)
-        # while a line is awaited, signals end the waiting at once instead of setting a flag
-        with signal_handlers({signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _leave,
-                              signal.SIGHUP: _leave}):
+        with awaiting_lines(SIGTERM=_leave, SIGHUP=_leave):
             talk.greet()
-            _take_lines(talk)
+            # line editing and history for input(), where Python was built with it
+            with suppress(ImportError):
+                import readline  # noqa: F401
+            while talk.take_line():
+                pass
 
 
 class Conversation:
@@ -100,7 +102,7 @@ class Chat:
                  chosen: sampling_request.ChosenModels, players: Sequence[Player],
                  generation: GenerationConfig, reward: Reward | None) -> None:
         self._cfg, self._generation, self._reward = chosen.cfg, generation, reward
-        self._players, self._seed, self._system = players, request.seed, request.system
+        self._players, self._seed, self._system = players, request.seed or 0, request.system
         self._forget()
 
     def _forget(self) -> None:
@@ -117,12 +119,18 @@ class Chat:
                     "and the answer continues it")
         say("/help lists the commands, /quit leaves")
 
-    def take(self, line: str) -> bool:
+    def take_line(self) -> bool:
         """Answer a line, or obey it; returns False to leave.
 
         Raises:
+            EOFError, KeyboardInterrupt: the user leaves.
             StopRequested: SIGTERM came, or the terminal went away.
         """
+        try:
+            line = input(PROMPT)
+        except UnicodeDecodeError:
+            complain("Error: that was not UTF-8")
+            return True
         if not line.strip():
             return True
         try:
@@ -220,24 +228,3 @@ def _value(text: str) -> Any:
     with suppress(ValueError):
         return json.loads(text)
     return text
-
-
-def _take_lines(talk: Chat) -> None:
-    # line editing and history for input(), where Python was built with it
-    with suppress(ImportError):
-        import readline  # noqa: F401
-
-    while True:
-        try:
-            line = input(PROMPT)
-        except EOFError:
-            print(flush=True)
-            return
-        except UnicodeDecodeError:
-            complain("Error: that was not UTF-8")
-            continue
-        except KeyboardInterrupt:
-            print(flush=True)
-            raise StoppedError("left by Ctrl-C", signal_number=signal.SIGINT) from None
-        if not talk.take(line):
-            return

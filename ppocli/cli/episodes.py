@@ -2,9 +2,6 @@
 policy or by a person."""
 
 import json
-import os
-import signal
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,16 +9,16 @@ from typing import Any
 
 import torch
 
-from ppocli.cli.output import complain, say, show_text, working
+from ppocli.cli.output import awaiting_lines, complain, has_colours, say, show_text, working
 from ppocli.cli.sampling_request import SamplingRequest
 from ppocli.config.resolved import with_values
 from ppocli.environments.calls import Answered, Called, Calls
 from ppocli.environments.wording import text_of
 from ppocli.episode import POLICY, spoken
-from ppocli.errors import ConfigError, StoppedError
+from ppocli.errors import ConfigError
 from ppocli.launching.target_config import target_config
 from ppocli.parallel.backend import open_backend
-from ppocli.parallel.stop import StopFlag, signal_handlers
+from ppocli.parallel.stop import StopFlag
 from ppocli.runs.target import find_target
 from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.episodes import EpisodeSampler
@@ -66,19 +63,12 @@ def chat(request: SamplingRequest, *, watch: bool) -> None:
         inner: Any = sampler.inner if watch else Person(session)
         plays = replace(session, sampler=EpisodeSampler(
             inner, calls, session.tokenizer, chat=session.cfg.prompts.chat))
-        # while a line is awaited, Ctrl-C ends the waiting at once instead of setting a flag
-        with signal_handlers({signal.SIGINT: signal.default_int_handler}):
-            try:
-                for row in _played(plays, stop):
-                    _show(spoken({**row, "opening": "", "turns": []}))  # how it was cut off
-                    _show_end(row)
-                    if watch:
-                        input("(Enter: the next one, Ctrl-D: leave) ")
-            except EOFError:
-                print(flush=True)
-            except KeyboardInterrupt:
-                print(flush=True)
-                raise StoppedError("left by Ctrl-C", signal_number=signal.SIGINT) from None
+        with awaiting_lines():
+            for row in _played(plays, stop):
+                _show(spoken({**row, "opening": "", "turns": []}))  # how it was cut off
+                _show_end(row)
+                if watch:
+                    input("(Enter: the next one, Ctrl-D: leave) ")
 
 
 @contextmanager
@@ -185,7 +175,7 @@ def _show_heading(row: dict[str, Any]) -> None:
 
 def _show(said: Sequence[tuple[str, str]]) -> None:
     """Who has said what, each line behind the mark of who it was, the environment's dim."""
-    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    colours = has_colours()
     for who, text in said:
         for line in text.split("\n"):
             shown = printable(f"{who} {line}")

@@ -1,6 +1,5 @@
 """A run seen from another terminal, through what it writes into its folder."""
 
-import json
 import os
 import re
 import shutil
@@ -12,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ppocli.cli.output import complain, say, show_text
+from ppocli.cli.output import complain, print_json, say, show_text
 from ppocli.config import bounded, resolved, tasks
 from ppocli.display import console, dashboard
 from ppocli.episode import spoken
@@ -21,8 +20,8 @@ from ppocli.parallel.host_memory import resident_mib
 from ppocli.runs.record import is_run, read_run, said
 from ppocli.runs.target import known_names, list_runs, run_named, written
 from ppocli.storage import environment, run_logs
-from ppocli.storage.run_folder import LOCK, RunFolder, finite_or_null, live_owner, other_host
-from ppocli.text import did_you_mean, figure, pasted, printable_json
+from ppocli.storage.run_folder import LOCK, RunFolder, live_owner, other_host
+from ppocli.text import did_you_mean, figure, pasted
 
 LAST = 5
 """steps of the past that are shown first"""
@@ -128,9 +127,10 @@ class Follower:
             rows, self._past = rows[-self._past:], None
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
         for row in rows:
-            lines = console.row_lines(row, self._total, width) if not self._as_json else [
-                printable_json(json.dumps(finite_or_null(row), ensure_ascii=False))]
-            for line in lines:
+            if self._as_json:
+                print_json(row, indent=None)
+                continue
+            for line in console.row_lines(row, self._total, width):
                 show_text(line)
 
     def _show_warnings(self) -> None:

@@ -74,13 +74,18 @@ def complain(text: str) -> None:
         print(safe_text(text), file=sys.stderr, flush=True)
 
 
-def print_json(value: Any) -> None:
+def has_colours() -> bool:
+    """Whether what is printed may have colours."""
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def print_json(value: Any, indent: int | None = 2) -> None:
     """A value as JSON on standard output; NaN and infinities, which JSON hasn't, become null."""
     import json
 
     from ppocli.storage.run_folder import finite_or_null
 
-    show_text(printable_json(json.dumps(finite_or_null(value), indent=2, ensure_ascii=False)))
+    show_text(printable_json(json.dumps(finite_or_null(value), indent=indent, ensure_ascii=False)))
 
 
 def show_text(text: str, end: str = "\n") -> None:
@@ -238,6 +243,30 @@ def choice_of(error: AmbiguousError) -> str:
     if answer not in meant:
         raise error
     return meant[answer]
+
+
+@contextmanager
+def awaiting_lines(**handlers: Any) -> Iterator[None]:
+    """A block in which lines of the user are awaited, until Ctrl-D: signals end the waiting at once
+    instead of setting a flag.
+
+    Args:
+        handlers: of further signals, by their names.
+
+    Raises:
+        StoppedError: left by Ctrl-C.
+    """
+    from ppocli.parallel.stop import signal_handlers
+
+    handlers["SIGINT"] = signal.default_int_handler
+    try:
+        with signal_handlers({signal.Signals[name]: each for name, each in handlers.items()}):
+            yield
+    except EOFError:
+        print(flush=True)
+    except KeyboardInterrupt:
+        print(flush=True)
+        raise StoppedError("left by Ctrl-C", signal_number=signal.SIGINT) from None
 
 
 def leave(code: int) -> NoReturn:

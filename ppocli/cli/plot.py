@@ -1,6 +1,5 @@
 """``ppocli plot``: curves of runs in the terminal, as a picture, or as numbers."""
 
-import json
 import os
 import shutil
 import sys
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from ppocli.cli.options import AsJson, complete_run, flag, option
-from ppocli.cli.output import say, show_text
+from ppocli.cli.output import has_colours, print_json, say, show_text
 from ppocli.errors import ConfigError
-from ppocli.text import clean, printable_json
+from ppocli.text import clean
 
 if TYPE_CHECKING:
     from ppocli.report.curves import Chart, Series
@@ -59,8 +58,7 @@ def plot_runs(
     runs = read_runs(given or [str(find_run(None, say=say))])
     charts = collect(runs, metric_names(metric, runs), smooth)
     if as_json:
-        print(printable_json(json.dumps({"smooth": smooth, "series": numbers_of(charts)},
-                                        ensure_ascii=False)))
+        print_json({"smooth": smooth, "series": numbers_of(charts)}, indent=None)
     show_curves(charts, out, quiet=as_json)
 
 
@@ -119,9 +117,7 @@ def chosen_style(runs: int) -> Style:
         return "ascii"
     if runs == 1:
         return "dots"
-    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") \
-        and os.environ.get("TERM") != "dumb"
-    return "colours" if colours else "marks"
+    return "colours" if has_colours() and os.environ.get("TERM") != "dumb" else "marks"
 
 
 def draw(curves: "Sequence[Series]", *, title: str, width: int = 80, style: Style = "dots"

@@ -1,7 +1,5 @@
 """What ``ppocli validate`` tells of a run or a sweep, with ``--deep`` of its rehearsal, too."""
 
-import os
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -29,8 +27,7 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         PpocliError: what is wrong, all of it in one message.
         StoppedError: a signal ended the rehearsal.
     """
-    found = examine(words, colour=not as_json and sys.stdout.isatty()
-                    and not os.environ.get("NO_COLOR"))
+    found = examine(words, colour=not as_json and output.has_colours())
     for warning in dict.fromkeys(found.warnings):
         output.say(f"warning: {clean(warning)}")
     rehearsal: dict[str, Any] = {}
