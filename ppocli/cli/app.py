@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ppocli.cli import export, machine, output, plot, runs, serve, settings, tidy
+from ppocli.cli import export, machine, output, plot, runs, serve, settings
 from ppocli.cli.eval import evaluate
 from ppocli.cli.generate import chat, generate
 from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
@@ -130,8 +130,8 @@ app.command(cls=Command)(chat)
 app.command("export", cls=Command)(export.export_command)
 app.command(cls=Command)(runs.report)
 app.command("plot", cls=Command)(plot.plot_runs)
-app.command(cls=Command)(runs.compare)
-app.add_typer(tidy.runs_app, name="runs")
+app.command(cls=Command)(plot.compare)
+app.add_typer(runs.runs_app, name="runs")
 app.add_typer(sweep_app, name="sweep")
 app.add_typer(settings.recipes_app, name="recipes")
 app.command("serve-reward", **_HYDRA)(serve.serve_reward)

@@ -1,18 +1,22 @@
-"""``ppocli plot``: curves of runs in the terminal, as a picture, or as numbers."""
+"""``ppocli plot`` and ``compare``: curves of runs in the terminal, as a picture, or as numbers; and
+runs side by side."""
+
+from __future__ import annotations
 
 import os
 import shutil
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from ppocli.cli import output
 from ppocli.cli.options import AsJson, complete_run, flag, option
-from ppocli.cli.output import has_colours, print_json, say, show_text
 from ppocli.errors import ConfigError
-from ppocli.text import clean
+from ppocli.text import clean, printable, shown
 
 if TYPE_CHECKING:
     from ppocli.report.curves import Chart, Series
@@ -55,14 +59,14 @@ def plot_runs(
         raise ConfigError(f"--smooth {smooth}: must be at least 1", where="command line")
     if out is not None:
         check_out(out, overwrite)
-    runs = read_runs(given or [str(find_run(None, say=say))])
+    runs = read_runs(given or [str(find_run(None, say=output.say))])
     charts = collect(runs, metric_names(metric, runs), smooth)
     if as_json:
-        print_json({"smooth": smooth, "series": numbers_of(charts)}, indent=None)
+        output.print_json({"smooth": smooth, "series": numbers_of(charts)}, indent=None)
     show_curves(charts, out, quiet=as_json)
 
 
-def show_curves(charts: "Sequence[Chart]", out: Path | None, *, quiet: bool) -> None:
+def show_curves(charts: Sequence[Chart], out: Path | None, *, quiet: bool) -> None:
     """Draw charts into a file, whose path is printed, or in the terminal; print nothing if
     ``quiet``.
 
@@ -79,7 +83,7 @@ def show_curves(charts: "Sequence[Chart]", out: Path | None, *, quiet: bool) -> 
     if quiet:
         return
     if out is not None:
-        show_text(str(out))
+        output.show_text(str(out))
         return
     style = chosen_style(max(len(series) for _, series in charts))
     width = shutil.get_terminal_size().columns
@@ -87,7 +91,7 @@ def show_curves(charts: "Sequence[Chart]", out: Path | None, *, quiet: bool) -> 
     print("\n\n".join(map("\n".join, drawings)), flush=True)
 
 
-def numbers_of(charts: "Sequence[Chart]") -> list[dict[str, Any]]:
+def numbers_of(charts: Sequence[Chart]) -> list[dict[str, Any]]:
     """The curves as JSON."""
     return [{"run": curve.run, "metric": curve.metric, "steps": [step for step, _ in curve.points],
              "values": [value for _, value in curve.points]}
@@ -117,10 +121,10 @@ def chosen_style(runs: int) -> Style:
         return "ascii"
     if runs == 1:
         return "dots"
-    return "colours" if has_colours() and os.environ.get("TERM") != "dumb" else "marks"
+    return "colours" if output.has_colours() and os.environ.get("TERM") != "dumb" else "marks"
 
 
-def draw(curves: "Sequence[Series]", *, title: str, width: int = 80, style: Style = "dots"
+def draw(curves: Sequence[Series], *, title: str, width: int = 80, style: Style = "dots"
          ) -> list[str]:
     """A chart of characters, drawn by plotext.
 
@@ -170,7 +174,88 @@ def draw(curves: "Sequence[Series]", *, title: str, width: int = 80, style: Styl
     return [clean(title), *(line.rstrip() for line in lines.splitlines()), *legend]
 
 
-def _signal(chart: Any, points: "Sequence[tuple[int, float]]", marker: Any) -> Any:
+def _signal(chart: Any, points: Sequence[tuple[int, float]], marker: Any) -> Any:
     """Points of a chart, quartered like its axis."""
     return chart.signal([step for step, _ in points], [value / 4 for _, value in points],
                         marker=marker)
+
+
+# compare ------------------------------------------------------------------------------------------
+
+def compare(
+        given: Annotated[list[str], typer.Argument(
+            metavar="RUN RUN...", autocompletion=complete_run,
+            help="Folders or names of runs; the others are compared with the first.")],
+        metric: str = option("NAME,...", "Compare these figures, and draw their curves over one "
+            "another; names as of ppocli plot.", "--metric", "-m", default=""),
+        out: Path | None = option("FILE", "Write the curves to a picture, .svg or .png.",
+            "--output", "-o"),
+        overwrite: bool = flag("Replace FILE if it exists.", "--overwrite"),
+        as_json: AsJson = False) -> None:
+    """Compare runs: figures after the same number of samples, settings, win rates, curves.
+
+    \b
+    Examples:
+      ppocli compare runs/ONE runs/OTHER
+      ppocli compare runs/ONE runs/OTHER --metric reward,kl
+      ppocli compare runs/ONE runs/OTHER --metric eval,policy/grad_norm -o curves.svg
+      ppocli compare runs/sweep-20260131-120000/0 runs/sweep-20260131-120000/1 --json
+    """
+    from ppocli.report.curves import collect, compare_runs, metric_names
+    from ppocli.runs.target import read_runs
+
+    if out is not None:
+        check_out(out, overwrite)
+    runs = read_runs(given)
+    if len(runs) < 2:
+        raise ConfigError("Comparing needs two or more different runs.",
+                          where="command line", fix="ppocli compare runs/ONE runs/OTHER")
+    wanted = metric_names(metric, runs) if metric or out is not None else []
+    curves = collect(runs, wanted, 1) if wanted else []
+    found = compare_runs(runs, wanted if metric else ())
+    if as_json:
+        output.print_json(found | ({"curves": numbers_of(curves)} if curves else {}))
+    else:
+        _print_comparison(found)
+    if curves:
+        if not as_json:
+            print()
+        show_curves(curves, out, quiet=as_json)
+
+
+def _print_comparison(found: dict[str, Any]) -> None:
+    runs, ends = found["runs"], [run["end"] for run in found["runs"]]
+    blank = [""] * len(runs)
+    rows = [["", *(run["name"] for run in runs)], ["status", *(run["status"] for run in runs)]]
+    at_end = all(end["episodes"] == run["equal"]["episodes"]
+                 for run, end in zip(runs, ends, strict=True))
+    heading = f"after {found['episodes']} episodes" + (", the end of all" if at_end else "")
+    rows += _section(heading, [run["equal"] for run in runs])
+    if not at_end:
+        rows += _section("at the end", ends)
+    rows += [["", *blank],
+             ["best evaluation", *(
+                 f"{output.shown_figure(run['best'])} at step {run['best_step']}"
+                 if run["best"] is not None else "-" for run in runs)],
+             ["", *blank], ["settings that differ", *blank]]
+    rows += [[f"  {key}", *map(shown, values.values())]
+             for key, values in found["config_differences"].items()] or [["  none", *blank]]
+    output.print_table(rows, fit=False)
+    print()
+    for wins in found["win_rates"]:
+        rate = f"none, {wins['reason']}" if wins["rate"] is None else (
+            f"{100 * wins['rate']:.1f} % on {wins['prompts']} shared prompts, ties half")
+        print(printable(f"win rate of {wins['run']} over {wins['against']}: {rate}"))
+
+
+def _section(heading: str, moments: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Rows of one moment of every run; figures that no run has are left out."""
+    figures = [at["figures"] for at in moments]
+    names = [name for name in dict.fromkeys(chain(*figures))
+             if any(of_run.get(name) is not None for of_run in figures)]
+    return [[""] * (len(moments) + 1), [heading, *[""] * len(moments)],
+            ["  step", *(str(at["step"]) for at in moments)],
+            ["  episodes", *(str(at["episodes"]) for at in moments)],
+            *([f"  {name}", *(output.shown_figure(of_run.get(name)) for of_run in figures)]
+              for name in names),
+            ["  seconds", *(f"{at['seconds']:.0f}" for at in moments)]]

@@ -1,15 +1,14 @@
-"""``ppocli watch``, ``report``, ``compare``, ``runs list`` and ``show``: runs by their folders."""
+"""``ppocli watch`` and ``report``, and the commands of ``ppocli runs``: runs by their folders, what
+is deleted of them, and their names."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,12 +16,12 @@ import typer
 
 from ppocli.cli import options as opt
 from ppocli.cli import output
-from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, complete_run, flag, option
-from ppocli.errors import ConfigError, InputError
-from ppocli.text import figure, format_bytes, printable, shown
+from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, flag, option
+from ppocli.errors import CheckpointError, ConfigError, DiskError, InputError, PpocliError
+from ppocli.text import clean, figure, format_bytes, pasted, printable
 
 if TYPE_CHECKING:
-    from ppocli.runs.listing import RunInfo
+    from ppocli.runs.listing import Removal, RunInfo
     from ppocli.runs.record import RunRecord
 
 
@@ -68,7 +67,7 @@ def report(
             "--output, otherwise both).", "--format",
             autocompletion=lambda: ["html", "md", "both"]),
         others: list[str] | None = option("RUN", "Another run, whose curves are drawn over this "
-            "one's (may be repeated).", "--with", autocompletion=complete_run),
+            "one's (may be repeated).", "--with", autocompletion=opt.complete_run),
         overwrite: bool = flag("Also replace files that aren't reports.", "--overwrite"),
         as_json: AsJson = False) -> None:
     """Write a report of a run: outcome, curves, samples over the steps, warnings, settings.
@@ -110,88 +109,6 @@ def _command_of(run: RunRecord) -> str | None:
     from ppocli.config.resolved import PYTHON_OBJECT, flat, training_command
 
     return None if PYTHON_OBJECT in flat(run.config).values() else training_command(run.config)
-
-
-# compare ------------------------------------------------------------------------------------------
-
-def compare(
-        given: Annotated[list[str], typer.Argument(
-            metavar="RUN RUN...", autocompletion=complete_run,
-            help="Folders or names of runs; the others are compared with the first.")],
-        metric: str = option("NAME,...", "Compare these figures, and draw their curves over one "
-            "another; names as of ppocli plot.", "--metric", "-m", default=""),
-        out: Path | None = option("FILE", "Write the curves to a picture, .svg or .png.",
-            "--output", "-o"),
-        overwrite: bool = flag("Replace FILE if it exists.", "--overwrite"),
-        as_json: AsJson = False) -> None:
-    """Compare runs: figures after the same number of samples, settings, win rates, curves.
-
-    \b
-    Examples:
-      ppocli compare runs/ONE runs/OTHER
-      ppocli compare runs/ONE runs/OTHER --metric reward,kl
-      ppocli compare runs/ONE runs/OTHER --metric eval,policy/grad_norm -o curves.svg
-      ppocli compare runs/sweep-20260131-120000/0 runs/sweep-20260131-120000/1 --json
-    """
-    from ppocli.cli.plot import check_out, numbers_of, show_curves
-    from ppocli.report.curves import collect, compare_runs, metric_names
-    from ppocli.runs.target import read_runs
-
-    if out is not None:
-        check_out(out, overwrite)
-    runs = read_runs(given)
-    if len(runs) < 2:
-        raise ConfigError("Comparing needs two or more different runs.",
-                          where="command line", fix="ppocli compare runs/ONE runs/OTHER")
-    wanted = metric_names(metric, runs) if metric or out is not None else []
-    curves = collect(runs, wanted, 1) if wanted else []
-    found = compare_runs(runs, wanted if metric else ())
-    if as_json:
-        output.print_json(found | ({"curves": numbers_of(curves)} if curves else {}))
-    else:
-        _print_comparison(found)
-    if curves:
-        if not as_json:
-            print()
-        show_curves(curves, out, quiet=as_json)
-
-
-def _print_comparison(found: dict[str, Any]) -> None:
-    runs, ends = found["runs"], [run["end"] for run in found["runs"]]
-    blank = [""] * len(runs)
-    rows = [["", *(run["name"] for run in runs)], ["status", *(run["status"] for run in runs)]]
-    at_end = all(end["episodes"] == run["equal"]["episodes"]
-                 for run, end in zip(runs, ends, strict=True))
-    heading = f"after {found['episodes']} episodes" + (", the end of all" if at_end else "")
-    rows += _section(heading, [run["equal"] for run in runs])
-    if not at_end:
-        rows += _section("at the end", ends)
-    rows += [["", *blank],
-             ["best evaluation", *(
-                 f"{output.shown_figure(run['best'])} at step {run['best_step']}"
-                 if run["best"] is not None else "-" for run in runs)],
-             ["", *blank], ["settings that differ", *blank]]
-    rows += [[f"  {key}", *map(shown, values.values())]
-             for key, values in found["config_differences"].items()] or [["  none", *blank]]
-    output.print_table(rows, fit=False)
-    print()
-    for wins in found["win_rates"]:
-        rate = f"none, {wins['reason']}" if wins["rate"] is None else (
-            f"{100 * wins['rate']:.1f} % on {wins['prompts']} shared prompts, ties half")
-        print(printable(f"win rate of {wins['run']} over {wins['against']}: {rate}"))
-
-
-def _section(heading: str, moments: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Rows of one moment of every run; figures that no run has are left out."""
-    figures = [at["figures"] for at in moments]
-    names = [name for name in dict.fromkeys(chain(*figures))
-             if any(of_run.get(name) is not None for of_run in figures)]
-    return [[""] * (len(moments) + 1), [heading, *[""] * len(moments)],
-            ["  step", *(str(at["step"]) for at in moments)],
-            ["  episodes", *(str(at["episodes"]) for at in moments)],
-            *([f"  {name}", *(output.shown_figure(of_run.get(name)) for of_run in figures)]
-              for name in names),
-            ["  seconds", *(f"{at['seconds']:.0f}" for at in moments)]]
 
 
 # runs list and runs show --------------------------------------------------------------------------
@@ -293,3 +210,175 @@ def root_of(given: Path | None) -> Path:
         raise InputError(f"{given} does not exist or is no folder (looked in {Path.cwd()}).",
                          where="DIR", fix="name a folder that holds runs (default: runs)")
     return Path("runs") if given is None else given.expanduser()
+
+
+# prune, rm and rename -----------------------------------------------------------------------------
+
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
+
+
+@runs_app.command("prune", cls=Command)
+def prune_runs(
+        folder: Folder = None,
+        checkpoints: bool = flag("Delete the checkpoints of finished runs. Their model, summary, "
+            "metrics and samples stay; they can't be resumed any more. This is the default.",
+            "--checkpoints"),
+        failed: bool = flag("Delete runs that ended before they saved a checkpoint.", "--failed"),
+        keep_best: bool = flag("Keep the checkpoint of the best evaluation.", "--keep-best"),
+        older_than: str | None = option(
+            "AGE", "Only runs last written longer ago than this, e.g. 7d or 12h."),
+        dry_run: bool = flag("List what would be deleted, and its size.", "--dry-run"),
+        yes: Yes = False, as_json: AsJson = False) -> None:
+    """Delete what finished and failed runs no longer need. Running runs are never touched.
+
+    \b
+    Examples:
+      ppocli runs prune --dry-run
+      ppocli runs prune --keep-best --older-than 7d
+      ppocli runs prune --failed --yes
+    """
+    from ppocli.runs.listing import parse_age, plan_pruning
+
+    root = root_of(folder)
+    plan = plan_pruning(root, checkpoints=checkpoints or not failed, failed=failed,
+                        keep_best=keep_best, say=output.say,
+                        older_than=None if older_than is None else parse_age(older_than))
+    if not plan:
+        if as_json:
+            print("[]")
+        output.say(f"There is nothing to delete in {root}.")
+        return
+    if not as_json:
+        rows = [
+            (removal.run.name if removal.run == root else removal.run.relative_to(root).as_posix(),
+             removal.why, _shown_parts(removal), format_bytes(removal.size)) for removal in plan]
+        output.print_table([("run", "because", "delete", "size"), *rows], right=frozenset({3}))
+    if dry_run:
+        output.say(f"{_size(plan)} could be given back; nothing was deleted.")
+        _told(plan, as_json)
+    else:
+        _delete(plan, yes, as_json)
+
+
+@runs_app.command("rm", cls=Command)
+def remove_runs(
+        given: Annotated[list[str], typer.Argument(
+            metavar="RUN...", autocompletion=opt.complete_run, help="Folders or names of runs.")],
+        yes: Yes = False) -> None:
+    """Delete runs with all they hold. Running runs are never touched.
+
+    \b
+    Examples:
+      ppocli runs rm NAME
+      ppocli runs rm runs/ONE runs/OTHER --yes
+    """
+    from ppocli.runs.listing import whole_folder
+
+    plan = [whole_folder(folder) for folder in dict.fromkeys(map(_named, given))]
+    output.print_table([("delete", "size"), *((str(removal.run), format_bytes(removal.size))
+                                              for removal in plan)], right=frozenset({1}))
+    _delete(plan, yes)
+
+
+@runs_app.command("rename", cls=Command)
+def rename_run(run: opt.OneRun, name: Annotated[str, typer.Argument(
+               metavar="NAME", help="The new name.")]) -> None:
+    """Rename a run's folder. Running runs and jobs of sweeps keep their names.
+
+    \b
+    Examples:
+      ppocli runs rename quickstart-20260131-120000 baseline
+    """
+    from ppocli.runs.sweeps import is_sweep
+    from ppocli.storage.run_folder import lock
+
+    folder = _named(run)
+    target = folder.with_name(name) if name not in ("", ".", "..") and "/" not in name else None
+    if target is None:
+        raise ConfigError(f"{name!r} must be a plain folder name.", where="NAME",
+                          fix=f"to move the folder: mv {pasted(folder)} FOLDER")
+    if is_sweep(folder.parent):
+        raise ConfigError(f"{folder} is a job of a sweep, which finds it by its name.",
+                          where="RUN", fix=f"ppocli sweep show {pasted(folder.parent)}")
+    with lock(folder):
+        if target.exists() or target.is_symlink():
+            raise CheckpointError(f"{target} exists already; nothing is overwritten.",
+                                  where="NAME", fix="choose another name")
+        try:
+            folder.rename(target)
+        except OSError as error:
+            raise DiskError(f"{folder} can't be renamed: {error.strerror}",
+                            where=str(folder.parent), fix="look at its permissions") from error
+    output.show_text(str(target))
+
+
+def _named(given: str) -> Path:
+    """The folder of the run that is named; a part of a run doesn't stand for it here."""
+    from ppocli.runs.record import is_run
+    from ppocli.runs.target import find_run, run_named
+
+    folder = run_named(given)
+    if is_run(folder):
+        return folder
+    found = find_run(given)  # refuses what is no part of a run either
+    raise ConfigError(f"{given} is a part of a run.", where="RUN", fix=f"name the run: {found}")
+
+
+def _shown_parts(removal: Removal) -> str:
+    from ppocli.storage.retention import STEP
+
+    if removal.kind == "run":
+        return "the whole folder"
+    steps = [part.name for part in removal.parts if STEP.fullmatch(part.name)]
+    found = [f"{len(steps)} checkpoints" if len(steps) > 2 else " and ".join(steps)]
+    found += [part.relative_to(removal.run).as_posix() for part in removal.parts
+              if part.name not in steps and not part.is_symlink()]
+    return ", ".join(filter(None, found)) or "links"
+
+
+def _size(plan: list[Removal]) -> str:
+    return format_bytes(sum(removal.size for removal in plan))
+
+
+def _delete(plan: list[Removal], yes: bool, as_json: bool = False) -> None:
+    """Ask, unless with ``yes``, and delete; the first problem is raised once the rest is done."""
+    from ppocli.runs.listing import carry_out
+
+    if not yes and not _confirmed(_size(plan)):
+        output.say("Nothing was deleted.")
+        return
+    deleted: list[Removal] = []
+    problems: list[PpocliError] = []
+    for removal in plan:
+        try:
+            carry_out(removal)
+            deleted.append(removal)
+        except PpocliError as problem:
+            problems.append(problem)
+        except OSError as error:
+            problems.append(DiskError(
+                f"{removal.run} could not be deleted: {error.strerror or error}.",
+                where=str(error.filename or removal.run), fix="look at its permissions"))
+    for other in problems[1:]:  # the first one ends the command
+        output.say(f"Error: {clean(other.what)}")
+    _told(deleted, as_json)
+    output.say(f"{_size(deleted)} given back.")
+    if problems:
+        raise problems[0]
+
+
+def _told(deleted: list[Removal], as_json: bool) -> None:
+    if as_json:
+        output.print_json([
+            {"run": str(removal.run.absolute()), "kind": removal.kind, "because": removal.why,
+             "paths": [str(part.absolute()) for part in removal.parts], "bytes": removal.size}
+            for removal in deleted])
+
+
+def _confirmed(total: str) -> bool:
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise ConfigError("Nothing was deleted: there is no terminal to ask on.",
+                          where="command line", fix="look at the list, then add --yes")
+    sys.stdout.flush()
+    print(f"Delete this ({total})? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -11,8 +11,8 @@ from helpers import refused
 
 from ppocli.cli.follow import Follower
 from ppocli.cli.output import code_of
-from ppocli.cli.runs import compare, print_runs, report
-from ppocli.cli.tidy import prune_runs
+from ppocli.cli.plot import compare
+from ppocli.cli.runs import print_runs, prune_runs, report
 from ppocli.config import bounded
 from ppocli.config.resolved import config_text, read_config
 from ppocli.config.schema import TrainConfig

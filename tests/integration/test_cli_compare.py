@@ -10,7 +10,7 @@ from helpers import jsonl
 from runs import app_in_process, whole_copy
 
 from ppocli.cli.output import code_of
-from ppocli.cli.runs import compare
+from ppocli.cli.plot import compare
 from ppocli.config.resolved import read_config
 from ppocli.storage.run_folder import write_config
 

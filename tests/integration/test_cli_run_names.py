@@ -123,7 +123,7 @@ import sys
 from pathlib import Path
 from ppocli.cli.follow import find_watched
 from ppocli.cli.runs import compare, print_runs
-from ppocli.cli.tidy import prune_runs
+from ppocli.cli.runs import prune_runs
 from ppocli.cli.sweep_show import show_sweep
 from ppocli.runs.target import find_run
 try:

@@ -13,8 +13,7 @@ from helpers import environment, jsonl, ppocli
 from runs import app_in_process, copied, whole_copy
 
 from ppocli.cli.output import code_of
-from ppocli.cli.runs import print_runs
-from ppocli.cli.tidy import prune_runs
+from ppocli.cli.runs import print_runs, prune_runs
 from ppocli.config.compose import Checked
 from ppocli.config.resolved import read_config
 from ppocli.errors import CheckpointError
