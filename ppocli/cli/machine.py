@@ -65,13 +65,14 @@ def print_estimate(
     quiet_transformers()
     config = read_config(cfg.model.path, key="model.path", revision=cfg.model.revision,
                          trust_remote_code=cfg.model.trust_remote_code)
-    new = None
-    if tasks.task_name(cfg) in tasks.DATA_TASKS:
-        tokens, new, source = _example_tokens(cfg, config, prompt_tokens)
-    else:
-        tokens, source = _prompt_tokens(cfg, config, prompt_tokens)
-    cuda = _computes_on_cuda(cfg)
+    tokens_of = _example_tokens if tasks.task_name(cfg) in tasks.DATA_TASKS else _prompt_tokens
+    tokens, new, source = tokens_of(cfg, config, prompt_tokens)
     hardware = cfg.hardware
+    cuda = hardware.device == "cuda"
+    if hardware.device == "auto":  # as on this machine
+        import torch
+
+        cuda = torch.cuda.is_available()
     found = estimate(cfg, models_of(cfg, config), prompt_tokens=tokens, new_tokens=new, cuda=cuda,
                      ranks=hardware.num_processes * hardware.num_nodes,
                      ranks_on_host=hardware.num_processes)
@@ -115,33 +116,25 @@ def composed(words: Sequence[str]) -> TrainConfig:
     return found.config
 
 
-def _computes_on_cuda(cfg: TrainConfig) -> bool:
-    """Whether GPUs compute: as configured; with ``auto``, as on this machine."""
-    if cfg.hardware.device != "auto":
-        return cfg.hardware.device == "cuda"
-    import torch
-
-    return torch.cuda.is_available()
-
-
-def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, str]:
-    """Tokens of the longest prompt, and how that is known."""
+def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, None, str]:
+    """Tokens of the longest prompt; what the configuration says of responses; and how the first is
+    known."""
     from ppocli.config.sampling import longest_response
     from ppocli.models.loading.model_config import max_positions, model_facts
     from ppocli.models.trunk import has_encoder
 
     if given is not None:
-        return given, "as given"
+        return given, None, "as given"
     lm = model_facts(cfg.model, config)
     limit = max_positions(lm)
     # an encoder-decoder has that many on either side
     new = 0 if has_encoder(lm) else longest_response(cfg)
     room = 2**31 if limit is None else max(limit - new, 1)
     if (measured := _longest_prompt(cfg, room, whole=has_encoder(lm))) is not None:
-        return measured, "the longest there is"
+        return measured, None, "the longest there is"
     if longest := cfg.prompts.max_length or max(cfg.prompts.length_sampler or [0]):
-        return min(longest, room), "prompts.max_length or length_sampler"
-    return min(ASSUMED_TOKENS, room), "assumed; set it with --prompt-tokens N"
+        return min(longest, room), None, "prompts.max_length or length_sampler"
+    return min(ASSUMED_TOKENS, room), None, "assumed; set it with --prompt-tokens N"
 
 
 def _example_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, int, str]:
@@ -174,10 +167,9 @@ def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
     from ppocli.models.loading.language_model import load_tokenizer
 
     prompts = cfg.prompts
-    if prompts.path is None and prompts.items is None:
-        return None
-    if any(path is not None and names_hub_dataset(path)
-           for path in (prompts.path, prompts.eval.path)):
+    if (prompts.path is None and prompts.items is None) or any(
+            path is not None and names_hub_dataset(path)
+            for path in (prompts.path, prompts.eval.path)):
         return None
     try:
         tokenizer = load_tokenizer(cfg.model)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppocli.errors import AmbiguousError, ConfigError, DiskError, PpocliError, StoppedError
 from ppocli.parallel.launchers import Launched, find_launch
-from ppocli.text import printable, printable_json
+from ppocli.text import clean, printable, printable_json
 
 if TYPE_CHECKING:
     from ppocli.config.schema import RewardConfig
@@ -102,8 +102,6 @@ def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) 
         rows: all of the same length; the first is usually the heading.
         right: columns that are set to the right, for numbers.
     """
-    from ppocli.text import clean
-
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     sides = [str.rjust if number in right else str.ljust for number in range(len(widths))]

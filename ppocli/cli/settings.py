@@ -30,9 +30,10 @@ def print_recipes(as_json: AsJson = False) -> None:
     if as_json:
         print_json(found)
         return
-    print_table([("name", "network", "purpose", "model", "reward", "prompts"), *(
-        (each["name"], "yes" if each["needs_network"] else "no", each["purpose"], each["model"],
-         each["reward"], each["prompts"]) for each in found)])
+    columns = ("purpose", "model", "reward", "prompts")
+    print_table([("name", "network", *columns), *(
+        (each["name"], "yes" if each["needs_network"] else "no", *map(each.get, columns))
+        for each in found)])
 
 
 def _facts(name: str, file: Path) -> dict[str, Any]:
@@ -40,8 +41,10 @@ def _facts(name: str, file: Path) -> dict[str, Any]:
     from ppocli.config.compose import compose
     from ppocli.config.words import read_words
 
+    purpose = next((line.lstrip("# ") for line in file.read_text(encoding="utf-8").splitlines()
+                    if line.startswith("#") and not line.startswith("# @")), "")
     facts = {"name": name, "model": "?", "reward": "?", "prompts": "?", "needs_network": False,
-             "purpose": _purpose(file), "file": str(file)}
+             "purpose": purpose.strip(), "file": str(file)}
     try:
         config = compose(read_words([f"+recipe={name}"])).values()
     except ConfigError as error:
@@ -55,15 +58,8 @@ def _facts(name: str, file: Path) -> dict[str, Any]:
 
 
 def _on_hub(value: str) -> bool:
-    return (value not in ("", "?", "inline", "BOS") and not value.startswith(BUILTIN_PREFIX)
-            and not value.startswith((".", "/", "~")) and not Path(value).exists())
-
-
-def _purpose(file: Path) -> str:
-    """The first sentence of the header comment."""
-    lines = [line.lstrip("# ").strip() for line in file.read_text(encoding="utf-8").splitlines()
-             if line.startswith("#") and not line.startswith("# @")]
-    return lines[0] if lines else ""
+    return value not in ("", "?", "inline", "BOS") and not value.startswith(
+        (BUILTIN_PREFIX, ".", "/", "~")) and not Path(value).exists()
 
 
 @recipes_app.command("show", cls=Command)
@@ -229,9 +225,9 @@ def json_schema(name: str | None = None) -> dict[str, Any]:
                          "groups a recipe starts from"},
             "hydra": {"type": "object", "description": "settings of Hydra itself"},
             **body["properties"]}
-    definitions = {"interpolation": {"type": "string", "pattern": r"\$\{.+\}",
-                                     "description": "the value of another key: ${key}"}}
-    return {**head, **body, "$defs": definitions}
+    return {**head, **body, "$defs": {"interpolation": {
+        "type": "string", "pattern": r"\$\{.+\}",
+        "description": "the value of another key: ${key}"}}}
 
 
 def _section(section: type, prefix: str = "") -> dict[str, Any]:
