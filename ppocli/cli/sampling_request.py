@@ -48,7 +48,6 @@ class ChosenModels:
 
     cfg: schema.TrainConfig
     """how the first model was trained, or the defaults for a model that came from elsewhere"""
-    from_run: bool
     models: tuple[tuple[Target, schema.ModelConfig], ...]
     """each policy, and the configuration of the model that it is or was trained from"""
 
@@ -107,7 +106,7 @@ def find_models(request: SamplingRequest) -> ChosenModels:
                               fix="leave --against out, and ask for the other one by itself")
         models.append((other, cfg.model if other.model == cfg.model.path
                        else _trained_from(other, request.trust)))
-    return ChosenModels(cfg, target.run_dir is not None, tuple(models))
+    return ChosenModels(cfg, tuple(models))
 
 
 def _trained_from(target: Target, trusts: bool) -> schema.ModelConfig:
@@ -136,11 +135,12 @@ def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str
     from ppocli.parallel.backend import open_backend
 
     # before anything is loaded
-    generation = sampling_of(request, chosen, None) if chosen.from_run else None
+    run_dir = chosen.models[0][0].run_dir
+    generation = None if run_dir is None else sampling_of(request, chosen, None)
     reward = build_judge(chosen.cfg.reward, list(columns)) if request.scored else None
     with ExitStack() as stack:
-        backend = stack.enter_context(open_backend(
-            chosen.cfg.hardware, environment.measured_by(chosen.models[0][0].run_dir)))
+        backend = stack.enter_context(open_backend(chosen.cfg.hardware,
+                                                   environment.measured_by(run_dir)))
         players = [load_player(policy_config(cfg, target.model), target.name, backend)
                    for target, cfg in chosen.models]
         if chosen.cfg.rollout.engine == "vllm":
@@ -163,7 +163,7 @@ def sampling_of(request: SamplingRequest, chosen: ChosenModels, player: Player |
 
     worded = {word.lstrip("+~").partition("=")[0] for word in request.words}
     changes: dict[str, Any] = {}
-    if not chosen.from_run and player is not None:
+    if player is not None:
         changes = {name: value for name, value in own_sampling(player.loaded).items()
                    if f"generation.{name}" not in worded}
         if changes:
