@@ -5,7 +5,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
@@ -18,7 +18,7 @@ from ppocli.episode import spoken
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.runs.record import is_run, read_run, said
-from ppocli.runs.target import known_names, list_runs, run_named, written
+from ppocli.runs.target import RUNS, known_names, list_runs, run_named, written
 from ppocli.storage import environment, run_logs
 from ppocli.storage.run_folder import LOCK, RunFolder, live_owner, other_host
 from ppocli.text import did_you_mean, figure, pasted
@@ -211,8 +211,7 @@ def recent_samples(path: Path) -> list[dict[str, Any]]:
     return found[::-1]
 
 
-def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Path("runs")
-                 ) -> tuple[Path, str]:
+def find_watched(given: str | None) -> tuple[Path, str]:
     """The folder of the run to watch, one that has only just begun too, and how messages call it.
 
     A folder of runs, such as a sweep's, stands for the one that is running, else its newest.
@@ -223,16 +222,16 @@ def find_watched(given: str | None, say: Callable[[str], None], runs: Path = Pat
         CheckpointError: the folder is no run's.
     """
     if given is None:
-        if (found := _newest(runs)) is None:
-            raise ConfigError(f"There is no run in {runs} yet.", where=str(runs.absolute()),
+        if (found := _newest(RUNS)) is None:
+            raise ConfigError(f"There is no run in {RUNS} yet.", where=str(RUNS.absolute()),
                               fix="start one: ppocli train +recipe=quickstart")
         say(f"watching {found}, the newest run")
         return found.resolve(), str(found)
-    path = run_named(given, runs, os.path.isdir)
+    path = run_named(given, which=os.path.isdir)
     if not os.path.isdir(path):
         raise InputError(f"There is no run {given} (looked in {Path.cwd()}).", where="RUN",
                          fix="name a run's folder: ppocli runs list"
-                         + did_you_mean(given, known_names(runs, _has_begun)))
+                         + did_you_mean(given, known_names(which=_has_begun)))
     if not _has_begun(path):
         if (inside := _newest(path)) is None:
             raise CheckpointError(f"{given} is not a run folder (no config.yaml).", where=str(path),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from ppocli.builtin.names import config_groups, recipe_files
+from ppocli.builtin.names import BUILTIN_PREFIX, config_groups, list_builtins, recipe_files
 from ppocli.cli.output import choice_of, code_of, leave
 from ppocli.errors import AmbiguousError
 
@@ -167,6 +167,7 @@ def _values(key: str, value: str) -> list[str]:
     done, comma, last = value.rpartition(",")  # a sweep: a,b,...
     name = key.lstrip("+")
     schema_key = schema_keys().get(name)
+    options: list[str] = []
     if name == "recipe":
         options = list(recipe_files())
     elif name in config_groups():
@@ -175,8 +176,6 @@ def _values(key: str, value: str) -> list[str]:
         options = ["never", "auto", *complete_run("")]
     elif name in ("model.path", "data.path", "data.val", "ppo.ptx.data.path", "prompts.path",
                   "prompts.eval.path"):
-        from ppocli.builtin.names import BUILTIN_PREFIX, list_builtins
-
         def section(builtin: str) -> str:
             return ("prompts" if builtin.endswith("prompts") else "data"
                     if builtin.startswith(("pipeline", "arithmetic")) else "model")
@@ -188,11 +187,10 @@ def _values(key: str, value: str) -> list[str]:
         from ppocli.rewards.resolve import BUILTIN_REWARDS
 
         options = list(BUILTIN_REWARDS)
-    else:
-        choices = schema_key.metadata["choices"] if schema_key else None
-        options = list(choices or (("true", "false") if schema_key and schema_key.item is bool
-                                   else ()))
-        if schema_key and schema_key.kind == "list":
+    elif schema_key is not None:
+        options = list(schema_key.metadata["choices"] or (
+            ("true", "false") if schema_key.item is bool else ()))
+        if schema_key.kind == "list":
             options = [f"[{option}]" for option in options]
     return [f"{done}{comma}{option}" for option in options if option.startswith(last)]
 

@@ -42,7 +42,8 @@ class _Book:
         self.work: sweep_jobs.Jobs
         """set once the folder is there"""
         self.begun = 0
-        self._held = ExitStack()
+        self.held = ExitStack()
+        """the folder's lock, and the jobs at work"""
         self._new_folder = self._new_file = False
 
     @property
@@ -61,7 +62,7 @@ class _Book:
         """
         folder, self._new_folder = _sweep_folder(self.words)
         refuse_running(folder)
-        self._held.enter_context(lock(folder))
+        self.held.enter_context(lock(folder))
         self.folder = folder
         self._new_file = not (folder / sweeps.SWEEP_FILE).exists()
         if not self._new_file:
@@ -103,8 +104,7 @@ class _Book:
         sweeps.write_sweep(sweeps.SweepRecord(self.folder, words, str(Path.cwd()), self.grid, jobs))
 
     def close(self) -> None:
-        """Give the folder back; nothing stays of a sweep none of whose jobs was begun."""
-        self._held.close()
+        """Leave nothing of a sweep none of whose jobs was begun."""
         if self.folder is not None and not self.begun and self._new_file:
             (self.folder / sweeps.SWEEP_FILE).unlink(missing_ok=True)
             if self._new_folder:
@@ -154,11 +154,10 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         ConfigError: something is wrong with all jobs alike; none was started.
     """
     book = _Book(words, going_on)
-    stack = ExitStack()
 
     def begin(shared: schema.TrainConfig, grid: Grid | None) -> Path:
         folder = book.open(grid)
-        book.work = stack.enter_context(sweep_jobs.jobs_of(shared, folder, ended))
+        book.work = book.held.enter_context(sweep_jobs.jobs_of(shared, folder, ended))
         return folder
 
     def ended(record: sweeps.JobRecord) -> None:
@@ -187,7 +186,7 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         return book.jobs[number]
 
     try:
-        with stack:
+        with book.held:
             run_sweep_jobs(words, objective, begin,
                            partial(search.run_search, start=start, result=result))
             book.work.wait()

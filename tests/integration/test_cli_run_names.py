@@ -35,7 +35,7 @@ def place(reference, here) -> Path:
 def test_every_command_takes_the_name_that_the_list_shows(place, name):
     assert find_run(name, say=print) == Path("runs", name)
     assert find_target(name, say=print).run_dir == place / "runs" / name
-    assert find_watched(name, print) == (place / "runs" / name, f"runs/{name}")
+    assert find_watched(name) == (place / "runs" / name, f"runs/{name}")
     assert resume_words(name, ["seed=1"]) == [f"resume=runs/{name}", "seed=1"]
 
 
@@ -122,8 +122,8 @@ LOOK = """
 import sys
 from pathlib import Path
 from ppocli.cli.follow import find_watched
-from ppocli.cli.runs import compare, print_runs
-from ppocli.cli.runs import prune_runs
+from ppocli.cli.plot import compare
+from ppocli.cli.runs import print_runs, prune_runs
 from ppocli.cli.sweep_show import show_sweep
 from ppocli.runs.target import find_run
 try:
@@ -135,7 +135,7 @@ print_runs(None, False)
 prune_runs(None, checkpoints=True, failed=True, keep_best=False, older_than=None, dry_run=True,
            yes=False, as_json=False)
 show_sweep(None, "reward", None, False, False)
-find_watched(None, print)
+find_watched(None)
 find_run(None, say=print)
 compare(["done", "kl/0"], "", None, False, False)
 """
