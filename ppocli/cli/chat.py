@@ -47,7 +47,7 @@ def converse(request: sampling_request.SamplingRequest) -> None:
             # line editing and history for input(), where Python was built with it
             with suppress(ImportError):
                 import readline  # noqa: F401
-            while talk.take_line():
+            while talk.take(_typed()):
                 pass
 
 
@@ -113,18 +113,12 @@ class Chat:
                     "and the answer continues it")
         say("/help lists the commands, /quit leaves")
 
-    def take_line(self) -> bool:
+    def take(self, line: str) -> bool:
         """Answer a line, or obey it; returns False to leave.
 
         Raises:
-            EOFError, KeyboardInterrupt: the user leaves.
             StopRequested: SIGTERM came, or the terminal went away.
         """
-        try:
-            line = input(PROMPT)
-        except UnicodeDecodeError:
-            complain("Error: that was not UTF-8")
-            return True
         if not line.strip():
             return True
         try:
@@ -215,6 +209,14 @@ class Chat:
                 if stopped.signal_number != signal.SIGINT:
                     raise
                 complain("(stopped)")
+
+
+def _typed() -> str:
+    try:
+        return input(PROMPT)
+    except UnicodeDecodeError:
+        complain("Error: that was not UTF-8")
+        return ""
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
