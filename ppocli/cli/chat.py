@@ -88,6 +88,12 @@ class Conversation:
             del self.turns[0]
             self.dropped += 1
 
+    def keep(self, text: str, answer: str) -> None:
+        """Remember a turn, where there is a template to tell turns apart."""
+        if self.player.has_chat_template:
+            self.turns.append([{"role": "user", "content": text},
+                               {"role": "assistant", "content": answer}])
+
 
 class Chat:
     """The state between two lines of the user."""
@@ -178,11 +184,8 @@ class Chat:
             try:
                 self._speak(conversation, rendered, tokens, number, pieces)
             finally:
-                # a turn, where there is a template to tell turns apart
-                if pieces and conversation.player.has_chat_template:
-                    conversation.turns.append([
-                        {"role": "user", "content": text},
-                        {"role": "assistant", "content": "".join(pieces)}])
+                if pieces:
+                    conversation.keep(text, "".join(pieces))
 
     def _speak(self, conversation: Conversation, rendered: str, tokens: list[int], number: int,
                pieces: list[str]) -> None:
