@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import takewhile
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -203,12 +203,10 @@ def recent_samples(path: Path) -> list[dict[str, Any]]:
             lines = _whole_lines(file.read())[1 if size > _TAIL_BYTES else 0:]
     except OSError:  # gone by now
         return []
-    found: list[dict[str, Any]] = []
-    for row in filter(None, map(row_of_step, reversed(lines))):
-        if found and (row["step"], row.get("kind")) != (found[0]["step"], found[0].get("kind")):
-            break
-        found.append(row)
-    return found[::-1]
+    rows = groupby(filter(None, map(row_of_step, reversed(lines))),
+                   key=lambda row: (row["step"], row.get("kind")))
+    newest = [*next(rows, (None, ()))[1]]
+    return newest[::-1]
 
 
 def find_watched(given: str | None) -> tuple[Path, str]:

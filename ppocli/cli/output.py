@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ppocli.errors import AmbiguousError, ConfigError, DiskError, PpocliError, StoppedError
 from ppocli.parallel.launchers import Launched, find_launch
+from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals, signal_handlers
 from ppocli.text import clean, printable, printable_json
 
 if TYPE_CHECKING:
     from ppocli.config.schema import RewardConfig
     from ppocli.display.console import DisplayMode
-    from ppocli.parallel.stop import StopFlag
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 LEAST_WIDTH = 12
@@ -254,8 +254,6 @@ def awaiting_lines(**handlers: Any) -> Iterator[None]:
     Raises:
         StoppedError: left by Ctrl-C.
     """
-    from ppocli.parallel.stop import signal_handlers
-
     handlers["SIGINT"] = signal.default_int_handler
     try:
         with signal_handlers({signal.Signals[name]: each for name, each in handlers.items()}):
@@ -322,7 +320,6 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
                 say(record.getMessage())
 
     from ppocli.display.console import logging_to
-    from ppocli.parallel.stop import StopRequested, catch_signals
     from ppocli.storage.model_files import quiet_transformers
     from ppocli.user_code import join_working_directory
 

@@ -65,7 +65,7 @@ class Jobs:
             record = record_of(job, "failed", problem.exit_code, None, started, config, error)
         if record is not None:
             self._ended(record)
-        self._leave_if_stopped()
+            self._leave_if_stopped()
 
     def wait(self, number: int | None = None) -> None:
         """Wait for the end of a job, or of all."""
