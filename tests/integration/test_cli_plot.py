@@ -160,7 +160,7 @@ def test_what_only_reads_loads_no_torch(runs):
             "runs.report('one', None, None, None, False, False)\n"
             "plot.plot_runs(['one'], metric='lr', smooth=1, out=None, overwrite=False, "
             "as_json=True)\n"
-            "runs.compare(['one', 'other'], '', None, False, True)\nruns.print_runs(None, True)\n"
+            "plot.compare(['one', 'other'], '', None, False, True)\nruns.print_runs(None, True)\n"
             "print({'torch', 'transformers', 'matplotlib'} & set(sys.modules), file=sys.stderr)")
     done = subprocess.run([sys.executable, "-c", code], cwd=runs, env=environment(), text=True,
                           capture_output=True, check=False)
