@@ -74,7 +74,7 @@ def show_curves(charts: Sequence[Chart], out: Path | None, *, quiet: bool) -> No
         ConfigError: matplotlib isn't installed.
         DiskError: the file can't be written.
     """
-    from ppocli.report.curves import by_metric, chart_title, panels_of
+    from ppocli.report.curves import panels_of
     from ppocli.report.render import write_file
     from ppocli.runs.pictures import draw as draw_picture
 
