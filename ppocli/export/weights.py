@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import CheckpointError, InputError, PpocliError
-from ppocli.storage import faults, model_files
+from ppocli.storage import atomic, faults, model_files
 from ppocli.text import first_line
 
 if TYPE_CHECKING:
@@ -259,6 +259,8 @@ def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | 
     hub = {"trust_remote_code": trust_remote_code, "local_files_only": True}
     tokenizers: list[Any] = []
     found = []
+    # in fp32 nothing but rounded weights counts, nor a type that config.json told wrong before
+    in_fp32 = cast is not None or _stated_type(source) != _stated_type(folder)
     for place, failure in ((source, InputError), (folder, CheckpointError)):
         check()
         try:
@@ -270,7 +272,7 @@ def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | 
         except Exception as error:  # of many kinds, all about the folder
             raise failure(f"transformers can't load {place}: {first_line(error)}",
                           where=str(place)) from error
-        if cast is not None:  # compute in fp32, so that nothing but rounded weights counts
+        if in_fp32:
             model.float()
         found.append(logits_of(model, ids))
         layers = int(getattr(model.config.get_text_config(), "num_hidden_layers", 1) or 1)
@@ -287,6 +289,12 @@ def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | 
         raise _differs(f"{generation.name} is another")
     return {"prompts": len(prompts), "logits": worst, "allowed": allowed,
             "transformers": transformers.__version__}
+
+
+def _stated_type(folder: Path) -> str | None:
+    """The type that ``config.json`` says the weights have."""
+    config = atomic.read_json(folder / "config.json") or {}
+    return config.get("dtype") or config.get("torch_dtype")
 
 
 def compare_tokenizers(own: Any, ours: Any, prompts: list[str]) -> None:

@@ -135,6 +135,11 @@ def test_a_bare_model_folder(here, export):
     done = export("./lm", "--dtype", "fp16", "--output", "half")
     assert (done.code, done.out) == (0, f"{here}/half\n"), done.err
     assert names(here / "half") == FILES - {"curve.svg", "training_config.yaml"}
+    told = json.loads((here / "half/config.json").read_text())
+    (here / "half/config.json").write_text(json.dumps({**told, "dtype": "float32"}))
+    mistold = export("./half", "-o", "again")  # as models are whose weights were cast by hand
+    assert mistold.code == 0, mistold.err
+    assert json.loads((here / "again/config.json").read_text())["dtype"] == "float16"
     headless = export("./lm", "--include-value-head", "-o", "x")
     assert (headless.code, headless.err.splitlines()[0]) == (
         3, "Error: ./lm has no value head: only the checkpoints of a run have one.")
