@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from omegaconf import MISSING
 
-from ppocli.config import adapters, algorithm, sampling, schema, tasks
+from ppocli.config import adapters, algorithm, sampling, schema, schema_training, tasks
 from ppocli.config.keys import Key, Rules, free_mapping_of, is_import_path, schema_keys
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, shown
@@ -156,9 +156,10 @@ def _sizes(config: schema.TrainConfig) -> Rules:
     given = {name: value for name in ("total_episodes", "epochs", "num_steps")
              if (value := getattr(ppo, name)) is not None}
     counts = [f"{value} {name.rpartition('_')[2]}" for name, value in given.items()]
-    length = "ppo.total_episodes, ppo.num_steps"
-    yield (not given, length, "say how long to train: give one of them, or ppo.epochs")
-    yield (len(given) > 1, length, f"{' and '.join(counts)} contradict each other: leave one "
+    yield (not given, "ppo.total_episodes, ppo.num_steps",
+           "say how long to train: give one of them, or ppo.epochs")
+    yield (len(given) > 1, ", ".join(f"ppo.{name}" for name in given),
+           f"{' and '.join(counts)} contradict each other: leave one "
            f"out, or set it to null: ppo.{next(iter(given), '')}=null")
     for name, most in (("mini_batch_size", "num_rollouts"),
                        ("micro_batch_size", "mini_batch_size")):
@@ -251,9 +252,10 @@ def _fns_entry(entry: Any) -> Iterator[str]:
 
 def _why_not(metadata: Mapping[str, Any], item: Any) -> str:
     """What there is to say of a value that people bring from elsewhere."""
-    half = "bf16" in (metadata["choices"] or ()) and item in ("fp16", "float16", "half")
-    return ("; fp16 holds nothing below 6e-8, so that gradients vanish, nor above 65504: it needs "
-            "loss scaling, which skips updates. bf16 takes as little memory" if half else "")
+    if "bf16" in (metadata["choices"] or ()) and item in ("fp16", "float16", "half"):
+        return ("; fp16 holds nothing below 6e-8, so that gradients vanish, nor above 65504: it "
+                "needs loss scaling, which skips updates. bf16 takes as little memory")
+    return schema_training.SCHEDULES_IN_WORDS.get(str(item), "")
 
 
 def _bf16_weights(config: schema.TrainConfig) -> Rules:

@@ -93,6 +93,8 @@ def test_files_and_defaults_give_way_to_typed_words_that_they_contradict():
                    "reward.kwargs.target=9").config.reward.min_response_length is None
     assert "contradict each other" in refused("+recipe=quickstart", "ppo.num_steps=2",
                                               "ppo.total_episodes=64")
+    assert "ppo.epochs, ppo.num_steps: 2 epochs and 3 steps" in refused(
+        "+recipe=quickstart", "ppo.epochs=2", "ppo.num_steps=3"), "the recipe's has given way"
     assert "mini_batch_size 32 must be at most num_rollouts 24" in refused(
         "+recipe=quickstart", "ppo.mini_batch_size=32", "ppo.num_rollouts=24")
 

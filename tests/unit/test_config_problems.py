@@ -45,6 +45,7 @@ def test_a_sound_configuration_has_no_problems():
     ({"ppo__optimizer__betas": [0.9]}, "must be two numbers"),
     ({"ppo__total_episodes": None}, "say how long to train"),
     ({"ppo__num_steps": 3}, "100 episodes and 3 steps contradict each other"),
+    ({"ppo__scheduler__name": "constant_with_warmup"}, "it is constant, with the key warmup_up"),
     ({"ppo__epochs": 2}, "100 episodes and 2 epochs contradict each other"),
     ({"ppo__mini_batch_size": 500}, "mini_batch_size 500 must be at most num_rollouts 128"),
     ({"ppo__micro_batch_size": 64}, "micro_batch_size 64 must be at most mini_batch_size 32"),
