@@ -38,9 +38,10 @@ _LENGTH = ("ppo.total_episodes", "ppo.epochs", "ppo.num_steps", "ppo.num_rollout
 ChangeKind = Literal["harmless", "accepted", "refused"]
 _PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "model.value.path",
               "model.reference.path", "prompts.path", "prompts.eval.path", "data.path", "data.val",
-              "ppo.ptx.data.path", "hardware.deepspeed_config")
+              "ppo.ptx.data.path", "hardware.deepspeed_config", "rollout.python")
 _FUNCTION_KEYS = ("reward.fn", "reward.step_fn", "reward.metric_fn", "env.fn", "env.tools",
-                  "tracking.trackers")
+                  "task.fn", "rollout.engine", "tracking.trackers")
+_KWARGS_KEYS = ("reward.kwargs", "env.kwargs", "task.kwargs", "rollout.kwargs")
 
 
 def schema_node() -> DictConfig:
@@ -177,7 +178,7 @@ def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
         **{key: _absolute(at(key), folder, key == "output_dir") for key in _PATH_KEYS
            if isinstance(at(key), str) and at(key) != MISSING},
         **{key: _absolute_function(at(key), folder) for key in _FUNCTION_KEYS},
-        **{key: _absolute_values(at(key), folder) for key in ("env.kwargs", "reward.kwargs")},
+        **{key: _absolute_values(at(key), folder) for key in _KWARGS_KEYS},
         "reward.fns": {
             name: {**entry, "fn": _absolute_function(entry.get("fn"), folder),
                    "kwargs": _absolute_values(entry.get("kwargs") or {}, folder)}
@@ -204,7 +205,7 @@ def _absolute_function(value: Any, folder: Path) -> Any:
 
 
 def _absolute_values(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Arguments of a reward: texts with a separator that name something on disk are paths, and a
+    """Arguments of user code: texts with a separator that name something on disk are paths, and a
     ``model`` that is a folder."""
     return {name: _absolute(value, folder) if isinstance(value, str)
             and ("/" in value or value.startswith("~")

@@ -273,7 +273,9 @@ def test_user_paths_become_absolute(tmp_path):
     config = composed("model.path=lm", "model.tokenizer_path=gpt2", "prompts.path=data/p.jsonl",
                       "prompts.eval.path=./none.txt", "reward.fn=my/rewards.py:score",
                       "reward.kwargs.model=data/p.jsonl", "reward.kwargs.style=a/b",
-                      "reward.metric_fn=pkg.mod:f")
+                      "reward.metric_fn=pkg.mod:f", "task.fn=my/task.py:Mine",
+                      "rollout.engine=my/sampler.py:Slow")
+    config.rollout.python, config.env.tools = "./venv/bin/python", ["tools.py:look"]
     result = with_absolute_paths(config, tmp_path)
     assert result.model.path == str(tmp_path / "lm")
     assert result.model.tokenizer_path == "gpt2"
@@ -282,9 +284,14 @@ def test_user_paths_become_absolute(tmp_path):
     assert result.output_dir == str(tmp_path / "runs")
     assert result.reward.fn == f"{tmp_path}/my/rewards.py:score"
     assert result.reward.metric_fn == "pkg.mod:f"
+    assert result.task.fn == f"{tmp_path}/my/task.py:Mine"
+    assert result.rollout.engine == f"{tmp_path}/my/sampler.py:Slow"
+    assert result.rollout.python == f"{tmp_path}/venv/bin/python"
+    assert result.env.tools == [f"{tmp_path}/tools.py:look"]
     assert result.reward.kwargs["model"] == str(tmp_path / "data" / "p.jsonl")
     assert result.reward.kwargs["style"] == "a/b"
     assert composed().model.path == with_absolute_paths(composed(), tmp_path).model.path
+    assert with_absolute_paths(composed(), tmp_path).rollout.engine == composed().rollout.engine
 
 
 def test_differences_are_listed_key_by_key():
