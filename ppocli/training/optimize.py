@@ -5,6 +5,7 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from time import perf_counter
 
 import numpy as np
@@ -38,8 +39,7 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         StopRequested: a stop was asked for and the phase would outlast the grace time; the weights
             are then between two steps and must not be saved.
     """
-    result, groups = OptimizeResult(nonfinite=state.nonfinite), plan.groups
-    found = list[dict[str, float]]()
+    progress, groups = _Progress(nonfinite=state.nonfinite), plan.groups
     ranks, module, started = task.backend.ranks, task.trained.module, perf_counter()
     module.train(task.cfg.model.gradient_checkpointing)
     for done, group in enumerate(groups):
@@ -47,26 +47,16 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         if ranks.any(stop.requested == signal.SIGTERM and left > GRACE_SECONDS):
             stop.meet()
         tell(done, len(groups))
-        verdict, terms = _update(task, plan, group, state, result)
+        verdict, terms = _update(task, plan, group, state, progress)
         if verdict is Verdict.STOP:
-            result.early_stopped = True
+            progress.stopped = True
             break
-        if all(map(math.isfinite, terms.values())):
-            found.append(terms)
+        progress.add(terms, task.maxima)
     task.trained.clear()
     module.eval()
-    result.terms = _means(found, task.maxima)
-    result.tokens = int(ranks.sum(torch.tensor(result.tokens)))
-    return result
-
-
-def _means(found: list[dict[str, float]], maxima: frozenset[str]) -> dict[str, float]:
-    """The terms' means over updates; of maxima the largest."""
-    sums = dict.fromkeys(found[0], 0.0) if found else {}
-    for terms in found:
-        sums = {name: max(sums[name], value) if name in maxima else sums[name] + value
-                for name, value in terms.items()}
-    return {name: value if name in maxima else value / len(found) for name, value in sums.items()}
+    return OptimizeResult(
+        progress.updates, progress.skipped, progress.nonfinite, progress.stopped, progress.lr,
+        progress.means(task.maxima), int(ranks.sum(torch.tensor(progress.tokens))))
 
 
 def probe_gradient(task: Task, plan: Plan, group: UpdateGroup) -> dict[str, float]:
@@ -81,29 +71,57 @@ def probe_gradient(task: Task, plan: Plan, group: UpdateGroup) -> dict[str, floa
     return terms
 
 
-def _book(result: OptimizeResult, task: Task, verdict: Verdict, terms: dict[str, float], step: int
-          ) -> None:
-    """Book a verdict and speak of a skipped update.
+@dataclass(slots=True)
+class _Progress:
+    """What an optimize phase has done so far."""
 
-    Raises:
-        DivergedError: ``max_nonfinite`` in a row were not finite.
-    """
-    most, section = task.settings.max_nonfinite, tasks.updates_section(task.cfg)
-    result.nonfinite = result.nonfinite + 1 if verdict is Verdict.NONFINITE else 0
-    result.updates += verdict is Verdict.STEP
-    result.skipped += verdict in (Verdict.SKIP, Verdict.NONFINITE)
-    if verdict is Verdict.NONFINITE:
-        names = ", ".join(name for name, value in terms.items() if not math.isfinite(value))
-        log.warning("A loss or gradient is not finite (%s); the update is skipped (%d in a row, "
-                    "the run stops at %s.max_nonfinite=%d).", names or "grad_norm",
-                    result.nonfinite, section, most)
-    elif verdict is Verdict.SKIP:
-        log.warning("%s; the update is skipped.", task.why_skipped(terms))
-    if result.nonfinite >= most:
-        more = "raise ppo.init_kl_coef, check the reward's scale, " if section == "ppo" else ""
-        raise DivergedError(
-            f"{result.nonfinite} updates in a row had a non-finite loss or gradient (step {step}).",
-            fix=f"lower {section}.optimizer.lr, {more}or use hardware.precision=fp32")
+    updates: int = 0
+    skipped: int = 0
+    nonfinite: int = 0
+    stopped: bool = False
+    lr: float = 0.0
+    tokens: int = 0
+    seen: int = 0
+    """updates whose terms are in the sums"""
+    sums: dict[str, float] | None = None
+
+    def count(self, task: Task, verdict: Verdict, terms: dict[str, float], step: int) -> None:
+        """Book a verdict and speak of a skipped update.
+
+        Raises:
+            DivergedError: ``max_nonfinite`` in a row were not finite.
+        """
+        most, section = task.settings.max_nonfinite, tasks.updates_section(task.cfg)
+        self.nonfinite = self.nonfinite + 1 if verdict is Verdict.NONFINITE else 0
+        self.updates += verdict is Verdict.STEP
+        self.skipped += verdict in (Verdict.SKIP, Verdict.NONFINITE)
+        if verdict is Verdict.NONFINITE:
+            names = ", ".join(name for name, value in terms.items() if not math.isfinite(value))
+            log.warning("A loss or gradient is not finite (%s); the update is skipped (%d in a "
+                        "row, the run stops at %s.max_nonfinite=%d).", names or "grad_norm",
+                        self.nonfinite, section, most)
+        elif verdict is Verdict.SKIP:
+            log.warning("%s; the update is skipped.", task.why_skipped(terms))
+        if self.nonfinite >= most:
+            raise DivergedError(
+                f"{self.nonfinite} updates in a row had a non-finite loss or gradient "
+                f"(step {step}).", fix=f"lower {section}.optimizer.lr, "
+                + ("raise ppo.init_kl_coef, check the reward's scale, " if section == "ppo" else "")
+                + "or use hardware.precision=fp32")
+
+    def add(self, terms: dict[str, float], maxima: frozenset[str]) -> None:
+        """Add an update's terms, if they are finite."""
+        if not all(math.isfinite(value) for value in terms.values()):
+            return
+        self.seen += 1
+        sums = self.sums or dict.fromkeys(terms, 0.0)
+        self.sums = {name: max(sums[name], value) if name in maxima else sums[name] + value
+                     for name, value in terms.items()}
+
+    def means(self, maxima: frozenset[str]) -> dict[str, float]:
+        """The terms' means over the updates."""
+        return {name: value if name in maxima else value / max(self.seen, 1)
+                for name, value in (self.sums or {}).items()}
 
 
 _Found = tuple[Verdict, torch.Tensor, int]
@@ -128,14 +146,14 @@ def _figures(task: Task, terms: torch.Tensor, norm: torch.Tensor) -> dict[str, f
     return dict(zip((*task.terms, "grad_norm"), figures, strict=True))
 
 
-def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, result: OptimizeResult
+def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, progress: _Progress
             ) -> tuple[Verdict, dict[str, float]]:
     """Gradient, guards, and (unless a guard objects) one optimizer step."""
-    factors = task.rate_factors(state, state.updates + result.updates)
+    factors = task.rate_factors(state, state.updates + progress.updates)
     verdict, found, tokens = _gradient(
-        task, plan, group, (state.step, result.updates + result.skipped),
+        task, plan, group, (state.step, progress.updates + progress.skipped),
         poisoned=faults.point("optimize.minibatch"))
-    result.tokens += tokens
+    progress.tokens += tokens
     terms = dict[str, float]()
 
     def accept(norm: torch.Tensor) -> bool:
@@ -146,8 +164,8 @@ def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, resul
         return verdict is Verdict.STEP
 
     lr = task.trained.settle(factors, accept)
-    result.lr = result.lr if lr is None else lr
-    _book(result, task, verdict, terms, state.step + 1)
+    progress.lr = progress.lr if lr is None else lr
+    progress.count(task, verdict, terms, state.step + 1)
     return verdict, terms
 
 

@@ -125,19 +125,19 @@ class Verdict(StrEnum):
     """likewise, and the phase ends"""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class OptimizeResult:
-    """What an optimize phase has done, which fills it in."""
+    """What an optimize phase did."""
 
-    updates: int = 0
-    skipped: int = 0
-    nonfinite: int = 0
+    updates: int
+    skipped: int
+    nonfinite: int
     """non-finite updates in a row at the end"""
-    early_stopped: bool = False
-    lr: float = 0.0
-    terms: dict[str, float] = field(default_factory=dict)
+    early_stopped: bool
+    lr: float
+    terms: dict[str, float]
     """means over the updates of :attr:`Task.terms` and of ``grad_norm``; of maxima the largest"""
-    tokens: int = 0
+    tokens: int
     """tokens that went through forward and backward, on all ranks"""
 
 

@@ -46,7 +46,8 @@ def packed(*given, pack=True):
 def said(session, batch):
     """Logprobs, values and entropies of a batch, and the gradients of all that trains."""
     session.policy.zero_grad(set_to_none=True)
-    out = session.trained.engine(batch, temperature=0.7, want_entropy=True)[:3]
+    found = session.trained.engine(batch, temperature=0.7, want_entropy=True)
+    out = found.logprobs, found.values, found.entropy
     weights = torch.randn(3, len(batch.targets), generator=torch.Generator().manual_seed(1))
     (torch.stack(out) * weights).sum().backward()
     return out, {name: p.grad.clone() for name, p in session.policy.named_parameters()
