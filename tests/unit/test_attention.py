@@ -1,12 +1,15 @@
 """Attention of the models that are trained, against transformers' own and against sums in fp64."""
 
+import inspect
 import itertools
 import types
+from contextlib import nullcontext
 
 import pytest
 import torch
 from helpers import mostly_slow, save_lm
 from sessions import session_of, small_config
+from transformers.integrations import sdpa_attention
 
 from ppocli.config.schema import ModelConfig
 from ppocli.models.fast import attention as ours
@@ -258,7 +261,9 @@ def test_what_plain_products_do_not_know_is_left_to_transformers(products):
     torch.testing.assert_close(
         attend(*heads, None, position_bias=position_bias).double(),
         in_double(*heads, position_bias + hidden), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="softcap"):
+    # transformers 5.17 takes no notice of it, later versions refuse it
+    knows = "softcap" in inspect.getsource(sdpa_attention)
+    with pytest.raises(ValueError, match="softcap") if knows else nullcontext():
         attend(*heads, None, softcap=30.0)
     assert not products
 
