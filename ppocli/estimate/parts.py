@@ -180,7 +180,7 @@ def _empty(cfg: schema.ModelConfig, config: Any | None, path: str | None, key: s
         config.num_labels = 1
     with loading(f"outline of {name}", key), torch.device("meta"):
         model = auto.from_config(config, dtype=dtype or torch.float32, trust_remote_code=trust,
-                                 **attention_wanted(cfg))
+                                 **attention_wanted(cfg, config))
         model.tie_weights()
     return model
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import mostly_slow, save_lm
 from sessions import session_of, small_config
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 from ppocli.config.schema import ModelConfig
@@ -266,6 +267,20 @@ def test_what_plain_products_do_not_know_is_left_to_transformers(products):
     with pytest.raises(ValueError, match="softcap") if knows else nullcontext():
         attend(*heads, None, softcap=30.0)
     assert not products
+
+
+def test_soft_capped_attention_is_capped(tmp_path):
+    cap = {"attn_logit_softcapping": 0.05, "num_key_value_heads": 1, "head_dim": 16}
+    folder = save_lm(tmp_path / "lm", "gemma2", gain=5.0, **cap)
+    ids = torch.arange(12)[None] + 4
+    with torch.no_grad():
+        found = load_lm(ModelConfig(path=str(folder))).lm(ids)
+        eager, torchs = (AutoModelForCausalLM.from_pretrained(
+            folder, config=AutoConfig.from_pretrained(folder, **words),
+            attn_implementation="eager")(ids)
+            for words in ({}, {"attn_logit_softcapping": None}))
+    assert torch.equal(found.logits, eager.logits)
+    assert not torch.allclose(found.logits, torchs.logits, atol=1e-3), "the cap is felt"
 
 
 # Who takes it -------------------------------------------------------------------------------------

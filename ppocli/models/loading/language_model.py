@@ -176,7 +176,7 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
         config = transformers.AutoConfig.from_pretrained(source, **hub)
         model, info = class_of(config).from_pretrained(
             source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
-            **hub, **model_config.attention_wanted(cfg), **how)
+            **hub, **model_config.attention_wanted(cfg, config), **how)
     for lacking in new.keys() & info["missing_keys"]:
         new[lacking](model.get_parameter(lacking).data)
     missing = sorted(set(info["missing_keys"]) - new.keys()) + sorted(
@@ -235,7 +235,7 @@ def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str =
         with init_empty_weights(include_buffers=False):
             lm = _class_of(cfg, key, scores, config).from_config(
                 without_dropout(config), dtype=dtype, trust_remote_code=trust,
-                **model_config.attention_wanted(cfg))
+                **model_config.attention_wanted(cfg, config))
     lm.tie_weights()  # which making it without weights has undone
     return _ready(cfg, lm, config, None if scores else transformers.GenerationConfig())
 

@@ -36,9 +36,15 @@ def loading(what: str, key: str) -> Iterator[None]:
                          "another one") from error
 
 
-def attention_wanted(cfg: schema.ModelConfig) -> dict[str, Any]:
-    """How transformers is asked for ``model.attn_implementation``."""
-    return {"attn_implementation": cfg.attn_implementation} if cfg.attn_implementation else {}
+def attention_wanted(cfg: schema.ModelConfig, config: Any) -> dict[str, Any]:
+    """How transformers is asked for ``model.attn_implementation``, of the model with ``config``.
+
+    Soft-capped attention (Gemma 2) is eager, as transformers 5.23 has it by itself: 5.17 would take
+    torch's kernel, which leaves the cap out.
+    """
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    wanted = cfg.attn_implementation or ("eager" if capped else None)
+    return {"attn_implementation": wanted} if wanted else {}
 
 
 def quantized(cfg: schema.ModelConfig) -> dict[str, Any]:
