@@ -34,7 +34,7 @@ PICTURE = "frontier.svg"
 Row = dict[str, Any]
 """a row of samples.jsonl"""
 _REPORT = {"model", "figures", "stderr", "quantiles", "samples", "scored", "against", "win_rate",
-           "frontier", "base"}
+           "frontier", "base", "time"}
 """what readers of eval.json count on"""
 BASE = "base"
 """as ``--against``: the model that the run started from"""

@@ -23,7 +23,7 @@ from ppocli.evaluation.figures import (
     frontier_svg,
 )
 from ppocli.evaluation.identity import _described, _digest, _weights, choose
-from ppocli.evaluation.request import EvalRequest, refuse_taken, take_up
+from ppocli.evaluation.request import EvalRequest, read_result, refuse_taken, take_up
 from ppocli.runs.target import Target
 
 SCORES = [0.3, -1.0, 2.5, 2.5, 0.0, 7.0]
@@ -212,6 +212,18 @@ def test_only_evaluations_are_overwritten(tmp_path):
     (tmp_path / "mine/thesis.tex").write_text("x")
     with pytest.raises(CheckpointError, match=r"holds what is no evaluation \(thesis.tex\)"):
         refuse_taken(tmp_path / "mine", EvalRequest(name="mine", overwrite=True))
+
+
+def test_a_result_that_lacks_what_readers_count_on_is_none(tmp_path):
+    # by name, so that a reader of one more finds it missing here
+    told = dict.fromkeys(("model", "figures", "stderr", "quantiles", "samples", "scored", "against",
+                          "win_rate", "frontier", "base", "time"), {})
+    path = tmp_path / "eval.json"
+    path.write_text(json.dumps(told))
+    assert read_result(tmp_path) == told
+    for name in told:
+        path.write_text(json.dumps({key: value for key, value in told.items() if key != name}))
+        assert read_result(tmp_path) is None, name
 
 
 MODEL = Target("./lm", "/somewhere/lm")
