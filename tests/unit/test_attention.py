@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
 from ppocli.config.schema import ModelConfig
+from ppocli.errors import InputError
 from ppocli.models.fast import attention as ours
 from ppocli.models.fast.attention import takes_packed
 from ppocli.models.loading.language_model import load_lm
@@ -281,6 +282,8 @@ def test_soft_capped_attention_is_capped(tmp_path):
             for words in ({}, {"attn_logit_softcapping": None}))
     assert torch.equal(found.logits, eager.logits)
     assert not torch.allclose(found.logits, torchs.logits, atol=1e-3), "the cap is felt"
+    with pytest.raises(InputError, match="leaves out the cap"):
+        load_lm(ModelConfig(path=str(folder), attn_implementation="sdpa"))
 
 
 # Who takes it -------------------------------------------------------------------------------------

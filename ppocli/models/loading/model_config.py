@@ -41,8 +41,14 @@ def attention_wanted(cfg: schema.ModelConfig, config: Any) -> dict[str, Any]:
 
     Soft-capped attention (Gemma 2) is eager, as transformers 5.23 has it by itself: 5.17 would take
     torch's kernel, which leaves the cap out.
+
+    Raises:
+        InputError: that kernel is asked for, for such a model.
     """
     capped = getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None
+    if capped and cfg.attn_implementation == "sdpa":
+        raise InputError("sdpa leaves out the cap that this model puts on attention's logits.",
+                         where="model.attn_implementation", fix="leave it out, which takes eager")
     wanted = cfg.attn_implementation or ("eager" if capped else None)
     return {"attn_implementation": wanted} if wanted else {}
 
