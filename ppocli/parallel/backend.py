@@ -74,7 +74,7 @@ def open_backend(hardware: HardwareConfig, noted: Measured = UNMEASURED) -> Iter
 
     with _process_state(hardware, noted) as use_cuda:
         accelerator = Accelerator(cpu=not use_cuda, mixed_precision=_mixed(hardware))
-        yield Backend(accelerator, accelerator.device, hardware.precision, Ranks(),
+        yield Backend(accelerator, _numbered(accelerator.device), hardware.precision, Ranks(),
                       onednn=not use_cuda and choose_gemm(hardware, noted.onednn))
 
 
@@ -105,7 +105,7 @@ def open_ranks(cfg: TrainConfig, noted: Measured = UNMEASURED, store: Any = None
         ranks = _ranks(timeout)
         # what each of them measures may differ, their numbers should not
         onednn = not use_cuda and ranks.broadcast(choose_gemm(cfg.hardware, noted.onednn))
-        yield Backend(accelerator, accelerator.device, cfg.hardware.precision, ranks,
+        yield Backend(accelerator, _numbered(accelerator.device), cfg.hardware.precision, ranks,
                       cfg.hardware.zero_stage, onednn)
 
 
@@ -126,13 +126,16 @@ def _process_state(hardware: HardwareConfig, noted: Measured) -> Iterator[bool]:
     if use_cuda and hardware.precision == "bf16" and not torch.cuda.is_bf16_supported():
         raise ConfigError("This GPU does not compute in bf16.", where="hardware.precision=bf16",
                           fix="set hardware.precision=fp32")
-    threads = torch.get_num_threads()
+    threads, cudnn = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
     settle_threads(hardware.num_threads, noted.threads, measure=not use_cuda)
+    # it builds a graph for every shape, and every decoded token is one
+    torch.backends.cuda.enable_cudnn_sdp(False)
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
         yield use_cuda
     finally:
         torch.set_num_threads(threads)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -153,6 +156,14 @@ def _patience_of_groups(hardware: HardwareConfig) -> Iterator[timedelta]:
         yield timeout
     finally:
         vars(distributed_c10d).update(before)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device with its index, which accelerate leaves out in a single process: a thread of its
+    own can only be told to use a device by number."""
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
 
 
 def _mixed(hardware: HardwareConfig) -> str:

@@ -296,6 +296,11 @@ def _asked_by() -> str:
     return "elsewhere"
 
 
+def _set_device(device: torch.device) -> None:
+    if device.index is None:  # as CUDA does
+        raise ValueError(f"Expected a torch.device with a specified index, but got: {device}")
+
+
 class _Module:
     """``torch.sim``, as ``torch.cuda`` is."""
 
@@ -303,7 +308,8 @@ class _Module:
     _is_in_bad_fork = staticmethod(lambda: False)
     device_count = staticmethod(lambda: 1)
     current_device = staticmethod(lambda: 0)
-    manual_seed_all = empty_cache = set_device = staticmethod(lambda *_: None)
+    manual_seed_all = empty_cache = staticmethod(lambda *_: None)
+    set_device = staticmethod(_set_device)
     get_amp_supported_dtype = staticmethod(lambda: [torch.bfloat16])
     get_rng_state = staticmethod(lambda device=None: torch.zeros(16, dtype=torch.uint8))
     set_rng_state = staticmethod(lambda state, device=None: None)

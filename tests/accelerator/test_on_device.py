@@ -48,12 +48,14 @@ CASES = {
     "a penalty and a nucleus": {"generation__repetition_penalty": 1.3, "generation__top_p": 0.8,
                                 "generation__stop_sequences": ["good"],
                                 "generation__min_new_tokens": 2},
-    "chunks": {"ppo__chunk_size": 5, "generation__length_sampler": [2, 20]},
+    "chunks scored in a thread": {"ppo__chunk_size": 5, "generation__length_sampler": [2, 20],
+                                  "reward__overlap": "always"},
 }
 
 
 @pytest.mark.parametrize(("kind", "name"), [("gpt2", name) for name in CASES] + [
-    ("llama", name) for name in ("all layers", "top layer", "adapters", "chunks")])
+    ("llama", name) for name in ("all layers", "top layer", "adapters",
+                                    "chunks scored in a thread")])
 def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, monkeypatch, kind,
                                                                   name):
     keys = CASES[name]
@@ -61,7 +63,7 @@ def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, m
     found = []
     for device in ("cpu", "cuda"):
         # accelerate would take it for a CPU as well
-        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu" if device == "cpu" else "sim:0")
+        monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu" if device == "cpu" else "sim")
         cfg = small_config(tmp_path, hardware__device=device, generation__max_new_tokens=20,
                            ppo__ppo_epochs=2, **keys)
         with session_of(cfg, reward=count_letters) as session:

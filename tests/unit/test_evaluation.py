@@ -216,8 +216,8 @@ def test_only_evaluations_are_overwritten(tmp_path):
 
 def test_a_result_that_lacks_what_readers_count_on_is_none(tmp_path):
     # by name, so that a reader of one more finds it missing here
-    told = dict.fromkeys(("model", "figures", "stderr", "quantiles", "samples", "scored", "against",
-                          "win_rate", "frontier", "base", "time"), {})
+    told = {name: {} for name in ("model", "figures", "stderr", "quantiles", "samples", "scored",
+                                  "against", "win_rate", "frontier", "base", "time")}
     path = tmp_path / "eval.json"
     path.write_text(json.dumps(told))
     assert read_result(tmp_path) == told
