@@ -77,7 +77,7 @@ libc.free(libc.malloc({SIZE // 4}))
 blocks = [libc.malloc({SIZE // 8}) for _ in range(8)]
 for block in blocks:
     ctypes.memset(block, 1, {SIZE // 8})
-top = libc.malloc(4096)
+top = libc.malloc({SIZE // 16})  # more than any hole in the heap, so that it lies above them
 before = resident()
 for block in blocks:
     libc.free(block)
