@@ -325,12 +325,10 @@ def bf16(around: Surroundings) -> Finding:
                        "hardware.precision=fp32")
     if gpus:
         return Finding("ok", "every GPU computes in bf16")
-    flags = ""
-    with suppress(OSError):
-        flags = (around.root / "proc/cpuinfo").read_text()
-    fast = "avx512_bf16" in flags or "amx_bf16" in flags
-    return Finding("ok", "the processor has bf16 instructions" if fast
-                   else "CPU without bf16 instructions: fp32 is faster")
+    gain = around.torch["devices"][0]["bf16_gain"]
+    return Finding("ok", f"the CPU multiplies {gain:.1f} times as fast as in fp32" if gain >= 1
+                   else f"the CPU multiplies {1 / gain:.1f} times as fast in fp32: "
+                        "hardware.precision=fp32 is faster")
 
 
 def gloo(around: Surroundings) -> Finding:

@@ -134,9 +134,13 @@ def torch_facts() -> dict[str, Any]:
 def _device(name: str) -> dict[str, Any]:
     import torch
 
+    from ppocli.parallel.onednn import bf16_gain
+
     facts: dict[str, Any] = {"device": name}
     try:
-        if name != "cpu":
+        if name == "cpu":
+            facts["bf16_gain"] = bf16_gain()
+        else:
             properties = torch.cuda.get_device_properties(name)
             free, total = torch.cuda.mem_get_info(name)
             facts |= {"name": properties.name, "free_gib": free / 2**30, "total_gib": total / 2**30}

@@ -13,7 +13,7 @@ import torch
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.parallel import deepspeed_internals, host_memory, launchers
-from ppocli.parallel.onednn import choose_gemm
+from ppocli.parallel.onednn import choose_gemm, warn_of_slow_bf16
 from ppocli.parallel.ranks import Ranks
 from ppocli.parallel.threads import settle_threads
 from ppocli.storage.environment import UNMEASURED, Measured
@@ -128,6 +128,8 @@ def _process_state(hardware: HardwareConfig, noted: Measured) -> Iterator[bool]:
                           fix="set hardware.precision=fp32")
     threads, cudnn = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
     settle_threads(hardware.num_threads, noted.threads, measure=not use_cuda)
+    if hardware.precision == "bf16" and not use_cuda:
+        warn_of_slow_bf16()
     # it builds a graph for every shape, and every decoded token is one
     torch.backends.cuda.enable_cudnn_sdp(False)
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,5 +1,5 @@
 """Matrix products by oneDNN on the CPU: whether this torch has them, exactly, and whether they are
-faster here than torch's own.
+faster here than torch's own; and whether bf16 is faster than fp32.
 
 In fp32 torch hands matrix products to the BLAS it was built with (MKL in the usual wheels), which
 falls behind on some processors and shapes: wide output embeddings, few rows, AMD. oneDNN, in the
@@ -36,6 +36,10 @@ _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """of oneDNN, and of what torch has around it"""
 GAIN = 1.05
 """oneDNN is taken where it is this many times as fast"""
+BF16_SHAPE = (64, 768, 768)
+"""the product that bf16 and fp32 are compared on: bf16 without instructions is slow at once"""
+SLOW = 1.5
+"""as many times the time of fp32 is worth a warning"""
 TRIES = 5
 """of each product, the first of which only warms up"""
 ROWS_HINT = 64
@@ -112,6 +116,23 @@ def probe(dtype: torch.dtype = torch.float32) -> str | None:
     exact, most = x.double() @ weight.double().t(), EXACT[dtype]
     off = max(float((one - exact).norm() / exact.norm()) for one in found)
     return None if off < most else f"its products are off by {off:.1e}, not {most:.0e}"
+
+
+def warn_of_slow_bf16() -> None:
+    """Say so where a run in bf16 would take longer than one in fp32."""
+    if (gain := bf16_gain()) < 1 / SLOW:
+        log.warning("hardware.precision=bf16: products take %.1f times as long as in fp32 on this "
+                    "processor, which has no instructions for them. hardware.precision=fp32 is "
+                    "faster.", 1 / gain)
+
+
+@cache
+def bf16_gain() -> float:
+    """How many times as fast torch multiplies on this CPU in bf16 as in fp32."""
+    rows, inputs, outputs = BF16_SHAPE
+    x, weight = torch.ones(rows, inputs), torch.ones(outputs, inputs)
+    linear = torch.nn.functional.linear
+    return _seconds(linear, x, weight) / _seconds(linear, x.bfloat16(), weight.bfloat16())
 
 
 @cache

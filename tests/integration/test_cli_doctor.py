@@ -185,6 +185,9 @@ def test_devices_that_compute_wrongly(around, torch_facts):
         found = doctor.devices(around)
         assert (found.verdict, said in found.text) == ("fail", True)
         assert doctor.bf16(around).verdict == "warning"
+    for gain, said in ((2.0, "2.0 times as fast as in fp32"), (0.2, "5.0 times as fast in fp32: ")):
+        vars(around)["torch"] = {"devices": [{**cpu, "bf16_gain": gain}]}
+        assert said in doctor.bf16(around).text
 
 
 def test_a_network_that_keeps_ranks_apart(around, monkeypatch):

@@ -14,6 +14,7 @@ from ppocli.config.schema import HardwareConfig
 from ppocli.errors import ConfigError
 from ppocli.models.fast import gemm
 from ppocli.parallel import onednn
+from ppocli.parallel.backend import open_backend
 from ppocli.storage import environment
 
 pytestmark = [pytest.mark.skipif(onednn.probe() is not None, reason="no oneDNN here"),
@@ -247,6 +248,18 @@ def test_a_processor_without_products_in_bf16_takes_torch_s_own(monkeypatch):
     finally:
         monkeypatch.undo()
         onednn.probe.cache_clear()
+
+
+def test_a_run_in_bf16_on_a_processor_that_is_faster_in_fp32_is_told_so(monkeypatch, caplog):
+    assert 0 < onednn.bf16_gain() < 1000
+    with monkeypatch.context() as patch:
+        for gain, said in ((0.25, True), (0.8, False), (1.9, False)):
+            caplog.clear()
+            patch.setattr(onednn, "bf16_gain", lambda gain=gain: gain)
+            for precision in ("fp32", "bf16"):
+                with open_backend(HardwareConfig(device="cpu", precision=precision)):
+                    pass
+            assert ["4.0 times as long as in fp32" in m for m in caplog.messages] == [True] * said
 
 
 @pytest.mark.parametrize(("gain", "chosen"), [(1.5, True), (1.0, False)])
