@@ -52,13 +52,8 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
             known = [] if value is None else [(float(value), row["prompt_index"])]
             columns.setdefault(name, []).extend(known)
 
-    def values(kind: str) -> dict[str, list[float]]:
-        return {name.removeprefix(kind): [value for value, _ in column]
-                for name, column in columns.items() if name.startswith(kind)}
-
     figures: dict[str, float] = {}
-    for name, value in evaluation_figures(list(rows), values("metrics/"),
-                                          values("reward/")).items():
+    for name, value in evaluation_figures(rows).items():
         if name == "distinct_2":
             texts = [row["response"] for row in rows]
             figures |= {f"distinct_{n}": distinct(texts, n) for n in (1, 2, 3)}

@@ -27,7 +27,7 @@ from ppocli.runs import pictures
 from ppocli.runs.target import Target
 from ppocli.storage import atomic, environment, model_files, run_folder, run_logs
 from ppocli.tasks import build_task
-from ppocli.tasks.ppo.evaluate import EvalChunk, evaluate_chunks, evaluation_size
+from ppocli.tasks.ppo.evaluate import evaluate_chunks, evaluation_size
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
 from ppocli.text import counted, first_line
 from ppocli.training.state import seed_generators
@@ -241,7 +241,7 @@ def _note_models(work: _Work, models: dict[str, str]) -> None:
 def _sample(work: _Work, role: str, in_all: int, writer: run_logs.JsonlWriter) -> None:
     """Sample and score what is missing of one model, appending chunk by chunk."""
     session, rows = work.session, work.rows[role]
-    total = evaluation_size(session)
+    total, prompts = evaluation_size(session), len(session.eval_prompts)
     work.watch(role, work.kept, in_all)
     told = role != "policy" or "base" not in work.rows
     with session.acting() as acting:
@@ -250,25 +250,18 @@ def _sample(work: _Work, role: str, in_all: int, writer: run_logs.JsonlWriter) -
             # rewards that draw random numbers draw the same ones when a chunk is done again
             seed_generators((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)
             begun = monotonic()
-            new = _rows(role, next(chunks), len(session.eval_prompts))
+            new = [{"model": role, "number": number, "prompt_index": number % prompts,
+                    "sample": number // prompts, "metrics": {}, **sample}
+                   for number, sample in enumerate(next(chunks), start=len(rows))]
             writer.append(new)
             rows += run_folder.finite_or_null(new)
             if not told:
                 each = (monotonic() - begun) / len(new)
-                left = len(session.eval_prompts) * figures.BASE_SAMPLES - len(work.rows["base"])
+                left = prompts * figures.BASE_SAMPLES - len(work.rows["base"])
                 work.say(f"--frontier will take about {each * left:.0f} s more (by the first "
                          "chunk)")
                 told = True
             work.watch(role, work.kept, in_all)
-
-
-def _rows(role: str, chunk: EvalChunk, prompts: int) -> list[Row]:
-    """A chunk as rows of samples.jsonl."""
-    return [{"model": role, "number": number, "prompt_index": number % prompts,
-             "sample": number // prompts, **sample,
-             "rewards": {name: values[i] for name, values in chunk.parts.items()},
-             "metrics": {name: values[i] for name, values in chunk.metrics.items()}}
-            for i, sample in enumerate(chunk.samples) for number in [chunk.start + i]]
 
 
 def _finish(work: _Work) -> dict[str, Any]:
