@@ -124,7 +124,7 @@ def load_player(cfg: schema.ModelConfig, name: str, backend: Backend | None = No
     """Load a policy.
 
     Args:
-        cfg: ``path`` is the policy's, see :func:`policy_config`.
+        cfg: ``path`` is the policy's, as of :func:`~.model_config.policy_config`.
         backend: where and how precisely to compute (default: the CPU, in fp32).
 
     Raises:
@@ -151,13 +151,6 @@ def served(player: Player, cfg: schema.TrainConfig, backend: Backend) -> Iterato
     servers = VllmSampler(sampler.SamplerSetup(cfg, backend, player.tokenizer, player.loaded))
     with servers.acting(Policy(player.loaded.lm, None)):
         yield replace(player, servers=servers)
-
-
-def policy_config(cfg: schema.ModelConfig, policy: str) -> schema.ModelConfig:
-    """How to load ``policy``, a model trained from the one that ``cfg`` names."""
-    if policy == cfg.path:
-        return cfg
-    return replace(cfg, path=policy, tokenizer_path=None, revision=None)
 
 
 def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any],

@@ -18,7 +18,7 @@ from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, Ppocli
 from ppocli.evaluation import figures, player
 from ppocli.evaluation import request as files
 from ppocli.evaluation.identity import check_same, choose, identity_of
-from ppocli.evaluation.request import EvalRequest, Row, base_target
+from ppocli.models.loading import model_config
 from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
@@ -350,7 +350,7 @@ def _measure(target: Target, cfg: TrainConfig, stop: StopFlag
              ) -> tuple[Evaluation, dict[str, str], int]:
     """What the evaluation of a training would find, digests of rows and weights, and how many rows
     there are."""
-    model = player.policy_config(cfg.model, target.model)
+    model = model_config.policy_config(cfg.model, target.model)
     if not model_files.is_adapter(Path(target.model)):
         model = replace(model, peft={}, quantization=None)
     with open_backend(cfg.hardware, environment.measured_by(target.run_dir)) as backend:

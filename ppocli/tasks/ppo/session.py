@@ -341,8 +341,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     reward, metric = (_build_judges(cfg, objects, backend.ranks.first) if judges is None
                       else (judges.reward, judges.metric))
     cfg = replace(cfg, reward=reward.cfg)
-    own = cfg.model if policy is None or policy == cfg.model.path else replace(
-        cfg.model, path=policy, tokenizer_path=None, revision=None)
+    own = model_config.policy_config(cfg.model, policy or cfg.model.path)
     tokenizer = language_model.load_tokenizer(own)
     loaded = decoding.load_judged(own, cfg.hardware)
     language_model.check_vocabulary(tokenizer, loaded.lm, own)
