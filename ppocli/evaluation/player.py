@@ -107,17 +107,12 @@ class Player:
         made = answer_prompts(self.loaded.lm, self.tokenizer, prompts, spec, seed=seed,
                               num_samples=num_samples, first=first, batch=batch, poll=poll,
                               show=show, start=self.loaded.decoder_start, servers=self.servers)
-        while True:
-            try:
-                with self.autocast():
-                    answers = next(made, None)
-            except torch.OutOfMemoryError as error:
-                raise OutOfMemoryError(f"{self.name} ran out of memory with {batch} responses at "
-                                       "once.", where="--batch-size",
-                                       fix="--batch-size N, or fewer --max-new-tokens") from error
-            if answers is None:
-                return
-            yield answers
+        try:
+            yield from sampler.stepped(made, self.autocast)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{self.name} ran out of memory with {batch} responses at once.",
+                                   where="--batch-size",
+                                   fix="--batch-size N, or fewer --max-new-tokens") from error
 
 
 def load_player(cfg: schema.ModelConfig, name: str, backend: Backend | None = None) -> Player:
