@@ -119,6 +119,12 @@ class Session(EvalSession):
     examples: data_set.Examples | None = field(default=None, kw_only=True)
     """of ``ppo.ptx.data``; None where none are mixed in"""
 
+    def share_of_prompts(self, start: int, count: int) -> tuple[prompt_set.PromptBatch, int]:
+        """This rank's of the next prompts, and how many of them are its own, as of
+        :meth:`~ppocli.parallel.ranks.Ranks.share`."""
+        rows, own = self.backend.ranks.share(range(count))
+        return self.next_prompts(start, count).rows(rows), own
+
     def next_prompts(self, start: int, count: int) -> prompt_set.PromptBatch:
         """The prompts of episodes ``start`` to ``start + count``, each ``ppo.n`` times in a row;
         the order is a function of the seed and the position alone."""
