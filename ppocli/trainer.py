@@ -232,7 +232,7 @@ class PPOTrainer:
             scores = responses if scores is None else scores
             chunks, forward = queries.chunks, queries.temperature != session.sampling.temperature
         else:
-            chunks = own_samples.given(session, queries, responses, state.episodes)
+            chunks = own_samples.given(session, queries, responses, state.episodes, self._run.stop)
         if response_masks is not None:
             chunks, scores = ranks.all_do(
                 lambda: own_samples.masked(chunks, response_masks, scores), "step")
