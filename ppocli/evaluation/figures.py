@@ -162,12 +162,9 @@ def frontier_of(base: Sequence[Row], policy: Sequence[Row], *, plain_sampling: b
     found, last = figures_of(policy), best_of_n_kl(BEST_OF[-1])
     kl = found["figures"]["kl_mean"]
     comparable = plain_sampling and math.isfinite(kl)
-    best: list[float] = []
-    differences: list[tuple[float, int]] = []
-    for prompt in own:
-        if comparable and kl <= last and len(scores.get(prompt, ())) >= BEST_OF[-1]:
-            best.append(_interpolated(scores[prompt], kl))
-            differences.append((mean(own[prompt]) - best[-1], prompt))
+    best = {prompt: _interpolated(scores[prompt], kl) for prompt in own
+            if comparable and kl <= last and len(scores.get(prompt, ())) >= BEST_OF[-1]}
+    differences = [(mean(own[prompt]) - there, prompt) for prompt, there in best.items()]
     difference, spread = mean([gap for gap, _ in differences]), clustered_stderr(differences)
     verdict = "beyond" if comparable and kl > last else "not comparable"
     if differences:
@@ -176,7 +173,7 @@ def frontier_of(base: Sequence[Row], policy: Sequence[Row], *, plain_sampling: b
     return {"samples_each": BASE_SAMPLES, "points": [_point(scores, n) for n in BEST_OF],
             "policy": {"kl": kl, "reward": found["figures"]["reward_mean"],
                        "stderr": found["stderr"]["reward_mean"]},
-            "verdict": verdict, "best_of_n_at_policy_kl": mean(best),
+            "verdict": verdict, "best_of_n_at_policy_kl": mean(list(best.values())),
             "difference": difference, "difference_stderr": spread}
 
 

@@ -104,17 +104,14 @@ def choose(default: Path, request: EvalRequest, identity: dict[str, Any],
         if request.overwrite:
             atomic.make_dirs(default)
             return default
-        for number in itertools.count(1):
-            path = default if number == 1 else default.with_name(f"{default.name}-{number}")
-            with atomic.disk_errors(path):
-                try:
-                    path.mkdir()
-                except FileExistsError:
-                    if not files.is_finished(path) and path.is_dir():
-                        say(f"{path} holds an unfinished evaluation; to go on with it: the same "
-                            f"command with --resume --name {path.name}")
-                    continue
-            return path
+        numbered = (default.with_name(f"{default.name}-{n}") for n in itertools.count(2))
+        for path in itertools.chain([default], numbered):
+            with atomic.disk_errors(path), suppress(FileExistsError):
+                path.mkdir()
+                return path
+            if not files.is_finished(path) and path.is_dir():
+                say(f"{path} holds an unfinished evaluation; to go on with it: the same command "
+                    f"with --resume --name {path.name}")
     raise AssertionError("unreachable")
 
 

@@ -328,7 +328,7 @@ def take_up(folder: Path, sizes: Mapping[str, int], chunk: int) -> dict[str, lis
     end = place = 0
     pending: list[Row] = []
     expected = [(role, number) for role, total in sizes.items() for number in range(total)]
-    with atomic.disk_errors(path), path.open("rb") as lines:
+    with atomic.disk_errors(path), path.open("r+b") as lines:
         for line, (role, number) in zip(lines, expected, strict=False):
             row = run_logs.read_row(line) if line.endswith(b"\n") else None
             if row is None or (row.get("model"), row.get("number")) != (role, number):
@@ -338,7 +338,5 @@ def take_up(folder: Path, sizes: Mapping[str, int], chunk: int) -> dict[str, lis
             if (number + 1) % chunk == 0 or number + 1 == sizes[role]:
                 found[role] += pending
                 pending, end = [], place
-    with atomic.disk_errors(path):
-        if path.stat().st_size > end:
-            os.truncate(path, end)
+        lines.truncate(end)
     return found

@@ -149,10 +149,9 @@ def existing(request: ExportRequest) -> tuple[Path, str] | None:
     """
     folder = Path(request.run or "").expanduser()
     asked = request.to_hub and request.run is not None and not request.writing
-    record = exports.read_record(folder) if asked else None
-    if record is None:
+    if not asked or exports.read_record(folder) is None:
         return None
-    exports.check_whole(folder)
+    record = exports.check_whole(folder)
     return folder.absolute(), str(record.get("run") or folder.name)
 
 
