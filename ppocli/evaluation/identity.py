@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +28,7 @@ from ppocli.models.loading.adapters import tensors_digest
 from ppocli.runs.target import Target
 from ppocli.storage import atomic, run_folder
 from ppocli.tasks.ppo.session import EvalSession
-from ppocli.text import cut
+from ppocli.text import Say, cut
 from ppocli.training.task import PythonObjects
 
 _REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid", "style",
@@ -75,8 +75,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "models": {"policy": tensors_digest(session.policy.lm.state_dict())}}
 
 
-def choose(default: Path, request: EvalRequest, identity: dict[str, Any],
-           say: Callable[[str], None]) -> Path:
+def choose(default: Path, request: EvalRequest, identity: dict[str, Any], say: Say) -> Path:
     """The folder to work in: that of an evaluation to go on with, or a new one, made.
 
     Args:

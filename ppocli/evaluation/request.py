@@ -7,7 +7,7 @@ by chunk; ``eval.json`` comes last, so an evaluation is finished exactly if it i
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +20,7 @@ from ppocli.own_code import TRUST
 from ppocli.runs import trust
 from ppocli.runs.target import Target, find_target
 from ppocli.storage import atomic, run_folder, run_logs
+from ppocli.text import Say
 
 EVAL = "eval"
 """folder of a run that holds its evaluations"""
@@ -149,8 +150,7 @@ class EvalRequest:
         return [word for word in words if _key(word) not in given] + [
             *self.words, *(word for word in _counting(self.words) if _key(word) not in keys)]
 
-    def find_against(self, target: Target, cfg: TrainConfig, say: Callable[[str], None]
-                     ) -> Target | None:
+    def find_against(self, target: Target, cfg: TrainConfig, say: Say) -> Target | None:
         """What the policy is compared with.
 
         Raises:

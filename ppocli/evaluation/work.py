@@ -18,6 +18,7 @@ from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, Ppocli
 from ppocli.evaluation import figures, player
 from ppocli.evaluation import request as files
 from ppocli.evaluation.identity import check_same, choose, identity_of
+from ppocli.evaluation.request import EvalRequest, Row, base_target
 from ppocli.models.loading import model_config
 from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import load_tokenizer
@@ -29,7 +30,7 @@ from ppocli.storage import atomic, environment, model_files, run_folder, run_log
 from ppocli.tasks import build_task
 from ppocli.tasks.ppo.evaluate import evaluate_chunks, evaluation_size
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
-from ppocli.text import counted, first_line
+from ppocli.text import Say, counted, first_line
 from ppocli.training.state import seed_generators
 from ppocli.training.task import Evaluation, PythonObjects, TaskSetup
 
@@ -49,7 +50,7 @@ class _Work:
     """by role, in the order they are evaluated in: policy, against, base"""
     objects: PythonObjects
     stop: StopFlag
-    say: Callable[[str], None]
+    say: Say
     watch: Watch
     folder: Path
     identity: dict[str, Any]
@@ -64,8 +65,7 @@ class _Work:
 
 
 def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objects: PythonObjects,
-                   *, stop: StopFlag, say: Callable[[str], None], watch: Watch
-                   ) -> tuple[Path, dict[str, Any]]:
+                   *, stop: StopFlag, say: Say, watch: Watch) -> tuple[Path, dict[str, Any]]:
     """Evaluate a policy, and what it is compared with, one model after the other.
 
     Args:
@@ -116,8 +116,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
                            signal_number=stopped.signal_number) from None
 
 
-def _without_own_reference(cfg: TrainConfig, target: Target, say: Callable[[str], None]
-                           ) -> TrainConfig:
+def _without_own_reference(cfg: TrainConfig, target: Target, say: Say) -> TrainConfig:
     """A bare model has no base but itself, and the KL to itself says nothing."""
     if cfg.model.reference.kind == "none":
         say("the run has no reference, so there is no KL; to measure it: model.reference.kind=copy")
@@ -127,7 +126,7 @@ def _without_own_reference(cfg: TrainConfig, target: Target, say: Callable[[str]
     return cfg
 
 
-def _say_declared(session: EvalSession, request: EvalRequest, say: Callable[[str], None]) -> None:
+def _say_declared(session: EvalSession, request: EvalRequest, say: Say) -> None:
     """Models are compared under equal sampling, so what a bare one wants for itself is only said.
     """
     spec = session.eval_sampling
@@ -139,8 +138,7 @@ def _say_declared(session: EvalSession, request: EvalRequest, say: Callable[[str
             + " ".join(left))
 
 
-def _targets(request: EvalRequest, target: Target, cfg: TrainConfig, say: Callable[[str], None]
-             ) -> dict[str, Target]:
+def _targets(request: EvalRequest, target: Target, cfg: TrainConfig, say: Say) -> dict[str, Target]:
     """A policy and, if asked for, what it is compared with and the base of a frontier, by role."""
     against = request.find_against(target, cfg, say)
     targets = {"policy": target} | ({} if against is None else {"against": against})
@@ -154,7 +152,7 @@ def _targets(request: EvalRequest, target: Target, cfg: TrainConfig, say: Callab
 
 
 def _session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, role: str, target: Target,
-             judges: EvalSession | None, say: Callable[[str], None]) -> EvalSession:
+             judges: EvalSession | None, say: Say) -> EvalSession:
     """What judges one model; ``judges`` lends reward, metric and reference."""
     if role == "base":
         cfg = resolved.with_values(cfg, {"prompts.eval.repeat": figures.BASE_SAMPLES})
@@ -286,7 +284,7 @@ def _finish(work: _Work) -> dict[str, Any]:
 # On rows of a data set ----------------------------------------------------------------------------
 
 def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, stop: StopFlag,
-                  say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+                  say: Say) -> tuple[Path, dict[str, Any]]:
     """Evaluate a model, and what it is compared with, on ``data.val``; without it on all of
     ``data.path``.
 

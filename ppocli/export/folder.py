@@ -18,7 +18,7 @@ from ppocli.export import weights
 from ppocli.export.card import CARD, CURVE, curve, render_again, render_card
 from ppocli.export.facts import Facts, Mask
 from ppocli.storage import atomic, faults, model_files
-from ppocli.text import format_bytes
+from ppocli.text import Say, format_bytes
 from ppocli.version import __version__
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ def foreign_files(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name not in known)
 
 
-def earlier_export(source: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
+def earlier_export(source: Path, say: Say) -> dict[str, Any] | None:
     """The record of the export in ``source``; None for any other folder, and for an export with
     files that were changed: it tells of other weights."""
     if read_record(source) is None or not (source / CARD).is_file():
