@@ -40,7 +40,8 @@ class TrainedRun:
 
     @cached_property
     def _player(self) -> Any:
-        from ppocli.evaluation.player import load_player, policy_config
+        from ppocli.evaluation.player import load_player
+        from ppocli.models.loading.model_config import policy_config
 
         cfg = resolved.read_config(self.run_dir / "config.yaml")
         trust_of.check_run(self.run_dir, cfg, ("model.",), trusts=self.trusts)

@@ -2,10 +2,12 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 T = TypeVar("T")
+LOOK = 0.2
+"""seconds between two looks at whether the run is to stop"""
 
 
 def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
@@ -20,3 +22,14 @@ def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
 
     threading.Thread(target=body, name=name, daemon=True).start()
     return future
+
+
+def outcome_of(begun: Future[T], poll: Callable[[], None]) -> T:
+    """What begun work comes to, waited for here.
+
+    Args:
+        poll: called meanwhile; what it raises ends the waiting, not the work.
+    """
+    while not wait([begun], LOOK).done:
+        poll()
+    return begun.result()

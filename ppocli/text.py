@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise, takewhile
 from typing import Any, Literal
 
+Say = Callable[[str], None]
+"""tells a person something, a line at a time"""
 LONGEST_LINE = 300
 """characters of an exception's line that a message repeats"""
 LONGEST_MESSAGE = 4000

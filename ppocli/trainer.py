@@ -155,8 +155,7 @@ class PPOTrainer:
                 session, *called(session.cfg, sampling), batch_size), "generate")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
-            rows, own = ranks.share(range(count))
-            batch = session.next_prompts(self._drawn, count).rows(rows)
+            batch, own = session.share_of_prompts(self._drawn, count)
         else:
             batch = ranks.all_do(lambda: own_samples.prompts_of(call, own_samples.rows_of(
                 session, prompts, attention_mask, where="prompts")), "generate")
@@ -233,7 +232,7 @@ class PPOTrainer:
             scores = responses if scores is None else scores
             chunks, forward = queries.chunks, queries.temperature != session.sampling.temperature
         else:
-            chunks = own_samples.given(session, queries, responses, state.episodes)
+            chunks = own_samples.given(session, queries, responses, state.episodes, self._run.stop)
         if response_masks is not None:
             chunks, scores = ranks.all_do(
                 lambda: own_samples.masked(chunks, response_masks, scores), "step")

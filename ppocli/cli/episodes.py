@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.episodes import EpisodeSampler
 from ppocli.sampling.samples import Generation, TokenRows
 from ppocli.storage import environment
-from ppocli.tasks.ppo.evaluate import evaluate_chunks
+from ppocli.tasks.ppo.evaluate import evaluate_chunks, row_of_run
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session
 from ppocli.text import clean, counted, cut, figure, printable
 from ppocli.training.task import PythonObjects
@@ -101,11 +102,10 @@ def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | 
 
 def _played(session: EvalSession, stop: StopFlag) -> Iterator[dict[str, Any]]:
     with session.acting() as acting:
-        for chunk in evaluate_chunks(acting, stop):
-            count = len(session.eval_prompts)
-            for number, row in enumerate(chunk.samples, start=chunk.start):
-                yield {"prompt_index": number % count, "sample": number // count,
-                       **{name: value for name, value in row.items() if name != "kl"}}
+        count = len(session.eval_prompts)
+        for number, row in enumerate(chain.from_iterable(evaluate_chunks(acting, stop))):
+            yield {"prompt_index": number % count, "sample": number // count,
+                   **{name: value for name, value in row_of_run(row).items() if name != "kl"}}
 
 
 class Person:

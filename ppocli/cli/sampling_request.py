@@ -131,7 +131,8 @@ def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str
         InputError: a model or its tokenizer is unusable.
         RewardError: the reward can't be made.
     """
-    from ppocli.evaluation.player import build_judge, load_player, policy_config, served
+    from ppocli.evaluation.player import build_judge, load_player, served
+    from ppocli.models.loading.model_config import policy_config
     from ppocli.parallel.backend import open_backend
 
     # before anything is loaded

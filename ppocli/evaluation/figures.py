@@ -52,13 +52,8 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
             known = [] if value is None else [(float(value), row["prompt_index"])]
             columns.setdefault(name, []).extend(known)
 
-    def values(kind: str) -> dict[str, list[float]]:
-        return {name.removeprefix(kind): [value for value, _ in column]
-                for name, column in columns.items() if name.startswith(kind)}
-
     figures: dict[str, float] = {}
-    for name, value in evaluation_figures(list(rows), values("metrics/"),
-                                          values("reward/")).items():
+    for name, value in evaluation_figures(rows).items():
         if name == "distinct_2":
             texts = [row["response"] for row in rows]
             figures |= {f"distinct_{n}": distinct(texts, n) for n in (1, 2, 3)}
@@ -167,12 +162,9 @@ def frontier_of(base: Sequence[Row], policy: Sequence[Row], *, plain_sampling: b
     found, last = figures_of(policy), best_of_n_kl(BEST_OF[-1])
     kl = found["figures"]["kl_mean"]
     comparable = plain_sampling and math.isfinite(kl)
-    best: list[float] = []
-    differences: list[tuple[float, int]] = []
-    for prompt in own:
-        if comparable and kl <= last and len(scores.get(prompt, ())) >= BEST_OF[-1]:
-            best.append(_interpolated(scores[prompt], kl))
-            differences.append((mean(own[prompt]) - best[-1], prompt))
+    best = {prompt: _interpolated(scores[prompt], kl) for prompt in own
+            if comparable and kl <= last and len(scores.get(prompt, ())) >= BEST_OF[-1]}
+    differences = [(mean(own[prompt]) - there, prompt) for prompt, there in best.items()]
     difference, spread = mean([gap for gap, _ in differences]), clustered_stderr(differences)
     verdict = "beyond" if comparable and kl > last else "not comparable"
     if differences:
@@ -181,7 +173,7 @@ def frontier_of(base: Sequence[Row], policy: Sequence[Row], *, plain_sampling: b
     return {"samples_each": BASE_SAMPLES, "points": [_point(scores, n) for n in BEST_OF],
             "policy": {"kl": kl, "reward": found["figures"]["reward_mean"],
                        "stderr": found["stderr"]["reward_mean"]},
-            "verdict": verdict, "best_of_n_at_policy_kl": mean(best),
+            "verdict": verdict, "best_of_n_at_policy_kl": mean(list(best.values())),
             "difference": difference, "difference_stderr": spread}
 
 

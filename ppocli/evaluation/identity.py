@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +28,7 @@ from ppocli.models.loading.adapters import tensors_digest
 from ppocli.runs.target import Target
 from ppocli.storage import atomic, run_folder
 from ppocli.tasks.ppo.session import EvalSession
-from ppocli.text import cut
+from ppocli.text import Say, cut
 from ppocli.training.task import PythonObjects
 
 _REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid", "style",
@@ -75,8 +75,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "models": {"policy": tensors_digest(session.policy.lm.state_dict())}}
 
 
-def choose(default: Path, request: EvalRequest, identity: dict[str, Any],
-           say: Callable[[str], None]) -> Path:
+def choose(default: Path, request: EvalRequest, identity: dict[str, Any], say: Say) -> Path:
     """The folder to work in: that of an evaluation to go on with, or a new one, made.
 
     Args:
@@ -104,17 +103,14 @@ def choose(default: Path, request: EvalRequest, identity: dict[str, Any],
         if request.overwrite:
             atomic.make_dirs(default)
             return default
-        for number in itertools.count(1):
-            path = default if number == 1 else default.with_name(f"{default.name}-{number}")
-            with atomic.disk_errors(path):
-                try:
-                    path.mkdir()
-                except FileExistsError:
-                    if not files.is_finished(path) and path.is_dir():
-                        say(f"{path} holds an unfinished evaluation; to go on with it: the same "
-                            f"command with --resume --name {path.name}")
-                    continue
-            return path
+        numbered = (default.with_name(f"{default.name}-{n}") for n in itertools.count(2))
+        for path in itertools.chain([default], numbered):
+            with atomic.disk_errors(path), suppress(FileExistsError):
+                path.mkdir()
+                return path
+            if not files.is_finished(path) and path.is_dir():
+                say(f"{path} holds an unfinished evaluation; to go on with it: the same command "
+                    f"with --resume --name {path.name}")
     raise AssertionError("unreachable")
 
 

@@ -107,24 +107,19 @@ class Player:
         made = answer_prompts(self.loaded.lm, self.tokenizer, prompts, spec, seed=seed,
                               num_samples=num_samples, first=first, batch=batch, poll=poll,
                               show=show, start=self.loaded.decoder_start, servers=self.servers)
-        while True:
-            try:
-                with self.autocast():
-                    answers = next(made, None)
-            except torch.OutOfMemoryError as error:
-                raise OutOfMemoryError(f"{self.name} ran out of memory with {batch} responses at "
-                                       "once.", where="--batch-size",
-                                       fix="--batch-size N, or fewer --max-new-tokens") from error
-            if answers is None:
-                return
-            yield answers
+        try:
+            yield from sampler.stepped(made, self.autocast)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{self.name} ran out of memory with {batch} responses at once.",
+                                   where="--batch-size",
+                                   fix="--batch-size N, or fewer --max-new-tokens") from error
 
 
 def load_player(cfg: schema.ModelConfig, name: str, backend: Backend | None = None) -> Player:
     """Load a policy.
 
     Args:
-        cfg: ``path`` is the policy's, see :func:`policy_config`.
+        cfg: ``path`` is the policy's, as of :func:`~.model_config.policy_config`.
         backend: where and how precisely to compute (default: the CPU, in fp32).
 
     Raises:
@@ -151,13 +146,6 @@ def served(player: Player, cfg: schema.TrainConfig, backend: Backend) -> Iterato
     servers = VllmSampler(sampler.SamplerSetup(cfg, backend, player.tokenizer, player.loaded))
     with servers.acting(Policy(player.loaded.lm, None)):
         yield replace(player, servers=servers)
-
-
-def policy_config(cfg: schema.ModelConfig, policy: str) -> schema.ModelConfig:
-    """How to load ``policy``, a model trained from the one that ``cfg`` names."""
-    if policy == cfg.path:
-        return cfg
-    return replace(cfg, path=policy, tokenizer_path=None, revision=None)
 
 
 def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any],

@@ -7,7 +7,7 @@ by chunk; ``eval.json`` comes last, so an evaluation is finished exactly if it i
 
 import os
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -20,6 +20,7 @@ from ppocli.own_code import TRUST
 from ppocli.runs import trust
 from ppocli.runs.target import Target, find_target
 from ppocli.storage import atomic, run_folder, run_logs
+from ppocli.text import Say
 
 EVAL = "eval"
 """folder of a run that holds its evaluations"""
@@ -149,8 +150,7 @@ class EvalRequest:
         return [word for word in words if _key(word) not in given] + [
             *self.words, *(word for word in _counting(self.words) if _key(word) not in keys)]
 
-    def find_against(self, target: Target, cfg: TrainConfig, say: Callable[[str], None]
-                     ) -> Target | None:
+    def find_against(self, target: Target, cfg: TrainConfig, say: Say) -> Target | None:
         """What the policy is compared with.
 
         Raises:
@@ -328,7 +328,7 @@ def take_up(folder: Path, sizes: Mapping[str, int], chunk: int) -> dict[str, lis
     end = place = 0
     pending: list[Row] = []
     expected = [(role, number) for role, total in sizes.items() for number in range(total)]
-    with atomic.disk_errors(path), path.open("rb") as lines:
+    with atomic.disk_errors(path), path.open("r+b") as lines:
         for line, (role, number) in zip(lines, expected, strict=False):
             row = run_logs.read_row(line) if line.endswith(b"\n") else None
             if row is None or (row.get("model"), row.get("number")) != (role, number):
@@ -338,7 +338,5 @@ def take_up(folder: Path, sizes: Mapping[str, int], chunk: int) -> dict[str, lis
             if (number + 1) % chunk == 0 or number + 1 == sizes[role]:
                 found[role] += pending
                 pending, end = [], place
-    with atomic.disk_errors(path):
-        if path.stat().st_size > end:
-            os.truncate(path, end)
+        lines.truncate(end)
     return found

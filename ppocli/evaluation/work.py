@@ -19,6 +19,7 @@ from ppocli.evaluation import figures, player
 from ppocli.evaluation import request as files
 from ppocli.evaluation.identity import check_same, choose, identity_of
 from ppocli.evaluation.request import EvalRequest, Row, base_target
+from ppocli.models.loading import model_config
 from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
@@ -27,9 +28,9 @@ from ppocli.runs import pictures
 from ppocli.runs.target import Target
 from ppocli.storage import atomic, environment, model_files, run_folder, run_logs
 from ppocli.tasks import build_task
-from ppocli.tasks.ppo.evaluate import EvalChunk, evaluate_chunks, evaluation_size
+from ppocli.tasks.ppo.evaluate import evaluate_chunks, evaluation_size
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
-from ppocli.text import counted, first_line
+from ppocli.text import Say, counted, first_line
 from ppocli.training.state import seed_generators
 from ppocli.training.task import Evaluation, PythonObjects, TaskSetup
 
@@ -49,7 +50,7 @@ class _Work:
     """by role, in the order they are evaluated in: policy, against, base"""
     objects: PythonObjects
     stop: StopFlag
-    say: Callable[[str], None]
+    say: Say
     watch: Watch
     folder: Path
     identity: dict[str, Any]
@@ -64,8 +65,7 @@ class _Work:
 
 
 def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objects: PythonObjects,
-                   *, stop: StopFlag, say: Callable[[str], None], watch: Watch
-                   ) -> tuple[Path, dict[str, Any]]:
+                   *, stop: StopFlag, say: Say, watch: Watch) -> tuple[Path, dict[str, Any]]:
     """Evaluate a policy, and what it is compared with, one model after the other.
 
     Args:
@@ -116,8 +116,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
                            signal_number=stopped.signal_number) from None
 
 
-def _without_own_reference(cfg: TrainConfig, target: Target, say: Callable[[str], None]
-                           ) -> TrainConfig:
+def _without_own_reference(cfg: TrainConfig, target: Target, say: Say) -> TrainConfig:
     """A bare model has no base but itself, and the KL to itself says nothing."""
     if cfg.model.reference.kind == "none":
         say("the run has no reference, so there is no KL; to measure it: model.reference.kind=copy")
@@ -127,7 +126,7 @@ def _without_own_reference(cfg: TrainConfig, target: Target, say: Callable[[str]
     return cfg
 
 
-def _say_declared(session: EvalSession, request: EvalRequest, say: Callable[[str], None]) -> None:
+def _say_declared(session: EvalSession, request: EvalRequest, say: Say) -> None:
     """Models are compared under equal sampling, so what a bare one wants for itself is only said.
     """
     spec = session.eval_sampling
@@ -139,8 +138,7 @@ def _say_declared(session: EvalSession, request: EvalRequest, say: Callable[[str
             + " ".join(left))
 
 
-def _targets(request: EvalRequest, target: Target, cfg: TrainConfig, say: Callable[[str], None]
-             ) -> dict[str, Target]:
+def _targets(request: EvalRequest, target: Target, cfg: TrainConfig, say: Say) -> dict[str, Target]:
     """A policy and, if asked for, what it is compared with and the base of a frontier, by role."""
     against = request.find_against(target, cfg, say)
     targets = {"policy": target} | ({} if against is None else {"against": against})
@@ -154,7 +152,7 @@ def _targets(request: EvalRequest, target: Target, cfg: TrainConfig, say: Callab
 
 
 def _session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, role: str, target: Target,
-             judges: EvalSession | None, say: Callable[[str], None]) -> EvalSession:
+             judges: EvalSession | None, say: Say) -> EvalSession:
     """What judges one model; ``judges`` lends reward, metric and reference."""
     if role == "base":
         cfg = resolved.with_values(cfg, {"prompts.eval.repeat": figures.BASE_SAMPLES})
@@ -241,7 +239,7 @@ def _note_models(work: _Work, models: dict[str, str]) -> None:
 def _sample(work: _Work, role: str, in_all: int, writer: run_logs.JsonlWriter) -> None:
     """Sample and score what is missing of one model, appending chunk by chunk."""
     session, rows = work.session, work.rows[role]
-    total = evaluation_size(session)
+    total, prompts = evaluation_size(session), len(session.eval_prompts)
     work.watch(role, work.kept, in_all)
     told = role != "policy" or "base" not in work.rows
     with session.acting() as acting:
@@ -250,25 +248,18 @@ def _sample(work: _Work, role: str, in_all: int, writer: run_logs.JsonlWriter) -
             # rewards that draw random numbers draw the same ones when a chunk is done again
             seed_generators((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)
             begun = monotonic()
-            new = _rows(role, next(chunks), len(session.eval_prompts))
+            new = [{"model": role, "number": number, "prompt_index": number % prompts,
+                    "sample": number // prompts, "metrics": {}, **sample}
+                   for number, sample in enumerate(next(chunks), start=len(rows))]
             writer.append(new)
             rows += run_folder.finite_or_null(new)
             if not told:
                 each = (monotonic() - begun) / len(new)
-                left = len(session.eval_prompts) * figures.BASE_SAMPLES - len(work.rows["base"])
+                left = prompts * figures.BASE_SAMPLES - len(work.rows["base"])
                 work.say(f"--frontier will take about {each * left:.0f} s more (by the first "
                          "chunk)")
                 told = True
             work.watch(role, work.kept, in_all)
-
-
-def _rows(role: str, chunk: EvalChunk, prompts: int) -> list[Row]:
-    """A chunk as rows of samples.jsonl."""
-    return [{"model": role, "number": number, "prompt_index": number % prompts,
-             "sample": number // prompts, **sample,
-             "rewards": {name: values[i] for name, values in chunk.parts.items()},
-             "metrics": {name: values[i] for name, values in chunk.metrics.items()}}
-            for i, sample in enumerate(chunk.samples) for number in [chunk.start + i]]
 
 
 def _finish(work: _Work) -> dict[str, Any]:
@@ -293,7 +284,7 @@ def _finish(work: _Work) -> dict[str, Any]:
 # On rows of a data set ----------------------------------------------------------------------------
 
 def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, stop: StopFlag,
-                  say: Callable[[str], None]) -> tuple[Path, dict[str, Any]]:
+                  say: Say) -> tuple[Path, dict[str, Any]]:
     """Evaluate a model, and what it is compared with, on ``data.val``; without it on all of
     ``data.path``.
 
@@ -357,7 +348,7 @@ def _measure(target: Target, cfg: TrainConfig, stop: StopFlag
              ) -> tuple[Evaluation, dict[str, str], int]:
     """What the evaluation of a training would find, digests of rows and weights, and how many rows
     there are."""
-    model = player.policy_config(cfg.model, target.model)
+    model = model_config.policy_config(cfg.model, target.model)
     if not model_files.is_adapter(Path(target.model)):
         model = replace(model, peft={}, quantization=None)
     with open_backend(cfg.hardware, environment.measured_by(target.run_dir)) as backend:

@@ -18,7 +18,7 @@ from ppocli.export import weights
 from ppocli.export.card import CARD, CURVE, curve, render_again, render_card
 from ppocli.export.facts import Facts, Mask
 from ppocli.storage import atomic, faults, model_files
-from ppocli.text import format_bytes
+from ppocli.text import Say, format_bytes
 from ppocli.version import __version__
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
         if isinstance(content, Path):
             shutil.copyfile(content, folder / name)
         else:
-            _write_text(folder / name, content)
+            (folder / name).write_text(content, encoding="utf-8")
     location = plan.repo_id or plan.target.name
     if facts.earlier is not None:
         card = render_again(_read_text(facts.earlier / CARD), location, plan.written, previous,
@@ -198,7 +198,7 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
         card = render_card(facts, plan.source, previous, mask, dtype=plan.written,
                            location=location, value_head=[path.name for path in plan.critic],
                            curve=CURVE in contents)
-    _write_text(folder / CARD, card)
+    (folder / CARD).write_text(card, encoding="utf-8")
 
 
 def _contents(plan: ExportPlan, mask: Mask) -> dict[str, Path | str]:
@@ -237,7 +237,7 @@ def _write_record(plan: ExportPlan, folder: Path, verified: dict[str, Any], mask
     record = mask.tree(record)
     record["files"] = {file.name: atomic.sha256_file(file) for file in sorted(folder.iterdir())
                        if file.name != CARD}
-    _write_text(folder / RECORD, _json(record))
+    (folder / RECORD).write_text(_json(record), encoding="utf-8")
 
 
 def _copied(plan: ExportPlan) -> list[Path]:
@@ -280,10 +280,6 @@ def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
-
-
 def read_record(folder: Path) -> dict[str, Any] | None:
     """What an exported folder says of itself; None for a folder that is no export."""
     record = atomic.read_json(folder / RECORD)
@@ -297,7 +293,7 @@ def foreign_files(folder: Path) -> list[str]:
     return sorted(name for name in os.listdir(folder) if name not in known)
 
 
-def earlier_export(source: Path, say: Callable[[str], None]) -> dict[str, Any] | None:
+def earlier_export(source: Path, say: Say) -> dict[str, Any] | None:
     """The record of the export in ``source``; None for any other folder, and for an export with
     files that were changed: it tells of other weights."""
     if read_record(source) is None or not (source / CARD).is_file():

@@ -18,7 +18,7 @@ from ppocli.export.facts import Mask
 from ppocli.export.folder import RECORD, check_whole
 from ppocli.export.request import ExportRequest, shown
 from ppocli.storage import atomic, model_files
-from ppocli.text import format_bytes
+from ppocli.text import Say, format_bytes
 
 _WAITS = (1.0, 4.0)
 """seconds before a step is tried again after a dropped connection or a failure of the Hub"""
@@ -35,8 +35,7 @@ _STALE = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.in
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")
 
 
-def push(folder: Path, wanted: ExportRequest, name: str, mask: Mask, say: Callable[[str], None]
-         ) -> str:
+def push(folder: Path, wanted: ExportRequest, name: str, mask: Mask, say: Say) -> str:
     """Push a whole export; return the address of the repository, branch or pull request.
 
     Args:
@@ -59,8 +58,8 @@ def push(folder: Path, wanted: ExportRequest, name: str, mask: Mask, say: Callab
 class _Session:
     """One push, step by step; ``wanted`` grows more exact on the way."""
 
-    def __init__(self, folder: Path, wanted: ExportRequest, name: str, mask: Mask,
-                 say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, wanted: ExportRequest, name: str, mask: Mask, say: Say
+                 ) -> None:
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars
 

@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from ppocli.runs import pictures, trust
 from ppocli.runs.record import is_run
 from ppocli.runs.target import Target, find_target
 from ppocli.storage import atomic, model_files, run_folder
-from ppocli.text import first_line, short_path
+from ppocli.text import Say, first_line, short_path
 
 DEFAULT_SHARD = "5GB"
 _LONGEST_NAME = 96
@@ -149,14 +148,13 @@ def existing(request: ExportRequest) -> tuple[Path, str] | None:
     """
     folder = Path(request.run or "").expanduser()
     asked = request.to_hub and request.run is not None and not request.writing
-    record = exports.read_record(folder) if asked else None
-    if record is None:
+    if not asked or exports.read_record(folder) is None:
         return None
-    exports.check_whole(folder)
+    record = exports.check_whole(folder)
     return folder.absolute(), str(record.get("run") or folder.name)
 
 
-def resolve(request: ExportRequest, say: Callable[[str], None]) -> exports.ExportPlan:
+def resolve(request: ExportRequest, say: Say) -> exports.ExportPlan:
     """Find the policy and decide what to write where.
 
     Args:
@@ -187,7 +185,7 @@ def resolve(request: ExportRequest, say: Callable[[str], None]) -> exports.Expor
         target.held)
 
 
-def _merges(request: ExportRequest, source: Path, name: str, say: Callable[[str], None]) -> bool:
+def _merges(request: ExportRequest, source: Path, name: str, say: Say) -> bool:
     """Whether an adapter is merged into its base: as asked, else where it can be.
 
     Raises:

@@ -3,7 +3,7 @@ is deleted under their locks. No torch here."""
 
 import re
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,6 +14,7 @@ from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import list_runs, written
 from ppocli.storage import atomic, environment, manifest, model_files, retention, run_folder
 from ppocli.storage.checkpoints import best_step
+from ppocli.text import Say
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +144,7 @@ def parse_age(text: str) -> float:
 
 
 def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool = False,
-                 older_than: float | None = None, say: Callable[[str], None] = lambda text: None
-                 ) -> list[Removal]:
+                 older_than: float | None = None, say: Say = lambda text: None) -> list[Removal]:
     """What can be deleted below ``root``. Nothing of a running run, and nothing else than runs.
 
     Args:

@@ -10,7 +10,7 @@ from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.errors import AmbiguousError, CheckpointError, ConfigError, InputError
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders, whole
 from ppocli.storage import checkpoints, manifest, model_files, retention, run_folder
-from ppocli.text import did_you_mean, pasted
+from ppocli.text import Say, did_you_mean, pasted
 
 RUNS = Path("runs")
 """where runs lie, seen from the current folder"""
@@ -41,8 +41,8 @@ class Target:
         return Path(self.model).name or "model"
 
 
-def find_target(given: str | None, *, say: Callable[[str], None], step: int | None = None,
-                best: bool = False, checkpoint: bool = False, asked_by: str = "RUN",
+def find_target(given: str | None, *, say: Say, step: int | None = None, best: bool = False,
+                checkpoint: bool = False, asked_by: str = "RUN",
                 also: Sequence[str] = ()) -> Target:
     """Find out what ``given`` names and check that a policy can be loaded from it.
 
@@ -117,7 +117,7 @@ def known_names(runs: Path = RUNS, which: Callable[[Path], bool] = is_run) -> li
             for name in (str(run), run.relative_to(runs).as_posix())]
 
 
-def find_run(given: str | None, *, say: Callable[[str], None] = lambda text: None) -> Path:
+def find_run(given: str | None, *, say: Say = lambda text: None) -> Path:
     """The run folder a command that only reads was pointed at, as the user would write it.
 
     Args:
@@ -151,8 +151,7 @@ def read_runs(given: Sequence[str]) -> list[RunRecord]:
     return list(runs.values())
 
 
-def newest_run(say: Callable[[str], None],
-               takes: str = "a run, a checkpoint, a model folder or a Hub name") -> Path:
+def newest_run(say: Say, takes: str = "a run, a checkpoint, a model folder or a Hub name") -> Path:
     """The run below ``runs/`` that was written to last, which ``say`` is told; ``takes`` is what
     may be named instead.
 
@@ -185,7 +184,7 @@ def written(folder: Path) -> float:
     return max(times)
 
 
-def _of_run(run_dir: Path, shown: str, say: Callable[[str], None], step: int | None, best: bool,
+def _of_run(run_dir: Path, shown: str, say: Say, step: int | None, best: bool,
             checkpoint: bool) -> Target:
     record = read_run(run_dir)
     run = record.folder
@@ -250,8 +249,7 @@ def _below_a_folder(given: str) -> bool:
     return bool(slash) and (Path(first).is_dir() or (RUNS / first).is_dir())
 
 
-def _of_model(given: str, path: Path, say: Callable[[str], None], asked_by: str,
-              also: Sequence[str]) -> Target:
+def _of_model(given: str, path: Path, say: Say, asked_by: str, also: Sequence[str]) -> Target:
     if not path.exists() or given.startswith(BUILTIN_PREFIX):
         try:
             return Target(given, model_files.find_model(given, key=asked_by, adapters=True)[0])

@@ -5,7 +5,6 @@ no loss, no KL and no advantage knows of them. What it said stays the ids that i
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from ppocli.config.schema import EnvConfig
-from ppocli.daemon import in_daemon
+from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.environments.calls import Answered, Called, Calls
 from ppocli.environments.wording import ChatWords, PlainWords, Said
@@ -27,9 +26,6 @@ from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.sampler import Sampler, Speaker
 from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
-
-LOOK = 0.2
-"""seconds between two looks at whether the run is to stop"""
 
 
 @dataclass(slots=True)
@@ -133,10 +129,8 @@ class EpisodeSampler:
         begun = in_daemon(work, "environments") if self.calls.waits and rows else None
 
         def settle() -> None:
-            while begun is not None and not wait([begun], LOOK).done:
-                stop.check()
-            for i, text, answer in zip(rows, said, work() if begun is None else begun.result(),
-                                       strict=True):
+            answers = work() if begun is None else outcome_of(begun, stop.check)
+            for i, text, answer in zip(rows, said, answers, strict=True):
                 self._answered(games[i], text, answer)
 
         return settle

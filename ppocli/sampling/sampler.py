@@ -7,7 +7,7 @@ A task asks for samples and doesn't know how they are made: by our decode loop, 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -26,11 +26,13 @@ from ppocli.ppo.noise import lengths, uniform
 from ppocli.sampling.conversation import Conversation, KeptKeys, decoded_turns
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
-from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
+from ppocli.sampling.samples import Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
 from ppocli.zero.oom_retry import PassRows
 from ppocli.zero.sharded_weights import gathered_policy, head_parameters, held, is_sharded
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +153,9 @@ class DecodeSampler:
         noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
         done = 0
         with nullcontext() if in_parts else packed_weights(lm, DTYPES[backend.precision]):
-            for out in _stepped(decode(decoder, prompts.tokens, prompts.mask, noise, limits=limits,
-                                       at_once=at_once, chunk=chunk, method=method),
-                                backend.autocast):
+            for out in stepped(decode(decoder, prompts.tokens, prompts.mask, noise, limits=limits,
+                                      at_once=at_once, chunk=chunk, method=method),
+                               backend.autocast):
                 rows = slice(done, done + len(out))
                 yield single_turn(prompts.tokens[rows], prompts.mask[rows], out, start)
                 done = rows.stop
@@ -196,8 +198,7 @@ class TransformersSampler(DecodeSampler):
         return trunk.Decoding.LIBRARY if found is trunk.Decoding.STEPS else found
 
 
-def _stepped(parts: Iterator[Generation], context: Callable[[], AbstractContextManager[Any]]
-             ) -> Iterator[Generation]:
+def stepped(parts: Iterator[T], context: Callable[[], AbstractContextManager[Any]]) -> Iterator[T]:
     """The items of ``parts``, each computed within the context, which is left while the caller uses
     the item."""
     while True:

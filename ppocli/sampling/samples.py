@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ppocli.episode import Episode
-from ppocli.models.layout import Sequences, joined_right
+from ppocli.models.layout import Sequences, joined_right, rows_of
 
 TokenRows = Sequence[Sequence[int]]
 """ids of several prompts, responses or contexts"""
@@ -83,11 +83,7 @@ class Samples:
 
     def rows(self, index: Any) -> Samples:
         """The samples at ``index`` (a slice or a tensor of places), padding and all."""
-        places = torch.arange(len(self))[index].tolist()
-        return Samples(self.sequences.rows(index), self.logprobs[index], self.values[index],
-                       self.finished[index],
-                       self.frozen_states and [self.frozen_states[i] for i in places],
-                       self.episodes and [self.episodes[i] for i in places])
+        return Samples(*rows_of(self, index))
 
     def only(self, kept: torch.Tensor) -> Samples:
         """The same samples with only some of their actions, whose tokens the others stay in.

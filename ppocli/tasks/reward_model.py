@@ -16,7 +16,6 @@ from ppocli.data.data_set import Ids, Pairs
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
 from ppocli.models.loading import adapters, language_model, model_config
-from ppocli.models.loading.language_model import LoadedLM
 from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
 from ppocli.rewards.reward_model import SCORE_END, SCORE_MEAN, SCORE_STD
@@ -79,8 +78,8 @@ class RewardModelTask(supervised.SupervisedTask):
     terms = ("total", "accuracy", "margin")
     lower_is_better = tasks.KINDS["reward_model"].lower_is_better
 
-    def __init__(self, setup: task.TaskSetup, tokenizer: Any, loaded: LoadedLM, train: Pairs,
-                 val: Pairs | None) -> None:
+    def __init__(self, setup: task.TaskSetup, tokenizer: Any, loaded: language_model.LoadedLM,
+                 train: Pairs, val: Pairs | None) -> None:
         building.freeze(setup.cfg, loaded.lm)
         scorer = building.placed(setup.backend, Scorer(loaded.lm))
         super().__init__(setup, tokenizer, scorer, train, val)

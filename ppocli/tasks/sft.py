@@ -16,7 +16,6 @@ from ppocli.data.prompt_set import PromptSet
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
 from ppocli.models.loading import language_model, model_config
-from ppocli.models.loading.language_model import LoadedLM
 from ppocli.parallel.ranks import woven
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
@@ -35,8 +34,8 @@ class SFTTask(supervised.SupervisedTask):
 
     lower_is_better = tasks.KINDS["sft"].lower_is_better
 
-    def __init__(self, setup: task.TaskSetup, tokenizer: Any, loaded: LoadedLM, train: Examples,
-                 val: Examples | None) -> None:
+    def __init__(self, setup: task.TaskSetup, tokenizer: Any, loaded: language_model.LoadedLM,
+                 train: Examples, val: Examples | None) -> None:
         cfg, backend = setup.cfg, setup.backend
         self.policy = building.build_policy(cfg, backend, loaded, tokenizer)
         super().__init__(setup, tokenizer, self.policy, train, val)

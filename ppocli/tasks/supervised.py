@@ -22,7 +22,6 @@ from ppocli.errors import PpocliError
 from ppocli.models import layout, trunk
 from ppocli.models.fast import attention
 from ppocli.models.loading import language_model, model_config
-from ppocli.models.loading.language_model import LoadedLM
 from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
 from ppocli.storage import faults
@@ -106,7 +105,7 @@ def pass_tokens(cfg: schema.TrainConfig, data: Any, ranks: int) -> tuple[int, in
 
 
 def load(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, *, scores: bool = False
-         ) -> tuple[LoadedLM, Any, Any]:
+         ) -> tuple[language_model.LoadedLM, Any, Any]:
     """The model that training starts from, what to train on and what evaluations are made on, None
     without ``data.val``; what there is to say of them is logged.
 

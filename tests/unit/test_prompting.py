@@ -8,7 +8,8 @@ from helpers import make_tokenizer, save_lm
 
 from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.errors import ConfigError, DivergedError
-from ppocli.evaluation.player import changed_sampling, load_player, policy_config
+from ppocli.evaluation.player import changed_sampling, load_player
+from ppocli.models.loading.model_config import policy_config
 from ppocli.sampling.prompting import TextStream, answer_prompts, prompt_ids
 from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec

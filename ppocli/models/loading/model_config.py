@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,13 @@ from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.models.trunk import RELATIVE_POSITIONS, num_virtual_tokens
 from ppocli.storage.model_files import adapter_at, find_whole
 from ppocli.text import first_line
+
+
+def policy_config(cfg: schema.ModelConfig, policy: str) -> schema.ModelConfig:
+    """How to load ``policy``, a model trained from the one that ``cfg`` names."""
+    if policy == cfg.path:
+        return cfg
+    return replace(cfg, path=policy, tokenizer_path=None, revision=None)
 
 
 @contextmanager

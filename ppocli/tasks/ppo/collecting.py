@@ -52,12 +52,11 @@ def collect_stale(session: Session, tensors: Mapping[str, torch.Tensor], episode
     parts, count = [_samples_of(tensors)] if tensors else [], len(episodes)
     first = episodes.start + sum(map(len, parts))
     if first < until:
-        prompts = session.next_prompts(first, until - first)
-        rows, own = session.backend.ranks.share(range(len(prompts)))
+        prompts, own = session.share_of_prompts(first, until - first)
         with session.acting() as acting:
-            mine = Samples.joined(list(sample_policy(acting, prompts.rows(rows), session.sampling,
-                                                     ROLLOUT, stop)))
-        parts.append(_gathered(session, mine.first(own), len(prompts)))
+            mine = Samples.joined(list(sample_policy(acting, prompts, session.sampling, ROLLOUT,
+                                                     stop)))
+        parts.append(_gathered(session, mine.first(own), until - first))
     waiting = Samples.joined(parts)
     clock.mark("rollout")
     found = collect_rollout(session, session.next_prompts(episodes.start, count), stop, clock,
@@ -132,12 +131,11 @@ def collect_ahead(session: Session, before: Ahead | None, episodes: range, until
 
 
 def _begin(session: Session, episodes: range) -> Ahead:
-    prompts = session.next_prompts(episodes.start, len(episodes))
-    rows, own = session.backend.ranks.share(range(len(prompts)))
+    prompts, own = session.share_of_prompts(episodes.start, len(episodes))
     sampler = session.sampler
     assert isinstance(sampler, VllmSampler)
     with session.acting():
-        begun = sampler.begin(prompts.rows(rows), session.sampling, ROLLOUT, ahead=True)
+        begun = sampler.begin(prompts, session.sampling, ROLLOUT, ahead=True)
     return Ahead(episodes, begun, own)
 
 

@@ -1,7 +1,7 @@
 """Evaluation on fixed prompts with fixed random numbers, the same before and after training."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ppocli.data.prompt_set import PromptBatch
@@ -24,27 +24,15 @@ def distinct(texts: list[str], n: int) -> float:
     return len(set(grams)) / len(grams) if grams else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class EvalChunk:
-    """One generate call's samples of an evaluation."""
-
-    start: int
-    """number of the first sample; sample i answers prompt ``i % len(eval_prompts)``"""
-    samples: list[dict[str, Any]]
-    """as in :class:`Evaluation`"""
-    metrics: dict[str, list[float]]
-    """each metric by sample"""
-    parts: dict[str, list[float | None]]
-    """scores of each reward by sample"""
-
-
 def evaluation_size(session: EvalSession) -> int:
     """How many samples a whole evaluation has."""
     return len(session.eval_prompts) * session.cfg.prompts.eval.repeat
 
 
-def evaluate_chunks(session: EvalSession, stop: StopFlag, *, skip: int = 0) -> Iterator[EvalChunk]:
-    """Sample and score the evaluation prompts, one generate call at a time.
+def evaluate_chunks(session: EvalSession, stop: StopFlag, *, skip: int = 0
+                    ) -> Iterator[list[dict[str, Any]]]:
+    """Sample and score the evaluation prompts, one generate call at a time: rows as `ppocli eval`
+    has them in samples.jsonl, the i-th of which answers prompt ``i % len(eval_prompts)``.
 
     A sample is a function of seed, prompt and number alone, and chunks always begin at multiples of
     ``chunk_size`` times the number of ranks; so an evaluation that goes on after ``skip`` samples
@@ -58,11 +46,14 @@ def evaluate_chunks(session: EvalSession, stop: StopFlag, *, skip: int = 0) -> I
         RewardError, DivergedError, StopRequested.
     """
     for batch, own in _shares(session, stop, skip):
-        shares = session.backend.ranks.gather(_one_share(session, batch, own, stop))
-        first = shares[0]  # it has samples always, the others perhaps none, and then no metrics
-        yield EvalChunk(first.start, woven([share.samples for share in shares]), *(
-            {name: woven([getattr(share, kind).get(name, []) for share in shares])
-             for name in getattr(first, kind)} for kind in ("metrics", "parts")))
+        yield woven(session.backend.ranks.gather(_one_share(session, batch, own, stop)))
+
+
+def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
+    """A row as runs have it in their samples.jsonl: without metrics, and without rewards where
+    there is one alone."""
+    return {name: value for name, value in sample.items()
+            if name != "metrics" and (name != "rewards" or len(value) > 1)}
 
 
 def _shares(session: EvalSession, stop: StopFlag, skip: int = 0
@@ -77,11 +68,11 @@ def _shares(session: EvalSession, stop: StopFlag, skip: int = 0
                             session.tokenizer.pad_token_id), own
 
 
-def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFlag) -> EvalChunk:
+def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFlag
+               ) -> list[dict[str, Any]]:
     """This rank's samples, the first ``own`` of the batch's."""
     # in fp32 the decoding pass has computed the policy's logprobs already
     decoded = session.from_decode and session.eval_sampling.temperature == 1.0
-    start = batch.episodes[0]
     out = Samples.joined(list(sample_policy(session, batch, session.eval_sampling, EVALUATION,
                                             stop)))
     measured = measure(session, out, phase="scoring of the evaluation", want_policy=not decoded,
@@ -94,11 +85,10 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFla
     kl = measured.kl.sum(1).tolist()[:own] if session.reference is not None else [None] * own
     shown = [score if valid else None
              for score, valid in zip(scores.scores, scores.valid, strict=True)]
-    samples = figures.sample_rows(
+    return figures.sample_rows(
         {"prompt": batch.texts, "response": responses, "score": shown, "kl": kl,
          "response_tokens": out.mask.sum(1).tolist(), "finished": out.finished.tolist()},
-        {"rewards": scores.parts if len(scores.parts) > 1 else {}}, scores.logs, out.episodes or ())
-    return EvalChunk(start, samples, metrics, dict(scores.parts))
+        {"rewards": scores.parts, "metrics": metrics}, scores.logs, out.episodes or ())
 
 
 def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
@@ -124,17 +114,9 @@ def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
 
 
 def _evaluate_once(session: EvalSession, stop: StopFlag) -> Evaluation:
-    samples: list[dict[str, Any]] = []
-    metrics: dict[str, list[float]] = {}
-    parts: dict[str, list[float]] = {}
     with session.acting() as acting:
-        for chunk in evaluate_chunks(acting, stop):
-            samples += chunk.samples
-            for name, values in chunk.metrics.items():
-                metrics.setdefault(name, []).extend(values)
-            for name, part in chunk.parts.items():
-                parts.setdefault(name, []).extend(v for v in part if v is not None)
-    return Evaluation(evaluation_figures(samples, metrics, parts), samples,
+        samples = [row for chunk in evaluate_chunks(acting, stop) for row in chunk]
+    return Evaluation(evaluation_figures(samples), [row_of_run(row) for row in samples],
                       sum(s["response_tokens"] for s in samples))
 
 
@@ -156,10 +138,9 @@ def reference_responses(session: EvalSession, stop: StopFlag) -> list[str]:
     return texts
 
 
-def evaluation_figures(samples: list[dict[str, Any]], metrics: dict[str, list[float]],
-                       parts: dict[str, list[float]]) -> dict[str, float]:
-    """The figures of an evaluation from all its samples, as summary.json and metrics.jsonl have
-    them."""
+def evaluation_figures(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The figures of an evaluation from the rows of all its chunks, as summary.json and
+    metrics.jsonl have them."""
     score, std = figures.mean_std([s["score"] for s in samples if s["score"] is not None])
     found = {
         "reward_mean": score, "reward_std": std,
@@ -167,10 +148,9 @@ def evaluation_figures(samples: list[dict[str, Any]], metrics: dict[str, list[fl
         "response_tokens_mean": figures.mean([s["response_tokens"] for s in samples]),
         "finished_share": figures.mean([float(s["finished"]) for s in samples]),
         "distinct_2": distinct([s["response"] for s in samples], 2)}
-    found |= figures.logged_figures(samples)
+    found |= figures.means_of(samples, "logged")
     if samples and "turns" in samples[0]:
         found["turns_mean"] = figures.mean([float(len(s["turns"])) for s in samples])
         found["done_share"] = figures.mean([float(s["ended"] == DONE) for s in samples])
-    for kind, columns in (("reward", parts if len(parts) > 1 else {}), ("metrics", metrics)):
-        found |= {f"{kind}/{name}": figures.mean(values) for name, values in columns.items()}
-    return found
+    rewards = figures.means_of(samples, "rewards", "reward")
+    return found | (rewards if len(rewards) > 1 else {}) | figures.means_of(samples, "metrics")

@@ -114,42 +114,38 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
             gamma^(k-t) r_k``, and nothing of its own estimates (VC-PPO, Yuan et al. 2025, arXiv
             2503.01491, section on value pretraining).
     """
-    keep = rollout.valid.nonzero().squeeze(-1)
-    mask = rollout.response_mask[keep]
+    kept = rollout.rows(rollout.valid.nonzero().squeeze(-1).tolist())
+    mask = kept.response_mask
     ppo, in_reward = cfg.ppo, algorithm.kl_in(cfg.ppo) == "reward"
-    scores, dense = shaped_scores(rollout, state, cfg)
+    scores, dense = shaped_scores(kept, state, cfg)
     # a KL that is rounding alone isn't charged: whitening, and Adam, would make a signal of it
-    apart = not bool((rollout.k1[keep].abs() <= kl.ROUNDING).all())  # NaN is no rounding
-    rewards = token_rewards(scores[keep], rollout.kl[keep], mask,
-                            kl_coef=state.kl_coef if in_reward and apart else 0.0,
-                            dense=None if dense is None else dense[keep])
+    apart = not bool((kept.k1.abs() <= kl.ROUNDING).all())  # NaN is no rounding
+    rewards = token_rewards(scores, kept.kl, mask, dense=dense,
+                            kl_coef=state.kl_coef if in_reward and apart else 0.0)
     if ppo.whiten_rewards:
         rewards = shaping.whiten(rewards, mask, center=False)
-    values = rollout.values[keep] if algorithm.estimator_of(ppo).needs_critic else None
-    groups = torch.tensor(rollout.prompts.episodes)[keep] // ppo.n
+    values = kept.values if algorithm.estimator_of(ppo).needs_critic else None
+    groups = torch.tensor(kept.prompts.episodes) // ppo.n
     advantages, returns = algorithm.estimator_of(ppo).estimate(Samples(
         rewards, mask, groups, values, gamma=ppo.gamma, lam=ppo.lam,
         lam_value=1.0 if pretrains else ppo.lam_value, lam_alpha=ppo.lam_alpha,
-        group_std=ppo.group_std, batch_std=ppo.batch_std,
-        gaps=None if rollout.gaps is None else rollout.gaps[keep],
-        turns=rollout.turns[keep] if ppo.gae_unit == "turn" and rollout.turns is not None
-        else None))
-    wanted, gap, accepted, importance = ppo.importance, rollout.gap, mask, None
+        group_std=ppo.group_std, batch_std=ppo.batch_std, gaps=kept.gaps,
+        turns=kept.turns if ppo.gae_unit == "turn" else None))
+    wanted, gap, accepted, importance = ppo.importance, kept.gap, mask, None
     if gap is not None:
-        accepted = off_policy.accepted(gap[keep], mask, wanted.reject)
+        accepted = off_policy.accepted(gap, mask, wanted.reject)
         if (level := algorithm.importance_level(cfg)) is not None:
-            importance = off_policy.importance_weights(gap[keep], mask, level=level, cap=wanted.cap)
+            importance = off_policy.importance_weights(gap, mask, level=level, cap=wanted.cap)
     if algorithm.whitens_advantages(ppo):
         # what is learnt from would have a mean otherwise, which pushes all of it one way
         advantages = shaping.whiten(advantages, accepted, center=True)
-    counts = (accepted & rollout.finished[keep, None] if ppo.mask_truncated
+    counts = (accepted & kept.finished[:, None] if ppo.mask_truncated
               else accepted if wanted.reject else None)
-    charged = not in_reward and rollout.has_reference and state.kl_coef > 0
-    imitated = torch.tensor(rollout.scores)[keep] > ppo.positive_above
-    own = scores[keep]
-    alike = dense is None and len(own) > 1 and bool(  # up to rounding
-        own.max() - own.min() <= 1e-6 * own.abs().max())
-    if alike and rollout.has_reference and not (apart or pretrains):
+    charged = not in_reward and kept.has_reference and state.kl_coef > 0
+    imitated = torch.tensor(kept.scores) > ppo.positive_above
+    alike = dense is None and len(scores) > 1 and bool(  # up to rounding
+        scores.max() - scores.min() <= 1e-6 * scores.abs().max())
+    if alike and kept.has_reference and not (apart or pretrains):
         # nothing says which response is better, and the policy is still the reference: it stays so.
         # What a critic doesn't know yet of the constant, whitened, would move it, and so would a
         # head that learns the constant on the policy's trunk
@@ -158,18 +154,16 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
             returns = values
 
     return Experience(
-        sequences=rollout.sequences.rows(keep), logprobs=rollout.logprobs[keep],
+        sequences=kept.sequences, logprobs=kept.logprobs,
         values=None if values is None else values * mask, advantages=advantages, returns=returns,
-        ref_logprobs=rollout.ref_logprobs[keep] if charged else None,
-        ref_states=[rollout.ref_states[i] for i in keep.tolist()]
-        if charged and rollout.ref_states else [],
+        ref_logprobs=kept.ref_logprobs if charged else None,
+        ref_states=kept.ref_states if charged else [],
         counts=counts, importance=importance, pretrains=pretrains,
         imitated=imitated if ppo.positive_nll_coef else None,
         kl_coef=state.kl_coef if charged else 0.0,
         ent_coef=ppo.ent_coef if ppo.ent_coef_end is None else
         (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end,
-        frozen_states=[rollout.frozen_states[i] for i in keep.tolist()]
-        if rollout.frozen_states else [])
+        frozen_states=kept.frozen_states)
 
 
 def after_step(state: PPOState, rollout: Rollout, learnt: Experience, cfg: schema.TrainConfig,

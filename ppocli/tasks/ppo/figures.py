@@ -128,7 +128,7 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
             figures[f"reward/{name}"] = mean([v for v in part if v is not None])
-    return (figures | logged_figures(rollout.logs)
+    return (figures | means_of(rollout.logs, "logged")
             | gap_figures(rollout, experience, cfg.ppo.importance)
             | penalty_figures(rollout, cfg) | optimize_figures(result, experience, cfg.ppo))
 
@@ -150,12 +150,15 @@ def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
         "env/tool_errors": float(sum(turn.failed is not None for turn in turns))}
 
 
-def logged_figures(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of each metric that rewards logged, over the samples of the calls that did."""
+def means_of(rows: Sequence[Mapping[str, Any]], part: str, prefix: str | None = None
+             ) -> dict[str, float]:
+    """The mean of each figure in a part of rows of samples, such as what rewards ``logged``, over
+    the samples that have it; named ``prefix/NAME``, by default after the part."""
     columns: dict[str, list[float]] = {}
     for row in rows:
-        for name, value in row.get("logged", {}).items():
-            columns.setdefault(f"logged/{name}", []).extend([] if value is None else [value])
+        for name, value in row.get(part, {}).items():
+            columns.setdefault(f"{prefix or part}/{name}", []).extend(
+                [] if value is None else [value])
     return {name: mean(values) for name, values in columns.items()}
 
 

@@ -21,9 +21,10 @@ from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardRequest
 from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.tasks.building import sampling_specs
+from ppocli.tasks.ppo import rollout
 from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.reward_calls import some_scores
-from ppocli.tasks.ppo.rollout import Chunk, chunk_of, measure_chunk, rollout_of, sample_reference
+from ppocli.tasks.ppo.rollout import Chunk, measure_chunk, rollout_of, sample_reference
 from ppocli.tasks.ppo.session import Session, max_prompt_tokens
 from ppocli.training.clock import PhaseClock
 
@@ -143,7 +144,8 @@ def token_ids(session: Session, given: Any, where: str) -> list[int]:
     return ids
 
 
-def given(session: Session, queries: Any, responses: Any, first: int) -> list[Chunk]:
+def given(session: Session, queries: Any, responses: Any, first: int, stop: StopFlag
+          ) -> list[Chunk]:
     """Responses that come from elsewhere, for :func:`scored` with ``forward``.
 
     Token ids are taken as they are and count as finished where their last one ends a response. A
@@ -169,13 +171,8 @@ def given(session: Session, queries: Any, responses: Any, first: int) -> list[Ch
     own = len(rows)
     prompts, _ = dealt(session, prompts, first)
     rows += rows[-1:] * (len(prompts) - own)
-    chunks = []
-    for start in range(0, len(prompts), session.chunk_size):
-        some = range(len(prompts))[start:start + session.chunk_size]
-        part = prompts.rows(some)
-        chunks.append(chunk_of(session, part, _samples(session, part, rows[start:some.stop]),
-                               min(max(own - start, 0), len(part))))
-    return chunks
+    drawn = _samples(session, prompts, rows)
+    return list(rollout.generate_chunks(session, prompts, own, stop, drawn))
 
 
 def _responses_as_ids(session: Session, prompts: PromptBatch, responses: list[Any]

@@ -14,7 +14,7 @@ from ppocli.config.schema import PPOConfig
 from ppocli.data import data_set, prompt_set
 from ppocli.episode import Episode, turn_numbers
 from ppocli.models.head import HeadWeights
-from ppocli.models.layout import Sequences, joined_right
+from ppocli.models.layout import Sequences, joined_right, rows_of
 from ppocli.ppo.shaping import RunningMoments
 
 
@@ -146,19 +146,8 @@ class Rollout:
         return self.rows(sorted(range(len(self)), key=lambda i: self.prompts.episodes[i]))
 
     def rows(self, order: list[int]) -> Rollout:
-        """The samples at these places."""
-        index = torch.tensor(order)
-
-        def moved(value: Any) -> Any:
-            if isinstance(value, prompt_set.PromptBatch | Sequences):
-                return value.rows(order)
-            if isinstance(value, dict):
-                return {name: moved(part) for name, part in value.items()}
-            if isinstance(value, list):
-                return [value[i] for i in order] if value else []
-            return value[index] if isinstance(value, torch.Tensor) else value
-
-        return Rollout(*(moved(getattr(self, f.name)) for f in fields(Rollout)))
+        """The samples at these places, without any that wait."""
+        return Rollout(*rows_of(replace(self, waiting={}), order))
 
 
 def _joined(values: list[Any]) -> Any:

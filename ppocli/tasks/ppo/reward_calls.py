@@ -3,14 +3,14 @@ all; and beside the main thread, where a reward that waits for others need not k
 waiting."""
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import wait
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from ppocli.config import tasks
-from ppocli.daemon import in_daemon
+from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import Episode, told_alone
 from ppocli.parallel.ranks import Ranks, woven
@@ -22,8 +22,6 @@ from ppocli.tasks.ppo.session import EvalSession
 
 T = TypeVar("T")
 Metrics = dict[str, list[float]]
-LOOK = 0.2
-"""seconds between two looks at whether the run is to stop"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +149,7 @@ def begin(work: Callable[[], T], before: Callable[[], T] | None, device: torch.d
     Args:
         before: waited for first; if it fails, ``work`` is not begun.
         device: where the run computes; CUDA's current device is a thread's own.
-        poll: called while waiting; what it raises ends the waiting, not the work.
+        poll: called while waiting, as of :func:`ppocli.daemon.outcome_of`.
 
     Returns:
         a function that returns what ``work`` returned, or raises what it raised.
@@ -163,11 +161,4 @@ def begin(work: Callable[[], T], before: Callable[[], T] | None, device: torch.d
             before()
         return work()
 
-    outcome = in_daemon(body, "reward")
-
-    def answer() -> T:
-        while not wait([outcome], LOOK).done:
-            poll()
-        return outcome.result()
-
-    return answer
+    return partial(outcome_of, in_daemon(body, "reward"), poll)

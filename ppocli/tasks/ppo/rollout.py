@@ -111,12 +111,6 @@ class Chunk:
         return len(self.responses)
 
 
-def chunk_of(session: EvalSession, prompts: PromptBatch, out: Samples, own: int) -> Chunk:
-    """A chunk with the texts of its responses, the first ``own`` of which are this rank's."""
-    prompts, mine = prompts.first(own), out.first(own)
-    return Chunk(out, prompts, mine, response_texts(session, prompts, mine, session.sampling))
-
-
 def generate_chunks(session: Session, prompts: PromptBatch, own: int, stop: StopFlag,
                     drawn: Samples | None = None) -> Iterator[Chunk]:
     """Sample one response to each prompt, the first ``own`` of them for this rank: each chunk as
@@ -131,8 +125,9 @@ def generate_chunks(session: Session, prompts: PromptBatch, own: int, stop: Stop
         for i in range(0, len(prompts), session.chunk_size))
     with closing(made) as parts:
         for out in parts:
-            some = prompts.rows(range(start, start + len(out)))
-            yield chunk_of(session, some, out, min(max(own - start, 0), len(some)))
+            count = min(max(own - start, 0), len(out))
+            some, mine = prompts.rows(range(start, start + len(out))).first(count), out.first(count)
+            yield Chunk(out, some, mine, response_texts(session, some, mine, session.sampling))
             start += len(out)
 
 

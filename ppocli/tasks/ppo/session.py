@@ -119,6 +119,12 @@ class Session(EvalSession):
     examples: data_set.Examples | None = field(default=None, kw_only=True)
     """of ``ppo.ptx.data``; None where none are mixed in"""
 
+    def share_of_prompts(self, start: int, count: int) -> tuple[prompt_set.PromptBatch, int]:
+        """This rank's of the next prompts, and how many of them are its own, as of
+        :meth:`~ppocli.parallel.ranks.Ranks.share`."""
+        rows, own = self.backend.ranks.share(range(count))
+        return self.next_prompts(start, count).rows(rows), own
+
     def next_prompts(self, start: int, count: int) -> prompt_set.PromptBatch:
         """The prompts of episodes ``start`` to ``start + count``, each ``ppo.n`` times in a row;
         the order is a function of the seed and the position alone."""
@@ -341,8 +347,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     reward, metric = (_build_judges(cfg, objects, backend.ranks.first) if judges is None
                       else (judges.reward, judges.metric))
     cfg = replace(cfg, reward=reward.cfg)
-    own = cfg.model if policy is None or policy == cfg.model.path else replace(
-        cfg.model, path=policy, tokenizer_path=None, revision=None)
+    own = model_config.policy_config(cfg.model, policy or cfg.model.path)
     tokenizer = language_model.load_tokenizer(own)
     loaded = decoding.load_judged(own, cfg.hardware)
     language_model.check_vocabulary(tokenizer, loaded.lm, own)
