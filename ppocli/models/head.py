@@ -74,6 +74,11 @@ class HeadWeights(NamedTuple):
         return self._replace(weight=self.weight.detach(),
                              bias=None if self.bias is None else self.bias.detach())
 
+    def to(self, dtype: torch.dtype) -> HeadWeights:
+        """The same in another type."""
+        return self._replace(weight=self.weight.to(dtype),
+                             bias=None if self.bias is None else self.bias.to(dtype))
+
 
 class OtherHead(NamedTuple):
     """What another model makes of N tokens, to be compared with; without gradients."""
@@ -134,14 +139,12 @@ class _TokenLogprob(torch.autograd.Function):
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
         with torch.autocast(kind, enabled=False):
-            h, cast = hidden.to(dtype), _in_type(head, weight, bias, dtype)
+            h, cast = hidden.to(dtype), head.to(dtype)
             logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
             lses, entropies = torch.empty_like(logprobs), torch.zeros_like(logprobs)
             kls = torch.zeros_like(logprobs)
             if other is not None:
-                there = other.head
-                other = OtherHead(other.states.to(dtype),
-                                  _in_type(there, there.weight, there.bias, dtype))
+                other = OtherHead(other.states.to(dtype), other.head.to(dtype))
             keep = any(ctx.needs_input_grad[:3]) and (
                 4 * len(targets) * weight.shape[0] <= KEPT_BYTES)
             kept = []
@@ -167,7 +170,7 @@ class _TokenLogprob(torch.autograd.Function):
     def backward(ctx: Any, grad_logprob: torch.Tensor, grad_entropy: torch.Tensor,
                  grad_kl: torch.Tensor) -> Any:
         hidden, weight, bias, targets, lses, entropies, kls = ctx.saved_tensors
-        h, head = hidden.to(ctx.dtype), _in_type(ctx.head, weight, bias, ctx.dtype)
+        h, head = hidden.to(ctx.dtype), ctx.head._replace(weight=weight, bias=bias).to(ctx.dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = None
@@ -197,11 +200,6 @@ class _TokenLogprob(torch.autograd.Function):
         if need_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
-
-
-def _in_type(head: HeadWeights, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
-             ) -> HeadWeights:
-    return head._replace(weight=weight.to(dtype), bias=None if bias is None else bias.to(dtype))
 
 
 def _chunks(count: int, vocabulary: int) -> Iterator[slice]:

@@ -34,9 +34,8 @@ def layer_stack(lm: Any) -> nn.ModuleList:
 
 def stack_path(lm: Any) -> str:
     """The stack's name in ``lm``, such as ``model.layers``."""
-    trunk, stack = lm.base_model, layer_stack(lm)
-    inside = next(name for name, module in trunk.named_modules() if module is stack)
-    return inside if trunk is lm else f"{lm.base_model_prefix}.{inside}"
+    stack = layer_stack(lm)
+    return next(name for name, module in lm.named_modules() if module is stack)
 
 
 @torch.no_grad()

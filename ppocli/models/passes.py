@@ -10,7 +10,7 @@ import torch
 
 from ppocli.models import layer_stack, layout, trunk
 from ppocli.models.head import HeadWeights, full_kl, token_logprobs
-from ppocli.models.policy import Policy, ValueBranch
+from ppocli.models.policy import Policy, ValueBranch, ValueModel
 from ppocli.models.reference import Reference
 
 
@@ -109,7 +109,7 @@ def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logp
     """
     hidden, logprobs, shared = None, None, list[torch.Tensor]()
     with layer_stack.inputs_at(split, policy.lm) as frozen:
-        if want_logprobs or keep_hidden or not policy.values_apart:
+        if want_logprobs or keep_hidden or not isinstance(policy.value_trunk, ValueModel):
             hidden, shared = policy.trunk(one.batch)
     if want_logprobs and hidden is not None:
         logprobs = token_logprobs(hidden, HeadWeights.of(policy.lm), one.batch.targets,

@@ -144,11 +144,6 @@ class Policy(nn.Module):
         """Whether the states that a token is sampled from give its value too."""
         return self.value_head is not None and self.value_trunk is None
 
-    @property
-    def values_apart(self) -> bool:
-        """Whether values need no pass of the policy's own trunk."""
-        return isinstance(self.value_trunk, ValueModel)
-
     def trunk(self, batch: SequenceBatch) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """[N, D] states that predict the batch's response tokens, and what the value function can
         start from."""
@@ -166,7 +161,7 @@ class Policy(nn.Module):
 
         Args:
             hidden, shared: what :meth:`trunk` returned for this batch; None and nothing will do
-                where :attr:`values_apart`.
+                where the value function has a :class:`ValueModel`.
         """
         if self.value_head is None:
             return None

@@ -108,21 +108,18 @@ def set_whole(parameter: Any, whole: torch.Tensor, slot: str | None, stage: int)
     state."""
     from deepspeed import utils
 
-    if stage < 3:
-        if slot is None:
-            utils.safe_set_full_fp32_param(parameter, whole)
-        else:
-            utils.safe_set_full_optimizer_state(parameter, whole, slot)
-        return
-    # DeepSpeed's own setter for whole tensors fails on those that don't divide by the ranks
-    size, rank = parameter.partition_numel(), torch.distributed.get_rank()
-    padded = nn.functional.pad(whole.flatten(), (0, size * torch.distributed.get_world_size()
-                                                 - whole.numel()))
-    own = padded.narrow(0, size * rank, size)
+    set_weight, set_state = utils.safe_set_full_fp32_param, utils.safe_set_full_optimizer_state
+    if stage == 3:
+        # DeepSpeed's own setters for whole tensors fail on those that don't divide by the ranks
+        set_weight, set_state = (utils.safe_set_local_fp32_param,
+                                 utils.safe_set_local_optimizer_state)
+        size, rank = parameter.partition_numel(), torch.distributed.get_rank()
+        room = size * torch.distributed.get_world_size() - whole.numel()
+        whole = nn.functional.pad(whole.flatten(), (0, room)).narrow(0, size * rank, size)
     if slot is None:
-        utils.safe_set_local_fp32_param(parameter, own)
+        set_weight(parameter, whole)
     else:
-        utils.safe_set_local_optimizer_state(parameter, own, slot)
+        set_state(parameter, whole, slot)
 
 
 def flat_tensors(optimizer: Any, stage: int) -> list[torch.Tensor]:

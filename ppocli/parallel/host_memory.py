@@ -55,7 +55,8 @@ def host_room(root: Path = Path("/")) -> int | None:
     Args:
         root: where ``proc`` and ``sys`` lie.
     """
-    found = [size for size in (_machine(root), *_groups(root)) if size is not None]
+    left = [_left(root / "sys/fs/cgroup", *files) for files in _GROUPS]
+    found = [size for size in (_machine(root), *left) if size is not None]
     return min(found) if found else None
 
 
@@ -77,19 +78,17 @@ def _machine(root: Path) -> int | None:
     return None
 
 
-def _groups(root: Path) -> list[int | None]:
-    """What is left of the limits of version 2 and version 1 control groups."""
-    group = root / "sys/fs/cgroup"
-    return [_left(group / "memory.max", group / "memory.current", group / "memory.stat",
-                  "inactive_file"),
-            _left(group / "memory/memory.limit_in_bytes", group / "memory/memory.usage_in_bytes",
-                  group / "memory/memory.stat", "total_inactive_file")]
+_GROUPS = (("memory.max", "memory.current", "memory.stat", "inactive_file"),
+           ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
+            "total_inactive_file"))
+"""of version 2 and version 1 control groups: the files with the limit, what is used and what for,
+and what the last one calls cached files"""
 
 
-def _left(limit: Path, used: Path, stat: Path, cached: str) -> int | None:
+def _left(group: Path, limit: str, used: str, stat: str, cached: str) -> int | None:
     with suppress(OSError, ValueError):  # no such group, or "max"
-        most, now = int(limit.read_text()), int(used.read_text())
-        match = re.search(rf"^{cached} (\d+)$", stat.read_text(), re.MULTILINE)
+        most, now = int((group / limit).read_text()), int((group / used).read_text())
+        match = re.search(rf"^{cached} (\d+)$", (group / stat).read_text(), re.MULTILINE)
         return max(most - now + (int(match[1]) if match else 0), 0)
     return None
 

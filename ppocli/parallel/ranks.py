@@ -92,8 +92,6 @@ class Ranks:
         Raises:
             PpocliError: that ``work`` raised, on all ranks. Any other exception ends rank 0 alone.
         """
-        if self.world == 1:
-            return work()
         done: Any = None
         if self.first:
             try:
@@ -115,8 +113,6 @@ class Ranks:
         """
         if self.world == 1:
             return work()
-        import torch
-
         failed: PpocliError | None = None
         result: Any = None
         try:
@@ -125,7 +121,7 @@ class Ranks:
             if isinstance(error, OutOfMemoryError) and error.alone:
                 raise
             failed = error.reworded(what=f"rank {self.rank}, {phase}: {error.what}")
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             failed = OutOfMemoryError(
@@ -144,8 +140,6 @@ class Ranks:
         Returns:
             the rows, and how many of them (from the front) are this rank's own.
         """
-        if self.world == 1:
-            return list(rows), len(rows)
         mine, size = list(rows[self.rank::self.world]), -(-len(rows) // self.world)
         return mine + list(rows[-1:]) * (size - len(mine)), len(mine)
 

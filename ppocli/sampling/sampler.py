@@ -9,8 +9,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-import torch
-
 from ppocli.config import algorithm, schema
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError
@@ -250,7 +248,7 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
             for samples in made:
                 yield samples
                 done += len(samples)
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
         else:

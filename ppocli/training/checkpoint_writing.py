@@ -145,11 +145,11 @@ def write_checkpoint(task: Task, folder: Path, state: TrainState) -> None:
     All ranks call it in step and write into the same folder: rank 0 the weights, each rank its
     share of the optimizer state and its own generators. Whole tensors are written whatever the
     ZeRO stage, so that any number of ranks, under any stage, can read them.
+
+    Raises:
+        OSError: another rank couldn't write its part; what went wrong here is raised as it is.
     """
     ranks, stage, trained = task.backend.ranks, task.backend.zero_stage, task.trained
-    if ranks.world == 1 and stage == 0:
-        write_contents(task.saved, contents_of(task, state), folder)
-        return
     problem: Exception | None = None
 
     def attempt(work: Callable[[], None]) -> None:
@@ -172,8 +172,14 @@ def write_checkpoint(task: Task, folder: Path, state: TrainState) -> None:
     attempt(lambda: save_tensors(slots, folder / _part(OPTIMIZER, ranks)))
     if not ranks.first:
         attempt(lambda: state.generators.write(folder, ranks.rank))
+    # its number and text, as those of an OSError
+    found = ranks.gather(None if problem is None else (
+        getattr(problem, "errno", None) or errno.EIO, str(problem)))
     if problem is not None:
         raise problem
+    for other in found:
+        if other is not None:
+            raise OSError(*other)
 
 
 def save_together(task: Task, state: TrainState,
@@ -187,26 +193,11 @@ def save_together(task: Task, state: TrainState,
         PpocliError: whatever ``put`` raised, on all ranks.
     """
     ranks = task.backend.ranks
-    if ranks.world == 1:
-        put(lambda folder: write_checkpoint(task, folder, state))
-        return
 
     def fill(folder: Path) -> None:
         if ranks.first:
             ranks.broadcast(str(folder))
-        problem: Exception | None = None
-        try:
-            write_checkpoint(task, folder, state)
-        except Exception as error:
-            problem = error
-        # its number and text, as those of an OSError
-        found = ranks.gather(None if problem is None else (
-            getattr(problem, "errno", None) or errno.EIO, str(problem)))
-        if problem is not None:
-            raise problem
-        for other in found:
-            if other is not None:
-                raise OSError(*other)
+        write_checkpoint(task, folder, state)
 
     told: Any = None
     if ranks.first:

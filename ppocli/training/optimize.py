@@ -5,7 +5,9 @@ import math
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from time import perf_counter
 
 import numpy as np
@@ -51,7 +53,8 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         if verdict is Verdict.STOP:
             progress.stopped = True
             break
-        progress.add(terms, task.maxima)
+        if all(map(math.isfinite, terms.values())):
+            progress.terms.append(terms)
     task.trained.clear()
     module.eval()
     return OptimizeResult(
@@ -81,9 +84,8 @@ class _Progress:
     stopped: bool = False
     lr: float = 0.0
     tokens: int = 0
-    seen: int = 0
-    """updates whose terms are in the sums"""
-    sums: dict[str, float] | None = None
+    terms: list[dict[str, float]] = field(default_factory=list)
+    """of the updates whose terms are finite"""
 
     def count(self, task: Task, verdict: Verdict, terms: dict[str, float], step: int) -> None:
         """Book a verdict and speak of a skipped update.
@@ -109,19 +111,12 @@ class _Progress:
                 + ("raise ppo.init_kl_coef, check the reward's scale, " if section == "ppo" else "")
                 + "or use hardware.precision=fp32")
 
-    def add(self, terms: dict[str, float], maxima: frozenset[str]) -> None:
-        """Add an update's terms, if they are finite."""
-        if not all(math.isfinite(value) for value in terms.values()):
-            return
-        self.seen += 1
-        sums = self.sums or dict.fromkeys(terms, 0.0)
-        self.sums = {name: max(sums[name], value) if name in maxima else sums[name] + value
-                     for name, value in terms.items()}
-
     def means(self, maxima: frozenset[str]) -> dict[str, float]:
-        """The terms' means over the updates."""
-        return {name: value if name in maxima else value / max(self.seen, 1)
-                for name, value in (self.sums or {}).items()}
+        """The terms' means over the updates; of maxima the largest."""
+        columns = {name: [terms[name] for terms in self.terms]
+                   for name in (self.terms[0] if self.terms else ())}
+        return {name: max(column) if name in maxima else reduce(add, column, 0.0) / len(column)
+                for name, column in columns.items()}
 
 
 _Found = tuple[Verdict, torch.Tensor, int]
@@ -212,7 +207,8 @@ def _gradient(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int
 
     asked = min(task.rows_per_pass, math.ceil(len(group.rows) / task.backend.ranks.world))
     longest, passes = int(group.tokens.max()), task.passes
-    if task.trained.can_repeat:
+    # no other process waits for a part of the gradient, and nothing of it is kept elsewhere
+    if task.backend.ranks.world == 1 and task.backend.zero_stage == 0:
         return passes.retry("optimize", asked, longest, work)
     return passes.once("optimize", passes.limit("optimize", asked), longest, work)
 

@@ -14,7 +14,7 @@ from ppocli.config import algorithm, tasks
 from ppocli.config.schema_training import OptimizerConfig, PPOConfig, SchedulerConfig
 from ppocli.errors import ConfigError
 from ppocli.models.policy import Policy
-from ppocli.training.master_weights import MasterWeights
+from ppocli.training.master_weights import LOW, joined, split
 
 ROLES = ("policy", "value")
 """of the groups of parameters that PPO trains, each with a schedule of its own"""
@@ -44,12 +44,12 @@ def build_optimizer(policy: torch.nn.Module, updates: tasks.Updates) -> torch.op
     groups = [_group(parameters, cfg, role) for parameters, cfg, role in zip(
         (own, critic), wanted, ROLES, strict=False) if parameters]
     if wanted[0].name == wanted[-1].name or len(groups) == 1:
-        found = _optimizer(wanted[0], groups)
+        parts = [_optimizer(wanted[0], groups)]
     else:
-        found = JointOptimizer([_optimizer(cfg, [group])
-                                for cfg, group in zip(wanted, groups, strict=True)])
-    halves = any(p.dtype == torch.bfloat16 for p in (*own, *critic))
-    return MasterWeights(found) if halves else found
+        parts = [_optimizer(cfg, [group]) for cfg, group in zip(wanted, groups, strict=True)]
+    if any(p.dtype == torch.bfloat16 for p in (*own, *critic)):
+        return MasterWeights(parts)
+    return parts[0] if len(parts) == 1 else JointOptimizer(parts)
 
 
 def taken_optimizer(policy: Policy, ppo: PPOConfig, given: torch.optim.Optimizer
@@ -117,8 +117,8 @@ def _optimizer(cfg: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.opti
 
 
 class JointOptimizer(torch.optim.Optimizer):
-    """Two optimizers of different kinds as one: they share the mapping of state and list their
-    groups together."""
+    """Optimizers, perhaps of different kinds, as one: they share the mapping of state and list
+    their groups together."""
 
     def __init__(self, parts: list[torch.optim.Optimizer]) -> None:
         self.parts = parts
@@ -133,12 +133,12 @@ class JointOptimizer(torch.optim.Optimizer):
             part.state = self.state
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step with both."""
+        """Step with all."""
         for part in self.parts:
             part.step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """Of both, in their order."""
+        """Of all, in their order."""
         return {"parts": [part.state_dict() for part in self.parts]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -147,6 +147,43 @@ class JointOptimizer(torch.optim.Optimizer):
             part.state = defaultdict(dict)
             part.load_state_dict(state)
         self._link()
+
+
+class MasterWeights(JointOptimizer):
+    """Other optimizers, which see fp32 weights and gradients in place of bf16 ones, one at a
+    time."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Step fp32 weights as they are, bf16 ones by their master copies."""
+        groups = [(group, group["params"]) for group in self.param_groups]
+        for group in self.param_groups:
+            group["params"] = []
+        for group, parameters in groups:
+            group["params"] = [p for p in parameters if p.dtype == torch.float32]
+            super().step()
+            for parameter in parameters:
+                if parameter.dtype != torch.float32 and parameter.grad is not None:
+                    self._step_one(group, parameter)
+            group["params"] = []
+        for group, parameters in groups:
+            group["params"] = parameters
+
+    def _step_one(self, group: dict[str, Any], parameter: torch.nn.Parameter) -> None:
+        own = dict(self.state.pop(parameter, {}))
+        low = own.pop(LOW, None)
+        whole = parameter.float() if low is None else joined(parameter, low)
+        master = torch.nn.Parameter(whole, requires_grad=False)
+        # one large tensor in fp32 is much: what isn't needed any more makes room for it
+        master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
+        if own:
+            self.state[master] = own
+        group["params"] = [master]
+        super().step()
+        master.grad = None
+        high, low = split(master.data)
+        parameter.copy_(high)
+        self.state[parameter] = {**self.state.pop(master, {}), LOW: low}
 
 
 def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> float:

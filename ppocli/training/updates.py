@@ -37,12 +37,6 @@ class Trained:
         has reduced, and in part sharded, the gradients as soon as that has run."""
         return self.backend.zero_stage > 0
 
-    @property
-    def can_repeat(self) -> bool:
-        """Whether this process can make an update's gradient anew when memory runs out in the
-        middle of it: no other one waits for a part of it, and nothing of it is kept elsewhere."""
-        return self.backend.ranks.world == 1 and self.backend.zero_stage == 0
-
     def clear(self) -> None:
         """Forget all gradients."""
         self.optimizer.zero_grad(set_to_none=True)

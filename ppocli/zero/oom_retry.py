@@ -63,19 +63,18 @@ class PassRows:
             PpocliError: what ``work`` raised on some rank, on all ranks.
         """
         while True:
-            rows = self.limit(phase, asked)
-            what = f"{phase} of {counted(rows, 'row')} at once"
+            rows, text = self.limit(phase, asked), ""
             try:
                 return self.backend.ranks.all_do(
-                    partial(self.once, phase, rows, tokens, work) if in_step else work, what)
+                    partial(self.once, phase, rows, tokens, work) if in_step else work,
+                    f"{phase} of {counted(rows, 'row')} at once")
             except OutOfMemoryError as error:
                 if error.alone:
                     raise
                 text = error.what
-            except (torch.OutOfMemoryError, RuntimeError) as error:
+            except RuntimeError as error:
                 if not ranks.is_out_of_memory(error):
                     raise
-                text = f"{what}: out of memory"
             # out of the handler, or the exception would keep the tensors of the pass
             self.shrink(phase, rows, tokens, text)
 
@@ -103,7 +102,7 @@ class PassRows:
         """
         try:
             return work()
-        except (torch.OutOfMemoryError, RuntimeError) as error:
+        except RuntimeError as error:
             if not ranks.is_out_of_memory(error):
                 raise
         if rows == 1:
