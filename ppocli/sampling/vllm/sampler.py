@@ -57,6 +57,7 @@ class VllmSampler(DecodeSampler):
         self.servers = [Server(url, cfg.rollout) for url in cfg.rollout.urls]
         self.version = ""
         """of the weights that responses have to come from"""
+        self._lm: Any = None
         self._ahead: Begun | None = None
         self._run, self._sent, self._digest = secrets.token_hex(4), 0, ""
         self._folder: WeightsFolder | None = None
@@ -79,7 +80,11 @@ class VllmSampler(DecodeSampler):
             self.version, lost = ranks.first_does(lambda: self._update(acting.lm))
             for server, why in zip(self.servers, lost, strict=True):
                 server.lost = why
-            yield acting
+            self._lm = acting.lm
+            try:
+                yield acting
+            finally:
+                self._lm = None
 
     def _changed(self, lm: Any) -> bool:
         """Whether the policy has other weights than the last ones that were written; then they
@@ -154,7 +159,7 @@ class VllmSampler(DecodeSampler):
         Raises:
             SamplerError: no server is left, or what one says makes no sense.
         """
-        if speaker.reference:
+        if not self._is_policy(speaker):
             yield from super().sample(prompts, spec, stream, speaker, stop, at_once=at_once,
                                       chunk=chunk)
             return
@@ -180,7 +185,7 @@ class VllmSampler(DecodeSampler):
     def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
                  stream: int, speaker: Speaker, stop: StopFlag) -> Iterator[Conversation]:
         """As :class:`DecodeSampler`; a server reads what it has read before from its cache."""
-        if not speaker.reference:
+        if self._is_policy(speaker):
             yield self._turns(episodes, spec, stream, stop.check)
             return
         with super().converse(contexts, episodes, spec, stream, speaker, stop) as found:
@@ -199,6 +204,11 @@ class VllmSampler(DecodeSampler):
             return self.answer(contexts, params, poll)
 
         return answer
+
+    def _is_policy(self, speaker: Speaker) -> bool:
+        if not speaker.reference and speaker.lm is not self._lm:
+            raise RuntimeError("servers have no weights of a policy outside of acting()")
+        return not speaker.reference
 
     def answer(self, contexts: TokenRows, params: Sequence[Mapping[str, Any]],
                poll: Callable[[], None]) -> Generation:
