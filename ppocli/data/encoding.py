@@ -95,14 +95,13 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
         found.prompts.append(line.prompt)
         found.prompt_lengths.append(len(line.prompt_ids) if line.prompt and not encoder else 0)
         found.places.append(example.place)
-    notes = list(read.notes)
-    note_count(notes, cut, f"{{was}} longer than {longest} tokens: cut at the end", "example")
-    note_count(notes, empty, "had nothing to train on within that: left out", "example")
+    note_count(read.notes, cut, f"{{was}} longer than {longest} tokens: cut at the end", "example")
+    note_count(read.notes, empty, "had nothing to train on within that: left out", "example")
     if not len(found):
         raise InputError(f"None of the {len(read.examples)} examples has a token to train on "
                          f"within {longest} tokens.", where="data.max_length",
                          fix="a higher data.max_length, or another data.train_on")
-    return replace(found, notes=tuple(notes))
+    return replace(found, notes=tuple(read.notes))
 
 
 def _example_pieces(example: Example, cfg: DataConfig, tokenizer: Any, encoder: bool
@@ -221,14 +220,13 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
             found.margins.append(pair.margin)
             found.prompt_lengths.append(len(chosen.prompt_ids))
             found.places.append(pair.place)
-    notes = list(read.notes)
-    note_count(notes, identical, "{was} identical: left out", "pair")
-    note_count(notes, overlong, f"{{was}} longer than {longest} tokens: left out", "pair")
+    note_count(read.notes, identical, "{was} identical: left out", "pair")
+    note_count(read.notes, overlong, f"{{was}} longer than {longest} tokens: left out", "pair")
     if not len(found):
         raise InputError(f"None of the {len(read.pairs)} pairs is left: {overlong} are longer than "
                          f"{longest} tokens, {identical} hold the same answer twice.",
                          where="data.max_length", fix="a higher data.max_length")
-    return replace(found, notes=tuple(notes))
+    return replace(found, notes=tuple(read.notes))
 
 
 def _pair_pieces(prompt: Any, answer: Any, place: str, tokenizer: Any) -> list[Piece]:

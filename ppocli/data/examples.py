@@ -6,6 +6,7 @@ messages with a role and a content."""
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal, NoReturn
 
 from ppocli.config.schema_training import DataConfig
@@ -102,10 +103,8 @@ def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None 
                     limit=cfg.limit if path_key == "data.path" else None)
     found = Read()
     reader = _Reader(source, dict(cfg.columns), wants, found)
-    for row in open_rows(source, found.notes):
+    for row in islice(open_rows(source, found.notes), source.limit):
         reader.take(row)
-        if found.rows == source.limit:
-            break
     if not found.examples and not found.pairs:
         raise InputError("The data is empty." if not found.rows else
                          f"Nothing is left of the {found.rows} rows: {found.empty} are empty, "
@@ -152,10 +151,7 @@ class _Reader:
             elif column in row.values:
                 values[name] = row.values[column]
             else:
-                names = list(map(str, row.values))
-                raise InputError(f"There is no column {column!r} in {row.place}: its columns are "
-                                 f"{', '.join(names)}. {suggestion(str(column), names)}".rstrip(),
-                                 where=f"data.columns.{name}={column}")
+                raise render.no_column(column, row, f"data.columns.{name}={column}")
         return Row(row.place, values)
 
     def _settle(self, row: Row) -> None:

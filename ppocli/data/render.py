@@ -62,7 +62,10 @@ def ends_in_eos(rows: Sequence[Row], eos: str) -> str:
 
 def _is_blank(row: Row, spec: Source) -> bool:
     if spec.column not in row.values:
-        _no_column(row, spec)
+        texts = [name for name, cell in row.values.items() if isinstance(cell, str)]
+        near = nearest(spec.column, row.values, count=1) or texts or list(row.values)
+        raise no_column(spec.column, row, f"{spec.key}.column={spec.column}",
+                        pasted(f"{spec.key}.column={near[0]}") if near else None)
     if (cell := row.values[spec.column]) is None:
         return True
     if isinstance(cell, str):
@@ -81,15 +84,11 @@ def _is_blank(row: Row, spec: Source) -> bool:
         fix="prompts are texts" + (", or lists of {role, content} messages" if spec.chat else ""))
 
 
-def _no_column(row: Row, spec: Source) -> None:
-    names = [name for name in row.values if isinstance(name, str)]
-    near = nearest(spec.column, names, count=1)
-    texts = near or [name for name in names if isinstance(row.values[name], str)] or names
-    have = f"its columns are {', '.join(names)}" if names else "it has no columns"
-    raise InputError(f"There is no column {spec.column!r} in {row.place}: {have}. "
-                     f"{suggestion(spec.column, names)}".rstrip(),
-                     where=f"{spec.key}.column={spec.column}",
-                     fix=pasted(f"{spec.key}.column={texts[0]}") if texts else None)
+def no_column(column: Any, row: Row, where: str, fix: str | None = None) -> InputError:
+    """The error for a row without that column, with the nearest that it has."""
+    have = f"its columns are {', '.join(row.values)}" if row.values else "it has no columns"
+    return InputError(f"There is no column {column!r} in {row.place}: {have}. "
+                      f"{suggestion(str(column), row.values)}".rstrip(), where=where, fix=fix)
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:

@@ -134,16 +134,15 @@ def names_hub_dataset(path: str) -> bool:
 
 
 def _missing(path: Path, spec: Source) -> NoReturn:
-    where = f"{spec.path_key}={spec.path}"
     parent = path.parent
     if not parent.is_dir():
         raise InputError(f"{spec.noun.capitalize()} file {path} does not exist: there is no "
-                         f"folder {parent} (looked in {Path.cwd()}).", where=where)
+                         f"folder {parent} (looked in {Path.cwd()}).", where=spec.where)
     near = nearest(path.name, os.listdir(parent))
     hint = f"did you mean {' or '.join(str(parent / name) for name in near)}?" if near else (
         f"give a {SUFFIX_WORDS} file, a folder, or a Hub data set")
     raise InputError(f"{spec.noun.capitalize()} file or folder {path} does not exist (looked in "
-                     f"{Path.cwd()}).", where=where, fix=hint)
+                     f"{Path.cwd()}).", where=spec.where, fix=hint)
 
 
 # Inline lists -------------------------------------------------------------------------------------
@@ -178,8 +177,8 @@ def _folder_rows(folder: Path, spec: Source, notes: list[str]) -> Iterator[Row]:
                    and not any(part.startswith(".") for part in file.relative_to(root).parts))
     if not files:
         raise InputError(f"Folder {root} has no {spec.noun} files.",
-                         where=f"{spec.path_key}={spec.path}", fix=f"it should hold {SUFFIX_WORDS} "
-                         "files, or what `datasets.save_to_disk` writes")
+                         where=spec.where, fix=f"it should hold {SUFFIX_WORDS} files, or what "
+                         "`datasets.save_to_disk` writes")
     splits: dict[str | None, list[Path]] = {}
     for file in files:
         splits.setdefault(_split_of(file.relative_to(root)), []).append(file)
@@ -223,7 +222,7 @@ def _saved_rows(folder: Path, spec: Source, notes: list[str]) -> Iterator[Row]:
         saved = datasets.load_from_disk(str(folder))
     except Exception as error:  # a damaged folder raises whatever arrow or json raise
         raise InputError(f"The data set saved in {folder} cannot be loaded: {first_line(error)}",
-                         where=f"{spec.path_key}={spec.path}") from error
+                         where=spec.where) from error
     _note_ignored(folder, spec, notes, name=True)
     if isinstance(saved, datasets.DatasetDict):
         parts = [saved[name] for name in _wanted_splits(spec, saved)]
@@ -249,18 +248,18 @@ def _hub_rows(spec: Source, path: str) -> Iterator[Row]:
 
     if offline is None and datasets.config.HF_HUB_OFFLINE:
         offline = "HF_DATASETS_OFFLINE forbids downloading"
-    where = f"{spec.path_key}={spec.path}"
     try:
         loaded = datasets.load_dataset(path, name=spec.name, split=spec.split)
     except Exception as error:  # remote content: the library lets through errors of many libraries
         if offline and isinstance(error, ConnectionError | FileNotFoundError):
             raise InputError(f"Data set '{path}' is not on this machine and {offline}.",
-                             where=where, fix="give a local file or folder: "
+                             where=spec.where, fix="give a local file or folder: "
                              f"{spec.path_key}=/path, or run once with network: hf download "
                              f"--repo-type dataset {path} --local-dir {Path(path).name}") from error
         raise InputError(
             f"Data set '{path}' cannot be loaded: {first_line(error)}",
-            where=f"{where} {spec.key}.name={spec.name or 'null'} {spec.key}.split={spec.split}",
+            where=f"{spec.where} {spec.key}.name={spec.name or 'null'} "
+                  f"{spec.key}.split={spec.split}",
             fix=f"check the name, {spec.key}.name and {spec.key}.split"
             + ("" if offline else "; a private data set needs `hf auth login`")) from error
     return _dataset_rows(loaded, path)

@@ -23,7 +23,7 @@ from ppocli.config.schema import RewardConfig
 from ppocli.daemon import in_daemon
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, styles
-from ppocli.rewards.records import RewardRequest, Score, StepScores
+from ppocli.rewards.records import RewardRequest, Score, StepScores, on_tokens
 from ppocli.rewards.resolve import BoundCallable, name_own_key
 from ppocli.text import counted, error_line, first_line, raised_at, said
 from ppocli.user_code import shorten
@@ -169,10 +169,7 @@ def _on_tokens(score: list[float], request: RewardRequest, index: int) -> list[f
     if len(score) != len(ends):
         raise _BadValue(f"a list of {counted(len(score), 'number')}, but the response has "
                         f"{counted(len(ends), 'step')},")
-    tokens = [0.0] * len(request.response_ids[index])
-    for end, number in zip(ends, score, strict=True):
-        tokens[end] += number
-    return tokens
+    return on_tokens(score, ends, len(request.response_ids[index]))
 
 
 def read_step_ends(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[list[int]]:

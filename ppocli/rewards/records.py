@@ -155,6 +155,14 @@ def differences(scores: Sequence[float]) -> list[float]:
     return [now - before for before, now in pairwise([0.0, *scores])]
 
 
+def on_tokens(numbers: Sequence[float], places: Sequence[int], count: int) -> list[float]:
+    """``count`` tokens, each with the sum of those numbers whose place it is."""
+    tokens = [0.0] * count
+    for place, number in zip(places, numbers, strict=True):
+        tokens[place] += number
+    return tokens
+
+
 _SENT = ("prompts", "responses", "response_ids")
 _LISTS = {"prompts": str, "responses": str, "response_ids": list, "ended": bool, "messages": list,
           "progress": float, "steps": list, "step_ends": list}

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from ppocli.errors import RewardError
-from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.records import RewardRequest, on_tokens
 
 Source = Callable[[RewardRequest], Any]
 
@@ -175,10 +175,7 @@ def aligned(numbers: list[float], request: RewardRequest, index: int) -> list[fl
         if again[-1] == tokenizer.eos_token_id:  # what was trimmed stands before it
             places[-1] = len(own) - 1
     places = [0] * front + places + [len(own) - 1] * (len(numbers) - front - len(places))
-    found = [0.0] * len(own)
-    for place, number in zip(places, numbers, strict=True):
-        found[place] += number
-    return found
+    return on_tokens(numbers, places, len(own))
 
 
 def _text_ends(tokenizer: Any, ids: Sequence[int]) -> list[int]:
