@@ -15,7 +15,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Any
 
-from ppocli.builtin.names import shipped_text
+from ppocli.builtin.names import shipped_table
 from ppocli.config.schema import TrainConfig
 
 _WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
@@ -114,10 +114,8 @@ def key_for(name: str) -> Key | None:
 @cache
 def _names_elsewhere() -> tuple[tuple[str, str, str], ...]:
     """Names of other libraries, each with its library and our key."""
-    import yaml
-
-    table = yaml.safe_load(shipped_text("other_names.yaml"))
-    return tuple((name, library, key) for key, libraries in table.items()
+    return tuple((name, library, key)
+                 for key, libraries in shipped_table("other_names.yaml").items()
                  for library, names in libraries.items() for name in names.split())
 
 
