@@ -112,8 +112,7 @@ def locate(wanted: Wanted) -> Located:
 
 
 def _parted(wanted: Wanted) -> tuple[str | None, str | None, str]:
-    """(file, module, what is named in it) of a path; of one with dots alone, whose module ends
-    somewhere in it, all as the module."""
+    """(file, module, name in it) of a path; all as the module of one that has dots alone."""
     path = wanted.kind.short_names.get(wanted.spec, wanted.spec)
     join_working_directory()
     source, colon, attribute = path.rpartition(":")

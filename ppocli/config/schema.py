@@ -26,55 +26,56 @@ from ppocli.config.schema_training import DataConfig, PPOConfig, RewardModelConf
 
 @dataclass
 class ReferenceConfig:
-    kind: str = key("auto", choices=("auto", "copy", "shared", "adapter", "none"))
+    kind: str = key("auto", choices=("auto", "copy", "shared", "adapter", "none"),
+                    on_resume="refused")
     """frozen starting policy that the KL is measured against: a 'copy', 'shared' with the policy's
     frozen layers, or the policy with its 'adapter' switched off (auto: adapter with model.peft,
     shared where model.num_layers_unfrozen freezes some, else copy); 'none' trains without a KL
     term"""
-    path: Optional[str] = key(None)
+    path: Optional[str] = key(None, on_resume="refused", holds="path")
     """folder or Hub name of another reference than the model that the policy starts from; it has
     the same tokenizer"""
-    offload: bool = key(False)
+    offload: bool = key(False, on_resume="harmless")
     """keep the reference in host memory while it is not run"""
-    device: Optional[str] = key(None)
+    device: Optional[str] = key(None, on_resume="harmless")
     """kind=copy: run the reference elsewhere: cpu, cuda:1, ... (default: beside the policy)"""
     sync_every: Optional[int] = key(None, ge=1)
     """kind=copy: steps after which it becomes the policy of that moment (null: it stays as it
     starts)"""
     sync_alpha: float = key(1.0, gt=0, le=1)
     """share of the policy in that; the rest stays what it was"""
-    shard: Optional[bool] = key(None)
+    shard: Optional[bool] = key(None, on_resume="harmless")
     """keep a part of it on each process (default: under ZeRO 3)"""
 
 
 @dataclass
 class ValueConfig:
-    kind: str = key("head", choices=("head", "branch", "model"))
+    kind: str = key("head", choices=("head", "branch", "model"), on_resume="refused")
     """a 'head' on the policy's trunk, a 'branch' with top layers of its own, or a 'model' of its
     own"""
-    path: Optional[str] = key(None)
+    path: Optional[str] = key(None, on_resume="refused", holds="path")
     """kind=model: folder or Hub name, such as the reward model's (default: model.path); any kind: a
     PPO run or a checkpoint of one, as whose value function this one starts"""
-    num_layers_unfrozen: int = key(-1, ge=-1)
+    num_layers_unfrozen: int = key(-1, ge=-1, on_resume="refused")
     """kind=branch: how many top layers of its own; kind=model: train only the top k layers (-1:
     all)"""
-    freeze_attention: bool = key(False)
+    freeze_attention: bool = key(False, on_resume="refused")
     """kind=branch or model: leave its attention as it starts"""
 
 
 @dataclass
 class ModelConfig:
-    path: str = key(MISSING)
+    path: str = key(MISSING, on_resume="refused", holds="path")
     """a folder, a Hub name, or builtin:reviews / builtin:randomwalks; an adapter goes on under
     model.peft, and is merged without it"""
-    revision: Optional[str] = key(None)
+    revision: Optional[str] = key(None, on_resume="refused")
     """branch, tag or commit of a Hub model"""
-    arch: str = key("auto", choices=("auto", "causal", "seq2seq"))
+    arch: str = key("auto", choices=("auto", "causal", "seq2seq"), on_resume="refused")
     """a 'causal' model that continues the prompt, or an encoder-decoder ('seq2seq') that answers it
     (auto: what the model's files say)"""
-    tokenizer_path: Optional[str] = key(None)
+    tokenizer_path: Optional[str] = key(None, on_resume="refused", holds="path")
     """tokenizer folder or Hub name (default: model.path)"""
-    dtype: Optional[str] = key(None, choices=("fp32", "bf16"))
+    dtype: Optional[str] = key(None, choices=("fp32", "bf16"), on_resume="refused")
     """storage type of what never trains: the reference and, with model.peft, the policy's base
     (default: hardware.precision)"""
     peft: Optional[dict[str, Any]] = key({})
@@ -82,9 +83,9 @@ class ModelConfig:
     PEFT"""
     quantization: Optional[str] = key(None, choices=("8bit", "4bit"))
     """hold the frozen base under model.peft in 8 or 4 bits (bitsandbytes, needs CUDA)"""
-    num_layers_unfrozen: int = key(-1, ge=-1)
+    num_layers_unfrozen: int = key(-1, ge=-1, on_resume="refused")
     """train only the top k layers (-1: all)"""
-    gradient_checkpointing: bool = key(False)
+    gradient_checkpointing: bool = key(False, on_resume="harmless")
     """recompute activations in the backward pass"""
     attn_implementation: Optional[str] = key(None)
     """sdpa, eager, flash_attention_2, ... (default: transformers' choice)"""
@@ -101,9 +102,9 @@ REWARD_STYLES = ("ppocli", "trl", "trlx", "verl", "openrlhf")
 
 @dataclass
 class RewardConfig:
-    fn: Optional[str] = key(None)
+    fn: Optional[str] = key(None, holds="code")
     """import path (pkg.mod:function, file.py:function), a class, or a built-in's short name"""
-    kwargs: dict[str, Any] = key({})
+    kwargs: dict[str, Any] = key({}, holds="arguments")
     """arguments bound to reward.fn"""
     style: str = key("auto", choices=("auto", *REWARD_STYLES))
     """which library's way of calling a reward and reading its answer the function was written for
@@ -113,12 +114,12 @@ class RewardConfig:
     step_separator: Optional[str] = key(None)
     """text that ends a step of a response, \\n being a line break; rewards with a parameter steps
     score each of them"""
-    step_fn: Optional[str] = key(None)
+    step_fn: Optional[str] = key(None, holds="code")
     """in place of step_separator: words, or the import path of a function that returns for each
     response the texts of its steps"""
-    metric_fn: Optional[str] = key(None)
+    metric_fn: Optional[str] = key(None, holds="code")
     """import path of a function returning a dict of lists, logged at evaluation"""
-    scale: str = key("none", choices=("none", "running", "ref"))
+    scale: str = key("none", choices=("none", "running", "ref"), on_resume="refused")
     """divide scores by a running std, or by ref_std"""
     ref_mean: Optional[float] = key(None)
     """subtracted from scores with scale=ref (default: nothing is, but with center what lies with
@@ -151,11 +152,11 @@ class RewardConfig:
     ranks: str = key("auto", choices=("auto", "all", "first"))
     """with several processes: each scores its share, or the first scores all samples (auto: all,
     unless a function says needs_all_samples)"""
-    timeout: Optional[float] = key(None, gt=0)
+    timeout: Optional[float] = key(None, gt=0, on_resume="harmless")
     """seconds one reward call may take"""
-    retries: int = key(0, ge=0)
+    retries: int = key(0, ge=0, on_resume="harmless")
     """how often a reward call that raised is tried again"""
-    overlap: str = key("auto", choices=("auto", "always", "never"))
+    overlap: str = key("auto", choices=("auto", "always", "never"), on_resume="harmless")
     """score a chunk in a thread while the next is generated (auto: where the reward waits for
     others, as http does)"""
 
@@ -164,7 +165,7 @@ class RewardConfig:
 class EvalPromptsConfig:
     """Evaluation prompts. A key left null takes the value of the same key in ``prompts``."""
 
-    path: Optional[str] = key(None)
+    path: Optional[str] = key(None, holds="path")
     """file, folder or Hub data set (default: prompts.path)"""
     name: Optional[str] = key(None)
     """Hub data set configuration"""
@@ -198,7 +199,7 @@ class EvalPromptsConfig:
 
 @dataclass
 class PromptsConfig:
-    path: Optional[str] = key(None)
+    path: Optional[str] = key(None, holds="path")
     """json, jsonl, csv, parquet or txt file, a folder saved by `datasets`, or a Hub data set"""
     name: Optional[str] = key(None)
     """Hub data set configuration"""
@@ -289,23 +290,23 @@ class GenerationConfig:
 
 @dataclass
 class TaskConfig:
-    fn: Optional[str] = key(None)
+    fn: Optional[str] = key(None, holds="code")
     """'sft', 'reward_model' (better chosen by their commands, or with task=sft, which bring what
     goes with them), or the import path of a task of your own: a function or class that is called
     with a TaskSetup and returns a Task (default: PPO)"""
-    kwargs: dict[str, Any] = key({})
+    kwargs: dict[str, Any] = key({}, holds="arguments")
     """further arguments of task.fn"""
 
 
 @dataclass
 class TrainConfig:
-    seed: int = key(0, ge=0)
+    seed: int = key(0, ge=0, on_resume="refused")
     """seed of sampling, prompt order, value head and minibatch order"""
-    run_name: Optional[str] = key(None)
+    run_name: Optional[str] = key(None, on_resume="harmless")
     """name of the run folder (default: recipe and time)"""
-    output_dir: str = key("runs")
+    output_dir: str = key("runs", on_resume="harmless", holds="path")
     """folder that holds the run folders"""
-    resume: str = key("never")
+    resume: str = key("never", on_resume="harmless")
     """never, auto (go on if output_dir/run_name exists), or a run folder"""
     model: ModelConfig = key(ModelConfig)
     """the policy"""

@@ -9,11 +9,11 @@ from ppocli.config.schema_training import key
 
 @dataclass
 class RolloutConfig:
-    engine: str = key("decode")
+    engine: str = key("decode", holds="code")
     """where samples come from: our 'decode' loop (transformers' for models that it can't step),
     always 'transformers', servers of 'vllm', or the import path of a sampler of your own, which is
     called with a SamplerSetup"""
-    kwargs: dict[str, Any] = key({})
+    kwargs: dict[str, Any] = key({}, holds="arguments")
     """further arguments of a sampler of your own"""
     urls: list[str] = key([])
     """list of vLLM servers, http://HOST:PORT; ppocli vllm-command prints how to start one"""
@@ -33,20 +33,20 @@ class RolloutConfig:
     it"""
     launch: bool = key(False)
     """start the servers of rollout.urls beside the run, and end them with it"""
-    python: Optional[str] = key(None)
+    python: Optional[str] = key(None, holds="path")
     """the Python of the environment that has vLLM, for rollout.launch"""
 
 
 @dataclass
 class EnvConfig:
-    fn: Optional[str] = key(None)
+    fn: Optional[str] = key(None, holds="code")
     """import path of a class whose objects answer the policy turn by turn (reset, step),
     'guess_number', 'calculator', or 'tools' for the functions of env.tools"""
-    kwargs: dict[str, Any] = key({})
+    kwargs: dict[str, Any] = key({}, holds="arguments")
     """arguments of that class"""
     adapter: Optional[str] = key(None, choices=("trl", "openrlhf"))
     """the library that the class was written for"""
-    tools: list[str] = key([])
+    tools: list[str] = key([], holds="code")
     """import paths of functions that the policy may call by the chat template's syntax, with
     fn=tools"""
     max_turns: int = key(8, ge=1)
@@ -69,9 +69,9 @@ class EnvConfig:
 class HardwareConfig:
     device: str = key("auto", choices=("auto", "cpu", "cuda"))
     """where to compute"""
-    precision: str = key("fp32", choices=("fp32", "bf16"))
+    precision: str = key("fp32", choices=("fp32", "bf16"), on_resume="refused")
     """compute type; optimizer state stays fp32"""
-    weights: str = key("fp32", choices=("fp32", "bf16"))
+    weights: str = key("fp32", choices=("fp32", "bf16"), on_resume="refused")
     """storage type of the policy's weights and their gradients; bf16 needs precision=bf16 and keeps
     fp32 master copies, half of each in the weights and half in the optimizer"""
     gemm: str = key("auto", choices=("auto", "default", "onednn"))
@@ -80,15 +80,15 @@ class HardwareConfig:
     frozen_states_mib: int = key(2048, ge=0)
     """memory for what the frozen layers under model.num_layers_unfrozen make of a rollout, once for
     all passes over it (0: again in each)"""
-    num_threads: Optional[int] = key(None, ge=1)
+    num_threads: Optional[int] = key(None, ge=1, on_resume="harmless")
     """CPU threads of each process (null or auto: as many as pay off, measured at the start)"""
     num_processes: int = key(1, ge=1)
     """processes on each node: one a GPU, or several on a CPU"""
     num_nodes: int = key(1, ge=1)
     """machines that run the same command, each with its node_rank"""
-    node_rank: int = key(0, ge=0)
+    node_rank: int = key(0, ge=0, on_resume="harmless")
     """number of this machine, from 0"""
-    rdzv_endpoint: Optional[str] = key(None)
+    rdzv_endpoint: Optional[str] = key(None, on_resume="harmless")
     """HOST:PORT of node 0, where the nodes meet"""
     zero_stage: int = key(0, ge=0, le=3)
     """DeepSpeed ZeRO: 0 replicates everything, 1 shards the optimizer, 2 gradients too, 3 weights
@@ -97,14 +97,14 @@ class HardwareConfig:
     """keep optimizer state in host memory (ZeRO 1 to 3)"""
     offload_param: bool = key(False)
     """keep weights in host memory (ZeRO 3)"""
-    gather_for_generation: bool = key(True)
+    gather_for_generation: bool = key(True, on_resume="harmless")
     """ZeRO 3: whole weights on each process in rollouts"""
-    deepspeed_config: Optional[str] = key(None)
+    deepspeed_config: Optional[str] = key(None, holds="path")
     """a DeepSpeed JSON file of your own; what it leaves open is filled in"""
-    memory_check: str = key("error", choices=("error", "warn", "off"))
+    memory_check: str = key("error", choices=("error", "warn", "off"), on_resume="harmless")
     """what a run does that surely does not fit into memory or onto the disk, before it loads
     weights: stop, warn, or not look"""
-    timeout_seconds: int = key(1800, ge=1)
+    timeout_seconds: int = key(1800, ge=1, on_resume="harmless")
     """how long a process waits for the others"""
 
 
@@ -140,7 +140,7 @@ class CheckpointConfig:
 @dataclass
 class TrackingConfig:
     trackers: list[str] = key(["tensorboard"], choices=("tensorboard", "wandb", "trackio"),
-                              import_path=True)
+                              import_path=True, holds="code")
     """list of where figures go beside metrics.jsonl; wandb and trackio are extras: pip install
     'ppocli[wandb]'; an import path, such as my_trackers.py:Csv, is a class of your own"""
     project: Optional[str] = key(None)

@@ -2,7 +2,7 @@
 examples, of PPO and of trainings on a data set (``ppocli sft``, ``ppocli reward-model``)."""
 
 from dataclasses import dataclass, field
-from typing import Any, Optional
+from typing import Any, Literal, Optional
 
 from ppocli.ppo.advantages import ESTIMATORS
 from ppocli.ppo.off_policy import LEVELS
@@ -10,7 +10,9 @@ from ppocli.ppo.off_policy import LEVELS
 
 def key(default: Any, *, choices: tuple[str, ...] | None = None, ge: float | None = None,
         gt: float | None = None, le: float | None = None, lt: float | None = None,
-        each: type | None = None, import_path: bool = False) -> Any:
+        each: type | None = None, import_path: bool = False,
+        holds: Literal["path", "code", "arguments"] | None = None,
+        on_resume: Literal["harmless", "refused"] | None = None) -> Any:
     """A dataclass field with its allowed values; the docstring under it says what it means.
 
     Bounds are inclusive (``ge``, ``le``) or exclusive (``gt``, ``lt``); for a list they hold for
@@ -21,9 +23,13 @@ def key(default: Any, *, choices: tuple[str, ...] | None = None, ge: float | Non
         each: type of a value that may be one or a list of several, which OmegaConf's own types
             can't say: the field's type is then ``Any``, and null is allowed.
         import_path: beside the ``choices``, an import path names something of the user's own.
+        holds: what may have to be found from another folder: a path on the disk, the import path of
+            code of the user's own, or its arguments.
+        on_resume: what a change means to a run that goes on
+            (:func:`ppocli.config.resolved.classify_change`), unless its section says it.
     """
     metadata = {"choices": choices, "ge": ge, "gt": gt, "le": le, "lt": lt, "each": each,
-                "import_path": import_path}
+                "import_path": import_path, "holds": holds, "on_resume": on_resume}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     if callable(default):
@@ -33,7 +39,8 @@ def key(default: Any, *, choices: tuple[str, ...] | None = None, ge: float | Non
 
 @dataclass
 class OptimizerConfig:
-    name: str = key("adamw", choices=("adamw", "adamw_8bit", "adam", "sgd", "adafactor"))
+    name: str = key("adamw", choices=("adamw", "adamw_8bit", "adam", "sgd", "adafactor"),
+                    on_resume="refused")
     """optimizer; adamw_8bit needs bitsandbytes (extra 8bit)"""
     lr: float = key(1.41e-5, ge=0)
     """learning rate (adafactor: relative to the scale of each weight)"""
@@ -84,7 +91,8 @@ class SchedulerConfig:
 class ValueOptimizerConfig:
     """The value function's optimizer. A key left null takes the value of ``ppo.optimizer``."""
 
-    name: Optional[str] = key(None, choices=("adamw", "adamw_8bit", "adam", "sgd", "adafactor"))
+    name: Optional[str] = key(None, choices=("adamw", "adamw_8bit", "adam", "sgd", "adafactor"),
+                              on_resume="refused")
     """optimizer of the value function; another kind than the policy's is not possible under ZeRO"""
     betas: Optional[list[float]] = key(None, ge=0, lt=1)
     """decay rates of adamw, adamw_8bit and adam"""
@@ -127,7 +135,7 @@ class ImportanceConfig:
 
 @dataclass
 class ExamplesConfig:
-    path: Optional[str] = key(None)
+    path: Optional[str] = key(None, holds="path")
     """json, jsonl, csv, parquet or txt file, a folder saved by `datasets`, or a Hub data set; its
     columns say what it holds"""
     name: Optional[str] = key(None)
@@ -150,7 +158,7 @@ class ExamplesConfig:
     always are)"""
     template: Optional[str] = key(None)
     """text with {prompt} and {column} placeholders that becomes the prompt"""
-    packing: bool = key(True)
+    packing: bool = key(True, on_resume="harmless")
     """lay the examples of a pass out in one row without padding, each attending to itself alone,
     where the model allows it; never changes the gradient"""
     shuffle: bool = key(True)
@@ -172,15 +180,15 @@ class PTXConfig:
 
 @dataclass
 class PPOConfig:
-    total_episodes: Optional[int] = key(None, ge=1)
+    total_episodes: Optional[int] = key(None, ge=1, on_resume="harmless")
     """samples that the whole run learns from"""
-    epochs: Optional[int] = key(None, ge=1)
+    epochs: Optional[int] = key(None, ge=1, on_resume="harmless")
     """passes over the prompts in the whole run, with n samples of each"""
-    num_steps: Optional[int] = key(None, ge=1)
+    num_steps: Optional[int] = key(None, ge=1, on_resume="harmless")
     """steps (rollout + optimize) in the whole run"""
     num_rollouts: int = key(128, ge=1)
     """samples per rollout phase"""
-    n: int = key(1, ge=1)
+    n: int = key(1, ge=1, on_resume="refused")
     """samples of each prompt, one after another; they count in num_rollouts"""
     dynamic_sampling: Optional[int] = key(None, ge=2)
     """grpo, rloo: draw prompts in place of those whose samples all score the same, up to this many
@@ -195,9 +203,9 @@ class PPOConfig:
     none)"""
     mini_batch_size: int = key(32, ge=1)
     """samples per optimizer update"""
-    micro_batch_size: Optional[int] = key(None, ge=1)
+    micro_batch_size: Optional[int] = key(None, ge=1, on_resume="harmless")
     """samples per forward/backward pass (default: mini_batch_size); never changes the gradient"""
-    micro_batch_tokens: Optional[int] = key(None, ge=1)
+    micro_batch_tokens: Optional[int] = key(None, ge=1, on_resume="harmless")
     """tokens per forward/backward pass at most, prompt, response and padding, where one sample
     alone has no more (default: no limit); never changes the gradient"""
     cliprange: float = key(0.2, gt=0, lt=1)
@@ -235,7 +243,7 @@ class PPOConfig:
     lam_alpha: Optional[float] = key(None, gt=0)
     """gae: make the policy's lambda 1 - 1 / (lam_alpha * tokens of the response), such as 0.05, in
     place of lam"""
-    advantage: str = key("gae", choices=tuple(ESTIMATORS))
+    advantage: str = key("gae", choices=tuple(ESTIMATORS), on_resume="refused")
     """advantage estimator; only gae has a value model"""
     policy_loss: str = key("clip", choices=("clip", "gspo", "cispo", "dis"))
     """how far from the sampling policy counts: ratios clipped by token, or by response (gspo),
@@ -260,7 +268,7 @@ class PPOConfig:
     kl_estimator: Optional[str] = key(None, choices=("k1", "abs", "k2", "k3", "k3+", "full"))
     """per-token KL estimate, or the 'full' KL over the vocabulary (default: k1 in the reward; in
     the loss k3+, without a critic k3)"""
-    kl_controller: str = key("fixed", choices=("fixed", "adaptive"))
+    kl_controller: str = key("fixed", choices=("fixed", "adaptive"), on_resume="refused")
     """keep the coefficient, or steer it towards target"""
     target: float = key(6.0, gt=0)
     """KL per sequence (nats) that the adaptive controller aims at"""
@@ -276,7 +284,7 @@ class PPOConfig:
     """scale per-token rewards, keeping their mean"""
     max_grad_norm: Optional[float] = key(1.0, gt=0)
     """gradient norm clip (null: none)"""
-    max_nonfinite: int = key(3, ge=1)
+    max_nonfinite: int = key(3, ge=1, on_resume="harmless")
     """stop after this many non-finite updates in a row"""
     critic_warmup_steps: int = key(0, ge=0)
     """first steps that train the value head only"""
@@ -310,7 +318,7 @@ class PPOConfig:
 
 @dataclass
 class DataConfig(ExamplesConfig):
-    val: Optional[str] = key(None)
+    val: Optional[str] = key(None, holds="path")
     """what evaluations are made on: a path as of data.path, or the share of the rows that is held
     back, such as 0.05 (drawn by seed)"""
 
@@ -319,21 +327,21 @@ class DataConfig(ExamplesConfig):
 class UpdatesConfig:
     """How long to train on a data set, and in which steps."""
 
-    epochs: Optional[int] = key(None, ge=1)
+    epochs: Optional[int] = key(None, ge=1, on_resume="harmless")
     """passes over the data (default: 1)"""
-    num_updates: Optional[int] = key(None, ge=1)
+    num_updates: Optional[int] = key(None, ge=1, on_resume="harmless")
     """optimizer updates, in place of epochs"""
     mini_batch_size: int = key(32, ge=1)
     """examples (of a reward model: pairs) per optimizer update"""
-    micro_batch_size: Optional[int] = key(None, ge=1)
+    micro_batch_size: Optional[int] = key(None, ge=1, on_resume="harmless")
     """examples or pairs per forward/backward pass (default: mini_batch_size); never changes the
     gradient"""
-    micro_batch_tokens: Optional[int] = key(None, ge=1)
+    micro_batch_tokens: Optional[int] = key(None, ge=1, on_resume="harmless")
     """tokens per forward/backward pass at most, where one example alone has no more (default: no
     limit); never changes the gradient"""
     max_grad_norm: Optional[float] = key(1.0, gt=0)
     """gradient norm clip (null: none)"""
-    max_nonfinite: int = key(3, ge=1)
+    max_nonfinite: int = key(3, ge=1, on_resume="harmless")
     """stop after this many non-finite updates in a row"""
     optimizer: OptimizerConfig = key(lambda: OptimizerConfig(lr=2e-5))
     """the optimizer"""
