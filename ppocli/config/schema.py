@@ -342,6 +342,14 @@ class TrainConfig:
     """how `ppocli train -m` finds its jobs"""
 
 
+def rewards_of(reward: RewardConfig) -> list[tuple[str, Any, Any]]:
+    """(key, function, its arguments) of ``reward`` itself, then of each of ``reward.fns`` that is
+    a mapping as it should be; None for what isn't given."""
+    return [("reward", reward.fn, reward.kwargs), *(
+        (f"reward.fns.{name}", entry.get("fn"), entry.get("kwargs"))
+        for name, entry in reward.fns.items() if isinstance(entry, dict))]
+
+
 def reference_kind(model: ModelConfig) -> str:
     """``copy``, ``shared``, ``adapter`` or ``none``: what ``model.reference.kind`` comes to."""
     if model.reference.kind != "auto":
