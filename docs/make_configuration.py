@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from ppocli.builtin.names import shipped
-from ppocli.config.keys import Key, schema_keys
+from ppocli.config.keys import Key, doc_of, schema_keys
 from ppocli.config.schema import TrainConfig
 
 HEAD = """\
@@ -68,7 +68,7 @@ def key_row(key: Key) -> str:
         values = " ".join(f"`{choice}`" for choice in key.metadata["choices"])
         values += " or an import path" if key.metadata["import_path"] else ""
         values += " or null" if key.optional else ""
-    return f"| `{key.name}` | {shown_default(key)} | {cell(values)} | {cell(key.metadata['doc'])} |"
+    return f"| `{key.name}` | {shown_default(key)} | {cell(values)} | {cell(key.doc)} |"
 
 
 def sections(schema: type, prefix: str = "", doc: str = "") -> list[tuple[str, str, list[Key]]]:
@@ -79,7 +79,7 @@ def sections(schema: type, prefix: str = "", doc: str = "") -> list[tuple[str, s
     for field in dataclasses.fields(schema):
         name, hint = prefix + field.name, hints[field.name]
         if dataclasses.is_dataclass(hint):
-            inner += sections(typing.cast(Any, hint), name + ".", field.metadata["doc"])
+            inner += sections(typing.cast(Any, hint), name + ".", doc_of(schema, field.name))
         else:
             own.append(schema_keys()[name])
     return [(prefix.rstrip("."), doc, own), *inner]

@@ -8,7 +8,7 @@ import re
 import shlex
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from typing import Any, Literal
 
 Say = Callable[[str], None]
@@ -89,19 +89,13 @@ _TURN = re.compile(r"<\|?[\w:/-]+\|?>|\[/?INST\]")
 def without_template(prompts: Sequence[str]) -> list[str]:
     """What differs in prompts that a chat template has rendered alike: what the users said. Other
     prompts, and a single one, stay as they are."""
-    head, tail = (_shared(each) for each in (prompts, [prompt[::-1] for prompt in prompts]))
+    head, tail = map(os.path.commonprefix, (list(prompts), [prompt[::-1] for prompt in prompts]))
     opened, closing = list(_TURN.finditer(head)), _TURN.search(tail[::-1])
     if len(prompts) < 2 or not opened or closing is None:
         return list(prompts)
     start = 1 + head.find("\n", opened[-1].end()) or opened[-1].end()
     end = len(tail) - closing.start()
     return [prompt[start:len(prompt) - end].strip() for prompt in prompts]
-
-
-def _shared(texts: Sequence[str]) -> str:
-    """What all texts begin with."""
-    same = takewhile(lambda each: len(set(each)) == 1, zip(*texts, strict=False))
-    return "".join(each[0] for each in same)
 
 
 def counted(count: int, noun: str) -> str:

@@ -96,27 +96,33 @@ def locate(wanted: Wanted) -> Located:
             module; something that can't be called; code of the standard library; or code that a
             configuration may not name (:mod:`ppocli.own_code`).
     """
-    path = wanted.kind.short_names.get(wanted.spec, wanted.spec)
-    join_working_directory()
-    if ":" in path:
-        source, _, attribute = path.rpartition(":")
-        is_file = source.endswith(".py") or os.sep in source
-        _refuse_unnamable(wanted, None if is_file else source, source if is_file else None)
-        module = _load_file(source, wanted) if is_file else _load_module(source, wanted)
-    elif path.endswith(".py"):
-        raise _no_function(wanted)
-    elif "." in path:
-        _refuse_unnamable(wanted, path, None)
-        module, attribute = _split_dotted(path, wanted)
+    file, module_name, attribute = _parted(wanted)
+    _refuse_unnamable(wanted, module_name, file)
+    if file is not None:
+        module = _load_file(file, wanted)
+    elif attribute:
+        module = _load_module(module_name or "", wanted)
     else:
-        raise _no_module(path, wanted)
-    if not attribute:
-        raise _no_function(wanted)
+        module, attribute = _split_dotted(module_name or "", wanted)
     located = from_object(_attribute(module, attribute, wanted), wanted)
     if inspect.isroutine(located.target) or inspect.isclass(located.target):
         # it may have been imported there; another object, of whatever class, was made there
         _refuse_unnamable(wanted, located.module, located.file)
     return located
+
+
+def _parted(wanted: Wanted) -> tuple[str | None, str | None, str]:
+    """(file, module, name in it) of a path; all as the module of one that has dots alone."""
+    path = wanted.kind.short_names.get(wanted.spec, wanted.spec)
+    join_working_directory()
+    source, colon, attribute = path.rpartition(":")
+    if path.endswith(".py") or (colon and not attribute):
+        raise _no_function(wanted)
+    if not colon and "." not in path:
+        raise _no_module(path, wanted)
+    if colon and (source.endswith(".py") or os.sep in source):
+        return source, None, attribute
+    return None, source if colon else path, attribute if colon else ""
 
 
 def refuse_absent(wanted: Wanted) -> None:
@@ -125,22 +131,16 @@ def refuse_absent(wanted: Wanted) -> None:
     Raises:
         PpocliError: of the wanted kind; no built-in, file, package or definition of that name.
     """
-    path = wanted.kind.short_names.get(wanted.spec, wanted.spec)
-    join_working_directory()
-    source, colon, attribute = path.rpartition(":")
-    if path.endswith(".py") or (colon and not attribute):
-        raise _no_function(wanted)
-    if colon and (source.endswith(".py") or os.sep in source):
-        file: str | None = str(_existing_file(source, wanted))
-    elif not colon and "." not in path:
-        raise _no_module(path, wanted)
+    file, module, attribute = _parted(wanted)
+    if module is None:
+        file = str(_existing_file(file or "", wanted))
     else:
-        top = path.partition(":")[0].partition(".")[0]
+        top = module.partition(".")[0]
         if not top.isidentifier() or top in sys.modules:
             return
         if (found := importlib.util.find_spec(top)) is None:
-            raise _no_module(source or path, wanted)
-        file = found.origin if source == top else None
+            raise _no_module(module, wanted)
+        file = found.origin if attribute and module == top else None
     name = attribute.partition(".")[0]
     if file is not None and not _may_define(file, name):
         raise _no_attribute(name, short_path(file), _defined(file, wanted.kind.noun), wanted)

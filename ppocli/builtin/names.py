@@ -1,6 +1,8 @@
 """What comes with ppocli: models and prompt files (``builtin:NAME``), config groups, recipes."""
 
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from ppocli.errors import InputError
 from ppocli.text import nearest
@@ -62,9 +64,12 @@ def resolve_builtin(name: str) -> Path:
     return path
 
 
-def shipped_text(name: str) -> str:
-    """The text of a file beside this one."""
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")
+@cache
+def shipped_table(name: str) -> Any:
+    """What a YAML file beside this one holds; to be read only."""
+    import yaml
+
+    return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
 def shipped(name: str) -> Path:

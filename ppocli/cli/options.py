@@ -101,7 +101,7 @@ def complete_setting(ctx: typer.Context, incomplete: str) -> list[tuple[str, str
     offers = complete_word([word for word in before if word], incomplete)
     if not getattr(ctx.command, "takes_recipes", False):
         offers = [offer for offer in offers if not offer.startswith(("+", "recipe="))]
-    return [(offer, key.metadata["doc"] if offer.endswith("=") and (key := keys.get(offer[:-1]))
+    return [(offer, key.doc if offer.endswith("=") and (key := keys.get(offer[:-1]))
              else "") for offer in offers]
 
 

@@ -197,7 +197,7 @@ def _shown(key: Key) -> str:
         text for text in (key.expected, key.allowed) if text)
     if key.metadata["choices"] and key.optional:
         values += " or null"
-    doc = textwrap.fill(key.metadata["doc"], 96, initial_indent="    ", subsequent_indent="    ",
+    doc = textwrap.fill(key.doc, 96, initial_indent="    ", subsequent_indent="    ",
                         break_long_words=False, break_on_hyphens=False)
     return f"{key.name}  ({values}; {default})\n{doc}"
 
@@ -232,13 +232,13 @@ def json_schema(name: str | None = None) -> dict[str, Any]:
 
 def _section(section: type, prefix: str = "") -> dict[str, Any]:
     """The object of a dataclass of the schema, whose keys begin with ``prefix``."""
-    from ppocli.config.keys import schema_keys
+    from ppocli.config.keys import doc_of, schema_keys
 
     properties: dict[str, Any] = {}
     for field in fields(section):
         name = prefix + field.name
         properties[field.name] = _value(schema_keys()[name]) if name in schema_keys() else {
-            "description": field.metadata["doc"],
+            "description": doc_of(section, field.name),
             **_section(get_type_hints(section)[field.name], name + ".")}
     return {"type": "object", "properties": properties, "additionalProperties": False}
 
@@ -248,7 +248,7 @@ def _value(key: Key) -> dict[str, Any]:
 
     from ppocli.config.keys import AUTO
 
-    about: dict[str, Any] = {"description": key.metadata["doc"]}
+    about: dict[str, Any] = {"description": key.doc}
     if key.default != MISSING:
         about["default"] = key.default
     if key.kind == "list":

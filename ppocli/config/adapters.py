@@ -5,35 +5,24 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
+from ppocli.builtin.names import shipped_table
 from ppocli.config import keys, schema
 from ppocli.text import did_you_mean
 
 _CLASSES = {"lora": "LoraConfig", "prefix": "PrefixTuningConfig", "prompt": "PromptTuningConfig"}
-_VIRTUAL = {**dict.fromkeys(("num_virtual_tokens", "token_dim"), "int"), **dict.fromkeys((
-    "num_transformer_submodules", "num_attention_heads", "num_layers", "modules_to_save"), "")}
-FIELDS: dict[str, dict[str, str]] = {
-    "lora": {
-        **dict.fromkeys(("r", "lora_alpha", "qalora_group_size"), "int"), "lora_dropout": "float",
-        **dict.fromkeys(("fan_in_fan_out", "use_rslora", "use_dora", "use_qalora", "lora_bias",
-                         "ensure_weight_tying"), "bool"),
-        **dict.fromkeys((
-            "target_modules", "exclude_modules", "bias", "modules_to_save", "init_lora_weights",
-            "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
-            "megatron_config", "megatron_core", "trainable_token_indices",
-            "alora_invocation_tokens", "layer_replication", "target_parameters"), "")},
-    "prefix": {**_VIRTUAL, "encoder_hidden_size": "int", "prefix_projection": "bool",
-               "init_weights": ""},
-    "prompt": {**_VIRTUAL, **dict.fromkeys((
-        "prompt_tuning_init", "prompt_tuning_init_text", "tokenizer_name_or_path",
-        "tokenizer_kwargs"), "")}}
-"""fields of PEFT's configurations that a user may give, each with its type, "" where it isn't
-checked; a test holds them against the installed PEFT"""
 _PEFT_NAMES = {"prefix_tuning": "prefix", "prompt_tuning": "prompt"}
 TYPE_KEYS = ("type", "peft_type")
 FILLED_IN = ("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path",
              "revision", "inference_mode")
 """fields of every PEFT config that ppocli fills in"""
 _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bool": (bool,)}
+
+
+def peft_fields(kind: str) -> dict[str, str]:
+    """The fields of PEFT's configuration that a user may give, each with its type, which is checked
+    unless it is ``any``."""
+    table: dict[str, list[str]] = shipped_table("library_keys.yaml")["peft"][kind]
+    return {name: takes for takes, names in table.items() for name in names}
 
 
 def adapter_kind(model: schema.ModelConfig) -> str | None:
@@ -82,7 +71,7 @@ def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
 
 def _fields(kind: str, model: schema.ModelConfig) -> keys.Rules:
     """What is given for PEFT's own config."""
-    settings, fields = adapter_settings(model), FIELDS[kind]
+    settings, fields = adapter_settings(model), peft_fields(kind)
     task = (model.peft or {}).get("task_type")
     yield (task not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"), "model.peft.task_type",
            f"{task} must be CAUSAL_LM or SEQ_2_SEQ_LM; the model says which, so it can be left out")

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ppocli.builtin.names import shipped_table
 from ppocli.config import schema, tasks
 from ppocli.config.problems import listed
 from ppocli.errors import ConfigError
@@ -18,36 +19,6 @@ KEY = "hardware.deepspeed_config"
 DEEPSPEED_FILE = "deepspeed.json"
 """in a run folder: what DeepSpeed was given"""
 
-# top-level keys that DeepSpeed knows (deepspeedai/DeepSpeed:docs/_pages/config-json.md and
-# deepspeed/runtime/config.py); it ignores others without a word
-KNOWN = frozenset({
-    "activation_checkpointing", "aio", "amp", "autotuning", "bf16", "checkpoint", "comet",
-    "comms_logger", "communication_data_type", "compile", "compression_training", "csv_monitor",
-    "curriculum_learning", "data_efficiency", "data_types", "dataloader_drop_last",
-    "disable_allgather", "disable_python_gc", "dump_state", "eigenvalue", "elasticity",
-    "flops_profiler", "fp16", "gradient_accumulation_steps", "gradient_allreduce_op",
-    "gradient_clipping", "gradient_predivide_factor", "hybrid_engine", "log_level",
-    "managed_gradient_accumulation", "memory_breakdown", "nebula", "optimizer", "pipeline",
-    "prescale_gradients", "progressive_layer_drop", "scheduler",
-    "seq_parallel_communication_data_type", "sequence_parallel_size", "sparse_attention",
-    "sparse_gradients", "steps_per_print", "tensor_parallel", "tensorboard", "timers",
-    "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "vocabulary_size",
-    "wall_clock_breakdown", "wandb", "weight_quantization", "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer", "zero_optimization"})
-# of DeepSpeedZeroConfig (deepspeed/runtime/zero/config.py), which refuses others on every rank
-KNOWN_ZERO = frozenset({
-    "allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients",
-    "elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters", "leaf_module",
-    "legacy_stage1", "load_from_fp32_weights", "log_trace_cache_warnings",
-    "memory_efficient_linear", "offload_optimizer", "offload_param", "override_module_apply",
-    "overlap_comm", "parameter_alignment", "pipeline_loading_checkpoint", "reduce_bucket_size",
-    "reduce_scatter", "round_robin_gradients", "save_muon_momentum_buffer_in_memory", "stage",
-    "stage3_allgather_sequential", "stage3_gather_16bit_weights_on_model_save",
-    "stage3_max_live_parameters", "stage3_max_reuse_distance", "stage3_model_persistence_threshold",
-    "stage3_module_granularity_threshold", "stage3_param_persistence_threshold",
-    "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params", "sub_group_size",
-    "use_multi_rank_bucket_allreduce", "zenflow", "zero_hpz_partition_size",
-    "zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights"})
 _DEFAULTS = {"zero_optimization": {"reduce_bucket_size": 2**24}}
 """where the file says nothing: gradients are reduced in buckets of 64 MiB instead of DeepSpeed's 2
 GB, which it takes at once on a GPU, and holds up to three times while it reduces one"""
@@ -144,14 +115,15 @@ def _zero(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unknown(theirs: Mapping[str, Any]) -> Iterator[str]:
-    for prefix, names, known in (("", theirs, KNOWN),
-                                 ("zero_optimization.", _zero(theirs), KNOWN_ZERO)):
+    table = shipped_table("library_keys.yaml")
+    for prefix, names, known in (
+            ("", theirs, table["deepspeed"]),
+            ("zero_optimization.", _zero(theirs), table["deepspeed_zero"])):
         for name in names:
             if prefix and name in _GIVEN_UP:
                 yield f"{prefix}{name}: DeepSpeed has given it up for {prefix}{_GIVEN_UP[name]}"
             elif name not in known:
-                yield (f"{prefix}{name}: DeepSpeed has no such key"
-                       + did_you_mean(name, sorted(known)))
+                yield f"{prefix}{name}: DeepSpeed has no such key{did_you_mean(name, known)}"
 
 
 def _unusable(theirs: Mapping[str, Any], cfg: schema.TrainConfig) -> Iterator[str]:

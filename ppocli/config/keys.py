@@ -3,15 +3,19 @@
 Everything here is read off the dataclasses of :mod:`ppocli.config.schema`.
 """
 
+import ast
 import dataclasses
+import inspect
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
-from ppocli.builtin.names import shipped_text
+from ppocli.builtin.names import shipped_table
 from ppocli.config.schema import TrainConfig
 
 _WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
@@ -35,6 +39,13 @@ class Key:
     optional: bool
     default: Any
     metadata: Mapping[str, Any]
+    section: type
+    """that it is a field of"""
+
+    @property
+    def doc(self) -> str:
+        """What it means."""
+        return doc_of(self.section, self.name.rpartition(".")[2])
 
     @property
     def expected(self) -> str:
@@ -53,6 +64,26 @@ class Key:
         signs = (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<="))
         return " and ".join(f"{sign} {self.metadata[bound]:g}" for bound, sign in signs
                             if self.metadata.get(bound) is not None)
+
+
+def doc_of(section: type, name: str) -> str:
+    """What a field of the schema means: the docstring under it, in its class or one above."""
+    return next((doc for base in section.__mro__[:-1]
+                 if (doc := _docs(base.__module__).get((base.__name__, name)))), "")
+
+
+@cache
+def _docs(module: str) -> Mapping[tuple[str, str], str]:
+    """The docstrings under fields, by class and field. Python drops them: they are read from the
+    source, and only where a meaning is asked for, which takes some milliseconds."""
+    found: dict[tuple[str, str], str] = {}
+    statements = ast.parse(inspect.getsource(sys.modules[module])).body
+    for section in (each for each in statements if isinstance(each, ast.ClassDef)):
+        for above, below in pairwise(section.body):
+            match above, below:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(doc))):
+                    found[section.name, name] = " ".join(doc.split())
+    return found
 
 
 @cache
@@ -83,10 +114,8 @@ def key_for(name: str) -> Key | None:
 @cache
 def _names_elsewhere() -> tuple[tuple[str, str, str], ...]:
     """Names of other libraries, each with its library and our key."""
-    import yaml
-
-    table = yaml.safe_load(shipped_text("other_names.yaml"))
-    return tuple((name, library, key) for key, libraries in table.items()
+    return tuple((name, library, key)
+                 for key, libraries in shipped_table("other_names.yaml").items()
                  for library, names in libraries.items() for name in names.split())
 
 
@@ -142,11 +171,11 @@ def _leaves(section: Any, prefix: str) -> Iterator[Key]:
             yield from _leaves(default, name + ".")
             continue
         if (each := field.metadata.get("each")) is not None:
-            yield Key(name, "sweep", each, True, default, field.metadata)
+            yield Key(name, "sweep", each, True, default, field.metadata, type(section))
             continue
         optional = type(None) in typing.get_args(hint)
         if optional:
             hint = next(part for part in typing.get_args(hint) if part is not type(None))
         kind = {list: "list", dict: "mapping"}.get(typing.get_origin(hint), "scalar")
         item = typing.get_args(hint)[0] if kind == "list" else hint
-        yield Key(name, kind, item, optional, default, field.metadata)
+        yield Key(name, kind, item, optional, default, field.metadata, type(section))

@@ -121,7 +121,7 @@ def range_problems(config: schema.TrainConfig, sources: Mapping[str, str],
 
 def _range_problems(key: Key, value: Any) -> Iterator[str]:
     if isinstance(value, str) and value == MISSING:
-        yield f"missing; it must be given: {key.name}=... ({key.metadata['doc']})"
+        yield f"missing; it must be given: {key.name}=... ({key.doc})"
         return
     if key.kind == "mapping":
         yield from (f"{name} is missing; it must be given: {key.name}.{name}=..."

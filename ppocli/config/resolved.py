@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config import bounded
-from ppocli.config.keys import free_mapping_of, schema_keys
+from ppocli.config.keys import free_mapping_of, key_for, schema_keys
 from ppocli.config.problems import range_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.config.tasks import DATA_TASKS, is_read, task_name
@@ -36,12 +36,6 @@ _LENGTH = ("ppo.total_episodes", "ppo.epochs", "ppo.num_steps", "ppo.num_rollout
              for key in ("epochs", "num_updates", "mini_batch_size")))
 """keys that whoever shows a run divides by or multiplies"""
 ChangeKind = Literal["harmless", "accepted", "refused"]
-_PATH_KEYS = ("output_dir", "model.path", "model.tokenizer_path", "model.value.path",
-              "model.reference.path", "prompts.path", "prompts.eval.path", "data.path", "data.val",
-              "ppo.ptx.data.path", "hardware.deepspeed_config", "rollout.python")
-_FUNCTION_KEYS = ("reward.fn", "reward.step_fn", "reward.metric_fn", "env.fn", "env.tools",
-                  "task.fn", "rollout.engine", "tracking.trackers")
-_KWARGS_KEYS = ("reward.kwargs", "env.kwargs", "task.kwargs", "rollout.kwargs")
 
 
 def schema_node() -> DictConfig:
@@ -171,14 +165,15 @@ def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
     Names that could also be Hub names (``gpt2``, ``org/name``) are taken as paths only where a
     file or folder of that name exists, or where they start with ``.``, ``/`` or ``~``.
     """
-    def at(key: str) -> Any:
-        return operator.attrgetter(key)(config)
+    def those(what: str) -> list[tuple[str, Any]]:
+        return [(name, operator.attrgetter(name)(config)) for name, key in schema_keys().items()
+                if key.metadata["holds"] == what]
 
     return with_values(config, {
-        **{key: _absolute(at(key), folder, key == "output_dir") for key in _PATH_KEYS
-           if isinstance(at(key), str) and at(key) != MISSING},
-        **{key: _absolute_function(at(key), folder) for key in _FUNCTION_KEYS},
-        **{key: _absolute_values(at(key), folder) for key in _KWARGS_KEYS},
+        **{key: _absolute(value, folder, key == "output_dir") for key, value in those("path")
+           if isinstance(value, str) and value != MISSING},
+        **{key: _absolute_function(value, folder) for key, value in those("code")},
+        **{key: _absolute_values(value, folder) for key, value in those("arguments")},
         "reward.fns": {
             name: {**entry, "fn": _absolute_function(entry.get("fn"), folder),
                    "kwargs": _absolute_values(entry.get("kwargs") or {}, folder)}
@@ -249,24 +244,9 @@ _YAML_WORDS = frozenset({"null", "true", "false", "inf", "nan", "none", "yes", "
 # where the run lies and how it was started: not part of what it computes
 _PLACE = frozenset({"run_name", "output_dir", "resume"})
 
-_HARMLESS = frozenset({
-    "ppo.total_episodes", "ppo.epochs", "ppo.num_steps", "ppo.max_nonfinite",
-    "hardware.num_threads", "hardware.timeout_seconds", "hardware.memory_check",
-    "hardware.rdzv_endpoint", "hardware.node_rank",
-    "reward.timeout", "reward.retries", "reward.overlap", "model.gradient_checkpointing",
-    "ppo.micro_batch_size", "ppo.micro_batch_tokens", "model.reference.offload",
-    "model.reference.device", "model.reference.shard", "hardware.gather_for_generation"})
-_OF_UPDATES = frozenset({"epochs", "num_updates", "max_nonfinite", "micro_batch_size",
-                         "micro_batch_tokens"})
 _HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
-
-# saved state would not load, or would be read as something else
-_REFUSED = frozenset({
-    "seed", "model.path", "model.arch", "model.revision", "model.tokenizer_path", "model.dtype",
-    "model.num_layers_unfrozen", "model.reference.kind", "model.reference.path",
-    "model.value.kind", "model.value.path", "model.value.num_layers_unfrozen",
-    "model.value.freeze_attention", "hardware.precision", "hardware.weights", "ppo.optimizer.name",
-    "ppo.value_optimizer.name", "ppo.advantage", "ppo.n", "reward.scale", "ppo.kl_controller"})
+_REFUSED_SECTIONS = ("prompts.", "data.", "task.", "ppo.ptx.data.")
+"""saved state would be read as something else"""
 
 
 def classify_change(key: str) -> ChangeKind:
@@ -277,15 +257,11 @@ def classify_change(key: str) -> ChangeKind:
     result of the steps already planned is the same. ``accepted``: the training goes on
     differently from here, as the user asked.
     """
-    section, _, name = key.partition(".")
-    if key in _PLACE or key in _HARMLESS or key.startswith(_HARMLESS_SECTIONS) \
-            or (section in DATA_TASKS and name in _OF_UPDATES) or key.endswith("data.packing"):
+    known = key_for(key)
+    told = known and known.metadata["on_resume"]
+    if told == "harmless" or key.startswith(_HARMLESS_SECTIONS):
         return "harmless"
-    if key in _REFUSED or section in ("prompts", "data", "task") \
-            or key.startswith("ppo.ptx.data.") \
-            or (section in DATA_TASKS and name == "optimizer.name"):
-        return "refused"
-    return "accepted"
+    return "refused" if told == "refused" or key.startswith(_REFUSED_SECTIONS) else "accepted"
 
 
 def config_differences(old: TrainConfig, new: TrainConfig) -> list[tuple[str, Any, Any]]:

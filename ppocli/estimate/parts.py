@@ -235,10 +235,7 @@ def parts_of(cfg: schema.TrainConfig, models: Models, *, rewards: bool = True
 
     if tasks.task_name(cfg) not in tasks.DATA_TASKS:
         add("reference", _reference_parts, cfg, models.lm)
-    named = [("reward", cfg.reward.fn, cfg.reward.kwargs)] if not cfg.reward.fns else [
-        (f"reward.fns.{name}", entry.get("fn"), entry.get("kwargs"))
-        for name, entry in cfg.reward.fns.items() if isinstance(entry, dict)]
-    for key, fn, kwargs in named if rewards else []:
+    for key, fn, kwargs in schema.rewards_of(cfg.reward) if rewards else []:
         if fn in MODEL_REWARDS and isinstance(kwargs, dict) and "model" in kwargs:
             add(f"reward {kwargs['model']}", _reward_parts, cfg.model, f"{key}.kwargs.model",
                 kwargs)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from ppocli.config import algorithm, hub, keys, resolved, sampling, schema, tasks
 from ppocli.data import render, sources
@@ -47,11 +46,9 @@ def named_code(cfg: schema.TrainConfig) -> Iterator[Wanted]:
     """Every import path or built-in's name, with the key that it came from."""
     reward, env = cfg.reward, cfg.env
     if tasks.task_name(cfg) not in tasks.DATA_TASKS:
-        several = {f"reward.fns.{name}.fn": entry.get("fn") for name, entry in reward.fns.items()
-                   if isinstance(entry, dict)}
-        for key, path in {"reward.fn": reward.fn, **several,
-                          "reward.metric_fn": reward.metric_fn}.items():
-            yield from _wanted(path, key, REWARD)
+        for key, path, _ in schema.rewards_of(reward):
+            yield from _wanted(path, f"{key}.fn", REWARD)
+        yield from _wanted(reward.metric_fn, "reward.metric_fn", REWARD)
         yield from _wanted(reward.step_fn, "reward.step_fn", STEPS)
     for path in env.tools if env.fn == TOOLS else ():
         yield from _wanted(path, "env.tools", TOOL)
@@ -110,14 +107,10 @@ def _named_models(cfg: schema.TrainConfig
         yield "model.value.path", start.path, start.revision, "model"
     if cfg.model.reference.path is not None:
         yield "model.reference.path", cfg.model.reference.path, None, "model"
-    rewards: dict[str, tuple[Any, Any]] = {"reward.kwargs": (cfg.reward.fn, cfg.reward.kwargs)}
-    for name, entry in cfg.reward.fns.items():
-        if isinstance(entry, dict):
-            rewards[f"reward.fns.{name}.kwargs"] = (entry.get("fn"), entry.get("kwargs"))
-    for key, (fn, kwargs) in rewards.items():
+    for key, fn, kwargs in schema.rewards_of(cfg.reward):
         model = kwargs.get("model") if isinstance(kwargs, dict) else None
         if fn in MODEL_REWARDS and isinstance(model, str):
-            yield f"{key}.model", model, kwargs.get("revision"), "model and tokenizer"
+            yield f"{key}.kwargs.model", model, kwargs.get("revision"), "model and tokenizer"
 
 
 def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:

@@ -26,8 +26,7 @@ def import_paths(config: schema.TrainConfig) -> list[tuple[str, str | None]]:
     reward = config.reward
     return [("reward.fn", reward.fn), ("reward.metric_fn", reward.metric_fn),
             ("reward.step_fn", reward.step_fn),
-            *((f"reward.fns.{name}.fn", entry.get("fn"))
-              for name, entry in reward.fns.items() if isinstance(entry, dict)),
+            *((f"{key}.fn", path) for key, path, _ in schema.rewards_of(reward)[1:]),
             ("task.fn", config.task.fn), ("rollout.engine", config.rollout.engine),
             ("env.fn", config.env.fn), *(("env.tools", path) for path in config.env.tools),
             *(("tracking.trackers", name) for name in config.tracking.trackers)]
@@ -43,12 +42,9 @@ def code_of(config: schema.TrainConfig) -> Iterator[tuple[str, str]]:
         yield "rollout.python", config.rollout.python
     if config.model.trust_remote_code:
         yield (key := f"model.{REMOTE}"), key
-    for key, kwargs in (("reward.kwargs", config.reward.kwargs),
-                        *((f"reward.fns.{name}.kwargs", entry.get("kwargs"))
-                          for name, entry in config.reward.fns.items()
-                          if isinstance(entry, dict))):
+    for key, _, kwargs in schema.rewards_of(config.reward):
         if isinstance(kwargs, dict) and kwargs.get(REMOTE):
-            yield (name := f"{key}.{REMOTE}"), name
+            yield (name := f"{key}.kwargs.{REMOTE}"), name
 
 
 def check_run(run_dir: Path, config: schema.TrainConfig, parts: tuple[str, ...], *, trusts: bool,

@@ -87,7 +87,7 @@ def test_what_surrounds_the_package_needs_no_more_than_the_extras(folder):
 
 PACKAGE = Path(ppocli.__file__).parent
 # these handle every key alike, so that naming one there doesn't mean that it has an effect
-GENERIC = {"config/schema.py", "config/schema_training.py",
+GENERIC = {"config/schema.py", "config/schema_run.py", "config/schema_training.py",
            "config/keys.py"}
 SHOWING = ("cli/", "doctor", "export/", "report/")
 """rooms and files that print what was set; that alone is no use of a key"""

@@ -4,10 +4,9 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 from runs import shell
 
-from ppocli.builtin.names import shipped_text
+from ppocli.builtin.names import shipped_table
 from ppocli.config.keys import named_elsewhere, schema_keys
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from-trlx-and-trl.md"
@@ -61,7 +60,7 @@ def test_what_is_named_as_ours_exists(name):
 
 def test_every_name_that_is_recognised_is_on_the_page_and_stands_for_a_key():
     page = PAGE.read_text(encoding="utf-8")
-    table = yaml.safe_load(shipped_text("other_names.yaml"))
+    table = shipped_table("other_names.yaml")
     assert table.keys() <= schema_keys().keys()
     names = {name for libraries in table.values() for library, many in libraries.items()
              for name in many.split() if library != "other"}

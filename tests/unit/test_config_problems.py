@@ -197,6 +197,6 @@ def test_a_wrong_value_is_not_also_a_contradiction():
 
 def test_every_key_has_a_doc_and_its_default_is_allowed():
     for key in schema_keys().values():
-        assert key.metadata["doc"], key.name
+        assert key.doc, key.name
     problems = {problem.key for problem in find_problems(TrainConfig())}
     assert problems == {"model.path", "reward.fn", "ppo.total_episodes, ppo.num_steps"}
