@@ -176,13 +176,8 @@ def _values(key: str, value: str) -> list[str]:
         options = ["never", "auto", *complete_run("")]
     elif name in ("model.path", "data.path", "data.val", "ppo.ptx.data.path", "prompts.path",
                   "prompts.eval.path"):
-        def section(builtin: str) -> str:
-            return ("prompts" if builtin.endswith("prompts") else "data"
-                    if builtin.startswith(("pipeline", "arithmetic")) else "model")
-
-        options = [BUILTIN_PREFIX + found for found, about in list_builtins().items()
-                   if not about.startswith("classifier")
-                   and section(found) == name.removeprefix("ppo.ptx.").partition(".")[0]]
+        section = name.removeprefix("ppo.ptx.").partition(".")[0]
+        options = [BUILTIN_PREFIX + builtin for builtin in list_builtins(section)]
     elif name == "reward.fn":
         from ppocli.rewards.resolve import BUILTIN_REWARDS
 
