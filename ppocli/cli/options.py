@@ -43,13 +43,11 @@ class Command(TyperCommand):
             try:
                 invoke(ctx)
             except AmbiguousError as error:
-                chosen = choice_of(error)
-                meant = {error.given: chosen}
+                meant = {error.given: choice_of(error)}
                 for name, value in ctx.params.items():
-                    if isinstance(value, list | tuple):
-                        ctx.params[name] = [meant.get(each, each) for each in value]
-                    elif value == error.given:
-                        ctx.params[name] = chosen
+                    several = isinstance(value, list | tuple)
+                    ctx.params[name] = [meant.get(each, each) for each in value] if several else \
+                        meant.get(value, value)
                 invoke(ctx)
 
         leave(code_of(run))
