@@ -9,37 +9,21 @@ from ppocli.text import nearest
 
 BUILTIN_PREFIX = "builtin:"
 _DATA = Path(__file__).parent / "data"
-_BUILTINS = {  # name: its folder or file, and one line about it
-    "reviews": ("reviews", "language model of short film reviews (0.6M parameters)"),
-    "reviews-sentiment": ("reviews-sentiment", "classifier of film reviews: NEGATIVE, POSITIVE"),
-    "reviews-prompts": ("reviews_prompts.jsonl",
-                        "192 neutral openings of film reviews, for training"),
-    "reviews-eval-prompts": ("reviews_eval_prompts.jsonl",
-                             "64 other openings of film reviews, for evaluation"),
-    "randomwalks": ("randomwalks", "GPT-2 fitted to random walks on a graph (1.5M parameters)"),
-    "randomwalks-prompts": ("randomwalks_prompts.jsonl",
-                            "the 20 start nodes of the random walks"),
-    "pipeline-sft": ("pipeline_sft.jsonl", "1200 requests for a film review, each with a review"),
-    "pipeline-sft-eval": ("pipeline_sft_eval.jsonl", "64 other requests, each with a review"),
-    "pipeline-pairs": ("pipeline_pairs.jsonl",
-                       "2000 pairs of film reviews, a tenth of them the wrong way round"),
-    "pipeline-pairs-eval": ("pipeline_pairs_eval.jsonl",
-                            "400 pairs to other requests, as noisy"),
-    "arithmetic": ("arithmetic.jsonl", "260 questions of arithmetic, in the form of GSM8K"),
-    "arithmetic-eval": ("arithmetic_eval.jsonl", "64 others"),
-    "guess-number": ("guess-number", "player of guess_number who hardly minds the answers "
-                     "(0.1M parameters)"),
-    "calculator": ("calculator", "player of calculator who rarely uses it (0.1M parameters)"),
-    "calculator-prompts": ("calculator_prompts.jsonl", "512 products of two numbers of two digits"),
-    "calculator-eval-prompts": ("calculator_eval_prompts.jsonl", "128 others"),
-    "everyday-prompts": ("everyday_prompts.jsonl", "250 questions of daily life, for chat models"),
-    "everyday-eval-prompts": ("everyday_eval_prompts.jsonl", "62 others"),
-}
+_BUILTINS = {
+    "model": ("reviews", "randomwalks", "guess-number", "calculator"),
+    "reward": ("reviews-sentiment",),
+    "prompts": ("reviews-prompts", "reviews-eval-prompts", "randomwalks-prompts",
+                "calculator-prompts", "calculator-eval-prompts", "everyday-prompts",
+                "everyday-eval-prompts"),
+    "data": ("pipeline-sft", "pipeline-sft-eval", "pipeline-pairs", "pipeline-pairs-eval",
+             "arithmetic", "arithmetic-eval")}
+"""the section of the configuration that takes them -> names; the README here says what each is"""
 
 
-def list_builtins() -> dict[str, str]:
-    """Name (without ``builtin:``) and one line about each built-in model and prompt file."""
-    return {name: about for name, (_, about) in _BUILTINS.items()}
+def list_builtins(*sections: str) -> list[str]:
+    """Names (without ``builtin:``) of the built-in models and files for these ``sections``, all for
+    none."""
+    return [name for section in sections or _BUILTINS for name in _BUILTINS[section]]
 
 
 def resolve_builtin(name: str) -> Path:
@@ -51,13 +35,13 @@ def resolve_builtin(name: str) -> Path:
         InputError: there is no built-in of that name, or its files are missing.
     """
     bare = name.removeprefix(BUILTIN_PREFIX)
-    if bare not in _BUILTINS:
-        near = nearest(bare, _BUILTINS, count=1)
+    if bare not in (known := list_builtins()):
+        near = nearest(bare, known, count=1)
         hint = f"did you mean {BUILTIN_PREFIX}{near[0]}? " if near else ""
         raise InputError(f"there is no built-in model or prompt file named {bare!r}", where=name,
-                         fix=f"{hint}known: " + ", ".join(BUILTIN_PREFIX + known
-                                                          for known in _BUILTINS))
-    path = _DATA / _BUILTINS[bare][0]
+                         fix=f"{hint}known: " + ", ".join(BUILTIN_PREFIX + each for each in known))
+    is_folder = bare in list_builtins("model", "reward")
+    path = _DATA / (bare if is_folder else f"{bare.replace('-', '_')}.jsonl")
     if not path.exists():
         raise InputError(f"the files of {BUILTIN_PREFIX}{bare} are missing from this installation",
                          where=str(path), fix="install ppocli again")

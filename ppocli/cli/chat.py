@@ -169,9 +169,8 @@ class Chat:
         complain(self._sampling())
 
     def _sampling(self) -> str:
-        shown = {name: getattr(self._generation, name) for name in SAMPLING_KEYS}
-        return ", ".join([f"{name}={value}" for name, value in shown.items()]
-                         + [f"seed={self._seed}"])
+        shown = [f"{name}={getattr(self._generation, name)}" for name in SAMPLING_KEYS]
+        return ", ".join([*shown, f"seed={self._seed}"])
 
     def _answer(self, text: str) -> None:
         """Each model's answer; Ctrl-C ends that answer, and what there is of it counts."""

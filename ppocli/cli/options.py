@@ -43,13 +43,11 @@ class Command(TyperCommand):
             try:
                 invoke(ctx)
             except AmbiguousError as error:
-                chosen = choice_of(error)
-                meant = {error.given: chosen}
+                meant = {error.given: choice_of(error)}
                 for name, value in ctx.params.items():
-                    if isinstance(value, list | tuple):
-                        ctx.params[name] = [meant.get(each, each) for each in value]
-                    elif value == error.given:
-                        ctx.params[name] = chosen
+                    several = isinstance(value, list | tuple)
+                    ctx.params[name] = [meant.get(each, each) for each in value] if several else \
+                        meant.get(value, value)
                 invoke(ctx)
 
         leave(code_of(run))
@@ -176,13 +174,8 @@ def _values(key: str, value: str) -> list[str]:
         options = ["never", "auto", *complete_run("")]
     elif name in ("model.path", "data.path", "data.val", "ppo.ptx.data.path", "prompts.path",
                   "prompts.eval.path"):
-        def section(builtin: str) -> str:
-            return ("prompts" if builtin.endswith("prompts") else "data"
-                    if builtin.startswith(("pipeline", "arithmetic")) else "model")
-
-        options = [BUILTIN_PREFIX + found for found, about in list_builtins().items()
-                   if not about.startswith("classifier")
-                   and section(found) == name.removeprefix("ppo.ptx.").partition(".")[0]]
+        section = name.removeprefix("ppo.ptx.").partition(".")[0]
+        options = [BUILTIN_PREFIX + builtin for builtin in list_builtins(section)]
     elif name == "reward.fn":
         from ppocli.rewards.resolve import BUILTIN_REWARDS
 

@@ -231,16 +231,21 @@ def choice_of(error: AmbiguousError) -> str:
     Raises:
         AmbiguousError: there is none to ask on, or the answer is neither.
     """
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise error
     first, second = error.choices
-    print(f"{error.what} Which one? [1: {first}, 2: {second}] ", end="", file=sys.stderr,
-          flush=True)
-    answer = sys.stdin.readline().strip()
+    answer = answer_to(f"{error.what} Which one? [1: {first}, 2: {second}] ")
     meant = {"1": first, "2": second, first: first, second: second}
     if answer not in meant:
         raise error
     return meant[answer]
+
+
+def answer_to(question: str) -> str | None:
+    """What is typed on the terminal; None where there is none to ask on."""
+    if sys.stdin is None or not sys.stdin.isatty():
+        return None
+    sys.stdout.flush()
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip()
 
 
 @contextmanager

@@ -244,8 +244,7 @@ def prune_runs(
                         keep_best=keep_best, say=output.say,
                         older_than=None if older_than is None else parse_age(older_than))
     if not plan:
-        if as_json:
-            print("[]")
+        _told(plan, as_json)
         output.say(f"There is nothing to delete in {root}.")
         return
     if not as_json:
@@ -344,9 +343,14 @@ def _delete(plan: list[Removal], yes: bool, as_json: bool = False) -> None:
     """Ask, unless with ``yes``, and delete; the first problem is raised once the rest is done."""
     from ppocli.runs.listing import carry_out
 
-    if not yes and not _confirmed(_size(plan)):
-        output.say("Nothing was deleted.")
-        return
+    if not yes:
+        answer = output.answer_to(f"Delete this ({_size(plan)})? [y/N] ")
+        if answer is None:
+            raise ConfigError("Nothing was deleted: there is no terminal to ask on.",
+                              where="command line", fix="look at the list, then add --yes")
+        if answer.lower() not in ("y", "yes"):
+            output.say("Nothing was deleted.")
+            return
     deleted: list[Removal] = []
     problems: list[PpocliError] = []
     for removal in plan:
@@ -373,12 +377,3 @@ def _told(deleted: list[Removal], as_json: bool) -> None:
             {"run": str(removal.run.absolute()), "kind": removal.kind, "because": removal.why,
              "paths": [str(part.absolute()) for part in removal.parts], "bytes": removal.size}
             for removal in deleted])
-
-
-def _confirmed(total: str) -> bool:
-    if sys.stdin is None or not sys.stdin.isatty():
-        raise ConfigError("Nothing was deleted: there is no terminal to ask on.",
-                          where="command line", fix="look at the list, then add --yes")
-    sys.stdout.flush()
-    print(f"Delete this ({total})? [y/N] ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")

@@ -217,17 +217,16 @@ def json_schema(name: str | None = None) -> dict[str, Any]:
     body = _section(TrainConfig)
     for part in name.split(".") if name else ():
         body = body["properties"][part]
-    head: dict[str, Any] = {"$schema": DIALECT,
-                            "title": "ppocli configuration" + (f": {name}" if name else "")}
     if name is None:
         body["properties"] = {
             "defaults": {"type": "array", "description": "Hydra's defaults list: which config "
                          "groups a recipe starts from"},
             "hydra": {"type": "object", "description": "settings of Hydra itself"},
             **body["properties"]}
-    return {**head, **body, "$defs": {"interpolation": {
-        "type": "string", "pattern": r"\$\{.+\}",
-        "description": "the value of another key: ${key}"}}}
+    return {"$schema": DIALECT, "title": "ppocli configuration" + (f": {name}" if name else ""),
+            **body, "$defs": {"interpolation": {
+                "type": "string", "pattern": r"\$\{.+\}",
+                "description": "the value of another key: ${key}"}}}
 
 
 def _section(section: type, prefix: str = "") -> dict[str, Any]:

@@ -216,8 +216,8 @@ def note_in_log(log_file: Path, text: str) -> None:
     file.close()
 
 
-Parts = list[tuple[str, int, int]]
-"""of a line: a text, and the least and most detail with which it is there"""
+Parts = list[tuple[str, int]]
+"""of a line: a text, and the least detail with which it is there"""
 DETAIL = 4
 
 
@@ -230,25 +230,24 @@ def row_lines(row: dict[str, Any], total: int, width: int | None = None) -> list
         lines.append(_step_parts(row, total))
     elif "lr" in row or any(name.startswith("loss/") for name in row):
         own = [name for name in row if "/" in name and not name.startswith(_NOT_ITS_OWN)]
-        lines.append([(f"step {row['step']}/{total}", 1, DETAIL),
+        lines.append([(f"step {row['step']}/{total}", 1),
                       *_named(row, sorted(own, key=lambda name: name != "loss/total")),
-                      (f"lr {figure(row.get('lr'), 1, 'e')}", 2, DETAIL),
-                      (f"{figure(row.get('time/step'), 1)} s", 1, DETAIL),
-                      (f"({figure(row.get('tokens_per_second/optimize'), 0)} tokens/s)", 3,
-                       DETAIL)])
+                      (f"lr {figure(row.get('lr'), 1, 'e')}", 2),
+                      (f"{figure(row.get('time/step'), 1)} s", 1),
+                      (f"({figure(row.get('tokens_per_second/optimize'), 0)} tokens/s)", 3)])
     if "eval/reward_mean" in row:
         lines.append(_eval_parts(row))
     elif evaluated:
-        lines.append([(f"eval at step {row['step']}", 1, DETAIL),
-                      *_named(evaluated, list(evaluated))])
+        lines.append([(f"eval at step {row['step']}", 1), *_named(evaluated, list(evaluated))])
     return [_fitting(parts, width) for parts in lines]
 
 
 def _fitting(parts: Parts, width: int | None) -> str:
-    """The line with as much detail as ``width`` has room for."""
+    """The line with as much detail as ``width`` has room for; parentheses of neighbours are one,
+    beside the seconds."""
     for detail in range(DETAIL, 0, -1):
-        line = "  ".join(text for text, low, high in parts if low <= detail <= high)
-        line = line.replace("s  (", "s (")
+        line = "  ".join(text for text, least in parts if least <= detail)
+        line = line.replace("s  (", "s (").replace(")  (", ", ")
         if width is None or cell_len(line) <= width:
             break
     return line
@@ -258,7 +257,7 @@ def _named(row: dict[str, Any], names: list[str]) -> Parts:
     """The first figures of those names, ``loss 0.693``, ``margin 1.200``; the first three matter.
     """
     return [(f"{'loss' if name == 'loss/total' else name.rpartition('/')[2]} "
-             f"{_count_or(row[name])}{_error(row, name)}", 1 if place < 3 else 2, DETAIL)
+             f"{_count_or(row[name])}{_error(row, name)}", 1 if place < 3 else 2)
             for place, name in enumerate(_without_errors(names)[:6])]
 
 
@@ -286,26 +285,27 @@ def _step_parts(row: dict[str, Any], total: int) -> Parts:
     phases = " ".join(f"{name} {shown(f'time/{name}', 1)}"
                       for name in ("rollout", "reward", "scoring", "optimize")
                       if f"time/{name}" in row)
-    return [(f"step {row['step']}/{total}", 1, DETAIL),
-            (f"reward {shown('reward/mean', 3)}±{shown('reward/std', 3)}", 1, DETAIL),
-            (f"kl {shown('objective/kl', 2)}", 1, DETAIL),
-            (f"len {shown('rollout/response_tokens_mean', 1)}", 1, DETAIL),
-            (f"loss {shown('loss/policy_avg', 3)}/{shown('loss/value_avg', 3)}", 2, DETAIL),
-            (f"clip {shown('policy/clipfrac_avg', 2)}", 2, DETAIL),
-            (f"lr {figure(row.get('lr'), 1, 'e')}", 2, DETAIL),
-            (f"{shown('time/step', 1)} s", 1, DETAIL), (f"({phases})", 3, 3),
-            (f"({phases}, {shown('tokens_per_second/rollout', 0)} tokens/s)", DETAIL, DETAIL)]
+    return [(f"step {row['step']}/{total}", 1),
+            (f"reward {shown('reward/mean', 3)}±{shown('reward/std', 3)}", 1),
+            (f"kl {shown('objective/kl', 2)}", 1),
+            (f"len {shown('rollout/response_tokens_mean', 1)}", 1),
+            (f"loss {shown('loss/policy_avg', 3)}/{shown('loss/value_avg', 3)}", 2),
+            (f"clip {shown('policy/clipfrac_avg', 2)}", 2),
+            (f"lr {figure(row.get('lr'), 1, 'e')}", 2), (f"{shown('time/step', 1)} s", 1),
+            (f"({phases})", 3), (f"({shown('tokens_per_second/rollout', 0)} tokens/s)", DETAIL)]
 
 
 def _eval_parts(row: dict[str, Any]) -> Parts:
     """The evaluation of a step."""
-    metrics = [(f"{name.removeprefix('eval/metrics/')} {figure(value, 3)}", 2, DETAIL)
-               for name, value in row.items() if name.startswith("eval/metrics/")]
-    return [(f"eval at step {row['step']}", 1, DETAIL),
-            (f"reward {figure(row.get('eval/reward_mean'), 3)}"
-             f"±{figure(row.get('eval/reward_std'), 3)}", 1, DETAIL),
-            (f"kl {figure(row.get('eval/kl_mean'), 2)}", 1, DETAIL),
-            (f"len {figure(row.get('eval/response_tokens_mean'), 1)}", 1, DETAIL), *metrics]
+    def shown(name: str, digits: int = 3) -> str:
+        return figure(row.get(name), digits)
+
+    metrics = [(f"{name.removeprefix('eval/metrics/')} {shown(name)}", 2)
+               for name in row if name.startswith("eval/metrics/")]
+    return [(f"eval at step {row['step']}", 1),
+            (f"reward {shown('eval/reward_mean')}±{shown('eval/reward_std')}", 1),
+            (f"kl {shown('eval/kl_mean', 2)}", 1),
+            (f"len {shown('eval/response_tokens_mean', 1)}", 1), *metrics]
 
 
 def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
