@@ -340,7 +340,7 @@ def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_ask_for_their_own_rows_and_one_updates_the_servers(ahead, world):
     engine = engine_for(world)
     with serving(engine) as url:
