@@ -45,10 +45,6 @@ def test_a_run_on_two_processes_comes_to_what_one_comes_to(world):
     assert_two_come_to_what_one_comes_to(world, "zero2")
 
 
-def test_samples_that_wait_are_those_of_one_process(world):
-    assert_two_come_to_what_one_comes_to(world, "ddp", "ppo.staleness=2")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["ddp", "zero3"])
 def test_samples_that_wait_are_resumed_with(world, hardware):
