@@ -159,8 +159,7 @@ def environment(**over: str) -> dict[str, str]:
     """The environment of a command under test: offline, one thread, no terminal tricks."""
     # also what libraries set in this very process
     ours = ("PPOCLI_", "HF_", "DS_", "PYTORCH_", "TORCHINDUCTOR_", "PYTHONWARNINGS")
-    env = {k: v for k, v in os.environ.items()
-           if k == "PPOCLI_KEY_FILE" or not k.startswith(ours)}
+    env = {k: v for k, v in os.environ.items() if k == "PPOCLI_KEY_FILE" or not k.startswith(ours)}
     env.update({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
                 "COLUMNS": "120", **over})
     return env

@@ -78,8 +78,7 @@ def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, m
     (here, terms, figures, weights), (there, *others) = found
     assert here.responses == there.responses
     for figure in ("logprobs", "ref_logprobs", "values", "kl"):
-        torch.testing.assert_close(getattr(there, figure), getattr(here, figure), rtol=0,
-                                   atol=1e-4)
+        torch.testing.assert_close(getattr(there, figure), getattr(here, figure), rtol=0, atol=1e-4)
     assert others[0] == pytest.approx(terms, abs=2e-3)
     assert others[1] == pytest.approx(figures, abs=2e-3)
     for place, tensor in others[2].items():

@@ -180,6 +180,5 @@ def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage
 def test_a_checkpoint_of_one_process_goes_on_under_every_stage(config, tmp_path, stage):
     config, saved = {**config, **ADAM}, tmp_path / "checkpoint"
     one = run_job(tmp_path, "one", config, f"save={saved}", world=1)
-    many = run_job(tmp_path, "many", {**config, **under(stage, tmp_path)}, f"load={saved}",
-                   world=2)
+    many = run_job(tmp_path, "many", {**config, **under(stage, tmp_path)}, f"load={saved}", world=2)
     assert largest_difference(one, many, "state/") < 1e-6

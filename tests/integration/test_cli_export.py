@@ -114,8 +114,7 @@ def test_casts_shards_and_the_value_head(finished, export, here):
     assert "prompts equal" in export("out", "--dtype", "fp32", "-o", "back").err
 
 
-def test_without_matplotlib_an_export_has_no_curve_and_says_so(finished, export, here,
-                                                               monkeypatch):
+def test_without_matplotlib_an_export_has_no_curve_and_says_so(finished, export, here, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = export(str(finished), "-o", "plain")
     assert done.code == 0

@@ -20,8 +20,7 @@ from ppocli.launching.launch import Caller, RunOutcome, launch
 from ppocli.launching.opened_folder import open_folder
 from ppocli.storage.run_folder import lock, write_config
 
-BAD_REWARD = ["+recipe=quickstart", "reward.fn=../fails.py:score", "reward.kwargs={}",
-              "~reward"]
+BAD_REWARD = ["+recipe=quickstart", "reward.fn=../fails.py:score", "reward.kwargs={}", "~reward"]
 
 
 @pytest.fixture(autouse=True)

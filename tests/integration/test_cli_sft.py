@@ -104,8 +104,7 @@ def test_more_epochs_go_on_and_other_data_are_refused(trained, world, app):
 
 def test_an_evaluation_out_of_memory_halves_its_rows(trained, world, inject, command):
     inject("evaluation.forward>1:oom")
-    ended = command("task=sft", *KEYS, "run_name=r", "sft.num_updates=1", "sft.epochs=null",
-                    code=0)
+    ended = command("task=sft", *KEYS, "run_name=r", "sft.num_updates=1", "sft.epochs=null", code=0)
     assert "evaluation of 3 rows at once: out of memory; going on with 1" in ended.err
     assert "sft.micro_batch_size=1 starts so" in ended.err
     first, whole = (stable_rows(one / "metrics.jsonl")[0] for one in (world / "runs/r", trained))

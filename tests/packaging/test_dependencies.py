@@ -31,8 +31,7 @@ def imported(folder: Path) -> dict[str, set[str]]:
             else:
                 continue
             for name in names:
-                found.setdefault(name.partition(".")[0], set()).add(
-                    str(file.relative_to(ROOT)))
+                found.setdefault(name.partition(".")[0], set()).add(str(file.relative_to(ROOT)))
     return {name: files for name, files in found.items()
             if name not in sys.stdlib_module_names and name != "ppocli"}
 
@@ -87,8 +86,7 @@ def test_what_surrounds_the_package_needs_no_more_than_the_extras(folder):
 
 PACKAGE = Path(ppocli.__file__).parent
 # these handle every key alike, so that naming one there doesn't mean that it has an effect
-GENERIC = {"config/schema.py", "config/schema_training.py",
-           "config/keys.py"}
+GENERIC = {"config/schema.py", "config/schema_training.py", "config/keys.py"}
 SHOWING = ("cli/", "doctor", "export/", "report/")
 """rooms and files that print what was set; that alone is no use of a key"""
 

@@ -147,8 +147,7 @@ def test_keys_named_like_secrets_are_refused_unshown(key, prefix):
 def test_environment_variables_are_not_read(word, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     with pytest.raises(ConfigError) as error:
-        print_composition(read_words(
-            ["+recipe=quickstart", word, "--cfg", "job", "--resolve"]))
+        print_composition(read_words(["+recipe=quickstart", word, "--cfg", "job", "--resolve"]))
     assert SECRET not in str(error.value) + capsys.readouterr().out
 
 

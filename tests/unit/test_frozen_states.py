@@ -63,8 +63,7 @@ def test_weights_are_those_of_passes_through_all_layers(tmp_path, kind, source):
 def test_decoding_alone_runs_the_frozen_layers(tmp_path, kind, reference):
     lora = {"type": "lora", "layers_to_transform": [1], "target_modules": (
         ["c_attn", "c_fc"] if kind == "gpt2" else ["q_proj", "up_proj"])}
-    over = {} if reference != "adapter" else {
-        "model__num_layers_unfrozen": -1, "model__peft": lora}
+    over = {} if reference != "adapter" else {"model__num_layers_unfrozen": -1, "model__peft": lora}
     cfg = top_layer(tmp_path, kind, model__reference__kind=reference, ppo__chunk_size=3, **over)
     found = {}
     for mib in (0, 64):

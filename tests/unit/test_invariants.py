@@ -64,8 +64,7 @@ def test_number_of_updates(tmp_path, rollouts, size, epochs, expected, micro):
 
 
 def test_the_score_and_the_eos_action_are_on_the_last_valid_token(tmp_path):
-    cfg = small_config(tmp_path, ppo__init_kl_coef=0.0, ppo__whiten_advantages=False,
-                       ppo__lam=1.0)
+    cfg = small_config(tmp_path, ppo__init_kl_coef=0.0, ppo__whiten_advantages=False, ppo__lam=1.0)
     with session_of(cfg) as session:
         rollout = rollout_of(session)
         eos = session.tokenizer.eos_token_id

@@ -95,8 +95,7 @@ def test_chunks_are_handed_over_as_soon_as_they_have_ended():
     lm = model_of("gpt2")
     whole, _ = drawn(lm, COUNT)
     passes, parts = [], []
-    drawn(lm, 6, note=passes.append, chunk=5,
-          ready=lambda out: parts.append((out, len(passes))))
+    drawn(lm, 6, note=passes.append, chunk=5, ready=lambda out: parts.append((out, len(passes))))
     assert [len(out.tokens) for out, _ in parts] == [5, 5, 5, 5, 3]
     when = [at for _, at in parts]
     assert when == sorted(when)

@@ -79,8 +79,7 @@ def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
 def test_it_holds_what_trains_and_nothing_else(tmp_path):
     with session_of(one_layer(tmp_path, "llama", "auto")) as session:
         policy, reference = session.policy.lm, session.reference
-        assert set(reference.frozen) == {n for n, p in policy.named_parameters()
-                                         if p.requires_grad}
+        assert set(reference.frozen) == {n for n, p in policy.named_parameters() if p.requires_grad}
         held = sum(t.numel() for t in reference.frozen.values())
         copied = sum(p.numel() for p in policy.parameters())
         assert reference.split.layer == 1

@@ -74,8 +74,7 @@ def test_greedy_samples_equal_ours_before_and_after_an_update(kind, tmp_path):
     {"stop_sequences": ("good", "film")}, {"length_range": (2, 5)}])
 def test_stop_rules_and_limits_are_ours(spec, tmp_path):
     with one_server(tmp_path) as (session, _):
-        assert_same(drawn(session, do_sample=False, **spec),
-                    ours(session, do_sample=False, **spec))
+        assert_same(drawn(session, do_sample=False, **spec), ours(session, do_sample=False, **spec))
 
 
 def test_weights_are_sent_only_when_they_have_changed(tmp_path):
