@@ -228,7 +228,7 @@ def test_the_check_needs_no_torch(world):
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.parametrize(("word", "code", "said"), [
+MISSPELT = [
     ("reward.fn=rewards", 7, "fix:   reward.fn=rewards:score or reward.fn=rewards:plain"),
     ("reward.fn=rewards.py:scor", 7, "Did you mean 'score'?"),
     ("reward.fn=word_lst", 7, "Did you mean 'word_list'?"),
@@ -237,16 +237,21 @@ def test_the_check_needs_no_torch(world):
     ("reward.metric_fn=absent.py:score", 7, "absent.py' (folder"),
     ("env.fn=guess_nmber", 7, "Did you mean 'guess_number'?"),
     ("rollout.engine=rewards:Sampler", 2, "There is no 'Sampler' in 'rewards.py'"),
-    ("prompts.column=text", 3, "fix:   prompts.column=prompt"),
-])
-def test_training_finds_what_is_misspelled_before_torch_loads(word, code, said, world):
-    script = ("import atexit, sys\nfrom ppocli.cli.app import main\n"
-              "atexit.register(lambda: print({'torch', 'transformers'} & set(sys.modules)))\n"
-              f"sys.argv[1:] = {['train', *words(word)]!r}\nmain()")
+    ("prompts.column=text", 3, "fix:   prompts.column=prompt")]
+
+
+def test_training_finds_what_is_misspelled_before_torch_loads(world):
+    script = ("import sys\nfrom ppocli.cli.app import app\nfrom ppocli.cli.output import code_of\n"
+              f"for given in {[words(word) for word, _, _ in MISSPELT]!r}:\n"
+              "    print(code_of(lambda: app(['train', *given], prog_name='ppocli')),\n"
+              "          {'torch', 'transformers'} & set(sys.modules))\n"
+              "    print('END', file=sys.stderr)")
     done = subprocess.run([sys.executable, "-c", script], cwd=world, text=True, timeout=60,
-                          capture_output=True, env=environment(), check=False)
-    assert (done.returncode, done.stdout) == (code, "set()\n"), done.stderr
-    assert said in done.stderr
+                          capture_output=True, env=environment(), check=True)
+    told = done.stderr.split("END\n")
+    assert done.stdout.splitlines() == [f"{code} set()" for _, code, _ in MISSPELT]
+    for text, (word, _, said) in zip(told, MISSPELT, strict=False):
+        assert said in text, (word, text)
     assert not (world / "runs").exists()
 
 
