@@ -157,8 +157,10 @@ def request_of(count: int, tokens: int = 2):
 
 def environment(**over: str) -> dict[str, str]:
     """The environment of a command under test: offline, one thread, no terminal tricks."""
-    # also what libraries set in this very process
-    ours = ("PPOCLI_", "HF_", "DS_", "PYTORCH_", "TORCHINDUCTOR_", "PYTHONWARNINGS")
+    # also what libraries and sessions set in this very process: with other variables than the
+    # forking process has, each command would load the libraries anew (tests/warm.py)
+    ours = ("PPOCLI_", "HF_", "DS_", "PYTORCH_", "TORCHINDUCTOR_", "PYTHONWARNINGS", "ACCELERATE_",
+            "LRU_", "ONEDNN_")
     env = {k: v for k, v in os.environ.items() if k == "PPOCLI_KEY_FILE" or not k.startswith(ours)}
     env.update({"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false",
                 "COLUMNS": "120", **over})
