@@ -53,9 +53,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [("gpt2", name) for name in CASES] + [
-    ("llama", name) for name in ("all layers", "top layer", "adapters",
-                                    "chunks scored in a thread")])
+STEPS = [*(("gpt2", name) for name in CASES), ("llama", "all layers"), ("llama", "top layer"),
+         ("llama", "adapters"), ("llama", "chunks scored in a thread")]
+
+
+@pytest.mark.parametrize(("kind", "name"), [
+    pytest.param(*step, marks=() if step in (
+        ("gpt2", "all layers"), ("llama", "top layer"), ("gpt2", "adapters"),
+        ("gpt2", "an offloaded reference"), ("gpt2", "full KL in the loss"),
+        ("gpt2", "a penalty and a nucleus"), ("llama", "chunks scored in a thread"),
+    ) else pytest.mark.slow) for step in STEPS])
 def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, monkeypatch, kind,
                                                                   name):
     keys = CASES[name]
