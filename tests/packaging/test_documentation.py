@@ -213,7 +213,8 @@ ELSEWHERE = {
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("script", ["like_trlx.py", "like_trl.py"])
+@pytest.mark.parametrize("script", [
+    "like_trlx.py", pytest.param("like_trl.py", marks=pytest.mark.slow)])
 def test_scripts_of_those_who_change_over_run(script, tmp_path):
     for name, content in saved_files(COMING).items():
         local = reduce(lambda text, other: text.replace(*other), ELSEWHERE.items(), content)
