@@ -56,8 +56,7 @@ def reference(shared_world: Path) -> Path:
     ``../../stdout`` keeps what the command printed.
     """
     done = run("train", *words("run_name=reference", stateful=True), cwd=shared_world,
-               HF_TOKEN=PLANTED, WANDB_API_KEY=PLANTED)
-    assert done.code == 0, done.err
+               HF_TOKEN=PLANTED, WANDB_API_KEY=PLANTED, code=0)
     (shared_world / "stdout").write_text(done.out)
     return shared_world / "runs/reference"
 

@@ -15,7 +15,7 @@ from typing import Self
 
 import pytest
 from helpers import VOLATILE, environment, save_lm, stable_rows, write_prompts
-from warm import Process, begin
+from warm import Process, Server, begin
 
 REWARDS = '''\
 import random
@@ -147,15 +147,16 @@ def app_in_process(capsys: pytest.CaptureFixture[str], *first: str) -> Command:
     return command
 
 
-def spawn(*given: str, cwd: Path, **env: str) -> Process:
+def spawn(*given: str, cwd: Path, server: Server | None = None, **env: str) -> Process:
     """The command in a process group of its own, its output on pipes."""
-    return begin(["-m", "ppocli", *given], cwd=cwd, env=environment(**env))
+    return begin(["-m", "ppocli", *given], cwd=cwd, env=environment(**env), server=server)
 
 
-def run(*given: str, cwd: Path, code: int | None = None, **env: str) -> Ended:
+def run(*given: str, cwd: Path, code: int | None = None, server: Server | None = None, **env: str
+        ) -> Ended:
     """The command in a process, which has to end with this code; nothing of it may be left
     running."""
-    process = spawn(*given, cwd=cwd, **env)
+    process = spawn(*given, cwd=cwd, server=server, **env)
     try:
         out, err = process.communicate(timeout=240)
     finally:

@@ -85,6 +85,13 @@ def rollout_of(session: Session, start: int = 0, count: int | None = None):
                            PhaseClock(session.backend.device))
 
 
+def rolled(cfg: TrainConfig, reward: Any = count_good, start: int = 0,
+           count: int | None = None) -> Rollout:
+    """One rollout of a session that is built for it."""
+    with session_of(cfg, reward) as session:
+        return rollout_of(session, start, count)
+
+
 def own_logits(lm: Any, rollout: Rollout, row: int) -> tuple[Any, Any]:
     """What transformers' pass over one sample without padding says of each token of its response,
     and those tokens."""
@@ -213,6 +220,16 @@ def save_session(session: Session, folder: Path) -> None:
 def load_session(session: Session, folder: Path) -> None:
     """What :func:`save_session` wrote, into the session."""
     read_checkpoint(PPOTask(session), folder)
+
+
+def assert_same_responses(found: Any, wanted: Any, atol: float = 2e-5) -> None:
+    """Two decodings, however they were made: the same tokens, and figures as near as rounding."""
+    import torch
+
+    for name in ("tokens", "mask", "finished"):
+        assert torch.equal(getattr(found, name), getattr(wanted, name)), name
+    for name in ("logprobs", "values"):
+        torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=0, atol=atol)
 
 
 def prompt_and_response(*given: Any) -> Sequences:

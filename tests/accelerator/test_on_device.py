@@ -53,9 +53,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("kind", "name"), [("gpt2", name) for name in CASES] + [
-    ("llama", name) for name in ("all layers", "top layer", "adapters",
-                                    "chunks scored in a thread")])
+STEPS = [*(("gpt2", name) for name in CASES), ("llama", "all layers"), ("llama", "top layer"),
+         ("llama", "adapters"), ("llama", "chunks scored in a thread")]
+
+
+@pytest.mark.parametrize(("kind", "name"), [
+    pytest.param(*step, marks=() if step in (
+        ("gpt2", "all layers"), ("llama", "top layer"), ("gpt2", "adapters"),
+        ("gpt2", "an offloaded reference"), ("gpt2", "full KL in the loss"),
+        ("gpt2", "a penalty and a nucleus"), ("llama", "chunks scored in a thread"),
+    ) else pytest.mark.slow) for step in STEPS])
 def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, monkeypatch, kind,
                                                                   name):
     keys = CASES[name]
@@ -78,8 +85,7 @@ def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, m
     (here, terms, figures, weights), (there, *others) = found
     assert here.responses == there.responses
     for figure in ("logprobs", "ref_logprobs", "values", "kl"):
-        torch.testing.assert_close(getattr(there, figure), getattr(here, figure), rtol=0,
-                                   atol=1e-4)
+        torch.testing.assert_close(getattr(there, figure), getattr(here, figure), rtol=0, atol=1e-4)
     assert others[0] == pytest.approx(terms, abs=2e-3)
     assert others[1] == pytest.approx(figures, abs=2e-3)
     for place, tensor in others[2].items():

@@ -27,8 +27,7 @@ def test_operations_of_both_sides_raise_and_numbers_without_dimensions_do_not(de
 
 
 def test_an_operation_of_both_sides_that_somebody_caught_is_told_at_the_end():
-    with (pytest.raises(AssertionError, match="lie on the host"), opened(),
-          suppress(RuntimeError)):
+    with (pytest.raises(AssertionError, match="lie on the host"), opened(), suppress(RuntimeError)):
         torch.ones(2, device="sim").add(torch.ones(2))
 
 

@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from helpers import mostly_slow
 from sessions import (
     count_letters,
     fresh_state,
@@ -66,8 +67,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("keys", CASES.values(), ids=CASES)
-def test_a_step_waits_for_what_decides_and_no_more(sim, tmp_path, keys):
+@pytest.mark.parametrize("name", mostly_slow(CASES, quick=lambda name: name in (
+    "all layers", "top layer", "bf16", "gspo")))
+def test_a_step_waits_for_what_decides_and_no_more(sim, tmp_path, name):
+    keys = CASES[name]
     cfg = small_config(tmp_path, hardware__device="cuda", ppo__ppo_epochs=2, **SAMPLED, **keys)
     with session_of(cfg, reward=count_letters) as session:
         phases_of(sim, session, 8)  # the optimizer's state is made

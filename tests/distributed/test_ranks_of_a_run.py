@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import jsonl, stable_rows
 from ranks import REWARD, close_to, rows_of, wait_for_no_ranks
-from runs import app_in_process, assert_tidy, copied, run, spawn, wait_for, words
+from runs import app_in_process, assert_tidy, copied, last_checkpoint, run, spawn, wait_for, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppocli
@@ -37,14 +37,15 @@ def assert_two_come_to_what_one_comes_to(world: Path, hardware: str, *more: str)
     assert close_to(stable_rows(world / "runs/one/metrics.jsonl"),
                     stable_rows(world / "runs/two/metrics.jsonl"))
     assert_tidy(world / "runs/two")
-    checkpoint = world / "runs/two/checkpoints/step-000004"
-    assert len(list(checkpoint.glob("optimizer-*-of-00002.safetensors"))) == 2
+    assert len(list(last_checkpoint(world / "runs/two").glob(
+        "optimizer-*-of-00002.safetensors"))) == 2
 
 
 def test_a_run_on_two_processes_comes_to_what_one_comes_to(world):
-    assert_two_come_to_what_one_comes_to(world, "zero2")
+    assert_two_come_to_what_one_comes_to(world, "zero2", "ppo.num_steps=2")
 
 
+@pytest.mark.slow
 def test_samples_that_wait_are_those_of_one_process(world):
     assert_two_come_to_what_one_comes_to(world, "ddp", "ppo.staleness=2")
 

@@ -63,8 +63,7 @@ def test_a_stop_while_one_is_written_waits_saves_and_names_what_goes_on_exactly(
     folder = world / "runs/r"
     assert process.returncode == 143, out + err
     assert "; saved step 2" in err
-    assert {name for name in names(folder) if name[0] not in "lb"} == {
-        "step-000001", "step-000002"}
+    assert {name for name in names(folder) if name[0] not in "lb"} == {"step-000001", "step-000002"}
     command = err[err.index("resume with: ppocli ") + len("resume with: ppocli "):].split()
     done = run(*command[:2], cwd=world, code=0)
     assert done.out.splitlines()[-1] == str(folder / "model")
@@ -93,8 +92,7 @@ def test_kill9_while_one_is_written_and_training_goes_on(command, reference, wor
     assert_equal_runs(reference, world / "runs/r")
 
 
-def test_a_policy_that_diverges_names_the_checkpoint_that_was_being_written(
-        command, inject, world):
+def test_a_policy_that_diverges_names_the_checkpoint_that_was_being_written(command, inject, world):
     inject("save.before_rename@2:sleep=2,optimize.minibatch@9+:nan")
     ended = command(*words("run_name=r", "checkpoint.background=always"), code=4)
     assert "last healthy: step 2 in " in ended.err

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers import mostly_slow
 from runs import assert_equal_runs, copied, spawn, wait_for, whole_copy, words
 
 from ppocli.config.compose import Checked
@@ -149,8 +150,9 @@ def test_what_vanishes_while_a_run_goes_on_is_written_again(command, world, monk
     assert "run.json was gone; it is written again as it was" in ended.err
 
 
-@pytest.mark.parametrize("background", ["never", "always"])
-@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize(("background", "moved"), mostly_slow(
+    ["never", "always"], [False, True],
+    quick=lambda background, moved: (background == "always") == moved))
 def test_a_run_whose_folder_goes_away_says_so_once(background, moved, command, world, monkeypatch):
     prune = retention.prune
 

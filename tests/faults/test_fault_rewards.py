@@ -80,8 +80,7 @@ def test_a_thread_that_a_reward_leaves_running_is_an_error_at_the_end(command, w
 def test_what_a_reward_takes_from_python_is_put_back(deed, told, world):
     """The rows after it, and the path of the model, are printed; the model's card is written."""
     fn = write_reward(world, f"import json, sys\n    if calls == 2: {deed}\n    return good")
-    ended = run("train", *words(fn, "run_name=r"), cwd=world)
-    assert ended.code == 0, ended.said
+    ended = run("train", *words(fn, "run_name=r"), cwd=world, code=0)
     assert "Traceback" not in ended.err
     assert told in ended.err
     assert ended.out.splitlines()[-1].endswith("runs/r/model")

@@ -158,8 +158,7 @@ def test_free_mappings_take_new_keys_without_plus():
                       "reward.fns.b.fn=keyword", "reward.fns.b.kwargs.words=[x,y]").config
     assert config.reward.fns == {"a": {"fn": "length", "weight": 0.5},
                                  "b": {"fn": "keyword", "kwargs": {"words": ["x", "y"]}}}
-    assert "label" not in checked("+recipe=quickstart",
-                                   "~reward.kwargs.label").config.reward.kwargs
+    assert "label" not in checked("+recipe=quickstart", "~reward.kwargs.label").config.reward.kwargs
 
 
 def test_interpolations_are_resolved():

@@ -97,8 +97,7 @@ def test_a_run_has_turns_in_its_samples_and_figures_of_its_episodes(plays):
     pytest.param(fault, marks=pytest.mark.slow) for fault in (
         "score.before@4:kill9", "optimize.minibatch@5:kill9", "save.before_rename@2:kill9"))])
 def test_kill9_and_resume_give_the_same_run(fault, plays, stage, command):
-    killed = run("train", *playing("run_name=plays"), cwd=stage, PPOCLI_FAULTS=fault)
-    assert killed.code == -9, killed.err
+    run("train", *playing("run_name=plays"), cwd=stage, PPOCLI_FAULTS=fault, code=-9)
     command(*playing("run_name=plays", "resume=auto"), code=0)
     assert_equal_runs(plays, stage / RUN)
 
@@ -178,9 +177,8 @@ def test_eval_plays_the_same_episodes_as_the_run(place, app):
 
 
 def test_an_evaluation_goes_on_only_with_the_same_environment(place, app):
-    fault = run("eval", RUN, "--name", "x", "ppo.chunk_size=2", cwd=place,
-                PPOCLI_FAULTS="score.before@2:kill9")
-    assert fault.code == -9
+    run("eval", RUN, "--name", "x", "ppo.chunk_size=2", cwd=place,
+                PPOCLI_FAULTS="score.before@2:kill9", code=-9)
     again = ["eval", RUN, "--name", "x", "--resume", "ppo.chunk_size=2"]
     assert "env.max_turns: 3 -> 2" in app(*again, "env.max_turns=2", code=5).err
     with (place / "env.py").open("a") as file:

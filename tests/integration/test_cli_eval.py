@@ -239,8 +239,7 @@ def test_a_model_says_what_is_not_followed(place, evaluate):
     lm = save_lm(place / "lm")
     GenerationConfig(do_sample=True, temperature=0.6, top_k=7, eos_token_id=1).save_pretrained(lm)
     write_prompts(place / "p.jsonl", ["the film"])
-    given = ["./lm", "--prompts", "p.jsonl", "--reward", "length",
-             "reward.kwargs.target=3"]
+    given = ["./lm", "--prompts", "p.jsonl", "--reward", "length", "reward.kwargs.target=3"]
     told = "to sample as it says: "
     assert f"{told}generation.temperature=0.6 generation.top_k=7\n" in evaluate(*given).err
     done = evaluate(*given, "generation.temperature=0.6", "generation.top_k=7", "--json")

@@ -114,11 +114,9 @@ def test_casts_shards_and_the_value_head(finished, export, here):
     assert "prompts equal" in export("out", "--dtype", "fp32", "-o", "back").err
 
 
-def test_without_matplotlib_an_export_has_no_curve_and_says_so(finished, export, here,
-                                                               monkeypatch):
+def test_without_matplotlib_an_export_has_no_curve_and_says_so(finished, export, here, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = export(str(finished), "-o", "plain")
-    assert done.code == 0
+    done = export(str(finished), "-o", "plain", code=0)
     assert "no curve.svg: it needs matplotlib, which is not installed: pip install" in done.err
     assert names(here / "plain") == FILES - {"curve.svg"}
     assert "curve.svg" not in (here / "plain/README.md").read_text()

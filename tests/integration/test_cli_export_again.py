@@ -1,6 +1,7 @@
 """``ppocli export`` beside others (evaluations, other exports, an earlier folder), and ``--to-hub``
 against a Hub of our own."""
 
+import functools
 import json
 import os
 import shlex
@@ -10,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import jsonl, save_lm
+from helpers import environment, jsonl, save_lm
 from hub_double import TOKEN, HubDouble
-from runs import STEPS, Ended, run
+from runs import STEPS, Command, Ended, run
+from warm import Server
 
 import ppocli
 from ppocli.errors import ConfigError
@@ -164,17 +166,40 @@ def here(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     return tmp_path
 
 
-@pytest.fixture
-def hub() -> Iterator[HubDouble]:
+@pytest.fixture(scope="module")
+def one_hub() -> Iterator[tuple[HubDouble, Server]]:
+    """A Hub, and a process that has loaded the libraries with its address."""
     with HubDouble() as double:
-        yield double
+        server = Server(env=environment(**double.environment()))
+        yield double, server
+        server.close()
 
 
-def push(hub: HubDouble, here: Path, *words: str, run_name: str = FOLDER, **env: str) -> Ended:
-    """Push the export; no token may be shown, whatever happens."""
-    done = run("export", f"./{run_name}", "--to-hub", *words, cwd=here, **hub.environment(**env))
-    assert TOKEN not in done.said
-    return done
+@pytest.fixture
+def hub(one_hub: tuple[HubDouble, Server]) -> HubDouble:
+    """An empty one."""
+    double, _ = one_hub
+    double.repos, double.store, double.requests, double.failures = {}, {}, [], []
+    double.role = "write"
+    return double
+
+
+@pytest.fixture
+def export_to(one_hub: tuple[HubDouble, Server], hub: HubDouble, here: Path) -> Command:
+    """``ppocli export`` in a process that knows the Hub; no token may be shown, whatever
+    happens."""
+    def command(*given: str, **env: str) -> Ended:
+        done = run("export", *given, cwd=here, server=one_hub[1], **hub.environment(**env))
+        assert TOKEN not in done.said
+        return done
+
+    return command
+
+
+@pytest.fixture
+def push(export_to: Command) -> Command:
+    """Push the export."""
+    return functools.partial(export_to, f"./{FOLDER}", "--to-hub")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -191,10 +216,10 @@ def assert_failed(done: Ended, cause: str, again: str, folder: Path) -> None:
     assert (folder / FOLDER / "export.json").is_file()
 
 
-def test_export_and_push_in_one_go(hub, here, exported):
+def test_export_and_push_in_one_go(hub, export_to, here, exported):
     """Private by default, under the token's user; the weights go by LFS; every byte arrives."""
     shutil.copytree(exported.parent / "lm", here / "lm")
-    done = run("export", "./lm", "-o", "mine", "--to-hub", cwd=here, **hub.environment())
+    done = export_to("./lm", "-o", "mine", "--to-hub")
     assert (done.code, done.out) == (0, f"{hub.url}/tester/lm\n"), done.err
     assert done.err.index("Verified: ") < done.err.index("created tester/lm (private)")
     repo = hub.repos["tester/lm"]
@@ -205,8 +230,8 @@ def test_export_and_push_in_one_go(hub, here, exported):
     assert hub.requests.index("GET /api/whoami-v2") < hub.requests.index("POST /api/repos/create")
 
 
-def test_pushing_again_replaces_stale_weights_and_keeps_what_was_written_there(hub, here):
-    done = push(hub, here, "--repo-id", "tester/x", "--public")
+def test_pushing_again_replaces_stale_weights_and_keeps_what_was_written_there(hub, push, here):
+    done = push("--repo-id", "tester/x", "--public")
     assert (done.code, done.out) == (0, f"{hub.url}/tester/x\n"), done.err
     repo = hub.repos["tester/x"]
     assert not repo.private
@@ -215,7 +240,7 @@ def test_pushing_again_replaces_stale_weights_and_keeps_what_was_written_there(h
     theirs = with_user_text(files["README.md"].decode(), "Written on the Hub.")
     files |= {"README.md": theirs.encode(), "model-00007-of-00009.safetensors": b"stale",
               "adapter.safetensors": b"someone's"}
-    again = push(hub, here, "--repo-id", "tester/x", "--public")
+    again = push("--repo-id", "tester/x", "--public")
     assert again.code == 0, again.err
     assert "kept the text that was written on the Hub" in again.err
     there = hub.repos["tester/x"].branches["main"]
@@ -226,30 +251,30 @@ def test_pushing_again_replaces_stale_weights_and_keeps_what_was_written_there(h
     assert PLACEHOLDER not in card.read_text()
 
 
-def test_branches_and_pull_requests(hub, here):
-    done = push(hub, here, "--revision", "v2", "--repo-id", "x")
+def test_branches_and_pull_requests(hub, push, export_to, here):
+    done = push("--revision", "v2", "--repo-id", "x")
     assert (done.code, done.out) == (0, f"{hub.url}/tester/x/tree/v2\n"), done.err
     repo = hub.repos["tester/x"]
     assert repo.branches["v2"] == contents(here / FOLDER)
     assert repo.branches["main"] == {}
     hub.fail("POST /api/models/tester/x/commit/refs/pr/1", 400, message="not like this")
-    failed = push(hub, here, "--create-pr", "--repo-id", "x")
+    failed = push("--create-pr", "--repo-id", "x")
     command = "ppocli export ./out --to-hub --repo-id tester/x --revision refs/pr/1"
     assert_failed(failed, "the Hub refused (HTTP 400", command, here)
     hub.failures.clear()
-    done = run(*shlex.split(command)[1:], cwd=here, **hub.environment())
+    done = export_to(*shlex.split(command)[2:])
     assert (done.code, done.out) == (0, f"{hub.url}/tester/x/discussions/1\n"), done.err
     assert len(repo.pulls) == 1
     assert repo.branches["refs/pr/1"] == contents(here / FOLDER)
     assert repo.branches["main"] == {}
 
 
-def test_a_repository_of_another_visibility_is_left_alone(hub, here):
-    assert push(hub, here, "--repo-id", "tester/x", "--public").code == 0
+def test_a_repository_of_another_visibility_is_left_alone(hub, push, here):
+    assert push("--repo-id", "tester/x", "--public").code == 0
     before = dict(hub.repos["tester/x"].branches["main"])
     (here / FOLDER / "README.md").write_text("new")
     for words, why in (((), "the default is private"), (("--private",), "asked for private")):
-        done = push(hub, here, "--repo-id", "tester/x", *words)
+        done = push("--repo-id", "tester/x", *words)
         assert_failed(done, f"the repository is there already and is public, and {why}",
                       "push to the public repository: ppocli export ./out --to-hub "
                       "--repo-id tester/x --public", here)
@@ -261,26 +286,26 @@ def test_a_repository_of_another_visibility_is_left_alone(hub, here):
      "did not go through: your token may not write there (HTTP 403: no write access to org) "
      "(creating the repository)."),
     ("GET /api/whoami-v2", 401, "no", "x", "your token is not accepted (HTTP 401")])
-def test_refusals(hub, here, request_, status, message, repo, cause):
+def test_refusals(hub, push, here, request_, status, message, repo, cause):
     hub.fail(request_, status, message=message)
-    done = push(hub, here, "--repo-id", repo, "--public")
+    done = push("--repo-id", repo, "--public")
     assert_failed(done, cause, f"ppocli export ./out --to-hub --repo-id {repo} --public", here)
     assert hub.count(request_) == 1
 
 
-def test_a_failing_hub_is_waited_for_but_not_for_ever(hub, here):
+def test_a_failing_hub_is_waited_for_but_not_for_ever(hub, push, here):
     """One failure of each kind is survived, a dropped commit too; then it stays broken."""
     hub.fail("GET /api/models/tester/x$", 500, times=1)
     hub.fail("POST /tester/x.git/info/lfs", 503, times=1)
     hub.fail("POST /api/models/tester/x/commit", 0, times=1)
-    done = push(hub, here, "--repo-id", "tester/x")
+    done = push("--repo-id", "tester/x")
     assert done.code == 0, done.err
     assert "looking for the repository: the Hub failed (HTTP 500); trying again in 1 s" in done.err
     assert "uploading: the connection failed (" in done.err
     assert hub.repos["tester/x"].branches["main"] == contents(here / FOLDER)
     hub.fail("GET /api/whoami-v2", 500)
     hub.requests.clear()
-    done = push(hub, here, "--repo-id", "tester/x")
+    done = push("--repo-id", "tester/x")
     assert_failed(done, "the Hub failed (HTTP 500) (asking the Hub who you are)",
                   "try again: ppocli export ./out --to-hub --repo-id tester/x", here)
     assert hub.count("GET /api/whoami-v2") == 3
@@ -296,25 +321,25 @@ def test_no_hub_to_be_reached(here):
         "  fix:   try again: ppocli export ./out --to-hub\n"))
 
 
-def test_tokens_that_will_not_do(hub, here):
+def test_tokens_that_will_not_do(hub, push, here):
     hub.role = "read"
-    done = push(hub, here)
+    done = push()
     assert_failed(done, "your token may only read", f"{hub.url}/settings/tokens", here)
-    done = push(hub, here, HF_TOKEN="", HF_HOME=str(here / "nobody"))
+    done = push(HF_TOKEN="", HF_HOME=str(here / "nobody"))
     assert_failed(done, "there is no token",
                   "log in with hf auth login (or set HF_TOKEN), then: ppocli export ./out", here)
     assert hub.repos == {}
 
 
-def test_only_what_was_verified_is_pushed(hub, here):
+def test_only_what_was_verified_is_pushed(hub, push, here):
     (here / FOLDER / "private-notes.txt").write_text("not for the Hub")
     (here / FOLDER / "README.md").write_text("---\nlicense: mit\n---\nMy own card.\n")
-    assert push(hub, here, "--repo-id", "tester/x").code == 0
+    assert push("--repo-id", "tester/x").code == 0
     there = hub.repos["tester/x"].branches["main"]
     assert "private-notes.txt" not in there
     assert there["README.md"] == b"---\nlicense: mit\n---\nMy own card.\n"
     shard = next((here / FOLDER).glob("model-00001*"))
     shard.write_bytes(shard.read_bytes()[:-1] + b"x")
-    done = push(hub, here, "--repo-id", "tester/x")
+    done = push("--repo-id", "tester/x")
     assert (done.code, done.err.splitlines()[0]) == (
         3, f"Error: {shard.name} in out is not as it was exported.")

@@ -150,8 +150,7 @@ def test_a_chat_template_is_used_on_demand_or_as_in_the_run(here, generate):
     assert [chat[0]["response"], warm[0]["response"]] == [one[0]["response"] for one in spelled]
     assert plain[0]["response"] != chat[0]["response"]
     assert chat[0]["prompt"] == "the film"
-    (here / "talks.jsonl").write_text(
-        '{"prompt": [{"role": "user", "content": "the film"}]}\n')
+    (here / "talks.jsonl").write_text('{"prompt": [{"role": "user", "content": "the film"}]}\n')
     asked = rows(generate("./talker", "--prompts", "talks.jsonl", "--json", "--chat", *SHORT))
     assert asked[0]["response"] == chat[0]["response"]
     assert asked[0]["prompt"] == "you the film . i "
@@ -160,8 +159,7 @@ def test_a_chat_template_is_used_on_demand_or_as_in_the_run(here, generate):
     lacking = generate("first", "-p", "x", "--chat")
     assert (lacking.code, lacking.err.splitlines()[0]) == (
         3, "Error: The tokenizer of runs/first, step 4 has no chat template.")
-    assert "--system needs a conversation" in generate(
-        "first", "-p", "x", "--system", "y").err
+    assert "--system needs a conversation" in generate("first", "-p", "x", "--system", "y").err
     assert "fix:   --chat" in generate("./talker", "--prompts", "talks.jsonl").err
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import checked
+from helpers import checked, refused
 
 from ppocli.config.compose import Checked
 from ppocli.config.resolved import read_config
@@ -20,8 +20,7 @@ from ppocli.launching.launch import Caller, RunOutcome, launch
 from ppocli.launching.opened_folder import open_folder
 from ppocli.storage.run_folder import lock, write_config
 
-BAD_REWARD = ["+recipe=quickstart", "reward.fn=../fails.py:score", "reward.kwargs={}",
-              "~reward"]
+BAD_REWARD = ["+recipe=quickstart", "reward.fn=../fails.py:score", "reward.kwargs={}", "~reward"]
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +48,8 @@ def run_folder(name: str, *words: str) -> Path:
 
 
 def test_a_bad_reward_leaves_nothing():
-    with pytest.raises(RewardError) as error:
+    with refused(RewardError, "no_such_module"):
         begin(config("output_dir=deep/er"))
-    assert "no_such_module" in str(error.value)
     assert os.listdir() == []
 
 
@@ -112,18 +110,16 @@ def test_auto_starts_afresh_or_goes_on():
     assert said == [f"resume=auto: there is no run in {Path('runs/r').absolute()} yet, "
                     "starting afresh", f"{Path('runs/r').absolute()}: loading builtin:reviews"]
     run_folder("r")
-    with pytest.raises(CheckpointError) as error:
+    with refused(CheckpointError, "seed: 0 -> 8"):
         begin(config("resume=auto", "run_name=r", "seed=8"))
-    assert "seed: 0 -> 8" in str(error.value)
 
 
 def test_the_config_of_a_running_run_is_not_changed():
     run = run_folder("r")
     changed = read_config(run / "config.yaml")
     changed.ppo.total_episodes = 9
-    with lock(run), pytest.raises(CheckpointError) as error:
+    with lock(run), refused(CheckpointError, str(os.getpid())):
         begin(changed, run)
-    assert str(os.getpid()) in str(error.value)
     assert read_config(run / "config.yaml").ppo.total_episodes != 9
 
 

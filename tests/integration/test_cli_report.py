@@ -288,8 +288,7 @@ def test_where_the_time_went_is_the_summarys_profile_or_else_that_of_the_steps(r
     for name, phase in found.items():
         assert phase["seconds"] == pytest.approx(profile[name]["seconds"]), name
         assert phase["cpu_seconds"] == pytest.approx(profile[name]["cpu_seconds"]), name
-        assert phase["tokens_per_second"] == (
-            None if lost else profile[name]["tokens_per_second"])
+        assert phase["tokens_per_second"] == (None if lost else profile[name]["tokens_per_second"])
 
 
 def test_an_unusable_checkpoint_is_called_so(run, say):

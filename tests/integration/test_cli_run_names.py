@@ -88,8 +88,7 @@ def test_on_a_terminal_it_is_asked_which(twice, capsys, monkeypatch, answer, cod
 
 def test_near_names_are_told_before_anything_loads(place, capsys):
     typed = app_in_process(capsys)
-    assert "There is no run don; did you mean done?" in typed(
-        "resume", "don", code=5).err
+    assert "There is no run don; did you mean done?" in typed("resume", "don", code=5).err
     assert "did you mean base?" in typed("eval", "done", "--against", "bse", code=3).err
 
 

@@ -203,8 +203,7 @@ def test_a_run_that_began_again_after_the_plan_is_left_alone(runs):
     assert (runs / "failed").exists()
 
 
-@pytest.mark.parametrize("process", [
-    "shared", pytest.param("fresh", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("process", ["shared", pytest.param("fresh", marks=pytest.mark.slow)])
 def test_a_run_that_is_being_resumed_is_kept(runs, process):
     """From the first word about loading on, before the libraries are there."""
     (plan,) = plan_pruning(runs / "done", checkpoints=True, failed=False)

@@ -104,8 +104,7 @@ def test_more_epochs_go_on_and_other_data_are_refused(trained, world, app):
 
 def test_an_evaluation_out_of_memory_halves_its_rows(trained, world, inject, command):
     inject("evaluation.forward>1:oom")
-    ended = command("task=sft", *KEYS, "run_name=r", "sft.num_updates=1", "sft.epochs=null",
-                    code=0)
+    ended = command("task=sft", *KEYS, "run_name=r", "sft.num_updates=1", "sft.epochs=null", code=0)
     assert "evaluation of 3 rows at once: out of memory; going on with 1" in ended.err
     assert "sft.micro_batch_size=1 starts so" in ended.err
     first, whole = (stable_rows(one / "metrics.jsonl")[0] for one in (world / "runs/r", trained))
@@ -152,6 +151,5 @@ def test_the_estimate_has_no_reference_and_no_value(world, capsys):
                                 "--prompt-tokens", "20", "--json", code=0).out)
     assert pairs["samples_a_pass"] == 64  # of 32 pairs
     assert not pairs["generation_bytes"] > pairs["update_bytes"]
-    told = estimate("task=sft", *KEYS, "sft.mini_batch_size=512", "--memory", "0.001")
-    assert told.code == 8
+    told = estimate("task=sft", *KEYS, "sft.mini_batch_size=512", "--memory", "0.001", code=8)
     assert "sft.micro_batch_size=1" in told.err

@@ -74,8 +74,7 @@ def test_exit_codes(more, code, said, validate, world):
 
 def test_a_reward_of_ones_own_after_a_recipe_is_told_the_words_that_work(validate, world):
     (world / "own.py").write_text("def score(outputs):\n    return [0.0] * len(outputs)\n")
-    done = validate("+recipe=quickstart", "reward.fn=own:score")
-    assert done.code == 7
+    done = validate("+recipe=quickstart", "reward.fn=own:score", code=7)
     assert "has no argument 'model'" in done.err
     told = done.err.strip().rpartition("take the recipe's reward out: ")[2].split()
     assert told == ["reward=null", "reward.fn=own:score"]
@@ -86,8 +85,7 @@ def test_a_reward_of_ones_own_after_a_recipe_is_told_the_words_that_work(validat
 def test_every_reward_of_several_is_checked(validate, world):
     done = validate(*words("reward.fn=null", "reward.fns.a.fn=rewards.py:nope",
                            "reward.fns.b.fn=gone.py:score", "reward.fns.c.fn=length",
-                           "reward.fns.d.fn=rewards.py:plain"))
-    assert done.code == 7
+                           "reward.fns.d.fn=rewards.py:plain"), code=7)
     assert "Error: 3 problems:" in done.err
     for part in ("reward.fns.a.fn", "reward.fns.b.fn", "reward.fns.c"):
         assert part in done.err
@@ -97,12 +95,10 @@ def test_every_reward_of_several_is_checked(validate, world):
 def test_resuming_is_compared_with_the_run(validate, finished):
     before = everything(finished)
     assert validate("resume=runs/mine", "ppo.num_steps=9").out.endswith(f"into {finished}\n")
-    done = validate("resume=runs/mine", "seed=8")
-    assert done.code == 5
+    done = validate("resume=runs/mine", "seed=8", code=5)
     assert "seed: 0 -> 8" in done.err
     (finished / "checkpoints").rename("elsewhere")
-    done = validate("resume=runs/mine")
-    assert done.code == 5
+    done = validate("resume=runs/mine", code=5)
     assert "has no valid checkpoint to go on from" in done.err
     Path("elsewhere").rename(finished / "checkpoints")
     assert everything(finished) == before
@@ -111,11 +107,9 @@ def test_resuming_is_compared_with_the_run(validate, finished):
 def test_every_job_of_a_sweep_is_checked(validate, world):
     before = everything(world)
     done = validate("-m", *words("ppo.vf_coef=0.1,0.2", "reward.fn=rewards.py:plain,length",
-                                 "run_name=null"))
-    assert done.code == 7
+                                 "run_name=null"), code=7)
     assert done.err.startswith("Error: job 2, 3: length"), done.err
-    done = validate("-m", *words("seed=1,2"))
-    assert done.code == 0
+    done = validate("-m", *words("seed=1,2"), code=0)
     assert done.out.splitlines()[0] == "valid: a sweep of 2 jobs"
     assert "  job 1 (seed=2): ./lm, reward rewards.py:plain" in done.out
     assert "into runs/sweep-DATE-TIME/1" in done.out
@@ -124,8 +118,7 @@ def test_every_job_of_a_sweep_is_checked(validate, world):
     assert done.code == 2
     assert [problem["what"] for problem in problems] == [
         "job 0, 2: ppo.gamma: 2 must be >= 0 and <= 1", "job 2, 3: seed: x must be a whole number"]
-    done = validate("-m", *words("seed=1,2", "hydra/launcher=joblib"))
-    assert done.code == 2
+    done = validate("-m", *words("seed=1,2", "hydra/launcher=joblib"), code=2)
     assert "hydra/launcher decides the jobs" in done.err
     assert everything(world) == before
 
@@ -181,8 +174,7 @@ def odd(world: Path, body: str) -> None:
 def test_the_rehearsal_in_words(validate, world):
     odd(world, "return [1.5] * len(samples)")
     done = validate(*words("reward.fn=odd.py:score", "prompts.template='\x1b[31m{prompt}'"),
-                    "--deep")
-    assert done.code == 0, done.err
+                    "--deep", code=0)
     lines = done.out.splitlines()
     assert lines[0].startswith("valid: ./lm")
     assert "first prompt as the model gets it" in lines[2]
@@ -204,8 +196,7 @@ def test_a_reference_that_disagrees_is_pointed_out(validate, world, monkeypatch)
 
 def test_samples_without_scores_are_told(validate, world):
     odd(world, "return [None] * len(samples)")
-    done = validate(*words("reward.fn=odd.py:score", "reward.on_invalid=skip"), "--deep")
-    assert done.code == 0, done.err
+    done = validate(*words("reward.fn=odd.py:score", "reward.on_invalid=skip"), "--deep", code=0)
     assert "sample 1: score none" in done.out
     assert "gradient: not tried, no sample has a score" in done.out
 
@@ -237,7 +228,7 @@ def test_the_check_needs_no_torch(world):
     assert done.stdout.splitlines()[-1] == "set()"
 
 
-@pytest.mark.parametrize(("word", "code", "said"), [
+MISSPELT = [
     ("reward.fn=rewards", 7, "fix:   reward.fn=rewards:score or reward.fn=rewards:plain"),
     ("reward.fn=rewards.py:scor", 7, "Did you mean 'score'?"),
     ("reward.fn=word_lst", 7, "Did you mean 'word_list'?"),
@@ -246,16 +237,21 @@ def test_the_check_needs_no_torch(world):
     ("reward.metric_fn=absent.py:score", 7, "absent.py' (folder"),
     ("env.fn=guess_nmber", 7, "Did you mean 'guess_number'?"),
     ("rollout.engine=rewards:Sampler", 2, "There is no 'Sampler' in 'rewards.py'"),
-    ("prompts.column=text", 3, "fix:   prompts.column=prompt"),
-])
-def test_training_finds_what_is_misspelled_before_torch_loads(word, code, said, world):
-    script = ("import atexit, sys\nfrom ppocli.cli.app import main\n"
-              "atexit.register(lambda: print({'torch', 'transformers'} & set(sys.modules)))\n"
-              f"sys.argv[1:] = {['train', *words(word)]!r}\nmain()")
+    ("prompts.column=text", 3, "fix:   prompts.column=prompt")]
+
+
+def test_training_finds_what_is_misspelled_before_torch_loads(world):
+    script = ("import sys\nfrom ppocli.cli.app import app\nfrom ppocli.cli.output import code_of\n"
+              f"for given in {[words(word) for word, _, _ in MISSPELT]!r}:\n"
+              "    print(code_of(lambda: app(['train', *given], prog_name='ppocli')),\n"
+              "          {'torch', 'transformers'} & set(sys.modules))\n"
+              "    print('END', file=sys.stderr)")
     done = subprocess.run([sys.executable, "-c", script], cwd=world, text=True, timeout=60,
-                          capture_output=True, env=environment(), check=False)
-    assert (done.returncode, done.stdout) == (code, "set()\n"), done.stderr
-    assert said in done.stderr
+                          capture_output=True, env=environment(), check=True)
+    told = done.stderr.split("END\n")
+    assert done.stdout.splitlines() == [f"{code} set()" for _, code, _ in MISSPELT]
+    for text, (word, _, said) in zip(told, MISSPELT, strict=False):
+        assert said in text, (word, text)
     assert not (world / "runs").exists()
 
 

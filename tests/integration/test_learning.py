@@ -51,8 +51,7 @@ def test_a_reward_that_never_differs_leaves_the_policy_where_it_was(words, score
     """Neither rounding nor what the critic doesn't know yet is whitened into steps, nor do Adam's
     steps come of it."""
     monkeypatch.chdir(tmp_path)
-    Path("rare.py").write_text(
-        f"def score(responses, response_ids, **_):\n    return {scores}\n")
+    Path("rare.py").write_text(f"def score(responses, response_ids, **_):\n    return {scores}\n")
     app_in_process(capsys)(
         "train", "+recipe=quickstart", "~reward", "reward.fn=rare.py:score", *words, "run_name=r",
         "ppo.total_episodes=null", "ppo.num_steps=6", "ppo.num_rollouts=32",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import jsonl
+from helpers import jsonl, refused
 from runs import WORDS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -180,9 +180,8 @@ def test_tensors_come_back_as_they_went_in(idle, tokenizer):
     ({"temperature": 0.0}, "temperature"), ({"batch_size": 0}, "batch_size"),
     ({"max_new_tokens": 64}, "new tokens leave no room")])
 def test_generation_arguments_are_checked(arguments, said, idle):
-    with pytest.raises(ConfigError) as caught:
+    with refused(ConfigError, said):
         idle.generate([[4, 9]], **arguments)
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(("objects", "said"), [

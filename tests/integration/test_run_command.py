@@ -58,8 +58,7 @@ def test_metrics_samples_and_events_agree(reference):
 @pytest.mark.long
 def test_epochs_are_passes_over_the_prompts_and_a_resume_may_add_some(world, command, capsys):
     (world / "prompts.txt").write_text("the film\ni saw\nit was\n")
-    (world / "own.py").write_text(
-        "def score(outputs, **_):\n    return [0.0] * len(outputs)\n")
+    (world / "own.py").write_text("def score(outputs, **_):\n    return [0.0] * len(outputs)\n")
     words = ("model.path=lm", "prompts.path=prompts.txt", "reward.fn=own.py:score", "ppo.epochs=2",
              "ppo.n=2", "ppo.num_rollouts=8", "ppo.mini_batch_size=8", "hardware.device=cpu",
              "generation.max_new_tokens=4", "eval.every_steps=null", "run_name=r")

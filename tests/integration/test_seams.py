@@ -51,8 +51,7 @@ def straight_of(shared_world: Path, tmp_path_factory: pytest.TempPathFactory):
 
     @functools.cache
     def made(kind: str) -> Path:
-        done = run("train", *words(kind, f"run_name={kind}"), cwd=folder)
-        assert done.code == 0, done.err
+        run("train", *words(kind, f"run_name={kind}"), cwd=folder, code=0)
         return folder / "runs" / kind
 
     return made
@@ -111,9 +110,8 @@ def test_a_sampler_of_ones_own_is_measured_by_forward_passes(kind, straight, her
     assert rows[1]["val/ratio"] == pytest.approx(1.0, abs=0.05)
     assert rows[1]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
     assert rows[0]["eval/kl_mean"] == pytest.approx(0.0, abs=1e-5)
-    ours = run("train", *(word for word in words(kind, "run_name=ours", "rollout.engine=decode")
-                          if not word.startswith("rollout.kwargs")), cwd=here)
-    assert ours.code == 0, ours.err
+    run("train", *(word for word in words(kind, "run_name=ours", "rollout.engine=decode")
+                          if not word.startswith("rollout.kwargs")), cwd=here, code=0)
     assert jsonl(here / "runs/ours/metrics.jsonl")[1]["reward/mean"] != rows[1]["reward/mean"]
 
 
@@ -122,10 +120,8 @@ def test_a_sampler_of_ones_own_is_measured_by_forward_passes(kind, straight, her
     ("task", "optimize.minibatch@7:kill9"), ("sampler", "rollout.token@150:kill9"),
     ("task", "save.before_rename@2:kill9"), ("sampler", "optimize.minibatch@6:kill9")])
 def test_kill9_then_resume_equals_the_straight_run(kind, fault, straight, here):
-    killed = run("train", *words(kind, "run_name=r"), cwd=here, PPOCLI_FAULTS=fault)
-    assert killed.code == -9, killed.err
-    done = run("train", *words(kind, "run_name=r", "resume=auto"), cwd=here)
-    assert done.code == 0, done.err
+    run("train", *words(kind, "run_name=r"), cwd=here, PPOCLI_FAULTS=fault, code=-9)
+    run("train", *words(kind, "run_name=r", "resume=auto"), cwd=here, code=0)
     assert_equal(straight, here / "runs/r")
 
 
@@ -136,8 +132,7 @@ def test_kill9_then_resume_equals_the_straight_run(kind, fault, straight, here):
     pytest.param("sampler", "optimize.forward>2@3+:oom",
                  "optimize of 4 rows at once: out of memory; going", marks=pytest.mark.slow)])
 def test_what_does_not_fit_is_made_anew_with_half_the_rows(kind, fault, said, straight, here):
-    short = run("train", *words(kind, "run_name=r"), cwd=here, PPOCLI_FAULTS=fault)
-    assert short.code == 0, short.err
+    short = run("train", *words(kind, "run_name=r"), cwd=here, PPOCLI_FAULTS=fault, code=0)
     assert said in short.err
     assert_close(straight, here / "runs/r")
 
@@ -145,8 +140,7 @@ def test_what_does_not_fit_is_made_anew_with_half_the_rows(kind, fault, said, st
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_under_zero_2_come_to_what_one_process_comes_to(kind, straight, here):
-    two = run("train", *words(kind, "run_name=two", "hardware=zero2"), cwd=here)
-    assert two.code == 0, two.err
+    run("train", *words(kind, "run_name=two", "hardware=zero2"), cwd=here, code=0)
     assert_close(straight, here / "runs/two")
 
 

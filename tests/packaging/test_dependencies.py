@@ -31,8 +31,7 @@ def imported(folder: Path) -> dict[str, set[str]]:
             else:
                 continue
             for name in names:
-                found.setdefault(name.partition(".")[0], set()).add(
-                    str(file.relative_to(ROOT)))
+                found.setdefault(name.partition(".")[0], set()).add(str(file.relative_to(ROOT)))
     return {name: files for name, files in found.items()
             if name not in sys.stdlib_module_names and name != "ppocli"}
 

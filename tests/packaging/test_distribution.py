@@ -69,8 +69,7 @@ def test_the_wheel_holds_nothing_else(wheel):
     assert {Path(name).suffix for name in names} <= {".py", ".yaml", ".json", ".jsonl",
                                                      ".safetensors", ".md", ".typed", ".css",
                                                      ".js", ".LICENSE", ".j2", ".jinja"}
-    assert not [name for name in names
-                if {"tests", "__pycache__"} & set(Path(name).parts)]
+    assert not [name for name in names if {"tests", "__pycache__"} & set(Path(name).parts)]
     assert wheel.stat().st_size < 9 * MEBIBYTE
 
 

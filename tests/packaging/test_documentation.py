@@ -174,8 +174,7 @@ printed"""
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", QUICK)
 def test_the_commands_of_a_page_work(page, tmp_path):
-    commands = [shrunk(command) for command in prepare(page, tmp_path)
-                if not about_sweeps(command)]
+    commands = [shrunk(command) for command in prepare(page, tmp_path) if not about_sweeps(command)]
     type_in(commands, tmp_path, timeout=240, forked=True)
 
 
@@ -214,7 +213,8 @@ ELSEWHERE = {
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("script", ["like_trlx.py", "like_trl.py"])
+@pytest.mark.parametrize("script", [
+    "like_trlx.py", pytest.param("like_trl.py", marks=pytest.mark.slow)])
 def test_scripts_of_those_who_change_over_run(script, tmp_path):
     for name, content in saved_files(COMING).items():
         local = reduce(lambda text, other: text.replace(*other), ELSEWHERE.items(), content)
@@ -233,8 +233,7 @@ def test_words_of_a_sweep_of_wandb_compose(tmp_path, monkeypatch):
     given = {name: about.get("min", about.get("values", [None])[0])
              for name, about in sweep["parameters"].items()}
     env, program, command, *words, last = sweep["command"]
-    assert (env, program, command, last) == (
-        "${env}", "${program}", "train", "${args_no_hyphens}")
+    assert (env, program, command, last) == ("${env}", "${program}", "train", "${args_no_hyphens}")
     config = checked(*words, *(f"{name}={value}" for name, value in given.items())).config
     assert {name: attrgetter(name)(config) for name in given} == given
     assert "wandb" in config.tracking.trackers

@@ -13,7 +13,8 @@ FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("name", "which"), [(name, "not slow") for name in FILES] + [
-    pytest.param("test_on_device.py", "slow", marks=pytest.mark.slow)])
+    pytest.param(name, "slow", marks=pytest.mark.slow)
+    for name in ("test_on_device.py", "test_waits.py")])
 def test_what_runs_on_a_simulated_accelerator(name: str, which: str):
     # plugins that are loaded of themselves would come too late to what is forked
     process = begin(["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "pytest_timeout",

@@ -1,6 +1,7 @@
 """LoRA, prefix and prompt tuning: what PEFT computes and writes, and what holds of every run."""
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from sessions import (
     experience_of,
     load_session,
     optimize,
+    rolled,
     rollout_of,
     save_session,
     session_of,
@@ -115,8 +117,7 @@ def test_the_kl_is_zero_before_lora_has_learnt(tmp_path, shape, estimator):
                           ({"ppo__logprobs_from": "decode"}, 1e-5),
                           ({"hardware__precision": "bf16"}, 0.0)):
         cfg = config_of(tmp_path, "lora", shape, ppo__kl_estimator=estimator, **over)
-        with session_of(cfg) as session:
-            assert rollout_of(session).kl.abs().max() <= largest
+        assert rolled(cfg).kl.abs().max() <= largest
 
 
 def test_dropout_is_on_in_updates_alone(tmp_path):
@@ -306,14 +307,9 @@ def test_an_adapter_may_be_the_reference_or_its_base_is(tmp_path, saved):
     folder = str(saved / "policy")
     for over, enabled in (({"model__peft": {}, "model__reference__path": folder}, True),
                           ({"model__path": folder, "model__reference__kind": "adapter"}, False)):
-        with session_of(config_of(tmp_path, ppo__logprobs_from="forward", **over)) as session:
-            rollout = rollout_of(session)
-        with torch.no_grad():
-            if enabled:
-                expected = naive_logprobs(lambda ids: peft(input_ids=ids).logits, rollout)
-            else:
-                with peft.disable_adapter():
-                    expected = naive_logprobs(lambda ids: peft(input_ids=ids).logits, rollout)
+        rollout = rolled(config_of(tmp_path, ppo__logprobs_from="forward", **over))
+        with torch.no_grad(), nullcontext() if enabled else peft.disable_adapter():
+            expected = naive_logprobs(lambda ids: peft(input_ids=ids).logits, rollout)
         torch.testing.assert_close(rollout.ref_logprobs, expected, rtol=0, atol=2e-5)
         assert rollout.kl.abs().max() > 1e-3
 

@@ -181,8 +181,7 @@ def test_a_failing_prune_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monkey
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", busy)
-    assert prune(tmp_path, 1, None) == [
-        "step-000001 could not be deleted: Device or resource busy"]
+    assert prune(tmp_path, 1, None) == ["step-000001 could not be deleted: Device or resource busy"]
     assert names(tmp_path) == ["step-000001", "step-000003"]
 
 

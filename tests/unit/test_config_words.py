@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import checked
+from helpers import checked, refused
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -93,9 +93,8 @@ def test_config_dirs_come_from_the_flag_then_the_environment(tmp_path, monkeypat
     (["--config-dir", "nowhere"], "config folder nowhere does not exist"),
 ])
 def test_wrong_flags_say_what_is_right(words, said):
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError, said):
         read_words(words)
-    assert said in str(error.value)
 
 
 @pytest.mark.parametrize(("name", "best"), [
@@ -134,10 +133,8 @@ SECRET = "xyzzy-do-not-show-me"
     "reward.kwargs.authToken"])
 @pytest.mark.parametrize("prefix", ["", "+", "++"])
 def test_keys_named_like_secrets_are_refused_unshown(key, prefix):
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError, "looks like a secret", key) as error:
         checked(f"{prefix}{key}={SECRET}")
-    assert "looks like a secret" in str(error.value)
-    assert key in str(error.value)
     assert SECRET not in str(error.value)
 
 
@@ -147,8 +144,7 @@ def test_keys_named_like_secrets_are_refused_unshown(key, prefix):
 def test_environment_variables_are_not_read(word, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     with pytest.raises(ConfigError) as error:
-        print_composition(read_words(
-            ["+recipe=quickstart", word, "--cfg", "job", "--resolve"]))
+        print_composition(read_words(["+recipe=quickstart", word, "--cfg", "job", "--resolve"]))
     assert SECRET not in str(error.value) + capsys.readouterr().out
 
 
@@ -168,9 +164,8 @@ def test_files_are_read_for_secrets_too(text, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     (tmp_path / "recipes").mkdir()
     (tmp_path / "recipes" / "mine.yaml").write_text(text.format(SECRET))
-    with pytest.raises(ConfigError) as error:
+    with refused(ConfigError, "recipes/mine.yaml:") as error:
         print_composition(read_words(["+recipe=mine", "--cfg", "job", "--resolve"]))
-    assert "recipes/mine.yaml:" in str(error.value)
     assert SECRET not in str(error.value) + capsys.readouterr().out
 
 
@@ -260,10 +255,8 @@ def test_what_is_written_is_read_back_equal(tmp_path):
     (b"\x00", "can't be read"), (b"run_name: \xff\xfe\n", "can't be read")])
 def test_damaged_files_are_refused(tmp_path, text, said):
     (tmp_path / "config.yaml").write_bytes(text)
-    with pytest.raises(CheckpointError) as error:
+    with refused(CheckpointError, said, str(tmp_path / "config.yaml")):
         read_config(tmp_path / "config.yaml")
-    assert said in str(error.value)
-    assert str(tmp_path / "config.yaml") in str(error.value)
 
 
 def test_user_paths_become_absolute(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers import make_lm, save_lm
 from played import chat_tokenizer
-from sessions import gradients, rollout_of, session_of, small_config
+from sessions import assert_same_responses, gradients, rolled, rollout_of, session_of, small_config
 
 from ppocli.environments.calls import Calls
 from ppocli.episode import Episode, Turn, turn_numbers
@@ -27,6 +27,10 @@ PLAYS = {"env__fn": "played:Words", "env__max_tokens": 40, "env__max_turns": 3,
          "generation__max_new_tokens": 5}
 
 
+def config(folder, **over):
+    return small_config(folder, **{**PLAYS, **over})
+
+
 def own_passes(lm, rollout, row):
     """Logits of transformers' pass over an episode's own tokens in float64 at its actions, and the
     ids there."""
@@ -40,8 +44,7 @@ def own_passes(lm, rollout, row):
 def test_an_episode_is_context_and_what_was_said_in_turn(tmp_path, name):
     """Action ranges as ``OpenRLHF/OpenRLHF:openrlhf/utils/agent.py@04655bc`` notes them: from the
     end of all that was there to the end of the turn; feedback is encoded once and appended."""
-    keys = {**PLAYS, "env__fn": f"played:{name}"}
-    with session_of(small_config(tmp_path, **keys), None) as session:
+    with session_of(config(tmp_path, env__fn=f"played:{name}"), None) as session:
         rollout = rollout_of(session)
         tokenizer, lm = session.tokenizer, session.policy.lm.eval()
         ended = {one.ended for one in rollout.episodes}
@@ -70,14 +73,12 @@ def test_an_episode_is_context_and_what_was_said_in_turn(tmp_path, name):
                 torch.testing.assert_close(found[row, :taken].double(), wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_awaited_and_plain_environments_give_the_same_episodes(tmp_path):
-    found = []
-    for name in ("Words", "Slow"):
-        with session_of(small_config(tmp_path, **{**PLAYS, "env__fn": f"played:{name}"}),
-                        None) as session:
-            found.append(rollout_of(session))
-    assert torch.equal(found[0].sequences.tokens, found[1].sequences.tokens)
-    assert found[0].episodes == found[1].episodes
+    plain, awaited = (rolled(config(tmp_path, env__fn=f"played:{name}"), None)
+                      for name in ("Words", "Slow"))
+    assert torch.equal(plain.sequences.tokens, awaited.sequences.tokens)
+    assert plain.episodes == awaited.episodes
 
 
 def test_one_half_speaks_while_the_environments_of_the_other_think(tmp_path, monkeypatch):
@@ -97,8 +98,7 @@ def test_one_half_speaks_while_the_environments_of_the_other_think(tmp_path, mon
 
     monkeypatch.setattr(Calls, "answers", asked)
     monkeypatch.setattr(KeptKeys, "speak", spoken)
-    with session_of(small_config(tmp_path, **{**PLAYS, "env__fn": "played:Slow"}),
-                    None) as session:
+    with session_of(config(tmp_path, env__fn="played:Slow"), None) as session:
         events.clear()  # those of the rehearsal
         rollout_of(session)
     assert events[:4] == ["8 speak", "thinks", "8 speak", "thinks"]
@@ -106,9 +106,8 @@ def test_one_half_speaks_while_the_environments_of_the_other_think(tmp_path, mon
 
 @pytest.mark.parametrize("keys", [{"ppo__chunk_size": 3}, {"rollout__engine": "transformers"}])
 def test_episodes_depend_on_nothing_but_seed_and_number(tmp_path, keys):
-    with session_of(small_config(tmp_path, **PLAYS), None) as session:
-        wanted = rollout_of(session)
-    with session_of(small_config(tmp_path, **PLAYS, **keys), None) as session:
+    wanted = rolled(config(tmp_path), None)
+    with session_of(config(tmp_path, **keys), None) as session:
         found = rollout_of(session)
         later = rollout_of(session, start=5, count=4)
     assert found.episodes == wanted.episodes
@@ -117,9 +116,8 @@ def test_episodes_depend_on_nothing_but_seed_and_number(tmp_path, keys):
 
 
 def test_limits_of_turns_and_tokens_hold(tmp_path):
-    keys = {**PLAYS, "env__max_tokens": 12, "env__max_turns": 9}
-    with session_of(small_config(tmp_path, **keys), None) as session:
-        rollout = rollout_of(session)
+    cfg = config(tmp_path, env__max_tokens=12, env__max_turns=9)
+    rollout = rolled(cfg, None)
     prompts = rollout.prompts.mask.sum(1)
     assert int((rollout.sequences.lengths - prompts).max()) <= 12
     assert "tokens" in {one.ended for one in rollout.episodes}
@@ -130,17 +128,15 @@ def test_limits_of_turns_and_tokens_hold(tmp_path):
     assert figures["env/truncated_share"] == pytest.approx(cut / 16)
     assert figures["env/turns_mean"] == pytest.approx(
         sum(len(one.turns) for one in rollout.episodes) / 16)
-    rows = rollout_samples(rollout, 1, session.cfg)
+    rows = rollout_samples(rollout, 1, cfg)
     assert [row["turns"][0]["response"] for row in rows] == [
         one.turns[0].response for one in rollout.episodes]
 
 
 @pytest.mark.parametrize("on_error", ["truncate", "drop"])
 def test_episodes_whose_environment_fails(tmp_path, on_error):
-    keys = {**PLAYS, "env__fn": "played:Failing", "env__on_error": on_error,
-            "reward__on_invalid": "skip"}
-    with session_of(small_config(tmp_path, **keys), None) as session:
-        rollout = rollout_of(session)
+    rollout = rolled(config(tmp_path, env__fn="played:Failing", env__on_error=on_error,
+                            reward__on_invalid="skip"), None)
     failed = [one.ended == "error" for one in rollout.episodes]
     assert 2 < sum(failed) < 14
     assert all(("the door is locked" in str(one.error)) == bad
@@ -152,9 +148,8 @@ def test_episodes_whose_environment_fails(tmp_path, on_error):
 
 
 def test_a_reward_function_scores_the_whole_transcript_beside(tmp_path):
-    with session_of(small_config(tmp_path, **PLAYS),
-                    lambda responses, **_: [float(len(text)) for text in responses]) as session:
-        rollout = rollout_of(session)
+    rollout = rolled(config(tmp_path),
+                     lambda responses, **_: [float(len(text)) for text in responses])
     for row, episode in enumerate(rollout.episodes):
         assert rollout.scores[row] == pytest.approx(episode.score + len(episode.transcript))
         count = int(rollout.response_mask[row].sum())
@@ -168,13 +163,11 @@ def test_trl_environments_reach_the_reward(tmp_path):
     tokenizer = chat_tokenizer()
     lm = save_lm(tmp_path / "lm", vocab_size=len(tokenizer), max_position_embeddings=512)
     tokenizer.save_pretrained(lm)
-    keys = {**PLAYS, "env__fn": "played:Lookup", "env__adapter": "trl", "prompts__chat": True,
-            "reward__fn": "played:found", "env__max_tokens": 40}
-    with session_of(small_config(tmp_path, **keys), None) as session:
-        rollout = rollout_of(session)
+    rollout = rolled(config(tmp_path, env__fn="played:Lookup", env__adapter="trl",
+                            prompts__chat=True, reward__fn="played:found"), None)
     assert rollout.scores == [0.0] * 16  # it calls nothing
     assert all(one.environment is None and len(one.turns) == 1 for one in rollout.episodes)
-    shown = session.tokenizer.decode(rollout.sequences.tokens[0])
+    shown = tokenizer.decode(rollout.sequences.tokens[0])
     assert "What is the film?<eos> <im>assistant" in shown.replace(" What", "What")
 
 
@@ -200,12 +193,7 @@ def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(kind, limits
                          for talk in (one, other))
         for row, ids in zip(rows, wanted.ids, strict=True):
             contexts[row] += ids
-        assert torch.equal(found.tokens, wanted.tokens)
-        assert torch.equal(found.mask, wanted.mask)
-        assert torch.equal(found.finished, wanted.finished)
-        for name in ("logprobs", "values"):
-            torch.testing.assert_close(getattr(found, name), getattr(wanted, name), rtol=0,
-                                       atol=2e-5)
+        assert_same_responses(found, wanted)
 
 
 @pytest.mark.parametrize("keys", [
@@ -217,8 +205,7 @@ def test_decoded_logprobs_of_episodes_are_those_of_a_pass(tmp_path, keys):
     found, keys = [], dict(keys)
     save_lm(tmp_path / "lm", keys.pop("kind", "gpt2"))
     for way in ("decode", "forward"):
-        cfg = small_config(tmp_path, **PLAYS, **keys, ppo__logprobs_from=way)
-        with session_of(cfg, None) as session:
+        with session_of(config(tmp_path, **keys, ppo__logprobs_from=way), None) as session:
             found.append(rollout_of(session))
             assert session.from_decode == (way == "decode")
     assert found[0].episodes == found[1].episodes
@@ -240,7 +227,7 @@ def test_turn_numbers():
 
 def test_gae_over_turns_against_a_loop_by_hand():
     rng = np.random.default_rng(3)
-    counts = [[2, 3, 1], [4], [1, 1, 1, 2], [3, 2]]
+    counts = [[2, 3, 1], [4], [1, 1, 1, 2], [1, 1, 1, 1]]
     width = max(map(sum, counts))
     rewards, values = (torch.from_numpy(rng.normal(size=(4, width))) for _ in range(2))
     mask = torch.arange(width)[None, :] < torch.tensor([sum(row) for row in counts])[:, None]
@@ -285,23 +272,12 @@ def test_gae_passes_over_observations_as_areal_s_does():
         assert found[0].tolist() == pytest.approx([wanted[t] for t in places])
 
 
-def test_turns_of_one_token_are_tokens():
-    mask = torch.ones(2, 4, dtype=torch.bool)
-    rewards, values = torch.randn(2, 4), torch.randn(2, 4)
-    given = {"groups": torch.arange(2), "values": values, "gamma": 0.9, "lam": 0.8}
-    plain = advantages.gae(advantages.Samples(rewards, mask, **given))
-    over = advantages.gae(advantages.Samples(rewards, mask, **given,
-                                             turns=torch.arange(4).expand(2, -1)))
-    for one, other in zip(plain, over, strict=True):
-        torch.testing.assert_close(one, other)
-
-
 @pytest.mark.parametrize("unit", ["token", "turn"])
 def test_a_whole_step_of_episodes_against_a_naive_float64_version(tmp_path, unit):
     """Rewards, KL, GAE over the actions alone and the first update's gradient, each episode by
     itself, by transformers' own passes in float64."""
-    cfg = small_config(tmp_path, **PLAYS, ppo__gae_unit=unit, ppo__lam=0.9, ppo__gamma=0.98,
-                       ppo__whiten_advantages=False, ppo__vf_coef=0.5, ppo__init_kl_coef=0.1)
+    cfg = config(tmp_path, ppo__gae_unit=unit, ppo__lam=0.9, ppo__gamma=0.98, ppo__vf_coef=0.5,
+                 ppo__whiten_advantages=False, ppo__init_kl_coef=0.1)
     with session_of(cfg, None) as session:
         rollout = rollout_of(session)
         experience = to_experience(rollout, PPOState(0.1, 0.1), cfg)
@@ -345,12 +321,11 @@ def test_a_whole_step_of_episodes_against_a_naive_float64_version(tmp_path, unit
 
 def test_one_turn_without_an_observation_is_what_a_reward_function_gives(tmp_path):
     def experience(cfg, reward):
-        with session_of(cfg, reward) as session:
-            rollout = rollout_of(session)
-            return rollout, to_experience(rollout, PPOState(0.05, 0.05), cfg)
+        rollout = rolled(cfg, reward)
+        return rollout, to_experience(rollout, PPOState(0.05, 0.05), cfg)
 
-    class_words = {**PLAYS, "env__fn": "played:OneTurn", "env__max_turns": 1, "env__max_tokens": 5}
-    one = experience(small_config(tmp_path, **class_words), None)
+    one = experience(config(tmp_path, env__fn="played:OneTurn", env__max_turns=1,
+                            env__max_tokens=5), None)
     other = experience(small_config(tmp_path, generation__max_new_tokens=5),
                        lambda responses, **_: [len(text) / 10 for text in responses])
     for name in ("logprobs", "values", "ref_logprobs", "scores"):

@@ -54,8 +54,7 @@ def test_samples_of_one_prompt_do_not_count_as_independent():
 
 def test_quantiles_are_linear_between_neighbours():
     found = figures_of([row(score) for score in SCORES])["quantiles"]
-    assert found == pytest.approx(
-        {"p5": -0.75, "p25": 0.075, "p50": 1.4, "p75": 2.5, "p95": 5.875})
+    assert found == pytest.approx({"p5": -0.75, "p25": 0.075, "p50": 1.4, "p75": 2.5, "p95": 5.875})
     assert math.isnan(figures_of([row(None)])["quantiles"]["p50"])
 
 

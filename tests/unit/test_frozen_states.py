@@ -44,7 +44,8 @@ def trained(cfg):
 
 @pytest.mark.parametrize(("kind", "source"), mostly_slow(
     KINDS, ["decode", "forward"],
-    quick=lambda kind, source: source == ("forward" if kind == "gpt2" else "decode")))
+    quick=lambda kind, source: (kind, source) in (
+        ("gpt2", "forward"), ("gptj", "decode"), ("llama", "decode"), ("opt", "decode"))))
 def test_weights_are_those_of_passes_through_all_layers(tmp_path, kind, source):
     whole, runs, _ = trained(top_layer(tmp_path, kind, ppo__logprobs_from=source,
                                        hardware__frozen_states_mib=0))
@@ -56,13 +57,13 @@ def test_weights_are_those_of_passes_through_all_layers(tmp_path, kind, source):
         torch.testing.assert_close(kept[name], weight, rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("reference", ["shared", "copy", "adapter"])
+@pytest.mark.parametrize(("kind", "reference"), mostly_slow(
+    ["gpt2", "llama"], ["shared", "copy", "adapter"],
+    quick=lambda kind, reference: (kind == "llama") == (reference == "adapter")))
 def test_decoding_alone_runs_the_frozen_layers(tmp_path, kind, reference):
     lora = {"type": "lora", "layers_to_transform": [1], "target_modules": (
         ["c_attn", "c_fc"] if kind == "gpt2" else ["q_proj", "up_proj"])}
-    over = {} if reference != "adapter" else {
-        "model__num_layers_unfrozen": -1, "model__peft": lora}
+    over = {} if reference != "adapter" else {"model__num_layers_unfrozen": -1, "model__peft": lora}
     cfg = top_layer(tmp_path, kind, model__reference__kind=reference, ppo__chunk_size=3, **over)
     found = {}
     for mib in (0, 64):

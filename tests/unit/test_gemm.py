@@ -6,6 +6,7 @@ from dataclasses import astuple
 
 import pytest
 import torch
+from helpers import environment as for_commands
 from helpers import save_lm
 from sessions import session_of, small_config
 from torch import nn
@@ -144,6 +145,15 @@ def test_adapters_on_routed_layers_learn_as_on_plain_ones(tmp_path, kind):
     assert all("lora" in name for name in gradients)
     for name, grad in gradients.items():
         torch.testing.assert_close(grad, theirs[name], rtol=1e-3, atol=1e-4)
+
+
+def test_commands_under_test_are_forked_still_once_a_session_was_here(tmp_path, monkeypatch):
+    """It bounds oneDNN's caches by variables, which the forking process needn't have."""
+    for name in onednn._CACHES:
+        monkeypatch.delenv(name, raising=False)
+    before = for_commands()
+    with session_of(small_config(tmp_path)):
+        assert for_commands() == before
 
 
 def test_a_layer_in_two_places_stays_one_and_tied_weights_stay_tied():

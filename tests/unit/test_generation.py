@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from helpers import make_lm, make_tokenizer, save_lm
-from sessions import generate, rollout_of, session_of, small_config
+from sessions import generate, rolled, rollout_of, session_of, small_config
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
@@ -183,14 +183,11 @@ def test_an_end_may_be_chosen_once_that_many_tokens_are_there():
 
 
 def test_a_stop_sequence_ends_the_response_and_is_trimmed_from_its_text(tmp_path):
-    free = small_config(tmp_path, generation__max_new_tokens=16)
-    with session_of(free) as session:
-        plain = rollout_of(session)
+    plain = rolled(small_config(tmp_path, generation__max_new_tokens=16))
     words = [w for r in plain.responses for w in r.split()[1:5]]
     stop = max(set(words), key=words.count)
-    with session_of(small_config(tmp_path, generation__max_new_tokens=16,
-                                 generation__stop_sequences=[f" {stop}"])) as session:
-        stopped = rollout_of(session)
+    stopped = rolled(small_config(tmp_path, generation__max_new_tokens=16,
+                                  generation__stop_sequences=[f" {stop}"]))
     ended = 0
     for i in range(len(plain)):
         if f" {stop}" in plain.responses[i]:
@@ -243,12 +240,10 @@ def set_generation_config(folder, **values):
 
 def test_the_models_own_generation_config_does_not_leak_in(tmp_path):
     folder = save_lm(tmp_path / "lm")
-    with session_of(small_config(tmp_path)) as session:
-        before = rollout_of(session)
+    before = rolled(small_config(tmp_path))
     set_generation_config(folder, top_p=0.1, top_k=1, temperature=0.1, do_sample=True,
                           repetition_penalty=9.0, suppress_tokens=[5, 6], max_new_tokens=2)
-    with session_of(small_config(tmp_path)) as session:
-        after = rollout_of(session)
+    after = rolled(small_config(tmp_path))
     assert after.responses == before.responses
     assert torch.equal(after.logprobs, before.logprobs)
 

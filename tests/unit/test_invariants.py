@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import save_lm
+from helpers import mostly_slow, save_lm
 from sessions import (
     assert_own_logprobs,
     experience_of,
@@ -10,6 +10,7 @@ from sessions import (
     gradients,
     optimize,
     own_logits,
+    rolled,
     rollout_of,
     session_of,
     small_config,
@@ -17,27 +18,11 @@ from sessions import (
 )
 
 from ppocli.errors import DivergedError
-from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.state import TrainState
 
-ARCHITECTURES = ["gpt2", *(pytest.param(kind, marks=pytest.mark.long)
-                            for kind in ("gpt_neox", "llama", "qwen2"))]
-
-
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_with_learning_rate_zero_every_ratio_is_one(tmp_path, kind):
-    save_lm(tmp_path / "lm", kind)
-    cfg = small_config(tmp_path, ppo__optimizer__lr=0.0, ppo__chunk_size=5)
-    with session_of(cfg) as session:
-        experience = experience_of(session)
-        lengths = experience.response_mask.sum(1)
-        assert lengths.min() < lengths.max()
-        result = optimize(session, experience)
-    assert result.updates == 4 * 2
-    assert result.terms["ratio"] == pytest.approx(1.0, abs=1e-5)
-    assert result.terms["max_log_ratio"] <= 1e-5
-    assert abs(result.terms["approx_kl"]) <= 1e-6
+ARCHITECTURES = ["gpt2", "gpt_neox", "llama", "qwen2"]
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", *(
@@ -64,7 +49,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, aggregation):
 
 @pytest.mark.parametrize(("rollouts", "size", "epochs", "expected"), [
     (16, 8, 4, 8), (16, 5, 3, 12), (16, 16, 1, 1), (7, 4, 2, 4), (3, 3, 5, 5)])
-@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.long), None])
+@pytest.mark.parametrize("micro", [pytest.param(1, marks=pytest.mark.slow), None])
 def test_number_of_updates(tmp_path, rollouts, size, epochs, expected, micro):
     cfg = small_config(tmp_path, ppo__num_rollouts=rollouts, ppo__mini_batch_size=size,
                        ppo__ppo_epochs=epochs, ppo__micro_batch_size=micro)
@@ -79,8 +64,7 @@ def test_number_of_updates(tmp_path, rollouts, size, epochs, expected, micro):
 
 
 def test_the_score_and_the_eos_action_are_on_the_last_valid_token(tmp_path):
-    cfg = small_config(tmp_path, ppo__init_kl_coef=0.0, ppo__whiten_advantages=False,
-                       ppo__lam=1.0)
+    cfg = small_config(tmp_path, ppo__init_kl_coef=0.0, ppo__whiten_advantages=False, ppo__lam=1.0)
     with session_of(cfg) as session:
         rollout = rollout_of(session)
         eos = session.tokenizer.eos_token_id
@@ -100,34 +84,26 @@ def test_the_score_and_the_eos_action_are_on_the_last_valid_token(tmp_path):
 
 
 def test_in_bf16_the_policy_starts_at_a_reference_kept_in_fp32(tmp_path):
-    cfg = small_config(tmp_path, hardware__precision="bf16", model__dtype="fp32")
-    with session_of(cfg) as session:
-        rollout = rollout_of(session)
+    rollout = rolled(small_config(tmp_path, hardware__precision="bf16", model__dtype="fp32"))
     assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
 
 
 def test_the_mean_of_the_reference_scores_comes_off_dense_rewards_too(tmp_path):
-    found = []
     for mean in (0.0, 3.0):
         cfg = small_config(tmp_path, reward__scale="ref", reward__ref_mean=mean,
                            reward__ref_std=2.0, ppo__init_kl_coef=0.0, ppo__lam=1.0)
-        dense = [[0.5] * 40]
-        with session_of(cfg, reward=lambda completion_ids, dense=dense, **_: [
-                dense[0][:len(ids)] for ids in completion_ids]) as session:
-            rollout = rollout_of(session)
-            state = update_moments(fresh_state(session), rollout, cfg)
-            experience = to_experience(rollout, state, cfg)
-        found.append(experience.returns[:, 0])
+        with session_of(cfg, reward=lambda completion_ids, **_: [
+                [0.5] * len(ids) for ids in completion_ids]) as session:
+            experience = experience_of(session)
         lengths = experience.response_mask.sum(1)
-        torch.testing.assert_close(found[-1], lengths * 0.25 - mean / 2.0)
+        torch.testing.assert_close(experience.returns[:, 0], lengths * 0.25 - mean / 2.0)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("source", ["decode", "forward"])
 def test_the_policy_starts_at_the_reference(tmp_path, kind, source):
     save_lm(tmp_path / "lm", kind)
-    with session_of(small_config(tmp_path, ppo__logprobs_from=source)) as session:
-        rollout = rollout_of(session)
+    rollout = rolled(small_config(tmp_path, ppo__logprobs_from=source))
     if source == "forward":
         assert torch.equal(rollout.logprobs, rollout.ref_logprobs)
         assert (rollout.kl == 0).all()
@@ -136,8 +112,9 @@ def test_the_policy_starts_at_the_reference(tmp_path, kind, source):
         assert rollout.kl.abs().max() > 0  # the decoding pass is another computation
 
 
-@pytest.mark.parametrize("kind", ARCHITECTURES)
-@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.8])
+@pytest.mark.parametrize(("kind", "temperature"), mostly_slow(
+    ARCHITECTURES, [1.0, 0.7, 1.8],
+    quick=lambda kind, temperature: kind == "gpt2" or temperature == 0.7))
 def test_stored_logprobs_are_of_the_sampled_distribution(tmp_path, kind, temperature):
     save_lm(tmp_path / "lm", kind)
     cfg = small_config(tmp_path, generation__temperature=temperature)
@@ -199,17 +176,6 @@ def test_a_nonfinite_gradient_touches_nothing_and_ends_the_run_when_it_lasts(tmp
         result = optimize(session, experience)
     assert result.skipped == 4
     assert result.updates == 4
-
-
-def test_critic_warm_up_moves_the_value_head_only(tmp_path):
-    cfg = small_config(tmp_path, ppo__critic_warmup_steps=1)
-    with session_of(cfg) as session:
-        experience = experience_of(session)
-        before = weights_of(session)
-        optimize(session, experience)
-        moved = {n for n, t in session.policy.state_dict().items() if not torch.equal(t, before[n])}
-    assert moved
-    assert all(name.startswith("value_head.") for name in moved)
 
 
 def test_dropout_of_the_model_is_off(tmp_path):

@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 from helpers import make_lm, make_tokenizer, save_lm
-from sessions import generate, prompt_and_response
+from sessions import assert_same_responses, generate, prompt_and_response
 
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import ConfigError, InputError
@@ -46,14 +46,6 @@ def sample(lm, decoding, given, **words):
                     start={"t5": 0, "bart": 2}.get(lm.config.model_type), **words)
 
 
-def assert_same(found, wanted):
-    assert torch.equal(found.tokens, wanted.tokens)
-    assert torch.equal(found.mask, wanted.mask)
-    assert torch.equal(found.finished, wanted.finished)
-    torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(found.values, wanted.values, rtol=1e-4, atol=1e-5)
-
-
 SPECS = {
     "plain": {}, "greedy": {"do_sample": False}, "top-k": {"top_k": 5, "temperature": 0.7},
     "top-p": {"top_p": 0.6}, "min-p": {"min_p": 0.3}, "penalty": {"repetition_penalty": 3.0},
@@ -68,7 +60,7 @@ SPECS = {
 def test_both_loops_give_the_same_responses(kind, given):
     lm = model(kind)
     wanted = sample(lm, Decoding.STEPS, given)
-    assert_same(sample(lm, Decoding.LIBRARY, given), wanted)
+    assert_same_responses(sample(lm, Decoding.LIBRARY, given), wanted)
     assert wanted.values.abs().sum() > 0
     if "stop" in str(given):
         assert wanted.finished.any()
@@ -80,7 +72,7 @@ def test_each_response_has_a_limit_of_its_own(decoding):
     lm, limits = model("gpt2"), [1, 4, 2, 8, 3, 6]
     wanted = sample(lm, Decoding.STEPS, {"stop_ids": ()}, limits=limits)
     assert wanted.mask.sum(1).tolist() == limits
-    assert_same(sample(lm, decoding, {"stop_ids": ()}, limits=limits), wanted)
+    assert_same_responses(sample(lm, decoding, {"stop_ids": ()}, limits=limits), wanted)
 
 
 @pytest.mark.parametrize(("kind", "decoding"), [
@@ -142,7 +134,7 @@ def test_the_models_own_generation_settings_do_not_leak_in():
     lm.generation_config.update(
         top_k=1, temperature=0.1, do_sample=True, repetition_penalty=9.0, max_new_tokens=2,
         suppress_tokens=[5, 6], eos_token_id=[7, 8, 9], num_beams=2, use_cache=False)
-    assert_same(sample(lm, Decoding.LIBRARY, {}), wanted)
+    assert_same_responses(sample(lm, Decoding.LIBRARY, {}), wanted)
 
 
 def small(name):

@@ -97,8 +97,7 @@ def two_steps(cfg, save: Path | None = None, load: Path | None = None):
         for step in steps:
             state = fresh_state(session)
             rollout = rollout_of(session, start=16 * step)
-            optimize(session, to_experience(rollout, state, cfg), step=step,
-                     updates=8 * step)
+            optimize(session, to_experience(rollout, state, cfg), step=step, updates=8 * step)
             if save is not None and step == 0:
                 save.mkdir()
                 save_session(session, save)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sessions import experience_of, hand_rollout, rollout_of, session_of, small_config
+from sessions import experience_of, hand_rollout, rolled, rollout_of, session_of, small_config
 
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.stop import StopFlag
@@ -83,8 +83,7 @@ def test_the_coefficient_does_not_follow_the_sign_of_rounding(tmp_path):
     for chunk in (3, 5):
         cfg = small_config(tmp_path, ppo__chunk_size=chunk, ppo__kl_controller="adaptive",
                            ppo__horizon=16, ppo__init_kl_coef=0.2)
-        with session_of(cfg) as session:
-            found.append(rollout_of(session))
+        found.append(rolled(cfg))
     state = PPOState(kl_coef=0.2, init_kl_coef=0.2)
     # as large as rounding gets, and beyond it
     for error in (0.0, 1e-6, -1e-6, 9e-6, -9e-6):

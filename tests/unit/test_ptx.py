@@ -70,8 +70,7 @@ def ppo_by_hand(policy: Any, experience: Any, rows: list[int], vf_coef: float) -
         n = len(places)
         ratio = torch.exp(said - experience.logprobs[i, :n].double())
         total = total - (experience.advantages[i, :n].double() * ratio).sum()
-        total = total + vf_coef * 0.5 * (values - experience.returns[i, :n].double()
-                                         ).square().sum()
+        total = total + vf_coef * 0.5 * (values - experience.returns[i, :n].double()).square().sum()
         count += n
     return total / count
 

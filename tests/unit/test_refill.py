@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers import make_tokenizer, model_config, save_lm
-from sessions import generate, rollout_of, session_of, small_config
+from sessions import assert_same_responses, generate, rolled, small_config
 
 from ppocli.models.policy import build_value_head
 from ppocli.models.transformers_internals import caches_all_keys
@@ -48,14 +48,6 @@ def drawn(lm, at_once, spec=SPEC, lengths=RAGGED, note=lambda given: len(given["
     return out, noted
 
 
-def assert_same(one, other):
-    assert torch.equal(one.tokens, other.tokens)
-    assert torch.equal(one.mask, other.mask)
-    assert torch.equal(one.finished, other.finished)
-    torch.testing.assert_close(one.logprobs, other.logprobs, rtol=0, atol=2e-5)
-    torch.testing.assert_close(one.values, other.values, rtol=0, atol=2e-5)
-
-
 @pytest.mark.parametrize("at_once", [1, 3, 8, 22])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "opt", "bloom"])
 def test_samples_are_the_same_however_many_are_drawn_at_once(kind, at_once):
@@ -66,7 +58,7 @@ def test_samples_are_the_same_however_many_are_drawn_at_once(kind, at_once):
     assert len(set(whole.mask.sum(1).tolist())) > 4
     some, rows = drawn(lm, at_once, value_head=head)
     assert max(rows) <= at_once
-    assert_same(whole, some)
+    assert_same_responses(some, whole)
 
 
 @pytest.mark.parametrize("spec", [
@@ -80,7 +72,7 @@ def test_every_way_of_choosing_and_of_ending(spec, limits):
     lm, limits = model_of("gpt2"), None if limits is None else torch.tensor(limits)
     whole, _ = drawn(lm, COUNT, spec, limits=limits)
     some, rows = drawn(lm, 5, spec, limits=limits)
-    assert_same(whole, some)
+    assert_same_responses(some, whole)
     assert max(rows) <= 5
     if limits is None:
         assert int(whole.mask.sum(1).min()) >= spec.min_new_tokens
@@ -103,8 +95,7 @@ def test_chunks_are_handed_over_as_soon_as_they_have_ended():
     lm = model_of("gpt2")
     whole, _ = drawn(lm, COUNT)
     passes, parts = [], []
-    drawn(lm, 6, note=passes.append, chunk=5,
-          ready=lambda out: parts.append((out, len(passes))))
+    drawn(lm, 6, note=passes.append, chunk=5, ready=lambda out: parts.append((out, len(passes))))
     assert [len(out.tokens) for out, _ in parts] == [5, 5, 5, 5, 3]
     when = [at for _, at in parts]
     assert when == sorted(when)
@@ -127,7 +118,7 @@ def test_models_that_forget_keys_draw_one_batch_after_the_other(kind, keys):
     assert not caches_all_keys(lm)
     whole, _ = drawn(lm, COUNT)
     some, rows = drawn(lm, 6)
-    assert_same(whole, some)
+    assert_same_responses(some, whole)
     lengths = whole.mask.sum(1).tolist()
     assert len(rows) == sum(max(lengths[start:start + 6]) for start in range(0, COUNT, 6))
 
@@ -154,14 +145,9 @@ def test_a_stop_is_asked_for_before_every_token():
     ids=["all", "top", "forward", "prefix", "prompt"])
 def test_a_rollout_is_the_same_whatever_its_chunks(tmp_path, keys):
     save_lm(tmp_path / "lm")
-    found = []
-    for chunk in (24, 5):
-        cfg = small_config(tmp_path, ppo__num_rollouts=24, ppo__chunk_size=chunk,
-                           generation__stop_token_ids=[5, 9, 14, 20, 27, 33],
-                           generation__max_new_tokens=NEW, **keys)
-        with session_of(cfg) as session:
-            found.append(rollout_of(session, 24))
-    whole, some = found
+    whole, some = (rolled(small_config(
+        tmp_path, ppo__num_rollouts=24, ppo__chunk_size=chunk, generation__max_new_tokens=NEW,
+        generation__stop_token_ids=[5, 9, 14, 20, 27, 33], **keys), start=24) for chunk in (24, 5))
     for name in ("response_tokens", "response_mask"):
         assert torch.equal(getattr(whole, name), getattr(some, name))
     for name in ("logprobs", "ref_logprobs", "values", "kl"):

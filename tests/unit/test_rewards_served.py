@@ -104,8 +104,7 @@ def test_scores_a_token_and_missing_ones_arrive():
 def test_several_rewards_are_served_together_and_apart():
     with serving({"one": lambda responses: [1.0] * len(responses),
                   "two": lambda wanted: [float(x) for x in wanted]}) as address:
-        scores = {path: asked(f"{address}/score{path}", 3).scores
-                  for path in ("", "/one", "/two")}
+        scores = {path: asked(f"{address}/score{path}", 3).scores for path in ("", "/one", "/two")}
     assert scores == {"": [1.0, 2.0, 3.0], "/one": [1.0] * 3, "/two": [0.0, 1.0, 2.0]}
 
 

@@ -45,14 +45,16 @@ def written(session: Session, folder: Path) -> dict[str, bytes]:
 
 
 KINDS = [
-    ("gpt2", {}), ("llama", {"model__num_layers_unfrozen": 1}), ("t5", {}), ("bart", {}),
-    ("gpt2", {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1}),
+    ("llama", {"model__num_layers_unfrozen": 1}), ("bart", {}),
     ("t5", {"model__value__kind": "model"}),
     ("llama", {"model__peft": {"type": "lora", "r": 4}}),
-    ("llama", {"model__peft": {"type": "prefix", "num_virtual_tokens": 3}}),
-    ("gpt2", {"model__peft": {"type": "prompt", "num_virtual_tokens": 3}}),
     ("gpt2", {"ppo__optimizer__name": "adafactor", "ppo__value_optimizer__name": "sgd"}),
-    ("gpt2", {"ppo__advantage": "grpo", "ppo__n": 2, "hardware__precision": "bf16"})]
+    ("gpt2", {"ppo__advantage": "grpo", "ppo__n": 2, "hardware__precision": "bf16"}),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        ("gpt2", {}), ("t5", {}),
+        ("gpt2", {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1}),
+        ("llama", {"model__peft": {"type": "prefix", "num_virtual_tokens": 3}}),
+        ("gpt2", {"model__peft": {"type": "prompt", "num_virtual_tokens": 3}})))]
 
 
 @pytest.mark.parametrize(("kind", "keys"), KINDS)

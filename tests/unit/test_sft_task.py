@@ -132,8 +132,7 @@ def test_loss_and_gradient_are_transformers_whatever_the_passes(tmp_path, kind, 
 
 def test_prefix_tuning_and_bf16_learn(tmp_path):
     for number, keys in enumerate(({"model__peft": PREFIX}, {"hardware__precision": "bf16"})):
-        with sft_of(tmp_path / str(number), val=ROWS[:3], sft__optimizer__lr=1e-2,
-                    **keys) as task:
+        with sft_of(tmp_path / str(number), val=ROWS[:3], sft__optimizer__lr=1e-2, **keys) as task:
             state, losses = initial_state(task), []
             _, plan = planned(task, state)
             for _ in range(8):

@@ -126,8 +126,7 @@ def test_whatever_fails_is_said_once(trouble, cause, folder, tmp_path, monkeypat
     assert said.endswith("The run does not depend on it; metrics.jsonl has everything.")
 
 
-def test_a_tracker_that_hangs_is_named_while_the_run_goes_on(folder, tmp_path, monkeypatch,
-                                                             caplog):
+def test_a_tracker_that_hangs_is_named_while_the_run_goes_on(folder, tmp_path, monkeypatch, caplog):
     set_up(monkeypatch, put_double(tmp_path, "log hangs"))
     monkeypatch.setattr(trackers, "FINISH_SECONDS", 0.2)
     monkeypatch.setattr(trackers, "SILENT_SECONDS", 0.1)

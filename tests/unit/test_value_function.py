@@ -10,6 +10,7 @@ from sessions import (
     experience_of,
     gradients,
     optimize,
+    rolled,
     rollout_of,
     session_of,
     small_config,
@@ -26,11 +27,12 @@ pytestmark = pytest.mark.long
 
 CRITICS = {"branch": {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1},
            "model": {"model__value__kind": "model"}}
+"""those with layers of their own"""
 
 
 def with_critic(tmp_path, critic, kind="gpt2", **over):
     save_lm(tmp_path / "lm", kind, gain=1.5)
-    return small_config(tmp_path, **{**CRITICS[critic], **over})
+    return small_config(tmp_path, **{**CRITICS.get(critic, {}), **over})
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -79,15 +81,15 @@ def test_a_model_of_its_own_leaves_the_policy_without_a_value_gradient(tmp_path)
             torch.testing.assert_close(with_value[name], grad, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("critic", CRITICS)
-def test_critic_warm_up_trains_a_critic_of_its_own_and_nothing_else(tmp_path, critic):
+@pytest.mark.parametrize("critic", ["head", *CRITICS])
+def test_critic_warm_up_trains_the_critic_and_nothing_else(tmp_path, critic):
     cfg = with_critic(tmp_path, critic, ppo__critic_warmup_steps=1, ppo__vf_coef=1.0)
     with session_of(cfg, reward=count_letters) as session:
         before = weights_of(session)
         optimize(session, experience_of(session))
         moved = {n for n, p in weights_of(session).items() if not torch.equal(p, before[n])}
     assert moved
-    assert all(name.startswith("value_") for name in moved)
+    assert all(name.startswith("value_head." if critic == "head" else "value_") for name in moved)
 
 
 def test_values_of_a_model_of_its_own_take_no_pass_of_the_policy(tmp_path):
@@ -195,9 +197,13 @@ def test_an_encoder_decoder_s_value_model_reads_the_prompt(tmp_path):
         pass
 
 
-def test_a_branch_of_all_layers_is_refused(tmp_path):
-    cfg = with_critic(tmp_path, "branch", model__value__num_layers_unfrozen=2)
-    with pytest.raises(InputError, match="it needs one below it"), session_of(cfg):
+@pytest.mark.parametrize(("critic", "kind", "keys", "message"), [
+    ("branch", "gpt2", {"num_layers_unfrozen": 2}, "it needs one below it"),
+    ("model", "mamba", {"freeze_attention": True}, "finds no attention")])
+def test_a_critic_that_can_not_be_made_is_refused(tmp_path, critic, kind, keys, message):
+    cfg = with_critic(tmp_path, critic, kind,
+                      **{f"model__value__{name}": value for name, value in keys.items()})
+    with pytest.raises(InputError, match=message), session_of(cfg):
         pass
 
 
@@ -212,11 +218,9 @@ def test_a_reference_from_another_path_gives_a_kl_at_once(tmp_path):
     save_lm(tmp_path / "other", "gpt2", gain=1.5, seed=7)
     save_lm(tmp_path / "lm", "gpt2", gain=1.5)
     cfg = small_config(tmp_path, model__reference__path=str(tmp_path / "other"))
-    with session_of(cfg) as session:
-        assert rollout_of(session).kl.abs().max() > 0.01
+    assert rolled(cfg).kl.abs().max() > 0.01
     cfg.model.reference.path = str(tmp_path / "lm")
-    with session_of(cfg) as session:
-        assert rollout_of(session).kl.abs().max() <= 1e-5
+    assert rolled(cfg).kl.abs().max() <= 1e-5
 
 
 def test_the_critic_s_own_optimizer_and_schedule(tmp_path):
@@ -264,12 +268,6 @@ def test_frozen_attention_of_the_critic_stays_and_the_rest_learns(tmp_path, crit
              if name.startswith("value_") and not torch.equal(before[name], after[name])}
     assert any("mlp" in name or "DenseReluDense" in name for name in moved)
     assert not moved & frozen
-
-
-def test_a_critic_without_attention_can_freeze_none(tmp_path):
-    with pytest.raises(InputError, match="finds no attention"), session_of(
-            with_critic(tmp_path, "model", "mamba", model__value__freeze_attention=True)):
-        pass
 
 
 @pytest.mark.parametrize(("keys", "problem"), [

@@ -74,8 +74,7 @@ def test_greedy_samples_equal_ours_before_and_after_an_update(kind, tmp_path):
     {"stop_sequences": ("good", "film")}, {"length_range": (2, 5)}])
 def test_stop_rules_and_limits_are_ours(spec, tmp_path):
     with one_server(tmp_path) as (session, _):
-        assert_same(drawn(session, do_sample=False, **spec),
-                    ours(session, do_sample=False, **spec))
+        assert_same(drawn(session, do_sample=False, **spec), ours(session, do_sample=False, **spec))
 
 
 def test_weights_are_sent_only_when_they_have_changed(tmp_path):
@@ -340,7 +339,7 @@ def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_ask_for_their_own_rows_and_one_updates_the_servers(ahead, world):
     engine = engine_for(world)
     with serving(engine) as url:

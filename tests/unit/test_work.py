@@ -6,13 +6,14 @@ then the number here is the one to change.
 """
 
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers import save_lm
+from helpers import mostly_slow, save_lm
 from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 from torch.profiler import ProfilerActivity, profile
 from work import HIDDEN, INNER, LAYERS, VOCABULARY, Work, save_work_lm
@@ -140,22 +141,21 @@ def updated(step: Step) -> int:
                    SAMPLES)).split(MINI))
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def kind(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 @pytest.fixture(scope="module")
-def folder(kind: str, tmp_path_factory: pytest.TempPathFactory):
-    found = tmp_path_factory.mktemp(kind)
-    save_work_lm(found, kind)
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    found = {kind: tmp_path_factory.mktemp(kind) for kind in KINDS}
+    for kind, folder in found.items():
+        save_work_lm(folder, kind)
     return found
 
 
-@pytest.fixture(scope="module", params=CASES)
-def step(request: pytest.FixtureRequest, kind: str, folder) -> Step:
-    case = CASES[request.param]
-    cfg = small_config(folder, ppo__num_rollouts=SAMPLES, ppo__ppo_epochs=EPOCHS,
+@pytest.fixture(scope="module", ids="-".join, params=mostly_slow(
+    product(KINDS, CASES), quick=lambda case: case[0] == "gpt2" or case[1] in (
+        "top layer in bf16", "a critic of its own")))
+def step(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Step:
+    kind, name = request.param
+    case = CASES[name]
+    cfg = small_config(folders[kind], ppo__num_rollouts=SAMPLES, ppo__ppo_epochs=EPOCHS,
                        ppo__mini_batch_size=MINI, ppo__micro_batch_size=MICRO, seed=0,
                        ppo__optimizer__lr=1e-5,
                        generation__max_new_tokens=LONGEST,
@@ -237,10 +237,11 @@ def test_the_optimizer_steps_once_an_update_with_one_operation_a_group(step: Ste
     assert step.count("optimize", "steps") == updates * step.groups
 
 
-def test_an_evaluation_asks_the_reference_once_and_the_policy_never_again(folder):
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evaluation_asks_the_reference_once_and_the_policy_never_again(folders, kind):
     """In fp32 and at temperature 1 decoding has given the policy's logprobs."""
     new = 8
-    cfg = small_config(folder, ppo__micro_batch_size=MICRO, generation__max_new_tokens=new)
+    cfg = small_config(folders[kind], ppo__micro_batch_size=MICRO, generation__max_new_tokens=new)
     work = Work()
     with session_of(cfg) as session, work:
         found = evaluate(session, StopFlag())
@@ -270,7 +271,7 @@ def peak_of(work: Any) -> int:
     return peak
 
 
-@pytest.mark.parametrize("kind", KINDS, indirect=True)
+@pytest.mark.parametrize("kind", KINDS)
 def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
     """A vocabulary beside which the rest of a small model is nothing, and a pass whose logits are
     more than may be kept."""
