@@ -29,7 +29,7 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
-# every file in every way: tests/unit/test_checkpoints_corruption.py
+# every file in every way: tests/unit/test_checkpoints_damage.py
 @pytest.mark.parametrize(("name", "damage"), [
     ("policy/model.safetensors", flip), ("MANIFEST.json", cut)])
 def test_a_damaged_checkpoint_is_named_and_an_older_one_taken(name, damage, command, reference,
