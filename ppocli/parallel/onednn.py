@@ -39,7 +39,7 @@ GAIN = 1.05
 BF16_SHAPE = (64, 768, 768)
 """the product that bf16 and fp32 are compared on: bf16 without instructions is slow at once"""
 SLOW = 1.5
-"""as many times the time of fp32 is worth a warning"""
+"""so many times as long as in fp32 is worth a warning"""
 TRIES = 5
 """of each product, the first of which only warms up"""
 ROWS_HINT = 64
@@ -122,8 +122,7 @@ def warn_of_slow_bf16() -> None:
     """Say so where a run in bf16 would take longer than one in fp32."""
     if (gain := bf16_gain()) < 1 / SLOW:
         log.warning("hardware.precision=bf16: products take %.1f times as long as in fp32 on this "
-                    "processor, which has no instructions for them. hardware.precision=fp32 is "
-                    "faster.", 1 / gain)
+                    "processor: hardware.precision=fp32 is faster.", 1 / gain)
 
 
 @cache

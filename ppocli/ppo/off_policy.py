@@ -38,7 +38,12 @@ def importance_weights(gap: torch.Tensor, mask: torch.Tensor, *, level: str, cap
 
     Returns:
         [B, R], zero outside the mask.
+
+    Raises:
+        ValueError: for another level.
     """
+    if level not in LEVELS:
+        raise ValueError(f"{level!r} is not one of {LEVELS}")
     log_ratio = gap * mask
     if level == "sequence":
         log_ratio = log_ratio.sum(1, keepdim=True)

@@ -61,6 +61,8 @@ def test_logprobs_entropy_full_kl_and_gradients_are_those_of_their_definitions(
         if mine is not None:
             torch.testing.assert_close(mine.double(), theirs, rtol=1e-5, atol=1e-5)
     assert [one is not None for one in found[:3]] == [True, with_entropy, with_kl]
+    if with_kl:
+        torch.testing.assert_close(found.kl.double(), wanted[2], rtol=1e-5, atol=1e-6)
     for mine, theirs in zip(graded(ours, found), graded(exact, wanted), strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5)
 
