@@ -149,7 +149,7 @@ MUTANTS = (
            "uniform(seed, stream, range(len(prompts)), spec.max_new_tokens)",
            (f"{TASK}::test_a_sample_depends_on_its_episode_not_on_its_row",)),
     # on a device
-    Mutant("ended_rows_move_on", "ppocli/sampling/decode_loop.py",
+    Mutant("ended_rows_move_on", "ppocli/sampling/live_rows.py",
            "self.positions[:, -1:] + (~self.done)[:, None]", "self.positions[:, -1:] + 1",
            ("tests/unit/test_refill.py::test_a_row_that_has_ended_among_younger_ones_takes_no_"
             "position_that_the_model_lacks",)),

@@ -77,6 +77,8 @@ class HardwareConfig:
     gemm: str = key("auto", choices=("auto", "default", "onednn"))
     """linear layers on a CPU: torch's default products, or oneDNN's (auto: whichever is faster,
     measured at the start)"""
+    cuda_graphs: bool = key(True, on_resume="harmless")
+    """on a GPU, record what decoding a token takes once and replay it for the tokens after it"""
     frozen_states_mib: int = key(2048, ge=0)
     """memory for what the frozen layers under model.num_layers_unfrozen make of a rollout, once for
     all passes over it (0: again in each)"""

@@ -27,7 +27,7 @@ from torch import nn
 from ppocli.config.schema import TrainConfig
 from ppocli.estimate.parts import Models
 from ppocli.models.fast.attention import SHORT
-from ppocli.models.head import CHUNK_BYTES, KEPT_BYTES
+from ppocli.models.head import CHUNK_BYTES, DEVICE_CHUNK_BYTES, KEPT_BYTES
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.transformers_internals import conv1d
 from ppocli.models.trunk import RELATIVE_POSITIONS, has_encoder, num_virtual_tokens, virtual_tokens
@@ -177,10 +177,10 @@ def training_pass(cfg: TrainConfig, models: Models, at: Sizes, *, copies: int) -
         kept += stream * (len(stack.layers) * checkpoints
                           + bool(stack.trained) * (1 + has_encoder(lm)))
     head, logits = models.head.weight, _logits(models, at)
-    chunk, table = min(logits, CHUNK_BYTES), 4 * head.numel() if head.requires_grad else 0
+    chunk, table = _chunk(models, at), 4 * head.numel() if head.requires_grad else 0
     again = logits > KEPT_BYTES  # the backward pass computes them once more
     forward = chunk * (1 + again) + copies * checkpoints  # which give them back at its end
-    backward = chunk * again + table * (1 + (logits > CHUNK_BYTES))
+    backward = chunk * again + table * (1 + (logits > chunk)) + chunk // 2 * at.casts
     return kept, _cast(head, at) + max(forward, backward, checkpoints * (largest + table))
 
 
@@ -192,6 +192,11 @@ def _cast(weight: torch.Tensor, at: Sizes) -> int:
 def _logits(models: Models, at: Sizes) -> int:
     """Bytes of the fp32 logits of all response tokens of a pass."""
     return 4 * at.rows * at.new * models.head.weight.shape[0]
+
+
+def _chunk(models: Models, at: Sizes) -> int:
+    """Bytes of those of them that are there at a time."""
+    return min(_logits(models, at), DEVICE_CHUNK_BYTES if at.cuda else CHUNK_BYTES)
 
 
 def _kept_by_heads(models: Models, at: Sizes) -> int:
@@ -282,7 +287,7 @@ def decoding_pass(lm: Any, at: Sizes) -> tuple[int, int]:
 def scoring_pass(models: Models, at: Sizes) -> int:
     """Bytes that a forward pass takes without gradients."""
     head = models.head.weight
-    chunk = min(_logits(models, at), CHUNK_BYTES)
+    chunk = _chunk(models, at)
     tokens = at.new if has_encoder(models.lm) else at.prompt + at.new - 1
     layers = max(_largest_layer(lm, at) for lm in (models.lm, models.value_lm) if lm is not None)
     return max(layers, at.rows * tokens * head.shape[1] * at.stream + 2 * chunk + _cast(head, at))

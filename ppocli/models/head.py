@@ -61,6 +61,8 @@ class HeadWeights(NamedTuple):
     bias: torch.Tensor | None
     logit_map: LogitMap = LogitMap()
     product: Product = torch.nn.functional.linear
+    spare: int = 0
+    """rows of zeros behind the weight's own, see :meth:`to`"""
 
     @staticmethod
     def of(lm: Any) -> HeadWeights:
@@ -75,9 +77,20 @@ class HeadWeights(NamedTuple):
                              bias=None if self.bias is None else self.bias.detach())
 
     def to(self, dtype: torch.dtype) -> HeadWeights:
-        """The same in another type."""
-        return self._replace(weight=self.weight.to(dtype),
+        """The same in another type. In half precision on a GPU zeros fill it up to a multiple of 8
+        rows: the kernels for other numbers, such as the 50257 of GPT-2, take four times as long."""
+        count, width = self.weight.shape
+        spare = -count % ALIGNED if self.weight.device.type != "cpu" and dtype.itemsize == 2 else 0
+        weight = self.weight.to(dtype) if not spare else torch.cat(
+            [self.weight.to(dtype), self.weight.new_zeros(spare, width, dtype=dtype)])
+        return self._replace(weight=weight, spare=spare,
                              bias=None if self.bias is None else self.bias.to(dtype))
+
+    def products(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, V] of [n, D] states: the logits before anything is made of them."""
+        out = self.product(hidden, self.weight)
+        out = out[:, :out.shape[1] - self.spare] if self.spare else out
+        return out if self.bias is None else out.add_(self.bias)
 
 
 class OtherHead(NamedTuple):
@@ -100,18 +113,17 @@ class TokenFigures(NamedTuple):
     """of the states before the tokens, where a value function was asked"""
 
 
-CHUNK_BYTES = 64 * 2**20
-"""most memory that the fp32 logits of one chunk may take"""
+ALIGNED = 8
+CHUNK_BYTES, DEVICE_CHUNK_BYTES = 64 * 2**20, 256 * 2**20
+"""most memory that the fp32 logits of one chunk may take on a CPU, and on a GPU: each chunk's part
+of the weight's gradient is as large as the weight, and is added to those before it"""
 KEPT_BYTES = 256 * 2**20
 """most memory that all fp32 logits of a pass may take until its backward pass"""
 
 
 def _logits(head: HeadWeights, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
     """[n, V] fp32 logits / temperature, a tensor of its own."""
-    out = head.product(hidden, head.weight)
-    if head.bias is not None:
-        out = out.add_(head.bias)
-    return head.logit_map.tempered(out.float(), temperature)
+    return head.logit_map.tempered(head.products(hidden).float(), temperature)
 
 
 def _entropy(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -148,7 +160,7 @@ class _TokenLogprob(torch.autograd.Function):
             keep = any(ctx.needs_input_grad[:3]) and (
                 4 * len(targets) * weight.shape[0] <= KEPT_BYTES)
             kept = []
-            for part in _chunks(len(targets), weight.shape[0]):
+            for part in _chunks(len(targets), weight):
                 logits = _logits(cast, h[part], temperature)
                 lses[part] = torch.logsumexp(logits, -1)
                 logprobs[part] = logits.gather(-1, targets[part, None]).squeeze(-1) - lses[part]
@@ -177,7 +189,7 @@ class _TokenLogprob(torch.autograd.Function):
         grad_bias = torch.zeros_like(bias) if need_bias else None
         kept = iter(ctx.kept)
         ctx.kept = None
-        for part in _chunks(len(targets), weight.shape[0]):
+        for part in _chunks(len(targets), weight):
             if (logits := next(kept, None)) is None:
                 logits = _logits(head, h[part], ctx.temperature)
             slope = head.logit_map.slope(logits, ctx.temperature)
@@ -189,29 +201,40 @@ class _TokenLogprob(torch.autograd.Function):
             del logits, apart
             divisor = ctx.temperature / head.logit_map.scale
             grad = grad.div_(divisor) if divisor != 1.0 else grad
-            grad = (grad if slope is None else grad.mul_(slope)).to(ctx.dtype)
+            grad = _filled(grad if slope is None else grad.mul_(slope), ctx.dtype, head.spare)
             if grad_hidden is not None:
                 grad_hidden[part] = head.product(grad, head.weight.t())
             if need_weight:
-                grad_weight = _added(grad_weight,
-                                     head.product(grad.t(), h[part].t()).to(weight.dtype))
+                grad_weight = _added(grad_weight, head.product(grad.t(), h[part].t())
+                                     [:len(weight)], weight.dtype)
             if grad_bias is not None:
-                grad_bias += grad.sum(0).to(bias.dtype)
+                grad_bias += grad[:, :len(bias)].sum(0).to(bias.dtype)
         if need_weight and grad_weight is None:
             grad_weight = torch.zeros_like(weight)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
-def _chunks(count: int, vocabulary: int) -> Iterator[slice]:
-    rows = max(CHUNK_BYTES // (4 * vocabulary), 1)
+def _chunks(count: int, weight: torch.Tensor) -> Iterator[slice]:
+    most = CHUNK_BYTES if weight.device.type == "cpu" else DEVICE_CHUNK_BYTES
+    rows = max(most // (4 * weight.shape[0]), 1)
     for start in range(0, count, rows):
         yield slice(start, start + rows)
 
 
-def _added(total: torch.Tensor | None, more: torch.Tensor) -> torch.Tensor:
+def _filled(grad: torch.Tensor, dtype: torch.dtype, spare: int) -> torch.Tensor:
+    """[n, V] in another type, with columns of zeros behind: [n, V + spare]."""
+    if not spare:
+        return grad.to(dtype)
+    count = grad.shape[1]
+    out = grad.new_empty(len(grad), count + spare, dtype=dtype)
+    out[:, :count], out[:, count:] = grad, 0
+    return out
+
+
+def _added(total: torch.Tensor | None, more: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """``total`` in its place; in a function of its own, since ``more`` is as large and should be
     gone before the next one comes."""
-    return more if total is None else total.add_(more)
+    return more.to(dtype) if total is None else total.add_(more)
 
 
 def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor,
@@ -240,6 +263,24 @@ def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tens
     return grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
 
 
+class DecodingHead:
+    """[b, V] logits of [b, D] states without gradients, for as long as the weights stay."""
+
+    def __init__(self, lm: Any) -> None:
+        self.layer, self.weights = lm.get_output_embeddings(), HeadWeights.of(lm)
+        self._cast: HeadWeights | None = None
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's logits."""
+        kind, logit_map = hidden.device.type, self.weights.logit_map
+        if kind == "cpu" or not torch.is_autocast_enabled(kind):
+            return logit_map(self.layer(hidden))
+        dtype = torch.get_autocast_dtype(kind)
+        cast = self._cast = self._cast or self.weights.to(dtype)
+        with torch.autocast(kind, enabled=False):
+            return logit_map(cast.products(hidden.to(dtype)))
+
+
 def token_logprobs(hidden: torch.Tensor, head: HeadWeights, targets: torch.Tensor, *,
                    temperature: float, want_entropy: bool, other: OtherHead | None = None
                    ) -> TokenFigures:
@@ -266,7 +307,7 @@ def full_kl(hidden: torch.Tensor, head: HeadWeights, ref_hidden: torch.Tensor,
     ``sum_v p_v (log p_v - log q_v)``, chunk by chunk (TRL 0.11's ``kl_penalty=full``).
     """
     out = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-    for part in _chunks(len(hidden), head.weight.shape[0]):
+    for part in _chunks(len(hidden), head.weight):
         log_p = torch.log_softmax(_logits(head, hidden[part], temperature), -1)
         log_q = torch.log_softmax(_logits(ref_head, ref_hidden[part], temperature), -1)
         out[part] = (log_p.exp() * (log_p - log_q)).sum(-1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ppocli.parallel.backend import to_device
 from ppocli.storage.environment import check_parts
 
 _PARTS = ("transformers:AttentionInterface.register",
@@ -102,13 +103,21 @@ def _roomy_layer() -> Any:
             most: tokens that will be there at the end.
         """
 
+        column: torch.Tensor | None = None
+        """[1] where the next token goes while the room is :func:`hold_room`"""
+
         def __init__(self, most: int) -> None:
             super().__init__()
             self.most = most
 
         def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
                    ) -> tuple[torch.Tensor, torch.Tensor]:
-            """Add [b, H, n, D] keys and values; returns all."""
+            """Add [b, H, n, D] keys and values; returns all, or the whole room if it is held."""
+            if self.column is not None:
+                rooms = [getattr(held, _ROOM) for held in (self.keys, self.values)]
+                for room, new in zip(rooms, (key_states, value_states), strict=True):
+                    room.index_copy_(2, self.column, new.to(room.dtype))
+                return rooms[0], rooms[1]
             before: Any = (self.keys, self.values) if self.is_initialized else (
                 key_states[:, :, :0], value_states[:, :, :0])
             self.keys, self.values = (_extended(held, new, self.most) for held, new in zip(
@@ -130,13 +139,44 @@ def _extended(held: torch.Tensor, new: torch.Tensor, most: int) -> torch.Tensor:
         kind = new.device.type
         dtype = (torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind)
                  and new.dtype == torch.float32 else new.dtype)
-        room = new.new_zeros(*new.shape[:2], max(end, min(end + ROOM - 1, most)), new.shape[3],
-                             dtype=dtype)
+        # rows that took others' places may go on for longer than was thought
+        width = min(end + ROOM - 1, most) if end <= most else end + ROOM - 1
+        room = new.new_zeros(*new.shape[:2], width, new.shape[3], dtype=dtype)
         room[:, :, :count] = held
     room[:, :, count:end] = new
+    return _part_of(room, end)
+
+
+def _part_of(room: torch.Tensor, end: int) -> torch.Tensor:
     out = room[:, :, :end]
     setattr(out, _ROOM, room)
     return out
+
+
+def hold_room(cache: Any, width: int) -> torch.Tensor:
+    """Give a cache that caches all keys room for ``width`` tokens. Until :func:`let_go_of_room`
+    attention is given the whole room, whose address and shape don't change, and the next token is
+    put where the returned tensor, [1], says."""
+    at = torch.tensor([cached_tokens(cache)])
+    column = to_device(at, cache.layers[0].keys.device)
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            held = getattr(layer, name)
+            room = held.new_zeros(*held.shape[:2], width, held.shape[3])
+            room[:, :, :held.shape[2]] = held
+            setattr(layer, name, _part_of(room, held.shape[2]))
+            del held, room  # two copies of all layers are never held
+        layer.column = column
+    return column
+
+
+def let_go_of_room(cache: Any, tokens: int) -> None:
+    """The cache as it is once ``tokens`` more were put into the room that was held."""
+    for layer in cache.layers:
+        for name in ("keys", "values"):
+            held = getattr(layer, name)
+            setattr(layer, name, _part_of(getattr(held, _ROOM), held.shape[2] + tokens))
+        layer.column = None
 
 
 def room_of(states: torch.Tensor) -> torch.Tensor | None:

@@ -12,8 +12,9 @@ import torch
 from ppocli.models import layout, transformers_internals, trunk
 from ppocli.parallel.backend import to_device, to_host
 from ppocli.sampling import decoding
-from ppocli.sampling.decode_loop import CHECK_EVERY, SHRINK_AT, LiveRows, Stepped
+from ppocli.sampling.decode_loop import CHECK_EVERY, SHRINK_AT
 from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.live_rows import LiveRows, Stepped
 from ppocli.sampling.samples import Generation, TokenRows
 
 Conversation = Callable[[Sequence[int], TokenRows, Sequence[int]], Generation]

@@ -147,7 +147,8 @@ class DecodeSampler:
             lengths(seed, prompts.episodes, *spec.length_range))
 
         decoder = Decoder(lm, spec, setup.tokenizer, start, speaker.value_head, speaker.split,
-                          looking(stop, at_once), all_alive=backend.ranks.most if in_parts else int)
+                          looking(stop, at_once), records=setup.cfg.hardware.cuda_graphs,
+                          all_alive=backend.ranks.most if in_parts else int)
         noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
         done = 0
         with nullcontext() if in_parts else packed_weights(lm, DTYPES[backend.precision]):

@@ -145,7 +145,7 @@ def test_a_wait_planted_in_the_decode_loop_is_found(sim, tmp_path, monkeypatch, 
     with session_of(cfg) as session:
         found = phases_of(sim, session, learn=False)
     assert found["rollout"].total() >= NEW
-    assert any(count == NEW and "ppocli/sampling/decode_loop.py" in why
+    assert any(count == NEW and "ppocli/sampling/live_rows.py" in why
                for why, count in found["rollout"].items())
 
 

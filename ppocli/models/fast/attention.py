@@ -3,7 +3,8 @@ rounding only. Attention: transformers' own ("sdpa"), and beside it packed rows,
 products for short sequences.
 
 torch's kernel for CPUs works through long sequences without keeping [T, T] probabilities; for short
-ones, and in bf16, two products and a softmax that keeps them are faster (benchmarks/RESULTS.md).
+ones, and in bf16, two products and a softmax that keeps them are faster (benchmarks/RESULTS.md). On
+a GPU they are for a single query with a mask, which torch's fastest kernels don't take.
 """
 
 import inspect
@@ -52,9 +53,11 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
 def _is_short(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, dropout: float,
               others: dict[str, Any]) -> bool:
     """Whether plain products serve, and are faster."""
-    if query.device.type != "cpu" or dropout or any(others.get(n) is not None for n in _BEYOND):
+    if dropout or any(others.get(n) is not None for n in _BEYOND):
         return False
     queries, keys = query.shape[2], key.shape[2]
+    if query.device.type != "cpu" and (queries > 1 or mask is None):
+        return False
     if mask is None and queries not in (1, keys):
         return False  # which keys a query sees is then a matter of conventions
     if mask is not None and (mask.shape[1] != 1 or mask.shape[-1] != keys):
@@ -80,6 +83,8 @@ def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
                            key.reshape(rows * groups, keys, depth).transpose(1, 2),
                            alpha=depth**-0.5 if scaling is None else scaling)
     weights = torch.softmax(scores, -1)
+    if weights.device.type != "cpu":  # where autocast makes them fp32
+        weights = weights.to(value.dtype)
     out = torch.bmm(weights, value.reshape(rows * groups, keys, value.shape[3]).to(weights.dtype))
     return out.view(rows, heads, queries, -1).transpose(1, 2)
 
@@ -105,7 +110,7 @@ def _bias(mask: torch.Tensor | None, causal: bool, query: torch.Tensor, groups: 
             return query.new_zeros(1, 1, 1)
         return torch.full((queries, keys), hidden, dtype=dtype).triu_(1).repeat(share, 1)[None]
     if mask.dtype == torch.bool:
-        mask = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, hidden)
+        mask = query.new_zeros(mask.shape).masked_fill_(~mask, hidden)
     else:  # which may hide keys by -inf, or by a number that rounds to it
         mask = mask.to(dtype).clamp(min=hidden)
     mask = mask.expand(rows, groups, queries, keys).reshape(rows * groups, queries, keys)

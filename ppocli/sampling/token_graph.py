@@ -1,0 +1,143 @@
+"""Decoding on a GPU without telling it each kernel anew: what feeding one token takes is recorded
+once as a CUDA graph, and replayed for every token after, as long as the same rows go on.
+
+A small model's layers are done before Python has named the next ones, so that a GPU that is told
+them one by one idles most of the time. What is recorded reads and writes the same memory each time:
+keys and values have room for all tokens to come, attention looks at the whole room under a mask,
+and which column is next is a number on the device.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from ppocli.models import transformers_internals
+from ppocli.models.fast.attention import takes_packed
+from ppocli.parallel.ranks import is_out_of_memory
+from ppocli.sampling.live_rows import LiveRows, Stepped
+from ppocli.text import first_line
+
+log = logging.getLogger("ppocli")
+
+
+DEVICES = ("cuda",)
+"""where it can be done"""
+
+
+class Feeding:
+    """Feeds live rows token after token, by a graph where that is possible."""
+
+    def __init__(self, drawn: Stepped) -> None:
+        self.drawn, self.records = drawn, can_record(drawn)
+        self.graph: TokenGraph | None = None
+
+    def token(self, live: LiveRows) -> None:
+        """As :meth:`Stepped.token`; the same rows each time until :meth:`settle`."""
+        if not self.records:
+            self.drawn.token(live)
+            return
+        self.graph = self.graph or TokenGraph(self.drawn, live)
+        self.graph.token()
+
+    def settle(self) -> None:
+        """Before rows join or leave, or autocast's context ends."""
+        if self.graph is not None:
+            self.graph.release()
+        self.graph = None
+
+
+def can_record(drawn: Stepped) -> bool:
+    """Whether the tokens of these responses can be fed so: nothing on the host may have a say in
+    them, and the model must do with a mask of attention that is made for it."""
+    decoder, lm = drawn.decoder, drawn.decoder.lm
+    if (not decoder.records or lm.base_model.device.type not in DEVICES
+            or not getattr(lm, "ppocli_records", True) or decoder.spec.stop_sequences
+            or decoder.start is not None or drawn.virtual is not None
+            or decoder.all_alive is not int or not transformers_internals.caches_all_keys(lm)):
+        return False
+    packs = getattr(lm, "ppocli_packs", None)
+    return takes_packed(lm) if packs is None else packs
+
+
+class TokenGraph:
+    """The feeding of live rows, of which none joins or leaves until :meth:`release`. Rows and graph
+    share their memory.
+
+    Replaying must not outlast the autocast context that it was recorded in: weights that were
+    rounded for it are freed then.
+    """
+
+    def __init__(self, drawn: Stepped, live: LiveRows) -> None:
+        width = transformers_internals.cached_tokens(live.cache)
+        most = width + drawn.steps - live.youngest
+        most += -most % 8  # rows of matrices that kernels for tensor cores can read
+        self.drawn, self.live, self.fed = drawn, live, 0
+        self.column = transformers_internals.hold_room(live.cache, most)
+        self.seen = torch.zeros(len(live), most, dtype=torch.bool, device=live.rows.device)
+        self.seen[:, :width] = True if live.attention is None else live.attention[:, :width]
+        self.width, self.masked = width, live.attention is not None
+        live.positions = live.positions[:, -1:].clone()
+        live.inputs, live.at, live.done = live.inputs.clone(), live.at.clone(), live.done.clone()
+        self.fixed = replace(live, attention=self.seen[:, None, None, :])
+        self.replay: Callable[[], None] | None = None
+
+    def token(self) -> None:
+        """As :meth:`Stepped.token`. The first is fed kernel by kernel, so that libraries prepare
+        what they can't while it is recorded."""
+        self.drawn.decoder.poll()
+        if self.fed and self.replay is None:
+            self.replay = self._recorded()
+        (self.replay or self._feed)()
+        self.fed += 1
+        self.live.youngest, self.live.oldest = self.live.youngest + 1, self.live.oldest + 1
+        self.drawn.show(self.live.oldest)
+
+    def release(self) -> None:
+        """Make the rows such that others can join them, and some leave."""
+        transformers_internals.let_go_of_room(self.live.cache, self.fed)
+        if self.masked:
+            seen = self.seen[:, :self.width + self.fed]
+            self.live.attention = torch.nn.functional.pad(seen, (0, 1), value=True)
+
+    def _feed(self) -> None:
+        """One token of each row, all of it on the device and in the same memory each time."""
+        rows = self.fixed
+        self.seen.index_fill_(1, self.column, True)
+        chosen, done = self.drawn.draw(rows)
+        rows.inputs.copy_(chosen[:, None])
+        rows.done.copy_(done)
+        rows.positions += (~done)[:, None]
+        rows.at += 1
+        self.column += 1
+
+    def _recorded(self) -> Callable[[], None]:
+        try:
+            return recorded(self._feed)
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            log.warning("The model's pass can't be recorded as a CUDA graph, so tokens are fed "
+                        "kernel by kernel (%s).", first_line(error))
+            self.drawn.decoder.lm.ppocli_records = False
+            return self._feed
+
+
+def recorded(work: Callable[[], None]) -> Callable[[], None]:
+    """What does on the device again all that ``work`` would have done now.
+
+    Raises:
+        RuntimeError: it waits for the device, say.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        # a reward's model may compute in another thread meanwhile
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay
