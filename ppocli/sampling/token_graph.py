@@ -10,6 +10,8 @@ and which column is next is a number on the device.
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -124,13 +126,19 @@ class TokenGraph:
             return self._feed
 
 
+@cache
+def _stream(device: int) -> Any:
+    """Where a device's graphs are recorded: cuBLAS keeps memory of its own for every stream."""
+    return torch.cuda.Stream(device)
+
+
 def recorded(work: Callable[[], None]) -> Callable[[], None]:
     """What does on the device again all that ``work`` would have done now.
 
     Raises:
         RuntimeError: it waits for the device, say.
     """
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         # a reward's model may compute in another thread meanwhile

@@ -1,6 +1,5 @@
-"""The engine on a CUDA device: the same numbers as on the CPU, in fp32 and bf16, also where graphs are
-replayed; its memory against what was told beforehand; what is copied from it for a
-checkpoint."""
+"""The engine on a CUDA device: the same numbers as on the CPU, in fp32 and bf16, and from graphs;
+its memory against what was told beforehand; what is copied from it for a checkpoint."""
 
 import gc
 import subprocess
