@@ -140,11 +140,13 @@ class Packing:
     """[b * W] int64 index of a token, N where there is none"""
     to_pack: torch.Tensor
     """[N] int64 index into b * W, which itself stands for one that only fills up"""
+    ends: torch.Tensor
+    """[b + 2] int32: 0, the end of each row among the N, and N"""
 
     def to(self, device: torch.device) -> Packing:
         """The same on ``device``."""
-        return Packing(self.rows, self.width, to_device(self.to_grid, device),
-                       to_device(self.to_pack, device))
+        return Packing(self.rows, self.width, *(
+            to_device(one, device) for one in (self.to_grid, self.to_pack, self.ends)))
 
     def packed(self, values: torch.Tensor) -> torch.Tensor:
         """[1, N] of one value for each token of the rows, one row after the other; zeros fill up.
@@ -225,9 +227,9 @@ def lay_out(samples: Sequences, *, pack: bool = False) -> SequenceBatch:
 # Packed rows --------------------------------------------------------------------------------------
 #
 # Every layer but attention works on single tokens and sees real ones only; attention spreads them
-# out over a grid and packs its output again. A batch that is packed tells it so by the mask that it
-# is handed: transformers passes a mask of four dimensions on to the attention of every layer as it
-# is.
+# out over a grid and packs its output again, unless there is a kernel for packed rows. A batch that
+# is packed tells it so by the mask that it is handed: transformers passes a mask of four dimensions
+# on to the attention of every layer as it is.
 
 def packing_of_lengths(lengths: torch.Tensor) -> Packing:
     """The packing of rows of these many tokens, [b] int64, each at least 1."""
@@ -238,7 +240,8 @@ def packing_of_lengths(lengths: torch.Tensor) -> Packing:
     to_pack = torch.nn.functional.pad(to_pack, (0, -count % MULTIPLE), value=rows * width)
     to_grid = torch.full((rows * width,), len(to_pack))
     to_grid[to_pack[:count]] = torch.arange(count)
-    return Packing(rows, width, to_grid, to_pack)
+    ends = torch.tensor([0, *lengths.cumsum(0).tolist(), len(to_pack)], dtype=torch.int32)
+    return Packing(rows, width, to_grid, to_pack, ends)
 
 
 def stand_in(device: torch.device, packing: Packing | None = None) -> torch.Tensor:

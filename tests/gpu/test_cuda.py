@@ -14,6 +14,7 @@ from sessions import (
     estimate_of,
     experience_of,
     optimize,
+    prompt_and_response,
     rollout_of,
     save_session,
     session_of,
@@ -23,7 +24,9 @@ from sessions import (
 
 from ppocli.launching.child_process import Start
 from ppocli.launching.worker import run_worker
+from ppocli.models.fast import attention
 from ppocli.models.head import HeadWeights, token_logprobs
+from ppocli.models.layout import lay_out
 from ppocli.sampling import token_graph
 from ppocli.storage.run_folder import write_config
 from ppocli.tasks.ppo.session import saved_model
@@ -106,6 +109,40 @@ def test_a_vocabulary_that_is_no_multiple_of_eight(precision):
     for wanted, got in zip(*found, strict=True):
         off = (got.cpu().double() - wanted).norm() / wanted.norm()
         assert off < (1e-5 if precision == "fp32" else 2e-2)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_packed_rows_in_bf16_are_as_near_as_padded_ones(tmp_path, monkeypatch, kind, checkpointing):
+    """Logprobs and gradients against those of padded rows in fp32."""
+    save_lm(tmp_path / "lm", kind, gain=2.0)
+    calls, kernel = [], attention._varlen(0)
+    if kernel is None:
+        pytest.skip("no kernel for packed rows in this torch")
+    monkeypatch.setattr(attention, "_varlen", lambda _: (
+        lambda *args, **more: calls.append(args) or kernel(*args, **more)))
+    torch.manual_seed(0)
+    lengths = torch.tensor([9, 2, 14, 5])
+    there = torch.arange(14)[None] < lengths[:, None]
+    ids, prompts = torch.randint(4, 30, (4, 14)) * there, torch.randint(4, 30, (4, 6))
+    samples = prompt_and_response(prompts, torch.ones_like(prompts).bool(), ids, there)
+    found = []
+    for precision, pack in (("fp32", False), ("bf16", False), ("bf16", True)):
+        cfg = small_config(tmp_path, hardware__device="cuda", hardware__precision=precision,
+                           model__gradient_checkpointing=checkpointing)
+        with session_of(cfg) as session:
+            assert session.packs
+            session.policy.train(checkpointing)
+            calls.clear()
+            with session.backend.autocast():
+                batch = lay_out(samples, pack=pack).to(session.backend.device)
+                logprobs = session.trained.engine(batch, temperature=1.0).logprobs
+                (logprobs * torch.linspace(-1, 1, len(logprobs), device="cuda")).sum().backward()
+            assert bool(calls) == pack
+            found.append([logprobs.detach(), torch.cat([
+                p.grad.flatten() for p in session.policy.parameters() if p.grad is not None])])
+    for exact, grid, flat in zip(*found, strict=True):
+        assert 0 < (flat - exact).norm() < 1.5 * (grid - exact).norm()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -8,6 +8,8 @@ a GPU they are for a single query with a mask, which torch's fastest kernels don
 """
 
 import inspect
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,6 +40,9 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     """
     packing, attention_mask = layout.meant_by(attention_mask)
     if packing is not None:
+        if not dropout and not any(kwargs.get(name) is not None for name in _BEYOND) and (
+                over_packed := _packed_kernel(query)) is not None:
+            return over_packed(query, key, value, packing, scaling), None
         query, key, value = (layout.spread(heads, packing) for heads in (query, key, value))
     if _is_short(query, key, attention_mask, dropout, kwargs):
         wanted = kwargs.get("is_causal")
@@ -48,6 +53,39 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         out = transformers_internals.sdpa_attention(module, query, key, value, attention_mask,
                                                     dropout=dropout, scaling=scaling, **kwargs)
     return (out if packing is None else layout.gathered(out, packing)), None
+
+
+def _packed_kernel(query: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """Attention over packed rows as they lie there, [1, H, N, D] to [1, N, H, D]; None where there
+    is no kernel for them."""
+    kind, depth = query.device.type, query.shape[-1]
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+    if kind != "cuda" or dtype.itemsize != 2 or depth % 8 or depth > 256:
+        return None
+    varlen = _varlen(query.device.index)
+
+    def over_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                    packing: layout.Packing, scaling: float | None) -> torch.Tensor:
+        heads = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
+        longest = max(packing.width, layout.MULTIPLE)
+        found: torch.Tensor = varlen(*heads, packing.ends, packing.ends, longest, longest,
+                                     scale=scaling, window_size=(-1, 0))
+        return found[None]
+
+    return None if varlen is None else over_packed
+
+
+@cache
+def _varlen(device: int) -> Any:
+    """torch's FlashAttention (arXiv:2307.08691) over packed rows; None before torch 2.11."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    names = inspect.signature(varlen_attn).parameters
+    if "window_size" not in names or torch.cuda.get_device_capability(device) < (8, 0):
+        return None
+    return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in names else varlen_attn
 
 
 def _is_short(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, dropout: float,
