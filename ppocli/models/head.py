@@ -205,8 +205,7 @@ class _TokenLogprob(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = head.product(grad, head.weight.t())
             if need_weight:
-                grad_weight = _added(grad_weight, head.product(grad.t(), h[part].t())
-                                     [:len(weight)], weight.dtype)
+                grad_weight = _added(grad_weight, head.product(grad.t(), h[part].t()), weight)
             if grad_bias is not None:
                 grad_bias += grad[:, :len(bias)].sum(0).to(bias.dtype)
         if need_weight and grad_weight is None:
@@ -231,10 +230,12 @@ def _filled(grad: torch.Tensor, dtype: torch.dtype, spare: int) -> torch.Tensor:
     return out
 
 
-def _added(total: torch.Tensor | None, more: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """``total`` in its place; in a function of its own, since ``more`` is as large and should be
-    gone before the next one comes."""
-    return more.to(dtype) if total is None else total.add_(more)
+def _added(total: torch.Tensor | None, more: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``total`` of the weight's gradient in its place; in a function of its own, since ``more`` is
+    as large and should be gone before the next one comes."""
+    if len(more) > len(weight):
+        more = more[:len(weight)]
+    return more.to(weight.dtype) if total is None else total.add_(more)
 
 
 def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor,
