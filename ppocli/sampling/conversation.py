@@ -16,6 +16,7 @@ from ppocli.sampling.decode_loop import CHECK_EVERY, SHRINK_AT
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.live_rows import LiveRows, Stepped
 from ppocli.sampling.samples import Generation, TokenRows
+from ppocli.sampling.token_graph import Feeding
 
 Conversation = Callable[[Sequence[int], TokenRows, Sequence[int]], Generation]
 """Samples responses to contexts that are continued again and again.
@@ -104,16 +105,17 @@ class KeptKeys:
         drawn.limits[live.rows] = before + to_device(torch.tensor(limits), self.device)
         pieces: list[Parked] = []
         check_every = 1 if self.device.type == "cpu" else CHECK_EVERY
-        passes, most = 0, max(limits)
+        passes, most, feeding = 0, max(limits), Feeding(drawn)
         with self.context():
             while True:
-                drawn.token(live)
+                feeding.token(live, most - passes)
                 passes += 1
                 if passes % check_every and passes < most:
                     continue
                 done, at = to_host(live.done, live.at)
                 left = int((~done).sum())
                 if left == 0 or left <= SHRINK_AT * len(live):
+                    feeding.settle()
                     pieces.append(self._park(live, done.nonzero().squeeze(-1)))
                     if left == 0:
                         break

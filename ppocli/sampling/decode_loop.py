@@ -53,7 +53,7 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
             else:
                 live.take_in(fresh)
         else:
-            feeding.token(live)
+            feeding.token(live, drawn.steps - live.youngest)
         passes += 1
         if passes % check_every and live.youngest < drawn.steps:
             continue

@@ -171,7 +171,7 @@ class DecodeSampler:
         """
         setup, lm = self.setup, speaker.lm
         decoder = Decoder(lm, spec, setup.tokenizer, None, speaker.value_head,
-                          poll=looking(stop, len(contexts)))
+                          poll=looking(stop, len(contexts)), records=setup.cfg.hardware.cuda_graphs)
         noise = uniform(setup.cfg.seed, stream, episodes, setup.cfg.env.max_tokens)
         with packed_weights(lm, DTYPES[setup.backend.precision]):
             keeps = (self.method(lm) is trunk.Decoding.STEPS and caches_all_keys(lm)

@@ -35,12 +35,16 @@ class Feeding:
         self.drawn, self.records = drawn, can_record(drawn)
         self.graph: TokenGraph | None = None
 
-    def token(self, live: LiveRows) -> None:
-        """As :meth:`Stepped.token`; the same rows each time until :meth:`settle`."""
-        if not self.records:
+    def token(self, live: LiveRows, most: int) -> None:
+        """As :meth:`Stepped.token`; the same rows each time until :meth:`settle`.
+
+        Args:
+            most: tokens that will be fed to these rows, this one included.
+        """
+        if not self.records or live.oldest == 0 or live.inputs.shape[1] > 1:
             self.drawn.token(live)
             return
-        self.graph = self.graph or TokenGraph(self.drawn, live)
+        self.graph = self.graph or TokenGraph(self.drawn, live, most)
         self.graph.token()
 
     def settle(self) -> None:
@@ -71,9 +75,9 @@ class TokenGraph:
     rounded for it are freed then.
     """
 
-    def __init__(self, drawn: Stepped, live: LiveRows) -> None:
+    def __init__(self, drawn: Stepped, live: LiveRows, most: int) -> None:
         width = transformers_internals.cached_tokens(live.cache)
-        most = width + drawn.steps - live.youngest
+        most += width
         most += -most % 8  # rows of matrices that kernels for tensor cores can read
         self.drawn, self.live, self.fed = drawn, live, 0
         self.column = transformers_internals.hold_room(live.cache, most)

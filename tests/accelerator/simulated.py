@@ -363,7 +363,7 @@ def opened() -> Iterator[Simulated]:
     """
     attention = mock.patch("torch.nn.functional.scaled_dot_product_attention", _attention)
     # which a build of torch for CUDA asks of a driver that isn't there
-    recording = mock.patch("torch.cuda.is_current_stream_capturing", lambda: False)
+    recording = mock.patch("torch.cuda.is_current_stream_capturing", return_value=False)
     with attention, recording, _Functions(), Simulated() as device:
         Simulated.current = device
         try:

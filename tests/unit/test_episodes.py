@@ -14,8 +14,10 @@ from sessions import assert_same_responses, gradients, rolled, rollout_of, sessi
 
 from ppocli.environments.calls import Calls
 from ppocli.episode import Episode, Turn, turn_numbers
+from ppocli.models.fast.attention import use_kernels
 from ppocli.models.trunk import Decoding
 from ppocli.ppo import advantages
+from ppocli.sampling import token_graph
 from ppocli.sampling.conversation import KeptKeys, decoded_turns
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.token_choice import SamplingSpec
@@ -171,12 +173,19 @@ def test_trl_environments_reach_the_reward(tmp_path):
     assert "What is the film?<eos> <im>assistant" in shown.replace(" What", "What")
 
 
+@pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen3"])
 @pytest.mark.parametrize("limits", [[4, 4, 4, 4, 4], [1, 6, 2, 3, 6]])
-def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(kind, limits):
+def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(
+        kind, limits, graphs, monkeypatch):
     """Rows whose turns end at different times, that are fed nothing, little or much, and that stop
     speaking; tokens and logprobs of three turns."""
+    work = []
+    if graphs:  # whose work is done anew here instead of being replayed
+        monkeypatch.setattr(token_graph, "DEVICES", ("cpu",))
+        monkeypatch.setattr(token_graph, "recorded", lambda one: work.append(one) or one)
     lm = make_lm(kind).eval()
+    use_kernels(lm)
     spec = SamplingSpec(max_new_tokens=6, stop_ids=(1, 5, 6))
     contexts = [[3, 4, 5], [7], [8, 9], [4, 4, 4, 4], [5]]
     noise = np.random.default_rng(5).uniform(0.01, 0.99, (5, 30))
@@ -194,6 +203,7 @@ def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(kind, limits
         for row, ids in zip(rows, wanted.ids, strict=True):
             contexts[row] += ids
         assert_same_responses(found, wanted)
+    assert bool(work) == graphs
 
 
 @pytest.mark.parametrize("keys", [
