@@ -1,9 +1,10 @@
 """Real sessions on tiny models, for tests of the engine in this process."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, is_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from helpers import mask_of, save_lm, write_prompts
@@ -15,6 +16,7 @@ from ppocli.estimate.parts import models_of
 from ppocli.models.layout import Sequences, joined_right
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
+from ppocli.sampling import token_graph
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation
@@ -83,6 +85,18 @@ def rollout_of(session: Session, start: int = 0, count: int | None = None):
     count = count or session.cfg.ppo.num_rollouts
     return collect_rollout(session, session.next_prompts(start, count), StopFlag(),
                            PhaseClock(session.backend.device))
+
+
+def record_on_cpu(monkeypatch: Any) -> list[Any]:
+    """Let tokens be fed on a CPU as by recorded graphs, whose work is done anew there; returns the
+    list of all that will have been recorded."""
+    work: list[Any] = []
+    monkeypatch.setattr(token_graph, "DEVICES", ("cpu",))
+    monkeypatch.setattr(token_graph, "_recordable", {})
+    monkeypatch.setattr(token_graph, "waits_refused", nullcontext)
+    monkeypatch.setattr(token_graph, "recorded", lambda feed, before: (
+        work.append(feed) or SimpleNamespace(replay=feed)))
+    return work
 
 
 def rolled(cfg: TrainConfig, reward: Any = count_good, start: int = 0,

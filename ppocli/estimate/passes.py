@@ -27,7 +27,7 @@ from torch import nn
 from ppocli.config.schema import TrainConfig
 from ppocli.estimate.parts import Models
 from ppocli.models.fast.attention import SHORT
-from ppocli.models.head import CHUNK_BYTES, DEVICE_CHUNK_BYTES, KEPT_BYTES
+from ppocli.models.head import ALIGNED, CHUNK_BYTES, DEVICE_CHUNK_BYTES, KEPT_BYTES
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.transformers_internals import conv1d
 from ppocli.models.trunk import RELATIVE_POSITIONS, has_encoder, num_virtual_tokens, virtual_tokens
@@ -186,7 +186,8 @@ def training_pass(cfg: TrainConfig, models: Models, at: Sizes, *, copies: int) -
 
 def _cast(weight: torch.Tensor, at: Sizes) -> int:
     """Bytes of the copy that a pass in bf16 makes of a weight."""
-    return 2 * weight.numel() if at.casts and weight.element_size() == 4 else 0
+    copied = weight.element_size() == 4 or (at.cuda and weight.shape[0] % ALIGNED)
+    return 2 * weight.numel() if at.casts and copied else 0
 
 
 def _logits(models: Models, at: Sizes) -> int:

@@ -44,6 +44,8 @@ class Player:
     autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
     servers: VllmSampler | None = None
     """what samples in place of our own loop; see :func:`served`"""
+    records: bool = False
+    """as of :class:`~ppocli.sampling.decoder.Decoder`"""
 
     @property
     def has_chat_template(self) -> bool:
@@ -106,7 +108,8 @@ class Player:
         spec, *_ = sampling_specs(generation, self.tokenizer, self.loaded)
         made = answer_prompts(self.loaded.lm, self.tokenizer, prompts, spec, seed=seed,
                               num_samples=num_samples, first=first, batch=batch, poll=poll,
-                              show=show, start=self.loaded.decoder_start, servers=self.servers)
+                              show=show, start=self.loaded.decoder_start, servers=self.servers,
+                              records=self.records)
         try:
             yield from sampler.stepped(made, self.autocast)
         except torch.OutOfMemoryError as error:
@@ -131,7 +134,7 @@ def load_player(cfg: schema.ModelConfig, name: str, backend: Backend | None = No
     if backend is None:
         return Player(name, tokenizer, loaded)
     loaded.lm.to(backend.device)
-    return Player(name, tokenizer, loaded, backend.autocast)
+    return Player(name, tokenizer, loaded, backend.autocast, records=backend.cuda_graphs)
 
 
 @contextmanager

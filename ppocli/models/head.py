@@ -81,8 +81,11 @@ class HeadWeights(NamedTuple):
         rows: the kernels for other numbers, such as the 50257 of GPT-2, take four times as long."""
         count, width = self.weight.shape
         spare = -count % ALIGNED if self.weight.device.type != "cpu" and dtype.itemsize == 2 else 0
-        weight = self.weight.to(dtype) if not spare else torch.cat(
-            [self.weight.to(dtype), self.weight.new_zeros(spare, width, dtype=dtype)])
+        if spare:
+            weight = self.weight.new_empty(count + spare, width, dtype=dtype)
+            weight[:count], weight[count:] = self.weight.detach(), 0
+        else:
+            weight = self.weight.to(dtype)
         return self._replace(weight=weight, spare=spare,
                              bias=None if self.bias is None else self.bias.to(dtype))
 

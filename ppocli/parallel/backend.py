@@ -2,11 +2,11 @@
 and the device that make the host wait no more than they must."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,8 @@ from ppocli.parallel.onednn import choose_gemm, warn_of_slow_bf16
 from ppocli.parallel.ranks import Ranks
 from ppocli.parallel.threads import settle_threads
 from ppocli.storage.environment import UNMEASURED, Measured
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,8 @@ class Backend:
     zero_stage: int = 0
     onednn: bool = False
     """whether linear layers multiply through oneDNN"""
+    cuda_graphs: bool = True
+    """as in ``hardware``"""
 
     @property
     def threads(self) -> int:
@@ -75,7 +79,8 @@ def open_backend(hardware: HardwareConfig, noted: Measured = UNMEASURED) -> Iter
     with _process_state(hardware, noted) as use_cuda:
         accelerator = Accelerator(cpu=not use_cuda, mixed_precision=_mixed(hardware))
         yield Backend(accelerator, _numbered(accelerator.device), hardware.precision, Ranks(),
-                      onednn=not use_cuda and choose_gemm(hardware, noted.onednn))
+                      onednn=not use_cuda and choose_gemm(hardware, noted.onednn),
+                      cuda_graphs=hardware.cuda_graphs)
 
 
 @contextmanager
@@ -210,6 +215,14 @@ def _ranks(timeout: timedelta) -> Ranks:
         return Ranks()
     return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(),
                  torch.distributed.new_group(backend="gloo", timeout=timeout))
+
+
+def beside(work: Callable[[], T]) -> T:
+    """``work``, in a thread of its own. It leaves alone what autocast keeps, rounded weights of all
+    threads: any thread that leaves autocast frees them, and a recorded graph still reads them."""
+    torch.autocast_increment_nesting()
+    torch.set_autocast_cache_enabled(False)
+    return work()
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

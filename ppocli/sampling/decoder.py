@@ -36,7 +36,7 @@ class Decoder:
     """called before every token; may raise to stop"""
     watch: Watch = lambda tokens, mask: None
     """shown all tokens so far after every token"""
-    records: bool = True
+    records: bool = False
     """whether a GPU may be given what feeds a token as a recorded graph"""
     all_alive: Callable[[int], int] = int
     """from the number of rows that are still alive here to the most that are anywhere; decoding

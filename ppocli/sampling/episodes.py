@@ -21,6 +21,7 @@ from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, Step, Turn
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.layout import Sequences, padded
 from ppocli.models.policy import Policy
+from ppocli.parallel.backend import beside
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.sampler import Sampler, Speaker
@@ -126,7 +127,8 @@ class EpisodeSampler:
         work = partial(self.calls.answers, [
             Called(games[i].environment, episodes[i], len(games[i].turns) + 1, {"response": text})
             for i, text in zip(rows, said, strict=True)], stream)
-        begun = in_daemon(work, "environments") if self.calls.waits and rows else None
+        aside = self.calls.waits and rows
+        begun = in_daemon(partial(beside, work), "environments") if aside else None
 
         def settle() -> None:
             answers = work() if begun is None else outcome_of(begun, stop.check)

@@ -128,8 +128,8 @@ def check_lengths(lm: Any, prompts: TokenRows, spec: SamplingSpec) -> None:
 def answer_prompts(lm: Any, tokenizer: Any, prompts: TokenRows, spec: SamplingSpec, *, seed: int,
                    num_samples: int = 1, first: int = 0, batch: int = BATCH,
                    start: int | None = None, poll: Callable[[], None] = lambda: None,
-                   show: Callable[[str], None] | None = None, servers: VllmSampler | None = None
-                   ) -> Iterator[list[Answer]]:
+                   show: Callable[[str], None] | None = None, servers: VllmSampler | None = None,
+                   records: bool = False) -> Iterator[list[Answer]]:
     """Sample responses, a batch at a time, all those to one prompt before those to the next.
 
     Args:
@@ -142,6 +142,7 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: TokenRows, spec: SamplingSp
         show: handed the text of a single response piece by piece, as it is certain; as a whole
             where servers sample it.
         servers: what samples in place of our own loop, while it acts.
+        records: as of :class:`Decoder`.
 
     Raises:
         DivergedError: the model's probabilities are not finite.
@@ -163,8 +164,8 @@ def answer_prompts(lm: Any, tokenizer: Any, prompts: TokenRows, spec: SamplingSp
         if servers is not None:
             out = servers.answer(rows, sampling_params(spec, seed, USER, numbers), poll)
         else:
-            out, = decode(Decoder(lm, spec, tokenizer, start, poll=poll, watch=watch), tokens, mask,
-                          uniform(seed, USER, numbers, spec.max_new_tokens))
+            decoder = Decoder(lm, spec, tokenizer, start, poll=poll, watch=watch, records=records)
+            out, = decode(decoder, tokens, mask, uniform(seed, USER, numbers, spec.max_new_tokens))
         if not bool(torch.isfinite(out.logprobs).all()):
             raise DivergedError("The model's token probabilities are not finite.",
                                 fix="its weights are damaged, or diverged in training: choose "

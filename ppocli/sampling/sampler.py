@@ -96,6 +96,12 @@ def looking(stop: StopFlag, rows: int) -> Callable[[], None]:
     return look
 
 
+def records(cfg: schema.TrainConfig) -> bool:
+    """Whether CUDA graphs are wanted. A reward that computes in a thread of its own meanwhile would
+    break their recording: it may wait for the device, or draw random numbers there."""
+    return cfg.hardware.cuda_graphs and cfg.reward.overlap != "always"
+
+
 class DecodeSampler:
     """Our own decode loop, or transformers' for models that our loop can't decode. Random numbers
     come from :func:`ppocli.ppo.noise.uniform`, so that a sample doesn't depend on the chunk size,
@@ -147,7 +153,7 @@ class DecodeSampler:
             lengths(seed, prompts.episodes, *spec.length_range))
 
         decoder = Decoder(lm, spec, setup.tokenizer, start, speaker.value_head, speaker.split,
-                          looking(stop, at_once), records=setup.cfg.hardware.cuda_graphs,
+                          looking(stop, at_once), records=records(setup.cfg),
                           all_alive=backend.ranks.most if in_parts else int)
         noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
         done = 0
@@ -171,7 +177,7 @@ class DecodeSampler:
         """
         setup, lm = self.setup, speaker.lm
         decoder = Decoder(lm, spec, setup.tokenizer, None, speaker.value_head,
-                          poll=looking(stop, len(contexts)), records=setup.cfg.hardware.cuda_graphs)
+                          poll=looking(stop, len(contexts)), records=records(setup.cfg))
         noise = uniform(setup.cfg.seed, stream, episodes, setup.cfg.env.max_tokens)
         with packed_weights(lm, DTYPES[setup.backend.precision]):
             keeps = (self.method(lm) is trunk.Decoding.STEPS and caches_all_keys(lm)

@@ -8,7 +8,9 @@ and which column is next is a number on the device.
 """
 
 import logging
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,17 +25,22 @@ from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
 
-
 DEVICES = ("cuda",)
 """where it can be done"""
+_recordable: dict[type, bool] = {}
+"""kinds of models that have been tried"""
 
 
 class Feeding:
-    """Feeds live rows token after token, by a graph where that is possible."""
+    """Feeds live rows token after token, by a graph where that is possible.
+
+    The graphs of one decoding share their memory: one is kept until the next one is recorded.
+    """
 
     def __init__(self, drawn: Stepped) -> None:
-        self.drawn, self.records = drawn, can_record(drawn)
+        self.drawn, self.wanted = drawn, can_record(drawn)
         self.graph: TokenGraph | None = None
+        self.newest: Any = None
 
     def token(self, live: LiveRows, most: int) -> None:
         """As :meth:`Stepped.token`; the same rows each time until :meth:`settle`.
@@ -41,16 +48,19 @@ class Feeding:
         Args:
             most: tokens that will be fed to these rows, this one included.
         """
-        if not self.records or live.oldest == 0 or live.inputs.shape[1] > 1:
+        if (not self.wanted or live.oldest == 0 or live.inputs.shape[1] > 1
+                or not _recordable.get(type(self.drawn.decoder.lm), True)):
+            self.settle()
             self.drawn.token(live)
             return
         self.graph = self.graph or TokenGraph(self.drawn, live, most)
-        self.graph.token()
+        self.graph.token(self.newest)
 
     def settle(self) -> None:
         """Before rows join or leave, or autocast's context ends."""
         if self.graph is not None:
             self.graph.release()
+            self.newest = self.graph.recorded or self.newest
         self.graph = None
 
 
@@ -59,9 +69,9 @@ def can_record(drawn: Stepped) -> bool:
     them, and the model must do with a mask of attention that is made for it."""
     decoder, lm = drawn.decoder, drawn.decoder.lm
     if (not decoder.records or lm.base_model.device.type not in DEVICES
-            or not getattr(lm, "ppocli_records", True) or decoder.spec.stop_sequences
-            or decoder.start is not None or drawn.virtual is not None
-            or decoder.all_alive is not int or not transformers_internals.caches_all_keys(lm)):
+            or decoder.spec.stop_sequences or decoder.start is not None
+            or drawn.virtual is not None or decoder.all_alive is not int
+            or not transformers_internals.caches_all_keys(lm)):
         return False
     packs = getattr(lm, "ppocli_packs", None)
     return takes_packed(lm) if packs is None else packs
@@ -87,15 +97,24 @@ class TokenGraph:
         live.positions = live.positions[:, -1:].clone()
         live.inputs, live.at, live.done = live.inputs.clone(), live.at.clone(), live.done.clone()
         self.fixed = replace(live, attention=self.seen[:, None, None, :])
-        self.replay: Callable[[], None] | None = None
+        self.recorded: Any = None
+        self.tells_each = False
+        """whether kernels are told one by one after all"""
 
-    def token(self) -> None:
+    def token(self, before: Any) -> None:
         """As :meth:`Stepped.token`. The first is fed kernel by kernel, so that libraries prepare
-        what they can't while it is recorded."""
+        what they can't while it is recorded.
+
+        Args:
+            before: the recording whose memory this one's takes, or None.
+        """
         self.drawn.decoder.poll()
-        if self.fed and self.replay is None:
-            self.replay = self._recorded()
-        (self.replay or self._feed)()
+        if self.fed == 0:
+            self._first()
+        else:
+            if self.recorded is None and not self.tells_each:
+                self._record(before)
+            (self._feed if self.recorded is None else self.recorded.replay)()
         self.fed += 1
         self.live.youngest, self.live.oldest = self.live.youngest + 1, self.live.oldest + 1
         self.drawn.show(self.live.oldest)
@@ -108,7 +127,8 @@ class TokenGraph:
             self.live.attention = torch.nn.functional.pad(seen, (0, 1), value=True)
 
     def _feed(self) -> None:
-        """One token of each row, all of it on the device and in the same memory each time."""
+        """One token of each row, all of it on the device and in the same memory each time. What is
+        the input of the next token changes last: one that fails can be fed again."""
         rows = self.fixed
         self.seen.index_fill_(1, self.column, True)
         chosen, done = self.drawn.draw(rows)
@@ -118,16 +138,51 @@ class TokenGraph:
         rows.at += 1
         self.column += 1
 
-    def _recorded(self) -> Callable[[], None]:
+    def _first(self) -> None:
+        """Feed a token; of a kind of model that was not tried before, find out whether it waits for
+        the device, which can't be recorded. A recording that fails would leave torch's random
+        numbers and its memory in a state that no later work can be done in."""
+        kind = type(self.drawn.decoder.lm)
+        if kind in _recordable:
+            self._feed()
+            return
         try:
-            return recorded(self._feed)
+            with waits_refused():
+                self._feed()
+            _recordable[kind] = True
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            log.warning("The model's pass can't be recorded as a CUDA graph, so tokens are fed "
-                        "kernel by kernel (%s).", first_line(error))
-            self.drawn.decoder.lm.ppocli_records = False
-            return self._feed
+            self._refuse(error)
+            self._feed()
+
+    def _record(self, before: Any) -> None:
+        try:
+            self.recorded = recorded(self._feed, before)
+        except RuntimeError as error:
+            self.tells_each = True
+            if is_out_of_memory(error):  # told one by one, kernels can do with what others left
+                log.debug("no memory to record a CUDA graph in: %s", first_line(error))
+            else:
+                self._refuse(error)
+
+    def _refuse(self, error: RuntimeError) -> None:
+        _recordable[type(self.drawn.decoder.lm)], self.tells_each = False, True
+        log.warning("The model's pass can't be recorded as a CUDA graph, so tokens are fed kernel "
+                    "by kernel (%s).", first_line(error))
+
+
+@contextmanager
+def waits_refused() -> Iterator[None]:
+    """Work in which waiting for the device is a RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
 
 
 @cache
@@ -136,20 +191,28 @@ def _stream(device: int) -> Any:
     return torch.cuda.Stream(device)
 
 
-def recorded(work: Callable[[], None]) -> Callable[[], None]:
-    """What does on the device again all that ``work`` would have done now.
+def recorded(work: Callable[[], None], before: Any) -> Any:
+    """A CUDA graph whose ``replay()`` does on the device all that ``work`` would have done now.
+
+    Args:
+        before: another one, not to be replayed any more, whose memory this one takes. Without one
+            what torch holds in reserve is given back first: while it records it can't be, and the
+            memory of graphs that are gone would never be.
 
     Raises:
-        RuntimeError: it waits for the device, say.
+        RuntimeError: ``work`` waits for the device, say; or there is no memory for it.
     """
+    if before is None:
+        torch.cuda.empty_cache()
     graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        # a reward's model may compute in another thread meanwhile
-        graph.capture_begin(capture_error_mode="thread_local")
+        # a reward may wait for something in another thread meanwhile
+        graph.capture_begin(pool=None if before is None else before.pool(),
+                            capture_error_mode="thread_local")
         try:
             work()
         finally:
             graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
-    return graph.replay
+    return graph

@@ -10,14 +10,21 @@ import pytest
 import torch
 from helpers import make_lm, save_lm
 from played import chat_tokenizer
-from sessions import assert_same_responses, gradients, rolled, rollout_of, session_of, small_config
+from sessions import (
+    assert_same_responses,
+    gradients,
+    record_on_cpu,
+    rolled,
+    rollout_of,
+    session_of,
+    small_config,
+)
 
 from ppocli.environments.calls import Calls
 from ppocli.episode import Episode, Turn, turn_numbers
 from ppocli.models.fast.attention import use_kernels
 from ppocli.models.trunk import Decoding
 from ppocli.ppo import advantages
-from ppocli.sampling import token_graph
 from ppocli.sampling.conversation import KeptKeys, decoded_turns
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.token_choice import SamplingSpec
@@ -180,10 +187,7 @@ def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(
         kind, limits, graphs, monkeypatch):
     """Rows whose turns end at different times, that are fed nothing, little or much, and that stop
     speaking; tokens and logprobs of three turns."""
-    work = []
-    if graphs:  # whose work is done anew here instead of being replayed
-        monkeypatch.setattr(token_graph, "DEVICES", ("cpu",))
-        monkeypatch.setattr(token_graph, "recorded", lambda one: work.append(one) or one)
+    work = record_on_cpu(monkeypatch) if graphs else []
     lm = make_lm(kind).eval()
     use_kernels(lm)
     spec = SamplingSpec(max_new_tokens=6, stop_ids=(1, 5, 6))
@@ -191,7 +195,7 @@ def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(
     noise = np.random.default_rng(5).uniform(0.01, 0.99, (5, 30))
     head = torch.randn(lm.get_output_embeddings().weight.shape[1],
                        generator=torch.Generator().manual_seed(0))
-    decoder = Decoder(lm, spec, value_head=lambda hidden: hidden @ head)
+    decoder = Decoder(lm, spec, value_head=lambda hidden: hidden @ head, records=graphs)
     one = decoded_turns(decoder, noise, Decoding.STEPS, nullcontext)
     other = KeptKeys(decoder, contexts, noise, nullcontext).speak
     for rows, fed in (([0, 1, 2, 3, 4], [[], [3], [4, 5, 6], [], []]),

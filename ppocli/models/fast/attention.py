@@ -40,8 +40,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     """
     packing, attention_mask = layout.meant_by(attention_mask)
     if packing is not None:
-        if not dropout and not any(kwargs.get(name) is not None for name in _BEYOND) and (
-                over_packed := _packed_kernel(query)) is not None:
+        plain = not dropout and not any(kwargs.get(name) is not None for name in _BEYOND)
+        if plain and (over_packed := _packed_kernel(query, value)) is not None:
             return over_packed(query, key, value, packing, scaling), None
         query, key, value = (layout.spread(heads, packing) for heads in (query, key, value))
     if _is_short(query, key, attention_mask, dropout, kwargs):
@@ -55,12 +55,14 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     return (out if packing is None else layout.gathered(out, packing)), None
 
 
-def _packed_kernel(query: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+def _packed_kernel(query: torch.Tensor, value: torch.Tensor
+                   ) -> Callable[..., torch.Tensor] | None:
     """Attention over packed rows as they lie there, [1, H, N, D] to [1, N, H, D]; None where there
     is no kernel for them."""
     kind, depth = query.device.type, query.shape[-1]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
-    if kind != "cuda" or dtype.itemsize != 2 or depth % 8 or depth > 256:
+    if (kind != "cuda" or dtype.itemsize != 2 or depth % 8 or depth > 256
+            or value.shape[-1] != depth):
         return None
     varlen = _varlen(query.device.index)
 

@@ -13,6 +13,7 @@ from ppocli.config import tasks
 from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import Episode, told_alone
+from ppocli.parallel.backend import beside
 from ppocli.parallel.ranks import Ranks, woven
 from ppocli.rewards.records import RewardRequest, RewardScores, step_texts
 from ppocli.rewards.scoring import Reward
@@ -159,6 +160,6 @@ def begin(work: Callable[[], T], before: Callable[[], T] | None, device: torch.d
             torch.get_device_module(device).set_device(device)
         if before is not None:
             before()
-        return work()
+        return beside(work)
 
     return partial(outcome_of, in_daemon(body, "reward"), poll)
