@@ -118,6 +118,13 @@ def probe(dtype: torch.dtype = torch.float32) -> str | None:
     return None if off < most else f"its products are off by {off:.1e}, not {most:.0e}"
 
 
+@cache
+def has_amx() -> bool:
+    """Whether the processor multiplies tiles of bf16 numbers (Intel's AMX), as torch says."""
+    ask = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return ask is not None and bool(ask())
+
+
 def warn_of_slow_bf16() -> None:
     """Say so where a run in bf16 would take longer than one in fp32."""
     if (gain := bf16_gain()) < 1 / SLOW:

@@ -41,6 +41,7 @@ def folder(request, tmp_path_factory):
 def products(monkeypatch):
     """How often plain products were taken."""
     calls, plain = [], ours._by_products
+    monkeypatch.setattr(ours, "has_amx", lambda: False)
     monkeypatch.setattr(ours, "_by_products", lambda *a: calls.append(1) or plain(*a))
     return calls
 
@@ -249,6 +250,21 @@ def test_without_a_mask_several_queries_are_causal_unless_told_otherwise(product
     one = heads_of(1, 7)
     torch.testing.assert_close(attend(*one, None).double(), in_double(*one, None),
                                rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_with_tiles_for_bf16_single_queries_are_left_to_torch(
+        products, monkeypatch, groups, masked):
+    heads = heads_of(1, 9, groups=groups)
+    mask = seen(1, 9) if masked else None
+    for amx, amp in ((False, True), (True, True), (True, False)):
+        monkeypatch.setattr(ours, "has_amx", lambda amx=amx: amx)
+        products.clear()
+        found = attend(*heads, mask, amp=amp).double()
+        close = {"rtol": 3e-2, "atol": 5e-2} if amp else {"rtol": 1e-5, "atol": 1e-6}
+        torch.testing.assert_close(found, in_double(*heads, mask), **close)
+        assert bool(products) != (amx and amp)
 
 
 def test_what_plain_products_do_not_know_is_left_to_transformers(products):

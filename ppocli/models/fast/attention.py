@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ppocli.models import layout, transformers_internals, trunk
+from ppocli.parallel.onednn import has_amx
 
 NAME = "ppocli"
 SHORT = {torch.float32: 128, torch.bfloat16: 256}
@@ -102,8 +103,12 @@ def _is_short(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None,
         return False  # which keys a query sees is then a matter of conventions
     if mask is not None and (mask.shape[1] != 1 or mask.shape[-1] != keys):
         return False
+    if query.device.type != "cpu":
+        return True
     kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
-    return queries == 1 or keys <= SHORT.get(kind, 0)
+    if queries == 1:  # of which torch's kernel makes more where there are tiles for bf16
+        return kind != torch.bfloat16 or not has_amx()
+    return keys <= SHORT.get(kind, 0)
 
 
 def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
