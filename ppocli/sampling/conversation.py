@@ -93,6 +93,7 @@ class KeptKeys:
         self.device = decoder.lm.base_model.device
         tokens, mask = padded_left(contexts)
         self.drawn = Stepped(decoder, tokens, mask, noise, None)
+        self.feeding = Feeding(self.drawn)
         self.parked: list[Parked] = []
 
     @torch.no_grad()
@@ -105,7 +106,7 @@ class KeptKeys:
         drawn.limits[live.rows] = before + to_device(torch.tensor(limits), self.device)
         pieces: list[Parked] = []
         check_every = 1 if self.device.type == "cpu" else CHECK_EVERY
-        passes, most, feeding = 0, max(limits), Feeding(drawn)
+        passes, most, feeding = 0, max(limits), self.feeding
         with self.context():
             while True:
                 feeding.token(live, most - passes)

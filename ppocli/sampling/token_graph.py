@@ -53,6 +53,8 @@ class Feeding:
             self.settle()
             self.drawn.token(live)
             return
+        if self.graph is not None and self.graph.live is not live:  # whose feeding was broken off
+            self.settle()
         self.graph = self.graph or TokenGraph(self.drawn, live, most)
         self.graph.token(self.newest)
 
