@@ -78,7 +78,7 @@ class HeadWeights(NamedTuple):
 
     def to(self, dtype: torch.dtype) -> HeadWeights:
         """The same in another type. In half precision on a GPU zeros fill it up to a multiple of 8
-        rows: the kernels for other numbers, such as the 50257 of GPT-2, take four times as long."""
+        rows: for other numbers, such as the 50257 of GPT-2, cuBLAS takes kernels of older GPUs."""
         count, width = self.weight.shape
         spare = -count % ALIGNED if self.weight.device.type != "cpu" and dtype.itemsize == 2 else 0
         if spare:

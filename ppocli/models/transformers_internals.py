@@ -104,7 +104,7 @@ def _roomy_layer() -> Any:
         """
 
         column: torch.Tensor | None = None
-        """[1] where the next token goes while the room is :func:`hold_room`"""
+        """[1] where the next token goes, while the room is held (:func:`hold_room`)"""
 
         def __init__(self, most: int) -> None:
             super().__init__()

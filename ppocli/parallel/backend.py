@@ -111,7 +111,7 @@ def open_ranks(cfg: TrainConfig, noted: Measured = UNMEASURED, store: Any = None
         # what each of them measures may differ, their numbers should not
         onednn = not use_cuda and ranks.broadcast(choose_gemm(cfg.hardware, noted.onednn))
         yield Backend(accelerator, _numbered(accelerator.device), cfg.hardware.precision, ranks,
-                      cfg.hardware.zero_stage, onednn)
+                      cfg.hardware.zero_stage, onednn, cfg.hardware.cuda_graphs)
 
 
 @contextmanager
