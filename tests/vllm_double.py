@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from sessions import session_of, small_config
 
 from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.models.loading.language_model import load_tokenizer
@@ -32,6 +33,7 @@ from ppocli.sampling.sampler import DecodeSampler, Speaker
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.launch import served_name
+from ppocli.sampling.vllm.plugin.ppocli_receiver import Receiver
 from ppocli.tasks.ppo.session import Session
 
 Spoilt = Callable[[str, int, dict[str, Any]], tuple[int, Any] | None]
@@ -43,7 +45,7 @@ class Engine:
     """The model and what is remembered between requests."""
 
     def __init__(self, cfg: TrainConfig, *, name: str | None = None, tied: bool = False,
-                 most_tokens: int = 64) -> None:
+                 most_tokens: int = 64, extended: bool = True) -> None:
         loaded = load_decodable(cfg.model)
         self.lm, self.tokenizer = loaded.lm, load_tokenizer(cfg.model)
         self.name = name or served_name(cfg, loaded.export_config)
@@ -55,6 +57,7 @@ class Engine:
         """whether the prefix cache is of other weights"""
         self.lock = threading.Lock()
         self.asked: Counter[str] = Counter()
+        self.worker = Worker(self) if extended else None
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
 
@@ -75,7 +78,9 @@ class Engine:
             self.version = body["new_version"]
             return 200, {"success": True}
         if path == "/collective_rpc":
-            return self.reload(**body["kwargs"])
+            if body["method"] == "reload_weights":
+                return self.reload(**body["kwargs"])
+            return self.call(body["method"], body["kwargs"])
         if path == "/inference/v1/generate":
             return self.generate(body["token_ids"], body["sampling_params"])
         return 404, {"detail": "Not Found"}
@@ -85,13 +90,21 @@ class Engine:
         if not files:
             self.dead = is_checkpoint_format
             return 500, {"error": {"message": f"Worker failed with error '{weights_path}'"}}
-        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
         if is_checkpoint_format:
-            if self.tied:
-                del found["lm_head.weight"]
-            self.lm.load_state_dict(found, strict=not self.tied)
-            self.stale = True
+            self.load({name: tensor for file in files for name, tensor in load_file(file).items()})
         return 200, {"results": [None]}
+
+    def load(self, found: dict[str, torch.Tensor]) -> None:
+        if self.tied:
+            del found["lm_head.weight"]
+        self.lm.load_state_dict(found, strict=not self.tied)
+        self.stale = True
+
+    def call(self, method: str, words: dict[str, Any]) -> tuple[int, Any]:
+        try:
+            return 200, {"results": [getattr(self.worker, method)(**words)]}
+        except Exception as error:
+            return 500, {"error": {"message": f"Call to {method} method failed: {error}"}}
 
     def generate(self, ids: list[int], params: dict[str, Any]) -> tuple[int, Any]:
         assert not self.stale, "the prefix cache is of other weights"
@@ -114,6 +127,18 @@ class Engine:
             "logprobs": {"content": [{"token_id": one, "logprob": value} for one, value in zip(
                 said, logprobs, strict=True)]},
             "weight_versions": [{"version": self.version, "start": 0, "end": len(said)}]}]}
+
+
+class Worker(Receiver):
+    """A worker of vLLM's with our extension."""
+
+    rank, device = 0, torch.device("cpu")
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.engine.load(dict(weights_iterator))
 
 
 @contextmanager
@@ -161,6 +186,24 @@ def serving(engine: Engine, spoil: Spoilt = lambda *_: None, port: int = 0) -> I
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def config(folder: Path, *urls: str, **keys: Any) -> TrainConfig:
+    return small_config(folder, rollout__engine="vllm", rollout__urls=list(urls),
+                        rollout__timeout=20.0, **keys)
+
+
+def engine_of(folder: Path, **how: Any) -> Engine:
+    return Engine(small_config(folder), **how)
+
+
+@contextmanager
+def one_server(folder: Path, spoil: Any = lambda *_: None, engine: Engine | None = None,
+               **keys: Any) -> Iterator[tuple[Session, Engine]]:
+    """A run's session on one server."""
+    engine = engine or engine_of(folder)
+    with serving(engine, spoil) as url, session_of(config(folder, url, **keys)) as session:
+        yield session, engine
 
 
 def slow(seconds: float, route: str = "/inference/v1/generate") -> Spoilt:

@@ -1,7 +1,7 @@
 """What ppocli uses of transformers beyond its public classes: the registry of attention functions,
 the layers of its cache, and two of its building blocks. Nothing else touches them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from functools import cache, partial
 from typing import Any
@@ -17,7 +17,8 @@ _PARTS = ("transformers:AttentionInterface.register",
           "transformers:PreTrainedModel.set_attn_implementation",
           "transformers:DynamicCache.batch_select_indices", "transformers.cache_utils:DynamicLayer",
           "transformers.pytorch_utils:Conv1D", "transformers.activations:NewGELUActivation",
-          "transformers.activations:FastGELUActivation")
+          "transformers.activations:FastGELUActivation",
+          "transformers.core_model_loading:revert_weight_conversion")
 
 
 @cache
@@ -35,6 +36,13 @@ def conv1d() -> Any:
     from transformers.pytorch_utils import Conv1D
 
     return Conv1D
+
+
+def checkpoint_tensors(lm: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A model's state dict under the names and in the shapes that its checkpoints have."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(lm, dict(tensors)))
 
 
 def fuse_activations(lm: torch.nn.Module) -> None:

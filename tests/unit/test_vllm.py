@@ -6,8 +6,6 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,44 +16,25 @@ from helpers import checked, jsonl, refused, save_lm, save_talker
 from runs import app_in_process, command_in_process, run, spawn, wait_for, words
 from sessions import rollout_of, session_of, set_keys, small_config
 from vllm_double import (
-    Engine,
     assert_same,
+    config,
     disturb,
     drawn,
     dying,
+    engine_of,
     free_port,
+    one_server,
     ours,
     serving,
     slow,
 )
 
-from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError, SamplerError
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.sampler import Speaker
-from ppocli.tasks.ppo.session import Session
 
 GENERATE = "/inference/v1/generate"
-
-
-def config(folder: Path, *urls: str, **keys: Any) -> TrainConfig:
-    return small_config(folder, rollout__engine="vllm", rollout__urls=list(urls),
-                        rollout__timeout=20.0, **keys)
-
-
-def engine_of(folder: Path, **how: Any) -> Engine:
-    cfg = small_config(folder)
-    return Engine(cfg, **how)
-
-
-@contextmanager
-def one_server(folder: Path, spoil: Any = lambda *_: None, engine: Engine | None = None,
-               **keys: Any) -> Iterator[tuple[Session, Engine]]:
-    """A run's session on one server."""
-    engine = engine or engine_of(folder)
-    with serving(engine, spoil) as url, session_of(config(folder, url, **keys)) as session:
-        yield session, engine
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
@@ -271,19 +250,15 @@ def test_turns_of_episodes_are_the_servers(tmp_path):
         assert engine.asked[GENERATE] > 2 * len(found)
 
 
-def engine_for(world: Path) -> Engine:
-    return Engine(small_config(world))
-
-
 def test_a_run_stops_when_no_server_is_left_and_goes_on(world, capsys):
     command = command_in_process(capsys)
     keys = words("rollout.engine=vllm", "run_name=served")
-    with serving(engine_for(world), dying(30)) as url:
+    with serving(engine_of(world), dying(30)) as url:
         ended = command(*keys, f"rollout.urls=[{url}]", code=12)
     assert "No server is left" in ended.err
     assert f"ppocli resume {world / 'runs/served'}" in ended.err
     assert "saved step" in ended.err
-    with serving(engine_for(world)) as url:
+    with serving(engine_of(world)) as url:
         command(*keys, f"rollout.urls=[{url}]", "resume=auto", code=0)
     rows = jsonl(world / "runs/served/metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
@@ -291,7 +266,7 @@ def test_a_run_stops_when_no_server_is_left_and_goes_on(world, capsys):
     ppocli, found = app_in_process(capsys), []
     greedy = ["eval", "runs/served", "generation.eval.do_sample=false", "--json"]
     found.append(ppocli(*greedy, code=0).out)  # the run's servers are gone
-    with serving(engine := engine_for(world)) as url:
+    with serving(engine := engine_of(world)) as url:
         found.append(ppocli(*greedy, "rollout.engine=vllm", f"rollout.urls=[{url}]", code=0).out)
     assert engine.asked[GENERATE] > 4
     ours, theirs = (json.loads(text) for text in found)
@@ -302,7 +277,7 @@ def test_generate_takes_servers_when_told(world, capsys, tmp_path):
     ppocli = app_in_process(capsys)
     ask = ["generate", "lm", "-p", "the", "-p", "a film", "-n", "3", "--max-new-tokens", "6",
            "--json"]
-    with serving(engine := engine_for(world)) as url:
+    with serving(engine := engine_of(world)) as url:
         served = ["rollout.engine=vllm", f"rollout.urls=[{url}]"]
         mine, theirs = (ppocli(*ask, "--greedy", *more, code=0).out for more in ([], served))
         assert theirs == mine
@@ -314,7 +289,7 @@ def test_generate_takes_servers_when_told(world, capsys, tmp_path):
             *ask, "--against", "./lm", *served, code=2).err
     assert "ppocli eval takes all of them" in ppocli(
         *ask, "rollout.engine=transformers", code=2).err
-    with serving(engine_for(world), dying(6)) as url:
+    with serving(engine_of(world), dying(6)) as url:
         assert "No server is left" in ppocli(*ask, "rollout.engine=vllm", f"rollout.urls=[{url}]",
                                              code=12).err
 
@@ -323,7 +298,7 @@ def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, capsys):
     command = command_in_process(capsys)
     keys = words("rollout.engine=vllm", "run_name=ahead", "rollout.ahead=1",
                  "ppo.optimizer.lr=1e-2")
-    engine = engine_for(world)
+    engine = engine_of(world)
     with serving(engine) as url:
         command(*keys, f"rollout.urls=[{url}]", "ppo.num_steps=3", code=0)
         asked = engine.asked[GENERATE]
@@ -341,7 +316,7 @@ def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, capsys):
 @pytest.mark.long
 @pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_ranks_ask_for_their_own_rows_and_one_updates_the_servers(ahead, world):
-    engine = engine_for(world)
+    engine = engine_of(world)
     with serving(engine) as url:
         run("train", *words("rollout.engine=vllm", f"rollout.urls=[{url}]", "run_name=ranks",
                             f"rollout.ahead={ahead}", "hardware.num_processes=2"), cwd=world,

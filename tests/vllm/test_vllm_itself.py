@@ -43,21 +43,23 @@ def make_world(folder: Path, kind: str, **over: Any) -> Path:
 
 
 @contextmanager
-def server(folder: Path, *, tied: bool = False) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def server(folder: Path, *more: str, tied: bool = False
+           ) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """vLLM as ``ppocli vllm-command`` starts it; ``tied`` without what we say about embeddings."""
     url = f"http://127.0.0.1:{free_port()}"
     line = subprocess.run(
         [sys.executable, "-m", "ppocli", "vllm-command", "model.path=lm", f"rollout.urls=[{url}]",
-         "rollout.engine=vllm", EAGER], cwd=folder, env=environment(), capture_output=True,
+         "rollout.engine=vllm", EAGER, *more], cwd=folder, env=environment(), capture_output=True,
         text=True, check=True).stdout
-    variable, _, *given = shlex.split(line)
+    given = shlex.split(line)
+    variables = dict(one.split("=", 1) for one in given[:given.index("python")])
+    del given[:len(variables) + 1]
     if tied:
         place = given.index("--hf-overrides")
         del given[place:place + 2]
-    name, value = variable.split("=")
     with (folder / "vllm.log").open("wb") as log, subprocess.Popen(
             [str(PYTHON), *given], stdout=log, stderr=log, start_new_session=True,
-            env={**os.environ, **ON_CPU, name: value}) as process:
+            env={**os.environ, **ON_CPU, **variables}) as process:
         try:
             wait_until_there(url, process, folder / "vllm.log")
             yield url, process
@@ -81,10 +83,13 @@ def config(folder: Path, url: str, **keys: Any) -> Any:
     return small_config(folder, rollout__engine="vllm", rollout__urls=[url], **keys)
 
 
-@pytest.mark.parametrize(("kind", "tied"), [("gpt2", True), ("llama", True), ("llama", False)])
-def test_greedy_samples_and_stop_rules_equal_ours_after_updates(kind, tied, tmp_path):
+@pytest.mark.parametrize(("kind", "tied", "transfer"), [
+    ("gpt2", True, "files"), ("llama", True, "files"), ("llama", False, "files"),
+    ("gpt2", True, "gloo"), ("llama", False, "gloo")])
+def test_greedy_samples_and_stop_rules_equal_ours_after_updates(kind, tied, transfer, tmp_path):
     make_world(tmp_path, kind, tie_word_embeddings=tied)
-    with server(tmp_path) as (url, _), session_of(config(tmp_path, url)) as session:
+    with (server(tmp_path, f"rollout.transfer={transfer}") as (url, _),
+          session_of(config(tmp_path, url, rollout__transfer=transfer)) as session):
         for _ in range(3):
             assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
             disturb(session)
@@ -98,6 +103,26 @@ def test_greedy_samples_and_stop_rules_equal_ours_after_updates(kind, tied, tmp_
             assert found.finished.tolist() == wanted.finished.tolist(), spec
         gap = rollout_of(session).gap
         assert 0 < float(gap.abs().max()) < 1e-4
+
+
+def test_each_worker_of_a_server_takes_its_part_of_the_weights(tmp_path):
+    make_world(tmp_path, "llama", tie_word_embeddings=True)
+    with (server(tmp_path, "rollout.transfer=gloo", "rollout.server_args=[--enforce-eager,"
+                 "--tensor-parallel-size,'2']") as (url, _),
+          session_of(config(tmp_path, url, rollout__transfer="gloo")) as session):
+        for _ in range(3):
+            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+            disturb(session)
+
+
+def test_a_server_without_the_extension_says_so_and_goes_on(tmp_path):
+    make_world(tmp_path, "gpt2")
+    with server(tmp_path) as (url, _):
+        with (refused(SamplerError, "takes weights from files only"),
+              session_of(config(tmp_path, url, rollout__transfer="gloo")) as session):
+            drawn(session)
+        with session_of(config(tmp_path, url)) as session:
+            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
 
 
 def test_samples_come_from_the_policys_distribution(tmp_path):
@@ -186,7 +211,8 @@ def test_a_server_launched_beside_a_run(tmp_path):
     make_world(tmp_path, "llama")
     url = f"http://127.0.0.1:{free_port()}"
     run("train", *served(tmp_path, url, "rollout.launch=true", f"rollout.python={PYTHON}", EAGER,
-                         "rollout.ahead=1"), cwd=tmp_path, code=0, **ON_CPU)
+                         "rollout.transfer=gloo", "rollout.ahead=1"),
+        cwd=tmp_path, code=0, **ON_CPU)
     gaps = [row["rollout/logprob_gap_max"]
             for row in jsonl(tmp_path / "runs/served/metrics.jsonl")[1:]]
     assert gaps[0] < 1e-4 < min(gaps[1:])

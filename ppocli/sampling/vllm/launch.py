@@ -20,14 +20,15 @@ from urllib.parse import urlsplit
 from ppocli.config import keys, schema
 from ppocli.errors import SamplerError
 from ppocli.models.loading.model_config import ModelFacts, max_positions
-from ppocli.sampling.vllm import keeper
+from ppocli.sampling.vllm import keeper, plugin
 from ppocli.sampling.vllm.server import Lost, Server
 from ppocli.storage.model_files import find_whole
 
 log = logging.getLogger("ppocli")
 
-ENVIRONMENT = {"VLLM_SERVER_DEV_MODE": "1"}
+_DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 """the routes that take weights are those of its development mode"""
+RECEIVER = "ppocli_receiver.Receiver"
 _PAUSE = 0.5
 DEFAULT_URL = "http://127.0.0.1:8000"
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -59,7 +60,7 @@ def most_tokens(cfg: schema.TrainConfig, longest_prompt: int) -> int:
 
 
 def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url: str) -> list[str]:
-    """Its words, for an environment with the variables of :data:`ENVIRONMENT`.
+    """Its words, for an environment with the variables of :func:`server_environment`.
 
     Output embeddings are weights of their own: vLLM reads new weights layer by layer, and those
     that two layers share would stay the old ones in one of them, without an error.
@@ -85,12 +86,19 @@ def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url:
             *(["--revision", model.revision] if model.revision else []),
             *(["--tokenizer", model.tokenizer_path] if model.tokenizer_path else []),
             *(["--trust-remote-code"] if model.trust_remote_code else []),
+            *(["--worker-extension-cls", RECEIVER] if cfg.rollout.transfer != "files" else []),
             *cfg.rollout.server_args]
 
 
-def shell_line(words: Sequence[str]) -> str:
+def server_environment(cfg: schema.RolloutConfig) -> dict[str, str]:
+    """Variables that a server needs besides its words."""
+    return _DEV_MODE if cfg.transfer == "files" else {
+        **_DEV_MODE, "PYTHONPATH": str(Path(plugin.__file__).parent)}
+
+
+def shell_line(cfg: schema.RolloutConfig, words: Sequence[str]) -> str:
     """The command as a shell takes it."""
-    variables = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
+    variables = [f"{name}={shlex.quote(value)}" for name, value in server_environment(cfg).items()]
     return " ".join([*variables, shlex.join(words)])
 
 
@@ -129,7 +137,8 @@ def launch_servers(owner: object, cfg: schema.TrainConfig, facts: ModelFacts,
         with path.open("ab") as output:
             process = subprocess.Popen([sys.executable, "-I", keeper.__file__, *words],
                                        stdin=subprocess.PIPE, stdout=output, stderr=output,
-                                       env={**os.environ, **ENVIRONMENT}, start_new_session=True)
+                                       env={**os.environ, **server_environment(cfg.rollout)},
+                                       start_new_session=True)
         # the keeper ends the server when the pipe is closed, as the kernel does for a process that
         # was killed
         weakref.finalize(owner, _end, process)

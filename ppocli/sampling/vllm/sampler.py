@@ -31,7 +31,8 @@ from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.launch import check_python, launch_servers, most_tokens, served_name
 from ppocli.sampling.vllm.server import HOW_TO, Answer, Dealing, Lost, Server
-from ppocli.sampling.vllm.weights import WeightsFolder, tensors_of
+from ppocli.sampling.vllm.transfer import GroupTransfer
+from ppocli.sampling.vllm.weights import FolderTransfer, Transfer, tensors_of
 
 log = logging.getLogger("ppocli")
 
@@ -52,6 +53,10 @@ class VllmSampler(DecodeSampler):
         if has_encoder(setup.loaded.lm):
             raise ConfigError("vLLM serves no encoder-decoder.", where="rollout.engine, model.path",
                               fix="set rollout.engine=decode")
+        if cfg.rollout.transfer == "nccl" and setup.backend.device.type != "cuda":
+            raise ConfigError("nccl sends weights from a GPU, and this run computes on "
+                              f"{setup.backend.device.type}.", where="rollout.transfer",
+                              fix="set rollout.transfer=gloo")
         self.logprobs_match = False
         self.name = served_name(cfg, setup.loaded.export_config)
         self.servers = [Server(url, cfg.rollout) for url in cfg.rollout.urls]
@@ -60,8 +65,7 @@ class VllmSampler(DecodeSampler):
         self._lm: Any = None
         self._ahead: Begun | None = None
         self._run, self._sent, self._digest = secrets.token_hex(4), 0, ""
-        self._folder: WeightsFolder | None = None
-        self._newest = Path()
+        self._transfer: Transfer | None = None
         ranks.first_does(self._begin)
 
     def _begin(self) -> None:
@@ -87,16 +91,21 @@ class VllmSampler(DecodeSampler):
                 self._lm = None
 
     def _changed(self, lm: Any) -> bool:
-        """Whether the policy has other weights than the last ones that were written; then they
-        are."""
+        """Whether the policy has other weights than the last ones that were sent; they are held
+        for servers in any case."""
         cfg = self.setup.cfg
         tensors = tensors_of(lm, self.setup.loaded.adapter, DTYPES[cfg.hardware.precision])
-        if (digest := tensors_digest(tensors)) == self._digest:
-            return False
-        self._folder = self._folder or WeightsFolder(cfg.rollout.weights_dir)
-        self._digest, self._sent = digest, self._sent + 1
-        self._newest = self._folder.write(lm, tensors, f"{self._run}-{self._sent}")
-        return True
+        changed = (digest := tensors_digest(tensors)) != self._digest
+        self._digest, self._sent = digest, self._sent + changed
+        self._transfer = self._transfer or (
+            FolderTransfer(cfg.rollout.weights_dir) if cfg.rollout.transfer == "files" else
+            GroupTransfer(cfg.rollout))
+        self._transfer.hold(lm, tensors, self._newest)
+        return changed
+
+    @property
+    def _newest(self) -> str:
+        return f"{self._run}-{self._sent}"
 
     def _update(self, lm: Any) -> tuple[str, list[str]]:
         """The version that servers have from now on, and why each is lost.
@@ -104,9 +113,10 @@ class VllmSampler(DecodeSampler):
         Raises:
             SamplerError: none is left, or one says other tokens than we do.
         """
-        version = self._newest.name
+        version, transfer = self._newest, self._transfer
+        assert transfer is not None
         todo = [one for one in self.servers if one.lost or not one.holds(version)]
-        begun = [in_daemon(partial(self._give, one, version), f"updating {one.url}")
+        begun = [in_daemon(partial(self._give, one, transfer), f"updating {one.url}")
                  for one in todo]
         for server, future in zip(todo, begun, strict=True):
             try:
@@ -116,14 +126,16 @@ class VllmSampler(DecodeSampler):
                 if not server.lost:
                     log.warning("%s; it is left out", error)
                 server.lost = str(error)
+        transfer.let_go()
         if all(server.lost for server in self.servers):
             raise self._none_left()
         return version, [server.lost for server in self.servers]
 
-    def _give(self, server: Server, version: str) -> None:
+    def _give(self, server: Server, transfer: Transfer) -> None:
         server.check(self.name, 0)
         was_lost = bool(server.lost)
-        server.load(self._newest, version)
+        transfer.prepare(server)
+        server.load(partial(transfer.send, server), self._newest)
         if was_lost:
             log.info("%s is back", server.url)
 

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ppocli.config.schema import RolloutConfig
@@ -121,24 +120,17 @@ class Server:
             return isinstance(found, dict) and found.get("weight_version") == version
         return False
 
-    def load(self, folder: Path, version: str) -> None:
-        """Replace the weights by those of ``folder``, and forget all that was made by others.
+    def load(self, send: Callable[[], None], version: str) -> None:
+        """Replace the weights, and forget all that was made by others.
 
-        A reload that fails takes the engine with it: whether the server sees the folder is tried
-        before by another one, of a folder without weights, which changes nothing.
+        Args:
+            send: gives them to the server.
 
         Raises:
             Lost, SamplerError.
         """
-        try:
-            self._reload(folder / "seen", is_checkpoint_format=False)
-        except Lost as error:
-            self.ask("/health", timeout=LOOK)
-            raise SamplerError(f"{self.url} can't read the weights in {folder}: {error}",
-                               where="rollout.weights_dir", fix="name a folder that the servers "
-                               "see under the same path") from error
         self.ask("/pause?mode=abort", {})  # what a run has left that was killed
-        self._reload(folder)
+        send()
         done = self.ask("/reset_prefix_cache", {})
         if not (isinstance(done, dict) and done.get("success")):
             raise Lost(f"{self.url} could not forget its prefix cache")
@@ -146,9 +138,14 @@ class Server:
         self.ask("/resume", {})
         self.lost = ""
 
-    def _reload(self, folder: Path, **how: Any) -> None:
-        self.ask("/collective_rpc", {"method": "reload_weights",
-                                     "kwargs": {"weights_path": str(folder), **how}})
+    def call(self, method: str, **words: Any) -> list[Any]:
+        """What a method of each of its workers returns.
+
+        Raises:
+            Lost, SamplerError.
+        """
+        found = self.ask("/collective_rpc", {"method": method, "kwargs": words})
+        return list(found.get("results") or ()) if isinstance(found, dict) else []
 
     def generate(self, ids: Sequence[int], params: Mapping[str, Any]) -> Answer:
         """One response to a prompt.

@@ -1,5 +1,5 @@
-"""The policy's weights, as servers read them: a folder of safetensors that is new for each version.
-"""
+"""The policy's weights, as servers read them from a folder of safetensors that is new for each
+version (``rollout.transfer=files``)."""
 
 import os
 import shutil
@@ -7,18 +7,43 @@ import tempfile
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
 from safetensors.torch import save_file
 
-from ppocli.errors import DiskError
+from ppocli.errors import DiskError, SamplerError
 from ppocli.models.loading.adapters import Adapter, merged_tensors
+from ppocli.sampling.vllm.server import LOOK, Lost, Server
 
 _PREFIX = "ppocli-weights-"
 SEEN = "seen"
 """a folder without weights beside them: who can read it sees the weights, too"""
+
+
+class Transfer(Protocol):
+    """A way that weights go to servers; rank 0 has it."""
+
+    def hold(self, lm: Any, tensors: Mapping[str, torch.Tensor], version: str) -> None:
+        """Take what is sent from now on, a state dict as :func:`tensors_of` gives it."""
+
+    def prepare(self, server: Server) -> None:
+        """Make sure that the server can take them: what was begun can't be undone.
+
+        Raises:
+            Lost, SamplerError.
+        """
+
+    def send(self, server: Server) -> None:
+        """Replace its weights, from a thread of its own for each server.
+
+        Raises:
+            Lost, SamplerError.
+        """
+
+    def let_go(self) -> None:
+        """Free what was held in memory, until the next :meth:`hold`."""
 
 
 def tensors_of(lm: Any, adapter: Adapter | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -36,8 +61,8 @@ def tensors_of(lm: Any, adapter: Adapter | None, dtype: torch.dtype) -> dict[str
     return found
 
 
-class WeightsFolder:
-    """Where versions of the weights are put, one after another; it goes when the process ends.
+class FolderTransfer:
+    """Versions of the weights, put into a folder one after another; it goes when the process ends.
 
     Args:
         parent: a folder that the servers see (default: the one for temporary files).
@@ -55,16 +80,19 @@ class WeightsFolder:
         except OSError as error:
             raise _refused(parent, error) from error
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        self._newest = self.path
 
-    def write(self, lm: Any, tensors: Mapping[str, torch.Tensor], version: str) -> Path:
-        """A folder with these weights under the names of their checkpoint format, in place of the
-        version before.
+    def hold(self, lm: Any, tensors: Mapping[str, torch.Tensor], version: str) -> None:
+        """Write these weights under the names of their checkpoint format, in place of the version
+        before.
 
         Raises:
             DiskError: the disk is full.
         """
-        folder = self.path / version
-        old = [path for path in self.path.iterdir() if path != folder]
+        self._newest = folder = self.path / version
+        if folder.is_dir():
+            return
+        old = list(self.path.iterdir())
         try:
             (folder / SEEN).mkdir(parents=True)
             save_file({}, folder / SEEN / "model.safetensors")
@@ -73,7 +101,27 @@ class WeightsFolder:
             raise _refused(str(folder), error) from error
         for path in old:
             shutil.rmtree(path, ignore_errors=True)
-        return folder
+
+    def prepare(self, server: Server) -> None:
+        """As :class:`Transfer`: a reload that fails takes vLLM's engine with it. Whether the server
+        sees the folder is tried by another one, of a folder without weights, which changes nothing.
+        """
+        try:
+            server.call("reload_weights", weights_path=str(self._newest / SEEN),
+                        is_checkpoint_format=False)
+        except Lost as error:
+            server.ask("/health", timeout=LOOK)
+            raise SamplerError(f"{server.url} can't read the weights in {self._newest}: {error}",
+                               where="rollout.weights_dir", fix="name a folder that the servers "
+                               "see under the same path, or set rollout.transfer=gloo"
+                               ) from error
+
+    def send(self, server: Server) -> None:
+        """As :class:`Transfer`."""
+        server.call("reload_weights", weights_path=str(self._newest))
+
+    def let_go(self) -> None:
+        """As :class:`Transfer`: memory holds nothing."""
 
 
 def _remove_abandoned() -> None:

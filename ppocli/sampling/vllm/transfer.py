@@ -1,0 +1,145 @@
+"""The policy's weights sent to the workers of vLLM servers over a process group, without a file
+(``rollout.transfer=gloo`` or ``nccl``); :mod:`ppocli.sampling.vllm.plugin.ppocli_receiver` takes
+them there."""
+
+import logging
+import secrets
+from collections.abc import Callable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+
+from ppocli.config.schema import RolloutConfig
+from ppocli.daemon import in_daemon
+from ppocli.errors import SamplerError
+from ppocli.models.transformers_internals import checkpoint_tensors
+from ppocli.parallel.backend import beside
+from ppocli.sampling.vllm.plugin.ppocli_receiver import broadcast, group_of, own_address
+from ppocli.sampling.vllm.server import HOW_TO, LOOK, Lost, Server
+
+log = logging.getLogger("ppocli")
+
+
+@dataclass(frozen=True, slots=True)
+class _Link:
+    """This end of a connection to a server's workers."""
+
+    name: str
+    """that they know it by; others are of a run before, or of a server before"""
+    group: Any
+    store: Any
+    """lives as long as the group"""
+
+
+class GroupTransfer:
+    """Weights that are broadcast to each server's workers, over a group of its own for each server:
+    one that is lost doesn't keep the others waiting.
+
+    Args:
+        cfg: says which backend, and how long a server may take.
+    """
+
+    def __init__(self, cfg: RolloutConfig) -> None:
+        self._backend, self._seconds = cfg.transfer, cfg.timeout
+        self._links: dict[str, _Link] = {}
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    def hold(self, lm: Any, tensors: Mapping[str, torch.Tensor], version: str) -> None:
+        """Take what is sent from now on, until it is let go."""
+        self._tensors = {name: tensor.contiguous()
+                         for name, tensor in checkpoint_tensors(lm, tensors).items()}
+
+    def let_go(self) -> None:
+        """Hold no weights, which may be copies of them all."""
+        self._tensors = {}
+
+    def prepare(self, server: Server) -> None:
+        """Make sure that the server's workers can be reached, and are.
+
+        Raises:
+            Lost, SamplerError.
+        """
+        try:
+            workers = server.call("ppocli_look")
+        except Lost as error:
+            server.ask("/health", timeout=LOOK)
+            raise SamplerError(f"{server.url} takes weights from files only: {error}",
+                               where="rollout.transfer", fix=HOW_TO) from error
+        ranks = [one["rank"] for one in workers]
+        releases, names = {one["torch"] for one in workers}, {one["joined"] for one in workers}
+        if sorted(ranks) != list(range(len(ranks))):
+            raise SamplerError(f"{server.url} has {len(ranks)} workers of the ranks {ranks}.",
+                               where="rollout.transfer", fix="data parallel servers take weights "
+                               "by rollout.transfer=files only")
+        ours = _release(torch.__version__)
+        if others := sorted({_release(one) for one in releases} - {ours}):
+            raise SamplerError(
+                f"{server.url} runs torch {', '.join(others)} and this run {ours}: they may not "
+                "understand each other.", where="rollout.transfer",
+                fix="install the same release in both environments, or set rollout.transfer=files")
+        link = self._links.get(server.url)
+        if link is None or names != {link.name}:
+            self._links.pop(server.url, None)
+            self._links[server.url] = self._join(server, 1 + len(ranks))
+
+    def _join(self, server: Server, world: int) -> _Link:
+        parts = urlsplit(server.url)
+        address = own_address(parts.hostname or "127.0.0.1", parts.port or 80)
+        store = torch.distributed.TCPStore(
+            address, 0, world, is_master=True, wait_for_workers=False,
+            timeout=timedelta(seconds=self._seconds))
+        name = secrets.token_hex(8)
+        group = self._both(
+            server, partial(server.call, "ppocli_join", name=name, backend=self._backend,
+                            address=address, port=store.port, world=world, seconds=self._seconds),
+            partial(group_of, store, self._backend, address, 0, world, self._seconds))
+        log.debug("joined the %d workers of %s over %s", world - 1, server.url, self._backend)
+        return _Link(name, group, store)
+
+    def send(self, server: Server) -> None:
+        """Replace the server's weights by those that are held.
+
+        Raises:
+            Lost, SamplerError.
+        """
+        rows = [(name, str(one.dtype).removeprefix("torch."), list(one.shape))
+                for name, one in self._tensors.items()]
+        group = self._links[server.url].group
+        try:
+            self._both(server, partial(server.call, "ppocli_receive", rows=rows),
+                       partial(beside, partial(self._broadcast, group)))
+        except BaseException:
+            self._links.pop(server.url)  # what has come through of it is not known
+            raise
+
+    def _broadcast(self, group: Any) -> None:
+        for tensor in self._tensors.values():
+            if self._backend == "gloo":
+                broadcast(group, tensor.cpu())
+                continue
+            with torch.cuda.device(tensor.device):
+                broadcast(group, tensor)
+        if self._backend == "nccl":
+            torch.cuda.synchronize(next(iter(self._tensors.values())).device)
+
+    def _both(self, server: Server, theirs: Callable[[], Any], ours: Callable[[], Any]) -> Any:
+        """What our end comes to while the server is at its own; neither waits for one that
+        failed."""
+        ends = [in_daemon(theirs, f"asking {server.url}"), in_daemon(ours, f"to {server.url}")]
+        wait(ends, return_when=FIRST_EXCEPTION)
+        for end in ends:
+            if end.done() and (error := end.exception()) is not None:
+                if isinstance(error, RuntimeError):  # so does torch tell of its connections
+                    raise Lost(f"{server.url} did not take its weights: {error}") from error
+                raise error
+        return ends[1].result()
+
+
+def _release(version: str) -> str:
+    """The numbers of a release that mean another protocol."""
+    return ".".join(version.split(".")[:2])

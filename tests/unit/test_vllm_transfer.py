@@ -1,0 +1,145 @@
+"""Weights that go to servers over a process group (``rollout.transfer``), against the double of
+vLLM's routes with the real extension of its workers."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import checked, refused
+from runs import app_in_process
+from sessions import session_of
+from vllm_double import (
+    Engine,
+    assert_same,
+    config,
+    disturb,
+    drawn,
+    engine_of,
+    one_server,
+    ours,
+    serving,
+)
+
+from ppocli.errors import ConfigError, SamplerError
+from ppocli.models.loading.language_model import DTYPES
+from ppocli.sampling.vllm import plugin
+
+GLOO = {"rollout__transfer": "gloo"}
+
+
+@pytest.mark.parametrize("keys", [
+    {}, {"model__peft": {"type": "lora", "r": 4, "lora_alpha": 8}}], ids=["whole", "lora"])
+def test_samples_are_of_the_weights_that_were_sent(keys, tmp_path):
+    with one_server(tmp_path, **GLOO, **keys) as (session, engine):
+        for _ in range(3):
+            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+            disturb(session)
+        assert engine.version.endswith("-3")
+        called = [body["method"] for body in engine.bodies if "method" in body]
+        assert called == ["ppocli_look", "ppocli_join", "ppocli_receive",
+                          *["ppocli_look", "ppocli_receive"] * 2]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_sent_weights_are_the_policys_in_the_servers_type(precision, tmp_path):
+    keys = {**GLOO, "hardware__precision": precision}
+    engine = Engine(config(tmp_path, "http://h", **keys))
+    with one_server(tmp_path, engine=engine, **keys) as (session, _):
+        disturb(session)
+        drawn(session)
+        held = engine.lm.state_dict()
+        for name, tensor in session.policy.lm.state_dict().items():
+            assert tensor.to(DTYPES[precision]).float().equal(held[name]), name
+
+
+def test_a_server_that_was_started_anew_is_joined_again(tmp_path):
+    engines = engine_of(tmp_path), engine_of(tmp_path)
+    gone = []
+
+    def spoil(path, number, body):
+        if gone and path != "/v1/models":
+            raise ConnectionResetError
+
+    with (serving(engines[0]) as one, serving(engines[1], spoil) as other,
+          session_of(config(tmp_path, one, other, **GLOO)) as session):
+        drawn(session)
+        gone.append(True)
+        disturb(session)
+        drawn(session)  # from the one that is left
+        assert engines[1].version.endswith("-1")
+        gone.clear()
+        engines[1].worker = type(engines[1].worker)(engines[1])
+        assert_same(drawn(session, 12, do_sample=False), ours(session, 12, do_sample=False))
+        assert engines[1].version == engines[0].version
+
+
+@pytest.mark.parametrize("when", ["ppocli_join", "ppocli_receive"])
+def test_a_server_that_fails_in_a_transfer_is_left_out_at_once(when, tmp_path, caplog):
+    engines = engine_of(tmp_path), engine_of(tmp_path)
+    setattr(engines[1].worker, when, lambda **_: 1 / 0)
+    with (serving(engines[0]) as one, serving(engines[1]) as other,
+          session_of(config(tmp_path, one, other, **GLOO)) as session):
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+    assert "division by zero'; it is left out" in caplog.text
+
+
+def test_a_worker_that_ends_in_a_transfer_ends_its_server(tmp_path):
+    engine = engine_of(tmp_path)
+
+    def leave(**_: object) -> None:
+        engine.worker.ppocli_group = None  # as when the process is gone
+        time.sleep(5)
+
+    engine.worker.ppocli_receive = leave
+    with (refused(SamplerError, "No server is left", "did not take its weights"),
+          one_server(tmp_path, engine=engine, **GLOO) as (session, _)):
+        # more than a socket takes without a reader
+        session.policy.lm.register_buffer("large", torch.zeros(10**7))
+        drawn(session)
+
+
+def test_what_can_not_take_weights_is_one_clear_error(tmp_path):
+    with (refused(SamplerError, "takes weights from files only", "rollout.transfer",
+                  "vllm-command"),
+          one_server(tmp_path, engine=engine_of(tmp_path, extended=False), **GLOO) as (session, _)):
+        drawn(session)
+    for looked, said in (({"torch": "1.9.0"}, "runs torch 1.9 and this run 2."),
+                         ({"rank": 3}, "1 workers of the ranks [3]")):
+        engine = engine_of(tmp_path)
+        seen = engine.worker.ppocli_look()
+        engine.worker.ppocli_look = lambda found={**seen, **looked}: found
+        with (refused(SamplerError, said, "rollout.transfer=files"),
+              one_server(tmp_path, engine=engine, **GLOO) as (session, _)):
+            drawn(session)
+        assert engine.asked["/pause"] == 0
+
+
+def test_nccl_wants_a_gpu(tmp_path):
+    with (refused(ConfigError, "computes on cpu", "rollout.transfer=gloo"),
+          one_server(tmp_path, rollout__transfer="nccl")):
+        pass
+
+
+@pytest.mark.parametrize("given", [
+    ["rollout.transfer=gloo", "rollout.weights_dir=w"],
+    ["rollout.transfer=nccl", "hardware.device=cpu"], ["rollout.transfer=mpi"]])
+def test_keys_that_contradict_each_other(given):
+    with refused(ConfigError, "rollout.transfer"):
+        checked("+recipe=quickstart", "rollout.engine=vllm", "rollout.urls=[http://h]", *given)
+
+
+def test_the_command_names_an_extension_that_needs_torch_alone(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ended = app_in_process(capsys)("vllm-command", "+recipe=quickstart", "rollout.transfer=gloo",
+                                   code=0)
+    folder = Path(plugin.__file__).parent
+    assert f"PYTHONPATH={folder} python" in ended.out
+    assert "--worker-extension-cls ppocli_receiver.Receiver" in ended.out
+    seen = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n"
+         "from ppocli_receiver import Receiver\nprint('ppocli' in sys.modules, *sys.path)"],
+        cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert seen.startswith("False")
