@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from sessions import rollout_of, session_of, small_config
 from vllm_double import assert_same, disturb, drawn, free_port, ours
 
 from ppocli.errors import SamplerError
+from ppocli.sampling.vllm.weights import FolderTransfer
 
 PYTHON = os.environ.get("VLLM_PYTHON")
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -162,9 +164,11 @@ def test_a_server_with_shared_output_embeddings_is_right_or_found_out(kind, tmp_
 def test_a_reload_from_nowhere_ends_the_engine_and_is_not_begun(tmp_path):
     make_world(tmp_path, "gpt2")
     with server(tmp_path) as (url, _), session_of(config(tmp_path, url)) as session:
-        one = session.sampler.servers[0]
+        transfer = FolderTransfer(str(tmp_path))
+        transfer.hold(session.policy.lm, session.policy.lm.state_dict(), "x")
+        shutil.rmtree(transfer.path)
         with refused(SamplerError, "can't read the weights"):
-            one.load(tmp_path / "nowhere", "x")
+            transfer.prepare(session.sampler.servers[0])
         assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
 
 
