@@ -124,6 +124,8 @@ def _servers(config: schema.TrainConfig) -> keys.Rules:
            "rollout.transfer=gloo")
     yield (not rollout.urls, "rollout.urls", "vllm needs a server: give "
            "rollout.urls=[http://127.0.0.1:8000], and start it as `ppocli vllm-command` prints it")
+    yield (len({url.rstrip("/") for url in rollout.urls}) < len(rollout.urls), "rollout.urls",
+           "an address is there twice: give each server once")
     for url in rollout.urls:
         wrong = secrets.why_no_url(url)
         yield (wrong, "rollout.urls", "an address holds a secret (not shown): give the token by "

@@ -213,6 +213,7 @@ def test_a_token_is_sent_and_not_kept(tmp_path, monkeypatch):
     (["rollout.engine=vllm", "rollout.urls=[http://me:pass@host]"], "rollout.token_env"),
     (["rollout.engine=vllm", "rollout.urls=[http://h]", "rollout.token_env=a b"], "token_env"),
     (["rollout.urls=[http://h]"], "rollout.engine=vllm"),
+    (["rollout.engine=vllm", "rollout.urls=[http://h,http://h/]"], "each server once"),
     (["rollout.engine=vllm", "rollout.urls=[http://h]", "ppo.logprobs_from=decode"],
      "ppo.logprobs_from"),
     (["rollout.engine=vllm", "rollout.urls=[http://h]", "model.peft.type=prefix",

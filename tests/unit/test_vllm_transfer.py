@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from helpers import checked, refused
@@ -76,20 +77,31 @@ def test_a_server_that_was_started_anew_is_joined_again(tmp_path):
         assert engines[1].version == engines[0].version
 
 
-@pytest.mark.parametrize("when", ["ppocli_join", "ppocli_receive"])
-def test_a_server_that_fails_in_a_transfer_is_left_out_at_once(when, tmp_path, caplog):
+def test_a_server_whose_weights_broke_off_is_left_out_until_it_is_started_anew(tmp_path, caplog):
     engines = engine_of(tmp_path), engine_of(tmp_path)
-    setattr(engines[1].worker, when, lambda **_: 1 / 0)
+
+    def break_off(weights_iterator):
+        next(weights_iterator)
+        raise ValueError("no room")
+
+    engines[1].worker.reload_weights = break_off
     with (serving(engines[0]) as one, serving(engines[1]) as other,
           session_of(config(tmp_path, one, other, **GLOO)) as session):
         assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
-    assert "division by zero'; it is left out" in caplog.text
+        assert "did not take its weights: no room; it is left out" in caplog.text
+        del engines[1].worker.reload_weights
+        disturb(session)
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+        assert "has to be started anew" in session.sampler.servers[1].lost
+        engines[1].worker = type(engines[1].worker)(engines[1])
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+        assert not session.sampler.servers[1].lost
 
 
 def test_a_worker_that_ends_in_a_transfer_ends_its_server(tmp_path):
     engine = engine_of(tmp_path)
 
-    def leave(**_: object) -> None:
+    def leave(**_):
         engine.worker.ppocli_group = None  # as when the process is gone
         time.sleep(5)
 
@@ -101,20 +113,60 @@ def test_a_worker_that_ends_in_a_transfer_ends_its_server(tmp_path):
         drawn(session)
 
 
-def test_what_can_not_take_weights_is_one_clear_error(tmp_path):
-    with (refused(SamplerError, "takes weights from files only", "rollout.transfer",
-                  "vllm-command"),
-          one_server(tmp_path, engine=engine_of(tmp_path, extended=False), **GLOO) as (session, _)):
+def test_two_workers_of_one_rank_are_one_clear_error(tmp_path):
+    engine = engine_of(tmp_path)
+    join = engine.worker.ppocli_join
+
+    def as_of_two(**words):
+        torch.distributed.TCPStore("127.0.0.1", words["port"], words["world"]).add("rank 1", 1)
+        return join(**words)
+
+    engine.worker.ppocli_join = as_of_two
+    with (refused(SamplerError, "data parallel servers take rollout.transfer=files only"),
+          one_server(tmp_path, engine=engine, **GLOO) as (session, _)):
         drawn(session)
-    for looked, said in (({"torch": "1.9.0"}, "runs torch 1.9 and this run 2."),
-                         ({"rank": 3}, "1 workers of the ranks [3]")):
-        engine = engine_of(tmp_path)
-        seen = engine.worker.ppocli_look()
-        engine.worker.ppocli_look = lambda found={**seen, **looked}: found
-        with (refused(SamplerError, said, "rollout.transfer=files"),
+
+
+def test_a_server_that_another_run_takes_says_so(tmp_path):
+    engine = engine_of(tmp_path)
+    with (serving(engine) as url, session_of(config(tmp_path, url, **GLOO)) as one,
+          session_of(config(tmp_path, url, **GLOO)) as other):
+        drawn(one)
+        receive = engine.worker.ppocli_receive
+
+        def after_another(**words):
+            engine.worker.ppocli_receive = receive
+            drawn(other)
+            return receive(**words)
+
+        engine.worker.ppocli_receive = after_another
+        disturb(one)
+        with refused(SamplerError, "another run has taken the server"):
+            drawn(one)
+
+
+def test_what_can_not_take_weights_is_one_clear_error(tmp_path):
+    without, older = engine_of(tmp_path, extended=False), engine_of(tmp_path)
+    seen = older.worker.ppocli_look()
+    older.worker.ppocli_look = lambda: {**seen, "torch": "1.9.0"}
+    for engine, said in ((without, ["takes weights from files only", "vllm-command"]),
+                         (older, ["runs torch 1.9 and this run 2.", "rollout.transfer=files"])):
+        with (refused(SamplerError, "rollout.transfer", *said),
               one_server(tmp_path, engine=engine, **GLOO) as (session, _)):
             drawn(session)
         assert engine.asked["/pause"] == 0
+
+
+def test_the_store_listens_where_the_server_reaches_it_and_nowhere_else(tmp_path):
+    ports = []
+    with one_server(tmp_path, **GLOO) as (session, engine):
+        join = engine.worker.ppocli_join
+        engine.worker.ppocli_join = lambda **words: (ports.append(words["port"]), join(**words))[1]
+        drawn(session)
+        listening = [one.laddr for one in psutil.Process().net_connections("tcp")
+                     if one.status == psutil.CONN_LISTEN]
+    assert {place.ip for place in listening} == {"127.0.0.1"}
+    assert ports[0] in {place.port for place in listening}
 
 
 def test_nccl_wants_a_gpu(tmp_path):

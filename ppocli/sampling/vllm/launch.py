@@ -92,8 +92,9 @@ def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url:
 
 def server_environment(cfg: schema.RolloutConfig) -> dict[str, str]:
     """Variables that a server needs besides its words."""
-    return _DEV_MODE if cfg.transfer == "files" else {
-        **_DEV_MODE, "PYTHONPATH": str(Path(plugin.__file__).parent)}
+    own = os.environ.get("PYTHONPATH")
+    return _DEV_MODE if cfg.transfer == "files" else {**_DEV_MODE, "PYTHONPATH": os.pathsep.join(
+        [str(Path(plugin.__file__).parent), *([own] if own else [])])}
 
 
 def shell_line(cfg: schema.RolloutConfig, words: Sequence[str]) -> str:

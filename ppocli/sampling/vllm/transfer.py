@@ -4,6 +4,7 @@ them there."""
 
 import logging
 import secrets
+import socket
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
@@ -18,11 +19,13 @@ from ppocli.config.schema import RolloutConfig
 from ppocli.daemon import in_daemon
 from ppocli.errors import SamplerError
 from ppocli.models.transformers_internals import checkpoint_tensors
-from ppocli.parallel.backend import beside
 from ppocli.sampling.vllm.plugin.ppocli_receiver import broadcast, group_of, own_address
-from ppocli.sampling.vllm.server import HOW_TO, LOOK, Lost, Server
+from ppocli.sampling.vllm.server import HOW_TO, Lost, Server
 
 log = logging.getLogger("ppocli")
+
+SAYS_WHY = 2.0
+"""seconds for a server to say why the connection to it has ended"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,35 +70,34 @@ class GroupTransfer:
         try:
             workers = server.call("ppocli_look")
         except Lost as error:
-            server.ask("/health", timeout=LOOK)
-            raise SamplerError(f"{server.url} takes weights from files only: {error}",
-                               where="rollout.transfer", fix=HOW_TO) from error
-        ranks = [one["rank"] for one in workers]
-        releases, names = {one["torch"] for one in workers}, {one["joined"] for one in workers}
-        if sorted(ranks) != list(range(len(ranks))):
-            raise SamplerError(f"{server.url} has {len(ranks)} workers of the ranks {ranks}.",
-                               where="rollout.transfer", fix="data parallel servers take weights "
-                               "by rollout.transfer=files only")
+            if "ppocli_look" not in str(error):
+                raise
+            raise SamplerError(f"{server.url} takes weights from files only: its workers lack "
+                               "ppocli's extension.", where="rollout.transfer",
+                               fix=HOW_TO) from error
+        if any(one["broken"] for one in workers):
+            raise Lost(f"{server.url} has a part of weights that were not sent to the end: it has "
+                       "to be started anew")
         ours = _release(torch.__version__)
-        if others := sorted({_release(one) for one in releases} - {ours}):
+        if others := sorted({_release(one["torch"]) for one in workers} - {ours}):
             raise SamplerError(
                 f"{server.url} runs torch {', '.join(others)} and this run {ours}: they may not "
                 "understand each other.", where="rollout.transfer",
                 fix="install the same release in both environments, or set rollout.transfer=files")
         link = self._links.get(server.url)
-        if link is None or names != {link.name}:
+        if link is None or {one["joined"] for one in workers} != {link.name}:
             self._links.pop(server.url, None)
-            self._links[server.url] = self._join(server, 1 + len(ranks))
+            self._links[server.url] = self._join(server, 1 + len(workers))
 
     def _join(self, server: Server, world: int) -> _Link:
-        parts = urlsplit(server.url)
-        address = own_address(parts.hostname or "127.0.0.1", parts.port or 80)
-        store = torch.distributed.TCPStore(
-            address, 0, world, is_master=True, wait_for_workers=False,
-            timeout=timedelta(seconds=self._seconds))
-        name = secrets.token_hex(8)
+        parts, name = urlsplit(server.url), secrets.token_hex(8)
+        try:
+            address = own_address(parts.hostname or "127.0.0.1", parts.port or 80)
+            store = _store(address, world, self._seconds)
+        except (OSError, RuntimeError) as error:
+            raise Lost(f"{server.url} can't be sent weights: {error}") from error
         group = self._both(
-            server, partial(server.call, "ppocli_join", name=name, backend=self._backend,
+            server, partial(_call, server, "ppocli_join", name=name, backend=self._backend,
                             address=address, port=store.port, world=world, seconds=self._seconds),
             partial(group_of, store, self._backend, address, 0, world, self._seconds))
         log.debug("joined the %d workers of %s over %s", world - 1, server.url, self._backend)
@@ -109,35 +111,64 @@ class GroupTransfer:
         """
         rows = [(name, str(one.dtype).removeprefix("torch."), list(one.shape))
                 for name, one in self._tensors.items()]
-        group = self._links[server.url].group
+        link = self._links[server.url]
+        send = self._broadcast_by_nccl if self._backend == "nccl" else self._broadcast
         try:
-            self._both(server, partial(server.call, "ppocli_receive", rows=rows),
-                       partial(beside, partial(self._broadcast, group)))
+            self._both(server, partial(_call, server, "ppocli_receive", name=link.name, rows=rows),
+                       partial(send, link.group))
         except BaseException:
             self._links.pop(server.url)  # what has come through of it is not known
+            if self._backend == "nccl":
+                # what was begun would stay on the GPU, and torch's watchdog ends the process for it
+                link.group.abort()
             raise
 
     def _broadcast(self, group: Any) -> None:
         for tensor in self._tensors.values():
-            if self._backend == "gloo":
-                broadcast(group, tensor.cpu())
-                continue
-            with torch.cuda.device(tensor.device):
+            broadcast(group, tensor.cpu())
+
+    def _broadcast_by_nccl(self, group: Any) -> None:
+        device = next(iter(self._tensors.values())).device
+        # a server that is lost must not hold up what this process computes
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.default_stream(device))
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            for tensor in self._tensors.values():
                 broadcast(group, tensor)
-        if self._backend == "nccl":
-            torch.cuda.synchronize(next(iter(self._tensors.values())).device)
+            stream.synchronize()
 
     def _both(self, server: Server, theirs: Callable[[], Any], ours: Callable[[], Any]) -> Any:
         """What our end comes to while the server is at its own; neither waits for one that
         failed."""
         ends = [in_daemon(theirs, f"asking {server.url}"), in_daemon(ours, f"to {server.url}")]
-        wait(ends, return_when=FIRST_EXCEPTION)
+        if ends[1] in wait(ends, return_when=FIRST_EXCEPTION).done and ends[1].exception():
+            wait(ends, SAYS_WHY)
         for end in ends:
             if end.done() and (error := end.exception()) is not None:
                 if isinstance(error, RuntimeError):  # so does torch tell of its connections
                     raise Lost(f"{server.url} did not take its weights: {error}") from error
                 raise error
         return ends[1].result()
+
+
+def _store(address: str, world: int, seconds: float) -> Any:
+    """What the members of a group find each other by, which listens at this address alone."""
+    with socket.create_server((address, 0), family=socket.getaddrinfo(address, 0)[0][0]) as place:
+        port = place.getsockname()[1]
+        return torch.distributed.TCPStore(
+            address, port, world, is_master=True, wait_for_workers=False,
+            timeout=timedelta(seconds=seconds), master_listen_fd=place.detach())
+
+
+def _call(server: Server, method: str, **words: Any) -> None:
+    """Have each worker do something.
+
+    Raises:
+        Lost: one of them could not.
+    """
+    for answer in server.call(method, **words):
+        if "error" in answer:
+            raise Lost(f"{server.url} did not take its weights: {answer['error']}")
 
 
 def _release(version: str) -> str:

@@ -50,7 +50,8 @@ def group_of(store: Any, backend: str, address: str, rank: int, world: int, seco
 
 
 def broadcast(group: Any, tensor: torch.Tensor) -> None:
-    """Rank 0's values of a contiguous tensor.
+    """Rank 0's values of a contiguous tensor; over nccl they are there once the current stream is
+    that far.
 
     Raises:
         RuntimeError: another rank is gone, or took too long.
@@ -62,19 +63,22 @@ def broadcast(group: Any, tensor: torch.Tensor) -> None:
 
 class Receiver:
     """What ``/collective_rpc`` calls in each worker, which has ``rank``, ``device`` and
-    ``reload_weights``. Answers are JSON."""
+    ``reload_weights``. Answers are JSON. What goes wrong is an answer, too: where a worker raises,
+    vLLM leaves those of the others lying about for the next question."""
 
     ppocli_group: Any = None
     ppocli_on_host = True
     ppocli_joined = ""
+    ppocli_broken = False
 
     def ppocli_look(self) -> dict[str, Any]:
-        """What the other end has to know before it begins."""
+        """What the other end has to know before it begins. ``broken``: a transfer has ended early,
+        and vLLM would take the next one for the rest of it."""
         return {"torch": str(torch.__version__), "rank": self.rank,  # type: ignore[attr-defined]
-                "joined": self.ppocli_joined}
+                "joined": self.ppocli_joined, "broken": self.ppocli_broken}
 
     def ppocli_join(self, name: str, backend: str, address: str, port: int, world: int,
-                    seconds: float) -> None:
+                    seconds: float) -> dict[str, str]:
         """Join the group of a run; one of before is left.
 
         Args:
@@ -82,24 +86,39 @@ class Receiver:
             address, port: of the store at rank 0.
         """
         self.ppocli_group, self.ppocli_joined = None, ""
-        store = distributed.TCPStore(address, port, world, is_master=False,
-                                     timeout=timedelta(seconds=seconds))
         rank = 1 + self.rank  # type: ignore[attr-defined]
-        self.ppocli_group = group_of(store, backend, own_address(address, port), rank, world,
-                                     seconds)
-        self.ppocli_on_host = backend == "gloo"
-        self.ppocli_joined = name
+        try:
+            store = distributed.TCPStore(address, port, world, is_master=False,
+                                         timeout=timedelta(seconds=seconds))
+            if store.add(f"rank {rank}", 1) > 1:
+                raise RuntimeError("data parallel servers take rollout.transfer=files only")
+            self.ppocli_group = group_of(store, backend, own_address(address, port), rank, world,
+                                         seconds)
+        except Exception as error:
+            return {"error": str(error)}
+        self.ppocli_on_host, self.ppocli_joined = backend == "gloo", name
+        return {}
 
-    def ppocli_receive(self, rows: Sequence[Row]) -> None:
-        """Replace the weights by those that rank 0 broadcasts in this order, under the names of
-        their checkpoint format."""
-        device = self.device  # type: ignore[attr-defined]
+    def ppocli_receive(self, name: str, rows: Sequence[Row]) -> dict[str, str]:
+        """Replace the weights by those that rank 0 of the group ``name`` broadcasts in this order,
+        under the names of their checkpoint format."""
+        if name != self.ppocli_joined:
+            return {"error": "another run has taken the server"}
 
         def arriving() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, dtype, shape in rows:
-                tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype),
-                                     device="cpu" if self.ppocli_on_host else device)
+            for row, dtype, shape in rows:
+                tensor = torch.empty(
+                    tuple(shape), dtype=getattr(torch, dtype),
+                    device="cpu" if self.ppocli_on_host else
+                    self.device)  # type: ignore[attr-defined]
                 broadcast(self.ppocli_group, tensor)
-                yield name, tensor.to(device)
+                yield row, tensor
 
-        self.reload_weights(weights_iterator=arriving())  # type: ignore[attr-defined]
+        self.ppocli_broken = True
+        try:
+            self.reload_weights(weights_iterator=arriving())  # type: ignore[attr-defined]
+        except Exception as error:
+            self.ppocli_group, self.ppocli_joined = None, ""
+            return {"error": str(error)}
+        self.ppocli_broken = False
+        return {}
