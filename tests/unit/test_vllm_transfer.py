@@ -157,6 +157,18 @@ def test_what_can_not_take_weights_is_one_clear_error(tmp_path):
         assert engine.asked["/pause"] == 0
 
 
+def test_a_server_that_does_not_answer_in_time_is_left_out(tmp_path):
+    def spoil(path, number, body):
+        if body.get("method") == "ppocli_look":
+            time.sleep(2)
+
+    with (serving(engine_of(tmp_path)) as one, serving(engine_of(tmp_path), spoil) as other,
+          session_of(config(tmp_path, one, other, **GLOO)) as session):
+        session.sampler.servers[1]._client.timeout = 0.5
+        assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
+        assert "did not answer within 0.5 s" in session.sampler.servers[1].lost
+
+
 def test_the_store_listens_where_the_server_reaches_it_and_nowhere_else(tmp_path):
     ports = []
     with one_server(tmp_path, **GLOO) as (session, engine):

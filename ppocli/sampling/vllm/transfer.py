@@ -20,7 +20,7 @@ from ppocli.daemon import in_daemon
 from ppocli.errors import SamplerError
 from ppocli.models.transformers_internals import checkpoint_tensors
 from ppocli.sampling.vllm.plugin.ppocli_receiver import broadcast, group_of, own_address
-from ppocli.sampling.vllm.server import HOW_TO, Lost, Server
+from ppocli.sampling.vllm.server import HOW_TO, LOOK, Lost, Server
 
 log = logging.getLogger("ppocli")
 
@@ -70,10 +70,11 @@ class GroupTransfer:
         try:
             workers = server.call("ppocli_look")
         except Lost as error:
-            if "ppocli_look" not in str(error):
+            if isinstance(error.__cause__, OSError):  # there was no answer
                 raise
+            server.ask("/health", timeout=LOOK)
             raise SamplerError(f"{server.url} takes weights from files only: its workers lack "
-                               "ppocli's extension.", where="rollout.transfer",
+                               f"ppocli's extension ({error}).", where="rollout.transfer",
                                fix=HOW_TO) from error
         if any(one["broken"] for one in workers):
             raise Lost(f"{server.url} has a part of weights that were not sent to the end: it has "
