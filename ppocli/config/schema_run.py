@@ -23,7 +23,7 @@ class RolloutConfig:
     """seconds that a server has for a response, or to take new weights"""
     concurrency: int = key(128, ge=1)
     """responses that each process has under way at each server"""
-    transfer: str = key("files", choices=("files", "gloo", "nccl"))
+    transfer: str = key("files", choices=("files", "gloo", "nccl"), on_resume="harmless")
     """how weights go to servers: 'files' of a folder that both see, or sent to their workers, over
     the network from the host's memory ('gloo') or from GPU to GPU ('nccl')"""
     weights_dir: Optional[str] = key(None)
