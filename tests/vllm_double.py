@@ -33,7 +33,8 @@ from ppocli.sampling.sampler import DecodeSampler, Speaker
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.launch import served_name
-from ppocli.sampling.vllm.plugin.ppocli_receiver import Receiver
+from ppocli.sampling.vllm.plugin.ppocli_receiver import Receiver, broadcast
+from ppocli.sampling.vllm.transfer import GroupTransfer
 from ppocli.tasks.ppo.session import Session
 
 Spoilt = Callable[[str, int, dict[str, Any]], tuple[int, Any] | None]
@@ -135,10 +136,16 @@ class Worker(Receiver):
     rank, device = 0, torch.device("cpu")
 
     def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+        self.engine, self.begun = engine, False
 
-    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self.engine.load(dict(weights_iterator))
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]] | None = None
+                       ) -> None:
+        """As vLLM's: what comes after a reload that broke off is taken for the rest of it."""
+        rest, self.begun = self.begun, True
+        found = dict(weights_iterator or ())
+        self.begun = False
+        if found and not rest:
+            self.engine.load(found)
 
 
 @contextmanager
@@ -225,6 +232,13 @@ def dying(after: int) -> Spoilt:
             raise ConnectionResetError
 
     return spoil
+
+
+def break_off(transfer: GroupTransfer, group: Any) -> None:
+    """In place of ``GroupTransfer._broadcast``: a network that fails after some tensors."""
+    for tensor in list(transfer._tensors.values())[:5]:
+        broadcast(group, tensor)
+    raise RuntimeError("no way")
 
 
 def free_port() -> int:

@@ -18,9 +18,10 @@ import torch
 from helpers import environment, jsonl, make_lm, make_tokenizer, refused, write_prompts
 from runs import run, spawn, wait_for, words
 from sessions import rollout_of, session_of, small_config
-from vllm_double import assert_same, disturb, drawn, free_port, ours
+from vllm_double import assert_same, break_off, disturb, drawn, free_port, ours
 
 from ppocli.errors import SamplerError
+from ppocli.sampling.vllm.transfer import GroupTransfer
 from ppocli.sampling.vllm.weights import FolderTransfer
 
 PYTHON = os.environ.get("VLLM_PYTHON")
@@ -115,6 +116,20 @@ def test_each_worker_of_a_server_takes_its_part_of_the_weights(tmp_path):
         for _ in range(3):
             assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
             disturb(session)
+
+
+def test_weights_that_broke_off_are_followed_by_the_right_ones(tmp_path, monkeypatch):
+    make_world(tmp_path, "llama")
+    with (server(tmp_path, "rollout.transfer=gloo") as (url, _),
+          session_of(config(tmp_path, url, rollout__transfer="gloo")) as session):
+        drawn(session)
+        for _ in range(2):
+            disturb(session)
+            monkeypatch.setattr(GroupTransfer, "_broadcast", break_off)
+            with refused(SamplerError, "did not take its weights"):
+                drawn(session)
+            monkeypatch.undo()
+            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
 
 
 def test_a_server_without_the_extension_says_so_and_goes_on(tmp_path):

@@ -76,9 +76,6 @@ class GroupTransfer:
             raise SamplerError(f"{server.url} takes weights from files only: its workers lack "
                                f"ppocli's extension ({error}).", where="rollout.transfer",
                                fix=HOW_TO) from error
-        if any(one["broken"] for one in workers):
-            raise Lost(f"{server.url} has a part of weights that were not sent to the end: it has "
-                       "to be started anew")
         ours = _release(torch.__version__)
         if others := sorted({_release(one["torch"]) for one in workers} - {ours}):
             raise SamplerError(
