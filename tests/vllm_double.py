@@ -136,16 +136,10 @@ class Worker(Receiver):
     rank, device = 0, torch.device("cpu")
 
     def __init__(self, engine: Engine) -> None:
-        self.engine, self.begun = engine, False
+        self.engine = engine
 
-    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]] | None = None
-                       ) -> None:
-        """As vLLM's: what comes after a reload that broke off is taken for the rest of it."""
-        rest, self.begun = self.begun, True
-        found = dict(weights_iterator or ())
-        self.begun = False
-        if found and not rest:
-            self.engine.load(found)
+    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        self.engine.load(dict(weights_iterator))
 
 
 @contextmanager
@@ -234,10 +228,10 @@ def dying(after: int) -> Spoilt:
     return spoil
 
 
-def break_off(transfer: GroupTransfer, group: Any) -> None:
+def break_off(transfer: GroupTransfer, link: Any) -> None:
     """In place of ``GroupTransfer._broadcast``: a network that fails after some tensors."""
     for tensor in list(transfer._tensors.values())[:5]:
-        broadcast(group, tensor)
+        broadcast(link.group, tensor)
     raise RuntimeError("no way")
 
 

@@ -28,15 +28,23 @@ SAYS_WHY = 2.0
 """seconds for a server to say why the connection to it has ended"""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Link:
     """This end of a connection to a server's workers."""
 
     name: str
     """that they know it by; others are of a run before, or of a server before"""
     group: Any
+    """only this holds it: gloo hangs up when it is gone, and no sooner"""
     store: Any
-    """lives as long as the group"""
+
+    def close(self) -> None:
+        """Hang up: workers that wait for more go on."""
+        if isinstance(self.group, torch.distributed.ProcessGroupGloo):
+            self.group = self.store = None
+        elif self.group is not None:
+            # what was begun would stay on the GPU, and torch's watchdog ends the process for it
+            self.group.abort()
 
 
 class GroupTransfer:
@@ -76,6 +84,9 @@ class GroupTransfer:
             raise SamplerError(f"{server.url} takes weights from files only: its workers lack "
                                f"ppocli's extension ({error}).", where="rollout.transfer",
                                fix=HOW_TO) from error
+        if any(one["broken"] for one in workers):
+            raise Lost(f"{server.url} has a part of weights that were not sent to the end: it has "
+                       "to be started anew")
         ours = _release(torch.__version__)
         if others := sorted({_release(one["torch"]) for one in workers} - {ours}):
             raise SamplerError(
@@ -113,26 +124,23 @@ class GroupTransfer:
         send = self._broadcast_by_nccl if self._backend == "nccl" else self._broadcast
         try:
             self._both(server, partial(_call, server, "ppocli_receive", name=link.name, rows=rows),
-                       partial(send, link.group))
+                       partial(send, link))
         except BaseException:
-            self._links.pop(server.url)  # what has come through of it is not known
-            if self._backend == "nccl":
-                # what was begun would stay on the GPU, and torch's watchdog ends the process for it
-                link.group.abort()
+            self._links.pop(server.url).close()  # what has come through of it is not known
             raise
 
-    def _broadcast(self, group: Any) -> None:
+    def _broadcast(self, link: _Link) -> None:
         for tensor in self._tensors.values():
-            broadcast(group, tensor.cpu())
+            broadcast(link.group, tensor.cpu())
 
-    def _broadcast_by_nccl(self, group: Any) -> None:
+    def _broadcast_by_nccl(self, link: _Link) -> None:
         device = next(iter(self._tensors.values())).device
         # a server that is lost must not hold up what this process computes
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.default_stream(device))
         with torch.cuda.device(device), torch.cuda.stream(stream):
             for tensor in self._tensors.values():
-                broadcast(group, tensor)
+                broadcast(link.group, tensor)
             stream.synchronize()
 
     def _both(self, server: Server, theirs: Callable[[], Any], ours: Callable[[], Any]) -> Any:
@@ -143,6 +151,7 @@ class GroupTransfer:
             wait(ends, SAYS_WHY)
         for end in ends:
             if end.done() and (error := end.exception()) is not None:
+                error.__traceback__ = None  # its frames hold the group
                 if isinstance(error, RuntimeError):  # so does torch tell of its connections
                     raise Lost(f"{server.url} did not take its weights: {error}") from error
                 raise error

@@ -70,12 +70,12 @@ class Receiver:
     ppocli_on_host = True
     ppocli_joined = ""
     ppocli_broken = False
-    """whether a transfer has ended early"""
 
     def ppocli_look(self) -> dict[str, Any]:
-        """What the other end has to know before it begins."""
+        """What the other end has to know before it begins. ``broken``: a transfer has ended early,
+        after which vLLM's layers take no other."""
         return {"torch": str(torch.__version__), "rank": self.rank,  # type: ignore[attr-defined]
-                "joined": self.ppocli_joined}
+                "joined": self.ppocli_joined, "broken": self.ppocli_broken}
 
     def ppocli_join(self, name: str, backend: str, address: str, port: int, world: int,
                     seconds: float) -> dict[str, str]:
@@ -114,11 +114,8 @@ class Receiver:
                 broadcast(self.ppocli_group, tensor)
                 yield row, tensor
 
+        self.ppocli_broken = True
         try:
-            if self.ppocli_broken:
-                # vLLM takes what comes next for the rest of what broke off, and then is whole again
-                self.reload_weights()  # type: ignore[attr-defined]
-            self.ppocli_broken = True
             self.reload_weights(weights_iterator=arriving())  # type: ignore[attr-defined]
         except Exception as error:
             self.ppocli_group, self.ppocli_joined = None, ""
