@@ -150,7 +150,7 @@ def test_torchrun(world, hardware):
     done = launch(*torchrun(), "train", *words("run_name=run", *ONE, f"hardware={hardware}"),
                   cwd=world)
     assert done.out.splitlines()[-1] == str(world / "runs/run/model")
-    assert done.out.count("model        ") == 1
+    assert done.out.count("run folder   ") == 1
     assert_same_as_alone(world, "run")
     launch(*torchrun(), "resume", "run", "ppo.num_steps=2", cwd=world)
     assert [row["step"] for row in stable_rows(world / "runs/run/metrics.jsonl")] == [1, 2]
