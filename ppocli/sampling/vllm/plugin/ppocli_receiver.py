@@ -74,8 +74,8 @@ class Receiver:
     def ppocli_look(self) -> dict[str, Any]:
         """What the other end has to know before it begins. ``broken``: a transfer has ended early,
         after which vLLM's layers take no other."""
-        return {"torch": str(torch.__version__), "rank": self.rank,  # type: ignore[attr-defined]
-                "joined": self.ppocli_joined, "broken": self.ppocli_broken}
+        return {"torch": str(torch.__version__), "joined": self.ppocli_joined,
+                "broken": self.ppocli_broken}
 
     def ppocli_join(self, name: str, backend: str, address: str, port: int, world: int,
                     seconds: float) -> dict[str, str]:
