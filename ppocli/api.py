@@ -275,15 +275,14 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     if request.on_rows(target_config.trained_on_data(target)):
         cfg = target_config.data_config(target, request.row_words(), trusts=trust)
         with catch_signals() as stop:
-            return _result(*evaluate_rows(request, target,
-                                          resolved.with_absolute_paths(cfg, Path.cwd()),
+            return _result(*evaluate_rows(request, target, resolved.with_absolute_paths(cfg),
                                           stop=stop, say=log.info))
     cfg = target_config.target_config(target, request.overrides(target), needs_reward=True,
                                       needs_prompts=items is None, trusts=trust)
     objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
     if reward_fn is not None:  # reward.kwargs are this function's
         cfg = resolved.with_values(cfg, {"reward.fn": None})
-    cfg = opened_folder.noting_objects(resolved.with_absolute_paths(cfg, Path.cwd()), objects)
+    cfg = opened_folder.noting_objects(resolved.with_absolute_paths(cfg), objects)
     join_working_directory()
     with catch_signals() as stop:
         folder, report = run_evaluation(request, target, cfg, objects, stop=stop, say=log.info,

@@ -82,7 +82,7 @@ def evaluate(
     cfg = target_config.data_config(target, request.row_words(), trusts=trust) if on_rows else \
         target_config.target_config(target, request.overrides(target), needs_reward=True,
                                     needs_prompts=True, trusts=trust)
-    cfg = with_absolute_paths(cfg, Path.cwd())
+    cfg = with_absolute_paths(cfg)
     with working() as stop:
         from ppocli.evaluation.work import evaluate_rows, run_evaluation
         from ppocli.training.task import PythonObjects

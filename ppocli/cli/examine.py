@@ -132,7 +132,7 @@ def _examine_run(composed: compose.Composed, found: Examined) -> None:
         found.add(_taken(composed, named, settled=not wrong))
     found.add(_unwritable(named or Path(config.output_dir)))
     if not found.problems:
-        place = named or Path(config.output_dir) / f"{composed.recipe or 'run'}-DATE-TIME"
+        place = named or Path(config.output_dir) / f"{composed.name}-DATE-TIME"
         found.plans.append(plan_of(config, count, place))
 
 
@@ -313,8 +313,7 @@ def _taken(composed: compose.Composed, folder: Path, *, settled: bool) -> Iterat
             opened_folder.refuse_taken(folder, config)
             return
         if settled:
-            opened_folder.changes_on_resume(folder.absolute(),
-                                            resolved.with_absolute_paths(config, Path.cwd()),
+            opened_folder.changes_on_resume(folder.absolute(), resolved.with_absolute_paths(config),
                                             accept_changes=composed.accept_changes)
     except CheckpointError as error:
         yield error

@@ -289,7 +289,7 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
             return None
         check_folder(run.folder.model, key="model", adapters=True)
         if book.going_on is None:
-            now = resolved.with_absolute_paths(compose.check(job.compose()).config, Path.cwd())
+            now = resolved.with_absolute_paths(compose.check(job.compose()).config)
             if resolved.config_differences(run.config, keeping_styles(now, run.config)):
                 return None
     except errors.PpocliError:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from inspect import getdoc
 from os.path import isdir
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
@@ -205,7 +204,7 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
     if for_deepspeed:
         from ppocli.config import deepspeed, resolved
 
-        config = resolved.with_absolute_paths(checked.config, Path.cwd())
+        config = resolved.with_absolute_paths(checked.config)
         if config.hardware.zero_stage == 0:
             raise ConfigError("DeepSpeed is not used: hardware.zero_stage is 0.",
                               where="hardware.zero_stage", fix="add hardware=zero2")

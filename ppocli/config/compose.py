@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NewType
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
@@ -37,11 +38,13 @@ class Composed:
     """
 
     config: schema.TrainConfig
-    refused: tuple[Problem, ...]
-    sources: Mapping[str, str]
-    recipe: str | None
-    resume_from: Path | None
-    """the run folder of ``resume=FOLDER``"""
+    refused: tuple[Problem, ...] = ()
+    sources: Mapping[str, str] = field(default_factory=dict)
+    name: str = "run"
+    """what a run without ``run_name`` is called, before its time stamp: its recipe, if it has one
+    """
+    resume_from: Path | None = None
+    """the folder of the run to go on with, of ``resume=FOLDER``"""
     accept_changes: bool = False
     """what was changed by hand in the config.yaml of a run that goes on counts"""
     typed: frozenset[str] = frozenset()
@@ -74,22 +77,8 @@ class Composed:
                                  if not refused.intersection(p.key.split(", ")))]
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """A configuration without problems, and what its words said beside it."""
-
-    config: schema.TrainConfig
-    resume_from: Path | None = None
-    """the folder of the run to go on with"""
-    name: str = "run"
-    """what a run without ``run_name`` is called, before its time stamp: its recipe, if it has one
-    """
-    sources: Mapping[str, str] = field(default_factory=dict)
-    accept_changes: bool = False
-    """as of :class:`Composed`"""
-    typed: frozenset[str] | None = None
-    """as in :class:`Composed`; None where no file has had a say"""
-    trusts: bool = False
+Checked = NewType("Checked", Composed)
+"""a configuration without problems, and what its words said beside it; of :func:`check`"""
 
 
 def compose(words: Words) -> Composed:
@@ -120,8 +109,7 @@ def check(composed: Composed, handed_in: frozenset[str] = frozenset()) -> Checke
         ConfigError: everything that is wrong with the words, the recipe and the config files.
     """
     raise_problems(composed.problems(handed_in), composed.hint)
-    return Checked(composed.config, composed.resume_from, composed.recipe or "run",
-                   composed.sources, composed.accept_changes, composed.typed, composed.trusts)
+    return Checked(composed)
 
 
 def compose_here(words: Words, run: Path | None = None) -> Composed:
@@ -132,7 +120,7 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     if run is not None:
         config = kept.keeping_styles(config, resolved.read_config(run / CONFIG_FILE),
                                      {setting.key for setting in words.settings})
-    return Composed(config, merged.problems, merged.sources, words.value("recipe"), run,
+    return Composed(config, merged.problems, merged.sources, words.value("recipe") or "run", run,
                     words.flag(ACCEPT_CHANGES) is not None, merged.typed,
                     words.flag(TRUST) is not None, layers.overruled(entries, words))
 

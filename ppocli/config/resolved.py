@@ -159,8 +159,9 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
     return result
 
 
-def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
-    """A copy whose user paths are absolute, so that the run can go on from any folder.
+def with_absolute_paths(config: TrainConfig) -> TrainConfig:
+    """A copy whose user paths, relative to the current folder, are absolute, so that the run can go
+    on from any other.
 
     Names that could also be Hub names (``gpt2``, ``org/name``) are taken as paths only where a
     file or folder of that name exists, or where they start with ``.``, ``/`` or ``~``.
@@ -170,41 +171,41 @@ def with_absolute_paths(config: TrainConfig, folder: Path) -> TrainConfig:
                 if key.metadata["holds"] == what]
 
     return with_values(config, {
-        **{key: _absolute(value, folder, key == "output_dir") for key, value in those("path")
+        **{key: _absolute(value, key == "output_dir") for key, value in those("path")
            if isinstance(value, str) and value != MISSING},
-        **{key: _absolute_function(value, folder) for key, value in those("code")},
-        **{key: _absolute_values(value, folder) for key, value in those("arguments")},
+        **{key: _absolute_function(value) for key, value in those("code")},
+        **{key: _absolute_values(value) for key, value in those("arguments")},
         "reward.fns": {
-            name: {**entry, "fn": _absolute_function(entry.get("fn"), folder),
-                   "kwargs": _absolute_values(entry.get("kwargs") or {}, folder)}
+            name: {**entry, "fn": _absolute_function(entry.get("fn")),
+                   "kwargs": _absolute_values(entry.get("kwargs") or {})}
             if isinstance(entry, dict) else entry for name, entry in config.reward.fns.items()}})
 
 
-def _absolute(value: str, folder: Path, always: bool = False) -> str:
+def _absolute(value: str, always: bool = False) -> str:
     if value == "" or value.startswith(BUILTIN_PREFIX) or value == PYTHON_OBJECT:
         return value
     path = Path(value).expanduser()
-    is_path = always or value.startswith((".", "/", "~")) or (folder / path).exists()
-    return os.path.normpath(folder / path) if is_path else value
+    is_path = always or value.startswith((".", "/", "~")) or path.exists()
+    return os.path.abspath(path) if is_path else value
 
 
-def _absolute_function(value: Any, folder: Path) -> Any:
+def _absolute_function(value: Any) -> Any:
     """``rewards.py:score`` with an absolute file, or several; module paths, and what is no path,
     are left as they are."""
     if isinstance(value, list):
-        return [_absolute_function(each, folder) for each in value]
+        return [_absolute_function(each) for each in value]
     if value is None:
         return None
     file, colon, name = value.rpartition(":")
-    return f"{_absolute(file, folder, True)}{colon}{name}" if file.endswith(".py") else value
+    return f"{_absolute(file, True)}{colon}{name}" if file.endswith(".py") else value
 
 
-def _absolute_values(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+def _absolute_values(values: dict[str, Any]) -> dict[str, Any]:
     """Arguments of user code: texts with a separator that name something on disk are paths, and a
     ``model`` that is a folder."""
-    return {name: _absolute(value, folder) if isinstance(value, str)
+    return {name: _absolute(value) if isinstance(value, str)
             and ("/" in value or value.startswith("~")
-                 or (name == "model" and (folder / value).is_dir())) else value
+                 or (name == "model" and Path(value).is_dir())) else value
             for name, value in values.items()}
 
 

@@ -111,7 +111,7 @@ def join_node(checked: Checked, caller: Caller) -> RunOutcome:
         InputError: there is no such folder within ``hardware.timeout_seconds``.
     """
     limited = target_config.allow_code(checked)
-    config = resolved.with_absolute_paths(checked.config, Path.cwd())
+    config = resolved.with_absolute_paths(checked.config)
     hardware = config.hardware
     run_dir = checked.resume_from or Path(config.output_dir) / str(config.run_name)
     deadline = time.monotonic() + hardware.timeout_seconds
@@ -214,7 +214,7 @@ def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonO
                           fix="ppocli.train() and ppocli train play it")
     checked = check(composed, adopted_ranks.PROVIDED | {"reward.fn"} | (
         {"prompts.items"} if objects.prompts is not None else set()))
-    return checked if composed.recipe else replace(checked, name="loop")
+    return checked if words.value("recipe") else replace(checked, name="loop")
 
 
 def refuse_objects(config: schema.TrainConfig, objects: PythonObjects) -> None:

@@ -58,7 +58,7 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
         PpocliError: something that the configuration names is missing.
     """
     limited = allow_code(replace(checked, config=noting_objects(checked.config, objects)))
-    config = noting_objects(resolved.with_absolute_paths(checked.config, Path.cwd()), objects)
+    config = noting_objects(resolved.with_absolute_paths(checked.config), objects)
     run_dir = checked.resume_from and checked.resume_from.absolute()
     if run_dir is None and config.resume != "never":
         named = Path(config.output_dir) / str(config.run_name)

@@ -18,8 +18,7 @@ JUDGED = ("model.", "reward.", "env.")
 """beginnings of the keys whose code runs where a policy is judged"""
 
 
-def allow_code(found: compose.Checked | compose.Composed, parts: tuple[str, ...] = ("",)
-               ) -> tuple[str, ...]:
+def allow_code(found: compose.Composed, parts: tuple[str, ...] = ("",)) -> tuple[str, ...]:
     """Settle which code may run in this process: what was typed; of a run that this user has
     started, or trusts, all of it; else what :mod:`ppocli.own_code` lets a configuration name.
 
@@ -33,12 +32,12 @@ def allow_code(found: compose.Checked | compose.Composed, parts: tuple[str, ...]
         CheckpointError: the run is somebody else's and names code.
     """
     limited: tuple[str, ...] = ()
-    if found.typed is not None and found.resume_from is not None:
+    if found.resume_from is not None:
         trust.check_run(found.resume_from, found.config, parts, trusts=found.trusts,
                         typed=found.typed)
-    elif found.typed is not None:
-        limited = trust.named_by_files(
-            found.config, resolved.with_absolute_paths(found.config, Path.cwd()), found.typed)
+    else:
+        limited = trust.named_by_files(found.config, resolved.with_absolute_paths(found.config),
+                                       found.typed)
     limit(limited)
     return limited
 

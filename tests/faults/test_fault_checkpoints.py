@@ -9,7 +9,7 @@ import pytest
 from helpers import mostly_slow
 from runs import assert_equal_runs, copied, spawn, wait_for, whole_copy, words
 
-from ppocli.config.compose import Checked
+from ppocli.config.compose import Checked, Composed
 from ppocli.config.resolved import read_config
 from ppocli.errors import CheckpointError
 from ppocli.launching.opened_folder import open_folder
@@ -132,7 +132,8 @@ def test_what_vanishes_from_a_run_is_put_back_or_said(command, reference, tmp_pa
     (folder / "config.yaml").unlink()
     assert "has lost its config.yaml" in command(f"resume={folder}", code=5).err
     again = replace(ran.config, resume="auto")
-    with open_folder(Checked(again), None, print) as start:
+    typed = frozenset({str(again.reward.fn), str(again.reward.metric_fn)})
+    with open_folder(Checked(Composed(again, typed=typed)), None, print) as start:
         assert start.config() == again
     assert read_config(folder / "config.yaml") == ran.config
 

@@ -249,7 +249,7 @@ def located(*given: str) -> str:
     """Where the reward of these words leads, as a run would follow it."""
     found = checked(*given)
     allow_code(found)
-    config = resolved.with_absolute_paths(found.config, Path.cwd())
+    config = resolved.with_absolute_paths(found.config)
     return locate_reward(str(config.reward.fn), key="reward.fn").spec
 
 

@@ -59,7 +59,7 @@ def write(path: str, text: str) -> Path:
 
 @pytest.mark.parametrize("name", list(recipe_files()))
 def test_every_shipped_recipe_composes_without_problems(name):
-    assert composed(f"+recipe={name}").recipe == name
+    assert composed(f"+recipe={name}").name == name
     config = checked(f"+recipe={name}").config
     assert find_problems(config) == []
     if task_name(config) == "ppo":

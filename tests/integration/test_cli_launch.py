@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import checked, refused
 
-from ppocli.config.compose import Checked
+from ppocli.config.compose import Checked, Composed
 from ppocli.config.resolved import read_config
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, DiskError, RewardError
@@ -34,8 +34,13 @@ def config(*words: str) -> TrainConfig:
     return checked(*BAD_REWARD, *words).config
 
 
+def typed(chosen: TrainConfig, run: Path | None = None) -> Checked:
+    """As if its words had named the reward."""
+    return Checked(Composed(chosen, resume_from=run, typed=frozenset({str(chosen.reward.fn)})))
+
+
 def begin(chosen: TrainConfig, run: Path | None = None, **caller) -> RunOutcome:
-    return launch(Checked(chosen, run), Caller(**caller))
+    return launch(typed(chosen, run), Caller(**caller))
 
 
 def run_folder(name: str, *words: str) -> Path:
@@ -78,7 +83,7 @@ def test_runs_of_one_second_get_folders_of_their_own():
     seen: list[Path] = []
 
     def take() -> None:
-        with open_folder(Checked(chosen), None, lambda text: None) as opened:
+        with open_folder(typed(chosen), None, lambda text: None) as opened:
             seen.append(opened.run_dir)
             (opened.run_dir / "metrics.jsonl").touch()
 

@@ -14,7 +14,7 @@ from runs import app_in_process, copied, whole_copy
 
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import print_runs, prune_runs
-from ppocli.config.compose import Checked
+from ppocli.config.compose import Checked, Composed
 from ppocli.config.resolved import read_config
 from ppocli.errors import CheckpointError
 from ppocli.launching.launch import Caller, launch
@@ -168,8 +168,9 @@ def test_a_pruned_run_still_loads_and_says_why_it_cannot_go_on(runs, command):
     assert command("resume=runs/done").code == 0  # nothing left to do
     config = read_config(runs / "done/config.yaml")
     config.resume, config.ppo.num_steps = "auto", 9  # nor is it started afresh
+    typed = frozenset({str(config.reward.fn), str(config.reward.metric_fn)})
     with pytest.raises(CheckpointError, match="were deleted by ppocli runs prune"):
-        launch(Checked(config))
+        launch(Checked(Composed(config, typed=typed)))
     assert snapshot(runs / "done") == before
 
 
@@ -209,7 +210,7 @@ def test_a_run_that_is_being_resumed_is_kept(runs, process):
     (plan,) = plan_pruning(runs / "done", checkpoints=True, failed=False)
     config = read_config(runs / "done/config.yaml")
     config.ppo.num_steps = 5
-    checked = Checked(config, runs / "done")
+    checked = Checked(Composed(config, resume_from=runs / "done"))
     tried = []
 
     def disturb(text: str) -> None:

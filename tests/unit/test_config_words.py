@@ -259,7 +259,8 @@ def test_damaged_files_are_refused(tmp_path, text, said):
         read_config(tmp_path / "config.yaml")
 
 
-def test_user_paths_become_absolute(tmp_path):
+def test_user_paths_become_absolute(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "lm").mkdir()
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "p.jsonl").write_text("{}")
@@ -269,7 +270,7 @@ def test_user_paths_become_absolute(tmp_path):
                       "reward.metric_fn=pkg.mod:f", "task.fn=my/task.py:Mine",
                       "rollout.engine=my/sampler.py:Slow")
     config.rollout.python, config.env.tools = "./venv/bin/python", ["tools.py:look"]
-    result = with_absolute_paths(config, tmp_path)
+    result = with_absolute_paths(config)
     assert result.model.path == str(tmp_path / "lm")
     assert result.model.tokenizer_path == "gpt2"
     assert result.prompts.path == str(tmp_path / "data" / "p.jsonl")
@@ -283,8 +284,8 @@ def test_user_paths_become_absolute(tmp_path):
     assert result.env.tools == [f"{tmp_path}/tools.py:look"]
     assert result.reward.kwargs["model"] == str(tmp_path / "data" / "p.jsonl")
     assert result.reward.kwargs["style"] == "a/b"
-    assert composed().model.path == with_absolute_paths(composed(), tmp_path).model.path
-    assert with_absolute_paths(composed(), tmp_path).rollout.engine == composed().rollout.engine
+    assert composed().model.path == with_absolute_paths(composed()).model.path
+    assert with_absolute_paths(composed()).rollout.engine == composed().rollout.engine
 
 
 def test_differences_are_listed_key_by_key():

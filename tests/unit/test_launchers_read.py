@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from ppocli.config.compose import Checked
+from ppocli.config.compose import Checked, Composed
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.launching.adopted_ranks import Meeting, placed
@@ -97,7 +97,7 @@ def hardware(environ, *, given=(), more=None, **keys) -> HardwareConfig:
     config = replace(TrainConfig(), hardware=HardwareConfig(**keys))
     sources = dict.fromkeys((f"hardware.{name}" for name in keys), "conf/hardware/ddp.yaml:2")
     sources |= dict.fromkeys((f"hardware.{name}" for name in given), "command line")
-    checked = Checked(config, sources=sources)
+    checked = Checked(Composed(config, sources=sources))
     return placed(checked, find_launch(environ), more or {}).config.hardware
 
 

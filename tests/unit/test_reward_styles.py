@@ -338,7 +338,7 @@ def test_a_run_settles_styles_and_a_resume_keeps_them(world, command):
 def test_a_run_from_before_styles_is_called_as_it_was(world):
     (world / "elsewhere.py").write_text(EXAMPLES.read_text())
     given = run_words("run_name=old", "reward.fn=elsewhere.py:ends")
-    config = resolved.with_absolute_paths(compose(read_words(given)).config, world)
+    config = resolved.with_absolute_paths(compose(read_words(given)).config)
     path = world / "runs/old/config.yaml"
     path.parent.mkdir(parents=True)
     now = resolved.config_text(config)
