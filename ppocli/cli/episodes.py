@@ -24,7 +24,6 @@ from ppocli.runs.target import find_target
 from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.episodes import EpisodeSampler
 from ppocli.sampling.samples import Generation, TokenRows
-from ppocli.storage import environment
 from ppocli.tasks.ppo.evaluate import evaluate_chunks, row_of_run
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session
 from ppocli.text import clean, counted, cut, figure, printable
@@ -96,7 +95,7 @@ def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | 
         raise ConfigError(f"{target.name} has no environment.", where="--env",
                           fix="name one: env.fn=my_env.py:Class; or leave out --env")
     cfg = with_values(cfg, {"model.reference.kind": "none"})
-    with open_backend(cfg.hardware, environment.measured_by(target.run_dir)) as backend:
+    with open_backend(cfg.hardware, target.run_dir) as backend:
         yield build_eval_session(cfg, backend, PythonObjects(), policy=target.model)
 
 

@@ -16,7 +16,6 @@ from ppocli.evaluation.request import EvalRequest
 from ppocli.launching.target_config import target_config
 from ppocli.runs import trust
 from ppocli.runs.target import Target, find_target
-from ppocli.storage import environment
 
 if TYPE_CHECKING:
     from ppocli.evaluation.player import Player
@@ -140,8 +139,7 @@ def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str
     generation = None if run_dir is None else sampling_of(request, chosen, None)
     reward = build_judge(chosen.cfg.reward, list(columns)) if request.scored else None
     with ExitStack() as stack:
-        backend = stack.enter_context(open_backend(chosen.cfg.hardware,
-                                                   environment.measured_by(run_dir)))
+        backend = stack.enter_context(open_backend(chosen.cfg.hardware, run_dir))
         players = [load_player(policy_config(cfg, target.model), target.name, backend)
                    for target, cfg in chosen.models]
         if chosen.cfg.rollout.engine == "vllm":

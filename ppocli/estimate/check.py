@@ -23,6 +23,7 @@ from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.host_memory import GIVEN, Room, room_here
 from ppocli.parallel.onednn import probe
 from ppocli.storage.atomic import free_bytes
+from ppocli.storage.retention import folder_size
 from ppocli.text import first_line, format_bytes, format_memory
 
 log = logging.getLogger("ppocli")
@@ -80,11 +81,10 @@ def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool
     lines = tuple(line for line in (
         *memory.lines_of(cfg, parts, layout, heads, zero),
         *_passes(cfg, models, parts, layout, prompt_tokens, new)) if line.device or line.host)
-    kinds = [lm.config.model_type for lm in (models.lm, models.value_lm)
-             if lm is not None and lm.config.model_type not in passes.MEASURED]
+    kinds = dict.fromkeys(lm.config.model_type for lm in models.trunks)
     return Estimate(parts, layout, lines, memory.add_up(lines, parts, layout, stage),
-                    memory.disk_of(cfg, parts), prompt_tokens, unknown,
-                    memory.spared(cfg, lines), tuple(dict.fromkeys(kinds)), new)
+                    memory.disk_of(cfg, parts), prompt_tokens, unknown, memory.spared(cfg, lines),
+                    tuple(kind for kind in kinds if kind not in passes.MEASURED), new)
 
 
 def _passes(cfg: TrainConfig, models: Models, parts: tuple[Part, ...], layout: Layout,
@@ -226,8 +226,7 @@ def check_disk(cfg: TrainConfig, disk: memory.Disk) -> None:
     free, every = free_bytes(folder), cfg.checkpoint
     if free is None:
         return
-    free += sum(path.lstat().st_size for path in (folder / "checkpoints").rglob("*")
-                if path.is_file() and not path.is_symlink())
+    free += folder_size(folder / "checkpoints")
     saves = every.every_steps is not None or every.every_minutes is not None
     text = (f"this run needs {format_bytes(disk.checkpoint)} for each checkpoint and "
             f"{format_bytes(disk.model)} for its model, {format_bytes(disk.run)} at most, and "

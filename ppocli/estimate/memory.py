@@ -112,7 +112,7 @@ def layout_of(cfg: schema.TrainConfig, *, tokens: int, ranks: int, ranks_on_host
     return Layout(ranks, ranks_on_host, cuda, rows, decoded, scored, accumulates)
 
 
-def lines_of(cfg: schema.TrainConfig, parts: Iterable[Part], layout: Layout, heads: int,
+def lines_of(cfg: schema.TrainConfig, parts: Sequence[Part], layout: Layout, heads: int,
              deepspeed: dict[str, Any]) -> Iterator[Line]:
     """What weights and their optimization take of a rank, in the order in which it is told.
 
@@ -123,7 +123,6 @@ def lines_of(cfg: schema.TrainConfig, parts: Iterable[Part], layout: Layout, hea
     stage, ranks, offload = cfg.hardware.zero_stage, layout.ranks, cfg.hardware.offload_optimizer
     live = int(deepspeed.get("stage3_max_live_parameters", MAX_LIVE))
     whole = algorithm.whole_while_acting(cfg)
-    parts = tuple(parts)
     own = [p for p in parts if p.sharded]
     size, trained = sum(p.size for p in own), sum(p.gradients for p in own)
     state = sum(p.state for p in own)
@@ -196,13 +195,12 @@ def spared(cfg: schema.TrainConfig, lines: Iterable[Line]) -> int:
                if line.name == CHECKPOINT_COPY and cfg.checkpoint.background == "auto")
 
 
-def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, stage: int) -> Sums:
+def add_up(lines: Sequence[Line], parts: Sequence[Part], layout: Layout, stage: int) -> Sums:
     """The fullest moments.
 
     In one pass an update's activations go while its gradients come, so that without accumulation
     (and stage) only the larger of both counts, with the gradient of the largest weight.
     """
-    lines = tuple(lines)
     generate, score, update, save = (sum(line.device for line in lines if phase in line.phases)
                                      for phase in LASTING.split())
     if stage == 0 and not layout.accumulates:
@@ -218,11 +216,10 @@ def add_up(lines: Iterable[Line], parts: Iterable[Part], layout: Layout, stage: 
     return sums if layout.cuda else replace(sums, host=host + layout.ranks_on_host * sums.device)
 
 
-def _loading(parts: Iterable[Part], layout: Layout, stage: int) -> int:
+def _loading(parts: Sequence[Part], layout: Layout, stage: int) -> int:
     """Every rank loads the whole policy into host memory and then, to a device, the reference;
     under ZeRO 3 rank 0 alone does, and hands out parts (:mod:`ppocli.zero.sharded_models`). An
     adapter's base is whole on every rank, and so is a value model."""
-    parts = tuple(parts)
     own = [p for p in parts if p.sharded]
     handed_out = stage == 3 and not any(p.adapter for p in own)
     ranks = layout.ranks_on_host

@@ -47,6 +47,11 @@ class Models:
     """the trunk of a value model"""
 
     @property
+    def trunks(self) -> list[Any]:
+        """The language model, and the trunk of a value model if there is one."""
+        return [lm for lm in (self.lm, self.value_lm) if lm is not None]
+
+    @property
     def head(self) -> Any:
         """What makes logits of the model's states, or the one score of a reward model."""
         return self.lm.get_output_embeddings() or self.lm.score

@@ -113,6 +113,8 @@ def read_layer(module: nn.Module) -> Layer:
 class Stack(NamedTuple):
     """Layers of the same passes."""
 
+    lm: Any
+    """that they are of"""
     layers: list[Layer]
     queries: int
     """tokens of a row that run through them"""
@@ -146,7 +148,7 @@ def stacks(lm: Any, at: Sizes, *, whole: bool = True) -> Iterator[Stack]:
         queries = keys - (virtual if before is not None and before.in_cache else 0)
         layers = [read_layer(module) for module in modules]
         first = next((i for i, layer in enumerate(layers) if layer.trains), len(layers))
-        yield Stack(layers, queries, keys, at.prompt if pair and not number else 0,
+        yield Stack(lm, layers, queries, keys, at.prompt if pair and not number else 0,
                     layers[0 if above and not number else first:])
 
 
@@ -161,21 +163,20 @@ def training_pass(cfg: TrainConfig, models: Models, at: Sizes, *, copies: int) -
         copies: bytes of the weights that autocast copies to bf16.
     """
     kept, largest, checkpoints = _kept_by_heads(models, at), 0, cfg.model.gradient_checkpointing
-    found = [(lm, stack) for lm in (models.lm, models.value_lm) if lm is not None
-             for stack in stacks(lm, at)]
+    found = [stack for lm in models.trunks for stack in stacks(lm, at)]
     if models.branch is not None:
         own = [read_layer(module) for module in models.branch]
-        found.append((models.lm, found[0][1]._replace(layers=own, trained=own)))
-    for lm, stack in found:
+        found.append(found[0]._replace(layers=own, trained=own))
+    for stack in found:
         for layer in stack.trained:
-            size = at.rows * _kept_by_layer(layer, lm, at, stack)
+            size = at.rows * _kept_by_layer(layer, at, stack)
             largest = max(largest, size)
             kept += 0 if checkpoints else size
         stream = at.rows * stack.queries * stack.layers[0].width * at.stream
         # what is checkpointed holds on to its input, even where it is frozen; a norm follows, and
         # in an encoder-decoder one goes before or holds the encoder's states
         kept += stream * (len(stack.layers) * checkpoints
-                          + bool(stack.trained) * (1 + has_encoder(lm)))
+                          + bool(stack.trained) * (1 + has_encoder(stack.lm)))
     head, logits = models.head.weight, _logits(models, at)
     chunk, table = _chunk(models, at), 4 * head.numel() if head.requires_grad else 0
     again = logits > KEPT_BYTES  # the backward pass computes them once more
@@ -212,9 +213,9 @@ def _kept_by_heads(models: Models, at: Sizes) -> int:
     return kept
 
 
-def _kept_by_layer(layer: Layer, lm: Any, at: Sizes, stack: Stack) -> int:
+def _kept_by_layer(layer: Layer, at: Sizes, stack: Stack) -> int:
     """Bytes of one row."""
-    kept, attention = 0, layer.blocks.get("attention")
+    kept, lm, attention = 0, stack.lm, layer.blocks.get("attention")
     for size, rms, trains in layer.norms:
         # in the middle of attention there is one of queries and one of keys, over each head
         width = size if size == layer.width or attention is None else (
@@ -290,7 +291,7 @@ def scoring_pass(models: Models, at: Sizes) -> int:
     head = models.head.weight
     chunk = _chunk(models, at)
     tokens = at.new if has_encoder(models.lm) else at.prompt + at.new - 1
-    layers = max(_largest_layer(lm, at) for lm in (models.lm, models.value_lm) if lm is not None)
+    layers = max(_largest_layer(lm, at) for lm in models.trunks)
     return max(layers, at.rows * tokens * head.shape[1] * at.stream + 2 * chunk + _cast(head, at))
 
 

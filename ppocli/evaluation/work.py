@@ -26,7 +26,7 @@ from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag, StopRequested
 from ppocli.runs import pictures
 from ppocli.runs.target import Target
-from ppocli.storage import atomic, environment, model_files, run_folder, run_logs
+from ppocli.storage import atomic, model_files, run_folder, run_logs
 from ppocli.tasks import build_task
 from ppocli.tasks.ppo.evaluate import evaluate_chunks, evaluation_size
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
@@ -90,7 +90,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
     cfg = _without_own_reference(cfg, target, say)
     targets = _targets(request, target, cfg, say)
     try:
-        with open_backend(cfg.hardware, environment.measured_by(target.run_dir)) as backend:
+        with open_backend(cfg.hardware, target.run_dir) as backend:
             session = _session(cfg, backend, objects, "policy", target, None, say)
             if swept := list(sampling_sweep(cfg.generation, session.eval_sampling)):
                 say(f"of the list in generation.eval the first value is taken: {swept[0]}")
@@ -351,7 +351,7 @@ def _measure(target: Target, cfg: TrainConfig, stop: StopFlag
     model = model_config.policy_config(cfg.model, target.model)
     if not model_files.is_adapter(Path(target.model)):
         model = replace(model, peft={}, quantization=None)
-    with open_backend(cfg.hardware, environment.measured_by(target.run_dir)) as backend:
+    with open_backend(cfg.hardware, target.run_dir) as backend:
         task: Any = build_task(TaskSetup(replace(cfg, model=model), backend, PythonObjects()))
         if task.val is None:
             task.val = task.train

@@ -70,8 +70,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
             stop.request(early)
         launchers.note_phase(_MEETING)
         model_files.quiet_transformers()
-        with open_ranks(cfg, environment.measured_by(folder.path if start.resume else None)
-                        ) as backend:
+        with open_ranks(cfg, folder.path if start.resume else None) as backend:
             ranks = stop.ranks = backend.ranks
             if start.resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
                 return done
@@ -95,8 +94,7 @@ def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Ite
     limit(start.limited)
     model_files.quiet_transformers()
     with _held(replace(start, display="quiet"), folder) as shown, \
-            open_ranks(cfg, environment.measured_by(folder.path if start.resume else None),
-                       store) as backend, \
+            open_ranks(cfg, folder.path if start.resume else None, store) as backend, \
             open_run(cfg, folder, objects, backend, stop, shown, resume=start.resume,
                      began=began) as run:
         stop.ranks = backend.ranks

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from ppocli.parallel import deepspeed_internals, host_memory, launchers
 from ppocli.parallel.onednn import choose_gemm, warn_of_slow_bf16
 from ppocli.parallel.ranks import Ranks
 from ppocli.parallel.threads import settle_threads
-from ppocli.storage.environment import UNMEASURED, Measured
+from ppocli.storage.environment import Measured, measured_by
 
 T = TypeVar("T")
 
@@ -67,15 +68,19 @@ def made_on(backend: Backend) -> dict[str, str]:
 
 
 @contextmanager
-def open_backend(hardware: HardwareConfig, noted: Measured = UNMEASURED) -> Iterator[Backend]:
+def open_backend(hardware: HardwareConfig, run_dir: Path | None = None) -> Iterator[Backend]:
     """The accelerator of a command that works in one process, whatever its configuration says of
     several; its process-wide state is cleared again afterwards.
+
+    Args:
+        run_dir: of the run whose numbers are gone on with: what it has measured counts.
 
     Raises:
         ConfigError: a CUDA device or bf16 is asked for and not there.
     """
     from accelerate import Accelerator
 
+    noted = measured_by(run_dir)
     with _process_state(hardware, noted) as use_cuda:
         accelerator = Accelerator(cpu=not use_cuda, mixed_precision=_mixed(hardware))
         yield Backend(accelerator, _numbered(accelerator.device), hardware.precision, Ranks(),
@@ -84,22 +89,22 @@ def open_backend(hardware: HardwareConfig, noted: Measured = UNMEASURED) -> Iter
 
 
 @contextmanager
-def open_ranks(cfg: TrainConfig, noted: Measured = UNMEASURED, store: Any = None
+def open_ranks(cfg: TrainConfig, run_dir: Path | None = None, store: Any = None
                ) -> Iterator[Backend]:
     """As :func:`open_backend`, for the training of ``cfg``, of which this process is one rank.
 
     Args:
         store: where the ranks meet, for processes that do so more than once: at the launcher's they
             would find the addresses of the first time.
-        noted: by the run that goes on.
 
     Raises:
         ConfigError: also if DeepSpeed's file contradicts the configuration.
     """
     if launchers.launched_world() == 1 and cfg.hardware.zero_stage == 0:
-        with open_backend(cfg.hardware, noted) as backend:
+        with open_backend(cfg.hardware, run_dir) as backend:
             yield backend
         return
+    noted = measured_by(run_dir)
     with _process_state(cfg.hardware, noted) as use_cuda, \
             _patience_of_groups(cfg.hardware) as timeout:
         if store is not None:

@@ -205,9 +205,6 @@ class Measured:
     threads: int | None = None
 
 
-UNMEASURED = Measured()
-
-
 def measured_by(run_dir: Path | None) -> Measured:
     """What a run has noted."""
     told = {} if run_dir is None else atomic.read_json(run_dir / ENV_FILE) or {}
