@@ -21,8 +21,8 @@ from ppocli.doctor_probes import TOLERANCE, Check, Finding, Surroundings, ask
 from ppocli.errors import DiskError
 from ppocli.parallel.host_memory import host_room
 from ppocli.storage import environment, run_folder
-from ppocli.storage.atomic import format_bytes, free_bytes
-from ppocli.text import counted
+from ppocli.storage.atomic import free_bytes
+from ppocli.text import counted, format_bytes
 
 HYDRA_PLUGINS = ("hydra-optuna-sweeper", "hydra-joblib-launcher", "hydra-submitit-launcher",
                  "hydra-ray-launcher", "hydra-ax-sweeper", "hydra-nevergrad-sweeper")

@@ -65,7 +65,7 @@ class Composed:
         Raises:
             ConfigError: keys that don't exist, values of a wrong type.
         """
-        raise_problems(list(self.refused))
+        raise_problems(self.refused)
         return self.config
 
     def problems(self, handed_in: frozenset[str] = frozenset()) -> list[Problem]:
@@ -145,7 +145,7 @@ def print_composition(words: Words) -> None:
         if package not in (*names, "_global_") and not of_hydra:
             raise ConfigError(f"--package {package}: there is no such part of the configuration"
                               + did_you_mean(package, names), where=COMMAND_LINE)
-        raise_problems(list(merged.problems))
+        raise_problems(merged.problems)
         if (note := layers.overruled(entries, words)) is not None:
             sys.stderr.write(f"{note}\n")
         if words.flag("--cfg") != "job" or of_hydra or any(

@@ -45,7 +45,7 @@ class Problem:
 _ASSIGNMENT = re.compile(r"\b[a-z_]+(\.[a-z_]+)*=")
 
 
-def raise_problems(problems: list[Problem], fix: str | None = None) -> None:
+def raise_problems(problems: Iterable[Problem], fix: str | None = None) -> None:
     """Raise one ConfigError that lists every problem; do nothing if there is none. What can be
     pasted against a single one is its fix, unless ``fix`` says something else."""
     problems = list(dict.fromkeys(problems))

@@ -79,8 +79,8 @@ class Part:
     """bytes of the weights as they are kept"""
     trained: int = 0
     """parameters with a gradient and optimizer state"""
-    halves: int = 0
-    """those of them that are bf16, with their gradients; the others are fp32"""
+    gradients: int = 0
+    """bytes of the gradients, as many as of the weights that train"""
     state: int = 0
     """bytes of optimizer state, its counts of steps apart"""
     sharded: bool = False
@@ -98,11 +98,6 @@ class Part:
     """whether what trains is an adapter, which is all that is saved of it"""
     pinned: int = 0
     """bytes of pinned host memory that a copy of what a checkpoint holds of it takes"""
-
-    @property
-    def gradients(self) -> int:
-        """Bytes of the gradients, as many as of the weights that train."""
-        return 4 * self.trained - 2 * self.halves
 
     @property
     def saved(self) -> int:
@@ -267,13 +262,12 @@ def _trained_parts(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
         adapter = kind == "policy" and bool(cfg.model.peft)
         state = [size for p in trained for size in state_sizes(optimizer, p.shape)]
         # what a master copy holds beside a weight in bf16
-        halves = [p for p in trained if p.dtype == torch.bfloat16]
-        state += [2 * p.numel() for p in halves]
-        copied = [p.numel() * p.element_size() for p in (trained if adapter else parameters)]
+        state += [2 * p.numel() for p in trained if p.dtype == torch.bfloat16]
+        copied = [p.nbytes for p in (trained if adapter else parameters)]
         yield Part(
             kind=kind, name=name, parameters=count(parameters), trained=count(trained),
-            halves=count(halves),
-            size=sum(quantized.get(id(p), p.numel() * p.element_size()) for p in parameters),
+            gradients=sum(p.nbytes for p in trained),
+            size=sum(quantized.get(id(p), p.nbytes) for p in parameters),
             state=sum(state), sharded=True, adapter=adapter,
             cast=count([p for p in trained if p.dim() == 2 and id(p) not in apart
                         and p.dtype == torch.float32]),

@@ -259,10 +259,5 @@ def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: di
     return 0, ""
 
 
-def main(argv: list[str]) -> int:
-    """Start ranks as ``argv`` tells (:class:`Start`); returns the exit code."""
-    return run_ranks(Start.read(argv))
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_ranks(Start.read(sys.argv[1:])))

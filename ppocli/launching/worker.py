@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from time import monotonic
 from typing import Any, NoReturn
 
+import torch
+
 from ppocli.config import deepspeed, kept, schema, tasks
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
@@ -74,8 +76,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
             ranks = stop.ranks = backend.ranks
             if start.resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
                 return done
-            with open_run(cfg, folder, objects, backend, stop, shown, resume=start.resume,
-                          began=began) as run:
+            with open_run(start, cfg, folder, objects, backend, stop, shown, began) as run:
                 with ending_well(run):
                     loop.run_training(run)
                     launchers.note_phase("writing the model")
@@ -95,8 +96,7 @@ def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Ite
     model_files.quiet_transformers()
     with _held(replace(start, display="quiet"), folder) as shown, \
             open_ranks(cfg, folder.path if start.resume else None, store) as backend, \
-            open_run(cfg, folder, objects, backend, stop, shown, resume=start.resume,
-                     began=began) as run:
+            open_run(start, cfg, folder, objects, backend, stop, shown, began) as run:
         stop.ranks = backend.ranks
         run.state = replace(run.state, pending=None)  # an evaluation at the start is the loop's own
         run.clock.mark("startup")
@@ -124,8 +124,8 @@ def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = N
 
 
 @contextmanager
-def open_run(cfg: schema.TrainConfig, folder: run_folder.RunFolder, objects: PythonObjects | None,
-             backend: Backend, stop: StopFlag, display: Display, *, resume: bool,
+def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder,
+             objects: PythonObjects | None, backend: Backend, stop: StopFlag, display: Display,
              began: clock.Moment) -> Iterator[loop.Run]:
     """A run ready for its next step: everything loaded, its files open.
 
@@ -148,7 +148,7 @@ def open_run(cfg: schema.TrainConfig, folder: run_folder.RunFolder, objects: Pyt
     fresh = loop.initial_state(task)
     state = fresh = replace(fresh, digests=fresh.digests | objects.noted())
     run_id = ranks.first_does(lambda: _run_id(folder))
-    if resume:
+    if start.resume:
         state = restore(task, folder, run_id, fresh)
         since = None if state is fresh else state.step
         ranks.first_does(lambda: accept_settings(folder.path, since))
@@ -159,7 +159,7 @@ def open_run(cfg: schema.TrainConfig, folder: run_folder.RunFolder, objects: Pyt
         atomic.write_json_atomic(folder.path / environment.ENV_FILE, {
             "started": datetime.now(UTC).isoformat(timespec="seconds"), **environment.describe(),
             environment.PRODUCTS: "oneDNN" if backend.onednn else "torch",
-            environment.THREADS: backend.threads if backend.device.type == "cpu" else None,
+            environment.THREADS: torch.get_num_threads() if backend.device.type == "cpu" else None,
             environment.LOWER: sorted(task.lower_is_better),
             **({} if task.examples is None else {environment.EXAMPLES: task.examples})})
         if cfg.hardware.zero_stage > 0:

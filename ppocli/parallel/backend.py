@@ -36,11 +36,6 @@ class Backend:
     cuda_graphs: bool = True
     """as in ``hardware``"""
 
-    @property
-    def threads(self) -> int:
-        """CPU threads that compute."""
-        return torch.get_num_threads()
-
     def autocast(self) -> Any:
         """Context in which raw modules compute in the run's precision."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16,

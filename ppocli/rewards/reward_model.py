@@ -76,7 +76,7 @@ class SequenceReward:
                 raise wrong_argument(name, value, "a positive whole number")
         self.name, self.on, self.batch_size = model, on, batch_size
         self.device = _device(device)
-        source, _ = find_model(model, key=MODEL_KEY, revision=revision)
+        source = find_model(model, key=MODEL_KEY, revision=revision)
         options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
         quiet_transformers()
         self.tokenizer = _load_tokenizer(model, source, options)

@@ -252,7 +252,7 @@ def _below_a_folder(given: str) -> bool:
 def _of_model(given: str, path: Path, say: Say, asked_by: str, also: Sequence[str]) -> Target:
     if not path.exists() or given.startswith(BUILTIN_PREFIX):
         try:
-            return Target(given, model_files.find_model(given, key=asked_by, adapters=True)[0])
+            return Target(given, model_files.find_model(given, key=asked_by, adapters=True))
         except InputError as error:
             error.fix = (error.fix or "") + did_you_mean(given, [*also, *known_names()])
             raise

@@ -46,7 +46,7 @@ def quiet_transformers() -> None:
 
 
 def find_model(model: str, *, key: str, revision: str | None = None,
-               needs: Needs = "model and tokenizer", adapters: bool = False) -> tuple[str, bool]:
+               needs: Needs = "model and tokenizer", adapters: bool = False) -> str:
     """Where to load ``model`` from.
 
     Args:
@@ -58,7 +58,7 @@ def find_model(model: str, *, key: str, revision: str | None = None,
         adapters: whether a folder with an adapter will do.
 
     Returns:
-        a checked folder and True, or a Hub name and False when the Hub can be asked for it.
+        a checked folder, or a Hub name when the Hub can be asked for it.
 
     Raises:
         InputError: the folder is missing or broken, or the Hub can't be reached and the model is
@@ -68,7 +68,7 @@ def find_model(model: str, *, key: str, revision: str | None = None,
         raise InputError(f"{model!r} is not a folder or a Hub name.",
                          where=key, fix=_folder_fix(key))
     if model.startswith(BUILTIN_PREFIX):
-        return str(resolve_builtin(model)), True
+        return str(resolve_builtin(model))
     path = Path(model).expanduser()
     if (path / kept.RUN_FILE).is_file() and not (path / "config.json").exists():
         if not (path / MODEL).is_dir():
@@ -78,7 +78,7 @@ def find_model(model: str, *, key: str, revision: str | None = None,
         path = path / MODEL
     if path.is_dir():
         check_folder(path, key=key, needs=needs, adapters=adapters)
-        return str(path), True
+        return str(path)
     if path.exists():
         raise InputError(f"{model} is a file, not a model folder.", where=key,
                          fix="give the folder that holds config.json")
@@ -91,10 +91,9 @@ def find_model(model: str, *, key: str, revision: str | None = None,
 def eos_text(model: str, revision: str | None = None) -> str:
     """What a tokenizer on this machine calls EOS, of its files alone; "" where that isn't said."""
     with suppress(PpocliError, OSError, ValueError, TypeError, KeyError):
-        source, is_folder = find_model(model, key="", revision=revision, needs="tokenizer")
-        if is_folder:
-            eos = bounded.read_json(Path(source) / "tokenizer_config.json")["eos_token"]
-            return str(eos if isinstance(eos, str) else eos["content"])
+        folder = Path(find_model(model, key="", revision=revision, needs="tokenizer"))
+        eos = bounded.read_json(folder / "tokenizer_config.json")["eos_token"]
+        return str(eos if isinstance(eos, str) else eos["content"])
     return ""
 
 
@@ -199,8 +198,7 @@ def _is_hub_adapter(name: str, revision: str | None) -> bool:
     return config and not whole
 
 
-def _from_hub(name: str, revision: str | None, key: str, needs: Needs, adapters: bool
-              ) -> tuple[str, bool]:
+def _from_hub(name: str, revision: str | None, key: str, needs: Needs, adapters: bool) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -208,13 +206,13 @@ def _from_hub(name: str, revision: str | None, key: str, needs: Needs, adapters:
 
     if hub_reachable():
         if adapters and _is_hub_adapter(name, revision):
-            return snapshot_download(name, revision=revision), True
-        return name, False
+            return snapshot_download(name, revision=revision)
+        return name
     go_offline()
     try:
         folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
         check_folder(folder, key=key, needs=needs, adapters=adapters)
-        return str(folder), True
+        return str(folder)
     except HFValidationError as error:
         raise InputError(f"{name!r} is neither a folder nor a Hub name: {error}", where=key,
                          fix=_folder_fix(key)) from error
@@ -289,8 +287,8 @@ def adapter_at(model: str, *, key: str, revision: str | None = None) -> Path | N
     Raises:
         InputError: as :func:`find_model`.
     """
-    source, is_folder = find_model(model, key=key, revision=revision, needs="model", adapters=True)
-    return Path(source) if is_folder and is_adapter(source) else None
+    source = find_model(model, key=key, revision=revision, needs="model", adapters=True)
+    return Path(source) if is_adapter(source) else None
 
 
 def find_whole(model: str, *, key: str, revision: str | None = None, needs: Needs = "model"
@@ -300,15 +298,15 @@ def find_whole(model: str, *, key: str, revision: str | None = None, needs: Need
     Raises:
         InputError: as :func:`find_model`; or the base isn't there.
     """
-    source, is_folder = find_model(model, key=key, revision=revision, needs=needs, adapters=True)
-    if not is_folder or not is_adapter(source):
+    source = find_model(model, key=key, revision=revision, needs=needs, adapters=True)
+    if not is_adapter(source):
         return source, revision
     path, revision, known = named_base(Path(source))
     place = Path(source) / (ADAPTER_BASE if known else ADAPTER_CONFIG)
     if has_tokenizer(source):
         needs = "model"
     try:
-        return find_model(path, key=key, revision=revision, needs=needs)[0], revision
+        return find_model(path, key=key, revision=revision, needs=needs), revision
     except InputError as error:
         raise error.reworded(
             what=f"The base of the adapter in {source} can't be used: {error.what}",

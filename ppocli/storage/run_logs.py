@@ -56,14 +56,8 @@ class JsonlWriter(AbstractContextManager["JsonlWriter"]):
             raise
         self._size += len(raw)
 
-    def close(self) -> None:
-        """Close the file; further calls do nothing."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
     def __exit__(self, *error: object) -> None:
-        self.close()
+        os.close(self._descriptor)
 
 
 def _line(row: dict[str, Any]) -> bytes:

@@ -32,10 +32,10 @@ def config_of(**keys) -> TrainConfig:
 
 
 # n = 1000 parameters, t = 800 trained, on w = 4 ranks, two on a host
-PARTS = (Part(kind="policy", name="policy", parameters=900, size=3600, trained=700, state=5600,
-              sharded=True, cast=600, largest=200),
-         Part(kind="value", name="value head", parameters=100, size=400, trained=100, state=800,
-              sharded=True, largest=50),
+PARTS = (Part(kind="policy", name="policy", parameters=900, size=3600, trained=700,
+              gradients=2800, state=5600, sharded=True, cast=600, largest=200),
+         Part(kind="value", name="value head", parameters=100, size=400, trained=100,
+              gradients=400, state=800, sharded=True, largest=50),
          Part(kind="reference", name="reference", parameters=900, size=1800))
 LAYOUT = Layout(ranks=4, ranks_on_host=2, cuda=True, rows=2, decoded=4, scored=4, accumulates=True)
 ALONE = replace(LAYOUT, ranks=1, ranks_on_host=1)

@@ -222,7 +222,7 @@ def run_of(tmp_path: Path) -> Path:
 
 
 def test_a_run_stands_for_its_model(tmp_path, run_of):
-    assert find_model(str(run_of), key="model.path") == (str(run_of / "model"), True)
+    assert find_model(str(run_of), key="model.path") == str(run_of / "model")
     (tmp_path / "other").mkdir()
     (tmp_path / "other/run.json").write_text("{}")
     with refused(InputError, "has written no model/ yet", "ppocli export"):

@@ -63,9 +63,9 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     key = "model.tokenizer_path" if cfg.tokenizer_path else "model.path"
     name = cfg.tokenizer_path or cfg.path
     revision = cfg.revision if cfg.tokenizer_path is None else None
-    source, is_folder = model_files.find_model(name, key=key, revision=cfg.revision,
-                                               needs="tokenizer", adapters=True)
-    if is_folder and not model_files.has_tokenizer(source):
+    source = model_files.find_model(name, key=key, revision=cfg.revision, needs="tokenizer",
+                                    adapters=True)
+    if Path(source).is_dir() and not model_files.has_tokenizer(source):
         source, revision = model_files.find_whole(name, key=key, revision=cfg.revision,
                                                   needs="tokenizer")
     try:
@@ -123,9 +123,9 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = 
             encoder-decoder, weights missing, or an architecture whose logits are not a plain linear
             map of its trunk.
     """
-    source, is_folder = model_files.find_model(cfg.path, key=key, revision=cfg.revision,
-                                               needs="model", adapters=True)
-    if is_folder and model_files.is_adapter(source):
+    source = model_files.find_model(cfg.path, key=key, revision=cfg.revision, needs="model",
+                                    adapters=True)
+    if model_files.is_adapter(source):
         return _load_on_base(cfg, Path(source), dtype, goes_on, score_seed)
     scores = score_seed is not None
     lm, config = load_weights(
@@ -227,7 +227,7 @@ def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str =
     """
     from accelerate import init_empty_weights
 
-    source, _ = model_files.find_model(cfg.path, key=key, revision=cfg.revision, needs="model")
+    source = model_files.find_model(cfg.path, key=key, revision=cfg.revision, needs="model")
     trust = cfg.trust_remote_code
     with model_config.loading(f"model {cfg.path}", key):
         config = transformers.AutoConfig.from_pretrained(source, revision=cfg.revision,

@@ -64,7 +64,7 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
     key = "model.value.path" if cfg.value.path else "model.path"
     cfg = checkpoints.value_start(cfg)
     name = cfg.path
-    source, _ = model_files.find_model(name, key=key, revision=cfg.revision, needs="model")
+    source = model_files.find_model(name, key=key, revision=cfg.revision, needs="model")
     model, config = language_model.load_weights(cfg, source, _class_of_value, key=key,
                                                 dtype=torch.float32, what="value model")
     language_model.make_ready(cfg, model)
@@ -141,7 +141,7 @@ def check_same_tokens(tokenizer: Any, policy: Any, other: Any, *, name: str, key
 def _vocabulary(name: str, key: str, trust_remote_code: bool) -> dict[str, int] | None:
     """Token -> id of the tokenizer beside a model; None where there is none to compare with."""
     with suppress(Exception):  # weights alone are enough: ids are checked by their range
-        source, _ = model_files.find_model(name, key=key, revision=None, needs="tokenizer")
+        source = model_files.find_model(name, key=key, revision=None, needs="tokenizer")
         return transformers.AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code).get_vocab() or None
     return None
