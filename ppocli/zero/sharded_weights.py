@@ -15,15 +15,14 @@ from ppocli.parallel import deepspeed_internals as internals
 from ppocli.parallel.ranks import Ranks
 
 
-@contextmanager
-def gathered(module: nn.Module, stage: int, *, modify: bool = False) -> Iterator[None]:
-    """Every parameter of ``module`` whole, on every rank; nothing to do below ZeRO 3.
+def gathered(module: nn.Module, stage: int, *, modify: bool = False) -> Any:
+    """Context in which every parameter of ``module`` is whole, on every rank; nothing to do below
+    ZeRO 3.
 
     Args:
         modify: what was written to the parameters (the same on all ranks) is kept.
     """
-    with nullcontext() if stage < 3 else _whole(list(module.parameters()), modify):
-        yield
+    return nullcontext() if stage < 3 else _whole(list(module.parameters()), modify)
 
 
 def _whole(parameters: list[Any], modify: bool = False) -> Any:
@@ -121,7 +120,7 @@ def adopt_weights(policy: nn.Module, optimizer: Any, stage: int) -> None:
         return
     for parameter in policy.parameters():
         if parameter.requires_grad:
-            with gathered(nn.ParameterList([parameter]), stage):
+            with one_gathered(parameter):
                 whole = parameter.detach().clone()
             internals.set_whole(parameter, whole, None, stage)
 
