@@ -3,7 +3,6 @@ which of the algorithm's contradict each other."""
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import fields, replace
 from importlib.util import find_spec
 from typing import Any
@@ -104,28 +103,27 @@ def whole_while_acting(cfg: schema.TrainConfig) -> bool:
 
 def algorithm_rules(config: schema.TrainConfig) -> keys.Rules:
     """Rules between the keys of the algorithm."""
-    updates = tasks.updates_of(config)
-    if isinstance(updates, schema_training.UpdatesConfig):
-        name = tasks.task_name(config)
-        yield from _optimizer(config, name, {"optimizer": updates.optimizer})
-        yield from _schedule(f"{name}.scheduler", updates.scheduler)
-        return
-    if updates.advantage in ESTIMATORS:
+    updates, owner = tasks.updates_of(config), tasks.updates_section(config)
+    if owner == "ppo":
+        yield from _ppo(config)
+    yield from _optimizers(config)
+    yield from _schedule(f"{owner}.scheduler", updates.scheduler)
+    if owner == "ppo" and _given(config.ppo.value_scheduler):
+        yield from _schedule("ppo.value_scheduler", value_scheduler(config.ppo))
+
+
+def _ppo(config: schema.TrainConfig) -> keys.Rules:
+    if config.ppo.advantage in ESTIMATORS:
         yield from _kl(config)
         yield from _critic(config)
         yield from _groups(config)
         yield from _old_policy(config)
-    data = updates.ptx.data
-    yield (updates.ptx.coef > 0 and data.path is None, "ppo.ptx.data.path",
+    data = config.ppo.ptx.data
+    yield (config.ppo.ptx.coef > 0 and data.path is None, "ppo.ptx.data.path",
            "ppo.ptx.coef mixes examples in, and none are named: give ppo.ptx.data.path=FILE, a "
            "folder or a data set of the Hub")
     yield (data.template is not None and "{" not in data.template, "ppo.ptx.data.template",
            f"{data.template!r} has no placeholder such as {{prompt}}")
-    yield from _optimizer(config, "ppo", {"optimizer": updates.optimizer,
-                                          "value_optimizer": value_optimizer(updates)})
-    yield from _schedule("ppo.scheduler", updates.scheduler)
-    if _given(updates.value_scheduler):
-        yield from _schedule("ppo.value_scheduler", value_scheduler(updates))
 
 
 def _schedule(where: str, schedule: schema_training.SchedulerConfig) -> keys.Rules:
@@ -337,18 +335,13 @@ def _given(section: Any) -> dict[str, Any]:
             if (value := getattr(section, f.name)) not in (None, {})}
 
 
-def _optimizer(config: schema.TrainConfig, owner: str,
-               wanted: Mapping[str, schema_training.OptimizerConfig]) -> keys.Rules:
-    """Rules on optimizers.
-
-    Args:
-        owner: section that holds them.
-        wanted: name in the section -> what it comes to.
-    """
-    zero, section = config.hardware.zero_stage > 0, getattr(config, owner)
-    kinds = [optimizer.name for optimizer in wanted.values()]
-    for node, optimizer in wanted.items():
-        given, kind = getattr(section, node), optimizer.name
+def _optimizers(config: schema.TrainConfig) -> keys.Rules:
+    """Rules on optimizers, by what each comes to."""
+    zero, owner = config.hardware.zero_stage > 0, tasks.updates_section(config)
+    section = tasks.updates_of(config)
+    kinds = [optimizer.name for optimizer in optimizers_of(section)]
+    for node, kind in zip(("optimizer", "value_optimizer"), kinds, strict=False):
+        given = getattr(section, node)
         yield (given.betas is not None and len(given.betas) != 2, f"{owner}.{node}.betas",
                f"{given.betas} must be two numbers, e.g. [0.9,0.999]")
         for name in ("betas", "eps", "momentum"):
