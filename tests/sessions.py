@@ -28,7 +28,6 @@ from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
 from ppocli.training import optimize as phase
 from ppocli.training.checkpoint_writing import write_checkpoint
-from ppocli.training.clock import PhaseClock
 from ppocli.training.resume import read_checkpoint
 from ppocli.training.state import Generators, TrainState
 from ppocli.training.task import OptimizeResult, PythonObjects
@@ -83,8 +82,7 @@ def session_of(cfg: TrainConfig, reward: Any = count_good) -> Iterator[Session]:
 def rollout_of(session: Session, start: int = 0, count: int | None = None):
     """One rollout from episode ``start``."""
     count = count or session.cfg.ppo.num_rollouts
-    return collect_rollout(session, session.next_prompts(start, count), StopFlag(),
-                           PhaseClock(session.backend.device))
+    return collect_rollout(session, session.next_prompts(start, count))
 
 
 def record_on_cpu(monkeypatch: Any) -> list[Any]:

@@ -6,6 +6,7 @@ makes of real responses, whether the reference agrees with the policy, whether g
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,7 +75,8 @@ def _data(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag)
 
 def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
     try:
-        return _first_samples(build_session(cfg, backend, PythonObjects()), clock, stop)
+        session = build_session(cfg, backend, PythonObjects())
+        return _first_samples(replace(session, stop=stop, clock=clock))
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"Out of memory with {SAMPLES} samples.", where="hardware, model.path",
@@ -82,11 +84,11 @@ def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) 
                 "prompts.max_length lower, or take a smaller model") from error
 
 
-def _first_samples(session: Session, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
-    clock.mark("load")
-    stop.check()
+def _first_samples(session: Session) -> dict[str, Any]:
+    session.clock.mark("load")
+    session.stop.check()
     prompts = session.next_prompts(0, SAMPLES)
-    rollout = collect_rollout(session, prompts, stop, clock)
+    rollout = collect_rollout(session, prompts)
     metrics: dict[str, list[float]] = {}
     if session.metric is not None:
         metrics = session.metric.compute(reward_calls.in_steps(
@@ -94,15 +96,15 @@ def _first_samples(session: Session, clock: PhaseClock, stop: StopFlag) -> dict[
                 session, prompts, rollout.responses,
                 response_ids(rollout.response_tokens, rollout.response_mask),
                 rollout.finished.tolist())))
-        clock.mark("metric")
+        session.clock.mark("metric")
     terms = _ppo_gradient(PPOTask(session), rollout)
-    clock.mark("optimize")
+    session.clock.mark("optimize")
     tokens = int(rollout.response_mask.sum()) if rollout.has_reference else 0
     kl = float(rollout.k1.double().sum()) / tokens if tokens else None
     ids = prompts.tokens[0][prompts.mask[0]].tolist()
     shown = ("prompt", "response", "score", "kl", "response_tokens", "finished")
     return _told(
-        session.backend, session.policy, clock, prompts=len(session.prompts),
+        session.backend, session.policy, session.clock, prompts=len(session.prompts),
         prompt=session.tokenizer.decode(ids), prompt_tokens=len(ids),
         samples=[{name: row[name] for name in shown}
                  for row in figures.rollout_samples(rollout, 0, session.cfg)],

@@ -24,7 +24,6 @@ from simulated import MEMORY, OnDevice
 
 from ppocli.launching.child_process import Start
 from ppocli.launching.worker import run_worker
-from ppocli.parallel.stop import StopFlag
 from ppocli.storage.run_folder import write_config
 from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.experience import to_experience, update_moments
@@ -79,7 +78,7 @@ def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, m
             rollout = rollout_of(session)
             state = update_moments(fresh_state(session), rollout, cfg)
             result = optimize(session, to_experience(rollout, state, cfg))
-            later = evaluate(session, StopFlag())
+            later = evaluate(session)
             found.append((rollout, result.terms, later.figures,
                           {name: t.cpu() for name, t in weights_of(session).items()}))
     (here, terms, figures, weights), (there, *others) = found

@@ -18,12 +18,14 @@ from ppocli.models.policy import Policy
 from ppocli.models.reference import AdapterReference, Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
+from ppocli.parallel.stop import StopFlag
 from ppocli.sampling import decoding
 from ppocli.sampling.sampler import Sampler, SamplerSetup
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.sampling.vllm.sampler import check_engine
 from ppocli.tasks import building, supervised
 from ppocli.training import optimizers, updates
+from ppocli.training.clock import PhaseClock
 from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import PASSES, PythonObjects
 from ppocli.zero.oom_retry import PassRows
@@ -59,6 +61,8 @@ class EvalSession:
     """steps done, as rewards are told"""
     num_prompts: int = field(default=0, kw_only=True)
     """how many the steps go through, likewise"""
+    stop: StopFlag = field(default_factory=StopFlag, kw_only=True)
+    """of whoever asks for samples; polled between tokens, passes and phases"""
 
     @property
     def from_decode(self) -> bool:
@@ -116,6 +120,8 @@ class Session(EvalSession):
 
     trained: updates.Trained
     prompts: prompt_set.PromptSet
+    clock: PhaseClock
+    """of whoever asks for samples"""
     examples: data_set.Examples | None = field(default=None, kw_only=True)
     """of ``ppo.ptx.data``; None where none are mixed in"""
 
@@ -322,7 +328,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                    sampling=sampling, eval_sampling=eval_sampling, sampler=sampler,
                    passes=PassRows(backend, PASSES), trained=trained, prompts=prompts,
-                   num_prompts=len(prompts), examples=examples,
+                   clock=PhaseClock(backend.device), num_prompts=len(prompts), examples=examples,
                    packs=_take_packed(policy, reference))
 
 

@@ -72,20 +72,21 @@ class PPOTask(task.Task):
     def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> records.Rollout:
         """As :class:`Task`: sample, score, measure."""
         start = state.episodes + records.PPOState.from_json(state.task).left_out
-        session, count = replace(self.session, step=state.step), self._count(state)
+        session = replace(self.session, step=state.step, stop=stop, clock=clock)
+        count = self._count(state)
         episodes = range(start, start + count)
         if self.cfg.ppo.dynamic_sampling is not None:
-            return collecting.collect_differing(session, start, count, stop, clock)
+            return collecting.collect_differing(session, start, count)
         if self.cfg.rollout.ahead:
             batch, self._ahead = collecting.collect_ahead(
-                session, self._ahead, episodes, start + self._count(state, 2), stop, clock)
+                session, self._ahead, episodes, start + self._count(state, 2))
             return batch
         if (late := self.cfg.ppo.staleness) or state.tensors:
             return collecting.collect_stale(session, state.tensors, episodes,
-                                            start + self._count(state, 1 + late), stop, clock)
+                                            start + self._count(state, 1 + late))
         prompts = session.next_prompts(start, count)
         clock.mark("other")
-        return rollout.collect_rollout(session, prompts, stop, clock)
+        return rollout.collect_rollout(session, prompts)
 
     def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
@@ -193,9 +194,10 @@ class PPOTask(task.Task):
 
     def evaluate(self, stop: StopFlag) -> task.Evaluation:
         """As :class:`Task`: responses to the evaluation prompts, scored."""
-        found = evaluate(replace(self.session, step=self.step), stop)
+        session = replace(self.session, step=self.step, stop=stop)
+        found = evaluate(session)
         if self.cfg.eval.ref_responses and self._ref_responses is None:
-            self._ref_responses = reference_responses(self.session, stop)
+            self._ref_responses = reference_responses(session)
         if self._ref_responses is None:
             return found
         return replace(found, samples=[
