@@ -229,10 +229,7 @@ def scored(session: Session, chunks: Sequence[Chunk], first: int, *, forward: bo
         if len(chunk):
             parts.append(rollout_of(session, chunk, some_scores(scores, some), measured))
         start = some.stop
-    found = ranks.gather(Rollout.joined(parts) if parts else None)
-    whole = Rollout.joined([part for part in found if part is not None])
-    if len(found) > 1:
-        whole = whole.in_order()
+    whole = rollout.of_all_ranks(session, parts)
     if ranks.any(gaps):
         places = whole.sequences.actions
         after = torch.nn.functional.pad(places[:, 1:] - places[:, :-1] - 1, (0, 1))

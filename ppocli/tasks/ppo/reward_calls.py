@@ -140,8 +140,8 @@ def _some_metrics(metrics: dict[str, list[T]], rows: slice) -> dict[str, list[T]
     return {name: values[rows] for name, values in metrics.items()}
 
 
-def begin(work: Callable[[], T], before: Callable[[], T] | None, device: torch.device,
-          poll: Callable[[], None]) -> Callable[[], T]:
+def begin(session: EvalSession, work: Callable[[], T], before: Callable[[], T] | None
+          ) -> Callable[[], T]:
     """Start ``work`` in a thread; the function returned waits for it.
 
     Nothing in it may talk to other ranks: collectives belong to the main thread. The thread is a
@@ -149,17 +149,17 @@ def begin(work: Callable[[], T], before: Callable[[], T] | None, device: torch.d
 
     Args:
         before: waited for first; if it fails, ``work`` is not begun.
-        device: where the run computes; CUDA's current device is a thread's own.
-        poll: called while waiting, as of :func:`ppocli.daemon.outcome_of`.
 
     Returns:
         a function that returns what ``work`` returned, or raises what it raised.
     """
+    device = session.backend.device
+
     def body() -> T:
         if device.type != "cpu":
-            torch.get_device_module(device).set_device(device)
+            torch.get_device_module(device).set_device(device)  # which is a thread's own
         if before is not None:
             before()
         return beside(work)
 
-    return partial(outcome_of, in_daemon(body, "reward"), poll)
+    return partial(outcome_of, in_daemon(body, "reward"), session.stop.check)

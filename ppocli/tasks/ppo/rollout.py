@@ -5,7 +5,7 @@ the reward (in a thread beside generation, where it waits for others) and measur
 passes; the chunks of all ranks are the rollout.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -48,18 +48,27 @@ def collect_rollout(session: Session, prompts: PromptBatch, drawn: Samples | Non
     rows, own = session.backend.ranks.share(range(len(prompts)))
     with session.acting() as acting:
         mine = list(_collect_chunks(acting, prompts.rows(rows), own, drawn and drawn.rows(rows)))
-    found = session.backend.ranks.gather(Rollout.joined(mine) if mine else None)
-    whole = Rollout.joined([part for part in found if part is not None])
-    ppo = session.cfg.ppo
+    whole, ppo = of_all_ranks(session, mine), session.cfg.ppo
     if (ppo.old_logprobs == "sampler" and not bool(whole.logprobs.any())) or (
             corrects(session.cfg) and whole.gap is None):
         raise ConfigError(f"{type(session.sampler).__name__} says no logprobs of what it samples.",
                           where="ppo.old_logprobs, ppo.importance, rollout.engine",
                           fix="let it compute them, or use ppo.old_logprobs=trainer alone")
-    if len(found) == 1:
-        return whole
-    session.clock.mark("gather")
-    return whole.in_order()
+    if session.backend.ranks.world > 1:
+        session.clock.mark("gather")
+    return whole
+
+
+def of_all_ranks(session: Session, mine: Sequence[Rollout]) -> Rollout:
+    """The samples of all ranks in the order of their episodes. All ranks call it in step.
+
+    Args:
+        mine: this rank's, of which there may be none.
+    """
+    found = session.backend.ranks.gather(Rollout.joined(mine) if mine else None)
+    whole = Rollout.joined([part for part in found if part is not None])
+    return whole if len(found) == 1 else whole.rows(
+        sorted(range(len(whole)), key=lambda i: whole.prompts.episodes[i]))
 
 
 def _collect_chunks(session: Session, prompts: PromptBatch, own: int, drawn: Samples | None
@@ -79,7 +88,7 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, drawn: Sam
         question = ask(session, chunk.prompts, chunk.mine, chunk.responses, at_first)
         work: Callable[[], RewardScores] = partial(score, session, question)
         if beside and (ranks.first or not question.together):
-            work = begin(work, asked[-1][2] if asked else None, session.backend.device, stop.check)
+            work = begin(session, work, asked[-1][2] if asked else None)
         asked.append((chunk, question, work))
     forward = drawn is not None or not session.from_decode
     for chunk, question, work in asked:
@@ -240,8 +249,8 @@ def _measure(session: EvalSession, out: Samples, size: int, *, want_policy: bool
     kept_at = policy.split if 0 < needed <= most_frozen_bytes else None
     frozen = [None if kept_at is None or out.frozen_states is None else
               passes.known_states(out.frozen_states, one.rows, one.batch) for one in batches]
-    said: list[passes.PolicyPass] = []
-    compared: list[passes.ReferencePass] = []
+    said: list[passes.Scored] = []
+    compared: list[passes.Scored] = []
     with session.backend.autocast():
         if want_policy or want_values or whole:
             split = kept_at if reference is None else reference.split or kept_at
@@ -260,7 +269,7 @@ def _measure(session: EvalSession, out: Samples, size: int, *, want_policy: bool
                     faults.point("scoring.forward", size)
                     compared.append(passes.score_reference(
                         reference, view, one, head, temperature=temperature,
-                        hidden=said[i].hidden if whole else None, frozen_states=frozen[i],
+                        hidden=said[i].states if whole else None, frozen_states=frozen[i],
                         split=kept_at if view is policy.lm else None))
                     frozen[i] = compared[i].frozen_states
     shape = out.mask.shape

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import math
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
+from ppocli.tasks.building import saved_policy
 from ppocli.tasks.ppo import collecting, figures, ptx, records, rollout
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
 from ppocli.tasks.ppo.experience import after_step, to_experience, update_moments
-from ppocli.tasks.ppo.session import Session, build_session, saved_model
+from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.training import optimizers, task
 from ppocli.training.clock import PhaseClock
 from ppocli.training.state import TrainState
@@ -49,7 +49,7 @@ class PPOTask(task.Task):
         self.session = session
         self.cfg, self.backend = session.cfg, session.backend
         self.trained, self.passes = session.trained, session.passes
-        self.saved = saved_model(session)
+        self.saved = saved_policy(session.loaded, session.sampling, session.tokenizer)
         self.examples = session.num_prompts if self.cfg.ppo.epochs else None
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
@@ -151,13 +151,13 @@ class PPOTask(task.Task):
     def judge(self, terms: dict[str, float]) -> task.Verdict:
         """As :class:`Task`: ``ppo.target_kl`` ends the phase, ``ppo.ratio_threshold`` skips."""
         ppo = self.cfg.ppo
-        if not all(math.isfinite(value) for value in terms.values()):
-            return task.Verdict.NONFINITE
+        if (found := super().judge(terms)) is not task.Verdict.STEP:
+            return found
         if ppo.target_kl is not None and terms["approx_kl"] > EARLY_STOP * ppo.target_kl:
             return task.Verdict.STOP
         if ppo.ratio_threshold is not None and terms["ratio"] > ppo.ratio_threshold:
             return task.Verdict.SKIP
-        return task.Verdict.STEP
+        return found
 
     def why_skipped(self, terms: dict[str, float]) -> str:
         """As :class:`Task`."""
