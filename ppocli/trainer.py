@@ -150,10 +150,8 @@ class PPOTrainer:
         session.clock.mark("between")
         if length_sampler is not None:
             sampling["max_new_tokens"] = int(length_sampler())
-        call = session
-        if sampling or batch_size is not None:
-            call = ranks.all_do(lambda: own_samples.for_call(
-                session, *called(session.cfg, sampling), batch_size), "generate")
+        call = ranks.all_do(lambda: own_samples.for_call(
+            session, *called(session.cfg, sampling), batch_size), "generate")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
             batch, own = session.share_of_prompts(self._drawn, count)

@@ -27,7 +27,6 @@ from ppocli.launching.worker import run_worker
 from ppocli.storage.run_folder import write_config
 from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.tasks.ppo.session import saved_model
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.background_saving import HostCopies
 from ppocli.training.checkpoint_writing import contents_of, write_contents
@@ -141,14 +140,13 @@ def test_a_copy_written_at_once_or_after_more_training_is_the_synchronous_save(s
             folders = [tmp_path / f"{name}-{start}" for name in ("at-once", "expected", "later")]
             for folder in folders:
                 folder.mkdir()
-            saved = saved_model(session)
             sim.take()
-            copy = copies.copy(saved, contents_of(PPOTask(session), state_now(session)), tmp_path)
+            copy = copies.copy(contents_of(PPOTask(session), state_now(session)), tmp_path)
             assert sim.take().total() <= 2
-            write_contents(saved, copy, folders[0])
+            write_contents(copy, folders[0])
             save_session(session, folders[1])
             optimize(session, experience_of(session, start))
-            write_contents(saved, copy, folders[2])
+            write_contents(copy, folders[2])
             at_once, expected, later = map(tree, folders)
             assert at_once == expected
             assert later == expected

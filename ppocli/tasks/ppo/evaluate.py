@@ -72,8 +72,7 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int) -> list[dict[
     out = Samples.joined(list(sample_policy(session, batch, session.eval_sampling, EVALUATION)))
     measured = measure(session, out, phase="scoring of the evaluation", want_policy=not decoded,
                        want_values=False, estimator="k1", temperature=1.0)
-    if own < len(batch):
-        batch, out = batch.first(own), out.first(own)
+    batch, out = batch.first(own), out.first(own)
     responses = response_texts(session, batch, out, session.eval_sampling)
     scores, metrics = judge(session, batch, out, responses, "reward at evaluation")
     session.stop.meet()
@@ -117,13 +116,12 @@ def _evaluate_once(session: EvalSession) -> Evaluation:
 
 def reference_responses(session: EvalSession) -> list[str]:
     """The reference's response to each prompt of an evaluation, drawn with the random numbers of
-    the policy's; empty without a reference.
+    the policy's.
 
     Raises:
         StopRequested.
     """
-    if session.reference is None:
-        return []
+    assert session.reference is not None  # else config/sampling.py has refused
     texts: list[str] = []
     with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
         for batch, own in _shares(session):

@@ -88,13 +88,12 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
         scores = [-mean / std] * len(rollout)
     penalties = penalties_of(rollout, cfg)
     nothing: list[float | None] = [None] * len(rollout)
-    unended = penalties.get("missing_eos", nothing)
-    short = penalties.get("short", nothing)
+    amounts = [[amount for amount in each if amount is not None] for each in zip(
+        penalties.get("missing_eos", nothing), penalties.get("short", nothing), strict=True)]
     replace = reward.penalty_mode == "replace"
-    scores = shaping.penalised(scores, unended=unended, short=short, replace=replace)
+    scores = shaping.penalised(scores, amounts, replace=replace)
     if dense is not None and replace:
-        kept = [a is None and b is None for a, b in zip(unended, short, strict=True)]
-        dense = dense * torch.tensor(kept)[:, None]
+        dense = dense * torch.tensor([not each for each in amounts])[:, None]
     found = torch.tensor(scores, dtype=torch.float32)
     if "overlong" in penalties:
         found = found - torch.tensor(penalties["overlong"], dtype=torch.float32)
