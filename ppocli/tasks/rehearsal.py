@@ -1,5 +1,5 @@
 """A run's first step in small, up to the gradient and no further: of PPO everything that a step
-does with samples, on two of them; of a training on a data set its first update.
+does with samples, on two of them; of any other training its first update.
 
 What a configuration can't tell shows here within seconds: how a prompt is rendered, what the reward
 makes of real responses, whether the reference agrees with the policy, whether gradients are finite.
@@ -39,14 +39,15 @@ def rehearse(cfg: TrainConfig, stop: StopFlag) -> dict[str, Any]:
     Returns:
         what came of it, plain JSON types. Always ``device``, ``precision``, ``parameters``,
         ``trainable``, ``terms`` (of the loss, and the norm of the gradient), ``seconds`` by phase
-        and ``peak_memory_mib``, the device's or the process's. Of a training on a data set
-        ``examples`` (of a reward model pairs) to train on, and how many ``rows`` and ``tokens`` the
-        first update has. Of PPO ``prompts``, the first ``prompt`` as the model gets it, special
-        tokens included, and its ``prompt_tokens``; ``samples`` with prompt, response, score, kl,
-        response_tokens and finished of each; ``parts``, the scores of each reward by sample, and
-        ``metrics`` likewise; ``kl_per_token``, nats from policy to reference, which are one model
-        before training (None without a reference), and whether it ``agrees`` with that, up to
-        rounding. There ``terms`` is None if no sample has a score.
+        and ``peak_memory_mib``, the device's or the process's. Of other trainings than PPO
+        ``examples`` (of a reward model pairs) to train on, None where the task doesn't tell, and
+        how many ``rows`` and ``tokens`` the first update has. Of PPO ``prompts``, the first
+        ``prompt`` as the model gets it, special tokens included, and its ``prompt_tokens``;
+        ``samples`` with prompt, response, score, kl, response_tokens and finished of each;
+        ``parts``, the scores of each reward by sample, and ``metrics`` likewise;
+        ``kl_per_token``, nats from policy to reference, which are one model before training (None
+        without a reference), and whether it ``agrees`` with that, up to rounding. There
+        ``terms`` is None if no sample has a score.
 
     Raises:
         PpocliError: whatever would end the run at its first step, with the same exit code.
@@ -55,11 +56,12 @@ def rehearse(cfg: TrainConfig, stop: StopFlag) -> dict[str, Any]:
     with open_backend(cfg.hardware) as backend:
         seed_generators(cfg.seed)
         clock = PhaseClock(backend.device)
-        rehearse_kind = _data if tasks.task_name(cfg) in tasks.DATA_TASKS else _ppo
+        rehearse_kind = _ppo if tasks.task_name(cfg) == "ppo" else _first_update
         return rehearse_kind(cfg, backend, clock, stop)
 
 
-def _data(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
+def _first_update(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag
+                  ) -> dict[str, Any]:
     task = build_task(TaskSetup(cfg, backend, PythonObjects()))
     clock.mark("load")
     stop.check()
@@ -69,7 +71,7 @@ def _data(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag)
     terms = _gradient(task, plan, group, "check the model's weights, or use "
                       "hardware.precision=fp32")
     clock.mark("optimize")
-    return _told(backend, task.trained.module, clock, examples=task.examples or 0,
+    return _told(backend, task.trained.module, clock, examples=task.examples,
                  rows=len(group.rows), tokens=int(group.tokens.sum()), terms=terms)
 
 
