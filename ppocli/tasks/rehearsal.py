@@ -16,7 +16,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import DivergedError, OutOfMemoryError
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag
-from ppocli.sampling.samples import response_ids
+from ppocli.sampling.samples import Samples
 from ppocli.tasks import build_task
 from ppocli.tasks.ppo import experience, figures, records, reward_calls
 from ppocli.tasks.ppo.rollout import collect_rollout
@@ -89,15 +89,13 @@ def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) 
 def _first_samples(session: Session) -> dict[str, Any]:
     session.clock.mark("load")
     session.stop.check()
-    prompts = session.next_prompts(0, SAMPLES)
-    rollout = collect_rollout(session, prompts)
+    rollout = collect_rollout(session, 0, SAMPLES)
+    prompts = rollout.prompts
     metrics: dict[str, list[float]] = {}
     if session.metric is not None:
+        said = Samples(rollout.sequences, rollout.logprobs, rollout.values, rollout.finished)
         metrics = session.metric.compute(reward_calls.in_steps(
-            session.reward, reward_calls.request_of(
-                session, prompts, rollout.responses,
-                response_ids(rollout.response_tokens, rollout.response_mask),
-                rollout.finished.tolist())))
+            session.reward, reward_calls.request_of(session, prompts, said, rollout.responses)))
         session.clock.mark("metric")
     terms = _ppo_gradient(PPOTask(session), rollout)
     session.clock.mark("optimize")
@@ -128,8 +126,7 @@ def _ppo_gradient(task: PPOTask, rollout: records.Rollout) -> dict[str, float] |
     if not bool(rollout.valid.any()):
         return None
     state = records.PPOState.from_json(task.initial()[0])
-    own = experience.update_moments(state, rollout, task.cfg)
-    learnt = experience.to_experience(rollout, own, task.cfg)
+    learnt = experience.to_experience(rollout, state, task.cfg)
     whole = update_of(task.session, learnt, torch.arange(len(rollout)))
     plan = plan_of(task.session, learnt, [whole], 0)
     return _gradient(task, plan, plan.groups[0], "check the model's weights and the reward's "

@@ -171,7 +171,9 @@ def write_checkpoint(task: Task, folder: Path, state: TrainState) -> None:
             attempt(partial(write_weights, whole))
     del whole  # the optimizer's state needs the room
     slots = optimizer_slots(named_trainable(trained.module), trained.optimizer, stage, ranks)
-    attempt(lambda: save_tensors(slots, folder / _part(OPTIMIZER, ranks)))
+    share = OPTIMIZER if ranks.world == 1 else (
+        f"{Path(OPTIMIZER).stem}-{ranks.rank + 1:05d}-of-{ranks.world:05d}.safetensors")
+    attempt(lambda: save_tensors(slots, folder / share))
     if not ranks.first:
         attempt(lambda: state.generators.write(folder, ranks.rank))
     # its number and text, as those of an OSError
@@ -214,9 +216,3 @@ def save_together(task: Task, state: TrainState,
                 fill(Path(told))
     if told is not None:
         raise told
-
-
-def _part(name: str, ranks: Ranks) -> str:
-    stem, dot, suffix = name.partition(".")
-    return name if ranks.world == 1 else (
-        f"{stem}-{ranks.rank + 1:05d}-of-{ranks.world:05d}{dot}{suffix}")

@@ -26,7 +26,7 @@ from ppocli.launching.child_process import Start
 from ppocli.launching.worker import run_worker
 from ppocli.storage.run_folder import write_config
 from ppocli.tasks.ppo.evaluate import evaluate
-from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.background_saving import HostCopies
 from ppocli.training.checkpoint_writing import contents_of, write_contents
@@ -75,8 +75,7 @@ def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, m
             parameters = list(session.policy.parameters())
             assert all(isinstance(p, OnDevice) for p in parameters) == (device == "cuda")
             rollout = rollout_of(session)
-            state = update_moments(fresh_state(session), rollout, cfg)
-            result = optimize(session, to_experience(rollout, state, cfg))
+            result = optimize(session, to_experience(rollout, fresh_state(session), cfg))
             later = evaluate(session)
             found.append((rollout, result.terms, later.figures,
                           {name: t.cpu() for name, t in weights_of(session).items()}))

@@ -45,7 +45,7 @@ def phases_of(sim, session, count: int = 16, *, learn: bool = True) -> dict[str,
 
     clock = PhaseClock(session.backend.device, Moment.now(), tell)
     sim.take()
-    rollout = collect_rollout(replace(session, clock=clock), session.next_prompts(0, count))
+    rollout = collect_rollout(replace(session, clock=clock), 0, count)
     if not learn:
         return found
     experience = to_experience(rollout, fresh_state(session), session.cfg)
@@ -92,7 +92,7 @@ def test_places_that_are_taken_anew_cost_no_further_waits(sim, tmp_path):
     with session_of(cfg, reward=count_letters) as session:
         passes = []
         session.policy.lm.base_model.register_forward_pre_hook(lambda *_: passes.append(sim))
-        collect = collect_rollout(session, session.next_prompts(0, 32))
+        collect = collect_rollout(session, 0, 32)
     assert len(set(collect.response_mask.sum(1).tolist())) > 8
     decoding = [why for why in sim.take().elements() if "/sampling/" in why]
     chunks = 4

@@ -29,7 +29,7 @@ from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.collecting import collect_differing
 from ppocli.tasks.ppo.evaluate import evaluate
-from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
 from ppocli.tasks.ppo.task import PPOTask
@@ -50,8 +50,7 @@ def update(session: Session, step: int) -> tuple[Rollout, dict[str, torch.Tensor
     start, count = step * cfg.ppo.num_rollouts, cfg.ppo.num_rollouts
     rollout = rollout_of(session, start) if cfg.ppo.dynamic_sampling is None else collect_differing(
         replace(session, stop=stop_of(session)), start, count)
-    state = update_moments(fresh_state(session), rollout, cfg)
-    experience = to_experience(rollout, state, cfg)
+    experience = to_experience(rollout, fresh_state(session), cfg)
     result = optimize(session, experience, stop_of(session), step=step, updates=step * 4)
     return rollout, {
         **experience_tensors(experience),

@@ -24,7 +24,7 @@ from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks import build_task
-from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.tasks.supervised import pass_tokens
 from ppocli.training import optimize as phase
@@ -57,7 +57,7 @@ def test_updates_of_a_real_training_take_what_was_told(tmp_path):
     with session_of(cfg) as session:
         rollout = rollout_of(session)
         assert int(rollout.response_mask.sum()) == 8 * 120  # nothing ended early
-        state = update_moments(fresh_state(session), rollout, cfg)
+        state = fresh_state(session)
         grown = []
         for copies in (None, HostCopies()):
             if copies is not None:  # of a checkpoint that is written during the updates

@@ -231,9 +231,8 @@ def peaks_of_a_rollout(session) -> dict[str, int]:
     clock = PhaseClock(session.backend.device, Moment.now(),
                        lambda name: marks.append((time.time_ns(), name)))
     rollout_of(session)  # what is made once is made
-    prompts = session.next_prompts(0, session.cfg.ppo.num_rollouts)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        collect_rollout(replace(session, clock=clock), prompts)
+        collect_rollout(replace(session, clock=clock), 0, session.cfg.ppo.num_rollouts)
     events = [event for event in profiled.profiler.kineto_results.events()
               if event.name() == "[memory]"]
     now, found = 0, dict.fromkeys((name for _, name in marks), 0)

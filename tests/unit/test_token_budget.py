@@ -8,7 +8,7 @@ from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
 from ppocli.estimate.memory import layout_of
 from ppocli.models.passes import in_groups, longest_first
-from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.experience import to_experience
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(4, None), (4, 30), (100, 30), (100, 5), (1, 30)])
@@ -40,8 +40,7 @@ def test_every_pass_of_a_step_keeps_to_it(tmp_path):
 
         handle = session.policy.lm.base_model.register_forward_pre_hook(note, with_kwargs=True)
         rollout = rollout_of(session)
-        state = update_moments(fresh_state(session), rollout, cfg)
-        experience = to_experience(rollout, state, cfg)
+        experience = to_experience(rollout, fresh_state(session), cfg)
         scored = len(seen)
         optimize(session, experience)
         handle.remove()

@@ -164,7 +164,7 @@ def step(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Step:
         # whose phases the counts are booked to
         clock = PhaseClock(session.backend.device, Moment.now(), work.mark)
         state = fresh_state(session)
-        rollout = collect_rollout(replace(session, clock=clock), session.next_prompts(0, SAMPLES))
+        rollout = collect_rollout(replace(session, clock=clock), 0, SAMPLES)
         experience = to_experience(rollout, state, session.cfg)
         clock.mark("other")
         result = optimize(session, experience)

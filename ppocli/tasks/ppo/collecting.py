@@ -56,8 +56,7 @@ def collect_stale(session: Session, tensors: Mapping[str, torch.Tensor], episode
         parts.append(_gathered(session, mine.first(own), until - first))
     waiting = Samples.joined(parts)
     session.clock.mark("rollout")
-    found = collect_rollout(session, session.next_prompts(episodes.start, count),
-                            drawn=waiting.rows(slice(count)))
+    found = collect_rollout(session, episodes.start, count, waiting.rows(slice(count)))
     return replace(found, waiting=_tensors_of(waiting.rows(slice(count, None))))
 
 
@@ -124,8 +123,7 @@ def collect_ahead(session: Session, before: Ahead | None, episodes: range, until
     drawn = _gathered(session, mine.first(before.own), len(episodes))
     after = _begin(session, range(episodes.stop, until)) if until > episodes.stop else None
     session.clock.mark("rollout")
-    prompts = session.next_prompts(episodes.start, len(episodes))
-    return collect_rollout(session, prompts, drawn=drawn), after
+    return collect_rollout(session, episodes.start, len(episodes), drawn), after
 
 
 def _begin(session: Session, episodes: range) -> Ahead:
@@ -157,8 +155,7 @@ def collect_differing(session: Session, start: int, count: int) -> Rollout:
     parts, differs = list[Rollout](), list[bool]()
     while (missing := count - n * sum(differs)) > 0 and n * len(differs) < most:
         drawn = n * len(differs)
-        part = collect_rollout(session, session.next_prompts(
-            start + drawn, min(missing, most - drawn)))
+        part = collect_rollout(session, start + drawn, min(missing, most - drawn))
         parts.append(part)
         scores = part.shown_scores  # whether those of a prompt's samples that have one differ
         differs += [len({score for score in scores[i:i + n] if score is not None}) > 1

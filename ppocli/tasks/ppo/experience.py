@@ -107,7 +107,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     The samples of a prompt that are left without an invalid one are their whole group.
 
     Args:
-        state: with this rollout's moments already merged, and the KL coefficient to charge.
+        state: before this rollout, with the KL coefficient to charge.
         progress: 0 in the first step of the run, 1 in the last.
         pretrains: the value function learns what really followed, ``R_t = sum over k >= t of
             gamma^(k-t) r_k``, and nothing of its own estimates (VC-PPO, Yuan et al. 2025, arXiv
@@ -116,7 +116,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     kept = rollout.rows(rollout.valid.nonzero().squeeze(-1).tolist())
     mask = kept.response_mask
     ppo, in_reward = cfg.ppo, algorithm.kl_in(cfg.ppo) == "reward"
-    scores, dense = shaped_scores(kept, state, cfg)
+    scores, dense = shaped_scores(kept, update_moments(state, rollout, cfg), cfg)
     # a KL that is rounding alone isn't charged: whitening, and Adam, would make a signal of it
     apart = not bool((kept.k1.abs() <= kl.ROUNDING).all())  # NaN is no rounding
     rewards = token_rewards(scores, kept.kl, mask, dense=dense,

@@ -32,22 +32,25 @@ from ppocli.tasks.ppo.reward_calls import Question, ask, begin, score, some_scor
 from ppocli.tasks.ppo.session import EvalSession, Session
 
 
-def collect_rollout(session: Session, prompts: PromptBatch, drawn: Samples | None = None
+def collect_rollout(session: Session, start: int, count: int, drawn: Samples | None = None
                     ) -> Rollout:
-    """Generate, score and measure all prompts, ``chunk_size`` at a time on every rank.
+    """Generate, score and measure the samples of so many episodes, ``chunk_size`` at a time on
+    every rank.
 
     Each rank takes its share; the result, the same on all ranks, is the whole rollout in the order
-    of the prompts.
+    of the episodes.
 
     Args:
-        drawn: one sample of an earlier policy for each prompt, in place of the present one's.
+        start: number of the first episode.
+        drawn: the samples, of an earlier policy, in place of the present one's.
 
     Raises:
         ConfigError: ratios to the sampler's logprobs are asked for, and it computes none.
     """
-    rows, own = session.backend.ranks.share(range(len(prompts)))
+    rows, own = session.backend.ranks.share(range(count))
+    prompts = session.next_prompts(start, count).rows(rows)
     with session.acting() as acting:
-        mine = list(_collect_chunks(acting, prompts.rows(rows), own, drawn and drawn.rows(rows)))
+        mine = list(_collect_chunks(acting, prompts, own, drawn and drawn.rows(rows)))
     whole, ppo = of_all_ranks(session, mine), session.cfg.ppo
     if (ppo.old_logprobs == "sampler" and not bool(whole.logprobs.any())) or (
             corrects(session.cfg) and whole.gap is None):

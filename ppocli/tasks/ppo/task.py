@@ -23,7 +23,7 @@ from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.building import saved_policy
 from ppocli.tasks.ppo import collecting, figures, ptx, records, rollout
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
-from ppocli.tasks.ppo.experience import after_step, to_experience, update_moments
+from ppocli.tasks.ppo.experience import after_step, to_experience
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.training import optimizers, task
 from ppocli.training.clock import PhaseClock
@@ -84,9 +84,8 @@ class PPOTask(task.Task):
         if (late := self.cfg.ppo.staleness) or state.tensors:
             return collecting.collect_stale(session, state.tensors, episodes,
                                             start + self._count(state, 1 + late))
-        prompts = session.next_prompts(start, count)
         clock.mark("other")
-        return rollout.collect_rollout(session, prompts)
+        return rollout.collect_rollout(session, start, count)
 
     def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
@@ -98,7 +97,7 @@ class PPOTask(task.Task):
             RewardError: too few samples have a valid score.
         """
         check_invalid_share(int((~batch.valid).sum()), len(batch))
-        own = update_moments(records.PPOState.from_json(state.task), batch, self.cfg)
+        own = records.PPOState.from_json(state.task)
         steps = -(-self.total_samples() // self.samples_per_step)
         experience = to_experience(batch, own, self.cfg,
                                    progress=min(state.step / max(steps - 1, 1), 1.0),
