@@ -7,6 +7,7 @@ calls them when, and where scores come from, is up to the loop.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -56,7 +57,8 @@ class PPOTrainer:
         with ExitStack() as stack:
             self._run = stack.enter_context(opened(overrides, objects))
             assert isinstance(self._run.task, PPOTask)
-            self._task, self._session = self._run.task, self._run.task.session
+            self._task = self._run.task
+            self._session = replace(self._task.session, stop=self._run.stop, clock=self._run.clock)
             if lr_scheduler is not None:
                 follow_scheduler(self._task.trained.optimizer, lr_scheduler, self.steps)
             self._stack = stack.pop_all()
@@ -144,15 +146,12 @@ class PPOTrainer:
         from ppocli.tasks.ppo.rollout import generate_chunks
 
         self._check_open()
-        session, clock = self._session, self._run.clock
-        ranks = session.backend.ranks
-        clock.mark("between")
+        session, ranks = self._session, self._session.backend.ranks
+        session.clock.mark("between")
         if length_sampler is not None:
             sampling["max_new_tokens"] = int(length_sampler())
-        call = session
-        if sampling or batch_size is not None:
-            call = ranks.all_do(lambda: own_samples.for_call(
-                session, *called(session.cfg, sampling), batch_size), "generate")
+        call = ranks.all_do(lambda: own_samples.for_call(
+            session, *called(session.cfg, sampling), batch_size), "generate")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
             batch, own = session.share_of_prompts(self._drawn, count)
@@ -162,9 +161,9 @@ class PPOTrainer:
             own = len(batch)
             batch, count = own_samples.dealt(session, batch, self._drawn)
         with call.acting() as acting:
-            chunks = list(generate_chunks(acting, batch, own, self._run.stop))
+            chunks = list(generate_chunks(acting, batch, own))
         self._drawn += count
-        clock.mark("rollout")
+        session.clock.mark("rollout")
 
         def plain(values: Any, mask: Any) -> list[list[Any]]:
             return [row[kept].tolist() for row, kept in zip(values, mask, strict=True)]
@@ -179,7 +178,7 @@ class PPOTrainer:
 
             if not generate_ref_response:
                 return tensors(out.action_ids)
-            other = own_samples.reference_responses(call, batch, self._run.stop)
+            other = own_samples.reference_responses(call, batch)
             return tensors(out.action_ids), tensors(other[:own])
         return Batch(mine.texts, [text for one in chunks for text in one.responses], prompt_ids,
                      out.action_ids, plain(out.logprobs, out.mask), plain(out.values, out.mask),
@@ -217,7 +216,7 @@ class PPOTrainer:
         from ppocli.training.optimizers import follow_scheduler
 
         self._check_open()
-        session, state, clock = self._session, self._run.state, self._run.clock
+        session, state = self._session, self._run.state
         ranks, forward = session.backend.ranks, True
         chunks: Sequence[Chunk]
         if isinstance(queries, Batch):
@@ -232,16 +231,16 @@ class PPOTrainer:
             scores = responses if scores is None else scores
             chunks, forward = queries.chunks, queries.temperature != session.sampling.temperature
         else:
-            chunks = own_samples.given(session, queries, responses, state.episodes, self._run.stop)
+            chunks = own_samples.given(session, queries, responses, state.episodes)
         if response_masks is not None:
             chunks, scores = ranks.all_do(
                 lambda: own_samples.masked(chunks, response_masks, scores), "step")
         self._check_size(chunks)
-        clock.mark("between")
+        session.clock.mark("between")
         self._scores.given = _plain_scores(scores)
         try:
-            rollout = own_samples.scored(session, chunks, state.episodes, self._run.stop, clock,
-                                         forward=forward, gaps=response_masks is not None)
+            rollout = own_samples.scored(session, chunks, state.episodes, forward=forward,
+                                         gaps=response_masks is not None)
         except RewardError as error:
             error.where = "PPOTrainer.step(scores)"
             raise

@@ -21,14 +21,13 @@ from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
 from ppocli.training import optimize as phase
 from ppocli.training.checkpoint_writing import write_checkpoint
-from ppocli.training.clock import PhaseClock
 from ppocli.training.resume import read_checkpoint
 from ppocli.training.state import Generators, TrainState
 from ppocli.training.task import OptimizeResult, PythonObjects
@@ -83,8 +82,7 @@ def session_of(cfg: TrainConfig, reward: Any = count_good) -> Iterator[Session]:
 def rollout_of(session: Session, start: int = 0, count: int | None = None):
     """One rollout from episode ``start``."""
     count = count or session.cfg.ppo.num_rollouts
-    return collect_rollout(session, session.next_prompts(start, count), StopFlag(),
-                           PhaseClock(session.backend.device))
+    return collect_rollout(session, start, count)
 
 
 def record_on_cpu(monkeypatch: Any) -> list[Any]:
@@ -146,8 +144,7 @@ def fresh_state(session: Session) -> PPOState:
 def experience_of(session: Session, start: int = 0) -> Experience:
     """What one rollout from episode ``start`` is learnt from."""
     rollout = rollout_of(session, start)
-    state = update_moments(fresh_state(session), rollout, session.cfg)
-    return to_experience(rollout, state, session.cfg)
+    return to_experience(rollout, fresh_state(session), session.cfg)
 
 
 def hand_rollout(scores: list[float], lengths: list[int], finished: list[bool],

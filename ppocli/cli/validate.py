@@ -68,11 +68,11 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
 
 def told(found: dict[str, Any]) -> Iterator[str]:
     """What came of a rehearsal, in lines."""
-    on_data = "examples" in found
-    there = f"{found['examples']} examples" if on_data else f"{found['prompts']} prompts"
-    yield (f"loaded: {found['parameters']:,} parameters, {found['trainable']:,} trained, {there}, "
+    there = "".join(f", {found[name]} {name}" for name in ("examples", "prompts")
+                    if found.get(name) is not None)
+    yield (f"loaded: {found['parameters']:,} parameters, {found['trainable']:,} trained{there}, "
            f"on {found['device']} {found['precision']}")
-    if on_data:
+    if "examples" in found:
         of = ""
         yield f"gradient of the first {found['rows']} ({found['tokens']} tokens): " + ", ".join(
             f"{'norm' if name == 'grad_norm' else f'{name} loss'} {figure(value, 4)}"

@@ -243,7 +243,7 @@ def _sample(work: _Work, role: str, in_all: int, writer: run_logs.JsonlWriter) -
     work.watch(role, work.kept, in_all)
     told = role != "policy" or "base" not in work.rows
     with session.acting() as acting:
-        chunks = evaluate_chunks(acting, work.stop, skip=len(rows))
+        chunks = evaluate_chunks(replace(acting, stop=work.stop), skip=len(rows))
         while len(rows) < total:
             # rewards that draw random numbers draw the same ones when a chunk is done again
             seed_generators((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)

@@ -113,6 +113,13 @@ def rows_of(record: Any, index: Any) -> Iterator[Any]:
     return (some(getattr(record, f.name)) for f in fields(record))
 
 
+def _placed(record: Any, device: torch.device) -> Iterator[Any]:
+    """The fields of a record, its tensors and those of records in it on ``device``."""
+    for value in (getattr(record, f.name) for f in fields(record)):
+        yield (to_device(value, device) if isinstance(value, torch.Tensor) else
+               value.to(device) if isinstance(value, Packing) else value)
+
+
 def joined_right(parts: list[Any]) -> Any:
     """[B, ...] tensors one below the other, [B, X] padded on the right to the widest; None if they
     are."""
@@ -145,8 +152,7 @@ class Packing:
 
     def to(self, device: torch.device) -> Packing:
         """The same on ``device``."""
-        return Packing(self.rows, self.width, *(
-            to_device(one, device) for one in (self.to_grid, self.to_pack, self.ends)))
+        return Packing(*_placed(self, device))
 
     def packed(self, values: torch.Tensor) -> torch.Tensor:
         """[1, N] of one value for each token of the rows, one row after the other; zeros fill up.
@@ -182,10 +188,7 @@ class SequenceBatch:
 
     def to(self, device: torch.device) -> SequenceBatch:
         """The same batch on ``device``."""
-        there: Any = [to_device(value, device) if isinstance(value, torch.Tensor) else
-                      value and value.to(device)
-                      for value in (getattr(self, f.name) for f in fields(self))]
-        return SequenceBatch(*there)
+        return SequenceBatch(*_placed(self, device))
 
 
 def right_padded(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

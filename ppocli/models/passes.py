@@ -28,48 +28,36 @@ class RowBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyPass:
-    """What the policy says of the N tokens of a :class:`RowBatch`; None what wasn't asked for."""
+class Scored:
+    """What policy or reference say of the N tokens of a :class:`RowBatch`; None what wasn't asked
+    for."""
 
     logprobs: torch.Tensor | None
     """[N]"""
-    values: torch.Tensor | None
-    """[N]"""
-    hidden: torch.Tensor | None
-    """[N, D] final states, for the KL over the whole vocabulary"""
-    frozen_states: torch.Tensor | None
-    """[b, T, D] what entered the layer where passes are split"""
-
-
-@dataclass(frozen=True, slots=True)
-class ReferencePass:
-    """What the reference says of the same tokens."""
-
-    logprobs: torch.Tensor
-    """[N]"""
-    full_kl: torch.Tensor | None
-    """[N] from the policy, over the whole vocabulary; None where that wasn't asked for"""
-    states: torch.Tensor
+    states: torch.Tensor | None
     """[N, D] final ones"""
     frozen_states: torch.Tensor | None
-    """as of :class:`PolicyPass`"""
+    """[b, T, D] what entered the layer where passes are split"""
+    values: torch.Tensor | None = None
+    """[N] of the policy"""
+    full_kl: torch.Tensor | None = None
+    """[N] from the policy to the reference, over the whole vocabulary"""
 
 
-def rows_by_length(lengths: torch.Tensor, rows: int, tokens: int | None = None
-                   ) -> list[torch.Tensor]:
-    """Row numbers sorted by length, longest first, in groups: neighbours are of like length, so
-    that little is padded, and the largest group shows at once whether it fits.
+def longest_first(lengths: torch.Tensor) -> torch.Tensor:
+    """Row numbers sorted by length: neighbours are of like length, so that little is padded, and
+    the largest group of them shows at once whether it fits."""
+    return torch.argsort(lengths, descending=True, stable=True)
+
+
+def in_groups(order: torch.Tensor, lengths: torch.Tensor, rows: int, tokens: int | None
+              ) -> list[torch.Tensor]:
+    """Rows in the order of :func:`longest_first`, in groups.
 
     Args:
         rows: most of a group.
         tokens: most of a group, rows times the longest of them; one row may have more.
     """
-    return in_groups(torch.argsort(lengths, descending=True, stable=True), lengths, rows, tokens)
-
-
-def in_groups(order: torch.Tensor, lengths: torch.Tensor, rows: int, tokens: int | None
-              ) -> list[torch.Tensor]:
-    """Rows that are sorted by length already, as :func:`rows_by_length` groups them."""
     groups, start = [], 0
     while start < len(order):
         size = rows if tokens is None else max(
@@ -85,10 +73,10 @@ def lay_out_rows(samples: layout.Sequences, size: int, device: torch.device, *, 
 
     Args:
         pack: as of :func:`lay_out`.
-        tokens: of a pass, as of :func:`rows_by_length`.
+        tokens: of a pass, as of :func:`in_groups`.
     """
     found = []
-    for rows in rows_by_length(samples.spans, size, tokens):
+    for rows in in_groups(longest_first(samples.spans), samples.spans, size, tokens):
         some = samples.rows(rows)
         if not bool(some.mask.any()):
             continue
@@ -101,7 +89,7 @@ def lay_out_rows(samples: layout.Sequences, size: int, device: torch.device, *, 
 
 def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logprobs: bool,
                  want_values: bool, keep_hidden: bool, split: layer_stack.SplitPoint | None = None
-                 ) -> PolicyPass:
+                 ) -> Scored:
     """What is wanted of the policy's logprobs, values and final states, and no more.
 
     Args:
@@ -115,14 +103,13 @@ def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logp
         logprobs = token_logprobs(hidden, HeadWeights.of(policy.lm), one.batch.targets,
                                   temperature=temperature, want_entropy=False).logprobs
     values = policy.values(one.batch, hidden, shared) if want_values else None
-    return PolicyPass(logprobs, values, hidden if keep_hidden else None,
-                      frozen[-1] if frozen else None)
+    return Scored(logprobs, hidden if keep_hidden else None, frozen[-1] if frozen else None, values)
 
 
 def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWeights, *,
                     temperature: float, hidden: torch.Tensor | None = None,
                     frozen_states: torch.Tensor | None = None,
-                    split: layer_stack.SplitPoint | None = None) -> ReferencePass:
+                    split: layer_stack.SplitPoint | None = None) -> Scored:
     """The reference's logprobs and, given the policy's states, the KL over the whole vocabulary.
 
     Args:
@@ -142,7 +129,7 @@ def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWe
     logprobs = token_logprobs(states, own, batch.targets, temperature=temperature,
                               want_entropy=False).logprobs
     kl = None if hidden is None else full_kl(hidden, head, states, own, temperature=temperature)
-    return ReferencePass(logprobs, kl, states, found[-1] if found else frozen_states)
+    return Scored(logprobs, states, found[-1] if found else frozen_states, full_kl=kl)
 
 
 def states_of_samples(passes: Sequence[RowBatch], states: Sequence[torch.Tensor | None], count: int,
@@ -158,8 +145,8 @@ def states_of_samples(passes: Sequence[RowBatch], states: Sequence[torch.Tensor 
     return found
 
 
-def states_by_sample(passes: Sequence[RowBatch], states: Sequence[torch.Tensor],
-                     counts: torch.Tensor) -> list[torch.Tensor]:
+def states_by_sample(passes: Sequence[RowBatch], states: Sequence[Any], counts: torch.Tensor
+                     ) -> list[torch.Tensor]:
     """[n, D] on the CPU for each of B samples, of [N, D] for each pass, in the places of its own.
 
     Args:
@@ -172,15 +159,11 @@ def states_by_sample(passes: Sequence[RowBatch], states: Sequence[torch.Tensor],
     return found
 
 
-def spread(passes: Sequence[RowBatch], figures: Sequence[torch.Tensor | None], shape: torch.Size
-           ) -> torch.Tensor:
-    """[B, R] on the CPU of [N] for each pass; 0 where there is no token or no figure."""
+def spread(passes: Sequence[RowBatch], figures: list[Any], shape: torch.Size) -> torch.Tensor:
+    """[B, R] on the CPU of [N] for each pass; 0 where there is no token."""
     full = torch.zeros(shape)
-    parts = [(one.places, flat) for one, flat in zip(passes, figures, strict=True)
-             if flat is not None]
-    if parts:  # one copy from the device instead of one a pass
-        places, flats = zip(*parts, strict=True)
-        full.view(-1)[torch.cat(places)] = torch.cat(flats).cpu()
+    if passes:  # one copy from the device instead of one a pass
+        full.view(-1)[torch.cat([one.places for one in passes])] = torch.cat(figures).cpu()
     return full
 
 

@@ -19,10 +19,12 @@ def has_encoder(lm: Any) -> bool:
 
 
 def decoder_start(lm: Any) -> int | None:
-    """The token that the decoder of an encoder-decoder starts from; None for other models."""
+    """The token that the decoder of an encoder-decoder starts from; None for other models. To be
+    asked before :func:`ppocli.models.loading.language_model.make_ready`, and known to its
+    ``LoadedLM`` from then on: what pads serves where no such token is named."""
     if not has_encoder(lm):
         return None
-    start = lm.config.decoder_start_token_id
+    start = getattr(lm.config, "decoder_start_token_id", None)
     return lm.config.pad_token_id if start is None else start
 
 

@@ -75,8 +75,8 @@ def overlong_penalties(lengths: Sequence[int], *, longest: int, buffer: int, fac
     return [factor * min(max(length - (longest - buffer), 0) / buffer, 1.0) for length in lengths]
 
 
-def penalised(scores: Sequence[float], *, unended: Sequence[float | None],
-              short: Sequence[float | None], replace: bool) -> list[float]:
+def penalised(scores: Sequence[float], amounts: Sequence[Sequence[float]], *, replace: bool
+              ) -> list[float]:
     """Scores after the penalties of responses that never ended or are too short.
 
     Subtracted, as TRL's ``missing_eos_penalty``, both if both apply; or, as torchtune's
@@ -84,13 +84,10 @@ def penalised(scores: Sequence[float], *, unended: Sequence[float | None],
     both apply.
 
     Args:
-        unended, short: amount of each sample's penalty, None where it does not apply.
+        amounts: of the penalties that apply to each sample.
     """
-    found = []
-    for score, amounts in zip(scores, zip(unended, short, strict=True), strict=True):
-        given = [amount for amount in amounts if amount is not None]
-        found.append(score if not given else -max(given) if replace else score - sum(given))
-    return found
+    return [score if not given else -max(given) if replace else score - sum(given)
+            for score, given in zip(scores, amounts, strict=True)]
 
 
 def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:

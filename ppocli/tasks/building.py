@@ -3,6 +3,7 @@ policy is sampled from, which environment answers it, and how it is written."""
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -131,23 +132,23 @@ def judging_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any,
     return lent[0]
 
 
-def build_reference(cfg: schema.TrainConfig, backend: Backend, lm: Any, tokenizer: Any
-                    ) -> Reference | None:
+def build_reference(cfg: schema.TrainConfig, backend: Backend, policy: policies.Policy,
+                    tokenizer: Any) -> Reference | None:
     """The reference of a training.
 
     Args:
-        lm: the policy's, prepared for training, its weights still those it starts from.
+        policy: prepared for training, its weights still those it starts from.
 
     Raises:
         InputError: it can't be loaded, or can't share the policy's trunk.
     """
     if (kind := model_config.reference_kind(cfg.model)) == "adapter":
-        return AdapterReference()
+        return AdapterReference(policy.split)
     if kind != "shared":
-        return copy_reference(cfg, backend, tokenizer, lm)
+        return copy_reference(cfg, backend, tokenizer, policy.lm)
     share = share_sharded_trunk if backend.zero_stage == 3 else share_trunk
     try:
-        return share(lm, offload=cfg.model.reference.offload)
+        return share(policy.lm, offload=cfg.model.reference.offload)
     except ValueError as error:
         raise InputError(f"The reference can't share the policy's trunk: {error}.",
                          where="model.reference.kind",
@@ -264,21 +265,28 @@ def sampling_specs(cfg: schema.GenerationConfig, tokenizer: Any, loaded: LoadedL
             if (values := keys.several(getattr(cfg.eval, name)))}
     stop_ids, stops = stop_rules(tokenizer, loaded, cfg)
     lengths = None if cfg.length_sampler is None else (cfg.length_sampler[0], cfg.length_sampler[1])
-    return (SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, length_range=lengths, **base),
-            SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, **{**base, **over}))
+    spec = SamplingSpec(stop_ids=stop_ids, stop_sequences=stops, length_range=lengths, **base)
+    return spec, replace(spec, length_range=None, **over)
 
 
-def build_sampler(setup: SamplerSetup) -> Sampler:
-    """The sampler that ``rollout.engine`` names.
+def build_sampler(setup: SamplerSetup, calls: Calls | None = None) -> Sampler:
+    """The sampler that ``rollout.engine`` names, with an environment that answers where there is
+    one.
 
     Raises:
-        ConfigError: its import path leads nowhere.
+        ConfigError: its import path leads nowhere, or the model takes no part in episodes.
     """
     cfg = setup.cfg.rollout
-    if cfg.engine in ENGINES:
-        return ENGINES[cfg.engine](setup)
-    return build(Wanted(cfg.engine, "rollout.engine", Kind("class", ConfigError)), setup,
-                 key="rollout.kwargs", kwargs=cfg.kwargs)
+    sampler: Sampler = ENGINES[cfg.engine](setup) if cfg.engine in ENGINES else build(
+        Wanted(cfg.engine, "rollout.engine", Kind("class", ConfigError)), setup,
+        key="rollout.kwargs", kwargs=cfg.kwargs)
+    if calls is None:
+        return sampler
+    if setup.loaded.decoder_start is not None:
+        raise ConfigError("An encoder-decoder answers a prompt once; episodes of several turns "
+                          "need a causal model.", where="env.fn, model.path",
+                          fix="leave env.fn out, or use another model")
+    return EpisodeSampler(sampler, calls, setup.tokenizer, chat=setup.cfg.prompts.chat)
 
 
 def saved_policy(loaded: LoadedLM, spec: SamplingSpec, tokenizer: Any) -> SavedModel:
@@ -316,14 +324,3 @@ def environment_of(cfg: schema.TrainConfig, prompts: PromptSet,
                     "plays other episodes than an uninterrupted one, and evaluations differ by "
                     "chance.", calls.what.label)
     return calls
-
-
-def playing(setup: SamplerSetup, sampler: Sampler, calls: Calls | None) -> Sampler:
-    """The sampler, with an environment that answers where there is one."""
-    if calls is None:
-        return sampler
-    if setup.loaded.decoder_start is not None:
-        raise ConfigError("An encoder-decoder answers a prompt once; episodes of several turns "
-                          "need a causal model.", where="env.fn, model.path",
-                          fix="leave env.fn out, or use another model")
-    return EpisodeSampler(sampler, calls, setup.tokenizer, chat=setup.cfg.prompts.chat)

@@ -1,11 +1,12 @@
 """A run's first step in small, up to the gradient and no further: of PPO everything that a step
-does with samples, on two of them; of a training on a data set its first update.
+does with samples, on two of them; of any other training its first update.
 
 What a configuration can't tell shows here within seconds: how a prompt is rendered, what the reward
 makes of real responses, whether the reference agrees with the policy, whether gradients are finite.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import DivergedError, OutOfMemoryError
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag
-from ppocli.sampling.samples import response_ids
+from ppocli.sampling.samples import Samples
 from ppocli.tasks import build_task
 from ppocli.tasks.ppo import experience, figures, records, reward_calls
 from ppocli.tasks.ppo.rollout import collect_rollout
@@ -38,14 +39,15 @@ def rehearse(cfg: TrainConfig, stop: StopFlag) -> dict[str, Any]:
     Returns:
         what came of it, plain JSON types. Always ``device``, ``precision``, ``parameters``,
         ``trainable``, ``terms`` (of the loss, and the norm of the gradient), ``seconds`` by phase
-        and ``peak_memory_mib``, the device's or the process's. Of a training on a data set
-        ``examples`` (of a reward model pairs) to train on, and how many ``rows`` and ``tokens`` the
-        first update has. Of PPO ``prompts``, the first ``prompt`` as the model gets it, special
-        tokens included, and its ``prompt_tokens``; ``samples`` with prompt, response, score, kl,
-        response_tokens and finished of each; ``parts``, the scores of each reward by sample, and
-        ``metrics`` likewise; ``kl_per_token``, nats from policy to reference, which are one model
-        before training (None without a reference), and whether it ``agrees`` with that, up to
-        rounding. There ``terms`` is None if no sample has a score.
+        and ``peak_memory_mib``, the device's or the process's. Of other trainings than PPO
+        ``examples`` (of a reward model pairs) to train on, None where the task doesn't tell, and
+        how many ``rows`` and ``tokens`` the first update has. Of PPO ``prompts``, the first
+        ``prompt`` as the model gets it, special tokens included, and its ``prompt_tokens``;
+        ``samples`` with prompt, response, score, kl, response_tokens and finished of each;
+        ``parts``, the scores of each reward by sample, and ``metrics`` likewise;
+        ``kl_per_token``, nats from policy to reference, which are one model before training (None
+        without a reference), and whether it ``agrees`` with that, up to rounding. There
+        ``terms`` is None if no sample has a score.
 
     Raises:
         PpocliError: whatever would end the run at its first step, with the same exit code.
@@ -54,11 +56,12 @@ def rehearse(cfg: TrainConfig, stop: StopFlag) -> dict[str, Any]:
     with open_backend(cfg.hardware) as backend:
         seed_generators(cfg.seed)
         clock = PhaseClock(backend.device)
-        rehearse_kind = _data if tasks.task_name(cfg) in tasks.DATA_TASKS else _ppo
+        rehearse_kind = _ppo if tasks.task_name(cfg) == "ppo" else _first_update
         return rehearse_kind(cfg, backend, clock, stop)
 
 
-def _data(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
+def _first_update(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag
+                  ) -> dict[str, Any]:
     task = build_task(TaskSetup(cfg, backend, PythonObjects()))
     clock.mark("load")
     stop.check()
@@ -68,13 +71,14 @@ def _data(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag)
     terms = _gradient(task, plan, group, "check the model's weights, or use "
                       "hardware.precision=fp32")
     clock.mark("optimize")
-    return _told(backend, task.trained.module, clock, examples=task.examples or 0,
+    return _told(backend, task.trained.module, clock, examples=task.examples,
                  rows=len(group.rows), tokens=int(group.tokens.sum()), terms=terms)
 
 
 def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
     try:
-        return _first_samples(build_session(cfg, backend, PythonObjects()), clock, stop)
+        session = build_session(cfg, backend, PythonObjects())
+        return _first_samples(replace(session, stop=stop, clock=clock))
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"Out of memory with {SAMPLES} samples.", where="hardware, model.path",
@@ -82,27 +86,25 @@ def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) 
                 "prompts.max_length lower, or take a smaller model") from error
 
 
-def _first_samples(session: Session, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
-    clock.mark("load")
-    stop.check()
-    prompts = session.next_prompts(0, SAMPLES)
-    rollout = collect_rollout(session, prompts, stop, clock)
+def _first_samples(session: Session) -> dict[str, Any]:
+    session.clock.mark("load")
+    session.stop.check()
+    rollout = collect_rollout(session, 0, SAMPLES)
+    prompts = rollout.prompts
     metrics: dict[str, list[float]] = {}
     if session.metric is not None:
+        said = Samples(rollout.sequences, rollout.logprobs, rollout.values, rollout.finished)
         metrics = session.metric.compute(reward_calls.in_steps(
-            session.reward, reward_calls.request_of(
-                session, prompts, rollout.responses,
-                response_ids(rollout.response_tokens, rollout.response_mask),
-                rollout.finished.tolist())))
-        clock.mark("metric")
+            session.reward, reward_calls.request_of(session, prompts, said, rollout.responses)))
+        session.clock.mark("metric")
     terms = _ppo_gradient(PPOTask(session), rollout)
-    clock.mark("optimize")
+    session.clock.mark("optimize")
     tokens = int(rollout.response_mask.sum()) if rollout.has_reference else 0
     kl = float(rollout.k1.double().sum()) / tokens if tokens else None
     ids = prompts.tokens[0][prompts.mask[0]].tolist()
     shown = ("prompt", "response", "score", "kl", "response_tokens", "finished")
     return _told(
-        session.backend, session.policy, clock, prompts=len(session.prompts),
+        session.backend, session.policy, session.clock, prompts=len(session.prompts),
         prompt=session.tokenizer.decode(ids), prompt_tokens=len(ids),
         samples=[{name: row[name] for name in shown}
                  for row in figures.rollout_samples(rollout, 0, session.cfg)],
@@ -124,8 +126,7 @@ def _ppo_gradient(task: PPOTask, rollout: records.Rollout) -> dict[str, float] |
     if not bool(rollout.valid.any()):
         return None
     state = records.PPOState.from_json(task.initial()[0])
-    own = experience.update_moments(state, rollout, task.cfg)
-    learnt = experience.to_experience(rollout, own, task.cfg)
+    learnt = experience.to_experience(rollout, state, task.cfg)
     whole = update_of(task.session, learnt, torch.arange(len(rollout)))
     plan = plan_of(task.session, learnt, [whole], 0)
     return _gradient(task, plan, plan.groups[0], "check the model's weights and the reward's "

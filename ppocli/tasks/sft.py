@@ -62,7 +62,7 @@ class SFTTask(supervised.SupervisedTask):
 
     def sequences(self, data: Examples, rows: torch.Tensor) -> layout.Sequences:
         """Some examples as a forward pass reads them; what is trained on are their actions."""
-        return supervised.sequences_of(data, rows, trunk.decoder_start(self.loaded.lm))
+        return supervised.sequences_of(data, rows, self.loaded.decoder_start)
 
     def plan(self, state: TrainState, batch: list[int]) -> task.Plan:
         """As :class:`Task`; the rows with the run's number of the first of them."""

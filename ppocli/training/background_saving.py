@@ -24,7 +24,7 @@ from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.storage.atomic import TEMPORARY_PREFIX, disk_reason, make_dirs, walk_files
 from ppocli.text import format_memory
 from ppocli.training.checkpoint_writing import Contents, contents_of
-from ppocli.training.saved_model import SavedModel, Tensors
+from ppocli.training.saved_model import Tensors
 from ppocli.training.state import TrainState
 from ppocli.training.task import Task
 
@@ -41,7 +41,7 @@ class HostCopies:
         self.held: dict[tuple[str, str], torch.Tensor] = {}
         """by file and name"""
 
-    def copy(self, saved: SavedModel, contents: Contents, scratch: Path) -> Contents:
+    def copy(self, contents: Contents, scratch: Path) -> Contents:
         """The contents as they are now, of which nothing changes any more until the next call.
 
         Args:
@@ -52,7 +52,7 @@ class HostCopies:
             RuntimeError: there is no memory.
         """
         with TemporaryDirectory(dir=scratch, prefix=TEMPORARY_PREFIX) as place:
-            saved.describe(Path(place))
+            contents.saved.describe(Path(place))
             described = {name: Path(place, name).read_bytes() for name in walk_files(Path(place))}
         files = {file: self._copied(file, tensors, contents.fixed)
                  for file, tensors in contents.files.items()}
@@ -158,7 +158,7 @@ class Saving:
             return None
         try:
             make_dirs(folder)
-            return self._copies.copy(task.saved, contents, folder)
+            return self._copies.copy(contents, folder)
         except Exception as error:
             if isinstance(error, OSError) or disk_reason(error, folder):
                 return None  # whoever writes it now says what the disk says

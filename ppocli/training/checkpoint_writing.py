@@ -33,6 +33,7 @@ TASK_STATE = "task_state.safetensors"
 class Contents:
     """Tensors by name, and what else goes with them."""
 
+    saved: SavedModel
     files: dict[str, Tensors]
     """by file: optimizer state by ``NAME/slot``, state dicts of what trains beside the model, the
     task's own tensors; for the folder of the policy its model's state dict, or its adapter's
@@ -55,8 +56,8 @@ def contents_of(task: Task, state: TrainState) -> Contents:
     module = task.trained.module
     slots = optimizer_slots(named_trainable(module), task.trained.optimizer, 0, Ranks())
     fixed = [p for p in module.parameters() if not p.requires_grad] + list(state.tensors.values())
-    return Contents({**_weights(task, state, None), OPTIMIZER: slots}, state.generators,
-                    frozenset(tensor.data_ptr() for tensor in fixed))
+    return Contents(task.saved, {**_weights(task, state, None), OPTIMIZER: slots},
+                    state.generators, frozenset(tensor.data_ptr() for tensor in fixed))
 
 
 def _weights(task: Task, state: TrainState, whole: Tensors | None) -> dict[str, Tensors]:
@@ -77,11 +78,12 @@ def module_files(task: Task) -> dict[str, torch.nn.Module]:
             {**task.modules(), **task.saved.prompt_encoders()}.items()}
 
 
-def write_contents(saved: SavedModel, contents: Contents, folder: Path) -> None:
+def write_contents(contents: Contents, folder: Path) -> None:
     """Put all of it into ``folder``; safetensors and JSON only.
 
-    Of ``saved`` what never changes is read: of a copy this can be done while it trains.
+    Of ``contents.saved`` what never changes is read: of a copy this can be done while it trains.
     """
+    saved = contents.saved
     for name, tensors in contents.files.items():
         if name == POLICY:
             saved.write_weights(folder / name, tensors)
@@ -162,14 +164,16 @@ def write_checkpoint(task: Task, folder: Path, state: TrainState) -> None:
                 problem = error
 
     def write_weights(whole: Tensors | None) -> None:
-        write_contents(task.saved, Contents(_weights(task, state, whole), state.generators), folder)
+        write_contents(Contents(task.saved, _weights(task, state, whole), state.generators), folder)
 
     with whole_weights(task) as whole:
         if ranks.first:
             attempt(partial(write_weights, whole))
     del whole  # the optimizer's state needs the room
     slots = optimizer_slots(named_trainable(trained.module), trained.optimizer, stage, ranks)
-    attempt(lambda: save_tensors(slots, folder / _part(OPTIMIZER, ranks)))
+    share = OPTIMIZER if ranks.world == 1 else (
+        f"{Path(OPTIMIZER).stem}-{ranks.rank + 1:05d}-of-{ranks.world:05d}.safetensors")
+    attempt(lambda: save_tensors(slots, folder / share))
     if not ranks.first:
         attempt(lambda: state.generators.write(folder, ranks.rank))
     # its number and text, as those of an OSError
@@ -212,9 +216,3 @@ def save_together(task: Task, state: TrainState,
                 fill(Path(told))
     if told is not None:
         raise told
-
-
-def _part(name: str, ranks: Ranks) -> str:
-    stem, dot, suffix = name.partition(".")
-    return name if ranks.world == 1 else (
-        f"{stem}-{ranks.rank + 1:05d}-of-{ranks.world:05d}{dot}{suffix}")

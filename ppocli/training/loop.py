@@ -294,7 +294,7 @@ def save(run: Run, *, going_on: bool = False) -> None:
     else:
         def write() -> None:
             with naming_lost_place(run):
-                put(partial(checkpoint_writing.write_contents, task.saved, copied))
+                put(partial(checkpoint_writing.write_contents, copied))
                 _tidy(run, state)
 
         run.saving.begin(write)

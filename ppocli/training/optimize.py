@@ -15,7 +15,7 @@ import torch
 
 from ppocli.config import tasks
 from ppocli.errors import DivergedError
-from ppocli.models.passes import in_groups
+from ppocli.models.passes import in_groups, longest_first
 from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
 from ppocli.storage import faults
@@ -264,7 +264,7 @@ def dealt(task: Task, lengths: torch.Tensor, phase: str) -> list[torch.Tensor]:
     """
     ranks, tokens = task.backend.ranks, task.settings.micro_batch_tokens
     size = task.passes.limit(phase, task.rows_per_pass)
-    order = torch.argsort(lengths, descending=True, stable=True)
+    order = longest_first(lengths)
     found = [in_groups(order[rank::ranks.world], lengths, size, tokens)
              for rank in range(ranks.world)]
     mine, passes = found[ranks.rank], max(map(len, found))

@@ -30,12 +30,8 @@ class Trained:
     backend: Backend
     max_norm: float | None
     """gradient norm to clip at"""
-
-    @property
-    def decides_first(self) -> bool:
-        """Whether an update must be accepted or refused before its last backward pass: DeepSpeed
-        has reduced, and in part sharded, the gradients as soon as that has run."""
-        return self.backend.zero_stage > 0
+    decides_first = False
+    """whether an update must be accepted or refused before its last backward pass"""
 
     def clear(self) -> None:
         """Forget all gradients."""
@@ -106,6 +102,9 @@ class ZeroTrained(Trained):
     and under every stage, and cleans its buffers up; an update that is refused for other reasons
     gets such a gradient.
     """
+
+    decides_first = True
+    """DeepSpeed has reduced, and in part sharded, the gradients as soon as that pass has run"""
 
     def clear(self) -> None:
         """As :class:`Trained`; DeepSpeed clears after each update itself."""

@@ -24,11 +24,9 @@ from simulated import MEMORY, OnDevice
 
 from ppocli.launching.child_process import Start
 from ppocli.launching.worker import run_worker
-from ppocli.parallel.stop import StopFlag
 from ppocli.storage.run_folder import write_config
 from ppocli.tasks.ppo.evaluate import evaluate
-from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.tasks.ppo.session import saved_model
+from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.background_saving import HostCopies
 from ppocli.training.checkpoint_writing import contents_of, write_contents
@@ -77,9 +75,8 @@ def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, m
             parameters = list(session.policy.parameters())
             assert all(isinstance(p, OnDevice) for p in parameters) == (device == "cuda")
             rollout = rollout_of(session)
-            state = update_moments(fresh_state(session), rollout, cfg)
-            result = optimize(session, to_experience(rollout, state, cfg))
-            later = evaluate(session, StopFlag())
+            result = optimize(session, to_experience(rollout, fresh_state(session), cfg))
+            later = evaluate(session)
             found.append((rollout, result.terms, later.figures,
                           {name: t.cpu() for name, t in weights_of(session).items()}))
     (here, terms, figures, weights), (there, *others) = found
@@ -142,14 +139,13 @@ def test_a_copy_written_at_once_or_after_more_training_is_the_synchronous_save(s
             folders = [tmp_path / f"{name}-{start}" for name in ("at-once", "expected", "later")]
             for folder in folders:
                 folder.mkdir()
-            saved = saved_model(session)
             sim.take()
-            copy = copies.copy(saved, contents_of(PPOTask(session), state_now(session)), tmp_path)
+            copy = copies.copy(contents_of(PPOTask(session), state_now(session)), tmp_path)
             assert sim.take().total() <= 2
-            write_contents(saved, copy, folders[0])
+            write_contents(copy, folders[0])
             save_session(session, folders[1])
             optimize(session, experience_of(session, start))
-            write_contents(saved, copy, folders[2])
+            write_contents(copy, folders[2])
             at_once, expected, later = map(tree, folders)
             assert at_once == expected
             assert later == expected

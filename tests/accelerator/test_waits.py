@@ -7,6 +7,7 @@ scoring fetches each figure once, and the clock waits at the end of each phase.
 """
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,6 @@ from sessions import (
 )
 from simulated import MixedDevicesError
 
-from ppocli.parallel.stop import StopFlag
 from ppocli.sampling.decode_loop import CHECK_EVERY
 from ppocli.sampling.decoder import Drawn
 from ppocli.tasks.ppo.evaluate import evaluate
@@ -43,14 +43,14 @@ def phases_of(sim, session, count: int = 16, *, learn: bool = True) -> dict[str,
         assert [waits.pop(why) for why in marks] == [1]
         found[name] = found.get(name, Counter()) + waits
 
-    clock, stop = PhaseClock(session.backend.device, Moment.now(), tell), StopFlag()
+    clock = PhaseClock(session.backend.device, Moment.now(), tell)
     sim.take()
-    rollout = collect_rollout(session, session.next_prompts(0, count), stop, clock)
+    rollout = collect_rollout(replace(session, clock=clock), 0, count)
     if not learn:
         return found
     experience = to_experience(rollout, fresh_state(session), session.cfg)
     clock.mark("other")
-    found["updates"] = Counter(made=optimize(session, experience, stop).updates)
+    found["updates"] = Counter(made=optimize(session, experience).updates)
     clock.mark("optimize")
     return found
 
@@ -92,8 +92,7 @@ def test_places_that_are_taken_anew_cost_no_further_waits(sim, tmp_path):
     with session_of(cfg, reward=count_letters) as session:
         passes = []
         session.policy.lm.base_model.register_forward_pre_hook(lambda *_: passes.append(sim))
-        collect = collect_rollout(session, session.next_prompts(0, 32), StopFlag(),
-                                  PhaseClock(session.backend.device, tell=lambda name: None))
+        collect = collect_rollout(session, 0, 32)
     assert len(set(collect.response_mask.sum(1).tolist())) > 8
     decoding = [why for why in sim.take().elements() if "/sampling/" in why]
     chunks = 4
@@ -105,7 +104,7 @@ def test_an_evaluation_waits_as_a_rollout_does(sim, tmp_path):
     cfg = small_config(tmp_path, hardware__device="cuda", generation__max_new_tokens=NEW)
     with session_of(cfg) as session:
         sim.take()
-        evaluate(session, StopFlag())
+        evaluate(session)
         waits = sim.take()
     assert 2 <= waits.total() <= -(-NEW // CHECK_EVERY) + 1 + 2, waits
 

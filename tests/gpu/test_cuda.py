@@ -29,7 +29,6 @@ from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
 from ppocli.sampling import token_graph
 from ppocli.storage.run_folder import write_config
-from ppocli.tasks.ppo.session import saved_model
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.background_saving import HostCopies, copied_bytes
 from ppocli.training.checkpoint_writing import contents_of, write_contents
@@ -262,15 +261,13 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(tmp_path, un
         optimize(session, experience_of(session, 0))
         contents = contents_of(PPOTask(session), state_now(session))
         size = copied_bytes(contents)
-        saved = saved_model(session)
-        write_contents(saved, copies.copy(saved, contents, tmp_path), once)
+        write_contents(copies.copy(contents, tmp_path), once)
         optimize(session, experience_of(session, 16))
-        copy = copies.copy(saved_model(session), contents_of(PPOTask(session), state_now(session)),
-                           tmp_path)
+        copy = copies.copy(contents_of(PPOTask(session), state_now(session)), tmp_path)
         assert all(t.is_pinned() for tensors in copy.files.values() for t in tensors.values())
         save_session(session, expected)
         optimize(session, experience_of(session, 32))
-        write_contents(saved_model(session), copy, found)
+        write_contents(copy, found)
     assert tree(found) == tree(expected) != tree(once)
     line, = (line for line in estimate_of(cfg, 8, cuda=True).lines
              if line.name == "copy of a checkpoint")

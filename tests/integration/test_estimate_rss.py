@@ -24,8 +24,7 @@ from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks import build_task
-from ppocli.tasks.ppo.experience import to_experience, update_moments
-from ppocli.tasks.ppo.session import saved_model
+from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.tasks.supervised import pass_tokens
 from ppocli.training import optimize as phase
@@ -58,12 +57,11 @@ def test_updates_of_a_real_training_take_what_was_told(tmp_path):
     with session_of(cfg) as session:
         rollout = rollout_of(session)
         assert int(rollout.response_mask.sum()) == 8 * 120  # nothing ended early
-        state = update_moments(fresh_state(session), rollout, cfg)
+        state = fresh_state(session)
         grown = []
         for copies in (None, HostCopies()):
             if copies is not None:  # of a checkpoint that is written during the updates
-                copies.copy(saved_model(session),
-                            contents_of(PPOTask(session), state_now(session)), tmp_path)
+                copies.copy(contents_of(PPOTask(session), state_now(session)), tmp_path)
             with open(PEAK, "w", encoding="utf-8") as forget:
                 forget.write("5")
             optimize(session, to_experience(rollout, state, cfg))

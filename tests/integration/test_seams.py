@@ -179,3 +179,13 @@ def test_what_a_task_minimises_is_best_where_it_is_lowest(here, command, capsys)
     # the start has no checkpoint
     summary = json.loads((here / "runs/least/summary.json").read_text())
     assert summary["best"]["metric"] == min(told[step] for step in told if step)
+
+
+def test_a_task_from_outside_is_rehearsed_as_it_is(here):
+    found = json.loads(run("validate", "--deep", "--json", *words("task"), cwd=here, code=0).out)
+    rehearsal = found["rehearsal"]
+    assert set(rehearsal["terms"]) == {"total", "right", "margin", "grad_norm"}
+    assert (rehearsal["rows"], rehearsal["examples"]) == (4, None)
+    lines = run("train", "--dry-run", *words("task"), cwd=here, code=0).out.splitlines()
+    assert next(line for line in lines if line.startswith("loaded: ")).endswith(
+        " trained, on cpu fp32")

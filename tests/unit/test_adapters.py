@@ -25,7 +25,7 @@ from ppocli.launching.inputs import missing_inputs
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.reference import AdapterReference, CopyReference
 from ppocli.storage.model_files import adapter_at
-from ppocli.tasks.ppo.session import saved_model
+from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.optimizers import named_trainable
 
 # PEFT asks transformers by a name that is going to be dropped
@@ -219,7 +219,7 @@ def test_the_layers_of_an_adapter_are_written_in_order(tmp_path):
     """PEFT keeps them in a set, whose order is another one in each process."""
     layers = ["v_proj", "q_proj", "up_proj", "o_proj", "gate_proj", "k_proj", "down_proj"]
     with session_of(config_of(tmp_path, shape="llama", fields={"target_modules": layers})) as own:
-        saved_model(own).describe(tmp_path)
+        PPOTask(own).saved.describe(tmp_path)
     found = json.loads((tmp_path / "adapter_config.json").read_text())
     assert found["target_modules"] == sorted(layers)
 

@@ -268,8 +268,8 @@ def test_a_few_updates_raise_the_reward(tmp_path, advantage):
         for step in range(5):
             rollout = rollout_of(session, start=64 * step)
             means.append(sum(rollout.scores) / 64)
-            state = update_moments(state, rollout, cfg)
             optimize(session, to_experience(rollout, state, cfg))
+            state = update_moments(state, rollout, cfg)
     assert means[-1] > means[0] + 0.8
 
 

@@ -3,6 +3,7 @@
 import gc
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,6 @@ from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.transformers_internals import give_room
 from ppocli.models.trunk import virtual_tokens
 from ppocli.parallel import onednn
-from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.training.clock import Moment, PhaseClock
@@ -231,9 +231,8 @@ def peaks_of_a_rollout(session) -> dict[str, int]:
     clock = PhaseClock(session.backend.device, Moment.now(),
                        lambda name: marks.append((time.time_ns(), name)))
     rollout_of(session)  # what is made once is made
-    prompts = session.next_prompts(0, session.cfg.ppo.num_rollouts)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        collect_rollout(session, prompts, StopFlag(), clock)
+        collect_rollout(replace(session, clock=clock), 0, session.cfg.ppo.num_rollouts)
     events = [event for event in profiled.profiler.kineto_results.events()
               if event.name() == "[memory]"]
     now, found = 0, dict.fromkeys((name for _, name in marks), 0)

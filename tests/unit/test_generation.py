@@ -19,7 +19,7 @@ from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec, choose, inverse_transform
 from ppocli.sampling.transformers_generate import decode_by_transformers
-from ppocli.tasks.ppo.session import saved_model
+from ppocli.tasks.ppo.task import PPOTask
 
 NO_STOPS = torch.tensor([], dtype=torch.long)
 FIRST = torch.zeros(1, dtype=torch.long)
@@ -154,7 +154,7 @@ def test_an_ignored_eos_ends_nothing(tmp_path):
     cfg = small_config(tmp_path, generation__ignore_eos=True, generation__stop_token_ids=[9])
     with session_of(cfg) as session:
         assert session.sampling.stop_ids == session.eval_sampling.stop_ids == (9,)
-        assert saved_model(session).generation_config.eos_token_id == 9
+        assert PPOTask(session).saved.generation_config.eos_token_id == 9
         assert session.sampling.is_policy_distribution
         rollout = rollout_of(session, count=64)
     ends = rollout.response_tokens.masked_fill(~rollout.response_mask, 0) == 1

@@ -22,7 +22,7 @@ from sessions import (
 
 from ppocli.errors import DiskError
 from ppocli.estimate.parts import pinned_bytes
-from ppocli.tasks.ppo.session import Session, saved_model
+from ppocli.tasks.ppo.session import Session
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training import background_saving as saving
 from ppocli.training.background_saving import HostCopies, Saving, copied_bytes
@@ -65,12 +65,12 @@ def test_a_copy_written_after_more_training_is_the_synchronous_save(kind, keys, 
         optimize(session, experience_of(session))
         contents = contents_of(PPOTask(session), state_now(session))
         size = copied_bytes(contents)
-        copy = HostCopies().copy(saved_model(session), contents, tmp_path)
+        copy = HostCopies().copy(contents, tmp_path)
         expected = written(session, tmp_path / "expected")
         optimize(session, experience_of(session, 16))
         assert written(session, tmp_path / "later") != expected
         (tmp_path / "found").mkdir()
-        write_contents(saved_model(session), copy, tmp_path / "found")
+        write_contents(copy, tmp_path / "found")
     assert tree(tmp_path / "found") == expected
     assert not list(tmp_path.glob(".tmp*"))
     told = estimate_of(cfg, 8)
@@ -84,11 +84,11 @@ def test_the_memory_of_a_copy_is_taken_once(tmp_path):
     with session_of(small_config(tmp_path)) as session:
         optimize(session, experience_of(session))
         copies, state = HostCopies(), state_now(session)
-        first = copies.copy(saved_model(session), contents_of(PPOTask(session), state), tmp_path)
+        first = copies.copy(contents_of(PPOTask(session), state), tmp_path)
         places = {name: tensor.data_ptr() for name, tensor in first.files[OPTIMIZER].items()}
         before = first.files[OPTIMIZER]["value_head.outer.weight/exp_avg"].clone()
         optimize(session, experience_of(session, 16))
-        second = copies.copy(saved_model(session), contents_of(PPOTask(session), state), tmp_path)
+        second = copies.copy(contents_of(PPOTask(session), state), tmp_path)
     assert {name: tensor.data_ptr() for name, tensor in second.files[OPTIMIZER].items()} == places
     assert not torch.equal(second.files[OPTIMIZER]["value_head.outer.weight/exp_avg"], before)
 
@@ -161,7 +161,7 @@ def test_small_files_that_can_not_be_put_down_leave_it_to_the_synchronous_save(t
     with session_of(small_config(tmp_path, checkpoint__background="always")) as session:
         state = state_now(session)
         with pytest.raises(OSError, match="no such place"):
-            HostCopies().copy(saved_model(session), contents_of(PPOTask(session), state),
+            HostCopies().copy(contents_of(PPOTask(session), state),
                               tmp_path / "no such place")
         with monkeypatch.context() as patch:  # tokenizers have an exception of their own for it
             patch.setattr(type(session.tokenizer), "save_pretrained", Mock(

@@ -1,5 +1,6 @@
 """``ppocli sft`` as a task: its loss, gradient and evaluation against transformers' own."""
 
+import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,6 +91,19 @@ def own_loss(task: SFTTask, data: Any, places: list[int]) -> tuple[torch.Tensor,
                                                           ignore_index=-100, reduction="sum")
         count += int((labels != -100).sum())
     return total, count
+
+
+def test_a_decoder_that_names_no_start_begins_with_what_pads(tmp_path):
+    """As transformers' own, and as when it is sampled from."""
+    path = save_lm(tmp_path / "t5", "t5") / "config.json"
+    settings = json.loads(path.read_text())
+    assert settings.pop("decoder_start_token_id") == settings["pad_token_id"] == 0
+    path.write_text(json.dumps(settings))
+    with sft_of(tmp_path, "t5") as task:
+        found = task.sequences(task.train, torch.arange(2))
+        assert task.loaded.decoder_start == 0
+    assert found.tokens[:, 0].tolist() == [0, 0]
+    assert found.actions[:, 0].tolist() == [1, 1]
 
 
 LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn"], "lora_dropout": 0.0}

@@ -7,14 +7,14 @@ import torch
 from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
 from ppocli.estimate.memory import layout_of
-from ppocli.models.passes import rows_by_length
-from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.models.passes import in_groups, longest_first
+from ppocli.tasks.ppo.experience import to_experience
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(4, None), (4, 30), (100, 30), (100, 5), (1, 30)])
 def test_groups_hold_every_row_once_and_stay_in_the_budget(rows, tokens):
     lengths = torch.tensor([3, 12, 7, 7, 1, 30, 2, 9, 31, 4])
-    groups = rows_by_length(lengths, rows, tokens)
+    groups = in_groups(longest_first(lengths), lengths, rows, tokens)
     assert sorted(torch.cat(groups).tolist()) == list(range(len(lengths)))
     assert all(len(group) <= rows for group in groups)
     sizes = [len(group) * int(lengths[group].max()) for group in groups]
@@ -40,8 +40,7 @@ def test_every_pass_of_a_step_keeps_to_it(tmp_path):
 
         handle = session.policy.lm.base_model.register_forward_pre_hook(note, with_kwargs=True)
         rollout = rollout_of(session)
-        state = update_moments(fresh_state(session), rollout, cfg)
-        experience = to_experience(rollout, state, cfg)
+        experience = to_experience(rollout, fresh_state(session), cfg)
         scored = len(seen)
         optimize(session, experience)
         handle.remove()

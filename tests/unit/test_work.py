@@ -5,7 +5,7 @@ that makes a step do more fails here, whatever the machine; one that makes it do
 then the number here is the one to change.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 from torch.profiler import ProfilerActivity, profile
 from work import HIDDEN, INNER, LAYERS, VOCABULARY, Work, save_work_lm
 
-from ppocli.parallel.stop import StopFlag
 from ppocli.sampling.decode_loop import SHRINK_AT
 from ppocli.tasks.ppo.evaluate import evaluate, evaluation_size
 from ppocli.tasks.ppo.experience import to_experience
@@ -164,11 +163,11 @@ def step(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Step:
     with session_of(cfg, reward=length) as session, work:
         # whose phases the counts are booked to
         clock = PhaseClock(session.backend.device, Moment.now(), work.mark)
-        state, stop = fresh_state(session), StopFlag()
-        rollout = collect_rollout(session, session.next_prompts(0, SAMPLES), stop, clock)
+        state = fresh_state(session)
+        rollout = collect_rollout(replace(session, clock=clock), 0, SAMPLES)
         experience = to_experience(rollout, state, session.cfg)
         clock.mark("other")
-        result = optimize(session, experience, stop)
+        result = optimize(session, experience)
         clock.mark("optimize")
         groups = len(session.trained.optimizer.param_groups)
     found = Step(kind, case, work, rollout, result, groups)
@@ -244,7 +243,7 @@ def test_an_evaluation_asks_the_reference_once_and_the_policy_never_again(folder
     cfg = small_config(folders[kind], ppo__micro_batch_size=MICRO, generation__max_new_tokens=new)
     work = Work()
     with session_of(cfg) as session, work:
-        found = evaluate(session, StopFlag())
+        found = evaluate(session)
         work.mark("eval")
         count = evaluation_size(session)
         prompts = torch.tensor([len(ids) for ids in session.eval_prompts.token_ids])
@@ -282,13 +281,13 @@ def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
     cfg = small_config(tmp_path, ppo__micro_batch_size=8, generation__max_new_tokens=24,
                        generation__length_sampler=[20, 24])
     with session_of(cfg) as session:
-        state, stop = fresh_state(session), StopFlag()
+        state = fresh_state(session)
         rollout = rollout_of(session)
         experience = to_experience(rollout, state, session.cfg)
-        optimize(session, experience, stop)  # the optimizer's state is made
-        updating = peak_of(lambda: optimize(session, experience, stop))
-        chunk, = generate_chunks(session, session.next_prompts(0, 16), 16, stop)
-        scoring = peak_of(lambda: measure_chunk(session, chunk, stop, forward=True))
+        optimize(session, experience)  # the optimizer's state is made
+        updating = peak_of(lambda: optimize(session, experience))
+        chunk, = generate_chunks(session, session.next_prompts(0, 16), 16)
+        scoring = peak_of(lambda: measure_chunk(session, chunk, forward=True))
         gradients = sum(4 * p.numel() for p in session.policy.parameters())
     logits = 4 * vocabulary * 8 * 20  # of the response tokens of one pass
     assert logits > 2**20

@@ -15,7 +15,6 @@ from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import InputError
 from ppocli.models.loading import language_model
 from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, merged
-from ppocli.models.loading.model_config import max_positions
 from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.deepspeed_internals import whole_shape
@@ -145,20 +144,3 @@ def _vocabulary(name: str, key: str, trust_remote_code: bool) -> dict[str, int] 
         return transformers.AutoTokenizer.from_pretrained(
             source, trust_remote_code=trust_remote_code).get_vocab() or None
     return None
-
-
-def check_reach(other: Any, *, prompt: int, response: int, name: str, key: str) -> None:
-    """Refuse a model with fewer positions than the longest sample needs.
-
-    Args:
-        prompt, response: most tokens of either.
-
-    Raises:
-        InputError: the sample is longer.
-    """
-    limit = max_positions(other)
-    needed = max(prompt, response) if has_encoder(other) else prompt + response
-    if limit is not None and needed > limit:
-        raise InputError(f"{name} has {limit} positions, samples take up to {needed}.", where=key,
-                         fix="lower prompts.max_length or generation.max_new_tokens, or give a "
-                         "model that reaches as far as the policy")

@@ -23,14 +23,12 @@ import torch
 
 from ppocli.models.layout import Sequences
 from ppocli.parallel.ranks import woven
-from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.vllm.sampler import Begun, VllmSampler
 from ppocli.tasks.ppo.records import Drawn, Rollout
 from ppocli.tasks.ppo.rollout import collect_rollout, sample_policy
 from ppocli.tasks.ppo.session import Session
-from ppocli.training.clock import PhaseClock
 
 log = logging.getLogger("ppocli")
 
@@ -38,7 +36,7 @@ _PREFIX = "waiting/"
 
 
 def collect_stale(session: Session, tensors: Mapping[str, torch.Tensor], episodes: range,
-                  until: int, stop: StopFlag, clock: PhaseClock) -> Rollout:
+                  until: int) -> Rollout:
     """The rollout of a step from samples that wait, once those up to number ``until`` are drawn.
 
     As many are drawn as are missing: those of several steps at the start of a run, or where a
@@ -54,13 +52,11 @@ def collect_stale(session: Session, tensors: Mapping[str, torch.Tensor], episode
     if first < until:
         prompts, own = session.share_of_prompts(first, until - first)
         with session.acting() as acting:
-            mine = Samples.joined(list(sample_policy(acting, prompts, session.sampling, ROLLOUT,
-                                                     stop)))
+            mine = Samples.joined(list(sample_policy(acting, prompts, session.sampling, ROLLOUT)))
         parts.append(_gathered(session, mine.first(own), until - first))
     waiting = Samples.joined(parts)
-    clock.mark("rollout")
-    found = collect_rollout(session, session.next_prompts(episodes.start, count), stop, clock,
-                            drawn=waiting.rows(slice(count)))
+    session.clock.mark("rollout")
+    found = collect_rollout(session, episodes.start, count, waiting.rows(slice(count)))
     return replace(found, waiting=_tensors_of(waiting.rows(slice(count, None))))
 
 
@@ -107,8 +103,8 @@ class Ahead:
     """how many of these count"""
 
 
-def collect_ahead(session: Session, before: Ahead | None, episodes: range, until: int,
-                  stop: StopFlag, clock: PhaseClock) -> tuple[Rollout, Ahead | None]:
+def collect_ahead(session: Session, before: Ahead | None, episodes: range, until: int
+                  ) -> tuple[Rollout, Ahead | None]:
     """The rollout of a step, and what has been begun for the next. All ranks call it in step.
 
     Args:
@@ -122,12 +118,12 @@ def collect_ahead(session: Session, before: Ahead | None, episodes: range, until
     if before is None or before.episodes != episodes:
         before = _begin(session, episodes)
     begun = before.begun
-    mine = session.backend.ranks.all_do(lambda: begun.take(slice(None), stop.check), "rollout")
+    mine = session.backend.ranks.all_do(
+        lambda: begun.take(slice(None), session.stop.check), "rollout")
     drawn = _gathered(session, mine.first(before.own), len(episodes))
     after = _begin(session, range(episodes.stop, until)) if until > episodes.stop else None
-    clock.mark("rollout")
-    prompts = session.next_prompts(episodes.start, len(episodes))
-    return collect_rollout(session, prompts, stop, clock, drawn=drawn), after
+    session.clock.mark("rollout")
+    return collect_rollout(session, episodes.start, len(episodes), drawn), after
 
 
 def _begin(session: Session, episodes: range) -> Ahead:
@@ -139,8 +135,7 @@ def _begin(session: Session, episodes: range) -> Ahead:
     return Ahead(episodes, begun, own)
 
 
-def collect_differing(session: Session, start: int, count: int, stop: StopFlag, clock: PhaseClock
-                      ) -> Rollout:
+def collect_differing(session: Session, start: int, count: int) -> Rollout:
     """``count`` samples of prompts whose ``ppo.n`` responses don't all score the same: the others
     have the advantage 0 under estimators that compare them (dynamic sampling, Yu et al. 2025, arXiv
     2503.14476, section 3.2).
@@ -160,8 +155,7 @@ def collect_differing(session: Session, start: int, count: int, stop: StopFlag, 
     parts, differs = list[Rollout](), list[bool]()
     while (missing := count - n * sum(differs)) > 0 and n * len(differs) < most:
         drawn = n * len(differs)
-        part = collect_rollout(session, session.next_prompts(
-            start + drawn, min(missing, most - drawn)), stop, clock)
+        part = collect_rollout(session, start + drawn, min(missing, most - drawn))
         parts.append(part)
         scores = part.shown_scores  # whether those of a prompt's samples that have one differ
         differs += [len({score for score in scores[i:i + n] if score is not None}) > 1

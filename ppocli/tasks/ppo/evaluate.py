@@ -7,7 +7,6 @@ from typing import Any
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import DONE
 from ppocli.parallel.ranks import woven
-from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.samples import Samples
 from ppocli.tasks.ppo import figures
@@ -29,8 +28,7 @@ def evaluation_size(session: EvalSession) -> int:
     return len(session.eval_prompts) * session.cfg.prompts.eval.repeat
 
 
-def evaluate_chunks(session: EvalSession, stop: StopFlag, *, skip: int = 0
-                    ) -> Iterator[list[dict[str, Any]]]:
+def evaluate_chunks(session: EvalSession, *, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
     """Sample and score the evaluation prompts, one generate call at a time: rows as `ppocli eval`
     has them in samples.jsonl, the i-th of which answers prompt ``i % len(eval_prompts)``.
 
@@ -45,8 +43,8 @@ def evaluate_chunks(session: EvalSession, stop: StopFlag, *, skip: int = 0
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    for batch, own in _shares(session, stop, skip):
-        yield woven(session.backend.ranks.gather(_one_share(session, batch, own, stop)))
+    for batch, own in _shares(session, skip):
+        yield woven(session.backend.ranks.gather(_one_share(session, batch, own)))
 
 
 def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
@@ -56,32 +54,28 @@ def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
             if name != "metrics" and (name != "rewards" or len(value) > 1)}
 
 
-def _shares(session: EvalSession, stop: StopFlag, skip: int = 0
-            ) -> Iterator[tuple[PromptBatch, int]]:
+def _shares(session: EvalSession, skip: int = 0) -> Iterator[tuple[PromptBatch, int]]:
     """This rank's prompts of each generate call, those after the first so many of which only keep
     the ranks in step."""
     ranks, prompts, total = session.backend.ranks, session.eval_prompts, evaluation_size(session)
     for start in range(skip, total, session.chunk_size * ranks.world):
-        stop.meet()
+        session.stop.meet()
         mine, own = ranks.share(range(total)[start:start + session.chunk_size * ranks.world])
         yield prompts.batch([episode % len(prompts) for episode in mine], mine,
                             session.tokenizer.pad_token_id), own
 
 
-def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFlag
-               ) -> list[dict[str, Any]]:
+def _one_share(session: EvalSession, batch: PromptBatch, own: int) -> list[dict[str, Any]]:
     """This rank's samples, the first ``own`` of the batch's."""
     # in fp32 the decoding pass has computed the policy's logprobs already
     decoded = session.from_decode and session.eval_sampling.temperature == 1.0
-    out = Samples.joined(list(sample_policy(session, batch, session.eval_sampling, EVALUATION,
-                                            stop)))
+    out = Samples.joined(list(sample_policy(session, batch, session.eval_sampling, EVALUATION)))
     measured = measure(session, out, phase="scoring of the evaluation", want_policy=not decoded,
-                       want_values=False, estimator="k1", temperature=1.0, stop=stop)
-    if own < len(batch):
-        batch, out = batch.first(own), out.first(own)
+                       want_values=False, estimator="k1", temperature=1.0)
+    batch, out = batch.first(own), out.first(own)
     responses = response_texts(session, batch, out, session.eval_sampling)
     scores, metrics = judge(session, batch, out, responses, "reward at evaluation")
-    stop.meet()
+    session.stop.meet()
     kl = measured.kl.sum(1).tolist()[:own] if session.reference is not None else [None] * own
     shown = [score if valid else None
              for score, valid in zip(scores.scores, scores.valid, strict=True)]
@@ -91,7 +85,7 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int, stop: StopFla
         {"rewards": scores.parts, "metrics": metrics}, scores.logs, out.episodes or ())
 
 
-def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
+def evaluate(session: EvalSession) -> Evaluation:
     """Sample ``prompts.eval.repeat`` responses to each evaluation prompt and score them.
 
     ``kl_mean`` is the k1 estimate summed over each response and averaged over samples, in nats, of
@@ -104,8 +98,8 @@ def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
         RewardError, DivergedError, StopRequested.
     """
     if not (specs := sampling_sweep(session.cfg.generation, session.eval_sampling)):
-        return _evaluate_once(session, stop)
-    found = {name: _evaluate_once(replace(session, eval_sampling=spec), stop)
+        return _evaluate_once(session)
+    found = {name: _evaluate_once(replace(session, eval_sampling=spec))
              for name, spec in specs.items()}
     first, *others = found
     return replace(found[first], tokens=sum(one.tokens for one in found.values()),
@@ -113,26 +107,25 @@ def evaluate(session: EvalSession, stop: StopFlag) -> Evaluation:
                    swept_samples={name: found[name].samples for name in others})
 
 
-def _evaluate_once(session: EvalSession, stop: StopFlag) -> Evaluation:
+def _evaluate_once(session: EvalSession) -> Evaluation:
     with session.acting() as acting:
-        samples = [row for chunk in evaluate_chunks(acting, stop) for row in chunk]
+        samples = [row for chunk in evaluate_chunks(acting) for row in chunk]
     return Evaluation(evaluation_figures(samples), [row_of_run(row) for row in samples],
                       sum(s["response_tokens"] for s in samples))
 
 
-def reference_responses(session: EvalSession, stop: StopFlag) -> list[str]:
+def reference_responses(session: EvalSession) -> list[str]:
     """The reference's response to each prompt of an evaluation, drawn with the random numbers of
-    the policy's; empty without a reference.
+    the policy's.
 
     Raises:
         StopRequested.
     """
-    if session.reference is None:
-        return []
+    assert session.reference is not None  # else config/sampling.py has refused
     texts: list[str] = []
     with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
-        for batch, own in _shares(session, stop):
-            out = sample_reference(session, lm, batch, session.eval_sampling, EVALUATION, stop)
+        for batch, own in _shares(session):
+            out = sample_reference(session, lm, batch, session.eval_sampling, EVALUATION)
             texts += woven(session.backend.ranks.gather(
                 response_texts(session, batch, out, session.eval_sampling)[:own]))
     return texts

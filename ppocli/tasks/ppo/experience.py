@@ -88,13 +88,12 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
         scores = [-mean / std] * len(rollout)
     penalties = penalties_of(rollout, cfg)
     nothing: list[float | None] = [None] * len(rollout)
-    unended = penalties.get("missing_eos", nothing)
-    short = penalties.get("short", nothing)
+    amounts = [[amount for amount in each if amount is not None] for each in zip(
+        penalties.get("missing_eos", nothing), penalties.get("short", nothing), strict=True)]
     replace = reward.penalty_mode == "replace"
-    scores = shaping.penalised(scores, unended=unended, short=short, replace=replace)
+    scores = shaping.penalised(scores, amounts, replace=replace)
     if dense is not None and replace:
-        kept = [a is None and b is None for a, b in zip(unended, short, strict=True)]
-        dense = dense * torch.tensor(kept)[:, None]
+        dense = dense * torch.tensor([not each for each in amounts])[:, None]
     found = torch.tensor(scores, dtype=torch.float32)
     if "overlong" in penalties:
         found = found - torch.tensor(penalties["overlong"], dtype=torch.float32)
@@ -108,7 +107,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     The samples of a prompt that are left without an invalid one are their whole group.
 
     Args:
-        state: with this rollout's moments already merged, and the KL coefficient to charge.
+        state: before this rollout, with the KL coefficient to charge.
         progress: 0 in the first step of the run, 1 in the last.
         pretrains: the value function learns what really followed, ``R_t = sum over k >= t of
             gamma^(k-t) r_k``, and nothing of its own estimates (VC-PPO, Yuan et al. 2025, arXiv
@@ -117,7 +116,7 @@ def to_experience(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig, *,
     kept = rollout.rows(rollout.valid.nonzero().squeeze(-1).tolist())
     mask = kept.response_mask
     ppo, in_reward = cfg.ppo, algorithm.kl_in(cfg.ppo) == "reward"
-    scores, dense = shaped_scores(kept, state, cfg)
+    scores, dense = shaped_scores(kept, update_moments(state, rollout, cfg), cfg)
     # a KL that is rounding alone isn't charged: whitening, and Adam, would make a signal of it
     apart = not bool((kept.k1.abs() <= kl.ROUNDING).all())  # NaN is no rounding
     rewards = token_rewards(scores, kept.kl, mask, dense=dense,

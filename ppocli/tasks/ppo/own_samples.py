@@ -16,7 +16,6 @@ from ppocli.errors import ConfigError
 from ppocli.models import layout
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
-from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardRequest
 from ppocli.sampling.samples import Generation, Samples, single_turn
@@ -26,7 +25,6 @@ from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.reward_calls import some_scores
 from ppocli.tasks.ppo.rollout import Chunk, measure_chunk, rollout_of, sample_reference
 from ppocli.tasks.ppo.session import Session, max_prompt_tokens
-from ppocli.training.clock import PhaseClock
 
 
 def rows_of(session: Session, given: Any, attention_mask: Any = None, *, where: str) -> list[Any]:
@@ -144,8 +142,7 @@ def token_ids(session: Session, given: Any, where: str) -> list[int]:
     return ids
 
 
-def given(session: Session, queries: Any, responses: Any, first: int, stop: StopFlag
-          ) -> list[Chunk]:
+def given(session: Session, queries: Any, responses: Any, first: int) -> list[Chunk]:
     """Responses that come from elsewhere, for :func:`scored` with ``forward``.
 
     Token ids are taken as they are and count as finished where their last one ends a response. A
@@ -172,7 +169,7 @@ def given(session: Session, queries: Any, responses: Any, first: int, stop: Stop
     prompts, _ = dealt(session, prompts, first)
     rows += rows[-1:] * (len(prompts) - own)
     drawn = _samples(session, prompts, rows)
-    return list(rollout.generate_chunks(session, prompts, own, stop, drawn))
+    return list(rollout.generate_chunks(session, prompts, own, drawn))
 
 
 def _responses_as_ids(session: Session, prompts: PromptBatch, responses: list[Any]
@@ -202,8 +199,8 @@ def _samples(session: Session, prompts: PromptBatch, rows: list[list[int]]) -> S
     return single_turn(prompts.tokens, prompts.mask, out, session.loaded.decoder_start)
 
 
-def scored(session: Session, chunks: Sequence[Chunk], first: int, stop: StopFlag,
-           clock: PhaseClock, *, forward: bool, gaps: bool) -> Rollout:
+def scored(session: Session, chunks: Sequence[Chunk], first: int, *, forward: bool, gaps: bool
+           ) -> Rollout:
     """The chunks with their scores, logprobs, values and KL as one rollout.
 
     The session's reward is asked once, for all samples.
@@ -224,23 +221,20 @@ def scored(session: Session, chunks: Sequence[Chunk], first: int, stop: StopFlag
     # there may be fewer samples than ranks
     scores: Any = ranks.all_do(
         lambda: session.reward.score(request) if request.prompts else None, "scores")
-    clock.mark("reward")
+    session.clock.mark("reward")
     parts, start = [], 0
     for chunk in chunks:
-        measured = measure_chunk(session, chunk, stop, forward=forward or not session.from_decode)
+        measured = measure_chunk(session, chunk, forward=forward or not session.from_decode)
         some = slice(start, start + len(chunk))
         if len(chunk):
             parts.append(rollout_of(session, chunk, some_scores(scores, some), measured))
         start = some.stop
-    found = ranks.gather(Rollout.joined(parts) if parts else None)
-    whole = Rollout.joined([part for part in found if part is not None])
-    if len(found) > 1:
-        whole = whole.in_order()
+    whole = rollout.of_all_ranks(session, parts)
     if ranks.any(gaps):
         places = whole.sequences.actions
         after = torch.nn.functional.pad(places[:, 1:] - places[:, :-1] - 1, (0, 1))
         whole = replace(whole, gaps=after.clamp(min=0))
-    clock.mark("scoring")
+    session.clock.mark("scoring")
     return replace(whole, prompts=replace(
         whole.prompts, episodes=list(range(first, first + len(whole)))))
 
@@ -300,7 +294,7 @@ def for_call(session: Session, generation: GenerationConfig, ends: Sequence[int]
                                ppo=replace(cfg.ppo, chunk_size=chunk or cfg.ppo.chunk_size)))
 
 
-def reference_responses(session: Session, prompts: PromptBatch, stop: StopFlag) -> list[list[int]]:
+def reference_responses(session: Session, prompts: PromptBatch) -> list[list[int]]:
     """The ids of the reference's response to each prompt, drawn with the random numbers of the
     policy's.
 
@@ -311,7 +305,7 @@ def reference_responses(session: Session, prompts: PromptBatch, stop: StopFlag) 
         raise ConfigError("There is no reference.", where="model.reference.kind",
                           fix="leave generate_ref_response out")
     with session.reference.view(session.policy.lm) as lm:
-        return sample_reference(session, lm, prompts, session.sampling, ROLLOUT, stop).action_ids
+        return sample_reference(session, lm, prompts, session.sampling, ROLLOUT).action_ids
 
 
 def as_tensors(session: Session, queries: Any, prompts: Sequence[list[int]],

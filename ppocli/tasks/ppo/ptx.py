@@ -10,7 +10,6 @@ import torch
 
 from ppocli.data.data_set import Examples
 from ppocli.data.prompt_set import prompt_indices
-from ppocli.models.trunk import decoder_start
 from ppocli.tasks import supervised
 from ppocli.tasks.ppo.records import Experience
 from ppocli.tasks.ppo.session import Session
@@ -61,7 +60,7 @@ def examples_loss(session: Session, examples: Examples, rows: torch.Tensor, weig
         rows: [a] places of the examples.
         weights: [a] fp32 weight of each of their tokens.
     """
-    samples = supervised.sequences_of(examples, rows, decoder_start(session.policy.lm))
+    samples = supervised.sequences_of(examples, rows, session.loaded.decoder_start)
     # reducers on several ranks want a gradient of every weight from every pass: ZeRO 3 would add to
     # what is left of the update before
     several = session.backend.ranks.world > 1 or session.backend.zero_stage > 0

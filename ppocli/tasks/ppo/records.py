@@ -4,7 +4,7 @@ steps."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -132,8 +132,8 @@ class Rollout:
         if any(part.dense is not None for part in parts):
             parts = [part if part.dense is not None else replace(part, dense=part._on_last())
                      for part in parts]
-        return Rollout(*(_joined([getattr(part, f.name) for part in parts])
-                         for f in fields(Rollout)))
+        whole: Rollout = _joined(list(parts))
+        return whole
 
     def _on_last(self) -> torch.Tensor:
         """[B, R] the scores on the last tokens, as dense rewards have them."""
@@ -141,27 +141,21 @@ class Rollout:
         scores = torch.tensor(self.scores, dtype=torch.float32) * self.valid
         return torch.zeros(self.logprobs.shape).scatter(1, last[:, None], scores[:, None])
 
-    def in_order(self) -> Rollout:
-        """The samples in the order of their episodes."""
-        return self.rows(sorted(range(len(self)), key=lambda i: self.prompts.episodes[i]))
-
     def rows(self, order: list[int]) -> Rollout:
         """The samples at these places, without any that wait."""
         return Rollout(*rows_of(replace(self, waiting={}), order))
 
 
 def _joined(values: list[Any]) -> Any:
-    """One field of several rollouts; of what isn't one per sample, the first."""
-    first = values[0]
+    """Several rollouts, or one field of theirs; of what isn't one per sample, the first."""
+    first, kind = values[0], type(values[0])
     if isinstance(first, prompt_set.PromptBatch):
         width = max(one.tokens.shape[1] for one in values)
-        parts = [replace(one, **{name: torch.nn.functional.pad(
+        values = [replace(one, **{name: torch.nn.functional.pad(
             getattr(one, name), (width - one.tokens.shape[1], 0)) for name in ("tokens", "mask")})
             for one in values]
-        return prompt_set.PromptBatch(*(_joined([getattr(one, f.name) for one in parts])
-                                        for f in fields(prompt_set.PromptBatch)))
-    if isinstance(first, Sequences):
-        return Sequences.joined(values)
+    if is_dataclass(kind):
+        return kind(*(_joined([getattr(one, f.name) for one in values]) for f in fields(kind)))
     if isinstance(first, dict):
         return {name: _joined([value[name] for value in values]) for name in first}
     if isinstance(first, list):

@@ -12,7 +12,7 @@ import torch
 from ppocli.config import tasks
 from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.episode import Episode, told_alone
+from ppocli.episode import told_alone
 from ppocli.parallel.backend import beside
 from ppocli.parallel.ranks import Ranks, woven
 from ppocli.rewards.records import RewardRequest, RewardScores, step_texts
@@ -46,16 +46,15 @@ class Question:
         return dealt(self.ranks.first_does(work), slice(self.ranks.rank, None, self.ranks.world))
 
 
-def request_of(session: EvalSession, prompts: PromptBatch, responses: list[str],
-               response_ids: list[list[int]], ended: list[bool],
-               episodes: Sequence[Episode] = ()) -> RewardRequest:
+def request_of(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str]
+               ) -> RewardRequest:
     """Samples as a reward or a metric gets them."""
     ppo = session.cfg.ppo
     before = session.read_before(prompts) if session.reward.has_steps else ()
     return RewardRequest(
-        prompts=prompts.texts, responses=responses, response_ids=response_ids,
-        columns=prompts.columns, tokenizer=session.tokenizer, ended=ended,
-        messages=prompts.messages, prompt_ids=before, episodes=episodes,
+        prompts=prompts.texts, responses=responses, response_ids=out.action_ids,
+        columns=prompts.columns, tokenizer=session.tokenizer, ended=out.finished.tolist(),
+        messages=prompts.messages, prompt_ids=before, episodes=out.episodes or (),
         progress=(session.step,
                   tasks.planned_steps(session.cfg, session.num_prompts) or 0,
                   session.step * ppo.num_rollouts / ppo.n / (session.num_prompts or 1)))
@@ -79,8 +78,7 @@ def ask(session: EvalSession, prompts: PromptBatch, out: Samples, responses: lis
         together: bool) -> Question:
     """One chunk's question; special tokens are left out and stop sequences trimmed. All ranks call
     this in step, each with its share; ``together`` brings the shares to rank 0."""
-    request = request_of(session, prompts, responses, out.action_ids, out.finished.tolist(),
-                         out.episodes or ())
+    request = request_of(session, prompts, out, responses)
     ranks = session.backend.ranks
     together = together and ranks.world > 1
     if together:
@@ -140,8 +138,8 @@ def _some_metrics(metrics: dict[str, list[T]], rows: slice) -> dict[str, list[T]
     return {name: values[rows] for name, values in metrics.items()}
 
 
-def begin(work: Callable[[], T], before: Callable[[], T] | None, device: torch.device,
-          poll: Callable[[], None]) -> Callable[[], T]:
+def begin(session: EvalSession, work: Callable[[], T], before: Callable[[], T] | None
+          ) -> Callable[[], T]:
     """Start ``work`` in a thread; the function returned waits for it.
 
     Nothing in it may talk to other ranks: collectives belong to the main thread. The thread is a
@@ -149,17 +147,17 @@ def begin(work: Callable[[], T], before: Callable[[], T] | None, device: torch.d
 
     Args:
         before: waited for first; if it fails, ``work`` is not begun.
-        device: where the run computes; CUDA's current device is a thread's own.
-        poll: called while waiting, as of :func:`ppocli.daemon.outcome_of`.
 
     Returns:
         a function that returns what ``work`` returned, or raises what it raised.
     """
+    device = session.backend.device
+
     def body() -> T:
         if device.type != "cpu":
-            torch.get_device_module(device).set_device(device)
+            torch.get_device_module(device).set_device(device)  # which is a thread's own
         if before is not None:
             before()
         return beside(work)
 
-    return partial(outcome_of, in_daemon(body, "reward"), poll)
+    return partial(outcome_of, in_daemon(body, "reward"), session.stop.check)

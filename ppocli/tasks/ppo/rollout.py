@@ -5,7 +5,7 @@ the reward (in a thread beside generation, where it waits for others) and measur
 passes; the chunks of all ranks are the rollout.
 """
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +20,6 @@ from ppocli.episode import told_alone
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models import passes
 from ppocli.models.head import HeadWeights
-from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.kl import kl_per_token
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardScores
@@ -31,63 +30,73 @@ from ppocli.storage import faults
 from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.reward_calls import Question, ask, begin, score, some_scores
 from ppocli.tasks.ppo.session import EvalSession, Session
-from ppocli.training.clock import PhaseClock
 
 
-def collect_rollout(session: Session, prompts: PromptBatch, stop: StopFlag, clock: PhaseClock,
-                    drawn: Samples | None = None) -> Rollout:
-    """Generate, score and measure all prompts, ``chunk_size`` at a time on every rank.
+def collect_rollout(session: Session, start: int, count: int, drawn: Samples | None = None
+                    ) -> Rollout:
+    """Generate, score and measure the samples of so many episodes, ``chunk_size`` at a time on
+    every rank.
 
     Each rank takes its share; the result, the same on all ranks, is the whole rollout in the order
-    of the prompts.
+    of the episodes.
 
     Args:
-        drawn: one sample of an earlier policy for each prompt, in place of the present one's.
+        start: number of the first episode.
+        drawn: the samples, of an earlier policy, in place of the present one's.
 
     Raises:
         ConfigError: ratios to the sampler's logprobs are asked for, and it computes none.
     """
-    rows, own = session.backend.ranks.share(range(len(prompts)))
+    rows, own = session.backend.ranks.share(range(count))
+    prompts = session.next_prompts(start, count).rows(rows)
     with session.acting() as acting:
-        mine = list(_collect_chunks(acting, prompts.rows(rows), own, stop, clock,
-                                    drawn and drawn.rows(rows)))
-    found = session.backend.ranks.gather(Rollout.joined(mine) if mine else None)
-    whole = Rollout.joined([part for part in found if part is not None])
-    ppo = session.cfg.ppo
+        mine = list(_collect_chunks(acting, prompts, own, drawn and drawn.rows(rows)))
+    whole, ppo = of_all_ranks(session, mine), session.cfg.ppo
     if (ppo.old_logprobs == "sampler" and not bool(whole.logprobs.any())) or (
             corrects(session.cfg) and whole.gap is None):
         raise ConfigError(f"{type(session.sampler).__name__} says no logprobs of what it samples.",
                           where="ppo.old_logprobs, ppo.importance, rollout.engine",
                           fix="let it compute them, or use ppo.old_logprobs=trainer alone")
-    if len(found) == 1:
-        return whole
-    clock.mark("gather")
-    return whole.in_order()
+    if session.backend.ranks.world > 1:
+        session.clock.mark("gather")
+    return whole
 
 
-def _collect_chunks(session: Session, prompts: PromptBatch, own: int, stop: StopFlag,
-                    clock: PhaseClock, drawn: Samples | None) -> Iterator[Rollout]:
+def of_all_ranks(session: Session, mine: Sequence[Rollout]) -> Rollout:
+    """The samples of all ranks in the order of their episodes. All ranks call it in step.
+
+    Args:
+        mine: this rank's, of which there may be none.
+    """
+    found = session.backend.ranks.gather(Rollout.joined(mine) if mine else None)
+    whole = Rollout.joined([part for part in found if part is not None])
+    return whole if len(found) == 1 else whole.rows(
+        sorted(range(len(whole)), key=lambda i: whole.prompts.episodes[i]))
+
+
+def _collect_chunks(session: Session, prompts: PromptBatch, own: int, drawn: Samples | None
+                    ) -> Iterator[Rollout]:
     """A rollout for each chunk that has some of the first ``own`` rows, which are this rank's.
 
     A reward that waits for others (``reward.overlap``) scores a chunk while the next one is
     generated. It is asked for one chunk at a time and in their order, either way.
     """
-    device, ranks = session.backend.device, session.backend.ranks
+    stop, clock, ranks = session.stop, session.clock, session.backend.ranks
     at_first = session.reward.needs_all_samples
     beside = {"always": True, "never": False}.get(session.cfg.reward.overlap, session.reward.waits)
     if at_first:  # rank 0 alone has built the reward
         beside = ranks.broadcast(beside)
     asked: list[tuple[Chunk, Question, Callable[[], RewardScores]]] = []
-    for chunk in generate_chunks(session, prompts, own, stop, drawn):
+    for chunk in generate_chunks(session, prompts, own, drawn):
         question = ask(session, chunk.prompts, chunk.mine, chunk.responses, at_first)
         work: Callable[[], RewardScores] = partial(score, session, question)
         if beside and (ranks.first or not question.together):
-            work = begin(work, asked[-1][2] if asked else None, device, stop.check)
+            work = begin(session, work, asked[-1][2] if asked else None)
         asked.append((chunk, question, work))
     forward = drawn is not None or not session.from_decode
     for chunk, question, work in asked:
         clock.mark("rollout")
-        measured = measure_chunk(session, chunk, stop, forward=forward)
+        measured = measure_chunk(session, chunk, forward=forward)
         clock.mark("scoring")
         scores = question.answer(work, some_scores, "reward")
         stop.meet()
@@ -111,8 +120,8 @@ class Chunk:
         return len(self.responses)
 
 
-def generate_chunks(session: Session, prompts: PromptBatch, own: int, stop: StopFlag,
-                    drawn: Samples | None = None) -> Iterator[Chunk]:
+def generate_chunks(session: Session, prompts: PromptBatch, own: int, drawn: Samples | None = None
+                    ) -> Iterator[Chunk]:
     """Sample one response to each prompt, the first ``own`` of them for this rank: each chunk as
     soon as it is there, in their order. All ranks call it in step.
 
@@ -120,7 +129,7 @@ def generate_chunks(session: Session, prompts: PromptBatch, own: int, stop: Stop
         drawn: as of :func:`collect_rollout`.
     """
     start = 0
-    made = sample_policy(session, prompts, session.sampling, ROLLOUT, stop) if drawn is None else (
+    made = sample_policy(session, prompts, session.sampling, ROLLOUT) if drawn is None else (
         drawn.rows(slice(i, i + session.chunk_size))
         for i in range(0, len(prompts), session.chunk_size))
     with closing(made) as parts:
@@ -131,8 +140,8 @@ def generate_chunks(session: Session, prompts: PromptBatch, own: int, stop: Stop
             start += len(out)
 
 
-def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int,
-                  stop: StopFlag) -> Generator[Samples]:
+def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int
+                  ) -> Generator[Samples]:
     """One sample of the policy per prompt, ``chunk_size`` at a time. All ranks call it in step.
 
     Raises:
@@ -149,7 +158,7 @@ def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec
         width = policy.lm.get_input_embeddings().weight.shape[-1]
         if 4 * session.cfg.ppo.num_rollouts * tokens * width <= session.frozen_states_bytes // 2:
             speaker = Speaker(policy.lm, head, policy.split)
-    for out in _chunks(session, prompts, spec, stream, speaker, stop):
+    for out in _chunks(session, prompts, spec, stream, speaker):
         if not bool(torch.isfinite(out.logprobs).all()):
             raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
                                 fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
@@ -158,7 +167,7 @@ def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec
 
 
 def sample_reference(session: EvalSession, view: Any, prompts: PromptBatch, spec: SamplingSpec,
-                     stream: int, stop: StopFlag) -> Samples:
+                     stream: int) -> Samples:
     """One sample of the reference per prompt, with the random numbers of the policy's. All ranks
     call it in step.
 
@@ -166,13 +175,13 @@ def sample_reference(session: EvalSession, view: Any, prompts: PromptBatch, spec
         view: the reference as a model.
     """
     speaker = Speaker(view, reference=True)
-    return Samples.joined(list(_chunks(session, prompts, spec, stream, speaker, stop)))
+    return Samples.joined(list(_chunks(session, prompts, spec, stream, speaker)))
 
 
 def _chunks(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int,
-            speaker: Speaker, stop: StopFlag) -> Iterator[Samples]:
-    return sample_chunks(session.sampler, session.passes, prompts, spec, stream, speaker, stop,
-                         phase="rollout" if stream == ROLLOUT else "evaluation",
+            speaker: Speaker) -> Iterator[Samples]:
+    return sample_chunks(session.sampler, session.passes, prompts, spec, stream, speaker,
+                         session.stop, phase="rollout" if stream == ROLLOUT else "evaluation",
                          chunk=session.chunk_size)
 
 
@@ -217,7 +226,7 @@ def measure(session: EvalSession, out: Samples, *, phase: str, **wanted: Any) ->
 
 @torch.no_grad()
 def _measure(session: EvalSession, out: Samples, size: int, *, want_policy: bool, want_values: bool,
-             estimator: str, temperature: float, stop: StopFlag, most_frozen_bytes: int = 0,
+             estimator: str, temperature: float, most_frozen_bytes: int = 0,
              want_ref_states: bool = False) -> Measured:
     """Reference logprobs, KL, and the policy's own on demand, ``size`` rows per pass, on this rank.
 
@@ -243,13 +252,13 @@ def _measure(session: EvalSession, out: Samples, size: int, *, want_policy: bool
     kept_at = policy.split if 0 < needed <= most_frozen_bytes else None
     frozen = [None if kept_at is None or out.frozen_states is None else
               passes.known_states(out.frozen_states, one.rows, one.batch) for one in batches]
-    said: list[passes.PolicyPass] = []
-    compared: list[passes.ReferencePass] = []
+    said: list[passes.Scored] = []
+    compared: list[passes.Scored] = []
     with session.backend.autocast():
         if want_policy or want_values or whole:
             split = kept_at if reference is None else reference.split or kept_at
             for i, one in enumerate(batches):
-                stop.check()
+                session.stop.check()
                 faults.point("scoring.forward", size)
                 said.append(passes.score_policy(
                     policy, one, temperature=temperature, split=split, want_logprobs=want_policy,
@@ -259,11 +268,11 @@ def _measure(session: EvalSession, out: Samples, size: int, *, want_policy: bool
             head = HeadWeights.of(policy.lm).as_now()
             with reference.view(policy.lm) as view:
                 for i, one in enumerate(batches):
-                    stop.check()
+                    session.stop.check()
                     faults.point("scoring.forward", size)
                     compared.append(passes.score_reference(
                         reference, view, one, head, temperature=temperature,
-                        hidden=said[i].hidden if whole else None, frozen_states=frozen[i],
+                        hidden=said[i].states if whole else None, frozen_states=frozen[i],
                         split=kept_at if view is policy.lm else None))
                     frozen[i] = compared[i].frozen_states
     shape = out.mask.shape
@@ -280,7 +289,7 @@ def _measure(session: EvalSession, out: Samples, size: int, *, want_policy: bool
         if want_ref_states and compared else [])
 
 
-def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bool) -> Measured:
+def measure_chunk(session: Session, chunk: Chunk, *, forward: bool) -> Measured:
     """The forward passes over a chunk's samples. All ranks call it in step.
 
     Args:
@@ -291,7 +300,7 @@ def measure_chunk(session: Session, chunk: Chunk, stop: StopFlag, *, forward: bo
     want_values = policy.value_head is not None and (forward or not policy.values_while_decoding)
     want_policy = forward and session.cfg.ppo.old_logprobs == "trainer"
     return measure(session, chunk.out, phase="scoring", want_policy=want_policy,
-                   want_values=want_values, stop=stop, want_ref_states=in_loss,
+                   want_values=want_values, want_ref_states=in_loss,
                    estimator="k1" if in_loss else kl_estimator(session.cfg.ppo),
                    temperature=session.sampling.temperature,
                    most_frozen_bytes=session.frozen_states_bytes * len(chunk.out)

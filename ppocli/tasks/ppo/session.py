@@ -13,18 +13,19 @@ from ppocli.data import data_set, prompt_set, sources
 from ppocli.errors import ConfigError, InputError
 from ppocli.models import passes
 from ppocli.models.fast import attention
-from ppocli.models.loading import adapters, language_model, model_config, reference_and_value
+from ppocli.models.loading import adapters, language_model, model_config
 from ppocli.models.policy import Policy
-from ppocli.models.reference import AdapterReference, Reference
+from ppocli.models.reference import Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
+from ppocli.parallel.stop import StopFlag
 from ppocli.sampling import decoding
 from ppocli.sampling.sampler import Sampler, SamplerSetup
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.sampling.vllm.sampler import check_engine
 from ppocli.tasks import building, supervised
 from ppocli.training import optimizers, updates
-from ppocli.training.saved_model import SavedModel
+from ppocli.training.clock import PhaseClock
 from ppocli.training.task import PASSES, PythonObjects
 from ppocli.zero.oom_retry import PassRows
 from ppocli.zero.sharded_weights import is_sharded, one_gathered
@@ -59,6 +60,8 @@ class EvalSession:
     """steps done, as rewards are told"""
     num_prompts: int = field(default=0, kw_only=True)
     """how many the steps go through, likewise"""
+    stop: StopFlag = field(default_factory=StopFlag, kw_only=True)
+    """of whoever asks for samples; polled between tokens, passes and phases"""
 
     @property
     def from_decode(self) -> bool:
@@ -116,6 +119,8 @@ class Session(EvalSession):
 
     trained: updates.Trained
     prompts: prompt_set.PromptSet
+    clock: PhaseClock
+    """of whoever asks for samples"""
     examples: data_set.Examples | None = field(default=None, kw_only=True)
     """of ``ppo.ptx.data``; None where none are mixed in"""
 
@@ -262,13 +267,17 @@ def _check_reach(cfg: TrainConfig, policy: Policy, reference: Reference | None,
                  prompts: list[list[int]]) -> None:
     """Refuse a reference or a value model of another path that has fewer positions than the longest
     sample needs, now instead of when that comes up."""
-    response = longest_response(cfg)
+    prompt, response = max(map(len, prompts)), longest_response(cfg)
+    needed = max(prompt, response) if has_encoder(policy.lm) else prompt + response
     for key, name, model in (
             ("model.reference.path", cfg.model.reference.path, getattr(reference, "lm", None)),
             ("model.value.path", cfg.model.value.path, getattr(policy.value_trunk, "lm", None))):
-        if name is not None and model is not None:
-            reference_and_value.check_reach(model, prompt=max(map(len, prompts)),
-                                            response=response, name=name, key=key)
+        limit = None if name is None or model is None else model_config.max_positions(model)
+        if limit is not None and needed > limit:
+            raise InputError(f"{name} has {limit} positions, samples take up to {needed}.",
+                             where=key, fix="lower prompts.max_length or "
+                             "generation.max_new_tokens, or give a model that reaches as far as "
+                             "the policy")
 
 
 def _take_packed(policy: Policy, reference: Reference | None) -> bool:
@@ -309,26 +318,19 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     optimizer = (optimizers.build_optimizer(policy, cfg.ppo) if objects.optimizer is None else
                  optimizers.taken_optimizer(policy, cfg.ppo, objects.optimizer))
     trained = updates.prepare(backend, policy, optimizer, cfg.ppo.max_grad_norm)
-    reference = building.build_reference(cfg, backend, policy.lm, tokenizer)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
         policy.split = passes.frozen_split(policy)
-        if isinstance(reference, AdapterReference):
-            reference = AdapterReference(policy.split)
+    reference = building.build_reference(cfg, backend, policy, tokenizer)
     _check_reach(cfg, policy, reference, token_ids)
     setup = SamplerSetup(cfg, backend, tokenizer, loaded)
-    sampler = building.playing(setup, building.build_sampler(setup), plays)
+    sampler = building.build_sampler(setup, plays)
     _warn_about_samples(cfg, sampling, sampler, len(prompts))
     return Session(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=policy,
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                    sampling=sampling, eval_sampling=eval_sampling, sampler=sampler,
                    passes=PassRows(backend, PASSES), trained=trained, prompts=prompts,
-                   num_prompts=len(prompts), examples=examples,
+                   clock=PhaseClock(backend.device), num_prompts=len(prompts), examples=examples,
                    packs=_take_packed(policy, reference))
-
-
-def saved_model(session: EvalSession) -> SavedModel:
-    """How the policy is written; the sampling of the training is its generation config."""
-    return building.saved_policy(session.loaded, session.sampling, session.tokenizer)
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
@@ -361,6 +363,6 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     return EvalSession(cfg=cfg, backend=backend, tokenizer=tokenizer, loaded=loaded, policy=wrapped,
                        reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                        sampling=sampling, eval_sampling=eval_sampling,
-                       sampler=building.playing(setup, building.build_sampler(setup),
-                                        building.environment_of(cfg, eval_prompts)),
+                       sampler=building.build_sampler(
+                           setup, building.environment_of(cfg, eval_prompts)),
                        passes=PassRows(backend, PASSES), packs=_take_packed(wrapped, reference))

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import math
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,10 +20,11 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
+from ppocli.tasks.building import saved_policy
 from ppocli.tasks.ppo import collecting, figures, ptx, records, rollout
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
-from ppocli.tasks.ppo.experience import after_step, to_experience, update_moments
-from ppocli.tasks.ppo.session import Session, build_session, saved_model
+from ppocli.tasks.ppo.experience import after_step, to_experience
+from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.training import optimizers, task
 from ppocli.training.clock import PhaseClock
 from ppocli.training.state import TrainState
@@ -49,7 +49,7 @@ class PPOTask(task.Task):
         self.session = session
         self.cfg, self.backend = session.cfg, session.backend
         self.trained, self.passes = session.trained, session.passes
-        self.saved = saved_model(session)
+        self.saved = saved_policy(session.loaded, session.sampling, session.tokenizer)
         self.examples = session.num_prompts if self.cfg.ppo.epochs else None
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
@@ -72,20 +72,20 @@ class PPOTask(task.Task):
     def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> records.Rollout:
         """As :class:`Task`: sample, score, measure."""
         start = state.episodes + records.PPOState.from_json(state.task).left_out
-        session, count = replace(self.session, step=state.step), self._count(state)
+        session = replace(self.session, step=state.step, stop=stop, clock=clock)
+        count = self._count(state)
         episodes = range(start, start + count)
         if self.cfg.ppo.dynamic_sampling is not None:
-            return collecting.collect_differing(session, start, count, stop, clock)
+            return collecting.collect_differing(session, start, count)
         if self.cfg.rollout.ahead:
             batch, self._ahead = collecting.collect_ahead(
-                session, self._ahead, episodes, start + self._count(state, 2), stop, clock)
+                session, self._ahead, episodes, start + self._count(state, 2))
             return batch
         if (late := self.cfg.ppo.staleness) or state.tensors:
             return collecting.collect_stale(session, state.tensors, episodes,
-                                            start + self._count(state, 1 + late), stop, clock)
-        prompts = session.next_prompts(start, count)
+                                            start + self._count(state, 1 + late))
         clock.mark("other")
-        return rollout.collect_rollout(session, prompts, stop, clock)
+        return rollout.collect_rollout(session, start, count)
 
     def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
@@ -97,7 +97,7 @@ class PPOTask(task.Task):
             RewardError: too few samples have a valid score.
         """
         check_invalid_share(int((~batch.valid).sum()), len(batch))
-        own = update_moments(records.PPOState.from_json(state.task), batch, self.cfg)
+        own = records.PPOState.from_json(state.task)
         steps = -(-self.total_samples() // self.samples_per_step)
         experience = to_experience(batch, own, self.cfg,
                                    progress=min(state.step / max(steps - 1, 1), 1.0),
@@ -150,13 +150,13 @@ class PPOTask(task.Task):
     def judge(self, terms: dict[str, float]) -> task.Verdict:
         """As :class:`Task`: ``ppo.target_kl`` ends the phase, ``ppo.ratio_threshold`` skips."""
         ppo = self.cfg.ppo
-        if not all(math.isfinite(value) for value in terms.values()):
-            return task.Verdict.NONFINITE
+        if (found := super().judge(terms)) is not task.Verdict.STEP:
+            return found
         if ppo.target_kl is not None and terms["approx_kl"] > EARLY_STOP * ppo.target_kl:
             return task.Verdict.STOP
         if ppo.ratio_threshold is not None and terms["ratio"] > ppo.ratio_threshold:
             return task.Verdict.SKIP
-        return task.Verdict.STEP
+        return found
 
     def why_skipped(self, terms: dict[str, float]) -> str:
         """As :class:`Task`."""
@@ -193,9 +193,10 @@ class PPOTask(task.Task):
 
     def evaluate(self, stop: StopFlag) -> task.Evaluation:
         """As :class:`Task`: responses to the evaluation prompts, scored."""
-        found = evaluate(replace(self.session, step=self.step), stop)
+        session = replace(self.session, step=self.step, stop=stop)
+        found = evaluate(session)
         if self.cfg.eval.ref_responses and self._ref_responses is None:
-            self._ref_responses = reference_responses(self.session, stop)
+            self._ref_responses = reference_responses(session)
         if self._ref_responses is None:
             return found
         return replace(found, samples=[
