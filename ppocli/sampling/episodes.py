@@ -173,8 +173,7 @@ class EpisodeSampler:
             game.logprobs += out.logprobs[row, :len(ids)].tolist()
             game.values += out.values[row, :len(ids)].tolist()
             game.finished = bool(out.finished[row])
-        return decode_responses(self.tokenizer, before, out.ids, spec.stop_sequences,
-                                spec.min_new_tokens)
+        return decode_responses(self.tokenizer, before, out.ids, spec)
 
     def _answered(self, game: Game, text: str, answer: Answered) -> None:
         """Write down a turn and the answer to it; what the policy is to read next waits."""

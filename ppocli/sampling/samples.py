@@ -14,6 +14,7 @@ import torch
 
 from ppocli.episode import Episode
 from ppocli.models.layout import Sequences, joined_right, rows_of
+from ppocli.sampling.token_choice import SamplingSpec
 
 TokenRows = Sequence[Sequence[int]]
 """ids of several prompts, responses or contexts"""
@@ -133,16 +134,16 @@ def response_ids(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
 
 
 def decode_responses(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
-                     stop_sequences: Sequence[str] = (), min_new_tokens: int = 0) -> list[str]:
-    """The responses as text: without special tokens, trimmed at the first stop sequence that is
-    complete no sooner than with token ``min_new_tokens``.
+                     spec: SamplingSpec) -> list[str]:
+    """The responses as text: without special tokens, trimmed at the first stop sequence of ``spec``
+    that is complete no sooner than with its token ``min_new_tokens``.
 
     A response is decoded behind its prompt and the prompt's text is taken off again: tokenizers
     that mark words by a leading space would lose that space on a response decoded alone.
     """
-    early = [max(min_new_tokens - 1, 0)] * len(responses)
+    early = [max(spec.min_new_tokens - 1, 0)] * len(responses)
     return [text[:cut] for text, cut in
-            texts_and_stops(tokenizer, prompt_ids, responses, stop_sequences, early)]
+            texts_and_stops(tokenizer, prompt_ids, responses, spec.stop_sequences, early)]
 
 
 def texts_and_stops(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,

@@ -139,8 +139,7 @@ class SFTTask(supervised.SupervisedTask):
             self.sampler, self.passes, batch, self.eval_spec, EVALUATION,
             Speaker(self._acting.lm), stop, phase="evaluation", chunk=len(batch))))
         before = tokens if self.loaded.decoder_start is None else [list[int]() for _ in tokens]
-        texts = decode_responses(self.tokenizer, before, out.action_ids,
-                                 self.eval_spec.stop_sequences, self.eval_spec.min_new_tokens)
+        texts = decode_responses(self.tokenizer, before, out.action_ids, self.eval_spec)
         rows = [{"prompt": text, "response": response, "score": None, "kl": None,
                  "response_tokens": int(count), "finished": bool(ended)}
                 for text, response, count, ended in zip(
