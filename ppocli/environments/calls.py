@@ -14,7 +14,7 @@ import numpy as np
 
 from ppocli.config.schema import EnvConfig
 from ppocli.daemon import in_daemon
-from ppocli.data.prompt_set import PromptSet
+from ppocli.data.prompt_set import PromptBatch, PromptSet
 from ppocli.environments.resolve import EnvironmentClass
 from ppocli.episode import Step
 from ppocli.errors import RewardError
@@ -96,9 +96,7 @@ class Calls:
             RewardError: what the environment does then.
         """
         trial = Calls(self.what, replace(self.cfg, on_error="stop"), self.seed)
-        known = {"prompt": prompts.texts[0], "messages": prompts.messages[0] if prompts.messages
-                 else None, **{name: cells[0] for name, cells in prompts.columns.items()}}
-        begun, = trial.answers([Called(None, 0, 0, known)], USER)
+        begun, = trial.answers([Called(None, 0, 0, known_of(prompts, 0))], USER)
         trial.answers([Called(begun.environment, 0, 1, {"response": ""})], USER)
 
     def _together(self, calls: Sequence[Called], stream: int) -> list[Answered]:
@@ -191,6 +189,13 @@ class Calls:
                            f"{type(error).__name__}: {said(error)}{shown}", where=where,
                            fix="mend the environment; env.on_error=truncate ends such episodes "
                            "where they are, drop leaves them out, env.retries=N tries again")
+
+
+def known_of(prompts: PromptSet | PromptBatch, place: int) -> dict[str, Any]:
+    """What ``reset`` may ask for of the prompt at that place, beside random numbers."""
+    return {"prompt": prompts.texts[place],
+            "messages": prompts.messages[place] if prompts.messages else None,
+            **{name: cells[place] for name, cells in prompts.columns.items()}}
 
 
 async def _awaited(result: Any) -> Any:

@@ -15,7 +15,7 @@ import torch
 from ppocli.config.schema import EnvConfig
 from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.environments.calls import Answered, Called, Calls
+from ppocli.environments.calls import Answered, Called, Calls, known_of
 from ppocli.environments.wording import ChatWords, PlainWords, Said
 from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, Step, Turn
 from ppocli.errors import ConfigError, InputError
@@ -138,16 +138,12 @@ class EpisodeSampler:
         return settle
 
     def _begin(self, prompts: PromptBatch, stream: int) -> list[Game]:
-        messages = list[Any](prompts.messages) or [None] * len(prompts)
-        known = [{"prompt": prompts.texts[i], "messages": messages[i],
-                  **{name: cells[i] for name, cells in prompts.columns.items()}}
-                 for i in range(len(prompts))]
-        answers = self.calls.answers([Called(None, episode, 0, given) for episode, given in
-                                      zip(prompts.episodes, known, strict=True)], stream)
+        asked = [Called(None, episode, 0, known_of(prompts, i))
+                 for i, episode in enumerate(prompts.episodes)]
         games = []
-        for i, answer in enumerate(answers):
+        for i, answer in enumerate(self.calls.answers(asked, stream)):
             own = prompts.tokens[i][prompts.mask[i]].tolist()
-            ids, said = self.words.opening(own, messages[i], answer.told)
+            ids, said = self.words.opening(own, asked[i].given["messages"], answer.told)
             game = Game([*ids, *said.ids], len(ids), answer.environment, said.text)
             if game.room(self.cfg.max_tokens) < 1:
                 raise InputError(f"What reset says takes {len(said.ids)} tokens and leaves no room "
