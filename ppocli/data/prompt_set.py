@@ -34,8 +34,6 @@ class PromptBatch:
     """[B] the prompts as the reward sees them."""
     columns: dict[str, list[Any]]
     """metadata by column name, each of length B"""
-    indices: list[int]
-    """[B] position of each prompt in its prompt set"""
     episodes: list[int]
     """[B] number of the sample within the run; sampling noise is a function of it"""
     messages: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -56,7 +54,7 @@ class PromptBatch:
     def _taken(self, places: Sequence[int], skip: int) -> Self:
         index = torch.tensor(list(places), dtype=torch.int64)
         return replace(self, tokens=self.tokens[index, skip:], mask=self.mask[index, skip:],
-                       **_at(self, places, "indices", "episodes"))
+                       **_at(self, places, "episodes"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +94,7 @@ class PromptSet:
                               dtype=torch.int64).reshape(len(rows), width)
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         mask = torch.arange(width)[None, :] >= width - lengths[:, None]
-        return PromptBatch(tokens=tokens, mask=mask, indices=list(indices),
-                           episodes=list(episodes), **_at(self, indices))
+        return PromptBatch(tokens=tokens, mask=mask, episodes=list(episodes), **_at(self, indices))
 
     def rows(self, places: Sequence[int]) -> Self:
         """The prompts at ``places``, with what is said of the whole."""
@@ -216,9 +213,9 @@ def _order(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
            max_prompt_tokens: int, notes: list[str], whole: bool, num_eval: int = 0) -> PromptSet:
     columns = render.metadata(rows, spec)
-    conversations = render.prompt_cells(rows, spec) if spec.chat else []
-    encoded = render.encode(render.prompt_texts(rows, spec, tokenizer), spec, tokenizer, seed=seed,
-                            max_prompt_tokens=max_prompt_tokens, whole=whole)
+    cells = render.prompt_cells(rows, spec)
+    encoded = render.encode(render.prompt_texts(cells, rows, spec, tokenizer), spec, tokenizer,
+                            seed=seed, max_prompt_tokens=max_prompt_tokens, whole=whole)
     drops = spec.overlong == "drop"
     if not encoded.kept and encoded.overlong:
         raise InputError(f"All prompts are longer than {encoded.longest} tokens "
@@ -238,7 +235,7 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
     return PromptSet(
         token_ids=encoded.token_ids, texts=encoded.texts,
         columns={name: [cells[i] for i in encoded.kept] for name, cells in columns.items()},
-        messages=[conversations[i] for i in encoded.kept] if spec.chat else [],
+        messages=[cells[i] for i in encoded.kept] if spec.chat else [],
         notes=notes, warnings=() if not encoded.ended else (render.ends_in_eos(
             [rows[i] for i in encoded.ended], tokenizer.eos_token),),
         eval_rows=tuple(_spread([rows[i] for i in encoded.kept] if drops else rows, num_eval)))

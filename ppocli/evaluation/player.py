@@ -12,7 +12,7 @@ import torch
 
 from ppocli.config import keys, problems, schema
 from ppocli.data.files import Row
-from ppocli.data.render import prompt_texts
+from ppocli.data.render import prompt_cells, prompt_texts
 from ppocli.data.sources import training_spec
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 from ppocli.models.loading.language_model import LoadedLM, check_vocabulary, load_tokenizer
@@ -71,7 +71,7 @@ class Player:
                 for number, prompt in enumerate(prompts, start=1)]
         spec = training_spec(schema.PromptsConfig(items=list(prompts), chat=chat), None)
         try:
-            return prompt_texts(rows, spec, self.tokenizer)
+            return prompt_texts(prompt_cells(rows, spec), rows, spec, self.tokenizer)
         except InputError as error:
             # the message names the prompt; no key of a configuration brought it
             error.where = "--chat" if chat else None

@@ -16,6 +16,7 @@ from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import TokenRows, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.sampler import VllmSampler, sampling_params
+from ppocli.text import counted
 
 BATCH = 64
 """samples decoded together"""
@@ -116,10 +117,9 @@ def check_lengths(lm: Any, prompts: TokenRows, spec: SamplingSpec) -> None:
         taken = max(len(ids), spec.max_new_tokens) if apart else len(ids) + spec.max_new_tokens
         if limit is not None and taken > limit:
             which = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
-            tokens = f"{len(ids)} token{'s' if len(ids) > 1 else ''}"
-            raise ConfigError(f"{which} has {tokens}; with {spec.max_new_tokens} new ones they "
-                              f"exceed the model's {limit} positions.",
-                              fix="shorten the prompt or lower max_new_tokens")
+            raise ConfigError(f"{which} has {counted(len(ids), 'token')}; with "
+                              f"{spec.max_new_tokens} new ones they exceed the model's {limit} "
+                              "positions.", fix="shorten the prompt or lower max_new_tokens")
 
 
 def answer_prompts(decoder: Decoder, prompts: TokenRows, *, seed: int, num_samples: int = 1,

@@ -234,7 +234,7 @@ def test_batches_are_left_padded():
     assert batch.mask.dtype == torch.bool
     assert batch.texts == ["so", "the film was", "so"]
     assert batch.columns == {"n": [2, 3, 2]}
-    assert (batch.indices, batch.episodes) == ([1, 2, 1], [7, 8, 9])
+    assert batch.episodes == [7, 8, 9]
     assert prompts.batch([1], [0], pad_id=1).tokens.tolist() == [ids("so")]
 
 
