@@ -88,12 +88,7 @@ class PromptSet:
             episodes: [B] numbers of the samples within the run.
             pad_id: id in padded places; those are masked, so any valid id will do.
         """
-        rows = [self.token_ids[i] for i in indices]
-        width = max((len(row) for row in rows), default=0)
-        tokens = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows],
-                              dtype=torch.int64).reshape(len(rows), width)
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        mask = torch.arange(width)[None, :] >= width - lengths[:, None]
+        tokens, mask = padded_left([self.token_ids[i] for i in indices], pad_id)
         return PromptBatch(tokens=tokens, mask=mask, episodes=list(episodes), **_at(self, indices))
 
     def rows(self, places: Sequence[int]) -> Self:
@@ -112,6 +107,15 @@ class PromptSet:
         for i, ids in enumerate(self.token_ids):
             sha.update(_canonical_json([ids, [self.columns[name][i] for name in names]]))
         return sha.hexdigest()
+
+
+def padded_left(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, Q] ids and mask, padded on the left to the longest of B rows."""
+    width = max(map(len, rows), default=0)
+    tokens = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows],
+                          dtype=torch.int64).reshape(len(rows), width)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return tokens, torch.arange(width)[None, :] >= width - lengths[:, None]
 
 
 def _at(prompts: PromptBatch | PromptSet, places: Sequence[int], *more: str) -> dict[str, Any]:

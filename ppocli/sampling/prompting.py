@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from ppocli.data.prompt_set import padded_left
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.ppo.noise import USER, uniform
-from ppocli.sampling.conversation import padded_left
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import TokenRows, decode_responses
