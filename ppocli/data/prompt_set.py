@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ppocli.columns import rows_of
 from ppocli.config.schema import PromptsConfig
 from ppocli.data import render
 from ppocli.data.files import Row
@@ -44,17 +45,13 @@ class PromptBatch:
 
     def first(self, count: int) -> Self:
         """The first ``count`` rows, padding and all, which may be none."""
-        return self._taken(range(count), 0)
+        return type(self)(*rows_of(self, slice(count)))
 
     def rows(self, places: Sequence[int]) -> Self:
         """The rows at ``places``, with the padding that none of them needs cut off."""
-        longest = int(self.mask[list(places)].sum(1).max())
-        return self._taken(places, self.tokens.shape[1] - max(longest, 1))
-
-    def _taken(self, places: Sequence[int], skip: int) -> Self:
-        index = torch.tensor(list(places), dtype=torch.int64)
-        return replace(self, tokens=self.tokens[index, skip:], mask=self.mask[index, skip:],
-                       **_at(self, places, "episodes"))
+        some = type(self)(*rows_of(self, list(places)))
+        longest = max(int(some.mask.sum(1).max()), 1)
+        return replace(some, tokens=some.tokens[:, -longest:], mask=some.mask[:, -longest:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +64,7 @@ class PromptSet:
     """n prompts as the reward sees them: what the tokens say, without BOS"""
     columns: dict[str, list[Any]]
     """metadata by column name, each of length n"""
-    notes: list[str]
+    notes: tuple[str, ...]
     """sentences for the user about what was dropped, cut or ignored"""
     eval_rows: tuple[Row, ...] = ()
     """raw rows spread evenly over the set, at most ``prompts.eval.limit``, which become the
@@ -88,12 +85,13 @@ class PromptSet:
             episodes: [B] numbers of the samples within the run.
             pad_id: id in padded places; those are masked, so any valid id will do.
         """
-        tokens, mask = padded_left([self.token_ids[i] for i in indices], pad_id)
-        return PromptBatch(tokens=tokens, mask=mask, episodes=list(episodes), **_at(self, indices))
+        some = self.rows(indices)
+        tokens, mask = padded_left(some.token_ids, pad_id)
+        return PromptBatch(tokens, mask, some.texts, some.columns, list(episodes), some.messages)
 
     def rows(self, places: Sequence[int]) -> Self:
         """The prompts at ``places``, with what is said of the whole."""
-        return replace(self, **_at(self, places, "token_ids"))
+        return type(self)(*rows_of(self, list(places)))
 
     def digest(self) -> str:
         """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run sees the same.
@@ -116,15 +114,6 @@ def padded_left(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Ten
                           dtype=torch.int64).reshape(len(rows), width)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     return tokens, torch.arange(width)[None, :] >= width - lengths[:, None]
-
-
-def _at(prompts: PromptBatch | PromptSet, places: Sequence[int], *more: str) -> dict[str, Any]:
-    """What is known of the prompts at ``places``, by the names of the fields: what both kinds have,
-    and ``more``."""
-    lists = {name: getattr(prompts, name) for name in ("texts", "messages", *more)}
-    return {"columns": {name: [cells[i] for i in places]
-                        for name, cells in prompts.columns.items()},
-            **{name: [cells[i] for i in places] if cells else [] for name, cells in lists.items()}}
 
 
 def load_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int,
@@ -240,7 +229,7 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
         token_ids=encoded.token_ids, texts=encoded.texts,
         columns={name: [cells[i] for i in encoded.kept] for name, cells in columns.items()},
         messages=[cells[i] for i in encoded.kept] if spec.chat else [],
-        notes=notes, warnings=() if not encoded.ended else (render.ends_in_eos(
+        notes=tuple(notes), warnings=() if not encoded.ended else (render.ends_in_eos(
             [rows[i] for i in encoded.ended], tokenizer.eos_token),),
         eval_rows=tuple(_spread([rows[i] for i in encoded.kept] if drops else rows, num_eval)))
 
@@ -254,7 +243,7 @@ def _bos_set(tokenizer: Any, n: int) -> PromptSet:
                          "token to start from.", where="prompts.path=null",
                          fix="prompts.path=FILE or prompts.items=[...]")
     return PromptSet(token_ids=[[token]] * n, texts=[""] * n, columns={},
-                     notes=[f"no prompts were given: every response starts from {name} alone"])
+                     notes=(f"no prompts were given: every response starts from {name} alone",))
 
 
 def _spread(rows: list[Row], most: int) -> list[Row]:

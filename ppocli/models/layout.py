@@ -10,12 +10,13 @@ the decoder reads its start token and the response.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
+from ppocli.columns import rows_of
 from ppocli.parallel.backend import to_device
 
 PACK_ABOVE = 0.03
@@ -96,21 +97,6 @@ class Sequences:
                                  torch.cat([prompt_mask, response_mask], dim=1))
         return Sequences(tokens, before + said, (before[:, None] + places) * response_mask,
                          response_mask)
-
-
-def rows_of(record: Any, index: Any) -> Iterator[Any]:
-    """The fields of a record of samples, of those at ``index`` (a slice, or a list or a tensor of
-    places) alone: of its tensors, lists and mappings, and of the records in it."""
-    def some(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: some(part) for name, part in value.items()}
-        if isinstance(value, list):
-            return [value[i] for i in torch.arange(len(value))[index].tolist()] if value else []
-        if isinstance(value, torch.Tensor):
-            return value[index]
-        return value.rows(index) if hasattr(value, "rows") else value
-
-    return (some(getattr(record, f.name)) for f in fields(record))
 
 
 def joined_right(parts: list[Any]) -> Any:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from ppocli.columns import rows_of
 from ppocli.episode import Episode
-from ppocli.models.layout import Sequences, joined_right, rows_of
+from ppocli.models.layout import Sequences, joined_right
 from ppocli.sampling.token_choice import SamplingSpec
 
 TokenRows = Sequence[Sequence[int]]

@@ -133,7 +133,7 @@ class SFTTask(supervised.SupervisedTask):
             return []
         mine, own = self.backend.ranks.share(self.asked)
         tokens = [self.val.prompt_tokens(i) for i in mine]
-        batch = PromptSet(tokens, [self.val.prompts[i] for i in mine], {}, []).batch(
+        batch = PromptSet(tokens, [self.val.prompts[i] for i in mine], {}, ()).batch(
             range(len(mine)), mine, self.tokenizer.pad_token_id)
         out = Samples.joined(list(sample_chunks(
             self.sampler, self.passes, batch, self.eval_spec, EVALUATION,

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from ppocli.columns import rows_of
 from ppocli.config.schema import PPOConfig
 from ppocli.data import data_set, prompt_set
 from ppocli.episode import Episode, turn_numbers
 from ppocli.models.head import HeadWeights
-from ppocli.models.layout import Sequences, joined_right, rows_of
+from ppocli.models.layout import Sequences, joined_right
 from ppocli.ppo.shaping import RunningMoments
 
 
