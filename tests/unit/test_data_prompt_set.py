@@ -316,6 +316,9 @@ def test_own_sources(tmp_path):
     assert evaluation.notes == ("1 prompt was blank: dropped",)
     _, evaluation = load_both(PromptsConfig(path=str(train), eval=own), eval_items=["it is"])
     assert evaluation.texts == ["it is"]
+    with pytest.raises(ConfigError, match="must be a list") as caught:
+        load_both(PromptsConfig(path=str(train)), eval_items="it is")
+    assert caught.value.where == "prompts.eval.items"
     own = EvalPromptsConfig(items=["it is", "so good"], limit=1)
     _, evaluation = load_both(PromptsConfig(path=str(train), limit=3, eval=own))
     assert evaluation.texts == ["it is"]

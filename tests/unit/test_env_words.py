@@ -94,6 +94,15 @@ def test_an_environment_of_trl_s_runs_unchanged():
     assert one.environment.own.found == 1
 
 
+def test_an_environment_of_trl_s_may_have_an_async_tool_called_step():
+    cfg = EnvConfig(fn="played:Walk", adapter="trl")
+    calls = Calls(resolve(cfg, []), cfg, seed=0)
+    one, = calls.answers([Called(None, 0, 0, {"prompt": "p", "messages": None})], 1)
+    call = '<tool_call>{"name": "step", "arguments": {"way": "north"}}</tool_call>'
+    told = stepped(calls, [one.environment], 1, call)[0].told
+    assert told.observation == [{"role": "tool", "name": "step", "content": "you went north"}]
+
+
 def test_an_agent_s_file_is_read_without_openrlhf(tmp_path, monkeypatch):
     (tmp_path / "agent.py").write_text(
         "from openrlhf.utils.agent import AgentInstanceBase, MultiTurnAgentExecutor\n"
