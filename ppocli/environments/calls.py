@@ -16,6 +16,7 @@ from ppocli.config.schema import EnvConfig
 from ppocli.daemon import in_daemon
 from ppocli.data.prompt_set import PromptBatch, PromptSet
 from ppocli.environments.resolve import EnvironmentClass
+from ppocli.environments.wording import can_be_said
 from ppocli.episode import Step
 from ppocli.errors import RewardError
 from ppocli.ppo.noise import USER
@@ -217,9 +218,7 @@ def as_step(result: Any) -> Step:
     if not math.isfinite(reward) or abs(reward) > 3e38:
         raise ValueError(f"the reward is {reward:g}, which is no finite number")
     observation = result.observation
-    if not (observation is None or isinstance(observation, str) or (
-            isinstance(observation, (list, tuple))
-            and all(isinstance(one, Mapping) and "content" in one for one in observation))):
+    if not can_be_said(observation):
         raise TypeError(f"the observation is {shorten(repr(observation))}, neither text nor "
                         "messages")
     return Step(observation or None, reward, bool(result.done), getattr(result, "failed", None))
