@@ -71,9 +71,8 @@ class HttpReward:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
             raise resolve.wrong_argument("timeout", timeout, "seconds above 0")
         self.url, self.told_as = url, f"http {url}"
-        self.timeout, self.retries = float(timeout), retries
-        self.concurrency, self.batch_size = concurrency, batch_size
-        self._client = Client(url, timeout=self.timeout, keep=concurrency,
+        self.retries, self.concurrency, self.batch_size = retries, concurrency, batch_size
+        self._client = Client(url, timeout=float(timeout), keep=concurrency,
                               headers=_secret_headers(token_env, headers))
         # any answer will do: that the server is missing is told before models are loaded
         self._patiently("GET", any_status=True)
