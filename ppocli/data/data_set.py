@@ -30,7 +30,7 @@ class _Rows:
 
     def rows(self, places: Sequence[int]) -> Self:
         """Those at ``places``, with what is said of the whole."""
-        return type(self)(*rows_of(self, places))
+        return rows_of(self, places)
 
     def split_off(self, share: float, seed: int) -> tuple[Self, Self]:
         """The rows to train on and those held back, ``share`` of them, rounded. Which those are is

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, time
 from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ppocli.columns import rows_of
+from ppocli.columns import joined, rows_of
 from ppocli.config.schema import PromptsConfig
 from ppocli.data import render
 from ppocli.data.files import Row
@@ -45,13 +45,25 @@ class PromptBatch:
 
     def first(self, count: int) -> Self:
         """The first ``count`` rows, padding and all, which may be none."""
-        return type(self)(*rows_of(self, slice(count)))
+        return rows_of(self, slice(count))
 
     def rows(self, places: Sequence[int]) -> Self:
         """The rows at ``places``, with the padding that none of them needs cut off."""
-        some = type(self)(*rows_of(self, list(places)))
+        some = rows_of(self, list(places))
         longest = max(int(some.mask.sum(1).max()), 1)
         return replace(some, tokens=some.tokens[:, -longest:], mask=some.mask[:, -longest:])
+
+
+    @staticmethod
+    def joined(parts: "Sequence[PromptBatch]") -> "PromptBatch":
+        """The rows of several, padded to the widest."""
+        width = max(part.tokens.shape[1] for part in parts)
+        return joined([part._widened(width - part.tokens.shape[1]) for part in parts])
+
+    def _widened(self, columns: int) -> Self:
+        """With so many more columns of padding."""
+        pad = partial(torch.nn.functional.pad, pad=(columns, 0))
+        return replace(self, tokens=pad(self.tokens), mask=pad(self.mask))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +103,7 @@ class PromptSet:
 
     def rows(self, places: Sequence[int]) -> Self:
         """The prompts at ``places``, with what is said of the whole."""
-        return type(self)(*rows_of(self, list(places)))
+        return rows_of(self, list(places))
 
     def digest(self) -> str:
         """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run sees the same.

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ppocli.columns import rows_of
+from ppocli.columns import joined, rows_of
 from ppocli.episode import Episode
-from ppocli.models.layout import Sequences, joined_right
+from ppocli.models.layout import Sequences
 from ppocli.sampling.token_choice import SamplingSpec
 
 TokenRows = Sequence[Sequence[int]]
@@ -85,7 +85,7 @@ class Samples:
 
     def rows(self, index: Any) -> Samples:
         """The samples at ``index`` (a slice or a tensor of places), padding and all."""
-        return Samples(*rows_of(self, index))
+        return rows_of(self, index)
 
     def only(self, kept: torch.Tensor) -> Samples:
         """The same samples with only some of their actions, whose tokens the others stay in.
@@ -103,12 +103,7 @@ class Samples:
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
         """The samples of several, padded to the widest; without states of layers."""
-        found: dict[str, Any] = {name: joined_right([getattr(part, name) for part in parts])
-                                 for name in ("logprobs", "values", "finished")}
-        episodes = None if parts[0].episodes is None else [
-            episode for part in parts for episode in part.episodes or ()]
-        return Samples(Sequences.joined([part.sequences for part in parts]), **found,
-                       episodes=episodes)
+        return joined([replace(part, frozen_states=None) for part in parts])
 
 
 def single_turn(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation,

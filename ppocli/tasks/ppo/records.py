@@ -4,18 +4,17 @@ steps."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from itertools import chain
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
-from ppocli.columns import rows_of
+from ppocli.columns import joined, rows_of
 from ppocli.config.schema import PPOConfig
 from ppocli.data import data_set, prompt_set
 from ppocli.episode import Episode, turn_numbers
 from ppocli.models.head import HeadWeights
-from ppocli.models.layout import Sequences, joined_right
+from ppocli.models.layout import Sequences
 from ppocli.ppo.shaping import RunningMoments
 
 
@@ -133,8 +132,7 @@ class Rollout:
         if any(part.dense is not None for part in parts):
             parts = [part if part.dense is not None else replace(part, dense=part._on_last())
                      for part in parts]
-        return Rollout(*(_joined([getattr(part, f.name) for part in parts])
-                         for f in fields(Rollout)))
+        return joined(parts)
 
     def _on_last(self) -> torch.Tensor:
         """[B, R] the scores on the last tokens, as dense rewards have them."""
@@ -148,26 +146,7 @@ class Rollout:
 
     def rows(self, order: list[int]) -> Rollout:
         """The samples at these places, without any that wait."""
-        return Rollout(*rows_of(replace(self, waiting={}), order))
-
-
-def _joined(values: list[Any]) -> Any:
-    """One field of several rollouts; of what isn't one per sample, the first."""
-    first = values[0]
-    if isinstance(first, prompt_set.PromptBatch):
-        width = max(one.tokens.shape[1] for one in values)
-        parts = [replace(one, **{name: torch.nn.functional.pad(
-            getattr(one, name), (width - one.tokens.shape[1], 0)) for name in ("tokens", "mask")})
-            for one in values]
-        return prompt_set.PromptBatch(*(_joined([getattr(one, f.name) for one in parts])
-                                        for f in fields(prompt_set.PromptBatch)))
-    if isinstance(first, Sequences):
-        return Sequences.joined(values)
-    if isinstance(first, dict):
-        return {name: _joined([value[name] for value in values]) for name in first}
-    if isinstance(first, list):
-        return list(chain.from_iterable(values))
-    return joined_right(values) if isinstance(first, torch.Tensor) else first
+        return rows_of(replace(self, waiting={}), order)
 
 
 @dataclass(frozen=True, slots=True)
