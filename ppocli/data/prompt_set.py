@@ -239,7 +239,7 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
     render.note_count(notes, same, "{was} the same as an earlier one: kept")
     return PromptSet(
         token_ids=encoded.token_ids, texts=encoded.texts,
-        columns={name: [cells[i] for i in encoded.kept] for name, cells in columns.items()},
+        columns={name: [values[i] for i in encoded.kept] for name, values in columns.items()},
         messages=[cells[i] for i in encoded.kept] if spec.chat else [],
         notes=tuple(notes), warnings=() if not encoded.ended else (render.ends_in_eos(
             [rows[i] for i in encoded.ended], tokenizer.eos_token),),
