@@ -133,6 +133,21 @@ class Lookup:
         return f"{name} is good"
 
 
+class Walk:
+    """An environment of TRL's with an async tool whose name is that of our own method."""
+
+    def reset(self, **row):
+        return None
+
+    async def step(self, way: str) -> str:
+        """Go on.
+
+        Args:
+            way: whereto.
+        """
+        return f"you went {way}"
+
+
 def found(completions, environments, **_):
     """A reward in TRL's way."""
     return [float(one.found) for one in environments]

@@ -2,18 +2,19 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from helpers import mask_of, save_lm, write_prompts
 
+from ppocli.columns import joined
 from ppocli.config.schema import TrainConfig
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.estimate.check import Estimate, estimate
 from ppocli.estimate.parts import models_of
-from ppocli.models.layout import Sequences, joined_right
+from ppocli.models.layout import Sequences
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling import token_graph
@@ -213,9 +214,8 @@ def generate(lm: Any, tokens: Any, mask: Any, spec: SamplingSpec, noise: Any, *,
                        at_once=at_once, chunk=chunk):
         ready(part)
         parts.append(part)
-    return parts[0] if len(parts) == 1 else Generation(*(
-        joined_right([getattr(part, name) for part in parts])
-        for name in ("tokens", "mask", "logprobs", "values", "finished")))
+    return parts[0] if len(parts) == 1 else joined([
+        replace(part, frozen_states=None) for part in parts])
 
 
 def state_now(session: Session) -> TrainState:

@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from ppocli.columns import rows_of
 from ppocli.errors import InputError
 from ppocli.text import counted
 
@@ -29,11 +30,7 @@ class _Rows:
 
     def rows(self, places: Sequence[int]) -> Self:
         """Those at ``places``, with what is said of the whole."""
-        columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        picked: dict[str, Any] = {name: [values[i] for i in places]
-                                  for name, values in columns.items()
-                                  if isinstance(values, list) and values}
-        return replace(self, **picked)
+        return rows_of(self, places)
 
     def split_off(self, share: float, seed: int) -> tuple[Self, Self]:
         """The rows to train on and those held back, ``share`` of them, rounded. Which those are is

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import date, time
 from decimal import Decimal
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ppocli.columns import joined, rows_of
 from ppocli.config.schema import PromptsConfig
 from ppocli.data import render
 from ppocli.data.files import Row
@@ -34,8 +35,6 @@ class PromptBatch:
     """[B] the prompts as the reward sees them."""
     columns: dict[str, list[Any]]
     """metadata by column name, each of length B"""
-    indices: list[int]
-    """[B] position of each prompt in its prompt set"""
     episodes: list[int]
     """[B] number of the sample within the run; sampling noise is a function of it"""
     messages: list[list[dict[str, Any]]] = field(default_factory=list)
@@ -46,17 +45,25 @@ class PromptBatch:
 
     def first(self, count: int) -> Self:
         """The first ``count`` rows, padding and all, which may be none."""
-        return self._taken(range(count), 0)
+        return rows_of(self, slice(count))
 
     def rows(self, places: Sequence[int]) -> Self:
         """The rows at ``places``, with the padding that none of them needs cut off."""
-        longest = int(self.mask[list(places)].sum(1).max())
-        return self._taken(places, self.tokens.shape[1] - max(longest, 1))
+        some = rows_of(self, list(places))
+        longest = max(int(some.mask.sum(1).max()), 1)
+        return replace(some, tokens=some.tokens[:, -longest:], mask=some.mask[:, -longest:])
 
-    def _taken(self, places: Sequence[int], skip: int) -> Self:
-        index = torch.tensor(list(places), dtype=torch.int64)
-        return replace(self, tokens=self.tokens[index, skip:], mask=self.mask[index, skip:],
-                       **_at(self, places, "indices", "episodes"))
+
+    @staticmethod
+    def joined(parts: "Sequence[PromptBatch]") -> "PromptBatch":
+        """The rows of several, padded to the widest."""
+        width = max(part.tokens.shape[1] for part in parts)
+        return joined([part._widened(width - part.tokens.shape[1]) for part in parts])
+
+    def _widened(self, columns: int) -> Self:
+        """With so many more columns of padding."""
+        pad = partial(torch.nn.functional.pad, pad=(columns, 0))
+        return replace(self, tokens=pad(self.tokens), mask=pad(self.mask))
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +76,7 @@ class PromptSet:
     """n prompts as the reward sees them: what the tokens say, without BOS"""
     columns: dict[str, list[Any]]
     """metadata by column name, each of length n"""
-    notes: list[str]
+    notes: tuple[str, ...]
     """sentences for the user about what was dropped, cut or ignored"""
     eval_rows: tuple[Row, ...] = ()
     """raw rows spread evenly over the set, at most ``prompts.eval.limit``, which become the
@@ -90,18 +97,13 @@ class PromptSet:
             episodes: [B] numbers of the samples within the run.
             pad_id: id in padded places; those are masked, so any valid id will do.
         """
-        rows = [self.token_ids[i] for i in indices]
-        width = max((len(row) for row in rows), default=0)
-        tokens = torch.tensor([[pad_id] * (width - len(row)) + row for row in rows],
-                              dtype=torch.int64).reshape(len(rows), width)
-        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        mask = torch.arange(width)[None, :] >= width - lengths[:, None]
-        return PromptBatch(tokens=tokens, mask=mask, indices=list(indices),
-                           episodes=list(episodes), **_at(self, indices))
+        some = self.rows(indices)
+        tokens, mask = padded_left(some.token_ids, pad_id)
+        return PromptBatch(tokens, mask, some.texts, some.columns, list(episodes), some.messages)
 
     def rows(self, places: Sequence[int]) -> Self:
         """The prompts at ``places``, with what is said of the whole."""
-        return replace(self, **_at(self, places, "token_ids"))
+        return rows_of(self, list(places))
 
     def digest(self) -> str:
         """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run sees the same.
@@ -117,13 +119,13 @@ class PromptSet:
         return sha.hexdigest()
 
 
-def _at(prompts: PromptBatch | PromptSet, places: Sequence[int], *more: str) -> dict[str, Any]:
-    """What is known of the prompts at ``places``, by the names of the fields: what both kinds have,
-    and ``more``."""
-    lists = {name: getattr(prompts, name) for name in ("texts", "messages", *more)}
-    return {"columns": {name: [cells[i] for i in places]
-                        for name, cells in prompts.columns.items()},
-            **{name: [cells[i] for i in places] if cells else [] for name, cells in lists.items()}}
+def padded_left(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, Q] ids and mask, padded on the left to the longest of B rows."""
+    width = max(map(len, rows), default=0)
+    tokens = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows],
+                          dtype=torch.int64).reshape(len(rows), width)
+    lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+    return tokens, torch.arange(width)[None, :] >= width - lengths[:, None]
 
 
 def load_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prompt_tokens: int,
@@ -216,9 +218,9 @@ def _order(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
            max_prompt_tokens: int, notes: list[str], whole: bool, num_eval: int = 0) -> PromptSet:
     columns = render.metadata(rows, spec)
-    conversations = render.prompt_cells(rows, spec) if spec.chat else []
-    encoded = render.encode(render.prompt_texts(rows, spec, tokenizer), spec, tokenizer, seed=seed,
-                            max_prompt_tokens=max_prompt_tokens, whole=whole)
+    cells = render.prompt_cells(rows, spec)
+    encoded = render.encode(render.prompt_texts(cells, rows, spec, tokenizer), spec, tokenizer,
+                            seed=seed, max_prompt_tokens=max_prompt_tokens, whole=whole)
     drops = spec.overlong == "drop"
     if not encoded.kept and encoded.overlong:
         raise InputError(f"All prompts are longer than {encoded.longest} tokens "
@@ -237,9 +239,9 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
     render.note_count(notes, same, "{was} the same as an earlier one: kept")
     return PromptSet(
         token_ids=encoded.token_ids, texts=encoded.texts,
-        columns={name: [cells[i] for i in encoded.kept] for name, cells in columns.items()},
-        messages=[conversations[i] for i in encoded.kept] if spec.chat else [],
-        notes=notes, warnings=() if not encoded.ended else (render.ends_in_eos(
+        columns={name: [values[i] for i in encoded.kept] for name, values in columns.items()},
+        messages=[cells[i] for i in encoded.kept] if spec.chat else [],
+        notes=tuple(notes), warnings=() if not encoded.ended else (render.ends_in_eos(
             [rows[i] for i in encoded.ended], tokenizer.eos_token),),
         eval_rows=tuple(_spread([rows[i] for i in encoded.kept] if drops else rows, num_eval)))
 
@@ -253,7 +255,7 @@ def _bos_set(tokenizer: Any, n: int) -> PromptSet:
                          "token to start from.", where="prompts.path=null",
                          fix="prompts.path=FILE or prompts.items=[...]")
     return PromptSet(token_ids=[[token]] * n, texts=[""] * n, columns={},
-                     notes=[f"no prompts were given: every response starts from {name} alone"])
+                     notes=(f"no prompts were given: every response starts from {name} alone",))
 
 
 def _spread(rows: list[Row], most: int) -> list[Row]:

@@ -114,14 +114,12 @@ def metadata(rows: Sequence[Row], spec: Source) -> dict[str, list[Any]]:
     return {name: [row.values.get(name) for row in rows] for name in wanted}
 
 
-def prompt_texts(rows: Sequence[Row], spec: Source, tokenizer: Any) -> list[str]:
-    """The text of each row's prompt after first words, template and chat template.
-
-    ``first_words`` joins the words by one space, as trlX's sentiment example does
-    (``examples/ppo_sentiments.py``).
+def prompt_texts(cells: Sequence[Any], rows: Sequence[Row], spec: Source, tokenizer: Any
+                 ) -> list[str]:
+    """The text of each row's prompt, made of what :func:`prompt_cells` gives for it by the chat
+    template.
 
     Raises:
-        ConfigError: the template is malformed or names a column that does not exist.
         InputError: the tokenizer has no chat template, or it refuses the messages of a row.
     """
     if spec.chat and not getattr(tokenizer, "chat_template", None):
@@ -130,15 +128,20 @@ def prompt_texts(rows: Sequence[Row], spec: Source, tokenizer: Any) -> list[str]
                              "expects a form), or model.tokenizer_path= a tokenizer that has one")
     return [encodable(cell if isinstance(cell, str) else rendered_chat(
         cell, row.place, tokenizer, prompt=True, where=f"{spec.key}.chat=true"), row, spec)
-            for row, cell in zip(rows, prompt_cells(rows, spec), strict=True)]
+            for row, cell in zip(rows, cells, strict=True)]
 
 
 def prompt_cells(rows: Sequence[Row], spec: Source) -> list[Any]:
     """Each row's prompt after first words and template, before the chat template: a text, or with
     ``chat`` a conversation, a list of messages.
 
+    ``first_words`` joins the words by one space, as trlX's sentiment example does
+    (``examples/ppo_sentiments.py``).
+
     Raises:
-        ConfigError, InputError: as :func:`prompt_texts`.
+        ConfigError: the template is malformed or names a column that does not exist.
+        InputError: first words or a template are asked for, and a row holds messages; or the
+            template needs a cell that is empty.
     """
     pieces = None if spec.template is None else parse_template(spec, column_names(rows))
     cells: list[Any] = []

@@ -76,7 +76,8 @@ def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Sourc
              if value is not None and name != "repeat"}
     return Source(key="prompts.eval", split_asked=own.split is not None,
                   path_key="prompts.path" if own.path is None else "prompts.eval.path",
-                  **vars(cfg) | given | {"items": as_list(items), "path": path})
+                  **vars(cfg) | given | {"path": path, "items": as_list(
+                      items, where="prompts.eval.items")})
 
 
 def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.items"

@@ -150,7 +150,3 @@ def openrlhf_names() -> Iterator[None]:
     finally:
         for name in names:
             del sys.modules[name]
-
-
-ADAPTERS: Mapping[str, Callable[[Any], Any]] = {"trl": TRLPlay, "openrlhf": OpenRLHFPlay}
-"""by the name that ``env.adapter`` gives them"""

@@ -14,8 +14,9 @@ import numpy as np
 
 from ppocli.config.schema import EnvConfig
 from ppocli.daemon import in_daemon
-from ppocli.data.prompt_set import PromptSet
+from ppocli.data.prompt_set import PromptBatch, PromptSet
 from ppocli.environments.resolve import EnvironmentClass
+from ppocli.environments.wording import can_be_said
 from ppocli.episode import Step
 from ppocli.errors import RewardError
 from ppocli.ppo.noise import USER
@@ -96,9 +97,7 @@ class Calls:
             RewardError: what the environment does then.
         """
         trial = Calls(self.what, replace(self.cfg, on_error="stop"), self.seed)
-        known = {"prompt": prompts.texts[0], "messages": prompts.messages[0] if prompts.messages
-                 else None, **{name: cells[0] for name, cells in prompts.columns.items()}}
-        begun, = trial.answers([Called(None, 0, 0, known)], USER)
+        begun, = trial.answers([Called(None, 0, 0, known_of(prompts, 0))], USER)
         trial.answers([Called(begun.environment, 0, 1, {"response": ""})], USER)
 
     def _together(self, calls: Sequence[Called], stream: int) -> list[Answered]:
@@ -193,6 +192,13 @@ class Calls:
                            "where they are, drop leaves them out, env.retries=N tries again")
 
 
+def known_of(prompts: PromptSet | PromptBatch, place: int) -> dict[str, Any]:
+    """What ``reset`` may ask for of the prompt at that place, beside random numbers."""
+    return {"prompt": prompts.texts[place],
+            "messages": prompts.messages[place] if prompts.messages else None,
+            **{name: cells[place] for name, cells in prompts.columns.items()}}
+
+
 async def _awaited(result: Any) -> Any:
     return await result
 
@@ -212,9 +218,7 @@ def as_step(result: Any) -> Step:
     if not math.isfinite(reward) or abs(reward) > 3e38:
         raise ValueError(f"the reward is {reward:g}, which is no finite number")
     observation = result.observation
-    if not (observation is None or isinstance(observation, str) or (
-            isinstance(observation, (list, tuple))
-            and all(isinstance(one, Mapping) and "content" in one for one in observation))):
+    if not can_be_said(observation):
         raise TypeError(f"the observation is {shorten(repr(observation))}, neither text nor "
                         "messages")
     return Step(observation or None, reward, bool(result.done), getattr(result, "failed", None))

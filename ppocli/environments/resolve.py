@@ -79,7 +79,6 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
                                 tools=functions)
     located, = found
     cls: Any = located.target
-    wrap = adapters.ADAPTERS.get(cfg.adapter or "")
     where = f"env.fn={cfg.fn}"
     if not inspect.isclass(cls):
         raise RewardError(f"{located.label} is no class.", where=where,
@@ -99,9 +98,11 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
     plain = EnvironmentClass(located.label, located.file, partial(cls, **cfg.kwargs),
                              waits=inspect.iscoroutinefunction(step),
                              deterministic=bool(getattr(cls, "deterministic", True)))
-    if wrap is not None:
-        return replace(plain, make=lambda: wrap(plain.make()),
-                       tools=adapters.tools_of(cls) if cfg.adapter == "trl" else ())
+    if cfg.adapter == "trl":  # of whose methods a tool may be called step
+        return replace(plain, make=lambda: adapters.TRLPlay(plain.make()), waits=False,
+                       tools=adapters.tools_of(cls))
+    if cfg.adapter == "openrlhf":
+        return replace(plain, make=lambda: adapters.OpenRLHFPlay(plain.make()))
     return replace(plain, reset_names=_reset_names(cls, located, columns),
                    step_takes_rng="rng" in inspect.signature(step).parameters)
 

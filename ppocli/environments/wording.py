@@ -1,11 +1,12 @@
 """What environments say, as token ids behind what is there. Nothing is encoded again: what the
 policy said stays the ids that it sampled."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ppocli.errors import InputError, RewardError
+from ppocli.user_code import shorten
 
 _ASKED = [{"role": "user", "content": "a question"}]
 _SAID = [{"role": "assistant", "content": "<think>\nwords\n</think>\n\nan answer"}]
@@ -82,19 +83,25 @@ class ChatWords:
 
     def opening(self, prompt: list[int], messages: Any, said: Any) -> tuple[list[int], Said]:
         """The prompt's ids, rendered anew with what ``reset`` says: text goes to the end of the
-        last message, messages follow it."""
+        last message, messages follow it.
+
+        Raises:
+            RewardError: it is neither.
+        """
         if said is None and not self.tools:
             return prompt, Said([])
-        told, text = list(messages), ""
-        if isinstance(said, str):
-            text = said
-            told[-1] = {**told[-1], "content": f"{told[-1]['content']}{said}"}
-        elif said is not None:
-            told += said
-            text = text_of(said)
-        return self._ids(self._render(told, ask=True)), Said([], text)
+        if not can_be_said(said):
+            raise RewardError(f"reset returned {shorten(repr(said))}, neither text nor messages.",
+                              where="env.fn", fix="return a text, or a list of {role, content} "
+                              "messages")
+        if not isinstance(said, str):
+            added = list(said or ())
+            return self._ids(self._render([*messages, *added], ask=True)), Said([], text_of(added))
+        *before, last = messages
+        told = {**last, "content": f"{last['content']}{said}"}
+        return self._ids(self._render([*before, told], ask=True)), Said([], said)
 
-    def between(self, said: Any, *, ended: bool = True, last: int | None = None) -> Said:
+    def between(self, said: Any, *, ended: bool, last: int) -> Said:
         """As :meth:`PlainWords.between`: the end of the policy's own message, as far as it has not
         said it itself, the observation, and the beginning of the policy's next one."""
         messages = [] if said is None else (
@@ -102,8 +109,15 @@ class ChatWords:
         whole = self._render([*_ASKED, *_SAID, *messages], ask=True)
         before = self._render(_ASKED, ask=True) + _SAID[0]["content"]
         rest = whole[len(before):]
-        own = "" if last is None or not ended else self.tokenizer.decode([last])
-        return Said(self._ids(rest.removeprefix(own) if own else rest), text_of(messages))
+        own = self.tokenizer.decode([last]) if ended else ""
+        return Said(self._ids(rest.removeprefix(own)), text_of(messages))
+
+
+def can_be_said(value: Any) -> bool:
+    """Whether it is what an environment may say: a text, messages, or nothing."""
+    return value is None or isinstance(value, str) or (
+        isinstance(value, (list, tuple))
+        and all(isinstance(one, Mapping) and "content" in one for one in value))
 
 
 def text_of(messages: Sequence[Any]) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from ppocli.config import keys, problems, schema
 from ppocli.data.files import Row
-from ppocli.data.render import prompt_texts
+from ppocli.data.render import prompt_cells, prompt_texts
 from ppocli.data.sources import training_spec
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 from ppocli.models.loading.language_model import LoadedLM, check_vocabulary, load_tokenizer
@@ -21,6 +21,7 @@ from ppocli.parallel.backend import Backend
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import Reward, build_reward
 from ppocli.sampling import decoding, sampler
+from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
 from ppocli.sampling.token_choice import SAMPLING_KEYS
 from ppocli.sampling.vllm.sampler import VllmSampler
@@ -70,7 +71,7 @@ class Player:
                 for number, prompt in enumerate(prompts, start=1)]
         spec = training_spec(schema.PromptsConfig(items=list(prompts), chat=chat), None)
         try:
-            return prompt_texts(rows, spec, self.tokenizer)
+            return prompt_texts(prompt_cells(rows, spec), rows, spec, self.tokenizer)
         except InputError as error:
             # the message names the prompt; no key of a configuration brought it
             error.where = "--chat" if chat else None
@@ -106,10 +107,10 @@ class Player:
             OutOfMemoryError: a batch doesn't fit the device.
         """
         spec, *_ = sampling_specs(generation, self.tokenizer, self.loaded)
-        made = answer_prompts(self.loaded.lm, self.tokenizer, prompts, spec, seed=seed,
-                              num_samples=num_samples, first=first, batch=batch, poll=poll,
-                              show=show, start=self.loaded.decoder_start, servers=self.servers,
-                              records=self.records)
+        decoder = Decoder(self.loaded.lm, spec, self.tokenizer, self.loaded.decoder_start,
+                          poll=poll, records=self.records)
+        made = answer_prompts(decoder, prompts, seed=seed, num_samples=num_samples, first=first,
+                              batch=batch, show=show, servers=self.servers)
         try:
             yield from sampler.stepped(made, self.autocast)
         except torch.OutOfMemoryError as error:

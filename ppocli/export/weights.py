@@ -200,7 +200,7 @@ def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_co
     """
     import torch
 
-    from ppocli.models.loading.language_model import load_lm, load_tokenizer
+    from ppocli.models.loading.language_model import load_lm, load_tokenizer, merged
     from ppocli.training.saved_model import SavedModel
 
     if not torch.cuda.is_available():
@@ -208,12 +208,11 @@ def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_co
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     cfg = ModelConfig(path=str(source), trust_remote_code=trust_remote_code)
     loaded = load_lm(cfg)
-    assert loaded.adapter is not None
     tokenizer = load_tokenizer(cfg)
     ids = prompt_ids(tokenizer, prompts)
     expected = logits_of(loaded.lm, ids)
     check()
-    lm = loaded.adapter.model.merge_and_unload()
+    lm = merged(loaded).lm
     worst = largest_difference(expected, logits_of(lm, ids))
     if not worst <= _MERGED_TOLERANCE:
         raise CheckpointError(f"The merged model's logits are off by {worst:.3g} (relative RMS; "

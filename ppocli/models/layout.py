@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ppocli.columns import joined, rows_of
 from ppocli.parallel.backend import to_device
 
 PACK_ABOVE = 0.03
@@ -63,13 +64,12 @@ class Sequences:
 
     def rows(self, index: Any) -> Sequences:
         """The samples at ``index`` (a slice or a tensor of places), padding and all."""
-        return Sequences(*rows_of(self, index))
+        return rows_of(self, index)
 
     @staticmethod
     def joined(parts: Sequence[Sequences]) -> Sequences:
         """The samples of several, padded to the widest."""
-        return Sequences(*(joined_right([getattr(part, f.name) for part in parts])
-                           for f in fields(Sequences)))
+        return joined(parts)
 
     @staticmethod
     def of_responses(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
@@ -98,21 +98,6 @@ class Sequences:
                          response_mask)
 
 
-def rows_of(record: Any, index: Any) -> Iterator[Any]:
-    """The fields of a record of samples, of those at ``index`` (a slice, or a list or a tensor of
-    places) alone: of its tensors, lists and mappings, and of the records in it."""
-    def some(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: some(part) for name, part in value.items()}
-        if isinstance(value, list):
-            return [value[i] for i in torch.arange(len(value))[index].tolist()] if value else []
-        if isinstance(value, torch.Tensor):
-            return value[index]
-        return value.rows(index) if hasattr(value, "rows") else value
-
-    return (some(getattr(record, f.name)) for f in fields(record))
-
-
 def _placed(record: Any, device: torch.device) -> Iterator[Any]:
     """The fields of a record, its tensors and those of records in it on ``device``."""
     for value in (getattr(record, f.name) for f in fields(record)):
@@ -120,20 +105,9 @@ def _placed(record: Any, device: torch.device) -> Iterator[Any]:
                value.to(device) if isinstance(value, Packing) else value)
 
 
-def joined_right(parts: list[Any]) -> Any:
-    """[B, ...] tensors one below the other, [B, X] padded on the right to the widest; None if they
-    are."""
-    if parts[0] is None or parts[0].dim() == 1:
-        return None if parts[0] is None else torch.cat(parts)
-    width = max(part.shape[1] for part in parts)
-    return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
-
-
-def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64, side: str = "right",
-           fill: float = 0) -> torch.Tensor:
-    """[b, T] of b lists or arrays, filled up to the longest on the left or the right side."""
-    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row).to(dtype) for row in rows],
-                                           True, fill, side)
+def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """[b, T] of b lists or arrays, filled up with zeros on the right to the longest."""
+    return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row).to(dtype) for row in rows], True)
 
 
 @dataclass(frozen=True, slots=True)

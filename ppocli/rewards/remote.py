@@ -10,6 +10,7 @@ import logging
 import re
 import time
 from collections.abc import Sequence
+from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
@@ -70,9 +71,8 @@ class HttpReward:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
             raise resolve.wrong_argument("timeout", timeout, "seconds above 0")
         self.url, self.told_as = url, f"http {url}"
-        self.timeout, self.retries = float(timeout), retries
-        self.concurrency, self.batch_size = concurrency, batch_size
-        self._client = Client(url, timeout=self.timeout, keep=concurrency,
+        self.retries, self.concurrency, self.batch_size = retries, concurrency, batch_size
+        self._client = Client(url, timeout=float(timeout), keep=concurrency,
                               headers=_secret_headers(token_env, headers))
         # any answer will do: that the server is missing is told before models are loaded
         self._patiently("GET", any_status=True)
@@ -82,37 +82,32 @@ class HttpReward:
         count = len(request)
         size = self.batch_size or -(-count // self.concurrency)
         parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-
-        def ask(part: slice) -> tuple[list[Any], list[Any]]:
-            tokens = sum(len(ids) for ids in request.response_ids[part])
-            most = LEAST_ANSWER + A_NUMBER * tokens + A_SAMPLE * (part.stop - part.start)
-            return self._scores(encode_request(request, part), part, count, most)
-
         # its threads are daemons: a server that hangs must not keep a process that wants to end
         with ThreadPool(min(self.concurrency, len(parts))) as pool:
-            answers = list(pool.imap(ask, parts))
+            answers = list(pool.imap(partial(self._scores, request), parts))
         request.logs.take([log for scores, logs in answers for log in logs or [{}] * len(scores)])
         found = [score for scores, _ in answers for score in scores]
         per_step = any(isinstance(scores, records.StepScores) for scores, _ in answers)
         return records.StepScores(found) if per_step else found
 
-    def _scores(self, body: bytes, part: slice, count: int, most: int
-                ) -> tuple[list[Any], list[Any]]:
-        """The answer's scores; it may have ``most`` bytes."""
-        answer = self._patiently("POST", body, most)
+    def _scores(self, request: RewardRequest, part: slice) -> tuple[list[Any], list[Any]]:
+        """The answer for some of the samples: their scores, and what was logged."""
+        asked = part.stop - part.start
+        tokens = sum(len(ids) for ids in request.response_ids[part])
+        most = LEAST_ANSWER + A_NUMBER * tokens + A_SAMPLE * asked
+        answer = self._patiently("POST", encode_request(request, part), most)
         try:
             if len(answer.content) > most:
-                raise WireError(f"more than {most} bytes for {part.stop - part.start} samples")
+                raise WireError(f"more than {most} bytes for {asked} samples")
             scores, logs = decode_scores(answer.content)
         except WireError as problem:
             raise RewardError(f"{self.url} answered {answer.status_code} with {problem}.",
                               where="reward.kwargs.url",
                               fix='it must answer {"scores": [...]}, one a sample') from None
-        asked = part.stop - part.start
         if len(scores) != asked:
             raise RewardError(
                 f"{self.url} answered {answer.status_code} with {counted(len(scores), 'score')} "
-                f"for {asked} samples (sample {part.start} to {part.stop - 1} of {count}): "
+                f"for {asked} samples (sample {part.start} to {part.stop - 1} of {len(request)}): "
                 f"{shorten(opening(answer.content))}", where="reward.kwargs.url",
                 fix="it must answer one score a sample, in their order")
         return scores, logs

@@ -9,7 +9,8 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from ppocli.models import layout, transformers_internals, trunk
+from ppocli.data.prompt_set import padded_left
+from ppocli.models import transformers_internals, trunk
 from ppocli.parallel.backend import to_device, to_host
 from ppocli.sampling import decoding
 from ppocli.sampling.decode_loop import CHECK_EVERY, SHRINK_AT
@@ -176,9 +177,3 @@ class KeptKeys:
             one[rows[:, None], columns] * mask
             for one in (drawn.tokens, drawn.logprobs, drawn.values)))
         return Generation(tokens, mask_, logprobs, values, finished)
-
-
-def padded_left(rows: TokenRows, fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, Q] ids and mask, padded on the left."""
-    mask = layout.padded([[True] * len(row) for row in rows], torch.bool, "left")
-    return layout.padded(rows, side="left", fill=fill), mask

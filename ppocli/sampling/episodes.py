@@ -15,7 +15,7 @@ import torch
 from ppocli.config.schema import EnvConfig
 from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.environments.calls import Answered, Called, Calls
+from ppocli.environments.calls import Answered, Called, Calls, known_of
 from ppocli.environments.wording import ChatWords, PlainWords, Said
 from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, Step, Turn
 from ppocli.errors import ConfigError, InputError
@@ -33,6 +33,10 @@ from ppocli.sampling.token_choice import SamplingSpec
 class Game:
     """An episode under way."""
 
+    row: int
+    """its place among those that are played together"""
+    episode: int
+    """number of the sample"""
     ids: list[int]
     """all tokens so far, the prompt's first; the last may still be to be read"""
     start: int
@@ -100,7 +104,7 @@ class EpisodeSampler:
     def _play(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
               stop: StopFlag) -> Samples:
         games = self._begin(prompts, stream)
-        live = self._groups(len(games))
+        live = self._groups(games)
         waiting: list[Callable[[], None]] = [lambda: None] * len(live)
         with self.inner.converse([game.ids[:game.start] for game in games], prompts.episodes, spec,
                                  stream, speaker, stop) as talk:
@@ -108,73 +112,68 @@ class EpisodeSampler:
                 for g, settle in enumerate(waiting):
                     stop.check()
                     settle()
-                    rows = live[g] = [i for i in live[g] if games[i].ended is None]
-                    waiting[g] = self._asked(games, rows, self._turn(talk, games, rows, spec),
-                                             prompts.episodes, stream, stop)
+                    live[g] = [game for game in live[g] if game.ended is None]
+                    waiting[g] = self._asked(live[g], self._turn(talk, live[g], spec), stream, stop)
         return samples_of(games)
 
-    def _groups(self, count: int) -> list[list[int]]:
+    def _groups(self, games: list[Game]) -> list[list[Game]]:
         """Which episodes take their turns together: all, or halves that do so in turn where calls
         wait for others, so that one half speaks while the other's environments think. Who speaks
         with whom does not depend on how long anything takes."""
-        half = (count + 1) // 2 if self.calls.waits and count > 1 else count
-        return [list(range(start, min(start + half, count))) for start in range(0, count, half)]
+        if not self.calls.waits or len(games) == 1:
+            return [games]
+        half = (len(games) + 1) // 2
+        return [games[:half], games[half:]]
 
-    def _asked(self, games: Sequence[Game], rows: Sequence[int], said: Sequence[str],
-               episodes: Sequence[int], stream: int, stop: StopFlag) -> Callable[[], None]:
+    def _asked(self, games: Sequence[Game], said: Sequence[str], stream: int, stop: StopFlag
+               ) -> Callable[[], None]:
         """Put a turn of some episodes to their environments; what is returned waits for the answers
         and writes them down."""
         work = partial(self.calls.answers, [
-            Called(games[i].environment, episodes[i], len(games[i].turns) + 1, {"response": text})
-            for i, text in zip(rows, said, strict=True)], stream)
-        aside = self.calls.waits and rows
+            Called(game.environment, game.episode, len(game.turns) + 1, {"response": text})
+            for game, text in zip(games, said, strict=True)], stream)
+        aside = self.calls.waits and games
         begun = in_daemon(partial(beside, work), "environments") if aside else None
 
         def settle() -> None:
             answers = work() if begun is None else outcome_of(begun, stop.check)
-            for i, text, answer in zip(rows, said, answers, strict=True):
-                self._answered(games[i], text, answer)
+            for game, text, answer in zip(games, said, answers, strict=True):
+                self._answered(game, text, answer)
 
         return settle
 
     def _begin(self, prompts: PromptBatch, stream: int) -> list[Game]:
-        messages = list[Any](prompts.messages) or [None] * len(prompts)
-        known = [{"prompt": prompts.texts[i], "messages": messages[i],
-                  **{name: cells[i] for name, cells in prompts.columns.items()}}
-                 for i in range(len(prompts))]
-        answers = self.calls.answers([Called(None, episode, 0, given) for episode, given in
-                                      zip(prompts.episodes, known, strict=True)], stream)
+        asked = [Called(None, episode, 0, known_of(prompts, i))
+                 for i, episode in enumerate(prompts.episodes)]
         games = []
-        for i, answer in enumerate(answers):
+        for i, answer in enumerate(self.calls.answers(asked, stream)):
             own = prompts.tokens[i][prompts.mask[i]].tolist()
-            ids, said = self.words.opening(own, messages[i], answer.told)
-            game = Game([*ids, *said.ids], len(ids), answer.environment, said.text)
+            ids, said = self.words.opening(own, asked[i].given["messages"], answer.told)
+            game = Game(i, prompts.episodes[i], [*ids, *said.ids], len(ids), answer.environment,
+                        said.text)
             if game.room(self.cfg.max_tokens) < 1:
                 raise InputError(f"What reset says takes {len(said.ids)} tokens and leaves no room "
-                                 f"for a turn in episode {prompts.episodes[i]}.",
+                                 f"for a turn in episode {game.episode}.",
                                  where="env.max_tokens", fix="raise it, or say less")
             if answer.error is not None:
                 game.error = str(answer.error.what)
             games.append(game)
         return games
 
-    def _turn(self, talk: Conversation, games: Sequence[Game], live: Sequence[int],
-              spec: SamplingSpec) -> list[str]:
-        """One turn of the policy in each live episode, as text."""
-        if not live:
+    def _turn(self, talk: Conversation, games: Sequence[Game], spec: SamplingSpec) -> list[str]:
+        """One turn of the policy in each of these episodes, as text."""
+        if not games:
             return []
-        limits = [min(spec.max_new_tokens, games[i].room(self.cfg.max_tokens)) for i in live]
-        before = [games[i].ids for i in live]
-        out = talk(live, before, limits)
-        for row, (i, ids) in enumerate(zip(live, out.ids, strict=True)):
-            game = games[i]
+        limits = [min(spec.max_new_tokens, game.room(self.cfg.max_tokens)) for game in games]
+        before = [game.ids for game in games]
+        out = talk([game.row for game in games], before, limits)
+        for row, (game, ids) in enumerate(zip(games, out.ids, strict=True)):
             game.ids = [*before[row], *ids]
             game.actions += range(len(before[row]), len(game.ids))
             game.logprobs += out.logprobs[row, :len(ids)].tolist()
             game.values += out.values[row, :len(ids)].tolist()
             game.finished = bool(out.finished[row])
-        return decode_responses(self.tokenizer, before, out.ids, spec.stop_sequences,
-                                spec.min_new_tokens)
+        return decode_responses(self.tokenizer, before, out.ids, spec)
 
     def _answered(self, game: Game, text: str, answer: Answered) -> None:
         """Write down a turn and the answer to it; what the policy is to read next waits."""

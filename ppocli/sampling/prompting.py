@@ -1,21 +1,22 @@
 """Texts in, texts out: generation outside of training."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ppocli.data.prompt_set import padded_left
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.ppo.noise import USER, uniform
-from ppocli.sampling.conversation import padded_left
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import TokenRows, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.sampler import VllmSampler, sampling_params
+from ppocli.text import counted
 
 BATCH = 64
 """samples decoded together"""
@@ -49,18 +50,15 @@ class TextStream:
     before punctuation. The pieces together are the response's text.
     """
 
-    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int],
-                 stop_sequences: Sequence[str] = (), min_new_tokens: int = 0) -> None:
-        self._tokenizer, self._prompt_ids = tokenizer, prompt_ids
-        self._stops, self._min_new_tokens = stop_sequences, min_new_tokens
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], spec: SamplingSpec) -> None:
+        self._tokenizer, self._prompt_ids, self._spec = tokenizer, prompt_ids, spec
         self.shown = ""
         """all that was handed out"""
 
     def push(self, ids: Sequence[int]) -> str:
         """What is certain to follow, given the response's first ``ids``."""
-        text = decode_responses(self._tokenizer, [self._prompt_ids], [ids], self._stops,
-                                self._min_new_tokens)[0]
-        return self._hand_out(_certain(text, self._stops))
+        text, = decode_responses(self._tokenizer, [self._prompt_ids], [ids], self._spec)
+        return self._hand_out(_certain(text, self._spec.stop_sequences))
 
     def close(self, text: str) -> str:
         """The rest, given the whole text. Where the tokenizer has changed its mind about what was
@@ -119,59 +117,53 @@ def check_lengths(lm: Any, prompts: TokenRows, spec: SamplingSpec) -> None:
         taken = max(len(ids), spec.max_new_tokens) if apart else len(ids) + spec.max_new_tokens
         if limit is not None and taken > limit:
             which = "The prompt" if len(prompts) == 1 else f"Prompt {number}"
-            tokens = f"{len(ids)} token{'s' if len(ids) > 1 else ''}"
-            raise ConfigError(f"{which} has {tokens}; with {spec.max_new_tokens} new ones they "
-                              f"exceed the model's {limit} positions.",
-                              fix="shorten the prompt or lower max_new_tokens")
+            raise ConfigError(f"{which} has {counted(len(ids), 'token')}; with "
+                              f"{spec.max_new_tokens} new ones they exceed the model's {limit} "
+                              "positions.", fix="shorten the prompt or lower max_new_tokens")
 
 
-def answer_prompts(lm: Any, tokenizer: Any, prompts: TokenRows, spec: SamplingSpec, *, seed: int,
-                   num_samples: int = 1, first: int = 0, batch: int = BATCH,
-                   start: int | None = None, poll: Callable[[], None] = lambda: None,
-                   show: Callable[[str], None] | None = None, servers: VllmSampler | None = None,
-                   records: bool = False) -> Iterator[list[Answer]]:
+def answer_prompts(decoder: Decoder, prompts: TokenRows, *, seed: int, num_samples: int = 1,
+                   first: int = 0, batch: int = BATCH, show: Callable[[str], None] | None = None,
+                   servers: VllmSampler | None = None) -> Iterator[list[Answer]]:
     """Sample responses, a batch at a time, all those to one prompt before those to the next.
 
     Args:
+        decoder: with a tokenizer.
         prompts: P lists of token ids, checked by :func:`check_lengths`.
-        start: as of :class:`Decoder`.
         num_samples: responses to each prompt.
         first: number of the first prompt, for the random numbers.
         batch: samples decoded together.
-        poll: called before every token; may raise to stop.
         show: handed the text of a single response piece by piece, as it is certain; as a whole
             where servers sample it.
         servers: what samples in place of our own loop, while it acts.
-        records: as of :class:`Decoder`.
 
     Raises:
         DivergedError: the model's probabilities are not finite.
         SamplerError: no server is left.
     """
-    total = len(prompts) * num_samples
+    tokenizer, spec, total = decoder.tokenizer, decoder.spec, len(prompts) * num_samples
     for done in range(0, total, batch):
         places = [divmod(n, num_samples) for n in range(done, min(done + batch, total))]
         rows = [list(prompts[i]) for i, _ in places]
         tokens, mask = padded_left(rows, tokenizer.pad_token_id)
         numbers = [first + i + k * SAMPLES_APART for i, k in places]
-        before = [[]] * len(rows) if start is not None else rows
-        stream = TextStream(tokenizer, before[0], spec.stop_sequences, spec.min_new_tokens)
+        before = rows if decoder.start is None else [[]] * len(rows)
+        stream = TextStream(tokenizer, before[0], spec)
 
         def watch(tokens: torch.Tensor, mask: torch.Tensor, stream: TextStream = stream) -> None:
             if show is not None and (piece := stream.push(tokens[0][mask[0]].tolist())):
                 show(piece)
 
         if servers is not None:
-            out = servers.answer(rows, sampling_params(spec, seed, USER, numbers), poll)
+            out = servers.answer(rows, sampling_params(spec, seed, USER, numbers), decoder.poll)
         else:
-            decoder = Decoder(lm, spec, tokenizer, start, poll=poll, watch=watch, records=records)
-            out, = decode(decoder, tokens, mask, uniform(seed, USER, numbers, spec.max_new_tokens))
+            out, = decode(replace(decoder, watch=watch), tokens, mask,
+                          uniform(seed, USER, numbers, spec.max_new_tokens))
         if not bool(torch.isfinite(out.logprobs).all()):
             raise DivergedError("The model's token probabilities are not finite.",
                                 fix="its weights are damaged, or diverged in training: choose "
                                 "another checkpoint")
-        texts = decode_responses(tokenizer, before, out.ids, spec.stop_sequences,
-                                 spec.min_new_tokens)
+        texts = decode_responses(tokenizer, before, out.ids, spec)
         if show is not None:
             show(stream.close(texts[0]))
         yield [Answer(i, k, text, ids, ended) for (i, k), text, ids, ended in

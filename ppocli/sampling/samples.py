@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from ppocli.columns import joined, rows_of
 from ppocli.episode import Episode
-from ppocli.models.layout import Sequences, joined_right, rows_of
+from ppocli.models.layout import Sequences
+from ppocli.sampling.token_choice import SamplingSpec
 
 TokenRows = Sequence[Sequence[int]]
 """ids of several prompts, responses or contexts"""
@@ -83,7 +85,7 @@ class Samples:
 
     def rows(self, index: Any) -> Samples:
         """The samples at ``index`` (a slice or a tensor of places), padding and all."""
-        return Samples(*rows_of(self, index))
+        return rows_of(self, index)
 
     def only(self, kept: torch.Tensor) -> Samples:
         """The same samples with only some of their actions, whose tokens the others stay in.
@@ -101,12 +103,7 @@ class Samples:
     @staticmethod
     def joined(parts: Sequence[Samples]) -> Samples:
         """The samples of several, padded to the widest; without states of layers."""
-        found: dict[str, Any] = {name: joined_right([getattr(part, name) for part in parts])
-                                 for name in ("logprobs", "values", "finished")}
-        episodes = None if parts[0].episodes is None else [
-            episode for part in parts for episode in part.episodes or ()]
-        return Samples(Sequences.joined([part.sequences for part in parts]), **found,
-                       episodes=episodes)
+        return joined([replace(part, frozen_states=None) for part in parts])
 
 
 def single_turn(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor, out: Generation,
@@ -133,16 +130,16 @@ def response_ids(tokens: torch.Tensor, mask: torch.Tensor) -> list[list[int]]:
 
 
 def decode_responses(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
-                     stop_sequences: Sequence[str] = (), min_new_tokens: int = 0) -> list[str]:
-    """The responses as text: without special tokens, trimmed at the first stop sequence that is
-    complete no sooner than with token ``min_new_tokens``.
+                     spec: SamplingSpec) -> list[str]:
+    """The responses as text: without special tokens, trimmed at the first stop sequence of ``spec``
+    that is complete no sooner than with its token ``min_new_tokens``.
 
     A response is decoded behind its prompt and the prompt's text is taken off again: tokenizers
     that mark words by a leading space would lose that space on a response decoded alone.
     """
-    early = [max(min_new_tokens - 1, 0)] * len(responses)
+    early = [max(spec.min_new_tokens - 1, 0)] * len(responses)
     return [text[:cut] for text, cut in
-            texts_and_stops(tokenizer, prompt_ids, responses, stop_sequences, early)]
+            texts_and_stops(tokenizer, prompt_ids, responses, spec.stop_sequences, early)]
 
 
 def texts_and_stops(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,

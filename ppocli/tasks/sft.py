@@ -133,14 +133,13 @@ class SFTTask(supervised.SupervisedTask):
             return []
         mine, own = self.backend.ranks.share(self.asked)
         tokens = [self.val.prompt_tokens(i) for i in mine]
-        batch = PromptSet(tokens, [self.val.prompts[i] for i in mine], {}, []).batch(
+        batch = PromptSet(tokens, [self.val.prompts[i] for i in mine], {}, ()).batch(
             range(len(mine)), mine, self.tokenizer.pad_token_id)
         out = Samples.joined(list(sample_chunks(
             self.sampler, self.passes, batch, self.eval_spec, EVALUATION,
             Speaker(self._acting.lm), stop, phase="evaluation", chunk=len(batch))))
         before = tokens if self.loaded.decoder_start is None else [list[int]() for _ in tokens]
-        texts = decode_responses(self.tokenizer, before, out.action_ids,
-                                 self.eval_spec.stop_sequences, self.eval_spec.min_new_tokens)
+        texts = decode_responses(self.tokenizer, before, out.action_ids, self.eval_spec)
         rows = [{"prompt": text, "response": response, "score": None, "kl": None,
                  "response_tokens": int(count), "finished": bool(ended)}
                 for text, response, count, ended in zip(

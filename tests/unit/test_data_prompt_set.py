@@ -91,7 +91,7 @@ def test_chat_with_template_cuts_and_keeps_bos():
     prompts = load(["film"], tokenizer, chat=True, template="is the {prompt} good ?", max_length=6)
     assert prompts.token_ids == [ids("<s> good ? </s> assistant :")]
     assert prompts.texts == ["<s> good ? </s> assistant :"]
-    assert prompts.notes == ["1 prompt was longer than 6 tokens: cut on the left"]
+    assert prompts.notes == ("1 prompt was longer than 6 tokens: cut on the left",)
 
 
 def test_chat_that_cannot_work():
@@ -130,8 +130,8 @@ def test_truncation(front, side, expected, text):
     assert prompts.token_ids == [ids(expected), ([0] if front else []) + ids("it is"),
                                  ids(expected)]
     assert prompts.texts == [text, "it is", text]
-    assert prompts.notes == [f"2 prompts were longer than 4 tokens: cut on the {side}",
-                             "1 prompt was the same as an earlier one: kept"]
+    assert prompts.notes == (f"2 prompts were longer than 4 tokens: cut on the {side}",
+                             "1 prompt was the same as an earlier one: kept")
 
 
 def test_overlong_prompts_are_dropped_where_that_is_asked_for():
@@ -141,11 +141,11 @@ def test_overlong_prompts_are_dropped_where_that_is_asked_for():
     prompts, own = load_both(cfg, items=items)
     assert prompts.token_ids == [ids("it is"), ids("good film")]
     assert prompts.columns == {"n": [1, 3]}
-    assert prompts.notes == ["2 prompts were longer than 4 tokens: dropped"]
+    assert prompts.notes == ("2 prompts were longer than 4 tokens: dropped",)
     assert own.texts == ["it is"]  # of those that are left
     evaluation = load_both(cfg, items=items, eval_items=[LONG, "bad"])[1]
     assert evaluation.texts == ["bad"]
-    assert evaluation.notes == ["1 prompt was longer than 4 tokens: dropped"]
+    assert evaluation.notes == ("1 prompt was longer than 4 tokens: dropped",)
     with pytest.raises(InputError, match=r"All prompts are longer than 4 tokens \(2 of 2\)"):
         load([LONG, LONG], max_length=4, overlong="drop")
 
@@ -164,9 +164,9 @@ def test_prompts_that_end_in_eos_are_pointed_out():
 
 
 def test_the_models_room_bounds_the_prompt():
-    assert load([LONG], most=3).notes == ["1 prompt was longer than 3 tokens: cut on the left"]
+    assert load([LONG], most=3).notes == ("1 prompt was longer than 3 tokens: cut on the left",)
     assert len(load([LONG], most=3, max_length=8).token_ids[0]) == 3
-    assert load([LONG], max_length=11).notes == []
+    assert load([LONG], max_length=11).notes == ()
     assert load([LONG], words(front=True), most=1).token_ids == [[0]]
     with pytest.raises(ConfigError, match=r"generation\.max_new_tokens leaves no position"):
         load([LONG], most=0)
@@ -201,7 +201,7 @@ def test_prompts_without_tokens_are_dropped_with_their_metadata():
     prompts = load(items, tokenizer)
     assert prompts.texts == ["it is", "so"]
     assert prompts.columns == {"n": [1, 3]}
-    assert prompts.notes == ["1 prompt had no token: dropped"]
+    assert prompts.notes == ("1 prompt had no token: dropped",)
     with pytest.raises(InputError, match="makes no token of any of the 1 prompts"):
         load(["???"], tokenizer)
 
@@ -218,8 +218,8 @@ def test_a_closed_vocabulary(front):
 def test_blank_and_equal_prompts_are_counted():
     prompts = load(["it is", "", " \n", None, "it is", "so", "it is"])
     assert prompts.texts == ["it is", "it is", "so", "it is"]
-    assert prompts.notes == ["3 prompts were blank: dropped",
-                             "2 prompts were the same as an earlier one: kept"]
+    assert prompts.notes == ("3 prompts were blank: dropped",
+                             "2 prompts were the same as an earlier one: kept")
 
 
 # Batches ------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_batches_are_left_padded():
     assert batch.mask.dtype == torch.bool
     assert batch.texts == ["so", "the film was", "so"]
     assert batch.columns == {"n": [2, 3, 2]}
-    assert (batch.indices, batch.episodes) == ([1, 2, 1], [7, 8, 9])
+    assert batch.episodes == [7, 8, 9]
     assert prompts.batch([1], [0], pad_id=1).tokens.tolist() == [ids("so")]
 
 
@@ -313,9 +313,12 @@ def test_own_sources(tmp_path):
     own = EvalPromptsConfig(path=str(other))
     _, evaluation = load_both(PromptsConfig(path=str(train), eval=own))
     assert evaluation.texts == ["bad film"]
-    assert evaluation.notes == ["1 prompt was blank: dropped"]
+    assert evaluation.notes == ("1 prompt was blank: dropped",)
     _, evaluation = load_both(PromptsConfig(path=str(train), eval=own), eval_items=["it is"])
     assert evaluation.texts == ["it is"]
+    with pytest.raises(ConfigError, match="must be a list") as caught:
+        load_both(PromptsConfig(path=str(train)), eval_items="it is")
+    assert caught.value.where == "prompts.eval.items"
     own = EvalPromptsConfig(items=["it is", "so good"], limit=1)
     _, evaluation = load_both(PromptsConfig(path=str(train), limit=3, eval=own))
     assert evaluation.texts == ["it is"]
@@ -367,8 +370,8 @@ def test_the_digest_takes_any_metadata():
 
 def test_the_digest_is_the_same_in_every_process():
     code = ("from ppocli.data.prompt_set import PromptSet;"
-            "print(PromptSet([[1, 2]], ['x'], {'m': [{'b': 1, 'a': 'é'}]}, []).digest())")
-    here = PromptSet([[1, 2]], ["x"], {"m": [{"b": 1, "a": "é"}]}, []).digest()
+            "print(PromptSet([[1, 2]], ['x'], {'m': [{'b': 1, 'a': 'é'}]}, ()).digest())")
+    here = PromptSet([[1, 2]], ["x"], {"m": [{"b": 1, "a": "é"}]}, ()).digest()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
                           env={"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"})
     assert done.stdout.strip() == here

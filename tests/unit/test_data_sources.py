@@ -49,7 +49,7 @@ def test_each_format_gives_prompts_and_metadata(tmp_path, name, write):
     assert prompts.texts == TEXTS
     assert prompts.token_ids == [ids(text) for text in TEXTS]
     assert prompts.columns == {"label": labels, "tag": ["x", "y", "z"]}
-    assert prompts.notes == []
+    assert prompts.notes == ()
     assert len(prompts) == 3
 
 
@@ -59,7 +59,7 @@ def test_txt_holds_one_prompt_a_line(tmp_path):
     prompts = load(path, column="text")
     assert prompts.texts == ["the film", "it is\u2028so", "very good"]
     assert prompts.columns == {}
-    assert prompts.notes == ["2 prompts were blank: dropped"]
+    assert prompts.notes == ("2 prompts were blank: dropped",)
 
 
 def test_csv_quotes_line_breaks_nameless_columns_and_long_cells(tmp_path):
@@ -99,7 +99,7 @@ def test_limit_counts_usable_prompts_and_stops_reading(tmp_path):
     path.write_text('{"prompt": "it is"}\n{"prompt": " "}\n{"prompt": "so good"}\nnot json\n')
     prompts = load(path, limit=2)
     assert prompts.texts == ["it is", "so good"]
-    assert prompts.notes == ["1 prompt was blank: dropped"]
+    assert prompts.notes == ("1 prompt was blank: dropped",)
 
 
 def test_relative_and_home_paths(tmp_path, monkeypatch):
@@ -131,7 +131,7 @@ def test_splits(tmp_path, kind, split, expected):
     name = "plain" if kind == "hub-layout" else None
     prompts = load(folder, split=split, name=name)
     assert prompts.texts == expected
-    assert prompts.notes == []
+    assert prompts.notes == ()
     with pytest.raises(InputError) as caught:
         load(folder, split="tset")
     assert "There is no split 'tset'" in caught.value.what
@@ -141,15 +141,15 @@ def test_splits(tmp_path, kind, split, expected):
 
 def test_what_is_ignored_is_said(tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl")
-    assert load(path, split="train+test", name="plain").notes == [
+    assert load(path, split="train+test", name="plain").notes == (
         "p.jsonl has no configurations: prompts.name=plain was ignored",
-        "p.jsonl has no splits: prompts.split=train+test was ignored and all its rows were used"]
+        "p.jsonl has no splits: prompts.split=train+test was ignored and all its rows were used")
     TABLE.save_to_disk(tmp_path / "saved")
     assert "saved has no splits" in load(tmp_path / "saved", split="test").notes[0]
     folder = tmp_path / "splits"
     write_jsonl(folder / "train.jsonl")
     write_jsonl(folder / "other.jsonl")
-    assert load(folder).notes == ["other.jsonl belongs to no split of splits: left out"]
+    assert load(folder).notes == ("other.jsonl belongs to no split of splits: left out",)
 
 
 def test_a_saved_set_with_a_torch_format_still_gives_plain_cells(tmp_path):
@@ -173,7 +173,7 @@ def test_inline_items_from_config_and_from_python(tmp_path):
 def test_bos_alone():
     prompts = load()
     assert (prompts.token_ids, prompts.texts, prompts.columns) == ([[0]], [""], {})
-    assert prompts.notes == ["no prompts were given: every response starts from BOS alone"]
+    assert prompts.notes == ("no prompts were given: every response starts from BOS alone",)
     without_bos = load_prompts(PromptsConfig(), words(bos=False), seed=0, max_prompt_tokens=9)
     assert without_bos.token_ids == [[1]]
     with pytest.raises(InputError, match="neither a BOS nor an EOS") as caught:

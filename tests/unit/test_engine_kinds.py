@@ -190,14 +190,14 @@ def test_samples_of_a_prompt_stand_together_and_differ(tmp_path):
         rollout = rollout_of(session)
         part = session.next_prompts(6, 5)
         single = session_of(small_config(tmp_path))
-    prompts = rollout.prompts.indices
+    prompts = rollout.prompts.texts
     assert prompts == [prompt for prompt in prompts[::4] for _ in range(4)]
     assert len(set(prompts[::4])) == 4
     assert rollout.prompts.episodes == list(range(16))
     assert all(len(set(rollout.responses[i:i + 4])) > 1 for i in range(0, 16, 4))
-    assert part.indices == prompts[6:11]
+    assert part.texts == prompts[6:11]
     with single as other:  # the order of prompts is the one without groups, position by position
-        assert other.next_prompts(0, 4).indices == prompts[::4]
+        assert other.next_prompts(0, 4).texts == prompts[::4]
 
 
 def test_what_is_left_to_the_estimator(tmp_path):

@@ -4,7 +4,7 @@ import sys
 
 import played
 import pytest
-from helpers import make_tokenizer
+from helpers import make_tokenizer, refused
 from played import chat_tokenizer, stepped
 
 from ppocli.config.schema import EnvConfig
@@ -42,6 +42,21 @@ def test_a_chat_goes_on_as_the_template_would_have_rendered_it(ended):
 def test_a_template_that_rewrites_history_is_refused():
     with pytest.raises(InputError, match="rewrites what was said before"):
         ChatWords(chat_tokenizer(FORGETS))
+
+
+@pytest.mark.parametrize("said", [5, {"role": "user", "content": "a"}, ["a"]])
+def test_reset_returns_text_or_messages(said):
+    with refused(RewardError, "neither text nor messages", "env.fn"):
+        ChatWords(chat_tokenizer()).opening([2], [{"role": "user", "content": "hello"}], said)
+
+
+def test_messages_of_reset_follow_the_prompt():
+    tokenizer, asked = chat_tokenizer(), [{"role": "user", "content": "hello"}]
+    more = [{"role": "user", "content": "the film"}]
+    found, said = ChatWords(tokenizer).opening([2], asked, tuple(more))
+    assert tokenizer.decode(found) == tokenizer.apply_chat_template(
+        asked + more, tokenize=False, add_generation_prompt=True)
+    assert (said.ids, said.text) == ([], "\n[user] the film\n")
 
 
 def test_messages_need_a_chat_template():
@@ -92,6 +107,15 @@ def test_an_environment_of_trl_s_runs_unchanged():
     assert told.observation == [{"role": "tool", "name": "look", "content": "it is good"}]
     assert stepped(calls, [one.environment], 2, "so it is")[0].told.done
     assert one.environment.own.found == 1
+
+
+def test_an_environment_of_trl_s_may_have_an_async_tool_called_step():
+    cfg = EnvConfig(fn="played:Walk", adapter="trl")
+    calls = Calls(resolve(cfg, []), cfg, seed=0)
+    one, = calls.answers([Called(None, 0, 0, {"prompt": "p", "messages": None})], 1)
+    call = '<tool_call>{"name": "step", "arguments": {"way": "north"}}</tool_call>'
+    told = stepped(calls, [one.environment], 1, call)[0].told
+    assert told.observation == [{"role": "tool", "name": "step", "content": "you went north"}]
 
 
 def test_an_agent_s_file_is_read_without_openrlhf(tmp_path, monkeypatch):

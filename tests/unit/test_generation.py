@@ -226,7 +226,7 @@ def test_a_stop_counts_from_its_first_token_on_and_not_before_the_minimum(lm, by
     assert out.ids == [ids[:end] for ids, end in zip(plain, ends, strict=True)]
     assert out.finished.tolist() == [end < 99 or ids[-1] == 1
                                      for ids, end in zip(plain, ends, strict=True)]
-    texts = decode_responses(tokenizer, tokens.tolist(), out.ids, (word,), least)
+    texts = decode_responses(tokenizer, tokens.tolist(), out.ids, spec)
     kept = [ids[:end - 1] for ids, end in zip(plain, ends, strict=True)]
     assert [text.split() for text in texts] == [
         tokenizer.decode(ids, skip_special_tokens=True).split() for ids in kept]
@@ -275,8 +275,9 @@ def test_text_keeps_the_space_that_a_tokenizer_hides_in_its_tokens():
     inner.decoder = decoders.Metaspace()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="</s>")
     assert tokenizer.decode([2, 3]) == "good film"
-    assert decode_responses(tokenizer, [[1]], [[2, 3, 4]]) == [" good film"]
-    assert decode_responses(tokenizer, [[1]], [[2, 3, 4]], ["film"]) == [" good "]
+    assert decode_responses(tokenizer, [[1]], [[2, 3, 4]], SamplingSpec(3, ())) == [" good film"]
+    stopped = SamplingSpec(3, (), stop_sequences=("film",))
+    assert decode_responses(tokenizer, [[1]], [[2, 3, 4]], stopped) == [" good "]
 
 
 def test_a_tokenizer_with_a_damaged_setting_is_refused(tmp_path):

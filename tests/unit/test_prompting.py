@@ -10,6 +10,7 @@ from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.evaluation.player import changed_sampling, load_player
 from ppocli.models.loading.model_config import policy_config
+from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.prompting import TextStream, answer_prompts, prompt_ids
 from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
@@ -19,9 +20,10 @@ PROMPTS = ["the film", "i saw", "this plot was", "it"]
 
 def streamed(tokenizer, prompt, tokens, stops=()):
     """The pieces of a response that grows by a token at a time, and its whole text."""
-    stream = TextStream(tokenizer, prompt, stops)
+    spec = SamplingSpec(9, (), stop_sequences=tuple(stops))
+    stream = TextStream(tokenizer, prompt, spec)
     pieces = [stream.push(tokens[:n]) for n in range(1, len(tokens) + 1)]
-    text = decode_responses(tokenizer, [prompt], [tokens], stops)[0]
+    text = decode_responses(tokenizer, [prompt], [tokens], spec)[0]
     return [*pieces, stream.close(text)], text
 
 
@@ -71,10 +73,10 @@ def test_words_of_a_word_level_tokenizer_keep_their_spaces():
 
 
 def test_a_text_that_changes_afterwards_is_told_again():
-    stream = TextStream(make_tokenizer(), [])
+    stream = TextStream(make_tokenizer(), [], SamplingSpec(9, ()))
     assert stream.push(make_tokenizer()("good film")["input_ids"]) == "good film"
     assert stream.close("good films") == "s"
-    other = TextStream(make_tokenizer(), [])
+    other = TextStream(make_tokenizer(), [], SamplingSpec(9, ()))
     other.push(make_tokenizer()("good film")["input_ids"])
     assert other.close("great film") == "\ngreat film"
 
@@ -125,8 +127,8 @@ def test_a_broken_model_is_told(tmp_path):
     player = load_player(ModelConfig(path=str(save_lm(tmp_path / "lm"))), "lm")
     with torch.no_grad():
         player.loaded.lm.transformer.ln_f.weight[:] = float("nan")
-    made = answer_prompts(player.loaded.lm, player.tokenizer, [[4, 5]], SamplingSpec(4, (1,)),
-                          seed=0)
+    decoder = Decoder(player.loaded.lm, SamplingSpec(4, (1,)), player.tokenizer)
+    made = answer_prompts(decoder, [[4, 5]], seed=0)
     with pytest.raises(DivergedError, match="not finite"):
         list(made)
 

@@ -14,6 +14,7 @@ from ppocli.errors import RewardError
 from ppocli.rewards.records import RewardRequest, ends_of_steps, step_texts
 from ppocli.rewards.scoring import build_metric, build_reward
 from ppocli.sampling.samples import decode_responses, places_of_ends
+from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.tasks.ppo.reward_calls import in_steps, joined
 
 SEPARATED = [
@@ -65,7 +66,7 @@ PLACES = [
 
 @pytest.mark.parametrize(("tokenizer", "before", "ids", "parts", "wanted"), PLACES)
 def test_a_step_ends_with_the_token_that_completes_it(tokenizer, before, ids, parts, wanted):
-    text, = decode_responses(tokenizer, [before], [ids])
+    text, = decode_responses(tokenizer, [before], [ids], SamplingSpec(9, ()))
     assert text == "".join(parts)
     ends = [len("".join(parts[:n + 1])) for n in range(len(parts))]
     assert places_of_ends(tokenizer, [before], [ids], [ends]) == [wanted]

@@ -366,10 +366,11 @@ def test_a_python_without_vllm_and_a_server_that_ends_are_told(world, capsys):
     keys = launched(world)
     told = command(*keys, f"rollout.python={sys.executable}", code=12).err
     assert "has no vLLM" in told
-    (world / "python").write_text("#!/bin/sh\n[ $1 = -c ]\n")
+    (world / "python").write_text("#!/bin/sh\n[ $1 = -c ] && exit 0\necho no room\nexit 3\n")
     told = command(*keys, code=12).err
     assert "has ended" in told
     assert "vllm-0.log" in told
+    assert (world / "runs/launched/vllm-0.log").read_text().endswith("no room\n")
 
 
 def test_a_recipe_can_not_name_a_program(world, capsys):

@@ -21,7 +21,10 @@ def main() -> int:
     server = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
 
     def wait() -> None:
-        sys.stdin.buffer.read()  # ends when nobody holds the other end
+        # ends when nobody holds the other end; not sys.stdin, at whose lock Python aborts when this
+        # process ends before
+        while os.read(0, 1):
+            pass
         end(server.pid, signal.SIGTERM)
         time.sleep(GRACE)
         end(server.pid, signal.SIGKILL)

@@ -98,7 +98,7 @@ def prompts_of(session: Session, items: list[Any]) -> PromptBatch:
                                   f"the model takes {longest}.", where=f"prompts[{i}]",
                                   fix="cut it, or lower generation.max_new_tokens")
         found = PromptSet(ids, session.tokenizer.batch_decode(ids, skip_special_tokens=True), {},
-                          [])
+                          ())
     count = len(items)
     return found.batch(range(count), range(count), session.tokenizer.pad_token_id)
 

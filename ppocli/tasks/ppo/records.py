@@ -4,17 +4,17 @@ steps."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from itertools import chain
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 
+from ppocli.columns import joined, rows_of
 from ppocli.config.schema import PPOConfig
 from ppocli.data import data_set, prompt_set
 from ppocli.episode import Episode, turn_numbers
 from ppocli.models.head import HeadWeights
-from ppocli.models.layout import Sequences, joined_right, rows_of
+from ppocli.models.layout import Sequences
 from ppocli.ppo.shaping import RunningMoments
 
 
@@ -132,8 +132,7 @@ class Rollout:
         if any(part.dense is not None for part in parts):
             parts = [part if part.dense is not None else replace(part, dense=part._on_last())
                      for part in parts]
-        whole: Rollout = _joined(list(parts))
-        return whole
+        return joined(parts)
 
     def _on_last(self) -> torch.Tensor:
         """[B, R] the scores on the last tokens, as dense rewards have them."""
@@ -143,24 +142,7 @@ class Rollout:
 
     def rows(self, order: list[int]) -> Rollout:
         """The samples at these places, without any that wait."""
-        return Rollout(*rows_of(replace(self, waiting={}), order))
-
-
-def _joined(values: list[Any]) -> Any:
-    """Several rollouts, or one field of theirs; of what isn't one per sample, the first."""
-    first, kind = values[0], type(values[0])
-    if isinstance(first, prompt_set.PromptBatch):
-        width = max(one.tokens.shape[1] for one in values)
-        values = [replace(one, **{name: torch.nn.functional.pad(
-            getattr(one, name), (width - one.tokens.shape[1], 0)) for name in ("tokens", "mask")})
-            for one in values]
-    if is_dataclass(kind):
-        return kind(*(_joined([getattr(one, f.name) for one in values]) for f in fields(kind)))
-    if isinstance(first, dict):
-        return {name: _joined([value[name] for value in values]) for name in first}
-    if isinstance(first, list):
-        return list(chain.from_iterable(values))
-    return joined_right(values) if isinstance(first, torch.Tensor) else first
+        return rows_of(replace(self, waiting={}), order)
 
 
 @dataclass(frozen=True, slots=True)

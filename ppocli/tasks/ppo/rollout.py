@@ -190,8 +190,7 @@ def response_texts(session: EvalSession, prompts: PromptBatch, out: Samples, spe
     """The responses as text, which ``spec`` says where to trim; of episodes the transcripts."""
     if out.episodes is not None:
         return [episode.transcript for episode in out.episodes]
-    return decode_responses(session.tokenizer, session.read_before(prompts), out.action_ids,
-                            spec.stop_sequences, spec.min_new_tokens)
+    return decode_responses(session.tokenizer, session.read_before(prompts), out.action_ids, spec)
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,7 +243,7 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
                       ) -> tuple[prompt_set.PromptSet, prompt_set.PromptSet]:
     """Training and evaluation prompts, checked against what reward and metric ask for. Without
     ``training`` the former are read only where the latter are taken from them."""
-    prompts = prompt_set.PromptSet([], [], {}, [])
+    prompts = prompt_set.PromptSet([], [], {}, ())
     how: Any = {"seed": cfg.seed, "max_prompt_tokens": max_prompt_tokens(cfg, lm),
                 "whole": has_encoder(lm)}
     if training or not sources.evaluation_spec(cfg.prompts, objects.eval_prompts).has_source:

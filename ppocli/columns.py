@@ -1,0 +1,53 @@
+"""Records whose fields are columns, one value a row each: some of their rows; several as one."""
+
+from collections.abc import Sequence
+from dataclasses import fields
+from itertools import chain
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def rows_of(record: T, index: Any) -> T:
+    """The rows of a record at ``index`` (a slice, or a list or a tensor of places): those of its
+    tensors, lists and mappings, and of the records in it. What is of another kind, as a tuple is,
+    says something of the whole and stays."""
+    def some(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: some(part) for name, part in value.items()}
+        if isinstance(value, list) and not isinstance(index, slice):
+            return [value[i] for i in index] if value else []
+        if isinstance(value, list | torch.Tensor):
+            return value[index]
+        return value.rows(index) if hasattr(value, "rows") else value
+
+    return type(record)(*map(some, _columns(record)))
+
+
+def joined(parts: Sequence[T]) -> T:
+    """Records one below the other, [B, X] tensors padded with zeros on the right to the widest. Of
+    what says something of the whole, the first one's."""
+    return type(parts[0])(*(_below(list(values))
+                            for values in zip(*map(_columns, parts), strict=True)))
+
+
+def _below(values: list[Any]) -> Any:
+    """One column of several records; records in it join themselves, if they are of rows."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {name: _below([value[name] for value in values]) for name in first}
+    if isinstance(first, list):
+        return list(chain.from_iterable(values))
+    if not isinstance(first, torch.Tensor):
+        return first.joined(values) if hasattr(first, "joined") else first
+    if first.dim() == 1:
+        return torch.cat(values)
+    width = max(value.shape[1] for value in values)
+    return torch.cat([torch.nn.functional.pad(value, (0, width - value.shape[1]))
+                      for value in values])
+
+
+def _columns(record: Any) -> list[Any]:
+    return [getattr(record, field.name) for field in fields(record)]
