@@ -275,7 +275,8 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         run=_text(run), words=tuple(list_of_texts(overrides, "overrides")), against=_text(against),
         reward=reward, prompts=_text(source), limit=limit, num_samples=num_samples, seed=seed,
         step=step, best=best, frontier=frontier, output=_text(output), name=name,
-        overwrite=overwrite, resume=resume, trust=trust, own_reward=reward_fn is not None)
+        overwrite=overwrite, resume=resume, trust=trust, own_reward=reward_fn is not None,
+        own_prompts=items is not None)
     objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
     join_working_directory()
     folder, report = carry_out(request, catch_signals(), log.info, objects,
@@ -308,7 +309,7 @@ def carry_out(request: EvalRequest, working: AbstractContextManager[StopFlag], s
     cfg = target_config.data_config(target, request.row_words(), trusts=request.trust) \
         if on_rows else target_config.target_config(
             target, request.overrides(target), needs_reward=True,
-            needs_prompts=objects is None or objects.eval_prompts is None, trusts=request.trust)
+            needs_prompts=not request.own_prompts, trusts=request.trust)
     if request.own_reward:  # reward.kwargs are this function's
         cfg = resolved.with_values(cfg, {"reward.fn": None})
     cfg = resolved.with_absolute_paths(cfg, Path.cwd())

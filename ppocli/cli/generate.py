@@ -305,7 +305,6 @@ class ResponsePrinter:
         show_text("" if self.streams else answer.text)
         self._open_line = False
         if self._scored:
-            sys.stdout.flush()
             complain(f"score {score}")
 
     def _block(self, row: Sequence[Answer], scores: Sequence[str]) -> None:

@@ -66,6 +66,8 @@ class EvalRequest:
     resume: bool = False
     own_reward: bool = False
     """a Python function takes the place of ``reward``"""
+    own_prompts: bool = False
+    """a list from Python takes the place of ``prompts``"""
     trust: bool = False
     """code that the configuration of somebody else's run names may run"""
     printing: tuple[str, ...] = ()
@@ -106,7 +108,8 @@ class EvalRequest:
             ConfigError: what is for responses alone is asked of rows.
         """
         sections = {_key(word).partition(".")[0] for word in self.words}
-        judged = self.reward or self.own_reward or self.prompts or sections & {"reward", "prompts"}
+        judged = (self.reward or self.own_reward or self.prompts or self.own_prompts
+                  or sections & {"reward", "prompts"})
         if "data" not in sections and (judged or not trained_on_data):
             return False
         for flag, given in (("--reward", judged), ("--frontier", self.frontier),

@@ -19,7 +19,7 @@ from ppocli.errors import PpocliError
 from ppocli.evaluation.request import read_result
 from ppocli.report.curves import curves_of, run_labels
 from ppocli.report.samples import samples_of, shown
-from ppocli.runs.record import RunRecord
+from ppocli.runs.record import RunRecord, read_changes
 from ppocli.storage import atomic, manifest, retention, run_folder
 from ppocli.storage.environment import ENV_FILE
 from ppocli.text import finite_number, first_line
@@ -85,7 +85,7 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str,
         # of rewards and metrics that are found where the command is run, or are installed
         "modules": _modules(config),
         # settings that were others before the run was resumed
-        "changes": list(map(asdict, record.changes)),
+        "changes": list(map(asdict, read_changes(record.folder.path))),
         "before_step": first, "after_step": last,
         # names of the figures of an evaluation that say most
         "main": kind.names,
@@ -173,7 +173,9 @@ def _outcome(before: dict[str, Any], after: dict[str, Any]) -> list[Row]:
 
 def _best(record: RunRecord) -> Row | None:
     """As the summary has it; a run that is still going has none on record."""
-    step, value = record.best.get("step"), finite_number(record.best.get("metric"))
+    best = (record.summary or {}).get("best")
+    told = best if isinstance(best, dict) else {}
+    step, value = told.get("step"), finite_number(told.get("metric"))
     if not isinstance(step, int) or value is None:
         return None
     return {"name": record.config.checkpoint.metric, "step": step, "value": value}

@@ -86,12 +86,6 @@ class RunRecord:
         left = max((planned or 0) - self.episodes, 0)
         return self.step + -(-left // tasks.samples_per_step(self.config))
 
-    @property
-    def best(self) -> dict[str, Any]:
-        """``step`` and ``metric`` of the best evaluation, as the summary has them; or nothing."""
-        best = (self.summary or {}).get("best")
-        return best if isinstance(best, dict) else {}
-
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a figure at every step that has a finite one."""
         return [(int(row["step"]), float(row[name])) for row in self.rows
@@ -102,11 +96,6 @@ class RunRecord:
         """Names of all figures, in the order they first appear."""
         return list(dict.fromkeys(name for row in self.rows for name in row
                                   if name not in ("step", "episode", "updates")))
-
-    @property
-    def changes(self) -> list[Change]:
-        """Settings that were changed when the run was resumed."""
-        return read_changes(self.folder.path)
 
     def log_lines(self) -> list[tuple[str, str, str]]:
         """(time, level, text) of everything that was said during the run: the local time of the
