@@ -24,6 +24,7 @@ from ppocli.parallel.stop import StopFlag, catch_signals
 from ppocli.runs import trust as trust_of
 from ppocli.runs.target import find_target
 from ppocli.storage.atomic import read_json
+from ppocli.storage.model_files import quiet_transformers
 from ppocli.text import Say, pasted
 from ppocli.user_code import join_working_directory
 
@@ -279,6 +280,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         own_prompts=items is not None)
     objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
     join_working_directory()
+    quiet_transformers()
     folder, report = carry_out(request, catch_signals(), log.info, objects,
                                nullcontext(lambda role, there, total: None))
     return EvalResult(folder, folder / SAMPLES, report["figures"], report["stderr"],

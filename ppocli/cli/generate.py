@@ -190,7 +190,8 @@ def episode_words(prompts: Sequence[str] | None, file: str | None, column: str, 
     """
     from ppocli.config.resolved import literal
 
-    items = prompts or (given_lines(prompts, file) if prompts or file else None)
+    lines = given_lines(prompts, file) if prompts or file else None
+    items = prompts or lines
     return [f"ppo.chunk_size={batch}", *([] if chat is None else [f"prompts.chat={chat}"]),
             *([] if file is None else [f"prompts.column={literal(column)}"]),
             *([] if items is None else ["prompts.eval.path=null", "prompts.eval.items=["

@@ -172,11 +172,11 @@ class EvalRequest:
     def command(self, target: Target, name: str) -> str:
         """The command that goes on with this evaluation."""
         run = self.run or str(target.run_dir)
-        flags = [("--against", self.against), ("--prompts", self.prompts),
-                 ("--reward", self.reward), ("--limit", self.limit),
-                 ("--num-samples", self.num_samples), ("--seed", self.seed),
-                 ("--step", self.step), ("--output", self.output), ("--name", name)]
-        words = [text for flag, value in flags if value is not None for text in (flag, str(value))]
+        flags = {"--against": self.against,
+                 **{flag: value for flag, _, value in self._settings()},
+                 "--step": self.step, "--output": self.output, "--name": name}
+        words = [text for flag, value in flags.items() if value is not None
+                 for text in (flag, str(value))]
         words += ["--best"] * self.best + ["--frontier"] * self.frontier + [TRUST] * self.trust
         words += [*self.printing, "--resume"]
         return shlex.join(["ppocli", "eval", run, *self.words, *words])

@@ -82,7 +82,6 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
         StoppedError: names the command that goes on.
         PpocliError: models, prompts, rewards, disk; samples scored so far are kept.
     """
-    model_files.quiet_transformers()
     default = files.folder_of(request, target)
     if target.run_dir is not None and not request.output:
         run_folder.refuse_links(target.run_dir)
@@ -299,7 +298,6 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
         CheckpointError: a name that is taken.
         PpocliError: the model, the data, the disk.
     """
-    model_files.quiet_transformers()
     begun, started = monotonic(), figures.now()
     cfg = resolved.with_values(cfg, {  # what is said, and refused, of a training
         "checkpoint.keep_best": False, "hardware.memory_check": "off"})
