@@ -82,8 +82,7 @@ def generate(
                           where="--system", fix="add --chat")
     if chosen.cfg.prompts.template is not None and not chat:
         say("prompts.template of the run is not applied: prompts are used as they are")
-    cells, columns = (prompt, {}) if prompt else read_prompts(
-        prompts_file, column, lines, chat=chat)
+    cells, columns = read_prompts(prompts_file, column, lines, chat=chat)
     with working() as stopping, loaded(request, chosen, list(columns)) as (
             players, generation, judge):
         from ppocli.evaluation.player import scores_of
@@ -154,7 +153,8 @@ def chat(
 # Prompts ------------------------------------------------------------------------------------------
 
 def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | None:
-    """The prompts on standard input, one per line; None if they come from elsewhere.
+    """The prompts of the command line, or those on standard input, one per line; None if they come
+    from a file.
 
     Raises:
         ConfigError: nothing says what the prompts are, or two things do; or one is empty.
@@ -167,7 +167,7 @@ def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | 
         raise ConfigError(f"The prompt {blank[0]!r} is empty.", where="--prompt",
                           fix="give some text")
     if prompts or file not in (None, "-"):
-        return None
+        return list(prompts) if prompts else None
     if sys.stdin.isatty() and file is None:
         raise ConfigError("There are no prompts.", where="command line", fix=HOW)
     raw = sys.stdin.buffer.read()
@@ -190,8 +190,7 @@ def episode_words(prompts: Sequence[str] | None, file: str | None, column: str, 
     """
     from ppocli.config.resolved import literal
 
-    lines = given_lines(prompts, file) if prompts or file else None
-    items = prompts or lines
+    items = given_lines(prompts, file) if prompts or file else None
     return [f"ppo.chunk_size={batch}", *([] if chat is None else [f"prompts.chat={chat}"]),
             *([] if file is None else [f"prompts.column={literal(column)}"]),
             *([] if items is None else ["prompts.eval.path=null", "prompts.eval.items=["
