@@ -20,6 +20,7 @@ from ppocli.evaluation.request import read_result
 from ppocli.report.curves import curves_of, run_labels
 from ppocli.report.samples import samples_of, shown
 from ppocli.runs.record import RunRecord, read_changes
+from ppocli.runs.trust import import_paths
 from ppocli.storage import atomic, manifest, retention, run_folder
 from ppocli.storage.environment import ENV_FILE
 from ppocli.text import finite_number, first_line
@@ -128,11 +129,9 @@ def _reward(config: schema.TrainConfig) -> str:
 
 
 def _modules(config: schema.TrainConfig) -> list[str]:
-    """Modules among the functions that a configuration names; files have absolute paths."""
-    reward = config.reward
-    given = [reward.fn, reward.step_fn, reward.metric_fn,
-             *(entry.get("fn") for entry in reward.fns.values() if isinstance(entry, dict))]
-    modules = (name.rpartition(":" if ":" in name else ".")[0] for name in given if name)
+    """Modules among the rewards and metrics of a configuration; files have absolute paths."""
+    given = (path for key, path in import_paths(config) if key.startswith("reward.") and path)
+    modules = (name.rpartition(":" if ":" in name else ".")[0] for name in given)
     return [module for module in dict.fromkeys(modules)
             if module and not module.endswith(".py") and os.sep not in module
             and module.partition(".")[0] != "ppocli"]
