@@ -190,10 +190,6 @@ def train_reward_model(overrides: Sequence[str] | Mapping[str, Any] = (), *,
                 {"data": data, "val_data": val_data})
 
 
-_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn", "prompts": "prompts.items",
-         "eval_prompts": "prompts.eval.items", "data": "data.path", "val_data": "data.val"}
-
-
 def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
          config: Mapping[str, Any] | None, model_path: str | Path | None, given: dict[str, Any],
          stop_sequences: Sequence[str] | None = None) -> TrainedRun:
@@ -204,7 +200,7 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
 
     given = {name: list(value) if name in ("prompts", "eval_prompts") else value
              for name, value in given.items() if value is not None}
-    handed_in = frozenset(_KEYS[name] for name in given)
+    handed_in = frozenset(opened_folder.OBJECT_KEYS[name] for name in given)
     given_words = [*words.given_words(overrides), *words.given_words(config or {})]
     if model_path is not None:
         given_words += words.given_words({"model": {"path": str(model_path)}})
@@ -281,15 +277,15 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
     join_working_directory()
     quiet_transformers()
-    folder, report = carry_out(request, catch_signals(), log.info, objects,
-                               nullcontext(lambda role, there, total: None))
+    folder, report = carry_out(request, catch_signals(), log.info, objects)
     return EvalResult(folder, folder / SAMPLES, report["figures"], report["stderr"],
                       report["against"] and report["against"]["figures"], report["win_rate"],
                       report)
 
 
 def carry_out(request: EvalRequest, working: AbstractContextManager[StopFlag], say: Say,
-              objects: PythonObjects | None, watching: AbstractContextManager[Watch]
+              objects: PythonObjects | None = None,
+              watching: AbstractContextManager[Watch] | None = None
               ) -> tuple[Path, dict[str, Any]]:
     """Do what :func:`evaluate` or ``ppocli eval`` was asked for.
 
@@ -322,7 +318,7 @@ def carry_out(request: EvalRequest, working: AbstractContextManager[StopFlag], s
         if on_rows:
             return evaluate_rows(request, target, cfg, stop=stop)
         objects = objects or PythonObjects()
-        with watching as watch:
+        with watching or nullcontext(lambda role, there, total: None) as watch:
             return run_evaluation(request, target, opened_folder.noting_objects(cfg, objects),
                                   objects, stop=stop, watch=watch)
 

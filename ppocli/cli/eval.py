@@ -74,7 +74,7 @@ def evaluate(
     run, words = split_words(run, overrides)
     request = request_of(EvalRequest, ctx, run=run, words=tuple(words),
                          printing=printing_of(min_reward, show, as_json))
-    folder, report = carry_out(request, working(), say, None, _progress())
+    folder, report = carry_out(request, working(), say, watching=_progress())
     if as_json:
         print(printable_json((folder / RESULT).read_text(encoding="utf-8")), flush=True)
     else:
