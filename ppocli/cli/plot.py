@@ -79,15 +79,13 @@ def show_curves(charts: Sequence[Panel], out: Path | None, *, quiet: bool) -> No
 
     if out is not None:
         write_file(out, draw_picture(charts, out.suffix.lower().removeprefix(".")))
-    if quiet:
-        return
-    if out is not None:
-        output.show_text(str(out))
-        return
-    style = chosen_style(max(len(chart.lines) for chart in charts))
-    width = shutil.get_terminal_size().columns
-    drawings = [draw(chart, style=style, width=width) for chart in charts]
-    print("\n\n".join(map("\n".join, drawings)), flush=True)
+        if not quiet:
+            output.show_text(str(out))
+    elif not quiet:
+        style = chosen_style(max(len(chart.lines) for chart in charts))
+        width = shutil.get_terminal_size().columns
+        drawings = [draw(chart, style=style, width=width) for chart in charts]
+        print("\n\n".join(map("\n".join, drawings)), flush=True)
 
 
 def numbers_of(charts: Mapping[str, Panel]) -> list[dict[str, Any]]:

@@ -313,14 +313,12 @@ def rename_run(run: opt.OneRun, name: Annotated[str, typer.Argument(
 
 def _named(given: str) -> Path:
     """The folder of the run that is named; a part of a run doesn't stand for it here."""
-    from ppocli.runs.record import is_run
     from ppocli.runs.target import find_run, run_named
 
-    folder = run_named(given)
-    if is_run(folder):
-        return folder
-    found = find_run(given)  # refuses what is no part of a run either
-    raise ConfigError(f"{given} is a part of a run.", where="RUN", fix=f"name the run: {found}")
+    found = find_run(given)
+    if found != run_named(given):
+        raise ConfigError(f"{given} is a part of a run.", where="RUN", fix=f"name the run: {found}")
+    return found
 
 
 def _shown_parts(removal: Removal) -> str:

@@ -66,11 +66,8 @@ def find_target(given: str | None, *, say: Say, step: int | None = None, best: b
         CheckpointError: the run has no valid checkpoint, or not the one asked for.
         InputError: no such folder, or no model in it.
     """
-    if given is None:
-        run_dir = newest_run(say)
-        return _of_run(run_dir.resolve(), str(run_dir), say, step, best, checkpoint)
-    path = run_named(given, here=os.path.lexists)
-    if is_run(path):
+    path = newest_run(say) if given is None else run_named(given, here=os.path.lexists)
+    if given is None or is_run(path):
         return _of_run(path.resolve(), str(path), say, step, best, checkpoint)
     inside = _inside_checkpoint(path)
     if inside is None and not path.exists() and (
