@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str,
         # of rewards and metrics that are found where the command is run, or are installed
         "modules": _modules(config),
         # settings that were others before the run was resumed
-        "changes": list(map(asdict, read_changes(record.folder.path))),
+        "changes": read_changes(record.folder.path),
         "before_step": first, "after_step": last,
         # names of the figures of an evaluation that say most
         "main": kind.names,
