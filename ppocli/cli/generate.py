@@ -71,8 +71,7 @@ def generate(
         from ppocli.cli import episodes
 
         episodes.generate(request, episode_words(prompt, prompts_file, column, chat, batch_size),
-                          None if prompts_file == "-" else prompts_file, num_samples,
-                          as_json=as_json)
+                          None if prompts_file == "-" else prompts_file, as_json=as_json)
         return
     lines = given_lines(prompt, prompts_file)
     chosen = find_models(request)
