@@ -46,8 +46,7 @@ def watch(
     from ppocli.cli.follow import Follower, find_watched
     from ppocli.display.live_view import LiveView, Outlet
 
-    folder, shown = find_watched(given)
-    follower = Follower(folder, shown, from_start, as_json)
+    follower = Follower(find_watched(given), from_start, as_json)
     console = Outlet(sys.stdout)
     live = output.display_mode() == "auto" and not (plain or as_json) and console.can_live
     try:
