@@ -22,7 +22,6 @@ from ppocli.text import clean, figure, format_bytes, pasted, printable
 
 if TYPE_CHECKING:
     from ppocli.runs.listing import Removal, RunInfo
-    from ppocli.runs.record import RunRecord
 
 
 def watch(
@@ -95,19 +94,12 @@ def report(
     render.check_replaceable((path for path, _ in targets), overwrite)
     record = read_run(folder)
     more = [run for run in read_runs(others or ()) if run.folder.path != record.folder.path]
-    gathered = facts.gather(record, command=_command_of(record), shown_as=str(folder), others=more)
+    gathered = facts.gather(record, str(folder), more)
     if as_json:
         output.print_json(gathered)
     for path, form_of_file in targets:
         render.write_file(path, render.render(gathered, form_of_file))
         print(printable(str(path)))
-
-
-def _command_of(run: RunRecord) -> str | None:
-    """What trains again; None for a run with Python objects, which no command has."""
-    from ppocli.config.resolved import PYTHON_OBJECT, flat, training_command
-
-    return None if PYTHON_OBJECT in flat(run.config).values() else training_command(run.config)
 
 
 # runs list and runs show --------------------------------------------------------------------------
@@ -173,7 +165,7 @@ def show_run(run: RunFolder = None, as_json: AsJson = False) -> None:
 
     folder = find_run(run, say=output.say)
     record, info = read_run(folder), run_info(folder, folder.parent)
-    checkpoints, command = list_steps(record.folder.checkpoints), _command_of(record)
+    checkpoints, command = list_steps(record.folder.checkpoints), record.command
     if as_json:
         places = [str(path.absolute()) for _, path in checkpoints]
         output.print_json({**_info_json(info), "checkpoints": places, "command": command})

@@ -43,15 +43,12 @@ Row = dict[str, Any]
 """a row of one of the report's tables"""
 
 
-def gather(record: RunRecord, *, command: str | None, shown_as: str,
-           others: Sequence[RunRecord] = ()) -> dict[str, Any]:
+def gather(record: RunRecord, shown_as: str, others: Sequence[RunRecord]) -> dict[str, Any]:
     """Everything a report says, whatever it is written as: plain data, as ``--json`` prints it.
 
     Args:
-        others: runs whose curves lie over this one's.
-        command: the command line that makes such a run again; None if no command line can, for a
-            run of Python objects.
         shown_as: how the user names the run's folder, for commands.
+        others: runs whose curves lie over this one's.
     """
     config, summary = record.config, record.summary or {}
     kind, task = tasks.kind_of(config), tasks.task_name(config)
@@ -59,7 +56,7 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str,
                  if (figure := tasks.evaluation_of(row)) and row[figure[1]] is not None]
     before, after = _first_and_last(evaluated)
     first, last = before.get("step"), after.get("step")
-    best, error = _best(record), summary.get("error")
+    best, error, command = _best(record), summary.get("error"), record.command
     resumes = record.status not in ("finished", "running") and command is not None
     return {
         "generator": f"ppocli report {__version__}",
@@ -81,7 +78,7 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str,
             for key, old, new in resolved.config_differences(schema.TrainConfig(), config)],
         "all_settings": {key: _yaml(value) for key, value in resolved.flat(config).items()
                          if tasks.is_read(key, task)},
-        "command": command,
+        "command": command,  # that trains such a run again
         # of rewards and metrics that are found where the command is run, or are installed
         "modules": _modules(config),
         # settings that were others before the run was resumed

@@ -75,6 +75,12 @@ class RunRecord:
         left = max((planned or 0) - self.episodes, 0)
         return self.step + -(-left // tasks.samples_per_step(self.config))
 
+    @property
+    def command(self) -> str | None:
+        """What trains such a run again; None for one of Python objects, which no command has."""
+        return None if resolved.PYTHON_OBJECT in resolved.flat(self.config).values() \
+            else resolved.training_command(self.config)
+
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a figure at every step that has a finite one."""
         return [(int(row["step"]), float(row[name])) for row in self.rows
