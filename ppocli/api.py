@@ -3,25 +3,34 @@
 The same composition, launch and engine as the command; nothing is implemented twice.
 """
 
+from __future__ import annotations
+
 import logging
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ppocli.config import resolved, words
 from ppocli.config.words import list_of_texts
 from ppocli.errors import ConfigError, InputError, PpocliError
+from ppocli.evaluation.request import SAMPLES, EvalRequest
 from ppocli.launching import launch, opened_folder, target_config
-from ppocli.parallel.stop import catch_signals
+from ppocli.parallel.stop import StopFlag, catch_signals
 from ppocli.runs import trust as trust_of
 from ppocli.runs.target import find_target
 from ppocli.storage.atomic import read_json
-from ppocli.text import pasted
+from ppocli.storage.model_files import quiet_transformers
+from ppocli.text import Say, pasted
 from ppocli.user_code import join_working_directory
+
+if TYPE_CHECKING:
+    from ppocli.evaluation.work import Watch
+    from ppocli.training.task import PythonObjects
 
 log = logging.getLogger("ppocli")
 
@@ -181,10 +190,6 @@ def train_reward_model(overrides: Sequence[str] | Mapping[str, Any] = (), *,
                 {"data": data, "val_data": val_data})
 
 
-_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn", "prompts": "prompts.items",
-         "eval_prompts": "prompts.eval.items", "data": "data.path", "val_data": "data.val"}
-
-
 def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
          config: Mapping[str, Any] | None, model_path: str | Path | None, given: dict[str, Any],
          stop_sequences: Sequence[str] | None = None) -> TrainedRun:
@@ -195,7 +200,7 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
 
     given = {name: list(value) if name in ("prompts", "eval_prompts") else value
              for name, value in given.items() if value is not None}
-    handed_in = frozenset(_KEYS[name] for name in given)
+    handed_in = frozenset(opened_folder.OBJECT_KEYS[name] for name in given)
     given_words = [*words.given_words(overrides), *words.given_words(config or {})]
     if model_path is not None:
         given_words += words.given_words({"model": {"path": str(model_path)}})
@@ -259,8 +264,6 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     Raises:
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
     """
-    from ppocli.evaluation.request import EvalRequest
-    from ppocli.evaluation.work import evaluate_rows, run_evaluation
     from ppocli.training.task import PythonObjects
 
     source, items = (prompts, None) if prompts is None or isinstance(prompts, str | Path) else (
@@ -269,33 +272,55 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         run=_text(run), words=tuple(list_of_texts(overrides, "overrides")), against=_text(against),
         reward=reward, prompts=_text(source), limit=limit, num_samples=num_samples, seed=seed,
         step=step, best=best, frontier=frontier, output=_text(output), name=name,
-        overwrite=overwrite, resume=resume, trust=trust, own_reward=reward_fn is not None)
-    request.check()
-    target = find_target(request.run, say=log.info, step=step, best=best)
-    if request.on_rows(target_config.trained_on_data(target)):
-        cfg = target_config.data_config(target, request.row_words(), trusts=trust)
-        with catch_signals() as stop:
-            return _result(*evaluate_rows(request, target, resolved.with_absolute_paths(cfg),
-                                          stop=stop, say=log.info))
-    cfg = target_config.target_config(target, request.overrides(target), needs_reward=True,
-                                      needs_prompts=items is None, trusts=trust)
+        overwrite=overwrite, resume=resume, trust=trust, own_reward=reward_fn is not None,
+        own_prompts=items is not None)
     objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
-    if reward_fn is not None:  # reward.kwargs are this function's
-        cfg = resolved.with_values(cfg, {"reward.fn": None})
-    cfg = opened_folder.noting_objects(resolved.with_absolute_paths(cfg), objects)
     join_working_directory()
-    with catch_signals() as stop:
-        folder, report = run_evaluation(request, target, cfg, objects, stop=stop, say=log.info,
-                                        watch=lambda role, there, total: None)
-    return _result(folder, report)
-
-
-def _result(folder: Path, report: dict[str, Any]) -> EvalResult:
-    from ppocli.evaluation.request import SAMPLES
-
+    quiet_transformers()
+    folder, report = carry_out(request, catch_signals(), log.info, objects)
     return EvalResult(folder, folder / SAMPLES, report["figures"], report["stderr"],
                       report["against"] and report["against"]["figures"], report["win_rate"],
                       report)
+
+
+def carry_out(request: EvalRequest, working: AbstractContextManager[StopFlag], say: Say,
+              objects: PythonObjects | None = None,
+              watching: AbstractContextManager[Watch] | None = None
+              ) -> tuple[Path, dict[str, Any]]:
+    """Do what :func:`evaluate` or ``ppocli eval`` was asked for.
+
+    Args:
+        working: entered once everything has been checked that takes no model.
+        say: told what was chosen where the user left it open.
+        objects: Python objects in place of reward, metric and prompts.
+        watching: what watches the samples of a policy come.
+
+    Returns:
+        the folder, and the contents of its eval.json.
+
+    Raises:
+        PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
+    """
+    request.check()
+    target = find_target(request.run, say=say, step=request.step, best=request.best)
+    on_rows = request.on_rows(target_config.trained_on_data(target))
+    cfg = target_config.data_config(target, request.row_words(), trusts=request.trust) \
+        if on_rows else target_config.target_config(
+            target, request.overrides(target), needs_reward=True,
+            needs_prompts=not request.own_prompts, trusts=request.trust)
+    if request.own_reward:  # reward.kwargs are this function's
+        cfg = resolved.with_values(cfg, {"reward.fn": None})
+    cfg = resolved.with_absolute_paths(cfg)
+    with working as stop:
+        from ppocli.evaluation.work import evaluate_rows, run_evaluation
+        from ppocli.training.task import PythonObjects
+
+        if on_rows:
+            return evaluate_rows(request, target, cfg, stop=stop)
+        objects = objects or PythonObjects()
+        with watching or nullcontext(lambda role, there, total: None) as watch:
+            return run_evaluation(request, target, opened_folder.noting_objects(cfg, objects),
+                                  objects, stop=stop, watch=watch)
 
 
 def _text(value: str | Path | None) -> str | None:

@@ -32,15 +32,15 @@ from ppocli.training.task import PythonObjects
 LONGEST_HEADING = 100
 
 
-def generate(request: SamplingRequest, more: Sequence[str], prompts_file: str | None,
-             num_samples: int, *, as_json: bool) -> None:
+def generate(request: SamplingRequest, more: Sequence[str], prompts_file: str | None, *,
+             as_json: bool) -> None:
     """Play an episode, or several, of each prompt, and print them as they end.
 
     Args:
         more: words beside those of ``request``.
         prompts_file: default: the prompts of the run's evaluation.
     """
-    with working() as stop, _session(request, more, prompts_file, num_samples) as session:
+    with working() as stop, _session(request, more, prompts_file) as session:
         for row in _played(session, stop):
             if as_json:
                 print(json.dumps(row), flush=True)
@@ -57,7 +57,7 @@ def chat(request: SamplingRequest, *, watch: bool) -> None:
     Raises:
         StoppedError: left by Ctrl-C.
     """
-    with working() as stop, _session(request, ["ppo.chunk_size=1"], None, 1) as session:
+    with working() as stop, _session(request, ["ppo.chunk_size=1"]) as session:
         sampler: Any = session.sampler
         calls = ShownCalls(sampler.calls, echo=watch)
         inner: Any = sampler.inner if watch else Person(session)
@@ -72,8 +72,8 @@ def chat(request: SamplingRequest, *, watch: bool) -> None:
 
 
 @contextmanager
-def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | None,
-             num_samples: int) -> Iterator[EvalSession]:
+def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | None = None
+             ) -> Iterator[EvalSession]:
     """What plays the run's evaluation under the flags and words of a command.
 
     Raises:
@@ -87,7 +87,8 @@ def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | 
     words = (*request.words, *more, *(
         f"generation.{name}={json.dumps(value) if not isinstance(value, list) else value}"
         for name, value in request.flags.items()))
-    asked = replace(request, words=words, prompts=prompts_file, num_samples=num_samples)
+    asked = replace(request, words=words, prompts=prompts_file,
+                    num_samples=request.num_samples or 1)
     asked.check()
     cfg = target_config(target, asked.overrides(target), needs_reward=True, needs_prompts=True,
                         trusts=request.trust)

@@ -68,31 +68,13 @@ def evaluate(
       ppocli eval runs/SFT data.path=other.jsonl --against base
       ppocli eval runs/PPO --against runs/SFT --reward my_rewards:score
     """
-    from ppocli.config.resolved import with_absolute_paths
+    from ppocli.api import carry_out
     from ppocli.evaluation.request import PICTURE, RESULT, SAMPLES, EvalRequest
-    from ppocli.launching import target_config
-    from ppocli.runs.target import find_target
 
     run, words = split_words(run, overrides)
     request = request_of(EvalRequest, ctx, run=run, words=tuple(words),
                          printing=printing_of(min_reward, show, as_json))
-    request.check()
-    target = find_target(request.run, say=say, step=request.step, best=request.best)
-    on_rows = request.on_rows(target_config.trained_on_data(target))
-    cfg = target_config.data_config(target, request.row_words(), trusts=trust) if on_rows else \
-        target_config.target_config(target, request.overrides(target), needs_reward=True,
-                                    needs_prompts=True, trusts=trust)
-    cfg = with_absolute_paths(cfg)
-    with working() as stop:
-        from ppocli.evaluation.work import evaluate_rows, run_evaluation
-        from ppocli.training.task import PythonObjects
-
-        if on_rows:
-            folder, report = evaluate_rows(request, target, cfg, stop=stop, say=say)
-        else:
-            with _progress() as watch:
-                folder, report = run_evaluation(request, target, cfg, PythonObjects(), stop=stop,
-                                                say=say, watch=watch)
+    folder, report = carry_out(request, working(), say, watching=_progress())
     if as_json:
         print(printable_json((folder / RESULT).read_text(encoding="utf-8")), flush=True)
     else:

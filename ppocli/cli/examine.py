@@ -129,7 +129,7 @@ def _examine_run(composed: compose.Composed, found: Examined) -> None:
         return
     named = resume_from or (Path(config.output_dir) / config.run_name if config.run_name else None)
     if named is not None:
-        found.add(_taken(composed, named, settled=not wrong))
+        _examine_folder(composed, named, found, settled=not wrong)
     found.add(_unwritable(named or Path(config.output_dir)))
     if not found.problems:
         place = named or Path(config.output_dir) / f"{composed.name}-DATE-TIME"
@@ -299,7 +299,8 @@ def _reward_parts(reward: schema.RewardConfig) -> Iterator[schema.RewardConfig]:
 
 # The folder ---------------------------------------------------------------------------------------
 
-def _taken(composed: compose.Composed, folder: Path, *, settled: bool) -> Iterator[PpocliError]:
+def _examine_folder(composed: compose.Composed, folder: Path, found: Examined, *, settled: bool
+                    ) -> None:
     """Whether the run may have its folder: a new one, or one that it goes on with.
 
     Args:
@@ -308,20 +309,17 @@ def _taken(composed: compose.Composed, folder: Path, *, settled: bool) -> Iterat
     config, resume_from = composed.config, composed.resume_from
     goes_on = resume_from is not None or (
         config.resume == "auto" and opened_folder.goes_on_with(folder))
-    try:
+    with found.taking():
         if not goes_on:
             opened_folder.refuse_taken(folder, config)
-            return
-        if settled:
+        elif settled:
             opened_folder.changes_on_resume(folder.absolute(), resolved.with_absolute_paths(config),
                                             accept_changes=composed.accept_changes)
-    except CheckpointError as error:
-        yield error
     checkpoints = run_folder.RunFolder(folder).checkpoints
     if resume_from and find_latest(checkpoints, run_id=None, verify="size").found is None:
-        yield CheckpointError(f"{folder} has no valid checkpoint to go on from.",
-                              where=str(checkpoints),
-                              fix="start a new run, or give run_name and resume=auto")
+        found.add([CheckpointError(f"{folder} has no valid checkpoint to go on from.",
+                                   where=str(checkpoints),
+                                   fix="start a new run, or give run_name and resume=auto")])
 
 
 def _unwritable(folder: Path) -> Iterator[PpocliError]:

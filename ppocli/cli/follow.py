@@ -29,11 +29,12 @@ _LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (?P<level>\w+) (?P<
 
 
 class Follower:
-    """What has been seen of a run; prints what is new, and feeds a live view's board."""
+    """What has been seen of a run; prints what is new, and feeds a live view's board. ``folder`` is
+    named as messages call it."""
 
-    def __init__(self, folder: Path, shown: str, from_start: bool, as_json: bool) -> None:
-        self.board = dashboard.Dashboard(shown, self._memory)
-        self._run, self._shown, self._as_json = RunFolder(folder), shown, as_json
+    def __init__(self, folder: Path, from_start: bool, as_json: bool) -> None:
+        self._run, self._shown, self._as_json = RunFolder(folder.resolve()), str(folder), as_json
+        self.board = dashboard.Dashboard(self._shown, self._memory)
         self._past: int | None = None if from_start else LAST
         self._metrics, self._log = Tail(self._run.metrics), Tail(self._run.log)
         self._rows: list[dict[str, Any]] = []
@@ -209,8 +210,8 @@ def recent_samples(path: Path) -> list[dict[str, Any]]:
     return newest[::-1]
 
 
-def find_watched(given: str | None) -> tuple[Path, str]:
-    """The folder of the run to watch, one that has only just begun too, and how messages call it.
+def find_watched(given: str | None) -> Path:
+    """The folder of the run to watch, one that has only just begun too, as messages call it.
 
     A folder of runs, such as a sweep's, stands for the one that is running, else its newest.
 
@@ -224,7 +225,7 @@ def find_watched(given: str | None) -> tuple[Path, str]:
             raise ConfigError(f"There is no run in {RUNS} yet.", where=str(RUNS.absolute()),
                               fix="start one: ppocli train +recipe=quickstart")
         say(f"watching {found}, the newest run")
-        return found.resolve(), str(found)
+        return found
     path = run_named(given, which=os.path.isdir)
     if not os.path.isdir(path):
         raise InputError(f"There is no run {given} (looked in {Path.cwd()}).", where="RUN",
@@ -236,7 +237,7 @@ def find_watched(given: str | None) -> tuple[Path, str]:
                                   fix="name a folder made by ppocli train: ppocli runs list")
         say(f"watching {inside}, the newest run in it")
         path = inside
-    return path.resolve(), str(path)
+    return path
 
 
 def _has_begun(folder: Path) -> bool:

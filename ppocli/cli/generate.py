@@ -71,8 +71,7 @@ def generate(
         from ppocli.cli import episodes
 
         episodes.generate(request, episode_words(prompt, prompts_file, column, chat, batch_size),
-                          None if prompts_file == "-" else prompts_file, num_samples,
-                          as_json=as_json)
+                          None if prompts_file == "-" else prompts_file, as_json=as_json)
         return
     lines = given_lines(prompt, prompts_file)
     chosen = find_models(request)
@@ -82,8 +81,7 @@ def generate(
                           where="--system", fix="add --chat")
     if chosen.cfg.prompts.template is not None and not chat:
         say("prompts.template of the run is not applied: prompts are used as they are")
-    cells, columns = (prompt, {}) if prompt else read_prompts(
-        prompts_file, column, lines, chat=chat)
+    cells, columns = read_prompts(prompts_file, column, lines, chat=chat)
     with working() as stopping, loaded(request, chosen, list(columns)) as (
             players, generation, judge):
         from ppocli.evaluation.player import scores_of
@@ -154,7 +152,8 @@ def chat(
 # Prompts ------------------------------------------------------------------------------------------
 
 def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | None:
-    """The prompts on standard input, one per line; None if they come from elsewhere.
+    """The prompts of the command line, or those on standard input, one per line; None if they come
+    from a file.
 
     Raises:
         ConfigError: nothing says what the prompts are, or two things do; or one is empty.
@@ -167,7 +166,7 @@ def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | 
         raise ConfigError(f"The prompt {blank[0]!r} is empty.", where="--prompt",
                           fix="give some text")
     if prompts or file not in (None, "-"):
-        return None
+        return list(prompts) if prompts else None
     if sys.stdin.isatty() and file is None:
         raise ConfigError("There are no prompts.", where="command line", fix=HOW)
     raw = sys.stdin.buffer.read()
@@ -190,7 +189,7 @@ def episode_words(prompts: Sequence[str] | None, file: str | None, column: str, 
     """
     from ppocli.config.resolved import literal
 
-    items = prompts or (given_lines(prompts, file) if prompts or file else None)
+    items = given_lines(prompts, file) if prompts or file else None
     return [f"ppo.chunk_size={batch}", *([] if chat is None else [f"prompts.chat={chat}"]),
             *([] if file is None else [f"prompts.column={literal(column)}"]),
             *([] if items is None else ["prompts.eval.path=null", "prompts.eval.items=["
@@ -305,7 +304,6 @@ class ResponsePrinter:
         show_text("" if self.streams else answer.text)
         self._open_line = False
         if self._scored:
-            sys.stdout.flush()
             complain(f"score {score}")
 
     def _block(self, row: Sequence[Answer], scores: Sequence[str]) -> None:

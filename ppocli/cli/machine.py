@@ -354,10 +354,9 @@ def doctor(folder: Annotated[Path, typer.Argument(
 
 def _env_lines(facts: Mapping[Any, Any], section: str = "") -> Iterator[str]:
     for name, value in facts.items():
-        if isinstance(value, dict) and value:
-            yield from _env_lines(value, f"{section}{name}.")
-        elif name == "gpus" and value:
-            yield from _env_lines(dict(enumerate(value)), f"{section}{name}.")
+        inner = dict(enumerate(value or ())) if name == "gpus" else value
+        if isinstance(inner, dict) and inner:
+            yield from _env_lines(inner, f"{section}{name}.")
         else:
             shown = ", ".join(map(str, value)) if isinstance(value, list) else value
             yield f"- {section}{name}: {shown or 'none'}"

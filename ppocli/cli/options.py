@@ -56,8 +56,6 @@ class Command(TyperCommand):
 class HydraCommand(Command):
     """A command that hands options on to Hydra, and offers those after TAB as well."""
 
-    takes_recipes = True
-
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
         """Our own options, then Hydra's."""
         return [*super().shell_complete(ctx, incomplete),
@@ -97,7 +95,7 @@ def complete_setting(ctx: typer.Context, incomplete: str) -> list[tuple[str, str
     before = [ctx.params.get("run"), *(ctx.params.get("overrides") or ())]
     keys = schema_keys()
     offers = complete_word([word for word in before if word], incomplete)
-    if not getattr(ctx.command, "takes_recipes", False):
+    if not isinstance(ctx.command, HydraCommand):
         offers = [offer for offer in offers if not offer.startswith(("+", "recipe="))]
     return [(offer, key.doc if offer.endswith("=") and (key := keys.get(offer[:-1]))
              else "") for offer in offers]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -19,7 +19,7 @@ from ppocli.errors import ConfigError
 from ppocli.text import clean, printable, shown
 
 if TYPE_CHECKING:
-    from ppocli.report.curves import Chart, Series
+    from ppocli.runs.pictures import Panel
 
 Style = Literal["dots", "colours", "marks", "ascii"]
 """``dots``: braille, for one curve. ``colours``: braille, each curve in a colour of its own.
@@ -63,10 +63,10 @@ def plot_runs(
     charts = collect(runs, metric_names(metric, runs), smooth)
     if as_json:
         output.print_json({"smooth": smooth, "series": numbers_of(charts)}, indent=None)
-    show_curves(charts, out, quiet=as_json)
+    show_curves([*charts.values()], out, quiet=as_json)
 
 
-def show_curves(charts: Sequence[Chart], out: Path | None, *, quiet: bool) -> None:
+def show_curves(charts: Sequence[Panel], out: Path | None, *, quiet: bool) -> None:
     """Draw charts into a file, whose path is printed, or in the terminal; print nothing if
     ``quiet``.
 
@@ -74,28 +74,25 @@ def show_curves(charts: Sequence[Chart], out: Path | None, *, quiet: bool) -> No
         ConfigError: matplotlib isn't installed.
         DiskError: the file can't be written.
     """
-    from ppocli.report.curves import panels_of
     from ppocli.report.render import write_file
     from ppocli.runs.pictures import draw as draw_picture
 
     if out is not None:
-        write_file(out, draw_picture(panels_of(charts), out.suffix.lower().removeprefix(".")))
-    if quiet:
-        return
-    if out is not None:
-        output.show_text(str(out))
-        return
-    style = chosen_style(max(len(series) for _, series in charts))
-    width = shutil.get_terminal_size().columns
-    drawings = [draw(series, title=title, style=style, width=width) for title, series in charts]
-    print("\n\n".join(map("\n".join, drawings)), flush=True)
+        write_file(out, draw_picture(charts, out.suffix.lower().removeprefix(".")))
+        if not quiet:
+            output.show_text(str(out))
+    elif not quiet:
+        style = chosen_style(max(len(chart.lines) for chart in charts))
+        width = shutil.get_terminal_size().columns
+        drawings = [draw(chart, style=style, width=width) for chart in charts]
+        print("\n\n".join(map("\n".join, drawings)), flush=True)
 
 
-def numbers_of(charts: Sequence[Chart]) -> list[dict[str, Any]]:
-    """The curves as JSON."""
-    return [{"run": curve.run, "metric": curve.metric, "steps": [step for step, _ in curve.points],
+def numbers_of(charts: Mapping[str, Panel]) -> list[dict[str, Any]]:
+    """The curves of each metric as JSON."""
+    return [{"run": curve.name, "metric": metric, "steps": [step for step, _ in curve.points],
              "values": [value for _, value in curve.points]}
-            for _, series in charts for curve in series]
+            for metric, chart in charts.items() for curve in chart.lines]
 
 
 def check_out(out: Path, overwrite: bool) -> None:
@@ -124,21 +121,19 @@ def chosen_style(runs: int) -> Style:
     return "colours" if output.has_colours() and os.environ.get("TERM") != "dumb" else "marks"
 
 
-def draw(curves: Sequence[Series], *, title: str, width: int = 80, style: Style = "dots"
-         ) -> list[str]:
+def draw(panel: Panel, *, width: int = 80, style: Style = "dots") -> list[str]:
     """A chart of characters, drawn by plotext.
 
     Args:
-        curves: drawn over one pair of axes; later ones lie above earlier ones.
-        title: the first line.
+        panel: later lines lie above earlier ones; its title is the first line of the text.
         width: columns the lines may take, the labels of the axis included; at least 24 are taken.
         style: what the curves are made of.
     """
     import plotext
 
-    shown = [curve for curve in curves if curve.points]
+    shown = [curve for curve in panel.lines if curve.points]
     if not shown:
-        return [clean(title), "  no values"]
+        return [clean(panel.title), "  no values"]
     steps, values = zip(*(point for curve in shown for point in (*curve.points, *curve.evaluated)),
                         strict=True)
     low, high = min(values), max(values)
@@ -154,7 +149,7 @@ def draw(curves: Sequence[Series], *, title: str, width: int = 80, style: Style 
     marks = {value / 4: "0" if abs(value) < 1e-4 * max(abs(high), abs(low)) else f"{value:.4g}"
              for value in (low, low / 2 + high / 2, high)}
     chart.ruler("y", "left").ticks(list(marks), list(marks.values()))
-    keys = {curve.run: f"    {clean(curve.run)}: no values" for curve in curves}
+    keys = {curve.name: f"    {clean(curve.name)}: no values" for curve in panel.lines}
     over = []  # evaluations lie above every line of rollouts
     for number, curve in enumerate(shown):
         colour = plotext.pixel(_COLOURS[number % len(_COLOURS)] if style == "colours" else None)
@@ -163,18 +158,18 @@ def draw(curves: Sequence[Series], *, title: str, width: int = 80, style: Style 
         over += [(curve.evaluated, plotext.marker(dot, colour))] if curve.evaluated else []
         chart.draw(_signal(chart, curve.points, plotext.marker(sign, colour)).lines())
         key = plotext.colorize("⣿⣿").fill(colour).string() if style == "colours" else sign
-        keys[curve.run] = f"  {key} {clean(curve.run)}" + (
+        keys[curve.name] = f"  {key} {clean(curve.name)}" + (
             f"   {dot} its evaluations" if curve.evaluated else "")
     for points, marker in over:
         chart.draw(_signal(chart, points, marker))
     lines = chart.build().string(colorless=style != "colours")
     if style == "ascii":
         lines = lines.translate(str.maketrans(_FRAME, "|||-+"))
-    legend = [*keys.values()] if len(curves) > 1 else [f"  {dot} evaluation"] if over else []
-    return [clean(title), *(line.rstrip() for line in lines.splitlines()), *legend]
+    legend = [*keys.values()] if len(panel.lines) > 1 else [f"  {dot} evaluation"] if over else []
+    return [clean(panel.title), *(line.rstrip() for line in lines.splitlines()), *legend]
 
 
-def _signal(chart: Any, points: Sequence[tuple[int, float]], marker: Any) -> Any:
+def _signal(chart: Any, points: Sequence[tuple[float, float]], marker: Any) -> Any:
     """Points of a chart, quartered like its axis."""
     return chart.signal([step for step, _ in points], [value / 4 for _, value in points],
                         marker=marker)
@@ -211,7 +206,7 @@ def compare(
         raise ConfigError("Comparing needs two or more different runs.",
                           where="command line", fix="ppocli compare runs/ONE runs/OTHER")
     wanted = metric_names(metric, runs) if metric or out is not None else []
-    curves = collect(runs, wanted, 1) if wanted else []
+    curves = collect(runs, wanted)
     found = compare_runs(runs, wanted if metric else ())
     if as_json:
         output.print_json(found | ({"curves": numbers_of(curves)} if curves else {}))
@@ -220,7 +215,7 @@ def compare(
     if curves:
         if not as_json:
             print()
-        show_curves(curves, out, quiet=as_json)
+        show_curves([*curves.values()], out, quiet=as_json)
 
 
 def _print_comparison(found: dict[str, Any]) -> None:

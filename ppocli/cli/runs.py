@@ -22,7 +22,6 @@ from ppocli.text import clean, figure, format_bytes, pasted, printable
 
 if TYPE_CHECKING:
     from ppocli.runs.listing import Removal, RunInfo
-    from ppocli.runs.record import RunRecord
 
 
 def watch(
@@ -46,8 +45,7 @@ def watch(
     from ppocli.cli.follow import Follower, find_watched
     from ppocli.display.live_view import LiveView, Outlet
 
-    folder, shown = find_watched(given)
-    follower = Follower(folder, shown, from_start, as_json)
+    follower = Follower(find_watched(given), from_start, as_json)
     console = Outlet(sys.stdout)
     live = output.display_mode() == "auto" and not (plain or as_json) and console.can_live
     try:
@@ -96,19 +94,12 @@ def report(
     render.check_replaceable((path for path, _ in targets), overwrite)
     record = read_run(folder)
     more = [run for run in read_runs(others or ()) if run.folder.path != record.folder.path]
-    gathered = facts.gather(record, command=_command_of(record), shown_as=str(folder), others=more)
+    gathered = facts.gather(record, str(folder), more)
     if as_json:
         output.print_json(gathered)
     for path, form_of_file in targets:
         render.write_file(path, render.render(gathered, form_of_file))
         print(printable(str(path)))
-
-
-def _command_of(run: RunRecord) -> str | None:
-    """What trains again; None for a run with Python objects, which no command has."""
-    from ppocli.config.resolved import PYTHON_OBJECT, flat, training_command
-
-    return None if PYTHON_OBJECT in flat(run.config).values() else training_command(run.config)
 
 
 # runs list and runs show --------------------------------------------------------------------------
@@ -174,7 +165,7 @@ def show_run(run: RunFolder = None, as_json: AsJson = False) -> None:
 
     folder = find_run(run, say=output.say)
     record, info = read_run(folder), run_info(folder, folder.parent)
-    checkpoints, command = list_steps(record.folder.checkpoints), _command_of(record)
+    checkpoints, command = list_steps(record.folder.checkpoints), record.command
     if as_json:
         places = [str(path.absolute()) for _, path in checkpoints]
         output.print_json({**_info_json(info), "checkpoints": places, "command": command})
@@ -313,14 +304,12 @@ def rename_run(run: opt.OneRun, name: Annotated[str, typer.Argument(
 
 def _named(given: str) -> Path:
     """The folder of the run that is named; a part of a run doesn't stand for it here."""
-    from ppocli.runs.record import is_run
     from ppocli.runs.target import find_run, run_named
 
-    folder = run_named(given)
-    if is_run(folder):
-        return folder
-    found = find_run(given)  # refuses what is no part of a run either
-    raise ConfigError(f"{given} is a part of a run.", where="RUN", fix=f"name the run: {found}")
+    found = find_run(given)
+    if found != run_named(given):
+        raise ConfigError(f"{given} is a part of a run.", where="RUN", fix=f"name the run: {found}")
+    return found
 
 
 def _shown_parts(removal: Removal) -> str:

@@ -161,13 +161,12 @@ def sampling_of(request: SamplingRequest, chosen: ChosenModels, player: Player |
     from ppocli.evaluation.player import changed_sampling, own_sampling
 
     worded = {word.lstrip("+~").partition("=")[0] for word in request.words}
-    changes: dict[str, Any] = {}
-    if player is not None:
-        changes = {name: value for name, value in own_sampling(player.loaded).items()
-                   if f"generation.{name}" not in worded}
-        if changes:
-            output.say("sampling as its generation_config.json says: " + ", ".join(
-                f"{name}={value}" for name, value in changes.items()))
+    declared = {} if player is None else own_sampling(player.loaded)
+    changes = {name: value for name, value in declared.items()
+               if f"generation.{name}" not in worded}
+    if changes:
+        output.say("sampling as its generation_config.json says: " + ", ".join(
+            f"{name}={value}" for name, value in changes.items()))
     sources = {**dict.fromkeys(changes, "generation_config.json"),
                **{name: _option(name) for name in request.flags}}
     generation = changed_sampling(chosen.cfg, {**changes, **request.flags}, sources)

@@ -6,13 +6,12 @@ that a sweep that was killed can be looked at and gone on with.
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ppocli import errors
 from ppocli.cli import output, sweep_jobs
@@ -307,24 +306,6 @@ def _result(record: sweeps.JobRecord) -> str:
         return f"{record.status} with exit code {record.exit_code}"
     figures = [f"{name} {value:.4g}" for name, value in record.shown.items() if value is not None]
     return ", ".join([f"finished in {record.seconds:.0f} s", *figures])
-
-
-def print_findings(found: Mapping[str, Any]) -> None:
-    """What a search has found as tables, and a command to paste."""
-    if metrics := list(found["importance"]):
-        print()
-        output.print_table([("share of", *metrics), *(
-            (key, *(f"{found['importance'][name].get(key, 0):.0%}" for name in metrics))
-            for key in found["importance"][metrics[0]])],
-            right=frozenset(range(1, 1 + len(metrics))))
-    if len(found["best"]) > 1:
-        print()
-        output.print_table([("not outdone", *found["best"][0]["metrics"], "values"), *(
-            (f"job {each['job']}", *map(output.shown_figure, each["metrics"].values()),
-             " ".join(each["varied"])) for each in found["best"])])
-    if found["command"]:
-        print()
-        output.show_text(found["command"])
 
 
 def _print_table(records: list[sweeps.JobRecord]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -45,7 +45,6 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
       ppocli sweep show --json
     """
     from ppocli.cli.plot import check_out
-    from ppocli.cli.sweep import print_findings
     from ppocli.report.render import write_file
     from ppocli.runs import pictures, search
     from ppocli.runs.sweeps import find_sweep, jobs_now, labels_of, read_sweep
@@ -77,7 +76,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
              *(output.shown_figure(row["figures"].get(label)) for label in labels))
             for row in means)], right=frozenset(range(1, 2 + len(labels))))
     if found:
-        print_findings(found)
+        _print_findings(found)
     statuses = [job["status"] for job in jobs]
     unfinished = [status for status in statuses if status not in ("finished", "running", "pruned")]
     if unfinished and sweep.goes_on and "running" not in statuses:
@@ -164,6 +163,24 @@ def _print_jobs(jobs: Sequence[dict[str, Any]], labels: Sequence[str], sweep: Pa
               *(job["varied"].get(key, "-") for key in keys), _place(job["folder"], sweep))
              for job in jobs]
     output.print_table(rows, right=frozenset(range(3, 4 + len(labels))))
+
+
+def _print_findings(found: Mapping[str, Any]) -> None:
+    """What a search has found as tables, and a command to paste."""
+    if metrics := list(found["importance"]):
+        print()
+        output.print_table([("share of", *metrics), *(
+            (key, *(f"{found['importance'][name].get(key, 0):.0%}" for name in metrics))
+            for key in found["importance"][metrics[0]])],
+            right=frozenset(range(1, 1 + len(metrics))))
+    if len(found["best"]) > 1:
+        print()
+        output.print_table([("not outdone", *found["best"][0]["metrics"], "values"), *(
+            (f"job {each['job']}", *map(output.shown_figure, each["metrics"].values()),
+             " ".join(each["varied"])) for each in found["best"])])
+    if found["command"]:
+        print()
+        output.show_text(found["command"])
 
 
 def _place(folder: str | None, sweep: Path) -> str:

@@ -39,7 +39,7 @@ def prompt_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.
         yield _no_range(f"{prefix}.length_sampler", prompts.length_sampler)
         yield (prompts.template is not None and "{" not in prompts.template, f"{prefix}.template",
                f"{shown(prompts.template)} has no placeholder such as {{prompt}}")
-    if inherited.path is None and inherited.items is None and "prompts.items" not in handed_in:
+    if inherited.path is None and inherited.items is None and "prompts.path" not in handed_in:
         for name in ("template", "first_words", "length_sampler"):
             yield (getattr(inherited, name) is not None, f"prompts.{name}",
                    "there are no prompts to apply it to: give prompts.path or prompts.items")

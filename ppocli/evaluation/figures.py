@@ -2,6 +2,7 @@
 
 import math
 import platform
+from collections import defaultdict
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -40,7 +41,7 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
         those that are means over samples; quantiles of the scores, ``p5`` to ``p95``; samples, and
         how many are scored.
     """
-    columns: dict[str, list[tuple[float, int]]] = {}
+    columns = defaultdict[str, list[tuple[float, int]]](list)
     for row in rows:
         means = {"reward_mean": row["score"], "kl_mean": row["kl"],
                  "response_tokens_mean": row["response_tokens"], "finished_share": row["finished"],
@@ -49,8 +50,8 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
                  **{f"reward/{name}": value for name, value in row["rewards"].items()},
                  **{f"metrics/{name}": value for name, value in row["metrics"].items()}}
         for name, value in means.items():
-            known = [] if value is None else [(float(value), row["prompt_index"])]
-            columns.setdefault(name, []).extend(known)
+            if value is not None:
+                columns[name].append((float(value), row["prompt_index"]))
 
     figures: dict[str, float] = {}
     for name, value in evaluation_figures(rows).items():
@@ -62,7 +63,7 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
     scores = [row["score"] for row in rows if row["score"] is not None]
     return {"figures": figures,
             "stderr": {name: clustered_stderr(columns[name]) for name in figures
-                       if columns.get(name) or name == "reward_mean"},
+                       if name in columns or name == "reward_mean"},
             "quantiles": {f"p{q}": float(np.quantile(scores, q / 100)) if scores else math.nan
                           for q in QUANTILES},
             "samples": len(rows), "scored": len(scores)}

@@ -9,6 +9,7 @@ import hashlib
 import inspect
 import itertools
 import json
+import logging
 import re
 import sysconfig
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,10 @@ from ppocli.models.loading.adapters import tensors_digest
 from ppocli.runs.target import Target
 from ppocli.storage import atomic, run_folder
 from ppocli.tasks.ppo.session import EvalSession
-from ppocli.text import Say, cut
+from ppocli.text import cut
 from ppocli.training.task import PythonObjects
+
+log = logging.getLogger("ppocli")
 
 _REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid", "style",
                 "step_separator", "step_fn")
@@ -75,7 +78,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "models": {"policy": tensors_digest(session.policy.lm.state_dict())}}
 
 
-def choose(default: Path, request: EvalRequest, identity: dict[str, Any], say: Say) -> Path:
+def choose(default: Path, request: EvalRequest, identity: dict[str, Any]) -> Path:
     """The folder to work in: that of an evaluation to go on with, or a new one, made.
 
     Args:
@@ -97,7 +100,7 @@ def choose(default: Path, request: EvalRequest, identity: dict[str, Any], say: S
                 return folder
         if unfinished or (candidates and request.name):
             check_same((unfinished or candidates)[-1], identity)
-        say(f"there is no evaluation to go on with in {default.parent}: starting afresh")
+        log.info("there is no evaluation to go on with in %s: starting afresh", default.parent)
     with files.naming_output():
         run_folder.probe_writable(default.parent)
         if request.overwrite:
@@ -109,8 +112,8 @@ def choose(default: Path, request: EvalRequest, identity: dict[str, Any], say: S
                 path.mkdir()
                 return path
             if not files.is_finished(path) and path.is_dir():
-                say(f"{path} holds an unfinished evaluation; to go on with it: the same command "
-                    f"with --resume --name {path.name}")
+                log.info("%s holds an unfinished evaluation; to go on with it: the same command "
+                         "with --resume --name %s", path, path.name)
     raise AssertionError("unreachable")
 
 

@@ -66,6 +66,8 @@ class EvalRequest:
     resume: bool = False
     own_reward: bool = False
     """a Python function takes the place of ``reward``"""
+    own_prompts: bool = False
+    """a list from Python takes the place of ``prompts``"""
     trust: bool = False
     """code that the configuration of somebody else's run names may run"""
     printing: tuple[str, ...] = ()
@@ -106,7 +108,8 @@ class EvalRequest:
             ConfigError: what is for responses alone is asked of rows.
         """
         sections = {_key(word).partition(".")[0] for word in self.words}
-        judged = self.reward or self.own_reward or self.prompts or sections & {"reward", "prompts"}
+        judged = (self.reward or self.own_reward or self.prompts or self.own_prompts
+                  or sections & {"reward", "prompts"})
         if "data" not in sections and (judged or not trained_on_data):
             return False
         for flag, given in (("--reward", judged), ("--frontier", self.frontier),
@@ -169,11 +172,11 @@ class EvalRequest:
     def command(self, target: Target, name: str) -> str:
         """The command that goes on with this evaluation."""
         run = self.run or str(target.run_dir)
-        flags = [("--against", self.against), ("--prompts", self.prompts),
-                 ("--reward", self.reward), ("--limit", self.limit),
-                 ("--num-samples", self.num_samples), ("--seed", self.seed),
-                 ("--step", self.step), ("--output", self.output), ("--name", name)]
-        words = [text for flag, value in flags if value is not None for text in (flag, str(value))]
+        flags = {"--against": self.against,
+                 **{flag: value for flag, _, value in self._settings()},
+                 "--step": self.step, "--output": self.output, "--name": name}
+        words = [text for flag, value in flags.items() if value is not None
+                 for text in (flag, str(value))]
         words += ["--best"] * self.best + ["--frontier"] * self.frontier + [TRUST] * self.trust
         words += [*self.printing, "--resume"]
         return shlex.join(["ppocli", "eval", run, *self.words, *words])

@@ -30,7 +30,7 @@ from ppocli.storage import atomic, model_files, run_folder, run_logs
 from ppocli.tasks import build_task
 from ppocli.tasks.ppo.evaluate import evaluate_chunks, evaluation_size
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
-from ppocli.text import Say, counted, first_line
+from ppocli.text import counted, first_line
 from ppocli.training.state import seed_generators
 from ppocli.training.task import Evaluation, PythonObjects, TaskSetup
 
@@ -50,7 +50,6 @@ class _Work:
     """by role, in the order they are evaluated in: policy, against, base"""
     objects: PythonObjects
     stop: StopFlag
-    say: Say
     watch: Watch
     folder: Path
     identity: dict[str, Any]
@@ -65,14 +64,15 @@ class _Work:
 
 
 def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objects: PythonObjects,
-                   *, stop: StopFlag, say: Say, watch: Watch) -> tuple[Path, dict[str, Any]]:
+                   *, stop: StopFlag, watch: Watch) -> tuple[Path, dict[str, Any]]:
     """Evaluate a policy, and what it is compared with, one model after the other.
+
+    What was chosen, what a thing costs and where results are goes to the log.
 
     Args:
         cfg: of :mod:`ppocli.launching.target_config` with the request's overrides, paths absolute.
         objects: Python objects in place of reward, metric and prompts.
         stop: polled between tokens.
-        say: told what was chosen, what a thing costs, where results are.
 
     Returns:
         the folder, and the contents of its eval.json.
@@ -82,28 +82,28 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
         StoppedError: names the command that goes on.
         PpocliError: models, prompts, rewards, disk; samples scored so far are kept.
     """
-    model_files.quiet_transformers()
     default = files.folder_of(request, target)
     if target.run_dir is not None and not request.output:
         run_folder.refuse_links(target.run_dir)
     files.refuse_taken(default, request)
-    cfg = _without_own_reference(cfg, target, say)
-    targets = _targets(request, target, cfg, say)
+    cfg = _without_own_reference(cfg, target)
+    targets = _targets(request, target, cfg)
     try:
         with open_backend(cfg.hardware, target.run_dir) as backend:
-            session = _session(cfg, backend, objects, "policy", target, None, say)
+            session = _session(cfg, backend, objects, "policy", target, None)
             if swept := list(sampling_sweep(cfg.generation, session.eval_sampling)):
-                say(f"of the list in generation.eval the first value is taken: {swept[0]}")
+                log.info("of the list in generation.eval the first value is taken: %s", swept[0])
             if target.run_dir is None:
-                _say_declared(session, request, say)
+                _say_declared(session, request)
             identity = identity_of(session, list(targets.values()), request.frontier, objects)
-            folder = choose(default, request, identity, say)
+            folder = choose(default, request, identity)
             if request.resume and files.is_finished(folder):
                 if (report := files.read_result(folder)) is not None:
-                    say(f"finished already: {folder / files.RESULT}")
+                    log.info("finished already: %s", folder / files.RESULT)
                     return folder, report
-                say(f"{folder / files.RESULT} is damaged: it is made again from the samples")
-            work = _Work(request, session, targets, objects, stop, say, watch, folder, identity)
+                log.info("%s is damaged: it is made again from the samples",
+                         folder / files.RESULT)
+            work = _Work(request, session, targets, objects, stop, watch, folder, identity)
             del session  # else its model would stay in memory beside the next one
             with files.working_in(folder, request.overwrite):
                 return folder, _evaluate(work)
@@ -116,17 +116,18 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
                            signal_number=stopped.signal_number) from None
 
 
-def _without_own_reference(cfg: TrainConfig, target: Target, say: Say) -> TrainConfig:
+def _without_own_reference(cfg: TrainConfig, target: Target) -> TrainConfig:
     """A bare model has no base but itself, and the KL to itself says nothing."""
     if cfg.model.reference.kind == "none":
-        say("the run has no reference, so there is no KL; to measure it: model.reference.kind=copy")
+        log.info("the run has no reference, so there is no KL; to measure it: "
+                 "model.reference.kind=copy")
     elif target.run_dir is None and cfg.model.path == target.model:
-        say("no KL: the base of this model is not known; to name it: model.path=FOLDER")
+        log.info("no KL: the base of this model is not known; to name it: model.path=FOLDER")
         return resolved.with_values(cfg, {"model.reference.kind": "none"})
     return cfg
 
 
-def _say_declared(session: EvalSession, request: EvalRequest, say: Say) -> None:
+def _say_declared(session: EvalSession, request: EvalRequest) -> None:
     """Models are compared under equal sampling, so what a bare one wants for itself is only said.
     """
     spec = session.eval_sampling
@@ -134,13 +135,13 @@ def _say_declared(session: EvalSession, request: EvalRequest, say: Say) -> None:
     words = [f"generation.{name}={str(value).lower()}" for name, value in wanted.items()
              if getattr(spec, name) != value]
     if left := [word for word in words if not request.sets(word.partition("=")[0])]:
-        say("the model's generation_config.json is not followed; to sample as it says: "
-            + " ".join(left))
+        log.info("the model's generation_config.json is not followed; to sample as it says: %s",
+                 " ".join(left))
 
 
-def _targets(request: EvalRequest, target: Target, cfg: TrainConfig, say: Say) -> dict[str, Target]:
+def _targets(request: EvalRequest, target: Target, cfg: TrainConfig) -> dict[str, Target]:
     """A policy and, if asked for, what it is compared with and the base of a frontier, by role."""
-    against = request.find_against(target, cfg, say)
+    against = request.find_against(target, cfg, log.info)
     targets = {"policy": target} | ({} if against is None else {"against": against})
     if request.frontier:
         if cfg.model.reference.kind == "none":
@@ -152,7 +153,7 @@ def _targets(request: EvalRequest, target: Target, cfg: TrainConfig, say: Say) -
 
 
 def _session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, role: str, target: Target,
-             judges: EvalSession | None, say: Say) -> EvalSession:
+             judges: EvalSession | None) -> EvalSession:
     """What judges one model; ``judges`` lends reward, metric and reference."""
     if role == "base":
         cfg = resolved.with_values(cfg, {"prompts.eval.repeat": figures.BASE_SAMPLES})
@@ -161,7 +162,7 @@ def _session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, role: s
         return replace(session, reference=None)  # its KL to itself would only cost time
     if (session.reference is not None and target.model != cfg.model.path
             and load_tokenizer(cfg.model).get_vocab() != session.tokenizer.get_vocab()):
-        say(f"no KL of {target.name}: its tokenizer is not that of {cfg.model.path}")
+        log.info("no KL of %s: its tokenizer is not that of %s", target.name, cfg.model.path)
         return replace(session, reference=None)
     return session
 
@@ -175,12 +176,12 @@ def _evaluate(work: _Work) -> dict[str, Any]:
     work.rows = files.take_up(work.folder, sizes, work.session.chunk_size)
     total = sum(sizes.values())
     if work.kept:
-        work.say(f"going on with {work.folder}: {work.kept} of {total} samples are there")
-    work.say(f"{counted(len(texts), 'prompt')}, {counted(each, 'response')} each")
+        log.info("going on with %s: %d of %d samples are there", work.folder, work.kept, total)
+    log.info("%s, %s each", counted(len(texts), "prompt"), counted(each, "response"))
     if "base" in sizes:
-        work.say(f"--frontier costs {sizes['base'] - len(work.rows['base'])} more responses "
-                 f"({figures.BASE_SAMPLES} of {work.targets['base'].name} to each prompt) and as "
-                 "many rewards")
+        log.info("--frontier costs %d more responses (%d of %s to each prompt) and as many rewards",
+                 sizes["base"] - len(work.rows["base"]), figures.BASE_SAMPLES,
+                 work.targets["base"].name)
     old = (atomic.read_json(work.folder / files.SETTINGS) or {}) if work.kept else {}
     work.started = str(old.get("started") or figures.now())
     _note_models(work, {**old.get("identity", {}).get("models", {}), **work.identity["models"]})
@@ -214,8 +215,7 @@ def _next_model(work: _Work, role: str, target: Target, texts: list[str]) -> Non
     """
     stripped: Any = {"policy": None, "loaded": None}
     work.session = judges = replace(work.session, **stripped)
-    work.session = _session(judges.cfg, judges.backend, work.objects, role, target, judges,
-                            work.say)
+    work.session = _session(judges.cfg, judges.backend, work.objects, role, target, judges)
     others = list(work.session.eval_prompts.texts)
     if len(texts) != len(others):
         raise ConfigError(f"The tokenizer of {target.name} makes {len(others)} prompts of what "
@@ -256,8 +256,7 @@ def _sample(work: _Work, role: str, in_all: int, writer: run_logs.JsonlWriter) -
             if not told:
                 each = (monotonic() - begun) / len(new)
                 left = prompts * figures.BASE_SAMPLES - len(work.rows["base"])
-                work.say(f"--frontier will take about {each * left:.0f} s more (by the first "
-                         "chunk)")
+                log.info("--frontier will take about %.0f s more (by the first chunk)", each * left)
                 told = True
             work.watch(role, work.kept, in_all)
 
@@ -276,15 +275,15 @@ def _finish(work: _Work) -> dict[str, Any]:
         if found is not None and pictures.installed():
             atomic.write_atomic(work.folder / files.PICTURE, figures.frontier_svg(found))
         elif found is not None:
-            work.say(f"no {files.PICTURE}: {pictures.MISSING}")
+            log.info("no %s: %s", files.PICTURE, pictures.MISSING)
         atomic.write_json_atomic(work.folder / files.RESULT, report)
     return report
 
 
 # On rows of a data set ----------------------------------------------------------------------------
 
-def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, stop: StopFlag,
-                  say: Say) -> tuple[Path, dict[str, Any]]:
+def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, stop: StopFlag
+                  ) -> tuple[Path, dict[str, Any]]:
     """Evaluate a model, and what it is compared with, on ``data.val``; without it on all of
     ``data.path``.
 
@@ -299,13 +298,12 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
         CheckpointError: a name that is taken.
         PpocliError: the model, the data, the disk.
     """
-    model_files.quiet_transformers()
     begun, started = monotonic(), figures.now()
     cfg = resolved.with_values(cfg, {  # what is said, and refused, of a training
         "checkpoint.keep_best": False, "hardware.memory_check": "off"})
     default = files.folder_of(request, target)
     files.refuse_taken(default, request)
-    targets = _targets(request, target, cfg, say)
+    targets = _targets(request, target, cfg)
     found: dict[str, dict[str, Any]] = {}
     rows: list[dict[str, Any]] = []
     identity: dict[str, Any] = {}
@@ -328,7 +326,7 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
         raise StoppedError(f"stopped by {stopped}; nothing was written",
                            signal_number=stopped.signal_number) from None
     identity |= {"task": cfg.task.fn, "seed": cfg.seed}
-    folder = choose(default, request, identity, say)
+    folder = choose(default, request, identity)
     report: dict[str, Any] = run_folder.finite_or_null({
         "schema": figures.SCHEMA, "name": folder.name, "kind": tasks.task_name(cfg),
         "run": None if target.run_dir is None else str(target.run_dir), "step": target.step,

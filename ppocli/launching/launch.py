@@ -213,7 +213,7 @@ def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonO
                           "one response.", where="env.fn",
                           fix="ppocli.train() and ppocli train play it")
     checked = check(composed, adopted_ranks.PROVIDED | {"reward.fn"} | (
-        {"prompts.items"} if objects.prompts is not None else set()))
+        {"prompts.path"} if objects.prompts is not None else set()))
     return checked if words.value("recipe") else replace(checked, name="loop")
 
 

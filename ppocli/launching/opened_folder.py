@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from ppocli.config.compose import Checked
     from ppocli.training.task import PythonObjects
 
-_OBJECT_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn",
-                "prompts": "prompts.path", "eval_prompts": "prompts.eval.path",
-                "data": "data.path", "val_data": "data.val"}
+OBJECT_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn",
+               "prompts": "prompts.path", "eval_prompts": "prompts.eval.path",
+               "data": "data.path", "val_data": "data.val"}
 """the key whose place each Python object takes"""
 MODEL_KEYS = {"model": "model.path", "ref_model": "model.reference.path",
               "tokenizer": "model.tokenizer_path"}
@@ -164,7 +164,7 @@ def check_deepspeed(config: schema.TrainConfig) -> None:
 
 def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) -> schema.TrainConfig:
     """A copy that notes ``<python object>`` at the keys whose place a Python object takes."""
-    noted: dict[str, Any] = {key: resolved.PYTHON_OBJECT for name, key in _OBJECT_KEYS.items()
+    noted: dict[str, Any] = {key: resolved.PYTHON_OBJECT for name, key in OBJECT_KEYS.items()
                              if getattr(objects, name, None) is not None}
     if "reward.fn" in noted:
         # arguments of the reward that is replaced are not for the function that replaces it
@@ -255,7 +255,7 @@ def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
 
 def _ask_for_objects(config: schema.TrainConfig, objects: PythonObjects | None, run_dir: Path
                      ) -> None:
-    missing = [name for name, key in _OBJECT_KEYS.items()
+    missing = [name for name, key in OBJECT_KEYS.items()
                if attrgetter(key)(config) == resolved.PYTHON_OBJECT
                and getattr(objects, name, None) is None]
     if missing:

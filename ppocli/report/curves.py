@@ -5,7 +5,6 @@ Drawing is done by the report's page, :mod:`ppocli.runs.pictures` and :mod:`ppoc
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, Literal
 
@@ -160,19 +159,6 @@ SHORT = {
 """short names of the figures that are looked at most: the first of each that the runs have"""
 
 
-@dataclass(frozen=True, slots=True)
-class Series:
-    """One figure of one run."""
-
-    run: str
-    """the run's label, different for each run of a chart"""
-    metric: str
-    points: list[tuple[int, float]]
-    """(step, value) of every step that has a finite value"""
-    evaluated: Sequence[tuple[int, float]] = ()
-    """the same of the evaluations, where ``points`` are of rollouts or of training"""
-
-
 def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
     """Full names for ``reward,kl`` or ``policy/grad_norm``, each once; for nothing those of what
     the runs train: reward and KL, or the loss and what evaluations found.
@@ -216,19 +202,17 @@ def run_labels(runs: Sequence[RunRecord]) -> list[str]:
     return [str(run.folder.path) for run in runs]
 
 
-Chart = tuple[str, list[Series]]
-"""what stands above it, and its series: evaluations lie over the rollouts of a run"""
-
-
-def collect(runs: Sequence[RunRecord], metrics: Sequence[str], smooth: int = 1) -> list[Chart]:
-    """A chart for each metric, with the series of all runs in their order."""
+def collect(runs: Sequence[RunRecord], metrics: Sequence[str], smooth: int = 1
+            ) -> dict[str, Panel]:
+    """A chart for each metric, with a line for every run in their order, named by its label."""
     labels = run_labels(runs)
     of = f" of {labels[0]}" if len(runs) == 1 else ""
     how = f", mean of {smooth} steps" if smooth > 1 else ""
-    return [(f"{metric}{of}{how}",
-             [Series(label, metric, smoothed(run.series(metric), smooth),
-                     run.series(_EVALUATED.get(metric, "")))
-              for label, run in zip(labels, runs, strict=True)]) for metric in metrics]
+    return {metric: Panel(f"{metric}{of}{how}", [
+        Line(label, smoothed(run.series(metric), smooth), run=number if len(runs) > 1 else -1,
+             evaluated=run.series(_EVALUATED.get(metric, "")))
+        for number, (label, run) in enumerate(zip(labels, runs, strict=True))])
+        for metric in metrics}
 
 
 def smoothed(points: Sequence[tuple[int, float]], steps: int) -> list[tuple[int, float]]:
@@ -240,16 +224,6 @@ def smoothed(points: Sequence[tuple[int, float]], steps: int) -> list[tuple[int,
         window = [value for _, value in points[first:number + 1]]
         found.append((step, sum(window) / len(window)))
     return found
-
-
-def panels_of(charts: Sequence[Chart]) -> list[Panel]:
-    """The same for a picture."""
-    return [Panel(title, [line for run, each in enumerate(group) for line in (
-        Line(each.run, each.points, "thin" if each.evaluated else "line",
-             run if len(group) > 1 else -1),
-        Line(f"{each.run}, evaluation", each.evaluated, "dots",
-             run if len(group) > 1 else -1)) if line.points or line.kind != "dots"])
-            for title, group in charts]
 
 
 # Side by side -----------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ import os
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,8 @@ from ppocli.errors import PpocliError
 from ppocli.evaluation.request import read_result
 from ppocli.report.curves import curves_of, run_labels
 from ppocli.report.samples import samples_of, shown
-from ppocli.runs.record import RunRecord
+from ppocli.runs.record import RunRecord, read_changes
+from ppocli.runs.trust import import_paths
 from ppocli.storage import atomic, manifest, retention, run_folder
 from ppocli.storage.environment import ENV_FILE
 from ppocli.text import finite_number, first_line
@@ -43,15 +43,12 @@ Row = dict[str, Any]
 """a row of one of the report's tables"""
 
 
-def gather(record: RunRecord, *, command: str | None, shown_as: str,
-           others: Sequence[RunRecord] = ()) -> dict[str, Any]:
+def gather(record: RunRecord, shown_as: str, others: Sequence[RunRecord]) -> dict[str, Any]:
     """Everything a report says, whatever it is written as: plain data, as ``--json`` prints it.
 
     Args:
-        others: runs whose curves lie over this one's.
-        command: the command line that makes such a run again; None if no command line can, for a
-            run of Python objects.
         shown_as: how the user names the run's folder, for commands.
+        others: runs whose curves lie over this one's.
     """
     config, summary = record.config, record.summary or {}
     kind, task = tasks.kind_of(config), tasks.task_name(config)
@@ -59,7 +56,7 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str,
                  if (figure := tasks.evaluation_of(row)) and row[figure[1]] is not None]
     before, after = _first_and_last(evaluated)
     first, last = before.get("step"), after.get("step")
-    best, error = _best(record), summary.get("error")
+    best, error, command = _best(record), summary.get("error"), record.command
     resumes = record.status not in ("finished", "running") and command is not None
     return {
         "generator": f"ppocli report {__version__}",
@@ -81,11 +78,11 @@ def gather(record: RunRecord, *, command: str | None, shown_as: str,
             for key, old, new in resolved.config_differences(schema.TrainConfig(), config)],
         "all_settings": {key: _yaml(value) for key, value in resolved.flat(config).items()
                          if tasks.is_read(key, task)},
-        "command": command,
+        "command": command,  # that trains such a run again
         # of rewards and metrics that are found where the command is run, or are installed
         "modules": _modules(config),
         # settings that were others before the run was resumed
-        "changes": list(map(asdict, record.changes)),
+        "changes": read_changes(record.folder.path),
         "before_step": first, "after_step": last,
         # names of the figures of an evaluation that say most
         "main": kind.names,
@@ -128,11 +125,9 @@ def _reward(config: schema.TrainConfig) -> str:
 
 
 def _modules(config: schema.TrainConfig) -> list[str]:
-    """Modules among the functions that a configuration names; files have absolute paths."""
-    reward = config.reward
-    given = [reward.fn, reward.step_fn, reward.metric_fn,
-             *(entry.get("fn") for entry in reward.fns.values() if isinstance(entry, dict))]
-    modules = (name.rpartition(":" if ":" in name else ".")[0] for name in given if name)
+    """Modules among the rewards and metrics of a configuration; files have absolute paths."""
+    given = (path for key, path in import_paths(config) if key.startswith("reward.") and path)
+    modules = (name.rpartition(":" if ":" in name else ".")[0] for name in given)
     return [module for module in dict.fromkeys(modules)
             if module and not module.endswith(".py") and os.sep not in module
             and module.partition(".")[0] != "ppocli"]
@@ -173,7 +168,9 @@ def _outcome(before: dict[str, Any], after: dict[str, Any]) -> list[Row]:
 
 def _best(record: RunRecord) -> Row | None:
     """As the summary has it; a run that is still going has none on record."""
-    step, value = record.best.get("step"), finite_number(record.best.get("metric"))
+    best = (record.summary or {}).get("best")
+    told = best if isinstance(best, dict) else {}
+    step, value = told.get("step"), finite_number(told.get("metric"))
     if not isinstance(step, int) or value is None:
         return None
     return {"name": record.config.checkpoint.metric, "step": step, "value": value}

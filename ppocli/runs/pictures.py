@@ -10,7 +10,7 @@ import io
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from math import log10
 from typing import Any, Literal
@@ -40,6 +40,15 @@ class Line:
     ``scatter`` for those that have no order and aren't joined (in pictures alone)"""
     run: int = -1
     """which of several runs it is of: those of one run have one colour; -1 where there is one"""
+    evaluated: Sequence[tuple[float, float]] = ()
+    """evaluations of the same, where ``points`` are of rollouts or of training: dots over a thin
+    line"""
+
+    @property
+    def parts(self) -> "list[Line]":
+        """Its evaluations as a line of their own behind it."""
+        dots = Line(f"{self.name}, evaluation", self.evaluated, "dots", self.run)
+        return [replace(self, kind="thin"), dots] if self.evaluated else [self]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +78,8 @@ def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
         for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False)[:, 0], panels,
                                strict=True):
             axes.set(title=clean(panel.title), xlabel=panel.x_label, ylabel=panel.y_label)
-            for number, line in enumerate(panel.lines):
+            lines = [part for line in panel.lines for part in line.parts]
+            for number, line in enumerate(lines):
                 axes.plot(
                     [x for x, _ in line.points],
                     [max(-_LARGEST, min(_LARGEST, y)) for _, y in line.points],
@@ -79,7 +89,7 @@ def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
                     linestyle="" if line.kind == "scatter" else "-",
                     marker="o" if line.kind in ("dots", "scatter") or len(line.points) == 1 else "",
                     markersize=4, label=f" {clean(line.name)}")  # "_..." would be left out
-            if len(panel.lines) > 1:
+            if len(lines) > 1:
                 axes.legend()
 
     return drawing_as(form, paint)

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -20,17 +20,6 @@ from ppocli.text import figure, shown
 log = logging.getLogger("ppocli")
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
 _LOG_HEAD = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) ", re.MULTILINE)
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A setting that a resume changed."""
-
-    step: int
-    """the last step with the value before"""
-    key: str
-    before: str
-    after: str
 
 
 @dataclass(frozen=True)
@@ -87,10 +76,10 @@ class RunRecord:
         return self.step + -(-left // tasks.samples_per_step(self.config))
 
     @property
-    def best(self) -> dict[str, Any]:
-        """``step`` and ``metric`` of the best evaluation, as the summary has them; or nothing."""
-        best = (self.summary or {}).get("best")
-        return best if isinstance(best, dict) else {}
+    def command(self) -> str | None:
+        """What trains such a run again; None for one of Python objects, which no command has."""
+        return None if resolved.PYTHON_OBJECT in resolved.flat(self.config).values() \
+            else resolved.training_command(self.config)
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a figure at every step that has a finite one."""
@@ -102,11 +91,6 @@ class RunRecord:
         """Names of all figures, in the order they first appear."""
         return list(dict.fromkeys(name for row in self.rows for name in row
                                   if name not in ("step", "episode", "updates")))
-
-    @property
-    def changes(self) -> list[Change]:
-        """Settings that were changed when the run was resumed."""
-        return read_changes(self.folder.path)
 
     def log_lines(self) -> list[tuple[str, str, str]]:
         """(time, level, text) of everything that was said during the run: the local time of the
@@ -211,11 +195,13 @@ def _status(run: run_folder.RunFolder, summary: dict[str, Any] | None, rows: lis
     return status if status in ("finished", "stopped", "failed") else "interrupted"
 
 
-def read_changes(run_dir: Path) -> list[Change]:
-    """Settings that were changed when the run was resumed, in the order of the changes; none where
-    its file doesn't tell any."""
+def read_changes(run_dir: Path) -> list[dict[str, Any]]:
+    """Settings that were changed when the run was resumed, in the order of the changes: ``step``,
+    the last one with the value before, ``key``, ``before`` and ``after``; none where the run's file
+    doesn't tell any."""
     found = (atomic.read_json(run_dir / kept.RUN_FILE) or {}).get("changes")
-    return [Change(entry["step"], *(str(entry.get(name)) for name in ("key", "before", "after")))
+    return [{"step": entry["step"],
+             **{name: str(entry.get(name)) for name in ("key", "before", "after")}}
             for entry in (found if isinstance(found, list) else ())
             if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
 
@@ -249,11 +235,11 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
                     "tell what differs", own.config, saved[-1].step)
     differ = resolved.config_differences(kept.settings_before(run_dir, accept_changes=True),
                                          resolved.read_config(asked))
-    changes: list[Change] = []
+    changes: list[dict[str, Any]] = []
     if step is not None:
         # the run may have gone back behind a change, to an earlier checkpoint
-        changes = [replace(change, step=min(change.step, step)) for change in noted]
-        new = [Change(step, key, shown(before), shown(after))
+        changes = [{**change, "step": min(change["step"], step)} for change in noted]
+        new = [{"step": step, "key": key, "before": shown(before), "after": shown(after)}
                for key, before, after in differ]
         if new != changes[-len(new):]:  # an attempt that was killed right here has noted them
             changes += new
@@ -261,7 +247,7 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
         # before the settings take their place, so that a kill in between leaves a signed run
         now = signature.sign_run(told, asked)
         if changes != noted:
-            now["changes"] = [asdict(change) for change in changes]
+            now["changes"] = changes
         if changes != noted or differ or kept.KEPT not in told:
             now |= {name: path.read_text(encoding="utf-8") for name, path in
                     ((kept.KEPT, asked), (kept.BEFORE, own.config))}

@@ -66,11 +66,8 @@ def find_target(given: str | None, *, say: Say, step: int | None = None, best: b
         CheckpointError: the run has no valid checkpoint, or not the one asked for.
         InputError: no such folder, or no model in it.
     """
-    if given is None:
-        run_dir = newest_run(say)
-        return _of_run(run_dir.resolve(), str(run_dir), say, step, best, checkpoint)
-    path = run_named(given, here=os.path.lexists)
-    if is_run(path):
+    path = newest_run(say) if given is None else run_named(given, here=os.path.lexists)
+    if given is None or is_run(path):
         return _of_run(path.resolve(), str(path), say, step, best, checkpoint)
     inside = _inside_checkpoint(path)
     if inside is None and not path.exists() and (
@@ -89,7 +86,7 @@ def find_target(given: str | None, *, say: Say, step: int | None = None, best: b
     return _of_model(given, path, say, asked_by, also)
 
 
-def run_named(given: str, runs: Path = RUNS, which: Callable[[Path], bool] = is_run,
+def run_named(given: str, which: Callable[[Path], bool] = is_run,
               here: Callable[[Path], bool] | None = None) -> Path:
     """The folder that ``given`` names: a path, or else what ``runs list`` calls a run, its place
     below ``runs`` (``NAME``, ``SWEEP/JOB``). Where neither will do, the path.
@@ -101,7 +98,7 @@ def run_named(given: str, runs: Path = RUNS, which: Callable[[Path], bool] = is_
     Raises:
         AmbiguousError: both will do, and are not the same.
     """
-    path, below = Path(given).expanduser(), runs / given
+    path, below = Path(given).expanduser(), RUNS / given
     if not given or given.startswith((".", "/", "~")) or ".." in path.parts or not which(below):
         return path
     if not (here or which)(path):
@@ -111,10 +108,10 @@ def run_named(given: str, runs: Path = RUNS, which: Callable[[Path], bool] = is_
     return path
 
 
-def known_names(runs: Path = RUNS, which: Callable[[Path], bool] = is_run) -> list[str]:
+def known_names(which: Callable[[Path], bool] = is_run) -> list[str]:
     """All that names a run below ``runs``, for hints: its folder, and what ``runs list`` shows."""
-    return [name for run in list_runs(runs, which)
-            for name in (str(run), run.relative_to(runs).as_posix())]
+    return [name for run in list_runs(RUNS, which)
+            for name in (str(run), run.relative_to(RUNS).as_posix())]
 
 
 def find_run(given: str | None, *, say: Say = lambda text: None) -> Path:

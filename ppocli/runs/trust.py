@@ -3,6 +3,7 @@ run all it names, that of another run nothing but what ships with ppocli, unless
 """
 
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 
 from ppocli.config import keys, resolved, sampling, schema, tasks
@@ -22,14 +23,12 @@ _OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *BUILTIN_STEPS,
 
 def import_paths(config: schema.TrainConfig) -> list[tuple[str, str | None]]:
     """(key, path) of everything that a configuration names by an import path or a name of ours, in
-    an order that only its keys decide."""
-    reward = config.reward
-    return [("reward.fn", reward.fn), ("reward.metric_fn", reward.metric_fn),
-            ("reward.step_fn", reward.step_fn),
-            *((f"{key}.fn", path) for key, path, _ in schema.rewards_of(reward)[1:]),
-            ("task.fn", config.task.fn), ("rollout.engine", config.rollout.engine),
-            ("env.fn", config.env.fn), *(("env.tools", path) for path in config.env.tools),
-            *(("tracking.trackers", name) for name in config.tracking.trackers)]
+    an order that only its keys decide: the keys that the schema says hold code."""
+    code = [(name, attrgetter(name)(config)) for name, key in keys.schema_keys().items()
+            if key.metadata["holds"] == "code"]
+    return [*((name, path) for name, value in code
+              for path in (value if isinstance(value, list) else [value])),
+            *((f"{key}.fn", path) for key, path, _ in schema.rewards_of(config.reward)[1:])]
 
 
 def code_of(config: schema.TrainConfig) -> Iterator[tuple[str, str]]:

@@ -105,7 +105,7 @@ def test_a_config_changed_by_hand_is_refused_by_name_or_accepted(command, refere
     ended = command(f"resume={folder}", "--accept-changes", "--trust", "ppo.num_steps=2",
                     code=0)  # what was changed by hand is not signed
     assert "changed on resume: ppo.cliprange: 0.2 -> 0.3" in ended.err
-    assert {change.key for change in read_changes(folder)} == {
+    assert {change["key"] for change in read_changes(folder)} == {
         "ppo.num_steps", "ppo.init_kl_coef", "ppo.cliprange"}
     command(f"resume={folder}", "ppo.num_steps=3", code=0)  # they are the run's own now
     config.write_text(config.read_text()[:config.read_text().index("eval:")])  # cut, and still YAML

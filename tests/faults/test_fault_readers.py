@@ -99,7 +99,7 @@ def test_one_bad_run_is_one_line_and_one_message(attack, here, capsys, monkeypat
         yes=True, as_json=False)) == 0
 
     def watch() -> None:
-        follower = Follower(here / "runs/bad", "runs/bad", True, False)
+        follower = Follower(Path("runs/bad"), True, False)
         follower.look()
         print(follower.ending())
 
@@ -150,7 +150,8 @@ def test_what_runs_write_is_far_from_the_limits(here):
 
 @pytest.mark.parametrize("as_json", [False, True])
 def test_watch_writes_no_escapes_of_names_and_messages(as_json, here, capsys):
-    follower = Follower(bare_run(here / "runs/one"), "runs/one", True, as_json)
+    bare_run(here / "runs/one")
+    follower = Follower(Path("runs/one"), True, as_json)
     follower.look()
     told = capsys.readouterr()
     assert not CONTROL.search(told.out + told.err)

@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from ppocli.config.resolved import read_config
 from ppocli.launching.opened_folder import open_folder
-from ppocli.runs.record import Change, read_changes, read_run
+from ppocli.runs.record import read_changes, read_run
 
 
 @pytest.mark.parametrize("step", [
@@ -231,10 +231,12 @@ def test_an_accepted_change_becomes_the_runs_own(command, stopped):
     ended = command(f"resume={stopped}", "ppo.optimizer.lr=2e-3", code=0)
     assert "changed on resume: ppo.optimizer.lr: 0.001 -> 0.002 (from here on" in ended.err
     assert read_config(stopped / "config.yaml").ppo.optimizer.lr == 2e-3
-    assert read_changes(stopped) == [Change(2, "ppo.optimizer.lr", "0.001", "0.002")]
+    assert read_changes(stopped) == [
+        {"step": 2, "key": "ppo.optimizer.lr", "before": "0.001", "after": "0.002"}]
     ended = command(f"resume={stopped}", "ppo.vf_coef=0.5")
     assert "already finished" in ended.said
-    assert read_changes(stopped)[1:] == [Change(4, "ppo.vf_coef", "0.1", "0.5")]
+    assert read_changes(stopped)[1:] == [
+        {"step": 4, "key": "ppo.vf_coef", "before": "0.1", "after": "0.5"}]
     summary = json.loads((stopped / "summary.json").read_text())
     assert json.loads((stopped / "run.json").read_text())["run_id"] == summary["run_id"]
     assert not (stopped / "config.next.yaml").exists()

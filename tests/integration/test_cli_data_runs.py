@@ -118,6 +118,8 @@ def test_other_data_and_other_models(app):
     assert "--frontier is for the responses of a policy" in said
     with pytest.raises(ConfigError, match="brings no prompts"):
         ppocli.evaluate("runs/sft", reward_fn=len)
+    with pytest.raises(ConfigError, match="brings no reward"):
+        ppocli.evaluate("runs/sft", prompts=["the film was"])  # no rows of its data
 
 
 def test_responses_of_a_supervised_run_are_judged():

@@ -206,6 +206,8 @@ def test_wrong_prompts_and_settings_are_told(here, generate):
             (("--prompts", "nope"), 3, "Prompt file or folder nope does not exist"),
             (("--prompts", "odd.csv"), 3, "  where: --column prompt\n  fix:   --column text"),
             (("-p", "x", "--prompts", "odd.csv"), 2, "can't be combined"),
+            (("--env", "-p", "x", "--prompts", "odd.csv"), 2, "can't be combined"),
+            (("--env", "-p", " "), 2, "The prompt ' ' is empty"),
             (("-p", "  "), 2, "The prompt '  ' is empty"),
             (("-p", "the film " * 40), 2, "The prompt has 80 tokens; with 8 new ones"),
             (("hello there",), 2, "prompts need an option: --prompt TEXT"),

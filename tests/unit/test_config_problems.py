@@ -187,7 +187,7 @@ def test_every_optimizer_takes_what_it_uses():
 def test_python_objects_stand_in_for_keys():
     config = changed(reward__fn=None, prompts__path=None, prompts__first_words=3,
                      checkpoint__metric="metrics/x")
-    handed_in = frozenset({"reward.fn", "prompts.items", "reward.metric_fn"})
+    handed_in = frozenset({"reward.fn", "prompts.path", "reward.metric_fn"})
     assert said(config, handed_in=handed_in) == []
 
 

@@ -32,7 +32,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import looks_secret
 from ppocli.config.words import read_setting, read_words
 from ppocli.errors import CheckpointError, ConfigError
-from ppocli.runs.record import Change, accept_settings, read_changes
+from ppocli.runs.record import accept_settings, read_changes
 from ppocli.storage.run_folder import write_config
 from ppocli.text import nearest
 
@@ -336,11 +336,12 @@ def test_changes_are_noted_beside_the_identity(run):
         ask(run, value)
         accept_settings(run, step)
         assert read_config(run / "config.yaml").ppo.vf_coef == value
-    changes = [Change(2, "ppo.vf_coef", default, "0.5"), Change(4, "ppo.vf_coef", "0.5", "0.25")]
+    changes = [{"step": 2, "key": "ppo.vf_coef", "before": default, "after": "0.5"},
+               {"step": 4, "key": "ppo.vf_coef", "before": "0.5", "after": "0.25"}]
     assert read_changes(run) == changes
     assert json.loads((run / "run.json").read_text())["run_id"] == "abc"
     accept_settings(run, 3)
-    assert [change.step for change in read_changes(run)] == [2, 3], "it went back behind one"
+    assert [change["step"] for change in read_changes(run)] == [2, 3], "it went back behind one"
     accept_settings(run, None)
     assert read_changes(run) == [], "it has started afresh"
 

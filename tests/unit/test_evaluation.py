@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import logging
 import math
 import statistics
 from pathlib import Path
@@ -181,13 +182,14 @@ def finished(folder: Path, identity=None):
     return folder
 
 
-def test_results_never_land_where_some_are(tmp_path):
-    said = []
+def test_results_never_land_where_some_are(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "ppocli")
     default = finished(tmp_path / "step-000004")
-    assert choose(default, EvalRequest(), {}, said.append).name == "step-000004-2"
-    assert choose(default, EvalRequest(), {}, said.append).name == "step-000004-3"
-    assert said == [f"{tmp_path / 'step-000004-2'} holds an unfinished evaluation; to go on with "
-                    "it: the same command with --resume --name step-000004-2"]
+    assert choose(default, EvalRequest(), {}).name == "step-000004-2"
+    assert choose(default, EvalRequest(), {}).name == "step-000004-3"
+    assert caplog.messages == [
+        f"{tmp_path / 'step-000004-2'} holds an unfinished evaluation; to go on with "
+        "it: the same command with --resume --name step-000004-2"]
 
 
 def test_resuming_takes_the_unfinished_one_of_the_same_settings(tmp_path):
@@ -196,14 +198,14 @@ def test_resuming_takes_the_unfinished_one_of_the_same_settings(tmp_path):
     begun = finished(tmp_path / "step-000004-2", other)
     (begun / "eval.json").unlink()
     resuming = EvalRequest(resume=True)
-    assert choose(default, resuming, mine, print) == default
-    assert choose(default, resuming, other, print) == begun
-    assert choose(default, resuming, {**other, "models": {}}, print) == begun
+    assert choose(default, resuming, mine) == default
+    assert choose(default, resuming, other) == begun
+    assert choose(default, resuming, {**other, "models": {}}) == begun
     with pytest.raises(CheckpointError, match="seed: 2 -> 3"):
-        choose(default, resuming, {"seed": 3, "models": {}}, print)
+        choose(default, resuming, {"seed": 3, "models": {}})
     (begun / "settings.json").unlink()
     with pytest.raises(CheckpointError, match=r"settings\.json is missing or damaged"):
-        choose(begun, EvalRequest(resume=True, name=begun.name), other, print)
+        choose(begun, EvalRequest(resume=True, name=begun.name), other)
 
 
 def test_only_evaluations_are_overwritten(tmp_path):

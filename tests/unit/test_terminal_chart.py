@@ -6,33 +6,33 @@ from types import SimpleNamespace
 import pytest
 
 from ppocli.cli.plot import chosen_style, draw
-from ppocli.report.curves import Series
+from ppocli.runs.pictures import Line, Panel
 
 
-def curve(points: list[tuple[int, float]], run: str = "a") -> Series:
-    return Series(run, "reward/mean", points)
+def curve(points: list[tuple[int, float]], run: str = "a") -> Line:
+    return Line(run, points)
 
 
 @pytest.mark.parametrize("points", [[(3, 0.5)], [(1, 2.0), (2, 2.0)], [(0, 0.0), (1, 0.0)],
                                     [(0, -1.7e308), (1, 1.7e308)], [(0, 1e-320), (1, 2e-320)]])
 def test_odd_series_are_drawn(points):
-    rows = draw([curve(points)], title="t")
+    rows = draw(Panel("t", [curve(points)]))
     assert any(0x2800 < ord(cell) <= 0x28FF for row in rows for cell in row)
 
 
 def test_nothing_to_draw():
-    assert draw([curve([])], title="t") == ["t", "  no values"]
-    lines = draw([curve([]), curve([(0, 1.0)], "b")], title="t", style="marks")
+    assert draw(Panel("t", [curve([])])) == ["t", "  no values"]
+    lines = draw(Panel("t", [curve([]), curve([(0, 1.0)], "b")]), style="marks")
     assert lines[-2:] == ["    a: no values", "  * b"]
 
 
 def test_several_series_are_told_apart():
     curves = [curve([(0, 0.0), (9, 0.0)], "low"), curve([(0, 1.0), (9, 1.0)], "high")]
-    marks = draw(curves, title="t", style="marks", width=40)
+    marks = draw(Panel("t", curves), style="marks", width=40)
     assert "o" in marks[1]
     assert "*" in marks[12]
     assert marks[-2:] == ["  * low", "  o high"]
-    colours = draw(curves, title="t", style="colours", width=40)
+    colours = draw(Panel("t", curves), style="colours", width=40)
     yellow, cyan = "\x1b[38;5;3m", "\x1b[38;5;6m"
     assert yellow in colours[1]
     assert cyan in colours[12]
@@ -41,25 +41,25 @@ def test_several_series_are_told_apart():
 
 @pytest.mark.parametrize(("style", "dots"), [("dots", "●"), ("marks", "A"), ("ascii", "A")])
 def test_evaluations_are_dots_over_every_line(style, dots):
-    one = Series("a", "reward/mean", [(0, 1.0), (10, 1.0)], [(5, 1.0), (10, 0.0)])
-    rows = draw([one], title="t", style=style, width=40)
+    one = Line("a", [(0, 1.0), (10, 1.0)], evaluated=[(5, 1.0), (10, 0.0)])
+    rows = draw(Panel("t", [one]), style=style, width=40)
     assert rows[1].count(dots) == 1, "in the middle of the line of rollouts"
     assert 18 <= rows[1].index(dots) <= 24
     assert any(row.endswith(dots) for row in rows[9:14])
     assert rows[-1] == f"  {dots} evaluation"
-    rows = draw([one, curve([(0, 1.0), (10, 1.0)], "b")], title="t", style=style, width=40)
+    rows = draw(Panel("t", [one, curve([(0, 1.0), (10, 1.0)], "b")]), style=style, width=40)
     assert rows[1].count(dots) == 1, "not under the second run"
     assert rows[-2].endswith(f" a   {dots} its evaluations")
 
 
 def test_ascii_is_ascii():
-    lines = draw([curve([(0, 0.0), (5, 2.0)])], title="t", style="ascii")
+    lines = draw(Panel("t", [curve([(0, 0.0), (5, 2.0)])]), style="ascii")
     assert "\n".join(lines).isascii()
     assert "*" in lines[1]
 
 
 def test_what_is_nothing_beside_the_range_is_0():
-    lines = draw([curve([(0, 3.7e-7), (5, 2.0)])], title="t")
+    lines = draw(Panel("t", [curve([(0, 3.7e-7), (5, 2.0)])]))
     assert [line.split("┤")[0].strip() for line in lines if "┤" in line][-1] == "0"
 
 
