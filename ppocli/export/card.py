@@ -5,11 +5,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from ppocli.config import resolved, schema, tasks
 from ppocli.export.facts import Facts, Mask, hub_name, is_encoder_decoder, split_card
 from ppocli.runs import pictures, record
 from ppocli.runs.listing import last_part
-from ppocli.storage.atomic import read_json
+from ppocli.storage.atomic import read_json, write_atomic
 from ppocli.storage.model_files import is_adapter, is_scorer
 from ppocli.text import clean, figure
 from ppocli.version import __version__
@@ -19,7 +21,6 @@ CURVE = "curve.svg"
 PLACEHOLDER = "*Write about this model here: what is between the two comments is kept.*"
 USER_BEGIN, USER_END = "<!-- user text: begin -->", "<!-- user text: end -->"
 """what a user writes between these lines of a card is kept when the card is written again"""
-_FOLDER = Path(__file__).parent
 _FIRST_FIGURES = ("reward_mean", "kl_mean", "accuracy", "loss", "perplexity", "margin_mean", "ece",
                   "response_tokens_mean")
 _HOW = {"ppo": "fine-tuned with PPO (proximal policy optimization)",
@@ -49,15 +50,12 @@ def render_card(facts: Facts, source: Path, previous: str | None, mask: Mask, *,
         value_head: names of the value function's files.
         curve: whether there is a ``curve.svg``.
     """
-    from huggingface_hub import ModelCard
-
     config = facts.config
     command = facts.command or ""
     example = facts.samples[0][0]["prompt"] if facts.samples else "Once upon a time"
     adapter, scorer = is_adapter(source), is_scorer(source)
-    card = ModelCard.from_template(
-        metadata(facts, source, split_card(previous or "")[0]),
-        template_path=str(_FOLDER / "model_card.md.j2"),
+    card = _rendered(
+        "model_card.md.j2", metadata(facts, source, split_card(previous or "")[0]),
         # Markdown, not HTML: everything in the template that comes from outside passes these two
         escaped=escaped, code=_code, figure=figure, figure_rows=figure_rows,
         user_begin=USER_BEGIN, user_end=USER_END,
@@ -76,20 +74,27 @@ def render_card(facts: Facts, source: Path, previous: str | None, mask: Mask, *,
         **({} if config is None else {
             **_training(config), "base_hub_name": hub_name(config.model.path),
             "prompts": _prompts(config), "eval_prompts": _eval_prompts(config)}))
-    return re.sub(r"\n{3,}", "\n\n", mask(str(card))).rstrip() + "\n"
+    return re.sub(r"\n{3,}", "\n\n", mask(card)).rstrip() + "\n"
 
 
 def write_card(folder: Path, cfg: schema.TrainConfig, summary: dict[str, Any]) -> None:
     """Write the card of a run's ``model/``: metadata for the Hub, what was trained, figures before
     and after."""
-    from huggingface_hub import ModelCard, ModelCardData
+    from huggingface_hub import ModelCardData
 
-    ModelCard.from_template(
-        ModelCardData(**_of_model(folder, cfg)), template_path=str(_FOLDER / "trained_card.md.j2"),
+    write_atomic(folder / CARD, _rendered(
+        "trained_card.md.j2", ModelCardData(**_of_model(folder, cfg)),
         title=cfg.run_name or "A policy trained with PPO", version=__version__, summary=summary,
         task="PPO" if cfg.task.fn is None else f"`{cfg.task.fn}`", **_training(cfg),
-        figures=figure_rows(summary["eval_before"] or {}, summary["eval_after"] or {}),
-    ).save(folder / CARD)
+        figures=figure_rows(summary["eval_before"] or {}, summary["eval_after"] or {})))
+
+
+def _rendered(template: str, card_data: Any, **values: Any) -> str:
+    """A card from its template. Unlike huggingface_hub's ``ModelCard.from_template`` it fails where
+    the template names what nobody gives."""
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent),
+                              undefined=StrictUndefined)
+    return environment.get_template(template).render(card_data=card_data.to_yaml(), **values)
 
 
 def _training(config: schema.TrainConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ppocli.errors import PpocliError
 from ppocli.evaluation.request import read_result
 from ppocli.report.curves import curves_of, run_labels
 from ppocli.report.samples import samples_of, shown
-from ppocli.runs.record import RunRecord, read_changes
+from ppocli.runs.record import RunRecord
 from ppocli.runs.trust import import_paths
 from ppocli.storage import atomic, manifest, retention, run_folder
 from ppocli.storage.environment import ENV_FILE
@@ -82,7 +82,7 @@ def gather(record: RunRecord, shown_as: str, others: Sequence[RunRecord]) -> dic
         # of rewards and metrics that are found where the command is run, or are installed
         "modules": _modules(config),
         # settings that were others before the run was resumed
-        "changes": read_changes(record.folder.path),
+        "changes": record.changes,
         "before_step": first, "after_step": last,
         # names of the figures of an evaluation that say most
         "main": kind.names,

@@ -92,6 +92,11 @@ class RunRecord:
         return list(dict.fromkeys(name for row in self.rows for name in row
                                   if name not in ("step", "episode", "updates")))
 
+    @property
+    def changes(self) -> list[dict[str, Any]]:
+        """Settings that were changed when the run was resumed, see :func:`read_changes`."""
+        return read_changes(self.folder.path)
+
     def log_lines(self) -> list[tuple[str, str, str]]:
         """(time, level, text) of everything that was said during the run: the local time of the
         machine that ran it, ``2026-01-31 12:00:00``; continued lines are joined with newlines."""
