@@ -32,8 +32,7 @@ def ours(job: dict[str, Any], prompts: list[list[int]]) -> Callable[[], int]:
     settle_freed_memory(sharded=False)
     torch.set_num_threads(THREADS)
     lm = load_decodable(ModelConfig(path=job["model"])).lm
-    if choose_gemm(HardwareConfig(precision=job["precision"])):
-        route_linears(lm)
+    route_linears(lm, choose_gemm(HardwareConfig(precision=job["precision"])))
     amp = job["precision"] == "bf16"
     tokens = torch.tensor(prompts)
     decoder = Decoder(lm, SamplingSpec(max_new_tokens=job["new"], stop_ids=()))

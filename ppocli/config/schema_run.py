@@ -77,8 +77,8 @@ class HardwareConfig:
     """storage type of the policy's weights and their gradients; bf16 needs precision=bf16 and keeps
     fp32 master copies, half of each in the weights and half in the optimizer"""
     gemm: str = key("auto", choices=("auto", "default", "onednn"))
-    """linear layers on a CPU: torch's default products, or oneDNN's (auto: whichever is faster,
-    measured at the start)"""
+    """linear layers on a CPU: torch's default products, or oneDNN's (auto: whichever is faster
+    for forward and backward passes, and for decoding, measured at the start)"""
     cuda_graphs: bool = key(True, on_resume="harmless")
     """on a GPU, record what decoding a token takes once and replay it for the tokens after it"""
     frozen_states_mib: int = key(2048, ge=0)

@@ -158,7 +158,7 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
         keep_log()
         atomic.write_json_atomic(folder.path / environment.ENV_FILE, {
             "started": datetime.now(UTC).isoformat(timespec="seconds"), **environment.describe(),
-            environment.PRODUCTS: "oneDNN" if backend.onednn else "torch",
+            environment.PRODUCTS: backend.products,
             environment.THREADS: torch.get_num_threads() if backend.device.type == "cpu" else None,
             environment.LOWER: sorted(task.lower_is_better),
             **({} if task.examples is None else {environment.EXAMPLES: task.examples})})

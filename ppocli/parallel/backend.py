@@ -14,7 +14,7 @@ import torch
 from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.parallel import deepspeed_internals, host_memory, launchers
-from ppocli.parallel.onednn import choose_gemm, warn_of_slow_bf16
+from ppocli.parallel.onednn import TORCH, choose_gemm, warn_of_slow_bf16
 from ppocli.parallel.ranks import Ranks
 from ppocli.parallel.threads import settle_threads
 from ppocli.storage.environment import Measured, measured_by
@@ -31,8 +31,8 @@ class Backend:
     precision: str
     ranks: Ranks
     zero_stage: int = 0
-    onednn: bool = False
-    """whether linear layers multiply through oneDNN"""
+    products: str = TORCH
+    """whose products linear layers take, as of :mod:`ppocli.parallel.onednn`"""
     cuda_graphs: bool = True
     """as in ``hardware``"""
 
@@ -79,7 +79,7 @@ def open_backend(hardware: HardwareConfig, run_dir: Path | None = None) -> Itera
     with _process_state(hardware, noted) as use_cuda:
         accelerator = Accelerator(cpu=not use_cuda, mixed_precision=_mixed(hardware))
         yield Backend(accelerator, _numbered(accelerator.device), hardware.precision, Ranks(),
-                      onednn=not use_cuda and choose_gemm(hardware, noted.onednn),
+                      products=TORCH if use_cuda else choose_gemm(hardware, noted.products),
                       cuda_graphs=hardware.cuda_graphs)
 
 
@@ -109,9 +109,10 @@ def open_ranks(cfg: TrainConfig, run_dir: Path | None = None, store: Any = None
         accelerator = _accelerator(cfg, use_cuda, timeout)
         ranks = _ranks(timeout)
         # what each of them measures may differ, their numbers should not
-        onednn = not use_cuda and ranks.broadcast(choose_gemm(cfg.hardware, noted.onednn))
+        products = TORCH if use_cuda else ranks.broadcast(
+            choose_gemm(cfg.hardware, noted.products))
         yield Backend(accelerator, _numbered(accelerator.device), cfg.hardware.precision, ranks,
-                      cfg.hardware.zero_stage, onednn, cfg.hardware.cuda_graphs)
+                      cfg.hardware.zero_stage, products, cfg.hardware.cuda_graphs)
 
 
 @contextmanager

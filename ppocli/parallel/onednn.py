@@ -1,5 +1,5 @@
-"""Matrix products by oneDNN on the CPU: whether this torch has them, exactly, and whether they are
-faster here than torch's own; and whether bf16 is faster than fp32.
+"""Matrix products by oneDNN on the CPU: whether this torch has them, exactly, and what they are
+faster for here than torch's own; and whether bf16 is faster than fp32.
 
 In fp32 torch hands matrix products to the BLAS it was built with (MKL in the usual wheels), which
 falls behind on some processors and shapes: wide output embeddings, few rows, AMD. oneDNN, in the
@@ -25,17 +25,22 @@ log = logging.getLogger("ppocli")
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """[M, K] and [N, K] to [M, N], the first times the second transposed; strides may be any"""
 
+TORCH, DECODING, ONEDNN = "torch", "oneDNN in decoding", "oneDNN"
+"""whose products linear layers take: oneDNN's nowhere, in decoding alone, everywhere"""
 EXACT = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 """most relative error of a product by the type of its numbers; bf16 is off by 1e-3"""
-SHAPES = ((256, 768, 768), (16, 768, 2304), (32, 768, 8192))
-"""(rows, inputs, outputs) that the two paths are timed on: training, decoding, output embedding"""
+PASS_SHAPE = (256, 768, 768)
+"""(rows, inputs, outputs) that both kinds of products are timed on for forward and backward passes
+"""
+DECODING_SHAPES = ((16, 768, 2304), (32, 768, 8192))
+"""likewise for decoding, with weights that are packed: a layer, an output embedding"""
 CACHED = 64
 """kernels that are kept, each for one shape of a product, of up to a megabyte; by default two
 thousand"""
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """of oneDNN, and of what torch has around it"""
 GAIN = 1.05
-"""oneDNN is taken where it is this many times as fast"""
+"""oneDNN is taken for what it is this many times as fast at"""
 BF16_SHAPE = (64, 768, 768)
 """the product that bf16 and fp32 are compared on: bf16 without instructions is slow at once"""
 SLOW = 1.5
@@ -65,11 +70,12 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT))
 
 
-def choose_gemm(hardware: HardwareConfig, noted: bool | None = None) -> bool:
-    """Whether linear layers on the CPU should multiply through oneDNN.
+def choose_gemm(hardware: HardwareConfig, noted: str | None = None) -> str:
+    """Where linear layers on the CPU should multiply through oneDNN: ``TORCH``, ``DECODING`` or
+    ``ONEDNN``.
 
-    ``hardware.gemm=auto`` takes it where it is exact and, measured now, faster. In bf16 torch takes
-    it itself, and what is left to gain are weights packed for decoding.
+    ``hardware.gemm=auto`` takes it for what it is exact and, measured now, faster at. In bf16 torch
+    takes it itself, and what is left to gain are weights packed for decoding.
 
     Args:
         noted: what ``auto`` came to when the run began: two measurements may differ, and the
@@ -82,21 +88,22 @@ def choose_gemm(hardware: HardwareConfig, noted: bool | None = None) -> bool:
         os.environ.setdefault(name, str(CACHED))
     wanted = hardware.gemm
     if wanted == "default":
-        return False
+        return TORCH
     if fault := probe(torch.bfloat16 if hardware.precision == "bf16" else torch.float32):
         if wanted == "onednn":
             raise ConfigError(f"oneDNN can't be used for linear layers: {fault}.",
                               where="hardware.gemm", fix="set hardware.gemm=auto or default")
         log.debug("linear layers: torch's default products (%s)", fault)
-        return False
+        return TORCH
     if wanted == "onednn" or hardware.precision == "bf16":
-        return True
-    if noted is not None:
+        return ONEDNN
+    if noted in (TORCH, DECODING, ONEDNN):
         return noted
-    gain = _gain(torch.get_num_threads())
-    log.debug("linear layers: oneDNN is %.2f times as fast as torch's default here%s", gain,
-             "" if gain >= GAIN else ", the default stays")
-    return gain >= GAIN
+    passes, decoding = _gains(torch.get_num_threads())
+    chosen = ONEDNN if passes >= GAIN else DECODING if decoding >= GAIN else TORCH
+    log.debug("linear layers: %s; oneDNN is %.2f times as fast as torch's default in forward and "
+              "backward passes, %.2f times in decoding", chosen, passes, decoding)
+    return chosen
 
 
 @cache
@@ -142,14 +149,22 @@ def bf16_gain() -> float:
 
 
 @cache
-def _gain(_threads: int) -> float:
-    """How many times as fast oneDNN is over all of ``SHAPES``, with so many threads."""
-    default = onednn = 0.0
-    for rows, inputs, outputs in SHAPES:
+def _gains(_threads: int) -> tuple[float, float]:
+    """How many times as fast as torch's products oneDNN's are, with so many threads: in forward and
+    backward passes, where most of a training's time goes; and in decoding."""
+    passes, decoding = [0.0, 0.0], [0.0, 0.0]
+    default: Product = torch.nn.functional.linear
+    rows, inputs, outputs = PASS_SHAPE
+    x, weight, grad = (torch.ones(size) for size in (
+        (rows, inputs), (outputs, inputs), (rows, outputs)))
+    for a, b in ((x, weight), (grad, weight.t()), (grad.t(), x.t())):
+        for i, multiply in enumerate((default, product)):
+            passes[i] += _seconds(multiply, a, b)
+    for rows, inputs, outputs in DECODING_SHAPES:
         x, weight = torch.ones(rows, inputs), torch.ones(outputs, inputs)
-        default += _seconds(torch.nn.functional.linear, x, weight)
-        onednn += _seconds(product, x, weight)
-    return default / onednn
+        decoding[0] += _seconds(default, x, weight)
+        decoding[1] += _seconds(product, x, packed(weight))
+    return passes[0] / passes[1], decoding[0] / decoding[1]
 
 
 def _seconds(multiply: Product, x: torch.Tensor, weight: torch.Tensor) -> float:

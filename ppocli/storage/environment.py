@@ -22,7 +22,7 @@ ENV_FILE = "env.json"
 EXAMPLES = "examples"
 """key of what a run that trains on a data set found there"""
 PRODUCTS = "linear_layers"
-"""key of how a run's linear layers multiply: ``oneDNN`` or ``torch``"""
+"""key of whose products a run's linear layers take"""
 THREADS = "num_threads"
 """key of how many threads of a CPU each process computes with"""
 LOWER = "lower_is_better"
@@ -200,8 +200,8 @@ class Measured:
     """What a run measured when it began, for those who compute what it has computed; None where
     nothing says so."""
 
-    onednn: bool | None = None
-    """whether linear layers multiply through oneDNN"""
+    products: str | None = None
+    """whose products linear layers take, as of :mod:`ppocli.parallel.onednn`"""
     threads: int | None = None
 
 
@@ -209,7 +209,7 @@ def measured_by(run_dir: Path | None) -> Measured:
     """What a run has noted."""
     told = {} if run_dir is None else atomic.read_json(run_dir / ENV_FILE) or {}
     products, threads = told.get(PRODUCTS), told.get(THREADS)
-    return Measured(None if products is None else products == "oneDNN",
+    return Measured(products if isinstance(products, str) else None,
                     threads if isinstance(threads, int) and threads > 0 else None)
 
 

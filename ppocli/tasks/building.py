@@ -91,8 +91,7 @@ def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, po
             raise InputError(f"The full KL compares whole distributions, and {wanted.path} has "
                              f"{theirs} logits, the policy {ours}.", where="model.reference.path",
                              fix="use ppo.kl_estimator=k1, or another reference")
-    if backend.onednn:
-        route_linears(lm)
+    route_linears(lm, backend.products)
     if in_parts:
         return sharded_copy(cfg, lm)
     try:
@@ -212,8 +211,7 @@ def placed(backend: Backend, policy: T) -> T:
         for module in policy.modules():
             for name, buffer in module._buffers.items():
                 module._buffers[name] = None if buffer is None else buffer.to(backend.device)
-    if backend.onednn:
-        route_linears(policy)
+    route_linears(policy, backend.products)
     return policy.eval()
 
 

@@ -232,7 +232,7 @@ def test_a_product_that_is_not_exact_is_refused(monkeypatch):
     try:
         with pytest.raises(ConfigError, match=r"oneDNN can't be used.*off by"):
             onednn.choose_gemm(HardwareConfig(gemm="onednn"))
-        assert not onednn.choose_gemm(HardwareConfig(gemm="auto"))
+        assert onednn.choose_gemm(HardwareConfig(gemm="auto")) == onednn.TORCH
     finally:
         monkeypatch.undo()
         onednn.probe.cache_clear()
@@ -248,13 +248,13 @@ def test_a_processor_without_products_in_bf16_takes_torch_s_own(monkeypatch):
         return laid_out(weight)
 
     monkeypatch.setattr(onednn, "packed", refuses)
-    monkeypatch.setattr(onednn, "_gain", lambda _threads: 2.0)
+    monkeypatch.setattr(onednn, "_gains", lambda _threads: (2.0, 2.0))
     onednn.probe.cache_clear()
     try:
-        assert not onednn.choose_gemm(HardwareConfig(precision="bf16"))
+        assert onednn.choose_gemm(HardwareConfig(precision="bf16")) == onednn.TORCH
         with pytest.raises(ConfigError, match="its operator fails here"):
             onednn.choose_gemm(HardwareConfig(precision="bf16", gemm="onednn"))
-        assert onednn.choose_gemm(HardwareConfig())
+        assert onednn.choose_gemm(HardwareConfig()) == onednn.ONEDNN
     finally:
         monkeypatch.undo()
         onednn.probe.cache_clear()
@@ -272,18 +272,44 @@ def test_a_run_in_bf16_on_a_processor_that_is_faster_in_fp32_is_told_so(monkeypa
             assert ["4.0 times as long as in fp32" in m for m in caplog.messages] == [True] * said
 
 
-@pytest.mark.parametrize(("gain", "chosen"), [(1.5, True), (1.0, False)])
-def test_auto_takes_what_was_measured_faster_unless_a_run_goes_on(monkeypatch, gain, chosen):
-    monkeypatch.setattr(onednn, "_gain", lambda _threads: gain)
-    assert onednn.choose_gemm(HardwareConfig()) is chosen
-    assert onednn.choose_gemm(HardwareConfig(), noted=not chosen) is not chosen
-    assert onednn.choose_gemm(HardwareConfig(gemm="onednn"), noted=False)
-    assert not onednn.choose_gemm(HardwareConfig(gemm="default"), noted=True)
+@pytest.mark.parametrize(("gains", "chosen"), [
+    ((1.5, 1.5), onednn.ONEDNN), ((1.5, 1.0), onednn.ONEDNN), ((0.9, 1.3), onednn.DECODING),
+    ((1.0, 1.0), onednn.TORCH)])
+def test_auto_takes_what_was_measured_faster_unless_a_run_goes_on(monkeypatch, gains, chosen):
+    monkeypatch.setattr(onednn, "_gains", lambda _threads: gains)
+    assert onednn.choose_gemm(HardwareConfig()) == chosen
+    assert onednn.choose_gemm(HardwareConfig(), "of a later version") == chosen
+    for noted in (onednn.TORCH, onednn.DECODING, onednn.ONEDNN):
+        assert onednn.choose_gemm(HardwareConfig(), noted) == noted
+        assert onednn.choose_gemm(HardwareConfig(gemm="onednn"), noted) == onednn.ONEDNN
+        assert onednn.choose_gemm(HardwareConfig(gemm="default"), noted) == onednn.TORCH
+
+
+def test_gains_are_ratios_of_real_products():
+    onednn._gains.cache_clear()
+    assert all(0.05 < gain < 50 for gain in onednn._gains(1))
+
+
+def test_layers_for_decoding_alone_are_plain_but_for_packed_weights():
+    plain, routed = nn.Linear(24, 40), nn.Sequential(nn.Linear(24, 40))
+    routed[0].load_state_dict(plain.state_dict())
+    gemm.route_linears(routed, onednn.TORCH)
+    assert type(routed[0]) is nn.Linear
+    gemm.route_linears(routed, onednn.DECODING)
+    assert gemm.product_of(routed[0]) is nn.functional.linear
+    x = torch.randn(7, 24)
+    found, wanted = routed(x), plain(x)
+    assert torch.equal(found, wanted)
+    assert type(found.grad_fn) is type(wanted.grad_fn)
+    with torch.no_grad(), gemm.packed_weights(routed, torch.float32):
+        packed = routed[0].packed
+        assert torch.equal(routed(x), onednn.linear(x, packed, routed[0].bias))
+    assert routed[0].packed is None
 
 
 @pytest.mark.parametrize(("text", "noted"), [
-    (json.dumps({"linear_layers": "oneDNN", "num_threads": 2}), (True, 2)),
-    (json.dumps({"linear_layers": "torch", "num_threads": None}), (False, None)),
+    (json.dumps({"linear_layers": "oneDNN", "num_threads": 2}), ("oneDNN", 2)),
+    (json.dumps({"linear_layers": "torch", "num_threads": None}), ("torch", None)),
     (json.dumps({"num_threads": "2"}), (None, None)), ("{", (None, None)), (None, (None, None))])
 def test_what_a_run_began_with_is_noted_in_its_folder(tmp_path, text, noted):
     if text is not None:

@@ -65,6 +65,8 @@ class _Routed(nn.Module):
     """the weight in oneDNN's own order, for passes without gradients"""
     transposed = False
     """whether the weight is stored as [inputs, outputs]"""
+    packed_alone = False
+    """whether oneDNN serves for the packed weight and nothing else"""
 
     def rows(self) -> torch.Tensor:
         """The weight as [outputs, inputs]."""
@@ -76,8 +78,8 @@ class _Routed(nn.Module):
             packed, dtype = self.packed, self.packed.dtype
             bias = None if self.bias is None else self.bias.to(dtype)
             return _over_rows(lambda rows: onednn.linear(rows, packed, bias), x.to(dtype))
-        if (x.dtype != torch.float32 or self.weight.dtype != torch.float32 or not x.numel()
-                or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")):
+        if (self.packed_alone or x.dtype != torch.float32 or self.weight.dtype != torch.float32
+                or not x.numel() or x.device.type != "cpu" or torch.is_autocast_enabled("cpu")):
             return super().forward(x)
         return _over_rows(lambda rows: _OneDnnLinear.apply(rows, self.rows(), self.bias), x)
 
@@ -94,29 +96,37 @@ def _routed_kind(plain: Any) -> Any:
     return type(f"Routed{plain.__name__}", (_Routed, plain), {"transposed": plain is not nn.Linear})
 
 
-def route_linears(module: nn.Module) -> None:
+def route_linears(module: nn.Module, products: str = onednn.ONEDNN) -> None:
     """Put layers that multiply through oneDNN in place of the linear layers inside ``module``, over
-    the same parameters and under the same names."""
+    the same parameters and under the same names.
+
+    Args:
+        products: where they do, as of :mod:`ppocli.parallel.onednn`; nowhere: nothing is changed.
+    """
+    if products == onednn.TORCH:
+        return
     made: dict[nn.Module, nn.Module] = {}
     for parent in list(module.modules()):
         for name, child in parent._modules.items():
             if child is not None and type(child) in (nn.Linear, conv1d()):
-                made[child] = made.get(child) or _routed_copy(child)
+                made[child] = made.get(child) or _routed_copy(
+                    child, packed_alone=products == onednn.DECODING)
                 parent._modules[name] = made[child]
 
 
-def _routed_copy(layer: Any) -> nn.Module:
+def _routed_copy(layer: Any, *, packed_alone: bool) -> nn.Module:
     plain: Any = type(layer)
     with torch.device("meta"):
         routed = _routed_kind(plain)(*((layer.in_features, layer.out_features)
                                        if plain is nn.Linear else (layer.nf, layer.nx)))
     routed.weight, routed.bias = layer.weight, layer.bias
+    routed.packed_alone = packed_alone
     return routed.train(layer.training)
 
 
 def product_of(layer: Any) -> Product:
     """How the numbers of a linear layer are multiplied."""
-    if isinstance(layer, _Routed) and layer.weight.device.type == "cpu":
+    if isinstance(layer, _Routed) and not layer.packed_alone and layer.weight.device.type == "cpu":
         return _product
     return nn.functional.linear
 
