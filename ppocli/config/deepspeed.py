@@ -29,13 +29,13 @@ _FOREIGN = ("amp", "autotuning", "compression_training", "curriculum_learning", 
 _GIVEN_UP = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param",
              "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory"}
 """what DeepSpeed's keys of ZeRO are called now"""
-# which of our keys decides
+# which of our keys decides; {} is the section of updates
 _DECIDED_BY = {
-    "train_batch_size": "it is ppo.micro_batch_size times the number of ranks",
-    "train_micro_batch_size_per_gpu": "ppo.micro_batch_size decides",
-    "gradient_accumulation_steps": "ppo.mini_batch_size and ppo.micro_batch_size decide, and "
+    "train_batch_size": "it is {}.micro_batch_size times the number of ranks",
+    "train_micro_batch_size_per_gpu": "{}.micro_batch_size decides",
+    "gradient_accumulation_steps": "{0}.mini_batch_size and {0}.micro_batch_size decide, and "
     "accumulation is ppocli's own",
-    "gradient_clipping": "ppo.max_grad_norm decides",
+    "gradient_clipping": "{}.max_grad_norm decides",
     "zero_optimization.stage": "hardware.zero_stage decides",
     "fp16.enabled": "weights stay fp32; there is no fp16",
     "bf16.enabled": "weights stay fp32; hardware.precision=bf16 computes in bf16",
@@ -62,7 +62,7 @@ def deepspeed_config(cfg: schema.TrainConfig, world: int | None = None) -> dict[
         return _merged(_DEFAULTS, own)
     theirs = _without_auto(_read(Path(file)))
     found = list(dict.fromkeys([*_unknown(theirs), *_unusable(theirs, cfg),
-                                *_differences(theirs, own, "")]))
+                                *_differences(theirs, own, tasks.updates_section(cfg))]))
     if found:
         raise ConfigError(listed(found, f"{file}: ", f"in {file}"), where=KEY, fix="correct the "
                           "file; what it leaves out, or calls \"auto\", is filled in")
@@ -73,7 +73,7 @@ def _own(cfg: schema.TrainConfig, world: int) -> dict[str, Any]:
     """What the settings come to."""
     hardware = cfg.hardware
     updates = tasks.updates_of(cfg)
-    micro = updates.micro_batch_size or updates.mini_batch_size
+    micro = tasks.rows_per_pass(updates)
     offloaded = [name for name in ("offload_optimizer", "offload_param") if getattr(hardware, name)]
     return {
         "train_batch_size": micro * world,
@@ -130,7 +130,8 @@ def _unusable(theirs: Mapping[str, Any], cfg: schema.TrainConfig) -> Iterator[st
     """Sections that a run has no use for, and offloading that the settings don't know of."""
     for name in ("optimizer", "scheduler"):
         if name in theirs:
-            yield f"{name}: ppocli makes its own; remove the section and set ppo.{name}.*"
+            yield (f"{name}: ppocli makes its own; remove the section and set "
+                   f"{tasks.updates_section(cfg)}.{name}.*")
     for name in _FOREIGN:
         value = theirs.get(name)
         if value and not (isinstance(value, dict) and value.get("enabled") is False):
@@ -150,7 +151,8 @@ def _unusable(theirs: Mapping[str, Any], cfg: schema.TrainConfig) -> Iterator[st
                    f"hardware.{name} is false: set hardware.{name}=true")
 
 
-def _differences(theirs: Mapping[str, Any], own: Mapping[str, Any], prefix: str) -> Iterator[str]:
+def _differences(theirs: Mapping[str, Any], own: Mapping[str, Any], section: str,
+                 prefix: str = "") -> Iterator[str]:
     """Where the file says something else than the settings."""
     for name, value in own.items():
         key = prefix + name
@@ -159,13 +161,13 @@ def _differences(theirs: Mapping[str, Any], own: Mapping[str, Any], prefix: str)
         there = theirs[name]
         if isinstance(value, dict):
             if isinstance(there, dict):
-                yield from _differences(there, value, f"{key}.")
+                yield from _differences(there, value, section, f"{key}.")
             elif not name.startswith("offload_"):
                 yield f"{key} is {_json(there)}, not an object"
         elif (there != value or isinstance(there, bool) != isinstance(value, bool)) \
                 and there != "nvme":
             yield (f"{key} is {_json(there)}, the settings make it {_json(value)}: "
-                   + _DECIDED_BY.get(key, f"remove {key}"))
+                   + _DECIDED_BY.get(key, f"remove {key}").format(section))
 
 
 def _merged(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,11 @@ def updates_of(config: schema.TrainConfig) -> Updates:
     return found
 
 
+def rows_per_pass(updates: Updates) -> int:
+    """Maximum number of samples in a forward and backward pass."""
+    return updates.micro_batch_size or updates.mini_batch_size
+
+
 def samples_per_step(config: schema.TrainConfig) -> int:
     """Samples of a full step: of a rollout, or of an update on a data set."""
     updates = updates_of(config)

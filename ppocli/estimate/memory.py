@@ -97,7 +97,7 @@ def layout_of(cfg: schema.TrainConfig, *, tokens: int, ranks: int, ranks_on_host
     """
     ppo, evaluation, updates = cfg.ppo, cfg.prompts.eval, tasks.updates_of(cfg)
     share = -(-updates.mini_batch_size // ranks)
-    pass_ = updates.micro_batch_size or updates.mini_batch_size
+    pass_ = tasks.rows_per_pass(updates)
     if updates.micro_batch_tokens is not None:
         pass_ = max(1, min(pass_, updates.micro_batch_tokens // tokens))
     rows = min(pass_, share)

@@ -85,8 +85,7 @@ def pass_tokens(cfg: schema.TrainConfig, data: Any, ranks: int) -> tuple[int, in
     on: on average where rows are packed, else those of the longest. Of pairs only the last state
     counts."""
     settings = tasks.updates_of(cfg)
-    rows = min(settings.micro_batch_size or settings.mini_batch_size,
-               -(-settings.mini_batch_size // ranks))
+    rows = min(tasks.rows_per_pass(settings), -(-settings.mini_batch_size // ranks))
     pair = isinstance(data, Pairs)
     texts = [*data.chosen, *data.rejected] if pair else data.tokens
     order = np.argsort([-len(ids) for ids in texts], kind="stable")[:rows * (1 + pair)]

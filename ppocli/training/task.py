@@ -350,7 +350,7 @@ class Task(ABC):
     @property
     def rows_per_pass(self) -> int:
         """Maximum number of atoms in a forward and backward pass."""
-        return self.settings.micro_batch_size or self.settings.mini_batch_size
+        return tasks.rows_per_pass(self.settings)
 
     def total_samples(self) -> int:
         """Samples of the whole run."""

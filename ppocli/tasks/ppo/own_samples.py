@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ppocli import columns
 from ppocli.config.schema import GenerationConfig
 from ppocli.data.prompt_set import PromptBatch, PromptSet, load_prompts
 from ppocli.errors import ConfigError
@@ -22,7 +23,6 @@ from ppocli.sampling.samples import Generation, Samples, single_turn
 from ppocli.tasks.building import sampling_specs
 from ppocli.tasks.ppo import rollout
 from ppocli.tasks.ppo.records import Rollout
-from ppocli.tasks.ppo.reward_calls import some_scores
 from ppocli.tasks.ppo.rollout import Chunk, measure_chunk, rollout_of, sample_reference
 from ppocli.tasks.ppo.session import Session, max_prompt_tokens
 
@@ -227,7 +227,7 @@ def scored(session: Session, chunks: Sequence[Chunk], first: int, *, forward: bo
         measured = measure_chunk(session, chunk, forward=forward or not session.from_decode)
         some = slice(start, start + len(chunk))
         if len(chunk):
-            parts.append(rollout_of(session, chunk, some_scores(scores, some), measured))
+            parts.append(rollout_of(session, chunk, columns.rows_of(scores, some), measured))
         start = some.stop
     whole = rollout.of_all_ranks(session, parts)
     if ranks.any(gaps):

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ppocli.columns import rows_of
 from ppocli.config import tasks
 from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
@@ -110,7 +111,7 @@ def judge(session: EvalSession, prompts: PromptBatch, out: Samples, responses: l
     """
     metric = session.metric
     question = ask(session, prompts, out, responses, session.reward.needs_all_samples)
-    scores = question.answer(lambda: score(session, question), some_scores, phase)
+    scores = question.answer(lambda: score(session, question), rows_of, phase)
     if metric is None:
         return scores, {}
     if metric.needs_all_samples != session.reward.needs_all_samples:
@@ -126,12 +127,6 @@ def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:
                                           "messages", "episodes", "prompt_ids")}
     return replace(shares[0], **whole, tokenizer=tokenizer, columns={
         name: woven([share.columns[name] for share in shares]) for name in shares[0].columns})
-
-
-def some_scores(scores: RewardScores, rows: slice) -> RewardScores:
-    """The scores of some samples."""
-    return RewardScores(scores.scores[rows], None if scores.dense is None else scores.dense[rows],
-                        scores.valid[rows], _some_metrics(scores.parts, rows), scores.logs[rows])
 
 
 def _some_metrics(metrics: dict[str, list[T]], rows: slice) -> dict[str, list[T]]:

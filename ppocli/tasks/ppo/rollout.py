@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ppocli.columns import rows_of
 from ppocli.config.algorithm import corrects, full_kl_in_loss, kl_estimator
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import told_alone
@@ -28,7 +29,7 @@ from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
 from ppocli.tasks.ppo.records import Rollout
-from ppocli.tasks.ppo.reward_calls import Question, ask, begin, score, some_scores
+from ppocli.tasks.ppo.reward_calls import Question, ask, begin, score
 from ppocli.tasks.ppo.session import EvalSession, Session
 
 
@@ -98,7 +99,7 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, drawn: Sam
         clock.mark("rollout")
         measured = measure_chunk(session, chunk, forward=forward)
         clock.mark("scoring")
-        scores = question.answer(work, some_scores, "reward")
+        scores = question.answer(work, rows_of, "reward")
         stop.meet()
         clock.mark("reward")
         if len(chunk):

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from ppocli.config import tasks
 from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, reference_sharded
 from ppocli.config.sampling import longest_response
 from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
@@ -77,7 +78,7 @@ class EvalSession:
     @property
     def forward_rows(self) -> int:
         """Rows of one forward pass: the training micro-batch."""
-        return self.cfg.ppo.micro_batch_size or self.cfg.ppo.mini_batch_size
+        return tasks.rows_per_pass(self.cfg.ppo)
 
     @contextmanager
     def acting(self) -> Iterator[Self]:
