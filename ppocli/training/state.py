@@ -8,6 +8,7 @@ committed, so that work dropped by a stop can be done again with the same number
 from __future__ import annotations
 
 import json
+import math
 import platform
 import random
 from collections.abc import Mapping
@@ -168,6 +169,10 @@ class TrainState:
         own = {name: value for name, value in data.items() if name in known}
         own["task"] = {**{name: value for name, value in data.items() if name not in known},
                        **data.get("task", {})}
+        for name in ("eval_before", "eval_last", "pending"):  # strict JSON has null for NaN
+            if own.get(name) is not None:
+                own[name] = {figure: math.nan if value is None else value
+                             for figure, value in own[name].items()}
         own["best"] = None if data["best"] is None else Best(**data["best"])
         own["pace"] = None if data.get("pace") is None else Pace(**data["pace"])
         return TrainState(**own)

@@ -1,6 +1,7 @@
 """Where a run's time goes: nothing is lost between the phases."""
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import torch
 from helpers import checked, environment, jsonl
 from runs import make_world, words
 
+from ppocli.storage.run_folder import finite_or_null
 from ppocli.training.clock import Moment, PhaseClock, in_words, profile
 from ppocli.training.state import TrainState
 
@@ -106,6 +108,9 @@ def test_time_and_tokens_are_booked_and_survive_json():
     assert twice.tokens == {"rollout": 12}
     data = json.loads(json.dumps(twice.to_json()))
     assert TrainState.from_json(data) == twice
+    unknown = replace(twice, eval_before={"kl_mean": math.nan, "reward_mean": 1.0})
+    saved = json.loads(json.dumps(finite_or_null(unknown.to_json()), allow_nan=False))
+    assert math.isnan(TrainState.from_json(saved).eval_before["kl_mean"])
     del data["cpu_seconds"]  # a checkpoint of an earlier version
     assert TrainState.from_json(data).cpu_seconds == {}
 

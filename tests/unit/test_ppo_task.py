@@ -288,6 +288,7 @@ EVALUATED = {"eval_before": {"reward_mean": 0.5, "metrics/truth": 0.8}, "eval_st
      "reward rises while metrics/truth falls", 3),
     ({}, {"eval_last": {"reward_mean": 0.9, "metrics/truth": 0.79}}, None, 12),
     ({}, {"eval_last": {"reward_mean": 0.4, "metrics/truth": 0.7}}, None, 12),
+    ({}, {"eval_last": {"reward_mean": math.nan, "metrics/truth": 0.7}}, None, 12),
     ({}, {"eval_last": {"reward_mean": 0.9, "metrics/truth": 0.7}, "eval_step": 7}, None, 12)])
 def test_signs_are_spoken_of_once_they_last(tmp_path, row, state, said, steps):
     healthy = {"objective/kl": 1.0, "val/ratio": 1.0, "rollout/response_tokens_mean": 10.0}

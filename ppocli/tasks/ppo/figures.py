@@ -257,7 +257,7 @@ def _falling(state: TrainState) -> str | None:
         return None
     change = {name: (last[name] - value) / abs(value) if value else last[name] - value
               for name, value in before.items() if name in last}
-    if change.get("reward_mean", 0.0) <= 0.05:
+    if not change.get("reward_mean", 0.0) > 0.05:  # NaN, too, is no rise
         return None
     return next((name for name, share in change.items()
                  if name.startswith("metrics/") and share < -0.05), None)
