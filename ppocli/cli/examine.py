@@ -20,7 +20,7 @@ from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
 from ppocli.launching import inputs, opened_folder, target_config
 from ppocli.rewards.scoring import check_reward_config, with_styles
 from ppocli.storage import model_files, run_folder
-from ppocli.storage.checkpoints import find_latest
+from ppocli.storage.checkpoints import find_latest, refuse_pruned
 from ppocli.text import counted
 from ppocli.tracking.trackers import check_trackers
 from ppocli.user_code import locate
@@ -315,11 +315,16 @@ def _examine_folder(composed: compose.Composed, folder: Path, found: Examined, *
         elif settled:
             opened_folder.changes_on_resume(folder.absolute(), resolved.with_absolute_paths(config),
                                             accept_changes=composed.accept_changes)
-    checkpoints = run_folder.RunFolder(folder).checkpoints
-    if resume_from and find_latest(checkpoints, run_id=None, verify="size").found is None:
-        found.add([CheckpointError(f"{folder} has no valid checkpoint to go on from.",
-                                   where=str(checkpoints),
-                                   fix="start a new run, or give run_name and resume=auto")])
+    if not resume_from:
+        return
+    run = run_folder.RunFolder(folder)
+    newest = find_latest(run.checkpoints, run_id=None, verify="size").found
+    with found.taking():
+        refuse_pruned(run, getattr(newest, "step", None))
+        if newest is None:
+            raise CheckpointError(f"{folder} has no valid checkpoint to go on from.",
+                                  where=str(run.checkpoints),
+                                  fix="start a new run, or give run_name and resume=auto")
 
 
 def _unwritable(folder: Path) -> Iterator[PpocliError]:

@@ -164,6 +164,28 @@ def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "
     return Search(None, tuple(skipped))
 
 
+def refuse_pruned(run: run_folder.RunFolder, step: int | None) -> None:
+    """Refuse to go on from a checkpoint, or to start afresh, where later ones were deleted.
+
+    Args:
+        step: of the newest checkpoint that holds; None: there is none.
+
+    Raises:
+        CheckpointError: they were: going back would remove what the run has come to.
+    """
+    when = retention.removed_at(run.checkpoints)
+    steps = (atomic.read_json(run.summary) or {}).get("steps")
+    behind = step is None or (isinstance(steps, int) and step < steps)
+    if when is None or not behind:
+        return
+    left = "there is nothing to go on from" if step is None else (
+        f"the newest that is left is of step {step} of {steps}")
+    raise CheckpointError(f"The checkpoints of {run.path.name} were deleted by ppocli runs prune "
+                          f"({when}): {left}.", where=str(run.checkpoints),
+                          fix="start another run with its model: "
+                          f"{pasted(f'model.path={run.model}')} run_name=NAME")
+
+
 def best_step(folder: Path) -> int | None:
     """The step with the best evaluation, as the newest checkpoint that holds remembers it; None
     where it knows of none, or that step isn't kept."""

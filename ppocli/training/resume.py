@@ -55,6 +55,8 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
     search = checkpoints.find_latest(folder.checkpoints, run_id=run_id)
     for line in (*leftovers, *search.skipped):
         log.warning(line)
+    # also with resume=auto: starting afresh would remove what was worth keeping
+    checkpoints.refuse_pruned(folder, getattr(search.found, "step", None))
     if search.found is not None:
         here = made_on(task.backend)
         there = {name: search.found.versions.get(name, value) for name, value in here.items()}
@@ -64,12 +66,6 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
                         there["processes"], here["device"], here["processes"])
         saved = TrainState.from_json(search.found.state)
         return search.found.path, _adopt(task, saved, fresh, folder)
-    if (when := retention.removed_at(folder.checkpoints)) is not None:
-        # also with resume=auto: starting afresh would remove what was worth keeping
-        raise CheckpointError(f"The checkpoints of {folder.path.name} were deleted by ppocli runs "
-                              f"prune ({when}): there is nothing to go on from.",
-                              where=str(folder.checkpoints), fix="start another run with its "
-                              f"model: {pasted(f'model.path={folder.model}')} run_name=NAME")
     if task.cfg.resume == "auto":
         log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
         retention.update_pointers(folder.checkpoints, latest=None, best=None)
@@ -88,6 +84,7 @@ def _tidy(task: Task, folder: run_folder.RunFolder, path: Path, state: TrainStat
                     state.step)
     for complaint in loop.point_to(folder.checkpoints, task.cfg.checkpoint, state):
         log.warning(complaint)
+    (folder.checkpoints / retention.PRUNED).unlink(missing_ok=True)  # nothing of it is missing now
     _forget_after(folder, state.step, reopen=state.step if state.pending is not None else None)
     for problem in run_logs.row_problems(folder.metrics, folder.samples,
                                          state.step - (state.pending is not None)):

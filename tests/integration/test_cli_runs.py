@@ -6,6 +6,7 @@ import pty
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,8 +22,9 @@ from ppocli.launching.launch import Caller, launch
 from ppocli.runs import listing
 from ppocli.runs.listing import age, carry_out, plan_pruning
 from ppocli.runs.target import find_target
-from ppocli.storage.retention import folder_size
-from ppocli.storage.run_folder import live_owner, lock
+from ppocli.storage.checkpoints import refuse_pruned
+from ppocli.storage.retention import folder_size, note_removed
+from ppocli.storage.run_folder import RunFolder, live_owner, lock
 
 
 @pytest.fixture
@@ -172,6 +174,23 @@ def test_a_pruned_run_still_loads_and_says_why_it_cannot_go_on(runs, command):
     with pytest.raises(CheckpointError, match="were deleted by ppocli runs prune"):
         launch(Checked(Composed(config, typed=typed)))
     assert snapshot(runs / "done") == before
+
+
+def test_a_run_does_not_go_back_to_the_best_checkpoint_that_pruning_left(runs, command, app):
+    checkpoints = runs / "done/checkpoints"
+    for step in (3, 4):  # as if the best were step 2
+        shutil.rmtree(checkpoints / f"step-00000{step}")
+    note_removed(checkpoints)
+    before = snapshot(runs / "done")
+    for how in (command, partial(app, "validate")):
+        ended = how("resume=runs/done", "ppo.num_steps=9", code=5)
+        assert "prune (20" in ended.err
+        assert "the newest that is left is of step 2 of 4" in ended.err
+    assert snapshot(runs / "done") == before
+    whole = RunFolder(runs / "done")
+    refuse_pruned(whole, 4)  # the best was the last
+    (runs / "done/summary.json").unlink()  # the run has gone on since
+    refuse_pruned(whole, 2)
 
 
 def test_runs_that_failed_before_a_checkpoint_go_whole(runs, capsys):
