@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from itertools import pairwise
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,16 @@ from ppocli.builtin.names import config_groups
 from ppocli.config import keys, resolved
 from ppocli.config.hydra_bridge import SCHEMA, config_name
 from ppocli.config.problems import Problem
+from ppocli.config.tasks import DATA_TASKS
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, first_line, parts_of, short_path, shown
+
+LENGTHS = {"ppo": ("total_episodes", "epochs", "num_steps"),
+           **dict.fromkeys(DATA_TASKS, ("epochs", "num_updates"))}
+"""keys that say how long a run is, of which one is given, by section"""
+_SIZES = ("num_rollouts", "mini_batch_size", "micro_batch_size")
+"""each at most as large as the one before it, if its section has that"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +115,7 @@ def override_entries(override: Override) -> list[Entry]:
     if override.is_delete():
         return [Entry(name, override.value(), COMMAND_LINE, "~")]
     value, prefix = override.value(), "+" if override.is_add() else ""
-    if isinstance(value, dict) and name not in keys.schema_keys():
+    if isinstance(value, dict) and value and name not in keys.schema_keys():
         return [Entry(key, item, COMMAND_LINE) for key, item in resolved.leaves(f"{name}.", value)]
     return [Entry(name, value, COMMAND_LINE, prefix)]
 
@@ -191,27 +199,26 @@ def _give_way(node: DictConfig, typed: set[str]) -> None:
     """What files and defaults say gives way to typed words that it contradicts: another length of
     the run, batches larger than what they are taken from, a longer least response than the longest,
     another source of prompts. Two typed words stay as they are."""
-    ppo = node.ppo
     for section, prompts in (("prompts", node.prompts), ("prompts.eval", node.prompts.eval)):
         for name, other in (("path", "items"), ("items", "path")):
             if f"{section}.{name}" in typed and prompts[name] is not None \
                     and f"{section}.{other}" not in typed:
                 prompts[other] = None
-    lengths = ("total_episodes", "epochs", "num_steps")
-    if any(f"ppo.{name}" in typed and ppo[name] is not None for name in lengths):
-        for name in lengths:
-            if f"ppo.{name}" not in typed:
-                ppo[name] = None
     longest, short = node.generation.max_new_tokens, node.reward.min_response_length
     if "generation.max_new_tokens" in typed and "reward.min_response_length" not in typed \
             and (short or 0) > longest > 0:
         node.reward.min_response_length = longest
-    decided = "ppo.num_rollouts" in typed
-    for name, most in (("mini_batch_size", "num_rollouts"),
-                       ("micro_batch_size", "mini_batch_size")):
-        decided |= f"ppo.{most}" in typed
-        if decided and f"ppo.{name}" not in typed and (ppo[name] or 0) > ppo[most] > 0:
-            ppo[name] = ppo[most]
+    for section, lengths in LENGTHS.items():
+        updates, decided = node[section], False
+        if any(f"{section}.{name}" in typed and updates[name] is not None for name in lengths):
+            for name in lengths:
+                if f"{section}.{name}" not in typed:
+                    updates[name] = None
+        for most, name in pairwise(size for size in _SIZES if size in updates):
+            decided |= f"{section}.{most}" in typed
+            if decided and f"{section}.{name}" not in typed \
+                    and (updates[name] or 0) > updates[most] > 0:
+                updates[name] = updates[most]
 
 
 def _merge(node: DictConfig, entry: Entry) -> str | None:
@@ -231,7 +238,8 @@ def _merge(node: DictConfig, entry: Entry) -> str | None:
         return f"{shown(entry.value)} must be {key.expected}"
     try:
         value = _each_converted(key, entry.value) if key.kind == "sweep" else entry.value
-        OmegaConf.update(node, entry.key, value, merge=True)
+        # an empty mapping takes the place of one, since merged it would do nothing
+        OmegaConf.update(node, entry.key, value, merge=key.kind != "mapping" or value != {})
     except OmegaConfBaseException:
         several = (f" (to try several values: -m {entry.key}={','.join(map(str, entry.value))})"
                    if key.kind == "scalar" and isinstance(entry.value, list) else "")

@@ -97,6 +97,11 @@ def test_files_and_defaults_give_way_to_typed_words_that_they_contradict():
         "+recipe=quickstart", "ppo.epochs=2", "ppo.num_steps=3"), "the recipe's has given way"
     assert "mini_batch_size 32 must be at most num_rollouts 24" in refused(
         "+recipe=quickstart", "ppo.mini_batch_size=32", "ppo.num_rollouts=24")
+    sft = checked("+recipe=arithmetic_sft", "sft.num_updates=3").config.sft
+    assert (sft.epochs, sft.num_updates) == (None, 3)
+    assert checked("+recipe=hh_sft", "sft.mini_batch_size=2").config.sft.micro_batch_size == 2
+    assert "contradict each other" in refused("+recipe=hh_sft", "sft.epochs=1",
+                                              "sft.num_updates=3")
 
 
 def test_groups_are_chosen_added_and_removed():
@@ -159,6 +164,16 @@ def test_free_mappings_take_new_keys_without_plus():
     assert config.reward.fns == {"a": {"fn": "length", "weight": 0.5},
                                  "b": {"fn": "keyword", "kwargs": {"words": ["x", "y"]}}}
     assert "label" not in checked("+recipe=quickstart", "~reward.kwargs.label").config.reward.kwargs
+
+
+def test_an_empty_mapping_empties_one(capsys):
+    config = checked("+recipe=quickstart", "model.peft.type=lora", "model.peft={}",
+                     "reward.fns.a={fn: length}", "reward.fns={}", "reward.kwargs={}",
+                     "reward.kwargs.x={y:1}", "reward.kwargs.x={}").config
+    assert (config.model.peft, config.reward.fns, config.reward.kwargs) == ({}, {}, {"x": {}})
+    printed("+recipe=quickstart", "reward.kwargs={}", "--cfg", "job", "-p", "reward.kwargs")
+    assert capsys.readouterr().out == "# @package reward.kwargs\n{}\n"
+    assert "ppo.optimizer: is a section" in refused("+recipe=quickstart", "ppo.optimizer={}")
 
 
 def test_interpolations_are_resolved():
