@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.config import resolved, words
 from ppocli.config.words import list_of_texts
+from ppocli.data.sources import as_list
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.evaluation.request import SAMPLES, EvalRequest
 from ppocli.launching import launch, opened_folder, target_config
@@ -135,9 +136,9 @@ def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,
                           fix="first ppocli.sft(data=samples), then ppocli.train with the "
                           "model_path that came of it")
     sys.stderr.write("samples are given: this is supervised fine-tuning, as ppocli.sft does it\n")
-    rows = samples if isinstance(samples, str | bytes | Mapping) else [
-        {"prompt": row[0], "completion": row[1]}
-        if isinstance(row, tuple | list) and len(row) == 2 else row for row in samples]
+    rows = [{"prompt": row[0], "completion": row[1]}
+            if isinstance(row, tuple | list) and len(row) == 2 else row
+            for row in as_list(samples, "samples", "samples") or []]
     return sft(overrides, model_path=model_path, config=config, data=rows,
                stop_sequences=stop_sequences)
 
@@ -198,7 +199,8 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
     from ppocli.config import compose
     from ppocli.training.task import PythonObjects
 
-    given = {name: list(value) if name in ("prompts", "eval_prompts") else value
+    rows = ("prompts", "eval_prompts", "data", "val_data")
+    given = {name: as_list(value, name, name) if name in rows else value
              for name, value in given.items() if value is not None}
     handed_in = frozenset(opened_folder.OBJECT_KEYS[name] for name in given)
     given_words = [*words.given_words(overrides), *words.given_words(config or {})]
@@ -267,7 +269,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
     from ppocli.training.task import PythonObjects
 
     source, items = (prompts, None) if prompts is None or isinstance(prompts, str | Path) else (
-        None, list(prompts))
+        None, as_list(prompts, "prompts", "prompts"))
     request = EvalRequest(
         run=_text(run), words=tuple(list_of_texts(overrides, "overrides")), against=_text(against),
         reward=reward, prompts=_text(source), limit=limit, num_samples=num_samples, seed=seed,

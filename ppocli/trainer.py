@@ -45,6 +45,7 @@ class PPOTrainer:
     def __init__(self, overrides: Sequence[str] | Mapping[str, Any] = (), model: Any = None,
                  ref_model: Any = None, tokenizer: Any = None, *, optimizer: Any = None,
                  lr_scheduler: Any = None, prompts: Sequence[Any] | None = None) -> None:
+        from ppocli.data.sources import as_list
         from ppocli.launching.launch import LoopScores, opened
         from ppocli.tasks.ppo.task import PPOTask
         from ppocli.training.optimizers import follow_scheduler
@@ -53,7 +54,7 @@ class PPOTrainer:
         self._scores = LoopScores()
         objects = PythonObjects(reward_fn=self._scores, model=model, ref_model=ref_model,
                                 tokenizer=tokenizer, optimizer=optimizer, lr_scheduler=lr_scheduler,
-                                prompts=None if prompts is None else list(prompts))
+                                prompts=as_list(prompts, "prompts", "prompts"))
         with ExitStack() as stack:
             self._run = stack.enter_context(opened(overrides, objects))
             assert isinstance(self._run.task, PPOTask)

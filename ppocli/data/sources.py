@@ -82,7 +82,7 @@ def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Sourc
 
 def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.items"
             ) -> list[Any] | None:
-    """Rows from Python as a list; None without any.
+    """Rows from Python, a list of them or a table, as a list; None without any.
 
     Raises:
         ConfigError: one text or mapping in place of a list.
@@ -90,6 +90,9 @@ def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.item
     if isinstance(items, str | bytes | Mapping):
         raise ConfigError(f"{what} must be a list, not one {type(items).__name__}.", where=where,
                           fix="put it in a list: [...]")
+    if hasattr(items, "columns"):  # a table of pandas, polars or pyarrow: it iterates over columns
+        as_rows = getattr(items, "to_dicts", getattr(items, "to_pylist", None))
+        return list(as_rows() if as_rows else items.to_dict("records"))
     return None if items is None else list(items)
 
 

@@ -125,3 +125,17 @@ def test_a_mapping_is_the_words_it_stands_for(given, monkeypatch):
 def test_an_unknown_key_of_a_mapping_is_told_with_the_nearest(config, said):
     with pytest.raises(ConfigError, match=said):
         ppocli.train({"recipe": "quickstart"}, config=config)
+
+
+@pytest.mark.parametrize(("call", "name"), [
+    (lambda: ppocli.train(prompts="The film"), "prompts"),
+    (lambda: ppocli.train(prompts={"prompt": "The film"}), "prompts"),
+    (lambda: ppocli.train(prompts=["it"], eval_prompts="The film"), "eval_prompts"),
+    (lambda: ppocli.train(samples="The film"), "samples"),
+    (lambda: ppocli.sft(data=["it"], val_data={"text": "it"}), "val_data"),
+    (lambda: ppocli.evaluate("none", prompts={"prompt": "The film"}), "prompts"),
+    (lambda: ppocli.PPOTrainer(prompts="The film"), "prompts")])
+def test_one_text_or_mapping_is_no_list_of_them(call, name):
+    with pytest.raises(ConfigError, match=f"{name} must be a list, not one ") as caught:
+        call()
+    assert caught.value.where == name

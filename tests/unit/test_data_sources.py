@@ -170,6 +170,15 @@ def test_inline_items_from_config_and_from_python(tmp_path):
         load(items="it is")
 
 
+@pytest.mark.parametrize("kind", ["pandas", "pyarrow", "datasets"])
+def test_a_table_from_python_is_read_row_by_row(kind):
+    table = {"pandas": TABLE.to_pandas, "pyarrow": TABLE.data.table.combine_chunks,
+             "datasets": lambda: TABLE}[kind]()
+    prompts = load(items=table)
+    assert prompts.texts == TEXTS
+    assert prompts.columns == {"label": [1, 0, 1], "tag": ["x", "y", "z"]}
+
+
 def test_bos_alone():
     prompts = load()
     assert (prompts.token_ids, prompts.texts, prompts.columns) == ([[0]], [""], {})
