@@ -16,7 +16,9 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.text import first_line, nearest, pasted
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
-_SPLIT_NAMES = ("train", "test", "validation", "valid", "val", "dev", "eval")
+# a word of a name, with or without its ending, as the datasets library takes it
+_SPLIT = re.compile(r"(?<![^-._ 0-9])(train|test|validation|valid|val|dev|eval)(ing|uation)?"
+                    r"(?![^-._ 0-9])")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}.*$")  # train-00000-of-00002.parquet
 
 
@@ -198,11 +200,13 @@ def _folder_rows(folder: Path, spec: Source, notes: list[str]) -> Iterator[Row]:
 
 def _split_of(file: Path) -> str | None:
     """The split that a file belongs to by its name or its folder's, as on the Hub, or None."""
-    stem = _SHARD.sub("", file.stem).lower()
-    for candidate in (stem, *(part.lower() for part in reversed(file.parts[:-1]))):
-        if candidate in _SPLIT_NAMES:
-            return candidate
-    return stem if _SHARD.search(file.stem) else None
+    stem, shards = _SHARD.subn("", file.stem.lower())
+    words = [word for part in (stem, *reversed(file.parts[:-1]))
+             if (word := _SPLIT.search(part.lower()))]
+    whole = next((word for word in words if word[0] == word.string), None)
+    if shards and not whole:
+        return stem  # train_sft-00000-of-00001 is of a split of this very name
+    return (whole or words[0])[1] if words else None
 
 
 def _wanted_splits(spec: Source, splits: Iterable[Any]) -> list[str]:

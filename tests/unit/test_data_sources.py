@@ -139,6 +139,23 @@ def test_splits(tmp_path, kind, split, expected):
     assert caught.value.fix == "prompts.split=test"
 
 
+@pytest.mark.parametrize(("files", "split", "expected"), [
+    (["train-1", "test-1", "train-2"], "train", ["train-1", "train-2"]),
+    (["train", "train-hard", "test_easy"], "test", ["test_easy"]),
+    (["train-easy/a", "test-hard/a"], "train", ["train-easy/a"]),
+    (["my.Training", "my.testing"], "train", ["my.Training"]),
+    (["contest", "trainer", "latest"], "train", ["contest", "latest", "trainer"]),
+    (["train_sft-00000-of-00001", "train_gen-00000-of-00001"], "train_sft",
+     ["train_sft-00000-of-00001"]),
+    (["test/train-like", "train/a"], "test", ["test/train-like"]),
+    (["train/part-00000-of-00001", "test/part-00000-of-00001"], "train",
+     ["train/part-00000-of-00001"])])
+def test_a_word_in_the_name_of_a_file_or_folder_is_its_split(tmp_path, files, split, expected):
+    for name in files:
+        write_jsonl(tmp_path / "set" / f"{name}.jsonl", [{"prompt": name}])
+    assert load(tmp_path / "set", split=split).texts == expected
+
+
 def test_what_is_ignored_is_said(tmp_path):
     path = write_jsonl(tmp_path / "p.jsonl")
     assert load(path, split="train+test", name="plain").notes == (
