@@ -34,6 +34,26 @@ class Slow(Words):
         return super().step(response, rng)
 
 
+class Shared(Words):
+    """Its objects have a lock in common, which is always wanted by several."""
+
+    lock = asyncio.Lock()
+
+    async def step(self, response, rng):
+        async with self.lock:
+            await asyncio.sleep(0.001)
+        return None, 1.0, False
+
+
+class Working(Words):
+    """Async, and keeps the processor busy after it has waited."""
+
+    async def step(self, response, rng):
+        await asyncio.sleep(0)
+        time.sleep(0.01)
+        return None, 1.0, True
+
+
 class Failing(Words):
     """Every second episode fails in its second turn."""
 
@@ -73,7 +93,7 @@ class Blocking(Words):
     """Async, but never awaits."""
 
     async def step(self, response, rng):
-        time.sleep(2)
+        time.sleep(0.4)
 
 
 class Garbage(Failing):

@@ -156,6 +156,8 @@ def env_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Rul
         yield (config.ppo.gae_unit == "turn", "ppo.gae_unit, env.fn",
                "only an environment (env.fn) makes several turns")
         return
+    yield (config.prompts.eval.chat not in (None, config.prompts.chat), "prompts.eval.chat, env.fn",
+           "an environment speaks as prompts.chat says: leave prompts.eval.chat out")
     tools = env.fn == "tools"
     yield (tools and not env.tools, "env.tools", "env.fn=tools plays these functions, and there "
            "are none: env.tools=[my_tools.py:search]")

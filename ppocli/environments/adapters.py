@@ -9,7 +9,6 @@
   ``label`` and answers ``environment_feedback``, ``rewards`` and ``done``.
 """
 
-import asyncio
 import importlib.util
 import inspect
 import json
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
+from ppocli.daemon import in_loop
 from ppocli.episode import Step
 from ppocli.text import error_line
 
@@ -28,7 +28,7 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 
 def tools_of(thing: Any) -> tuple[Any, ...]:
     """The public methods of a TRL environment, or of its class, but ``reset``."""
-    return tuple(member for name, member in inspect.getmembers(thing, callable)
+    return tuple(member for name, member in inspect.getmembers(thing, inspect.isroutine)
                  if not name.startswith("_") and name != "reset")
 
 
@@ -84,7 +84,7 @@ class ToolPlay:
         if name not in self._tools:
             raise ValueError(f"there is no tool {name!r}; there are {', '.join(self._tools)}")
         result = self._tools[name](**arguments)
-        result = asyncio.run(result) if inspect.iscoroutine(result) else result
+        result = in_loop(result).result() if inspect.iscoroutine(result) else result
         return result if isinstance(result, str) else json.dumps(result, default=str)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ppocli.config.schema import EnvConfig
-from ppocli.daemon import in_daemon
+from ppocli.daemon import in_daemon, in_loop
 from ppocli.data.prompt_set import PromptBatch, PromptSet
 from ppocli.environments.resolve import EnvironmentClass
 from ppocli.environments.wording import can_be_said
@@ -101,19 +101,29 @@ class Calls:
         trial.answers([Called(begun.environment, 0, 1, {"response": ""})], USER)
 
     def _together(self, calls: Sequence[Called], stream: int) -> list[Answered]:
+        answered = 0
+
+        async def one(call: Called) -> Answered:
+            nonlocal answered
+            found = await self._awaited(call, stream)
+            answered += 1
+            return found
+
         async def together() -> list[Answered]:
-            return list(await asyncio.gather(*(self._awaited(call, stream) for call in calls)))
+            return list(await asyncio.gather(*map(one, calls)))
 
         # each has the limit for itself; one that never awaits would hold up all of them
-        limit, tries = self.cfg.timeout, 1 + self.cfg.retries
-        seconds = None if limit is None else 2 * tries * limit
-        try:
-            return self._limited(lambda: asyncio.run(together()), seconds)
-        except CallTimeoutError as error:
-            raise RewardError(
-                f"{self.what.label} is async and awaits nothing: {len(calls)} calls are {error}.",
-                where="env.timeout", fix="await what waits, or make reset and step plain methods"
-            ) from error
+        limit, before = self.cfg.timeout, 0
+        seconds = None if limit is None else 2 * (1 + self.cfg.retries) * limit
+        begun = in_loop(together())
+        while not wait([begun], seconds).done:
+            if answered == before:
+                raise RewardError(
+                    f"{self.what.label} is async and awaits nothing: {len(calls) - answered} calls "
+                    f"are {CallTimeoutError(limit)}.", where="env.timeout",
+                    fix="await what waits, or make reset and step plain methods")
+            before = answered
+        return begun.result()
 
     async def _awaited(self, call: Called, stream: int) -> Answered:
         for left in range(self.cfg.retries, -1, -1):
@@ -167,7 +177,7 @@ class Calls:
             result = environment.reset(**{name: value for name, value in known.items()
                                           if takes is None or name in takes})
             if inspect.isawaitable(result) and not what.waits:
-                result = asyncio.run(_awaited(result))
+                result = in_loop(_awaited(result)).result()
             return environment, result
         named = {"rng": rng()} if what.step_takes_rng else {}
         return call.environment, call.environment.step(call.given["response"], **named)
@@ -194,9 +204,10 @@ class Calls:
 
 def known_of(prompts: PromptSet | PromptBatch, place: int) -> dict[str, Any]:
     """What ``reset`` may ask for of the prompt at that place, beside random numbers."""
-    return {"prompt": prompts.texts[place],
-            "messages": prompts.messages[place] if prompts.messages else None,
-            **{name: cells[place] for name, cells in prompts.columns.items()}}
+    told = {"messages": None, **{name: cells[place] for name, cells in prompts.columns.items()},
+            "prompt": prompts.texts[place]}
+    # a column of that name may hold the answer as well
+    return told | ({"messages": prompts.messages[place]} if prompts.messages else {})
 
 
 async def _awaited(result: Any) -> Any:

@@ -1,7 +1,7 @@
 """From ``env.fn`` to an environment that can be played: imported, its signatures checked."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +11,7 @@ from typing import Any
 from ppocli.config.schema import EnvConfig
 from ppocli.environments import adapters
 from ppocli.errors import RewardError
-from ppocli.text import suggestion
+from ppocli.text import first_line, suggestion
 from ppocli.user_code import Kind, Located, Wanted, locate
 
 BUILTIN_ENVIRONMENTS: Mapping[str, str] = {
@@ -73,7 +73,7 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
     """
     found = _located(cfg)
     if cfg.fn == TOOLS:
-        functions = tuple(one.target for one in found)
+        functions = _described([one.target for one in found], "env.tools")
         return EnvironmentClass(", ".join(cfg.tools), found[0].file,
                                 partial(adapters.ToolPlay, functions), frozenset(),
                                 tools=functions)
@@ -100,11 +100,34 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
                              deterministic=bool(getattr(cls, "deterministic", True)))
     if cfg.adapter == "trl":  # of whose methods a tool may be called step
         return replace(plain, make=lambda: adapters.TRLPlay(plain.make()), waits=False,
-                       tools=adapters.tools_of(cls))
+                       tools=_described(adapters.tools_of(cls), where))
     if cfg.adapter == "openrlhf":
         return replace(plain, make=lambda: adapters.OpenRLHFPlay(plain.make()))
     return replace(plain, reset_names=_reset_names(cls, located, columns),
                    step_takes_rng="rng" in inspect.signature(step).parameters)
+
+
+def _described(tools: Sequence[Any], where: str) -> tuple[Any, ...]:
+    """These functions, which chat templates can describe, each by a name of its own.
+
+    Raises:
+        RewardError: one can't be described, or would hide another.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    names = list[str]()
+    for tool in tools:
+        try:
+            names.append(get_json_schema(tool)["function"]["name"])
+        except Exception as error:  # of several kinds; a tool may be anything that can be called
+            name = getattr(tool, "__name__", repr(tool))
+            raise RewardError(f"{name} can't be described to the policy: {first_line(error)}",
+                              where=where, fix="give it a docstring, with Args, and type hints"
+                              ) from error
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise RewardError(f"Several tools are called {twice[0]}, of which the policy could call "
+                          "one.", where=where, fix="give each a name of its own")
+    return tuple(tools)
 
 
 def _reset_names(cls: Any, located: Located, columns: Collection[str] | None

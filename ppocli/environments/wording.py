@@ -1,12 +1,16 @@
 """What environments say, as token ids behind what is there. Nothing is encoded again: what the
 policy said stays the ids that it sampled."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ppocli.data.render import template_errors
 from ppocli.errors import InputError, RewardError
 from ppocli.user_code import shorten
+
+log = logging.getLogger("ppocli")
 
 _ASKED = [{"role": "user", "content": "a question"}]
 _SAID = [{"role": "assistant", "content": "<think>\nwords\n</think>\n\nan answer"}]
@@ -56,7 +60,7 @@ class ChatWords:
 
     Raises:
         InputError: the template changes what stands before a message that is added, so that what
-            the policy reads in training isn't what it would be shown.
+            the policy reads in training isn't what it would be shown; or it refuses a message.
     """
 
     tokenizer: Any
@@ -72,11 +76,16 @@ class ChatWords:
                 "added (it may drop thoughts of earlier turns): what an episode's policy has read "
                 "could not be shown to it again.", where="prompts.chat, env.fn",
                 fix="give the tokenizer a template that leaves the history as it is")
+        if self.tools and self._render(_ASKED, ask=True, tools=()) == first:
+            log.warning("The tokenizer's chat template leaves out tools: the policy knows of them "
+                        "what the prompts say, and no more.")
 
-    def _render(self, messages: Sequence[Any], *, ask: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            list(messages), tokenize=False, add_generation_prompt=ask,
-            **({"tools": list(self.tools)} if self.tools else {}))
+    def _render(self, messages: Sequence[Any], *, ask: bool, tools: Sequence[Any] | None = None
+                ) -> str:
+        with template_errors("the messages of an episode", "prompts.chat, env.fn"):
+            return str(self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=ask,
+                tools=list(self.tools if tools is None else tools) or None))
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -87,6 +96,7 @@ class ChatWords:
 
         Raises:
             RewardError: it is neither.
+            InputError: the prompt was cut, which its messages aren't.
         """
         if said is None and not self.tools:
             return prompt, Said([])
@@ -94,10 +104,19 @@ class ChatWords:
             raise RewardError(f"reset returned {shorten(repr(said))}, neither text nor messages.",
                               where="env.fn", fix="return a text, or a list of {role, content} "
                               "messages")
+        if self._ids(self._render(messages, ask=True, tools=())) != prompt:
+            raise InputError("A prompt was cut, and what reset says, or a description of tools, "
+                             "can't be put into a part of a conversation.",
+                             where="prompts.max_length, env.fn", fix="leave such prompts out "
+                             "(prompts.overlong=drop), or allow longer ones")
         if not isinstance(said, str):
             added = list(said or ())
             return self._ids(self._render([*messages, *added], ask=True)), Said([], text_of(added))
         *before, last = messages
+        if not isinstance(last["content"], str):
+            raise RewardError("reset returned a text, which can't go behind a message that holds "
+                              f"{shorten(repr(last['content']))}.", where="env.fn",
+                              fix="return a list of {role, content} messages")
         told = {**last, "content": f"{last['content']}{said}"}
         return self._ids(self._render([*before, told], ask=True)), Said([], said)
 
@@ -117,7 +136,7 @@ def can_be_said(value: Any) -> bool:
     """Whether it is what an environment may say: a text, messages, or nothing."""
     return value is None or isinstance(value, str) or (
         isinstance(value, (list, tuple))
-        and all(isinstance(one, Mapping) and "content" in one for one in value))
+        and all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in value))
 
 
 def text_of(messages: Sequence[Any]) -> str:

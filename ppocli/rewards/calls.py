@@ -6,21 +6,19 @@ meaning (bool, int, NumPy and torch numbers, generators) or refused with the fun
 index, its text and what was expected.
 """
 
-import asyncio
 import inspect
 import itertools
 import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from concurrent.futures import wait
-from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ppocli.config.schema import RewardConfig
-from ppocli.daemon import in_daemon
+from ppocli.daemon import in_daemon, in_loop
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, styles
 from ppocli.rewards.records import RewardRequest, Score, StepScores, on_tokens
@@ -94,8 +92,7 @@ def _call(bound: BoundCallable, request: RewardRequest, timeout: float | None) -
         with guard.contained(bound.label, bound.located.key, _batch(request)):
             result = bound.answer(request)
             if inspect.iscoroutine(result):
-                # a notebook's thread runs an event loop already, and another can't run inside it
-                result = _in_thread(partial(asyncio.run, result), None, bound)
+                result = in_loop(result).result()
             # A generator's body runs here, under the same time limit and handling of errors.
             if isinstance(result, Mapping):
                 return {name: _drained(column, len(request), bound)
@@ -116,7 +113,7 @@ def _drained(result: Any, count: int, bound: BoundCallable) -> Any:
     return items
 
 
-def _in_thread(work: Callable[[], Any], timeout: float | None, bound: BoundCallable) -> Any:
+def _in_thread(work: Callable[[], Any], timeout: float, bound: BoundCallable) -> Any:
     future = in_daemon(work, f"reward {bound.located.spec}")
     if not wait([future], timeout).done:
         raise RewardError(

@@ -149,11 +149,12 @@ class EpisodeSampler:
         for i, answer in enumerate(self.calls.answers(asked, stream)):
             own = prompts.tokens[i][prompts.mask[i]].tolist()
             ids, said = self.words.opening(own, asked[i].given["messages"], answer.told)
-            game = Game(i, prompts.episodes[i], [*ids, *said.ids], len(ids), answer.environment,
+            game = Game(i, prompts.episodes[i], [*ids, *said.ids], len(own), answer.environment,
                         said.text)
             if game.room(self.cfg.max_tokens) < 1:
-                raise InputError(f"What reset says takes {len(said.ids)} tokens and leaves no room "
-                                 f"for a turn in episode {game.episode}.",
+                what = "What reset says" + " and the tools" * bool(self.calls.what.tools)
+                raise InputError(f"{what} takes {len(game.ids) - len(own)} tokens and leaves no "
+                                 f"room for a turn in episode {game.episode}.",
                                  where="env.max_tokens", fix="raise it, or say less")
             if answer.error is not None:
                 game.error = str(answer.error.what)

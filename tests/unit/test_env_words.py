@@ -20,15 +20,18 @@ FORGETS = ("{% for m in messages %}<im>{{ m.role }} {% if m.role == 'user' or lo
            "{% endfor %}{% if add_generation_prompt %}<im>assistant {% endif %}")
 
 
+def prompt_of(tokenizer, messages):
+    return tokenizer(tokenizer.apply_chat_template(messages, tokenize=False,
+                                                   add_generation_prompt=True))["input_ids"]
+
+
 @pytest.mark.parametrize("ended", [True, False])
 def test_a_chat_goes_on_as_the_template_would_have_rendered_it(ended):
     """Whether the policy closed its message itself, or was cut off and the template closes it."""
     tokenizer = chat_tokenizer()
     words = ChatWords(tokenizer)
     asked = [{"role": "user", "content": "hello"}]
-    prompt = tokenizer(tokenizer.apply_chat_template(asked, tokenize=False,
-                                                     add_generation_prompt=True))["input_ids"]
-    ids, opening = words.opening(prompt, asked, " there")
+    ids, opening = words.opening(prompt_of(tokenizer, asked), asked, " there")
     said = tokenizer("an answer" + "<eos>" * ended)["input_ids"]
     more = words.between("go on", ended=ended, last=said[-1])
     wanted = tokenizer.apply_chat_template(
@@ -44,7 +47,7 @@ def test_a_template_that_rewrites_history_is_refused():
         ChatWords(chat_tokenizer(FORGETS))
 
 
-@pytest.mark.parametrize("said", [5, {"role": "user", "content": "a"}, ["a"]])
+@pytest.mark.parametrize("said", [5, {"role": "user", "content": "a"}, ["a"], [{"content": "a"}]])
 def test_reset_returns_text_or_messages(said):
     with refused(RewardError, "neither text nor messages", "env.fn"):
         ChatWords(chat_tokenizer()).opening([2], [{"role": "user", "content": "hello"}], said)
@@ -53,10 +56,35 @@ def test_reset_returns_text_or_messages(said):
 def test_messages_of_reset_follow_the_prompt():
     tokenizer, asked = chat_tokenizer(), [{"role": "user", "content": "hello"}]
     more = [{"role": "user", "content": "the film"}]
-    found, said = ChatWords(tokenizer).opening([2], asked, tuple(more))
+    found, said = ChatWords(tokenizer).opening(prompt_of(tokenizer, asked), asked, tuple(more))
     assert tokenizer.decode(found) == tokenizer.apply_chat_template(
         asked + more, tokenize=False, add_generation_prompt=True)
     assert (said.ids, said.text) == ([], "\n[user] the film\n")
+
+
+def test_what_cannot_go_into_the_conversation_is_refused():
+    tokenizer, asked = chat_tokenizer(), [{"role": "user", "content": "hello there"}]
+    words, whole = ChatWords(tokenizer), prompt_of(tokenizer, asked)
+    with refused(InputError, "A prompt was cut", "prompts.max_length"):
+        words.opening(whole[1:], asked, " more")
+    assert words.opening(whole[1:], asked, None)[0] == whole[1:]  # nothing is rendered anew
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hello"}]}]
+    with refused(RewardError, "can't go behind a message that holds", "env.fn"):
+        words.opening(prompt_of(tokenizer, parts), parts, " more")
+    with refused(InputError, "template refuses the messages of an episode: no such role", "env.fn"):
+        ChatWords(chat_tokenizer(tokenizer.chat_template + "{% for m in messages if m.role == "
+                                 "'tool' %}{{ raise_exception('no such role') }}{% endfor %}")
+                  ).between([{"role": "tool", "content": "3"}], ended=True, last=1)
+
+
+def test_it_is_said_where_a_template_leaves_out_tools(caplog):
+    plain = chat_tokenizer()
+    ChatWords(plain, [played.add])
+    assert "template leaves out tools" in caplog.text
+    caplog.clear()
+    ChatWords(chat_tokenizer("{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+                             + plain.chat_template), [played.add])
+    assert not caplog.text
 
 
 def test_messages_need_a_chat_template():
@@ -79,6 +107,23 @@ def test_tool_calls_are_read(response, wanted):
     assert len(found) == len(wanted)
     for one, other in zip(found, wanted, strict=True):
         assert one == other or (isinstance(one, str) and one.startswith(other))
+
+
+def test_tools_are_what_a_template_can_describe(tmp_path, monkeypatch):
+    (tmp_path / "other.py").write_text(
+        "def bare(a):\n    return a\n\n\n"
+        "def add(a: int) -> int:\n    'Add.\\n\\nArgs:\\n    a: it.'\n")
+    monkeypatch.chdir(tmp_path)
+    for tools, said in ((["other.py:bare"], "bare can't be described to the policy: Cannot"),
+                        (["other.py:add", "played:add"], "Several tools are called add")):
+        with refused(RewardError, said, "env.tools"):
+            resolve(EnvConfig(fn="tools", tools=tools), [])
+
+
+def test_attributes_of_an_environment_of_trl_s_are_no_tools():
+    env = played.Lookup()
+    env.client, env.convert = played.Words(), int
+    assert [tool.__name__ for tool in adapters.tools_of(env)] == ["look"]
 
 
 def test_errors_of_a_tool_are_observations():

@@ -11,7 +11,8 @@ from played import stepped
 from sessions import set_keys
 
 from ppocli.config.schema import EnvConfig
-from ppocli.environments.calls import Called, Calls, as_step
+from ppocli.data.prompt_set import PromptBatch
+from ppocli.environments.calls import Called, Calls, as_step, known_of
 from ppocli.environments.resolve import resolve
 from ppocli.episode import Step
 from ppocli.errors import ConfigError, RewardError
@@ -47,6 +48,31 @@ def test_calls_in_threads_and_awaited_ones_answer_the_same(name, keys):
     for turn in (1, 2):
         assert [one.told for one in stepped(plain, wanted, turn)] == [
             one.told for one in stepped(other, got, turn)]
+
+
+def test_what_an_awaited_call_keeps_serves_the_next():
+    """A lock, as a connection, belongs to the event loop that it was first waited for in."""
+    calls = calls_of("Shared")
+    games = begun(calls, *range(5))
+    for turn in (1, 2):
+        assert [one.told.reward for one in stepped(calls, games, turn)] == [1.0] * 5
+
+
+def test_an_awaited_call_may_work_for_a_while_beside_many_others():
+    calls = calls_of("Working", timeout=0.2)
+    assert len(stepped(calls, begun(calls, *range(60)), 1)) == 60
+
+
+def test_what_is_known_of_a_prompt_is_no_column_of_that_name():
+    """Such columns may hold the answer."""
+    asked = [{"role": "user", "content": "hi"}]
+    for chat in (False, True):
+        batch = PromptBatch(tokens=torch.ones(1, 1, dtype=torch.long),
+                            mask=torch.ones(1, 1, dtype=torch.bool), texts=["hi"],
+                            messages=[asked] if chat else [], episodes=[0],
+                            columns={"prompt": ["secret"], "messages": ["column"], "label": [3]})
+        assert known_of(batch, 0) == {"prompt": "hi", "messages": asked if chat else "column",
+                                      "label": 3}
 
 
 def test_awaited_calls_wait_together():
@@ -134,6 +160,7 @@ def test_what_cannot_be_played_is_said_before_a_model_loads(name, keys, said):
     (["env.fn=tools"], "there are none: env.tools="),
     (["env.fn=tools", "env.tools=[played:add]"], "tools give no reward"),
     (["env.fn=played:Words", "env.on_error=drop"], "set reward.on_invalid=skip"),
+    (["env.fn=played:Words", "prompts.eval.chat=true"], "an environment speaks as prompts.chat"),
     (["env.fn=played:Words", "ppo.staleness=1"], "samples that wait keep no episodes"),
     (["env.fn=played:Words", "env.max_tokens=8"], "doesn't fit an episode of 8"),
     (["reward.fn=length", "ppo.gae_unit=turn"], "only an environment")])

@@ -246,6 +246,24 @@ def test_async_functions_and_objects(timeout):
     for fn in (gathered, Judge, Judge(), not_async_itself):
         assert build_reward(cfg, reward_fn=fn).score(request_of(3)).scores == [9.0] * 3
 
+    turns = asyncio.Semaphore(1)  # belongs to the event loop of the first call
+
+    async def in_turn(outputs):
+        async def one(output):
+            async with turns:
+                await asyncio.sleep(0)
+                return 1.0
+        return await asyncio.gather(*map(one, outputs))
+
+    reward = build_reward(cfg, reward_fn=in_turn)
+    assert [reward.score(request_of(3)).scores for _ in range(2)] == [[1.0] * 3] * 2
+
+    async def leaves(outputs):
+        raise SystemExit(3)
+
+    with pytest.raises(RewardError, match="raised SystemExit"):
+        build_reward(cfg, reward_fn=leaves).score(request_of(3))
+
     async def notebook():
         return build_reward(cfg, reward_fn=gathered).score(request_of(3)).scores
 
