@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from ppocli.config import deepspeed, kept, schema, tasks
+from ppocli import text
+from ppocli.config import deepspeed, kept, resolved, schema, tasks
 from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
@@ -197,7 +198,11 @@ def _run_id(folder: run_folder.RunFolder) -> str:
 
 
 def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> RunOutcome | None:
-    """The result of a run that has drawn all its episodes and left a whole model; else None."""
+    """The result of a run that has drawn all its episodes and left a whole model; else None.
+
+    Raises:
+        CheckpointError: settings have changed that no step would be trained with.
+    """
     summary = atomic.read_json(folder.summary) or {}
     steps = whole(summary, "steps")
     planned = tasks.planned_samples(cfg, environment.examples_of(folder.path))
@@ -210,6 +215,14 @@ def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> 
         return None
     if not complete:
         return None
+    before = kept.settings_before(folder.path, accept_changes=True)
+    if changed := [f"  {key}: {text.shown(old)} -> {text.shown(new)}"
+                   for key, old, new in resolved.config_differences(before, cfg)
+                   if resolved.classify_change(key) != "harmless"]:
+        raise CheckpointError(
+            "\n".join([f"{folder.path.name} is finished, and was not trained with:", *changed]),
+            where=str(folder.path), fix="leave them as they were, ask for more steps as well, or "
+            "start another run with them (another run_name)")
     accept_settings(folder.path, steps)
     log.info("already finished (%d/%d steps): %s", steps, steps, folder.model)
     return RunOutcome(folder.path, 0, folder.model, summary)
