@@ -155,10 +155,13 @@ class _Reader:
         return Row(row.place, values)
 
     def _settle(self, row: Row) -> None:
-        """What the first row says of all: format, columns, template."""
+        """What the first row says of all: format, columns, template. A format of which a column was
+        named is taken before others."""
+        named = {name for name, column in self.columns.items() if column is not None}
+
         def found(wants: str) -> tuple[str, ...]:
-            return next((names for names in FORMATS[wants] if all(name in row.values
-                                                                  for name in names)), ())
+            return next((names for names in sorted(FORMATS[wants], key=named.isdisjoint)
+                         if all(name in row.values for name in names)), ())
         self.format, self.first = found(self.wants), row.place
         if not self.format:
             others, content, words, command = _WORDS[self.wants]
@@ -168,6 +171,12 @@ class _Reader:
                          else f"give {words}; data.columns.STANDARD=YOURS takes another column")
         self.checked = _PAIRED if self.wants == "pairs" else self.format
         self.present = {name for name in self.checked if name in row.values}
+        if unread := sorted(named.difference(self.checked)):
+            raise ConfigError(f"The rows are read as {' and '.join(self.format)}, which leaves "
+                              f"out the column for {unread[0]!r}.",
+                              where=f"data.columns.{unread[0]}={self.columns[unread[0]]}",
+                              fix="leave it out, or hide the others: "
+                                  f"data.columns.{self.format[0]}=null")
         if "prompt" not in self.format:
             for key, value in (("chat", self.source.chat), ("template", self.source.template)):
                 if value and self.format != ("messages",):
@@ -222,6 +231,9 @@ class _Reader:
         return messages if last["content"].strip() or last.get("tool_calls") else None
 
     def _check_kind(self, here: str, kind: str) -> None:
+        if self.pieces is not None and kind == "messages":
+            self._refuse(f"{here} holds messages, but data.template works on texts",
+                         "data.template=null")
         seen, place = self.kind
         if not seen:
             self.kind = (kind, here)
@@ -249,9 +261,6 @@ class _Reader:
 
     def _prompt(self, row: Row) -> Cell | None:
         cell = self._cell(row, "prompt")
-        if self.pieces is not None and isinstance(cell, list):
-            self._refuse(f"data.template works on texts, but {row.place} holds messages",
-                         "data.template=null")
         if self.pieces is not None and cell is not None:
             cell = render.fill(self.pieces, str(cell), row, self.source)
         return None if cell is None else self._turn("user", cell)

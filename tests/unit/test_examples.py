@@ -112,6 +112,8 @@ def test_columns_templates_chat_margins_and_limit():
     (pair,) = read([ultra], "pairs").pairs
     assert pair.prompt == turns("a")
     assert read(["a film", "b"]).examples[1].completion == "b"
+    (got,) = read([PLAIN["completion"] | {"story": "b"}], columns={"text": "story"}).examples
+    assert (got.prompt, got.completion) == (None, "b")  # a column that was named comes first
 
 
 def test_empty_rows_and_equal_pairs_are_counted():
@@ -177,7 +179,13 @@ def test_a_bad_row_is_one_error_that_names_file_and_row(tmp_path, good, bad, say
     (PLAIN["text"], "completions", {"columns": {"text": "tex"}}, "no column 'tex'", None),
     (PLAIN["text"], "completions", {"chat": True}, "data.chat works on prompts", None),
     (PLAIN["completion"], "completions", {"template": "{promp}"}, "{promp} is no column", None),
-    (CHAT["completion"], "completions", {"template": "{prompt}!"}, "works on texts", None)])
+    *((row, "pairs" if "chosen" in row else "completions", {"template": "{prompt}!"},
+       "holds messages, but data.template works on texts", "data.template=null")
+      for row in (CHAT["completion"], CHAT["messages"], {"prompt": "a", **CHAT["implicit"]})),
+    (PLAIN["completion"] | {"m": 1}, "completions", {"columns": {"margin": "m"}},
+     "read as prompt and completion, which leaves out the column for 'margin'", "leave it out"),
+    (PLAIN["completion"] | {"t": "b"}, "completions", {"columns": {"text": "t", "prompt": "t"}},
+     "leaves out the column for 'text'", "data.columns.prompt=null")])
 def test_settings_that_the_rows_do_not_fit(row, wants, over, says, fix):
     with pytest.raises((InputError, ConfigError)) as caught:
         read([row], wants, **over)
