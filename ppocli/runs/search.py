@@ -7,6 +7,7 @@ earlier jobs that decides its values, so a sweep that goes on chooses as it woul
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -92,6 +93,11 @@ def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path
     first = make_job(0, tuple(f"{name}={_first(each)}" for name, each in wanted.items()))
     metrics, directions = objectives(plan, first.compose().config)
     study = open_study(folder, directions)
+    told = study.user_attrs.get(METRICS, metrics), [each.name.lower() for each in study.directions]
+    if told != (metrics, directions):
+        raise ConfigError(f"this search is for {_aims(*told)}, not {_aims(metrics, directions)}",
+                          where="sweep.metric",
+                          fix="put back its metric and direction, or start another sweep")
     study.set_user_attr(METRICS, metrics)
     begun = study.get_trials(states=(optuna.trial.TrialState.RUNNING,))
     running: deque[tuple[Trial, Any, ExitStack]] = deque()
@@ -155,20 +161,35 @@ def objectives(plan: schema.SweepConfig, config: schema.TrainConfig) -> tuple[li
     return metrics, directions
 
 
+def _aims(metrics: Sequence[str], directions: Sequence[str]) -> str:
+    return " and ".join(f"{name} ({way})" for name, way in zip(metrics, directions, strict=False))
+
+
 def distribution(name: str, override: Any) -> BaseDistribution:
     """A range in Hydra's grammar as optuna's: ``choice(a,b)``, ``range(1,9,2)``,
-    ``interval(0,1)``, ``tag(log,interval(1e-5,1e-3))``; whole numbers where the key takes them."""
+    ``interval(0,1)``, ``tag(log,interval(1e-5,1e-3))``; whole numbers where the key takes them.
+
+    Raises:
+        ConfigError: nothing lies in the range, or it has no logarithm.
+    """
     distributions, swept = load_optuna().distributions, override.value()
     log, key = "log" in swept.tags, keys.key_for(name)
     whole = key is not None and key.item is int
     if override.is_interval_sweep():
-        kind = distributions.IntDistribution if whole else distributions.FloatDistribution
-        cast = int if whole else float
-        return kind(cast(swept.start), cast(swept.end), log=log)
-    values = list(override.sweep_string_iterator())
-    if override.is_range_sweep() and whole and log:
-        return distributions.IntDistribution(int(values[0]), int(values[-1]), log=True)
-    return distributions.CategoricalDistribution(values)
+        low, high = swept.start, swept.end
+    elif (values := list(override.sweep_string_iterator())) and not (
+            override.is_range_sweep() and whole and log):
+        return distributions.CategoricalDistribution(values)
+    else:
+        low, high = (min(map(float, values)), max(map(float, values))) if values else (1, 0)
+    if whole and math.isfinite(high - low):
+        low, high = math.ceil(low), math.floor(high)
+    if not math.isfinite(high - low) or low > high or (log and low <= 0):
+        raise ConfigError(f"{override.input_line}: there is nothing in that range to choose from",
+                          where=name, fix="let it go from LOW up to HIGH, with tag(log,...) from "
+                          "above 0" + ", with a whole number in it" * whole)
+    kind = distributions.IntDistribution if whole else distributions.FloatDistribution
+    return kind(low, high, log=log)
 
 
 def _shown(value: Any) -> str:

@@ -15,7 +15,8 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import TrialState, create_trial
 from runs import app_in_process, run, spawn, words
 
-from ppocli.runs.search import distribution, open_study
+from ppocli.errors import ConfigError
+from ppocli.runs.search import METRICS, distribution, open_study
 from ppocli.storage.run_folder import RunFolder
 
 RANGES = ("ppo.optimizer.lr=tag(log,interval(1e-4,1e-2))", "ppo.ppo_epochs=range(1,4)",
@@ -38,12 +39,36 @@ def drawn(world: Path, sweep: str = "s") -> list[list[str]]:
     ("ppo.optimizer.lr=tag(log,interval(1e-5,1e-3))", FloatDistribution(1e-5, 1e-3, log=True)),
     ("ppo.ppo_epochs=interval(1,8)", IntDistribution(1, 8)),
     ("ppo.num_rollouts=tag(log,range(8,129))", IntDistribution(8, 128, log=True)),
+    ("ppo.ppo_epochs=interval(1.2,4.8)", IntDistribution(2, 4)),
+    ("ppo.ppo_epochs=tag(log,range(4,1,-1))", IntDistribution(2, 4, log=True)),
     ("ppo.ppo_epochs=range(1,8,2)", CategoricalDistribution(["1", "3", "5", "7"])),
     ("ppo.advantage=gae,grpo", CategoricalDistribution(["gae", "grpo"])),
     ("model.peft=choice({type:lora},{})", CategoricalDistribution(["{type:lora}", "{}"]))])
 def test_ranges_in_hydras_grammar(word, expected):
     override = OverridesParser.create().parse_override(word)
     assert distribution(override.key_or_group, override) == expected
+
+
+@pytest.mark.parametrize("word", [
+    "ppo.init_kl_coef=tag(log,interval(0,1))", "ppo.init_kl_coef=interval(1,0)",
+    "ppo.init_kl_coef=interval(0,inf)", "ppo.ppo_epochs=tag(log,range(0,3))",
+    "ppo.ppo_epochs=range(3,3)", "ppo.ppo_epochs=interval(1.2,1.8)"])
+def test_a_range_with_nothing_to_choose_from_is_refused(word):
+    override = OverridesParser.create().parse_override(word)
+    with pytest.raises(ConfigError, match="nothing in that range"):
+        distribution(override.key_or_group, override)
+
+
+@pytest.mark.parametrize("aim", ["sweep.metric=kl_mean", "sweep.direction=minimize",
+                                 "sweep.metric=[reward_mean,kl_mean]"])
+def test_a_search_has_one_aim(world, capsys, monkeypatch, aim):
+    monkeypatch.chdir(world)
+    folder = world / "runs/s"
+    folder.mkdir(parents=True)
+    open_study(folder, ["maximize"]).set_user_attr(METRICS, ["reward_mean"])
+    said = app_in_process(capsys)(*search("sweep.search=random", "sweep.trials=1", aim), code=2).err
+    assert "this search is for reward_mean (maximize), not " in said
+    assert open_study(folder).user_attrs == {METRICS: ["reward_mean"]}
 
 
 @pytest.mark.long
