@@ -73,7 +73,7 @@ def generation_rules(config: schema.TrainConfig) -> keys.Rules:
     yield (sampler and not no_range[0] and (sampler[1] > longest or sampler[0] < shortest),
            "generation.length_sampler, generation.max_new_tokens, generation.min_new_tokens",
            f"{shown(sampler)} must lie between min_new_tokens {shortest} and max_new_tokens "
-           f"{longest}")
+           f"{longest}: generation.length_sampler=null draws no lengths")
     yield (config.eval.ref_responses and config.model.reference.kind == "none",
            "eval.ref_responses, model.reference.kind",
            "there is no reference whose responses could be shown")

@@ -169,7 +169,9 @@ def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any],
     named = {f"generation.{name}": source for name, source in (sources or {}).items()}
     for name, value in changes.items():
         _check_type(name, value, (sources or {}).get(name))
-    generation = replace(cfg.generation, eval=schema.EvalGenerationConfig(), **changes)
+    # a length that is asked for is not drawn
+    drawn: dict[str, Any] = {"length_sampler": None} if "max_new_tokens" in changes else {}
+    generation = replace(cfg.generation, eval=schema.EvalGenerationConfig(), **drawn, **changes)
     found = problems.find_problems(replace(cfg, generation=generation), named)
     problems.raise_problems([one for one in found if one.key.startswith("generation.")])
     return generation

@@ -174,6 +174,7 @@ def test_scores_are_checked_as_everywhere(scores, said, idle: PPOTrainer):
     batch = idle.generate(QUERIES)
     with pytest.raises(RewardError, match=said) as caught:
         idle.step(batch, scores)
+    assert str(caught.value).startswith("your loop returned ")
     assert caught.value.where == "PPOTrainer.step(scores)"
     assert idle.steps == 0
 

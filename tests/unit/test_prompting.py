@@ -119,6 +119,10 @@ def test_prompts_that_close_with_eos_or_start_with_bos():
     tokenizer = words(front=True, behind=True)
     assert prompt_ids(tokenizer, ["the film"]) == [ids("<s> the film")]
     assert prompt_ids(tokenizer, ["the film"], rendered=True) == [ids("the film")]
+    assert prompt_ids(tokenizer, ["the film"], whole=True) == [ids("<s> the film </s>")]
+    # one that was typed stays, as in training
+    assert prompt_ids(tokenizer, ["the film </s>"]) == [ids("<s> the film </s>")]
+    assert prompt_ids(words(), ["the film </s>"]) == [ids("the film </s>")]
     with pytest.raises(ConfigError, match="has no tokens"):
         prompt_ids(words(), [""])
 
@@ -138,6 +142,9 @@ def test_changes_of_sampling_are_checked():
     cfg.generation.eval.min_new_tokens = 20  # at evaluation only
     changed = changed_sampling(cfg, {"max_new_tokens": 5, "stop_sequences": ["."]})
     assert (changed.max_new_tokens, changed.stop_sequences) == (5, ["."])
+    cfg.generation.length_sampler = [5, 12]  # a length that is asked for is not drawn
+    assert changed_sampling(cfg, {"max_new_tokens": 4}).length_sampler is None
+    assert changed_sampling(cfg, {"top_k": 3}).length_sampler == [5, 12]
     with pytest.raises(ConfigError, match="'temprature' is not a sampling setting"):
         changed_sampling(cfg, {"temprature": 1.0})
     with pytest.raises(ConfigError) as wrong:
