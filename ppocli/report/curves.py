@@ -233,7 +233,8 @@ _COMPARED = ("reward/mean", "objective/kl", "objective/entropy", "rollout/respon
             "eval/loss", "eval/perplexity", "eval/accuracy", "eval/accuracy_stderr",
             "eval/margin_mean", "eval/ece", "eval/response_tokens_mean", "eval/distinct_2")
 # how a reward is called, which doesn't change its scores
-_CALLING = ("reward.timeout", "reward.retries", "reward.metric_fn", "reward.scale")
+_CALLING = ("reward.timeout", "reward.retries", "reward.overlap", "reward.ranks",
+            "reward.metric_fn", "reward.scale")
 
 
 def compare_runs(runs: Sequence[RunRecord], metrics: Sequence[str] = ()) -> dict[str, Any]:

@@ -109,8 +109,8 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
                         Pace(now, state.step, state.episodes))
     if state.judged_by != fresh.judged_by:
         if state.best is not None:
-            log.info("reward, generation or checkpoint.metric have changed: the best evaluation "
-                     "so far (step %d) is not comparable and forgotten", state.best.step)
+            log.info("reward, environment, generation or checkpoint.metric have changed: the best "
+                     "evaluation so far (step %d) is not comparable and forgotten", state.best.step)
         state = replace(state, best=None, judged_by=fresh.judged_by)
     return state
 

@@ -69,6 +69,8 @@ def test_settings_that_differ_and_only_these(runs, capsys):
 
 
 def test_wins_count_ties_half_and_leave_out_what_has_no_score(runs, capsys):
+    # called otherwise, the same reward scores them
+    change_config(runs / "runs/b", reward={"timeout": 9.0, "overlap": "never", "ranks": "first"})
     assert compared(capsys, "a", "b")["win_rates"] == [
         {"run": "b", "against": "a", "prompts": 4, "rate": 0.5, "reason": None}]
     count = iter(range(4))

@@ -255,6 +255,22 @@ def test_the_best_evaluation_is_the_highest_finite_one():
         assert not _better(figure, None, lowest=False)
 
 
+def test_what_evaluations_are_judged_by(tmp_path):
+    """Not by how reward and environment are called, nor by an environment that nobody plays."""
+    def judged(**more: object) -> str:
+        return PPOTask(replace(session, cfg=small_config(tmp_path, **more))).judged_by()
+
+    with session_of(small_config(tmp_path)) as session:
+        playing = {"env__fn": "guess_number"}
+        assert judged(reward__timeout=9.0, reward__retries=2, reward__overlap="never",
+                      reward__ranks="first") == judged(env__max_turns=1) == judged()
+        assert judged(**playing, env__timeout=9.0, env__retries=1, env__workers=2) == judged(
+            **playing)
+        different = [judged(), judged(reward__clip=1.0), judged(generation__temperature=0.5),
+                     judged(**playing), judged(**playing, env__max_turns=1)]
+    assert len(set(different)) == len(different)
+
+
 def test_the_entropy_bonus_changes_by_equal_parts_to_its_end(tmp_path):
     """Four steps: the loss has the weight of its step, and the figures tell it."""
     found = []

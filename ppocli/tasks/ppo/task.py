@@ -226,11 +226,16 @@ class PPOTask(task.Task):
         """As :class:`Task`: under another digest, figures are not comparable with the best so far.
         """
         cfg = self.cfg
-        reward = asdict(cfg.reward)
+        reward, default = asdict(cfg.reward), asdict(schema.RewardConfig())
+        for name in ("timeout", "retries", "overlap", "ranks"):  # how it is called
+            reward[name] = default[name]
         for name, early in (("style", "ppocli"), ("step_separator", None), ("step_fn", None)):
             if reward[name] == early:  # as before there were others
                 del reward[name]
         judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric, cfg.prompts.eval.repeat]
+        if cfg.env.fn is not None:
+            judge.append({name: value for name, value in asdict(cfg.env).items()
+                          if name not in ("timeout", "retries", "workers")})
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
 
     def modules(self) -> dict[str, torch.nn.Module]:
