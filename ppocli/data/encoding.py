@@ -1,6 +1,6 @@
 """Examples and pairs as tokens, with the places of those that are trained on."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -156,7 +156,8 @@ def _lines(texts: list[list[Piece]], tokenizer: Any, *, plain: bool, encoder: bo
     if plain and eos is None:
         raise InputError("The tokenizer has no EOS token, which ends what is learned.",
                          where="model.tokenizer_path", fix="a tokenizer that has one")
-    for parts, ids in zip(texts, _tokenised(texts, tokenizer), strict=True):
+    anchors = {} if encoder else _anchors(tokenizer)
+    for parts, ids in zip(texts, _tokenised(texts, tokenizer, anchors), strict=True):
         last = max(i for i, (_, said) in enumerate(parts) if said)
         before = [token for piece in ids[:last] for token in piece]
         tokens, trained = [*before, *ids[last]], [
@@ -172,9 +173,11 @@ def _lines(texts: list[list[Piece]], tokenizer: Any, *, plain: bool, encoder: bo
             yield _Line(front + tokens, [False] * len(front) + trained, prompt, front + before)
 
 
-def _tokenised(pieces: list[list[Piece]], tokenizer: Any) -> Iterator[list[list[int]]]:
+def _tokenised(pieces: list[list[Piece]], tokenizer: Any, anchors: dict[str, list[int]]
+               ) -> Iterator[list[list[int]]]:
     """The ids of each text's pieces. What is before a piece has the ids that it has alone; a piece
-    has those that it has behind it, or, where the tokenizer would join the two, its own."""
+    has those that it has behind it, or, where the tokenizer would join the two, its own, without
+    the space that those behind ``anchors`` are free of."""
     encode = partial(token_ids_of, tokenizer=tokenizer)
     for start in range(0, len(pieces), _CHUNK):
         chunk = pieces[start:start + _CHUNK]
@@ -185,9 +188,33 @@ def _tokenised(pieces: list[list[Piece]], tokenizer: Any) -> Iterator[list[list[
             texts = ["".join(text for text, _ in chunk[i][:level + 1]) for i in rows]
             for i, ids in zip(rows, encode(texts), strict=True):
                 fits = ids[:len(done[i])] == done[i]
-                found[i].append(ids[len(done[i]):] if fits else next(encode([chunk[i][level][0]])))
+                found[i].append(ids[len(done[i]):] if fits else
+                                _apart(chunk[i][level][0], encode, anchors))
                 done[i] = done[i] + found[i][-1]
         yield from found
+
+
+def _apart(text: str, encode: Callable[[list[str]], Iterator[list[int]]],
+           anchors: dict[str, list[int]]) -> list[int]:
+    own, *behind = encode([text, *(anchor + text for anchor in anchors)])
+    return next((ids[len(front):] for front, ids in zip(anchors.values(), behind, strict=True)
+                 if ids[:len(front)] == front != ids), own)
+
+
+def _anchors(tokenizer: Any) -> dict[str, list[int]]:
+    """Texts, with their ids, that show a text behind them without the space that some tokenizers,
+    such as Llama's, put in front of any text; none for other tokenizers."""
+    found: dict[str, list[int]] = {}
+    for anchor in "\n:.(":
+        try:
+            front, own, behind, spaced = token_ids_of([anchor, "a", f"{anchor}a", f"{anchor} a"],
+                                                      tokenizer)
+        except InputError:  # a closed vocabulary
+            continue
+        if (tokenizer.unk_token_id not in front and behind[:len(front)] == front
+                and spaced == front + own != behind):
+            found[anchor] = front
+    return found
 
 
 # Pairs --------------------------------------------------------------------------------------------

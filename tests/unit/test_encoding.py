@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from data_tokenizers import CHATML, ids, utf8_bytes, words
 from test_examples import data_config, turns
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ppocli.config.schema import PromptsConfig
@@ -136,6 +136,28 @@ def test_prompts_keep_their_tokens_where_the_tokenizer_would_join_them_to_the_re
     assert [row.tolist() for row in data.tokens] == [[a, b, ab, end], [b, ab, end]]
     assert [row.tolist() for row in data.trained] == [[False, True, True, True],
                                                       [False, True, True]]
+
+
+@pytest.mark.parametrize(("space", "split", "normal"), [
+    ("▁", pre_tokenizers.Metaspace(prepend_scheme="always"), None),
+    ("▁", pre_tokenizers.Metaspace(prepend_scheme="first"), None),
+    ("Ġ", pre_tokenizers.ByteLevel(add_prefix_space=True), None),
+    ("▁", None, normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]))])
+def test_an_answer_that_goes_on_in_a_word_has_no_space_in_front(space, split, normal):
+    pieces = [space, *"unhapy:.", "un", "ha", "unha", f"{space}un", f"{space}unha"]
+    merges = [("u", "n"), ("h", "a"), ("un", "ha"), (space, "un"), (f"{space}un", "ha")]
+    backend = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    if split:
+        backend.pre_tokenizer = split
+    if normal:
+        backend.normalizer = normal
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<e>")
+    row = {"prompt": "un", "completion": "happy", "chosen": "happy", "rejected": " happy"}
+    pair = load([row], tokenizer, "pairs")
+    first, goes_on, spaced = map(tokenizer.convert_ids_to_tokens, (
+        load([row], tokenizer).tokens[0], pair.chosen[0], pair.rejected[0]))
+    assert first == goes_on == [f"{space}un", "ha", "p", "p", "y", "<e>"]
+    assert spaced == [f"{space}un", space, "ha", "p", "p", "y", "<e>"]
 
 
 def test_an_encoder_reads_the_prompt_and_the_decoder_says_the_rest():
