@@ -87,7 +87,10 @@ _SHAPES = {
     "mamba": {"num_hidden_layers": 2, "hidden_size": 32, "state_size": 8},
     "rwkv": {"num_hidden_layers": 2, "hidden_size": 32, "attention_hidden_size": 32,
              "intermediate_size": 48, "rescale_every": 1},
-    "bloom": {"n_layer": 2, "hidden_size": 32, "n_head": 2}}
+    "bloom": {"n_layer": 2, "hidden_size": 32, "n_head": 2},
+    "mpt": {"n_layers": 2, "d_model": 32, "n_heads": 2, "max_seq_len": 64},
+    "gpt_neo": {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "window_size": 4,
+                "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64}}
 """of kinds whose sizes have names of their own"""
 
 

@@ -220,6 +220,12 @@ def caches_all_keys(lm: Any) -> bool:
     return bool(layers) and all(type(layer) is DynamicLayer for layer in layers)
 
 
+def allows_gaps(lm: Any) -> bool:
+    """Whether columns that a row doesn't look at may stand between its tokens. Windows of attention
+    count columns, as do GPT-Neo's local layers and MPT's ALiBi, whatever a mask says."""
+    return caches_all_keys(lm) and lm.config.model_type not in ("gpt_neo", "mpt")
+
+
 def cached_tokens(cache: Any) -> int:
     """Tokens of a row whose keys and values are kept, padding included."""
     return cache.layers[0].keys.shape[2]

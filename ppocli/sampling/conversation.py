@@ -79,7 +79,7 @@ class Parked:
 
 class KeptKeys:
     """Keeps keys and values over turns: what a model has read it doesn't read again. For models
-    whose layers keep all keys and values, and sampling that looks at nothing but the newest state.
+    that allow gaps between a row's keys, and sampling that looks at nothing but the newest state.
 
     Args:
         contexts: [N] ids to begin with.

@@ -16,6 +16,7 @@ from ppocli.models.loading import language_model
 from ppocli.models.loading.adapters import Adapter, attach, identify, peft_config
 from ppocli.models.loading.language_model import DTYPES, LoadedLM, frozen_dtype
 from ppocli.models.loading.model_config import max_positions
+from ppocli.models.transformers_internals import allows_gaps
 from ppocli.sampling import decode_loop, samples, token_choice, transformers_generate
 from ppocli.sampling.decoder import Decoder
 from ppocli.storage.model_files import is_adapter
@@ -124,15 +125,21 @@ def load_judged(cfg: schema.ModelConfig, hardware: schema.HardwareConfig) -> Loa
 
 def check_steps(lm: Any, *, virtual: bool) -> None:
     """Refuse virtual tokens before prompts that are handed to transformers' loop, which would leave
-    them out.
+    them out; and where the padding of shorter prompts would push them out of sight.
 
     Raises:
-        ConfigError: the model has, or is to have, virtual tokens and can't be stepped.
+        ConfigError: the model has, or is to have, virtual tokens and can't be stepped with them.
     """
-    if virtual and trunk.decoding_of(lm) is not trunk.Decoding.STEPS:
-        raise ConfigError(f"Prefix and prompt tuning need ppocli's own loop, and it can't step "
-                          f"{type(lm).__name__}.", where="model.peft.type",
-                          fix="set model.peft.type=lora, or train all weights")
+    if not virtual:
+        return
+    steps = trunk.decoding_of(lm) is trunk.Decoding.STEPS
+    if steps and allows_gaps(lm):
+        return
+    name = type(lm).__name__
+    raise ConfigError(f"{name} has windows of attention, or counts padding: virtual tokens before "
+                      "shorter prompts would weigh less, or nothing." if steps else
+                      f"Prefix and prompt tuning need ppocli's own loop, and it can't step {name}.",
+                      where="model.peft.type", fix="set model.peft.type=lora, or train all weights")
 
 
 def say_decoding(lm: Any) -> None:

@@ -16,7 +16,7 @@ from ppocli.models import layer_stack, trunk
 from ppocli.models.fast.gemm import packed_weights
 from ppocli.models.loading.language_model import DTYPES, LoadedLM
 from ppocli.models.policy import Policy
-from ppocli.models.transformers_internals import caches_all_keys
+from ppocli.models.transformers_internals import allows_gaps
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.parallel.stop import StopFlag
@@ -180,7 +180,7 @@ class DecodeSampler:
                           poll=looking(stop, len(contexts)), records=records(setup.cfg))
         noise = uniform(setup.cfg.seed, stream, episodes, setup.cfg.env.max_tokens)
         with packed_weights(lm, DTYPES[setup.backend.precision]):
-            keeps = (self.method(lm) is trunk.Decoding.STEPS and caches_all_keys(lm)
+            keeps = (self.method(lm) is trunk.Decoding.STEPS and allows_gaps(lm)
                      and not spec.looks_back)
             yield (KeptKeys(decoder, contexts, noise, setup.backend.autocast).speak if keeps else
                    decoded_turns(decoder, noise, self.method(lm), setup.backend.autocast))

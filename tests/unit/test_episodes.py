@@ -211,7 +211,8 @@ def test_keys_that_are_kept_over_turns_give_what_reading_anew_gives(
 
 
 @pytest.mark.parametrize("keys", [
-    {"kind": "mistral"}, {"model__peft": {"type": "prefix", "num_virtual_tokens": 3}},
+    {"kind": "mistral"}, {"kind": "mpt"}, {"kind": "gpt_neo"},
+    {"model__peft": {"type": "prefix", "num_virtual_tokens": 3}},
     {"model__peft": {"type": "prompt", "num_virtual_tokens": 3}},
     {"generation__stop_sequences": ["film"]}, {"generation__min_new_tokens": 2},
     {"generation__repetition_penalty": 1.3}, {"model__num_layers_unfrozen": 1}])

@@ -217,3 +217,13 @@ def test_virtual_tokens_need_our_own_loop(tmp_path, kind):
     with pytest.raises(ConfigError, match="need ppocli's own loop") as refused:
         load_policy(cfg, HardwareConfig(), 0)
     assert refused.value.where == "model.peft.type"
+
+
+@pytest.mark.parametrize(("kind", "keys"), [
+    ("mistral", {"sliding_window": 4}), ("gpt_neo", {}), ("mpt", {})])
+def test_virtual_tokens_need_attention_that_padding_can_not_move(tmp_path, kind, keys):
+    cfg = ModelConfig(path=str(save_lm(tmp_path / "lm", kind, **keys)),
+                      peft={"type": "prompt", "num_virtual_tokens": 2})
+    with pytest.raises(ConfigError, match="or counts padding") as refused:
+        load_policy(cfg, HardwareConfig(), 0)
+    assert refused.value.where == "model.peft.type"
