@@ -53,18 +53,18 @@ class BoundCallable:
         return self.located.label
 
     def built(self) -> Self:
-        """With the object that a class makes in place of the class; a function is ready as it is.
+        """With the object that a class makes in place of the class; others are ready as they are.
 
         Raises:
             RewardError: the constructor raised.
             InputError: a built-in's model is missing or unusable.
         """
         located = self.located
-        if not inspect.isclass(self.call):
-            return self
+        call: Any = self.call
         try:
-            with guard.contained(self.label, located.key, "while it was built"):
-                call: Any = self.call(**self.init_kwargs)
+            if inspect.isclass(call):
+                with guard.contained(self.label, located.key, "while it was built"):
+                    call = call(**self.init_kwargs)
         except PpocliError as error:
             name_own_key(error, located.key)
             raise
@@ -76,7 +76,8 @@ class BoundCallable:
                               fix=f"see {kwargs_key(located.key)}") from error
         if isinstance(told := getattr(call, "told_as", None), str):  # better known than its class
             located = replace(located, spec=told, file=None, line=None)
-        return replace(self, located=located, call=call, parameters=_parameters(call, located))
+        parameters = self.parameters if call is self.call else _parameters(call, located)
+        return replace(self, located=located, call=call, parameters=parameters)
 
     def check_columns(self, columns: Sequence[str], *, steps: bool = False) -> None:
         """Check that every required parameter has a source, now that the columns are known.
@@ -89,6 +90,8 @@ class BoundCallable:
         """
         known = styles.known(self.style, columns, steps=steps)
         own = known.keys() | self.kwargs.keys()
+        if not inspect.isfunction(self.call):
+            own |= {"self"}  # as the call of an object gets it
         wanted = set(columns)
         if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in self.parameters):
             wanted &= {parameter.name for parameter in self.parameters}
@@ -97,7 +100,7 @@ class BoundCallable:
                     and parameter.name not in own | wanted):
                 raise self._unbound(parameter.name, columns)
         for name in sorted(wanted & own - (styles.MADE_OF_COLUMN & known.keys())):
-            winner = "reward's own argument" if name in known else "configured argument"
+            winner = "configured argument" if name in self.kwargs else "reward's own argument"
             log.warning("prompt column %r is hidden from %s by the %s of the same name",
                         name, self.located.spec, winner)
 
@@ -112,11 +115,13 @@ class BoundCallable:
         named: dict[str, Any] = {}
         known = styles.known(self.style, request.columns, steps=request.steps is not None)
         sources = {**dict.fromkeys(request.columns), **known, **self.kwargs}
+        if not inspect.isfunction(self.call):
+            sources.pop("self", None)
 
         def value(name: str) -> Any:
             if name in self.kwargs:
                 return self.kwargs[name]
-            return known[name](request) if name in known else list(request.columns[name])
+            return known[name](request) if name in known else styles.fresh(request.columns[name])
 
         for parameter in self.parameters:
             name = parameter.name

@@ -15,8 +15,8 @@ from ppocli.errors import RewardError
 from ppocli.rewards.records import differences
 from ppocli.rewards.resolve import wrong_argument
 
-NUMBER = re.compile(r"(?<!\d)-?\d+(?:,\d{3})*(?:\.\d+)?")
-WORD = re.compile(r"\w+(?:'\w+)*")
+NUMBER = re.compile(r"(?<!\d)-?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?!\d))?")
+WORD = re.compile(r"\w+(?:['\u2019]\w+)*")
 
 
 class Length:
@@ -90,8 +90,8 @@ class WordList:
     """
 
     def __init__(self, positive: Sequence[str] = (), negative: Sequence[str] = ()) -> None:
-        self.positive = {word.lower() for word in _words("positive", positive)}
-        self.negative = {word.lower() for word in _words("negative", negative)}
+        self.positive = {_folded(word) for word in _words("positive", positive, single=True)}
+        self.negative = {_folded(word) for word in _words("negative", negative, single=True)}
         if not self.positive | self.negative:
             raise RewardError("word_list has no words.", where="reward.kwargs",
                               fix="reward.kwargs.positive=[good,fine] reward.kwargs.negative=[bad]")
@@ -102,7 +102,7 @@ class WordList:
         """[N] balances, in [-1, 1]."""
         scores = []
         for response in responses:
-            words = [word.lower() for word in WORD.findall(response)]
+            words = list(map(_folded, WORD.findall(response)))
             good = sum(word in self.positive for word in words)
             bad = sum(word in self.negative for word in words)
             scores.append((good - bad) / (good + bad) if good + bad else 0.0)
@@ -171,8 +171,15 @@ def _last_number(text: str) -> Decimal | None:
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
-def _words(name: str, words: Any) -> list[str]:
+def _folded(word: str) -> str:
+    return word.lower().replace("\u2019", "'")
+
+
+def _words(name: str, words: Any, *, single: bool = False) -> list[str]:
     is_list = isinstance(words, Sequence) and not isinstance(words, str)
     if not is_list or not all(isinstance(word, str) and word.strip() for word in words):
         raise wrong_argument(name, words, "a list of words")
+    if single and (odd := [word for word in words if not WORD.fullmatch(word)]):
+        raise wrong_argument(name, odd[0], "a single word of letters and digits (the reward "
+                             "keyword finds phrases)")
     return list(words)

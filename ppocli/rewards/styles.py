@@ -14,6 +14,7 @@
 """
 
 import asyncio
+import copy
 import inspect
 import math
 from bisect import bisect_left
@@ -26,6 +27,7 @@ import numpy as np
 
 from ppocli.errors import RewardError
 from ppocli.rewards.records import RewardRequest, on_tokens
+from ppocli.user_code import shorten
 
 Source = Callable[[RewardRequest], Any]
 
@@ -46,6 +48,12 @@ WHOLE_REQUEST = "request"
 MADE_OF_COLUMN = frozenset({"extra_info"})
 """what a function gets in place of the column of that name, with the column's own in it"""
 _OF_TRL = frozenset({"completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+
+
+def fresh(cells: Sequence[Any]) -> list[Any]:
+    """Cells of a column in a list of their own: what can be changed in place is copied, for the
+    samples of a prompt share its cell."""
+    return [copy.deepcopy(cell) if isinstance(cell, (list, dict)) else cell for cell in cells]
 
 
 def recognised(names: Collection[str]) -> str:
@@ -79,8 +87,8 @@ def _known(style: str, columns: Collection[str]) -> Mapping[str, Source]:
     if style == "verl":
         return {"solution_str": lambda r: list(r.responses), "extra_info": _extra_info,
                 **({} if "ground_truth" in columns or "reward_model" not in columns else {
-                    "ground_truth": lambda r: [(cell or {}).get("ground_truth")
-                                               for cell in r.columns["reward_model"]]})}
+                    "ground_truth": lambda r: [cell.get("ground_truth")
+                                               for cell in _mappings(r, "reward_model")]})}
     if style == "openrlhf":
         found = {"queries": _queries, "prompts": KNOWN_ARGUMENTS["prompts"]}
         # OpenRLHF's data.label_key names a column, or none
@@ -88,13 +96,13 @@ def _known(style: str, columns: Collection[str]) -> Mapping[str, Source]:
             found["labels"] = lambda r: [""] * len(r)
         elif "labels" not in columns and ("label" in columns or len(columns) == 1):
             label = "label" if "label" in columns else next(iter(columns))
-            found["labels"] = lambda r: list(r.columns[label])
+            found["labels"] = lambda r: fresh(r.columns[label])
         return found
     if style == "trlx":
         return {**KNOWN_ARGUMENTS, "outputs": ended_outputs, "samples": lambda r: [
             p + q for p, q in zip(r.prompts, ended_outputs(r), strict=True)]}
     if style == "trl":
-        return {**KNOWN_ARGUMENTS, "prompts": lambda r: list(r.messages or r.prompts),
+        return {**KNOWN_ARGUMENTS, "prompts": lambda r: fresh(r.messages or r.prompts),
                 "environments": lambda r: [one.environment for one in r.episodes],
                 "completions": lambda r: [[{"role": "assistant", "content": text}]
                                           if r.messages else text for text in r.responses],
@@ -105,8 +113,18 @@ def _known(style: str, columns: Collection[str]) -> Mapping[str, Source]:
 
 def _extra_info(request: RewardRequest) -> list[dict[str, Any]]:
     """verl adds these two itself, the first for agents, the second for environments that score."""
-    cells = request.columns.get("extra_info") or [None] * len(request)
-    return [{**(cell or {}), "num_turns": None, "rollout_reward_scores": {}} for cell in cells]
+    cells = _mappings(request, "extra_info")
+    return [{**cell, "num_turns": None, "rollout_reward_scores": {}} for cell in cells]
+
+
+def _mappings(request: RewardRequest, column: str) -> list[Any]:
+    """The cells of a column of verl's, empty ones where it has none."""
+    cells = fresh(request.columns.get(column) or [None] * len(request))
+    if odd := [cell for cell in cells if cell and not isinstance(cell, Mapping)]:
+        raise RewardError(f"{shorten(repr(odd[0]))[1:-1]} is no mapping, as verl's are.",
+                          where=f"prompts, column {column}", fix="write it as an object, not as a "
+                          "text with JSON in it")
+    return [cell or {} for cell in cells]
 
 
 def _trainer_state(request: RewardRequest) -> SimpleNamespace:
@@ -144,7 +162,8 @@ def ended_outputs(request: RewardRequest) -> list[str]:
         if (last is not None and last == eos) if request.ended is None else request.ended[i]:
             tokenizer = _tokenizer(request, "trlX")
             at_special = last == eos or last in tokenizer.all_special_ids
-            found[i] = (found[i] if at_special else found[i].rstrip()) + tokenizer.eos_token
+            found[i] = found[i] if at_special else found[i].rstrip()
+            found[i] += tokenizer.eos_token or ""
     return found
 
 
@@ -222,6 +241,11 @@ def scores_in(answer: Any, style: str, request: RewardRequest, refuse: Callable[
             raise refuse("a dict without 'rewards'")
         for name, values in (answer.get("extra_logs") or {}).items():
             plain = values.tolist() if hasattr(values, "tolist") else values
-            request.logs.metric(name, float(np.mean(plain)))
+            try:
+                request.logs.metric(name, float(np.mean(plain)))
+            except (TypeError, ValueError):
+                error = refuse(f"{shorten(repr(plain))[1:-1]} as {name!r} of extra_logs")
+                error.fix = "log numbers there, or lists of numbers"
+                raise error from None
         return scores
     return answer

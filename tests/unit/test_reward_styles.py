@@ -104,6 +104,11 @@ def test_a_bonus_for_the_end_of_text_is_given_as_trlx_gives_it(tokenizer):
         asked.response_ids[0], [*asked.response_ids[1], 40]])
     build_reward(RewardConfig(), reward_fn=trimmed).score(stopped)
     assert seen == [" good \n<eos>", " bad<eos>"]
+    # without an EOS nothing stands behind what a stop sequence ended
+    seen.clear()
+    build_reward(RewardConfig(), reward_fn=trimmed).score(
+        RewardRequest(["p"], ["the "], [[3, 7]], {}, words(eos=False), ended=[True]))
+    assert seen == ["the"]
 
 
 def test_dense_numbers_go_where_the_text_of_their_token_ends():
@@ -169,6 +174,14 @@ def test_conversations_reach_a_function_of_trls_as_messages():
     assert reward.score(asked).scores == [1.0, 0.0]
     assert seen[0] == (said, [{"role": "assistant", "content": "good"}])
     assert seen[1][0] == [{"role": "user", "content": "it was"}]
+
+    def longer(prompts, completions):
+        for prompt in prompts:
+            prompt.append(completions[0][0])
+        return [float(len(prompt)) for prompt in prompts]
+
+    appends = build_reward(RewardConfig(), reward_fn=longer)
+    assert appends.score(asked).scores == appends.score(asked).scores == [4.0, 2.0]
     # plain prompts stay texts
     plain = load_prompts(PromptsConfig(items=items[:1]), tok, seed=0, max_prompt_tokens=64)
     assert plain.batch([0], [0], 0).messages == []
@@ -240,6 +253,10 @@ def test_verl_examples(tokenizer, caplog):
     bad = build_reward(RewardConfig(style="verl"), reward_fn=lambda solution_str: {"acc": 1})
     with refused(RewardError, "a dict without 'score'"):
         bad.score(asked)
+    for column in ("reward_model", "extra_info"):
+        text = replace(asked, columns={**VERL, column: ['{"ground_truth": "72"}'] * 2})
+        with refused(RewardError, 'is no mapping', f"prompts, column {column}", "not as a text"):
+            reward.score(text)
 
 
 def test_openrlhf_example(tokenizer):
@@ -257,6 +274,10 @@ def test_openrlhf_example(tokenizer):
 
     assert build_reward(RewardConfig(), reward_fn=plain).score(
         replace(asked, columns={})).scores == [1.0, 2.0]
+    said = build_reward(RewardConfig(style="openrlhf"), reward_fn=lambda queries: {
+        "rewards": [1.0, 2.0], "extra_logs": {"b": "no"}})
+    with refused(RewardError, "returned 'no' as 'b' of extra_logs", "log numbers"):
+        said.score(replace(asked, columns={}))
     with refused(RewardError, "needs an argument 'labels'", "prompts.columns"):
         build_reward(RewardConfig(fn=example("reward_func"))).check_columns(["answer", "level"])
 

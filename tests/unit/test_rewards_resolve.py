@@ -125,6 +125,19 @@ def test_functions_may_change_what_they_get():
     assert REQUEST.response_ids[0] == [1, 2]
 
 
+def test_what_a_function_changes_in_cells_is_forgotten():
+    def pops(wanted, info):
+        info[0]["tags"].clear()
+        return [wanted[0].pop(), wanted[1].pop()]
+
+    shared = [1, 2, 3]  # as the samples of a prompt share it
+    request = RewardRequest(["a", "a"], ["x", "y"], [[1], [1]],
+                            {"wanted": [shared, shared], "info": [{"tags": [1]}, {}]}, None)
+    reward = build_reward(RewardConfig(), reward_fn=pops)
+    assert reward.score(request).scores == reward.score(request).scores == [3.0, 3.0]
+    assert request.columns == {"wanted": [[1, 2, 3]] * 2, "info": [{"tags": [1]}, {}]}
+
+
 def test_classes_objects_partials_and_kwargs(write):
     write("shapes.py", '''
         import functools
@@ -288,6 +301,22 @@ def test_a_column_with_a_known_name_is_hidden_and_said(caplog):
     assert seen["label"] == [1, 2]
 
 
+def test_a_column_called_self_is_hidden_from_objects_and_said(caplog):
+    class Keen:
+        def __call__(self, responses, **columns):
+            return [float(len(columns))] * len(responses)
+
+    request = RewardRequest(["a"], ["x"], [[1]], {"self": [1], "label": [2]}, None)
+    reward = build_reward(RewardConfig(), reward_fn=Keen)
+    with caplog.at_level(logging.WARNING):
+        reward.check_columns(list(request.columns))
+    assert "'self' is hidden" in caplog.text
+    plain = build_reward(RewardConfig(), reward_fn=lambda responses, **columns: columns["self"])
+    assert plain.score(request).scores == [1.0]
+    known = reward.score(request).scores
+    assert known == reward.score(RewardRequest(["a"], ["x"], [[1]], {"label": [2]}, None)).scores
+
+
 def test_checking_builds_nothing(write):
     path = write("my_rewards.py", '''
         class Heavy:
@@ -363,6 +392,8 @@ def test_word_list():
     texts = ["good, fine and bad", "Bad", "nothing", "GOOD good"]
     expected = [pytest.approx(1 / 3), -1.0, 0.0, 1.0]
     assert score_of("word_list", texts, positive=["good", "Fine"], negative=["bad"]) == expected
+    texts = ["I don\u2019t", "I don't", "İstanbul"]  # the last has an accent more in lower case
+    assert score_of("word_list", texts, positive=["don't", "İstanbul"]) == [1.0, 1.0, 1.0]
 
 
 def answers(responses, answers_, **kwargs):
@@ -379,6 +410,8 @@ def test_answer():
     assert answers(said, [worked] * len(said)) == [1, 1, 0, 0, 0, 0, 1, 0]
     assert answers(["7 #### 8", "8", "#### 7, not 8 #### 9", "####"], [8, "8", 9.0, 8],
                    after="####") == [1, 0, 1, 0]
+    said = ["0.00001", "x -5", "1e-05", "so 1e16", "16", "10000000000000000", "1e5000"]
+    assert answers(said, [1e-5] * 3 + [1e16] * 3 + ["5000"]) == [1, 0, 1, 1, 0, 1, 1]
     with refused(RewardError, "'none' holds no number"):
         answers(["1"], ["none"])
     with refused(RewardError, "no column 'answer'"):
@@ -395,6 +428,8 @@ def test_answer():
     ("keyword", {"pattern": "("}, "a regular expression (missing )"),
     ("word_list", {"positive": ["a"], "negative": ["A"]}, "isn't in positive too"),
     ("word_list", {"positive": ["a", ""]}, "a list of words"),
+    ("word_list", {"positive": ["well-made"]}, "positive='well-made' is not a single word"),
+    ("step_word_list", {"negative": ["not bad"]}, "negative='not bad' is not a single word"),
     ("word_list", {"positve": ["a"]}, "Did you mean 'positive'?"),
 ])
 def test_wrong_arguments_of_rules(name, kwargs, words):
