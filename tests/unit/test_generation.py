@@ -10,7 +10,7 @@ from helpers import make_lm, make_tokenizer, save_lm
 from sessions import generate, rolled, rollout_of, session_of, small_config
 
 from ppocli.config.schema import ModelConfig
-from ppocli.errors import InputError
+from ppocli.errors import ConfigError, InputError
 from ppocli.models.loading.language_model import load_tokenizer
 from ppocli.ppo.noise import uniform
 from ppocli.sampling import token_choice as sampling
@@ -257,6 +257,14 @@ def test_stop_ids_are_those_of_the_model_of_the_keys_and_of_special_tokens(tmp_p
     with session_of(cfg) as session:
         assert sorted(session.sampling.stop_ids) == [1, 2, 9, 17]
         assert session.sampling.stop_sequences == ("good film",)
+
+
+@pytest.mark.parametrize(("values", "said"), [
+    ({"generation__stop_token_ids": [5, 99999]}, "Token 99999 would never end a response"),
+    ({"generation__stop_sequences": ["film", ".<eos>"]}, "text '.<eos>' would never be found")])
+def test_what_could_never_stop_is_refused(tmp_path, values, said):
+    with pytest.raises(ConfigError, match=said), session_of(small_config(tmp_path, **values)):
+        pass
 
 
 def test_restricted_sampling_is_warned_about(tmp_path, caplog):

@@ -358,13 +358,27 @@ def stop_rules(tokenizer: Any, loaded: LoadedLM, generation: GenerationConfig
 
     A stop sequence that is one token of its own (``<|im_end|>``) becomes an id: such tokens are
     left out of decoded text, where it would never be found.
+
+    Raises:
+        ConfigError: an id is not in the vocabulary, or a text has a special token within.
     """
     own, declared = tokenizer.get_added_vocab(), loaded.generation_config.eos_token_id
     sequences = generation.stop_sequences
+    vocabulary = whole_shape(loaded.lm.get_output_embeddings().weight)[0]
+    if (highest := max(generation.stop_token_ids, default=0)) >= vocabulary:
+        raise ConfigError(f"Token {highest} would never end a response: the model has {vocabulary} "
+                          "tokens.", where="generation.stop_token_ids", fix="take it out")
+    for token, number in own.items():
+        odd = [text for text in sequences if token in text and text not in own]
+        shown = [tokenizer.decode([number], skip_special_tokens=skip) for skip in (True, False)]
+        if odd and shown[0] != shown[1]:
+            raise ConfigError(f"The stop text {odd[0]!r} would never be found: {token} is a special"
+                              " token, which decoded text leaves out.",
+                              where="generation.stop_sequences", fix=f"take {token} out of the text"
+                              f", or end responses at it: generation.stop_token_ids=[{number}]")
     ids = {*generation.stop_token_ids, *(own[s] for s in sequences if s in own)}
     if not generation.ignore_eos:
         ids |= {tokenizer.eos_token_id,
                 *(declared if isinstance(declared, list) else [declared])} - {None}
-    vocabulary = whole_shape(loaded.lm.get_output_embeddings().weight)[0]
     return (tuple(sorted(i for i in ids if 0 <= i < vocabulary)),
             tuple(s for s in sequences if s not in own))
