@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ppocli.data.prompt_set import padded_left
+from ppocli.data.render import token_ids_of, tokens_around
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
@@ -92,13 +93,13 @@ def prompt_ids(tokenizer: Any, texts: Sequence[str], *, rendered: bool = False, 
 
     Raises:
         ConfigError: a prompt without any token.
+        InputError: the tokenizer fails on a text.
     """
     found = []
-    for text in texts:
-        ids = list(tokenizer(text, add_special_tokens=not rendered, verbose=False)["input_ids"])
+    front, behind = ([], []) if rendered else tokens_around(tokenizer)
+    for text, body in zip(texts, token_ids_of(list(texts), tokenizer), strict=True):
         # some tokenizers close a text with EOS; a prompt is to be continued
-        if not (rendered or whole) and ids and ids[-1] == tokenizer.eos_token_id:
-            ids = ids[:-1]
+        ids = [*front, *body, *(behind if whole else [])]
         if not ids:
             raise ConfigError(f"The prompt {text!r} has no tokens.", fix="give some text")
         found.append(ids)
