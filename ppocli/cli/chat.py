@@ -11,6 +11,7 @@ from typing import Any
 from ppocli.cli import sampling_request
 from ppocli.cli.output import awaiting_lines, complain, say, show_text, working
 from ppocli.config.schema import GenerationConfig
+from ppocli.config.schema_training import MAX_SEED
 from ppocli.errors import ConfigError, PpocliError
 from ppocli.evaluation.player import CHANGEABLE, Player, changed_sampling, scores_of
 from ppocli.parallel.stop import StopRequested, catch_signals
@@ -146,8 +147,7 @@ class Chat:
             self._forget()
             complain("forgotten")
         elif name == "/seed":
-            if len(values) != 1 or not values[0].isdecimal() \
-                    or int(values[0]) >= sampling_request.MAX_SEED:
+            if len(values) != 1 or not values[0].isdecimal() or int(values[0]) >= MAX_SEED:
                 raise ConfigError(f"/seed {' '.join(values)}: it takes a number from 0.",
                                   fix="/seed 1")
             self._seed, self._asked = int(values[0]), 0

@@ -11,6 +11,7 @@ import typer
 
 from ppocli.cli import options, output
 from ppocli.config import resolved, schema
+from ppocli.config.schema_training import MAX_SEED
 from ppocli.errors import ConfigError
 from ppocli.evaluation.request import EvalRequest
 from ppocli.launching.target_config import target_config
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from ppocli.evaluation.player import Player
     from ppocli.rewards.scoring import Reward
 
-MAX_SEED = 2**63
 SHAPING = ("temperature", "top_k", "top_p", "min_p")
 """sampling settings that count only where something is drawn"""
 

@@ -21,7 +21,15 @@ from ppocli.config.schema_run import (
     SweepConfig,
     TrackingConfig,
 )
-from ppocli.config.schema_training import DataConfig, PPOConfig, RewardModelConfig, SFTConfig, key
+from ppocli.config.schema_training import (
+    LONGEST_WAIT,
+    MAX_SEED,
+    DataConfig,
+    PPOConfig,
+    RewardModelConfig,
+    SFTConfig,
+    key,
+)
 
 
 @dataclass
@@ -152,7 +160,7 @@ class RewardConfig:
     ranks: str = key("auto", choices=("auto", "all", "first"))
     """with several processes: each scores its share, or the first scores all samples (auto: all,
     unless a function says needs_all_samples)"""
-    timeout: Optional[float] = key(None, gt=0, on_resume="harmless")
+    timeout: Optional[float] = key(None, gt=0, le=LONGEST_WAIT, on_resume="harmless")
     """seconds one reward call may take"""
     retries: int = key(0, ge=0, on_resume="harmless")
     """how often a reward call that raised is tried again"""
@@ -300,7 +308,7 @@ class TaskConfig:
 
 @dataclass
 class TrainConfig:
-    seed: int = key(0, ge=0, on_resume="refused")
+    seed: int = key(0, ge=0, lt=MAX_SEED, on_resume="refused")
     """seed of sampling, prompt order, value head and minibatch order"""
     run_name: Optional[str] = key(None, on_resume="harmless")
     """name of the run folder (default: recipe and time)"""

@@ -4,7 +4,7 @@ trackers; and of sweeps."""
 from dataclasses import dataclass
 from typing import Any, Optional
 
-from ppocli.config.schema_training import key
+from ppocli.config.schema_training import LONGEST_WAIT, MAX_SEED, key
 
 
 @dataclass
@@ -19,7 +19,7 @@ class RolloutConfig:
     """list of vLLM servers, http://HOST:PORT; ppocli vllm-command prints how to start one"""
     token_env: Optional[str] = key(None)
     """name of the environment variable that holds the token the servers ask for"""
-    timeout: float = key(600.0, gt=0)
+    timeout: float = key(600.0, gt=0, le=LONGEST_WAIT)
     """seconds that a server has for a response, or to take new weights"""
     concurrency: int = key(128, ge=1)
     """responses that each process has under way at each server"""
@@ -56,7 +56,7 @@ class EnvConfig:
     max_tokens: int = key(256, ge=1)
     """most tokens of an episode behind its prompt, observations included; generation.max_new_tokens
     is the limit of one turn"""
-    timeout: Optional[float] = key(None, gt=0)
+    timeout: Optional[float] = key(None, gt=0, le=LONGEST_WAIT)
     """seconds that one call of reset or step may take"""
     retries: int = key(0, ge=0)
     """how often a call that raised is tried again"""
@@ -108,7 +108,7 @@ class HardwareConfig:
     memory_check: str = key("error", choices=("error", "warn", "off"), on_resume="harmless")
     """what a run does that surely does not fit into memory or onto the disk, before it loads
     weights: stop, warn, or not look"""
-    timeout_seconds: int = key(1800, ge=1, on_resume="harmless")
+    timeout_seconds: int = key(1800, ge=1, le=LONGEST_WAIT, on_resume="harmless")
     """how long a process waits for the others"""
 
 
@@ -170,7 +170,7 @@ class SweepConfig:
     prune: bool = key(False)
     """stop jobs whose evaluations during training are worse than half of the earlier jobs' at that
     step"""
-    seed: int = key(0, ge=0)
+    seed: int = key(0, ge=0, lt=MAX_SEED)
     """of what is drawn"""
     jobs: int = key(1, ge=1)
     """jobs that run at a time, each on GPUs of its own or on a share of the cores"""

@@ -7,6 +7,11 @@ from typing import Any, Literal, Optional
 from ppocli.ppo.advantages import ESTIMATORS
 from ppocli.ppo.off_policy import LEVELS
 
+LONGEST_WAIT = 1e9
+"""seconds of a time limit, some 30 years: clocks of the system's take not many more"""
+MAX_SEED = 2**63
+"""what seeds are below: generators take signed numbers of 64 bits"""
+
 
 def key(default: Any, *, choices: tuple[str, ...] | None = None, ge: float | None = None,
         gt: float | None = None, le: float | None = None, lt: float | None = None,

@@ -14,6 +14,7 @@ from functools import partial
 from multiprocessing.pool import ThreadPool
 from typing import Any
 
+from ppocli.config.schema_training import LONGEST_WAIT
 from ppocli.config.secrets import VARIABLE, why_no_url
 from ppocli.errors import RewardError
 from ppocli.http_client import Client, asked_pause, from_environment
@@ -68,8 +69,10 @@ class HttpReward:
                                     ("batch_size", batch_size, 1)):
             if value is not None and (type(value) is not int or value < lowest):
                 raise resolve.wrong_argument(name, value, f"a whole number from {lowest}")
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not timeout > 0:
-            raise resolve.wrong_argument("timeout", timeout, "seconds above 0")
+        is_number = isinstance(timeout, (int, float)) and not isinstance(timeout, bool)
+        if not (is_number and 0 < timeout <= LONGEST_WAIT):
+            raise resolve.wrong_argument("timeout", timeout,
+                                         f"seconds above 0, at most {LONGEST_WAIT:g}")
         self.url, self.told_as = url, f"http {url}"
         self.retries, self.concurrency, self.batch_size = retries, concurrency, batch_size
         self._client = Client(url, timeout=float(timeout), keep=concurrency,

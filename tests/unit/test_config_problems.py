@@ -31,6 +31,8 @@ def test_a_sound_configuration_has_no_problems():
 @pytest.mark.parametrize(("values", "text"), [
     ({"ppo__cliprange": 5.0}, "ppo.cliprange: 5 must be > 0 and < 1"),
     ({"ppo__cliprange": float("nan")}, "ppo.cliprange: nan must be a finite number"),
+    ({"reward__timeout": 1e300}, "reward.timeout: 1e+300 must be > 0 and <= 1e+09"),
+    ({"seed": 2**64}, "seed: 18446744073709551616 must be >= 0 and < 9.22337e+18"),
     ({"checkpoint__keep_last": 0}, "checkpoint.keep_last: 0 must be >= 1"),
     ({"hardware__device": "cud"}, "must be one of auto, cpu, cuda; did you mean cuda?"),
     ({"hardware__precision": "fp16"}, "fp16 must be one of fp32, bf16; fp16 holds nothing below"),

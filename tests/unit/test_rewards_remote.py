@@ -259,7 +259,8 @@ def test_headers_come_from_the_environment(monkeypatch):
     ({"url": "http://host/x?api_key=pw123"}, "holds a secret"),
     ({"retries": -1}, "retries=-1 is not"), ({"retries": 1.5}, "a whole number from 0"),
     ({"concurrency": 0}, "a whole number from 1"), ({"batch_size": True}, "batch_size=True"),
-    ({"timeout": 0}, "seconds above 0"), ({"token_env": "not_set_anywhere"}, "no variable"),
+    ({"timeout": 0}, "seconds above 0"), ({"timeout": 1e300}, "at most 1e+09"),
+    ({"token_env": "not_set_anywhere"}, "no variable"),
     ({"token_env": "my secret pw123"}, "not the name of a variable"),
     ({"headers": ["X-Key: pw123 abc"]}, "not of the form"), ({"headers": "X-Key: A"}, "a list"),
     ({"tries": 3}, "no argument 'tries'")])
