@@ -69,6 +69,12 @@ def _marked(messages: list[Message], place: str, tokenizer: Any
 
 def _turn_span(messages: list[Message], turn: int, whole: str, place: str, tokenizer: Any
                ) -> tuple[int, int]:
+    if not turn:
+        raise InputError(f"The conversation in {place} begins with the assistant: where that turn "
+                         "begins can't be told from the chat template.", where=place,
+                         fix="begin it with a turn of the user or the system, or mark what the "
+                             "assistant says with {% generation %} and {% endgeneration %} in "
+                             "the chat template")
     before = rendered_chat(messages[:turn], place, tokenizer, prompt=True)
     through = rendered_chat(messages[:turn + 1], place, tokenizer)
     start = len(before)

@@ -100,8 +100,15 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
     if not len(found):
         raise InputError(f"None of the {len(read.examples)} examples has a token to train on "
                          f"within {longest} tokens.", where="data.max_length",
-                         fix="a higher data.max_length, or another data.train_on")
+                         fix=f"{_longer(cfg, max_tokens)}, or another data.train_on")
     return replace(found, notes=tuple(read.notes))
+
+
+def _longer(cfg: DataConfig, max_tokens: int) -> str:
+    """What helps where texts are too long."""
+    if (cfg.max_length or max_tokens) < max_tokens:
+        return "a higher data.max_length"
+    return f"shorter texts, or a model that reads more than {max_tokens} tokens"
 
 
 def _example_pieces(example: Example, cfg: DataConfig, tokenizer: Any, encoder: bool
@@ -250,9 +257,11 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
     note_count(read.notes, identical, "{was} identical: left out", "pair")
     note_count(read.notes, overlong, f"{{was}} longer than {longest} tokens: left out", "pair")
     if not len(found):
-        raise InputError(f"None of the {len(read.pairs)} pairs is left: {overlong} are longer than "
-                         f"{longest} tokens, {identical} hold the same answer twice.",
-                         where="data.max_length", fix="a higher data.max_length")
+        raise InputError(f"None of the {overlong + identical} pairs is left: {overlong} are longer "
+                         f"than {longest} tokens, {identical} hold the same answer twice.",
+                         where="data.max_length" if overlong else "data.path",
+                         fix=_longer(cfg, max_tokens) if overlong else
+                         "give pairs whose answers differ")
     return replace(found, notes=tuple(read.notes))
 
 

@@ -123,6 +123,19 @@ def test_a_template_that_turns_cannot_be_followed_in(template, says):
     assert "item 1 of data.items" in str(caught.value)
 
 
+def test_a_conversation_that_the_assistant_begins_needs_a_template_with_marks():
+    rows = [{"messages": turns("good", "so ?", "very bad", first="assistant")}]
+    with pytest.raises(InputError, match="begins with the assistant") as caught:
+        load(rows, words(chat=CHATML))
+    assert caught.value.where == "item 1 of data.items"
+    for template, train_on, says in (
+            (MARKS, "auto", "[good </s>]user : so ? </s> assistant :[very bad </s>]"),
+            (CHATML, "completion", " good </s> user : so ? </s> assistant :[very bad </s>]")):
+        tokenizer = words(chat=template)
+        data = load(rows, tokenizer, train_on=train_on)
+        assert shown(data, tokenizer) == f"<s> assistant :{says}"
+
+
 def test_prompts_keep_their_tokens_where_the_tokenizer_would_join_them_to_the_response():
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     backend = Tokenizer(models.BPE({char: i for i, char in enumerate([*letters, "ab"])},
@@ -194,14 +207,23 @@ def test_long_examples_are_cut_and_long_pairs_left_out():
     assert data.places == ["item 1 of data.items", "item 3 of data.items"]
     assert data.notes == ("2 examples were longer than 4 tokens: cut at the end",
                           "1 example had nothing to train on within that: left out")
-    with pytest.raises(InputError, match="None of the 3 examples"):
-        load(rows[1:2] * 3, tokenizer, max_tokens=3)
+    for keys, fix in (({"max_tokens": 3}, "shorter texts, or a model that reads more than 3 "),
+                      ({"max_length": 3}, "a higher data.max_length, or another data.train_on")):
+        with pytest.raises(InputError, match="None of the 3 examples") as caught:
+            load(rows[1:2] * 3, tokenizer, **keys)
+        assert caught.value.fix.startswith(fix)
     pairs = [{"prompt": "the film was", "chosen": c, "rejected": r} for c, r in (
         ("good", "bad"), ("very very good", "bad"), ("good", "good"), ("good", " good"))]
     data = load(pairs, tokenizer, "pairs", max_length=6)
     assert data.places == ["item 1 of data.items"]
     assert data.notes == ("2 pairs were identical: left out",
                           "1 pair was longer than 6 tokens: left out")
+    for some, length, fix in ((pairs[2:], 6, "give pairs whose answers differ"),
+                              (pairs[1:2], 6, "a higher data.max_length"),
+                              (pairs[:1], 4, "a higher data.max_length")):
+        with pytest.raises(InputError, match=f"None of the {len(some)} pairs") as caught:
+            load(some, tokenizer, "pairs", max_length=length)
+        assert caught.value.fix == fix
 
 
 def test_pairs_share_their_prompt_and_end_where_the_answer_does():
