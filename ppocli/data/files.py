@@ -7,6 +7,7 @@ and the line (text formats) or the row (parquet, json lists), counted from 1.
 import csv
 import itertools
 import json
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,6 +145,12 @@ def _read_json(path: Path, column: str, noun: str) -> Iterator[Row]:
         yield _json_row(path, f"row {number}", value, column)
 
 
+def _check_names(path: Path, place: str, names: list[str]) -> None:
+    for name, count in Counter(names).items():
+        if name and count > 1:
+            _malformed(path, place, f"names the column {name!r} twice")
+
+
 def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
     """Columns without a name (such as the index that pandas writes) are left out. A header without
     commas may have semicolons, as spreadsheets of many countries write them, or tabs."""
@@ -156,9 +163,7 @@ def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
         if (header := next(reader, None)) is None:
             return
         names = [name.strip() for name in header]
-        for name in names:
-            if name and names.count(name) > 1:
-                _malformed(path, "The header", f"names the column {name!r} twice")
+        _check_names(path, "The header", names)
         line = reader.line_num
         for cells in reader:
             first_line, line = line + 1, reader.line_num
@@ -182,6 +187,7 @@ def _read_parquet(path: Path, column: str, noun: str) -> Iterator[Row]:
 
     try:
         with pq.ParquetFile(path) as file:
+            _check_names(path, "The schema", file.schema_arrow.names)
             batches = file.iter_batches(batch_size=1024)
             rows = (values for batch in batches for values in batch.to_pylist())
             for number, values in enumerate(rows, start=1):

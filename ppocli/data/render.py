@@ -62,17 +62,16 @@ def ends_in_eos(rows: Sequence[Row], eos: str) -> str:
 
 def _is_blank(row: Row, spec: Source) -> bool:
     if spec.column not in row.values:
-        texts = [name for name, cell in row.values.items() if isinstance(cell, str)]
-        near = nearest(spec.column, row.values, count=1) or texts or list(row.values)
+        fit = [name for name, cell in row.values.items() if isinstance(cell, str)
+               or _is_conversation(cell)]
+        near = nearest(spec.column, fit, count=1) or fit
         raise no_column(spec.column, row, f"{spec.key}.column={spec.column}",
                         pasted(f"{spec.key}.column={near[0]}") if near else None)
     if (cell := row.values[spec.column]) is None:
         return True
     if isinstance(cell, str):
         return not cell.strip()
-    if isinstance(cell, list) and cell and all(
-            isinstance(message, dict) and isinstance(message.get("role"), str)
-            and "content" in message for message in cell):
+    if _is_conversation(cell):
         if not spec.chat:
             raise InputError(f"Column {spec.column!r} in {row.place} holds chat messages, not a "
                              "text.", where=f"{spec.key}.column={spec.column}",
@@ -82,6 +81,12 @@ def _is_blank(row: Row, spec: Source) -> bool:
         f"Column {spec.column!r} in {row.place} holds {cut(repr(cell), 40)} "
         f"({type(cell).__name__}), not a text.", where=f"{spec.key}.column={spec.column}",
         fix="prompts are texts" + (", or lists of {role, content} messages" if spec.chat else ""))
+
+
+def _is_conversation(cell: Any) -> bool:
+    return isinstance(cell, list) and bool(cell) and all(
+        isinstance(message, dict) and isinstance(message.get("role"), str)
+        and "content" in message for message in cell)
 
 
 def no_column(column: Any, row: Row, where: str, fix: str | None = None) -> InputError:

@@ -280,7 +280,8 @@ def with_prompt(row: Row, source: Source) -> Row:
     ``messages`` before the assistant's last, or what ``chosen`` and ``rejected`` begin with.
 
     Raises:
-        InputError: two conversations have no prompt in common.
+        InputError: ``messages`` begins with the assistant's last turn, or two conversations have
+            no prompt in common.
     """
     values = row.values
     if source.column != "prompt" or "prompt" in values:
@@ -288,7 +289,11 @@ def with_prompt(row: Row, source: Source) -> Row:
     if isinstance(messages := values.get("messages"), list):
         says = [i for i, message in enumerate(messages)
                 if isinstance(message, dict) and message.get("role") == "assistant"]
-        return Row(row.place, values | {"prompt": messages[:says[-1]] if says else messages})
+        if not (prompt := messages[:says[-1]] if says else messages):
+            raise InputError(f"Column 'messages' in {row.place} has no turn before an answer of "
+                             "the assistant, so there is no prompt.", where=source.where,
+                             fix="begin it with a turn of the user, or leave the row out")
+        return Row(row.place, values | {"prompt": prompt})
     chosen, rejected = values.get("chosen"), values.get("rejected")
     if isinstance(chosen, str) and isinstance(rejected, str):
         return Row(row.place, values | {"prompt": chosen[:shared_text(chosen, rejected)]})

@@ -4,6 +4,7 @@ import csv
 import json
 
 import datasets
+import pyarrow.parquet
 import pytest
 from data_tokenizers import ids, words
 from hypothesis import given, settings
@@ -273,9 +274,22 @@ def test_a_parquet_file_of_other_columns_or_cells(tmp_path):
     with pytest.raises(InputError, match=r"no column 'prompt' in row 1 of p\.parquet") as caught:
         load(path)
     assert caught.value.fix == "prompts.column=text"
+    twice = pyarrow.table([["it"], ["is"]], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(twice, path)
+    with pytest.raises(InputError, match=r"The schema of p\.parquet names .*'prompt' twice"):
+        load(path)
     datasets.Dataset.from_dict({"prompt": [1.5]}).to_parquet(path)
     with pytest.raises(InputError, match=r"row 1 of p\.parquet holds 1\.5 \(float\), not a text"):
         load(path)
+
+
+@pytest.mark.parametrize(("row", "fix"), [
+    ({"data": [{"prompt": "it is"}]}, None), ({"prompts": 3, "n": 1, "text": "it"}, "text"),
+    ({"n": 1, "turns": [{"role": "user", "content": "it"}]}, "turns")])
+def test_only_a_column_that_may_hold_prompts_is_named_for_them(row, fix):
+    with pytest.raises(InputError, match="no column 'prompt'") as caught:
+        load(items=[row])
+    assert caught.value.fix == (fix and f"prompts.column={fix}")
 
 
 def test_an_endless_line(tmp_path, monkeypatch):

@@ -224,6 +224,8 @@ def test_prompts_are_read_out_of_training_data(row, chat, prompt):
     (PLAIN["text"], {}, "There is no column 'prompt'"),
     (CHAT["messages"], {}, "holds chat messages"),
     (CHAT["messages"], {"column": "question"}, "There is no column 'question'"),
+    ({"messages": ANSWER}, {"chat": True},
+     "'messages' in item 1 of prompts.items has no turn before an answer"),
     ({"chosen": turns("a", "b"), "rejected": turns("c", "b")}, {"chat": True},
      "item 1 of prompts.items have no prompt in common")])
 def test_prompts_that_training_data_does_not_have(row, over, says):
