@@ -25,6 +25,7 @@ from ppocli.launching.inputs import missing_inputs
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.reference import AdapterReference, CopyReference
 from ppocli.storage.model_files import adapter_at
+from ppocli.tasks.ppo.own_samples import token_ids
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.optimizers import named_trainable
 
@@ -367,11 +368,20 @@ def test_virtual_tokens_go_on_and_are_never_merged(tmp_path, kind):
     ("prompt", {"num_virtual_tokens": 64}, "64 virtual tokens leave no room"),
     ("prefix", {"num_virtual_tokens": 60}, "4 positions beside its 60 virtual tokens"),
     ("lora", {"target_modules": ["nowhere"]}, "does not fit GPT2LMHeadModel"),
-    ("lora", {"target_modules": ["lm_head", "c_attn"]}, "covers the output embedding")])
+    ("lora", {"target_modules": ["lm_head", "c_attn"]}, "covers the output embedding"),
+    ("lora", {"target_modules": ["wte", "c_attn"]}, "covers the output embedding"),
+    ("lora", {"modules_to_save": ["wte"]}, "covers the output embedding")])
 def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, kind, fields, what):
     with (pytest.raises(ConfigError, match=what),
           session_of(config_of(tmp_path, kind, fields=fields))):
         pass
+
+
+def test_an_input_embedding_that_is_not_tied_may_be_covered(tmp_path):
+    fields = {"target_modules": ["q_proj", "embed_tokens"]}
+    with session_of(config_of(tmp_path, shape="llama", fields=fields)) as session:
+        assert token_ids(session, torch.tensor([4, 5]), "prompts") == [4, 5]
+        trained(session)
 
 
 # The configuration --------------------------------------------------------------------------------

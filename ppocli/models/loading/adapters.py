@@ -121,11 +121,13 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
         raise ConfigError(f"The adapter does not fit {type(lm).__name__}: {error}",
                           where="model.peft", fix="for LoRA name the layers: "
                           "model.peft.target_modules=[NAME,...]") from error
-    # logits are computed from the output embedding's own weights, only where they are needed
+    # logits are computed from the output embedding's own weights, only where they are needed; an
+    # input embedding that is tied to it has them too, and merging its adapter would change both
     embeddings = lm.get_output_embeddings()  # None of a model that scores texts
-    if embeddings is not None and any(
-            peft_internals.belongs_to_adapter(name) or peft_internals.bare_name(name) != name
-            for name, _ in embeddings.named_parameters()):
+    own = set() if embeddings is None else {id(p) for p in embeddings.parameters()}
+    if any(id(p) in own and (peft_internals.belongs_to_adapter(name)
+                             or peft_internals.bare_name(name) != name)
+           for name, p in lm.named_parameters(remove_duplicate=False)):
         raise ConfigError("The adapter covers the output embedding, which ppocli can't train so.",
                           where="model.peft.target_modules, model.peft.modules_to_save",
                           fix="leave it out, and the input embedding that is tied to it")

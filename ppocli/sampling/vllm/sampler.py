@@ -23,6 +23,7 @@ from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.policy import Policy
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.backend import Backend
+from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
 from ppocli.sampling.conversation import Conversation
@@ -146,7 +147,8 @@ class VllmSampler(DecodeSampler):
         Raises:
             Lost, SamplerError.
         """
-        count, room = lm.get_input_embeddings().num_embeddings, max_positions(lm) or 2**31
+        count = whole_shape(lm.get_input_embeddings().weight)[0]
+        room = max_positions(lm) or 2**31
         ids = [(17 * i + 5) % count for i in range(min(PROBE, room // 2))]
         answer = server.generate(ids, {"temperature": 0.0, "ignore_eos": True, "detokenize": False,
                                        "max_tokens": min(PROBED, room - len(ids))})

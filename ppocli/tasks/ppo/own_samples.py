@@ -17,6 +17,7 @@ from ppocli.errors import ConfigError
 from ppocli.models import layout
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
+from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardRequest
 from ppocli.sampling.samples import Generation, Samples, single_turn
@@ -128,7 +129,7 @@ def token_ids(session: Session, given: Any, where: str) -> list[int]:
     """
     # a single id may be squeezed
     values = [_plain(given)] if getattr(given, "ndim", None) == 0 else _plain(given)
-    size = session.policy.lm.get_input_embeddings().num_embeddings
+    size = whole_shape(session.policy.lm.get_input_embeddings().weight)[0]
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"{str(given)[:60]!r} is no list of token ids.", where=where,
                           fix="give texts alone, or token ids alone")
