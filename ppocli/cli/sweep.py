@@ -17,9 +17,10 @@ from ppocli import errors
 from ppocli.cli import output, sweep_jobs
 from ppocli.config import compose, resolved, schema
 from ppocli.config.kept import keeping_styles
+from ppocli.config.layers import LENGTHS
 from ppocli.config.sweep import Grid, SweepJob, run_sweep_jobs
 from ppocli.config.words import Words, read_setting, read_words
-from ppocli.launching.opened_folder import new_folder
+from ppocli.launching.opened_folder import changes_on_resume, goes_on_with, new_folder
 from ppocli.parallel.stop import StopRequested
 from ppocli.runs import search, sweeps
 from ppocli.runs.record import is_run, read_run
@@ -33,6 +34,8 @@ class _Book:
 
     def __init__(self, words: Words, going_on: sweeps.SweepRecord | None) -> None:
         self.words, self.going_on = words, going_on
+        self.said = words.typed if going_on is None else going_on.words
+        """the words in the file: of a sweep that goes on its own, until a job takes the new ones"""
         self.folder: Path | None = None
         self.grid = False
         self.known: dict[int, sweeps.JobRecord] = {}
@@ -98,9 +101,8 @@ class _Book:
     def _write(self) -> None:
         assert self.folder is not None
         jobs = tuple(self.jobs[number] for number in sorted(self.jobs))
-        typed = self.words.typed
-        words = typed if self.going_on is None else _without_place(typed)
-        sweeps.write_sweep(sweeps.SweepRecord(self.folder, words, str(Path.cwd()), self.grid, jobs))
+        sweeps.write_sweep(sweeps.SweepRecord(self.folder, self.said, str(Path.cwd()), self.grid,
+                                              jobs))
 
     def close(self) -> None:
         """Leave nothing of a sweep none of whose jobs was begun."""
@@ -172,6 +174,8 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
             book.note(kept)
             output.say(f"job {job.number}: finished already, kept")
             return
+        if going_on is not None and _takes_words(job):
+            book.said = _without_place(words.typed)
         book.note(sweeps.JobRecord(job.number, job.words, job.varied, "running",
                                    folder=str(job.folder)))
         book.work.start(job)
@@ -246,6 +250,10 @@ def go_on(given: str, words: Sequence[str], trusts: bool = False) -> None:
         output.say(f"{sweep.folder}: {len(unfinished)} of {len(sweep.jobs)} jobs to run")
     if sweep.cwd and Path(sweep.cwd).is_dir():
         os.chdir(sweep.cwd)  # the words may name files from there
+    decided = {_key(word) for word in words if not word.endswith("=null")}
+    for section, names in LENGTHS.items():
+        lengths = {f"{section}.{name}" for name in names}
+        given_keys |= lengths if lengths & decided else set()
     kept = [word for word in _without_place(sweep.words) if _key(word) not in given_keys]
     place = f"hydra.sweep.dir={resolved.quoted(str(sweep.folder))}"
     run_sweep(read_words([*kept, *words, "resume=auto", place]), going_on=sweep)
@@ -276,6 +284,16 @@ def _without_place(words: Sequence[str]) -> tuple[str, ...]:
 def _key(word: str) -> str | None:
     """The key that a word sets; None for Hydra's flags and their values."""
     return None if word.startswith("-") or "=" not in word else read_setting(word).key
+
+
+def _takes_words(job: SweepJob) -> bool:
+    """Whether a job can run with its words, or go on with them."""
+    with suppress(errors.PpocliError):
+        config = resolved.with_absolute_paths(compose.check(job.compose()).config)
+        if goes_on_with(job.folder):
+            changes_on_resume(job.folder, config)
+        return True
+    return False
 
 
 def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:

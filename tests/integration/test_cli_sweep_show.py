@@ -169,6 +169,24 @@ def test_finished_jobs_are_kept_without_being_loaded(sweep, reference, resume, m
     assert [each["status"] for each in jobs] == ["finished"] * 4
 
 
+def test_a_setting_counts_from_the_job_on_that_takes_it(sweep, resume, monkeypatch):
+    started = []
+
+    def refuse(checked, caller):
+        started.append((checked.config.ppo.num_steps, checked.config.ppo.total_episodes))
+        raise CheckpointError("no")
+
+    monkeypatch.setattr(module, "launch", refuse)
+    before = read_sweep(sweep).words
+    resume("runs/sweep-1", "ppo.mini_batch_size=500", code=11)
+    assert (read_sweep(sweep).words, started) == (before, [])
+    resume("runs/sweep-1", "ppo.total_episodes=60", code=11)  # the other length gives way
+    assert started == [(None, 60)] * 3
+    after = read_sweep(sweep).words
+    assert {*before} - {*after} == {"ppo.num_steps=4"}
+    assert {*after} - {*before} == {"ppo.total_episodes=60"}
+
+
 def test_the_same_words_keep_a_finished_job_of_the_same_settings_only(sweep, reference, command,
                                                                     monkeypatch):
     started = []
