@@ -89,13 +89,18 @@ def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.item
     Raises:
         ConfigError: one text or mapping in place of a list.
     """
-    if isinstance(items, str | bytes | Mapping):
-        raise ConfigError(f"{what} must be a list, not one {type(items).__name__}.", where=where,
-                          fix="put it in a list: [...]")
+    if items is None:
+        return None
     if hasattr(items, "columns"):  # a table of pandas, polars or pyarrow: it iterates over columns
         as_rows = getattr(items, "to_dicts", getattr(items, "to_pylist", None))
         return list(as_rows() if as_rows else items.to_dict("records"))
-    return None if items is None else list(items)
+    try:
+        if not isinstance(items, str | bytes | Mapping):
+            return list(items)
+    except TypeError:  # it holds nothing, as a path
+        pass
+    raise ConfigError(f"{what} must be a list, not one {type(items).__name__}.", where=where,
+                      fix="put it in a list: [...]")
 
 
 def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:

@@ -1,6 +1,7 @@
 """Training from Python: objects in place of words, and what comes back."""
 
 import json
+from pathlib import Path
 
 import pytest
 from helpers import jsonl
@@ -131,6 +132,7 @@ def test_an_unknown_key_of_a_mapping_is_told_with_the_nearest(config, said):
     (lambda: ppocli.train(prompts="The film"), "prompts"),
     (lambda: ppocli.train(prompts={"prompt": "The film"}), "prompts"),
     (lambda: ppocli.train(prompts=["it"], eval_prompts="The film"), "eval_prompts"),
+    (lambda: ppocli.train(prompts=Path("prompts.txt")), "prompts"),
     (lambda: ppocli.train(samples="The film"), "samples"),
     (lambda: ppocli.sft(data=["it"], val_data={"text": "it"}), "val_data"),
     (lambda: ppocli.evaluate("none", prompts={"prompt": "The film"}), "prompts"),
