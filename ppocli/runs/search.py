@@ -237,7 +237,7 @@ def _check(params: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -
 
 
 def _sampler(optuna: Any, plan: schema.SweepConfig, number: int) -> Any:
-    seed = plan.seed * 1_000_003 + number
+    seed = (plan.seed * 1_000_003 + number) % 2**32  # the most that NumPy takes
     return optuna.samplers.RandomSampler(seed) if plan.search == "random" else \
         optuna.samplers.TPESampler(n_startup_trials=STARTUP, seed=seed)
 
