@@ -121,7 +121,7 @@ def _mappings(request: RewardRequest, column: str) -> list[Any]:
     """The cells of a column of verl's, empty ones where it has none."""
     cells = fresh(request.columns.get(column) or [None] * len(request))
     if odd := [cell for cell in cells if cell and not isinstance(cell, Mapping)]:
-        raise RewardError(f"{shorten(repr(odd[0]))[1:-1]} is no mapping, as verl's are.",
+        raise RewardError(f"{shorten(str(odd[0]))} is no mapping, as verl's are.",
                           where=f"prompts, column {column}", fix="write it as an object, not as a "
                           "text with JSON in it")
     return [cell or {} for cell in cells]
