@@ -20,7 +20,7 @@ from ppocli.models.layer_stack import layer_stack, stack_path
 from ppocli.models.loading.adapters import attach, peft_config
 from ppocli.models.loading.language_model import DTYPES, frozen_dtype
 from ppocli.models.loading.model_config import attention_wanted, loading, reference_kind
-from ppocli.models.trunk import RELATIVE_POSITIONS
+from ppocli.models.trunk import RELATIVE_POSITIONS, state_width
 from ppocli.rewards.resolve import BUILTIN_REWARDS, MODEL_REWARDS
 from ppocli.storage import model_files
 from ppocli.storage.checkpoints import value_start
@@ -197,8 +197,7 @@ def _value_model(cfg: schema.ModelConfig) -> tuple[Any, nn.Module]:
     trunk, score = whole.base_model, getattr(whole, "score", None)
     if scores and config.num_labels == 1 and isinstance(score, nn.Linear):
         return trunk, policy.ScoreHead(score)
-    width = getattr(config, "hidden_size", trunk.get_input_embeddings().weight.shape[1])
-    return trunk, policy.ValueHead(width, torch.Generator())
+    return trunk, policy.ValueHead(state_width(trunk), torch.Generator())
 
 
 def _branch(lm: Any, count: int) -> nn.ModuleList:

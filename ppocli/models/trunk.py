@@ -41,6 +41,15 @@ def state_scale(lm: Any) -> float:
     return float(config.d_model) ** -0.5 if scales else 1.0
 
 
+def state_width(lm: Any) -> int:
+    """The size of a model's final states, or a trunk's; OPT may project them to that of its
+    embeddings."""
+    config = lm.config
+    width: int = getattr(config, "word_embed_proj_dim", getattr(
+        config, "hidden_size", lm.get_input_embeddings().weight.shape[1]))
+    return width
+
+
 class Decoding(Enum):
     """Ways of decoding, the fastest first."""
 

@@ -19,6 +19,7 @@ from sessions import (
 
 from ppocli.config.problems import find_problems
 from ppocli.errors import ConfigError, InputError
+from ppocli.estimate.parts import models_of
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.layout import lay_out
 from ppocli.models.policy import ScoreHead, ValueBranch, ValueModel
@@ -46,6 +47,14 @@ def test_branch_and_model_start_with_the_states_of_the_policy(tmp_path, kind):
                 hidden, shared = session.policy.trunk(batch)
                 own = session.policy.value_trunk(session.policy.lm, batch, shared)
             torch.testing.assert_close(own, hidden, rtol=0, atol=2e-6)
+
+
+def test_a_head_is_as_wide_as_the_states_that_a_model_projects(tmp_path):
+    cfg = small_config(tmp_path, **CRITICS["model"])
+    save_lm(tmp_path / "lm", "opt", word_embed_proj_dim=16, do_layer_norm_before=False)
+    assert models_of(cfg).value_head.inner.in_features == 16
+    with session_of(cfg, reward=count_letters) as session:
+        assert rollout_of(session).values.shape == rollout_of(session).logprobs.shape
 
 
 @pytest.mark.parametrize("critic", ["branch", "model"])

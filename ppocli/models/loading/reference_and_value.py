@@ -16,7 +16,7 @@ from ppocli.errors import InputError
 from ppocli.models.loading import language_model
 from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, merged
 from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
-from ppocli.models.trunk import has_encoder
+from ppocli.models.trunk import has_encoder, state_width
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.storage import checkpoints, model_files
 
@@ -80,8 +80,7 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
     if trunk is not model:
         log.info("%s has %d labels and no single score: its values start anew, at 0", name,
                  config.num_labels)
-    width = getattr(trunk.config, "hidden_size", trunk.get_input_embeddings().weight.shape[1])
-    return ValueModel(trunk), ValueHead(width, torch.Generator().manual_seed(seed))
+    return ValueModel(trunk), ValueHead(state_width(trunk), torch.Generator().manual_seed(seed))
 
 
 def _class_of_value(config: Any) -> Any:
