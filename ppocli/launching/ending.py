@@ -194,7 +194,7 @@ def _show(run: loop.Run) -> None:
     first, after = eval_samples(run.folder, 0, run.state.step)
     before: list[Any] = first if len(first) == len(after) else [None] * len(after)
     chosen = list(zip(before, after, strict=True))[:4]
-    if run.state.eval_last:
+    if run.state.eval_last and run.state.eval_step == run.state.step:
         run.display.table(closing_table(run.state.eval_before, run.state.eval_last, chosen))
     log.info("time         %s", clock.in_words(run.state.seconds, run.state.cpu_seconds))
     log.info("run folder   %s (metrics.jsonl, checkpoints/, model/)", run.folder.path)

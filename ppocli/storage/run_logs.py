@@ -41,14 +41,17 @@ class JsonlWriter(AbstractContextManager["JsonlWriter"]):
             os.ftruncate(self._descriptor, self._size)
             atomic.fsync_dir(path.parent)
 
-    def append(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write the rows, in order, and sync once."""
+    def append(self, rows: Sequence[dict[str, Any]], *, over_last: bool = False) -> None:
+        """Write the rows, in order, and sync once; the first ``over_last``: in its place."""
         raw = b"".join(_line(row) for row in rows)
+        if over_last:
+            self._size = _end_of_last_line(self._descriptor, self._size - 1)
         try:
             with atomic.disk_errors(self.path, needed=len(raw)):
                 written = 0
                 while written < len(raw):
                     written += os.pwrite(self._descriptor, raw[written:], self._size + written)
+                os.ftruncate(self._descriptor, self._size + written)
                 os.fsync(self._descriptor)
         except BaseException:
             with suppress(OSError):
@@ -68,9 +71,9 @@ def _line(row: dict[str, Any]) -> bytes:
         return json.dumps(clean, allow_nan=False).encode() + b"\n"
 
 
-def _end_of_last_line(descriptor: int) -> int:
-    """Bytes up to and with the last newline."""
-    end = os.fstat(descriptor).st_size
+def _end_of_last_line(descriptor: int, end: int | None = None) -> int:
+    """Bytes up to and with the last newline, of the whole or of so many."""
+    end = os.fstat(descriptor).st_size if end is None else end
     while end > 0:
         start = max(0, end - _CHUNK)
         newline = os.pread(descriptor, end - start, start).rfind(b"\n")

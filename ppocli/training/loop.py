@@ -43,11 +43,14 @@ class Recorder:
     samples: run_logs.JsonlWriter
     trackers: Sequence[Tracker]
 
-    def row(self, row: dict[str, Any]) -> None:
-        """Append one step's figures to metrics.jsonl and hand them to the trackers."""
-        self.metrics.append([row])
+    def row(self, row: dict[str, Any], known: Mapping[str, Any] | None = None) -> None:
+        """Append one step's figures to metrics.jsonl and hand them to the trackers; only what is
+        new in them where a ``known`` row, the last, was written before."""
+        self.metrics.append([row], over_last=known is not None)
+        new = {name: value for name, value in row.items()
+               if name == "step" or name not in (known or {})}
         for tracker in self.trackers:
-            tracker.row(row)
+            tracker.row(new)
 
     def evaluated(self, step: int, found: Evaluation) -> None:
         """Append an evaluation's samples to samples.jsonl, and hand those of the first value of a
@@ -203,20 +206,34 @@ def _due(every: int | None, step: int) -> bool:
     return every is not None and step > 0 and step % every == 0
 
 
+def left_unevaluated(task: Task, state: TrainState) -> bool:
+    """Whether a step is the last that wasn't planned to be when it was done: the run was resumed
+    with fewer."""
+    return (state.pending is None and 0 < state.step != state.eval_step
+            and state.episodes >= task.total_samples())
+
+
 def finish_step(run: Run) -> None:
     """Evaluate if it is time, write the step's row, save if it is time."""
-    if (row := run.state.pending) is None:
-        return
     step, cfg, ranks = run.state.step, run.task.cfg, run.task.backend.ranks
+    known = None
+    if (row := run.state.pending) is None and left_unevaluated(run.task, run.state):
+        last = ranks.first_does(lambda: [{}, *run_logs.read_jsonl(run.folder.metrics)][-1])
+        row = known = last if last.get("step") == step else None
+    if row is None:
+        return
     improved = False
     if step == 0 or _due(cfg.eval.every_steps, step) or _is_last(run):
         run.clock.mark("between")
         row, improved = _evaluate(run, row)
     # what the disk refuses rank 0 must stop all of them in step
     ranks.first_does(lambda: check_place(run))
-    ranks.first_does(lambda: run.recorder.row(row))
+    ranks.first_does(lambda: run.recorder.row(row, known))
     run.display.step(row, run.task.total_steps())
-    settle(run)
+    if known is None:
+        settle(run)
+    else:
+        commit(run, run.state)
     minutes = cfg.checkpoint.every_minutes
     overdue = minutes is not None and ranks.broadcast(
         monotonic() - run.saved_at >= 60 * minutes)  # clocks of ranks differ

@@ -69,7 +69,7 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
     if task.cfg.resume == "auto":
         log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
         retention.update_pointers(folder.checkpoints, latest=None, best=None)
-        _forget_after(folder, -1, reopen=None)
+        _forget_after(folder, -1, -1)
         return None
     raise CheckpointError(f"No valid checkpoint in {folder.checkpoints}.", where=str(folder.path),
                           fix="start again: the words it was started with, and "
@@ -85,9 +85,10 @@ def _tidy(task: Task, folder: run_folder.RunFolder, path: Path, state: TrainStat
     for complaint in loop.point_to(folder.checkpoints, task.cfg.checkpoint, state):
         log.warning(complaint)
     (folder.checkpoints / retention.PRUNED).unlink(missing_ok=True)  # nothing of it is missing now
-    _forget_after(folder, state.step, reopen=state.step if state.pending is not None else None)
-    for problem in run_logs.row_problems(folder.metrics, folder.samples,
-                                         state.step - (state.pending is not None)):
+    last_row = state.step - (state.pending is not None)
+    _forget_after(folder, state.step, last_row,
+                  evaluated=last_row == state.step and not loop.left_unevaluated(task, state))
+    for problem in run_logs.row_problems(folder.metrics, folder.samples, last_row):
         log.warning("%s: lost or changed since it was written", problem)
     if state.episodes < task.total_samples():
         _set_aside_finished(folder)
@@ -115,13 +116,14 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
     return state
 
 
-def _forget_after(folder: run_folder.RunFolder, step: int, *, reopen: int | None) -> None:
-    """Remove rows past ``step``, and those that finishing step ``reopen`` will write again."""
-    last_row = step if reopen is None else reopen - 1
+def _forget_after(folder: run_folder.RunFolder, step: int, last_row: int, *,
+                  evaluated: bool = True) -> None:
+    """Remove rows past ``step``, and those that finishing it will write again: figures past
+    ``last_row``, and samples of its evaluation where it isn't ``evaluated``."""
     run_logs.truncate_jsonl(folder.metrics, last_row)
     run_logs.truncate_jsonl(folder.samples, step,
-                            also=lambda row: row.get("kind") in (loop.EVAL_ROW, loop.SWEEP_ROW)
-                            and row.get("step") == reopen)
+                            also=lambda row: not evaluated and row.get("step") == step
+                            and row.get("kind") in (loop.EVAL_ROW, loop.SWEEP_ROW))
     run_logs.truncate_events(folder.events, last_row)
 
 

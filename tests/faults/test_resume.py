@@ -20,6 +20,7 @@ from runs import (
     copied,
     resumed,
     run,
+    scalars,
     spawn,
     whole_copy,
     words,
@@ -258,6 +259,29 @@ def test_a_finished_run_takes_smaller_steps_that_are_still_planned(command, refe
     finished = whole_copy(reference, world / "runs/r")
     command(f"resume={finished}", "ppo.num_rollouts=7", "ppo.num_steps=6", code=0)
     assert [row["episode"] for row in jsonl(finished / "metrics.jsonl")][-3:] == [48, 55, 62]
+
+
+def test_a_step_that_a_resume_makes_the_last_is_evaluated(command, reference, world):
+    """Also after a kill between its row, which has the figures then, and its checkpoint."""
+    stopped, saved = copied(reference, world / "runs/r", 3), "checkpoints/step-000003"
+    row = jsonl(reference / "metrics.jsonl")[3]
+    for _ in range(2):
+        ended = command(f"resume={stopped}", "ppo.num_steps=3", code=0)
+        assert "before and after" in ended.out
+        rows = jsonl(stopped / "metrics.jsonl")
+        assert len(rows) == 4
+        assert rows[3].items() >= row.items()
+        after = json.loads((stopped / "summary.json").read_text())["eval_after"]
+        assert after["reward_mean"] == rows[3]["eval/reward_mean"]
+        steps = [each["step"] for each in jsonl(stopped / "samples.jsonl")
+                 if each["kind"] == "eval"]
+        assert [steps.count(step) for step in (0, 2, 3)] == [len(steps) / 3] * 3
+        points = [(tag, step) for tag, step, _ in scalars(stopped)]
+        assert len(points) == len(set(points))
+        assert ("eval/reward_mean", 3) in points
+        for part in ("model", saved):
+            shutil.rmtree(stopped / part)
+        shutil.copytree(reference / saved, stopped / saved)
 
 
 def test_prompts_and_a_reference_that_have_changed_are_noticed(command, world):
