@@ -88,6 +88,12 @@ _SHAPES = {
     "rwkv": {"num_hidden_layers": 2, "hidden_size": 32, "attention_hidden_size": 32,
              "intermediate_size": 48, "rescale_every": 1},
     "bloom": {"n_layer": 2, "hidden_size": 32, "n_head": 2},
+    "gemma3": {
+        "text_config": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48,
+                        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+                        "vocab_size": len(SPECIAL) + len(WORDS), "sliding_window": 8},
+        "vision_config": {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16,
+                          "num_attention_heads": 2, "image_size": 28, "patch_size": 14}},
     "mpt": {"n_layers": 2, "d_model": 32, "n_heads": 2, "max_seq_len": 64},
     "gpt_neo": {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "window_size": 4,
                 "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64}}

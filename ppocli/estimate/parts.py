@@ -19,7 +19,12 @@ from ppocli.models import policy, transformers_internals
 from ppocli.models.layer_stack import layer_stack, stack_path
 from ppocli.models.loading.adapters import attach, peft_config
 from ppocli.models.loading.language_model import DTYPES, frozen_dtype
-from ppocli.models.loading.model_config import attention_wanted, loading, reference_kind
+from ppocli.models.loading.model_config import (
+    attention_wanted,
+    check_text_alone,
+    loading,
+    reference_kind,
+)
 from ppocli.models.trunk import RELATIVE_POSITIONS, state_width
 from ppocli.rewards.resolve import BUILTIN_REWARDS, MODEL_REWARDS
 from ppocli.storage import model_files
@@ -138,6 +143,7 @@ def models_of(cfg: schema.TrainConfig, config: Any | None = None) -> Models:
     lm = _empty(model, config, None, "model.path", dtype=DTYPES[
         cfg.hardware.weights if kind is None else model.dtype or cfg.hardware.precision],
         kind="AutoModelForSequenceClassification" if scores else None)
+    check_text_alone(lm)
     head = branch = value_lm = None
     with loading(f"outline of {model.path}", "model.path"):
         if kind is not None:

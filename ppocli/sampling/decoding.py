@@ -15,7 +15,7 @@ from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.loading import language_model
 from ppocli.models.loading.adapters import Adapter, attach, identify, peft_config
 from ppocli.models.loading.language_model import DTYPES, LoadedLM, frozen_dtype
-from ppocli.models.loading.model_config import max_positions
+from ppocli.models.loading.model_config import check_text_alone, max_positions
 from ppocli.models.transformers_internals import allows_gaps
 from ppocli.sampling import decode_loop, samples, token_choice, transformers_generate
 from ppocli.sampling.decoder import Decoder
@@ -101,6 +101,7 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
     else:
         loaded = load_decodable(cfg, dtype=dtype, given=given, goes_on=goes_on)
         say_decoding(loaded.lm)
+    check_text_alone(loaded.lm)
     if loaded.adapter is not None:
         log.info("%s is an adapter on %s: %s", cfg.path, loaded.adapter.base.path,
                  "merged, and all weights train" if kind is None else "it trains on")

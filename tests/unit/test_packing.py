@@ -9,9 +9,12 @@ from helpers import mostly_slow, save_lm
 from sessions import prompt_and_response, rollout_of, session_of, small_config
 
 from ppocli.config.schema import ModelConfig
+from ppocli.errors import InputError
+from ppocli.estimate.parts import models_of
 from ppocli.models.fast.attention import takes_packed
 from ppocli.models.layout import MULTIPLE, PACK_ABOVE, gathered, lay_out, packing_of_lengths, spread
 from ppocli.models.loading.language_model import load_lm
+from ppocli.sampling.decoding import load_policy
 
 # PEFT asks transformers by a name that is going to be dropped
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
@@ -160,6 +163,16 @@ def test_windows_alibi_encoders_and_attention_of_their_own_take_none(tmp_path, k
     with session_of(cfg) as session:
         assert not session.packs
         assert rollout_of(session).logprobs.isfinite().all()
+
+
+def test_a_model_of_images_and_text_packs_nothing_and_is_not_trained(tmp_path):
+    """Its windows are said in the configuration of its language model."""
+    save_lm(tmp_path / "lm", "gemma3")
+    cfg = small_config(tmp_path)
+    assert not takes_packed(load_lm(cfg.model).lm)
+    for refused in (lambda: models_of(cfg), lambda: load_policy(cfg.model, cfg.hardware, 0)):
+        with pytest.raises(InputError, match="reads more than text"):
+            refused()
 
 
 @pytest.mark.parametrize("adapter", ["prefix", "prompt"])

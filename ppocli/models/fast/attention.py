@@ -175,11 +175,11 @@ def takes_packed(lm: Any) -> bool:
     """Whether a model gives packed rows the states that it gives padded ones; found out by trying.
 
     Not with an encoder, virtual tokens, windows of attention, an attention of its own, or states
-    that run on from token to token.
+    that run on from token to token. Windows are wider than what is tried, but they forget keys.
     """
     if (trunk.has_encoder(lm) or trunk.num_virtual_tokens(lm)
             or transformers_internals.attention_of(lm) != NAME
-            or getattr(lm.config, "sliding_window", None) is not None
+            or not transformers_internals.caches_all_keys(lm)
             or "position_ids" not in inspect.signature(lm.base_model.forward).parameters):
         return False
     device = lm.get_input_embeddings().weight.device

@@ -9,7 +9,7 @@ import torch
 
 from ppocli.config import adapters, schema
 from ppocli.errors import ConfigError, InputError, PpocliError
-from ppocli.models.trunk import RELATIVE_POSITIONS, num_virtual_tokens
+from ppocli.models.trunk import RELATIVE_POSITIONS, has_encoder, num_virtual_tokens
 from ppocli.storage.model_files import adapter_at, find_whole
 from ppocli.text import first_line
 
@@ -58,6 +58,19 @@ def attention_wanted(cfg: schema.ModelConfig, config: Any) -> dict[str, Any]:
                          where="model.attn_implementation", fix="leave it out, which takes eager")
     wanted = cfg.attn_implementation or ("eager" if capped else None)
     return {"attn_implementation": wanted} if wanted else {}
+
+
+def check_text_alone(lm: Any) -> None:
+    """Refuse to train a model that reads images or sounds beside text: no pass would reach the
+    weights for these.
+
+    Raises:
+        InputError: it is such a model.
+    """
+    if not has_encoder(lm) and lm.config.get_text_config(decoder=True) is not lm.config:
+        raise InputError(f"{type(lm).__name__} reads more than text, and ppocli trains language "
+                         "models alone.", where="model.path", fix="save its language model by "
+                         "itself, as docs/kinds.md shows, and give that folder")
 
 
 def quantized(cfg: schema.ModelConfig) -> dict[str, Any]:
