@@ -122,7 +122,8 @@ def read_config(name: str, *, key: str, revision: str | None = None, trust_remot
     source: str = str(Path(name).expanduser())
     if not (Path(source) / "config.json").is_file():
         source, revision = model_files.find_whole(name, key=key, revision=revision)
-    with loading(f"configuration of {name}", key):
+    section = "model" if key.startswith("model.") else key.rpartition(".")[0]
+    with loading(f"configuration of {name}", key, f"{section}.trust_remote_code=true"):
         return transformers.AutoConfig.from_pretrained(source, revision=revision,
                                                        trust_remote_code=trust_remote_code)
 

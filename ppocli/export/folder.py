@@ -64,6 +64,8 @@ class ExportPlan:
     """where it will be pushed, if that is known; the card names it"""
     held: object = None
     """keeps a running run from pruning the source"""
+    trusted: bool = False
+    """the own code of a model that no run is known of may run"""
 
     def __post_init__(self) -> None:
         config = atomic.read_json(self.source / "config.json") or {}
@@ -114,7 +116,7 @@ class ExportPlan:
     def trust_remote_code(self) -> bool:
         """Whether code that the model ships with may run."""
         config = self.facts.config
-        return config is not None and config.model.trust_remote_code
+        return self.trusted if config is None else config.model.trust_remote_code
 
     @property
     def prompts(self) -> list[str]:
@@ -208,7 +210,7 @@ def _contents(plan: ExportPlan, mask: Mask) -> dict[str, Path | str]:
     if not plan.adapter:
         found["config.json"] = _json(_model_config(plan))
         if weights.GENERATION not in found:
-            found[weights.GENERATION] = _derived_generation_config(source)
+            found[weights.GENERATION] = _derived_generation_config(plan)
     tokenizer = atomic.read_json(source / "tokenizer_config.json") or {}
     if tokenizer.pop("name_or_path", None) is not None:  # the folder that it was once loaded from
         found["tokenizer_config.json"] = _json(tokenizer)
@@ -264,11 +266,15 @@ def _model_config(plan: ExportPlan) -> dict[str, Any]:
     return config
 
 
-def _derived_generation_config(source: Path) -> str:
+def _derived_generation_config(plan: ExportPlan) -> str:
     """What transformers would take for generation where the source says nothing."""
     from transformers import AutoConfig, GenerationConfig
 
-    config = AutoConfig.from_pretrained(str(source), local_files_only=True)
+    from ppocli.models.loading.model_config import loading
+
+    with loading(f"configuration of {plan.name}", "RUN", "--trust"):
+        config = AutoConfig.from_pretrained(str(plan.source), local_files_only=True,
+                                            trust_remote_code=plan.trust_remote_code)
     return str(GenerationConfig.from_model_config(config).to_json_string())
 
 

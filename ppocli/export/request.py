@@ -182,7 +182,7 @@ def resolve(request: ExportRequest, say: Say) -> exports.ExportPlan:
     return exports.ExportPlan(
         target.name, source, destination, facts, request.dtype,
         parse_size(request.max_shard_size or DEFAULT_SHARD), merge, critic, request.repo_id,
-        target.held)
+        target.held, request.trust)
 
 
 def _merges(request: ExportRequest, source: Path, name: str, say: Say) -> bool:

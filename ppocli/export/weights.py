@@ -269,8 +269,9 @@ def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | 
         except PpocliError:
             raise
         except Exception as error:  # of many kinds, all about the folder
+            fix = "if you trust that code: --trust" if "trust_remote_code" in str(error) else None
             raise failure(f"transformers can't load {place}: {first_line(error)}",
-                          where=str(place)) from error
+                          where=str(place), fix=fix) from error
         if in_fp32:
             model.float()
         found.append(logits_of(model, ids))

@@ -16,7 +16,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import ppocli
+from ppocli.config.schema import ModelConfig
+from ppocli.errors import InputError
 from ppocli.export.card import user_text, with_user_text
+from ppocli.models.loading.language_model import load_lm
 
 LAST = f"step-{STEPS:06d}"
 FILES = {"README.md", "config.json", "curve.svg", "export.json", "generation_config.json",
@@ -142,6 +145,24 @@ def test_a_bare_model_folder(here, export):
     assert (headless.code, headless.err.splitlines()[0]) == (
         3, "Error: ./lm has no value head: only the checkpoints of a run have one.")
     assert not (here / "x").exists()
+
+
+def test_own_code_of_a_bare_model_runs_where_it_is_trusted(here, export):
+    lm = save_lm(here / "lm", "llama")
+    (lm / "own.py").write_text("from transformers import LlamaConfig, LlamaForCausalLM as Llama\n"
+                               "class Config(LlamaConfig):\n    model_type = 'own'\n"
+                               "class LM(Llama):\n    config_class = Config\n")
+    told = json.loads((lm / "config.json").read_text())
+    (lm / "config.json").write_text(json.dumps({**told, "model_type": "own", "auto_map": {
+        "AutoConfig": "own.Config", "AutoModelForCausalLM": "own.LM"}}))
+    with pytest.raises(InputError) as refused:
+        load_lm(ModelConfig(path=str(lm)))
+    assert refused.value.fix == "if you trust that code: model.trust_remote_code=true"
+    for _ in range(2):
+        done = export("./lm", "-o", "x")
+        assert (done.code, "fix:   if you trust that code: --trust" in done.err) == (3, True)
+        (lm / "generation_config.json").unlink(missing_ok=True)
+    assert export("./lm", "-o", "x", "--trust").code == 0
 
 
 def test_nothing_is_overwritten_unasked(finished, export, here):

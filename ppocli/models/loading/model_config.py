@@ -22,13 +22,15 @@ def policy_config(cfg: schema.ModelConfig, policy: str) -> schema.ModelConfig:
 
 
 @contextmanager
-def loading(what: str, key: str) -> Iterator[None]:
+def loading(what: str, key: str, trusting: str = "model.trust_remote_code=true"
+            ) -> Iterator[None]:
     """transformers raises many kinds of errors of a folder that it can't read: meanwhile they
     become one.
 
     Args:
         what: is loaded, such as "model NAME".
         key: that names it.
+        trusting: what lets its own code run.
 
     Raises:
         InputError: the folder can't be read.
@@ -38,9 +40,11 @@ def loading(what: str, key: str) -> Iterator[None]:
     except PpocliError:
         raise
     except Exception as error:
+        fix = "check the folder's config.json and model.safetensors, or give another one"
+        if "trust_remote_code" in str(error):
+            fix = f"if you trust that code: {trusting}"
         raise InputError(f"The {what} can't be loaded: {first_line(error)}", where=key,
-                         fix="check the folder's config.json and model.safetensors, or give "
-                         "another one") from error
+                         fix=fix) from error
 
 
 def attention_wanted(cfg: schema.ModelConfig, config: Any) -> dict[str, Any]:
