@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ppocli.cli.output import reward_labels
 from ppocli.config import compose, resolved, schema, sweep, tasks
@@ -138,13 +138,15 @@ def _examine_run(composed: compose.Composed, found: Examined) -> None:
 
 def _examine_sweep(words: Words, found: Examined) -> None:
     """Every job; what is wrong with several jobs alike is told once."""
-    if unusual := [setting.key for setting in words.settings
-                   if setting.key in ("hydra/sweeper", "hydra/launcher", "sweep.search")
-                   and setting.value not in ("basic", "grid")]:
-        raise ConfigError(f"{unusual[0]} decides the jobs while they run, so they can't be listed.",
+    def refuse(key: str) -> NoReturn:
+        raise ConfigError(f"{key} decides the jobs while they run, so they can't be listed.",
                           where="command line", fix="check one of them: leave out -m and give one "
                           "value for each key that is swept")
-    given, name = words.value("hydra.sweep.dir"), words.value("run_name") or "sweep-DATE-TIME"
+
+    for setting in words.settings:
+        if setting.key in ("hydra/sweeper", "hydra/launcher") and setting.value != "basic":
+            refuse(setting.key)
+    given, name = sweep.sweep_dir(words), words.value("run_name") or "sweep-DATE-TIME"
     jobs: list[tuple[sweep.SweepJob, Examined]] = []
 
     def run_job(job: sweep.SweepJob) -> None:
@@ -160,7 +162,7 @@ def _examine_sweep(words: Words, found: Examined) -> None:
 
     with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
         sweep.run_sweep_jobs(words, run_job, lambda shared, grid: Path(scratch, "sweep"),
-                             search=lambda *_: None)  # searches were refused above
+                             search=lambda *_: refuse("sweep.search"))
     told: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
         found.config, found.facts = found.config or one.config, found.facts or one.facts

@@ -18,7 +18,7 @@ from ppocli.cli import output, sweep_jobs
 from ppocli.config import compose, resolved, schema
 from ppocli.config.kept import keeping_styles
 from ppocli.config.layers import LENGTHS
-from ppocli.config.sweep import Grid, SweepJob, run_sweep_jobs
+from ppocli.config.sweep import Grid, SweepJob, run_sweep_jobs, sweep_dir
 from ppocli.config.words import Words, read_setting, read_words
 from ppocli.launching.opened_folder import changes_on_resume, goes_on_with, new_folder
 from ppocli.parallel.stop import StopRequested
@@ -53,16 +53,16 @@ class _Book:
         """Jobs that this call has run, or found finished."""
         return [job for job in self.jobs.values() if job.status not in ("planned", "running")]
 
-    def open(self, grid: Grid | None) -> Path:
-        """Take the folder, ``hydra.sweep.dir`` or a new ``sweep-DATE-TIME`` in ``output_dir``, and
-        write down what is planned.
+    def open(self, grid: Grid | None, base: str) -> Path:
+        """Take the folder, ``hydra.sweep.dir`` or a new ``sweep-DATE-TIME`` in ``base``, and write
+        down what is planned.
 
         Raises:
             CheckpointError: it holds a sweep that isn't to be gone on with, or that still runs.
             ConfigError: the plan isn't that of the sweep to go on with.
             DiskError: it can't be made.
         """
-        folder, self._new_folder = _sweep_folder(self.words)
+        folder, self._new_folder = _sweep_folder(self.words, base)
         refuse_running(folder)
         self.held.enter_context(lock(folder))
         self.folder = folder
@@ -114,16 +114,14 @@ class _Book:
                     self.folder.rmdir()
 
 
-def _sweep_folder(words: Words) -> tuple[Path, bool]:
+def _sweep_folder(words: Words, base: str) -> tuple[Path, bool]:
     """The sweep's folder, made, and whether it is new."""
     try:
-        base = words.value("output_dir") or "runs"
-        base = "runs" if "," in base or "(" in base else base  # it is swept
         name = words.value("run_name")
-        if name is not None and {",", "(", "/"} & {*name}:
+        if name is not None and {",", "(", "/", "{"} & {*name}:
             raise errors.ConfigError(f"run_name={name}: a sweep has one name, and its jobs have "
                                      "numbers.", where="run_name", fix="give one name, or none")
-        given = words.value("hydra.sweep.dir") or (name and f"{base}/{name}")
+        given = sweep_dir(words) or (name and f"{base}/{name}")
         if given is not None:
             folder = Path(given).expanduser().absolute()
             if is_run(folder):
@@ -157,7 +155,7 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
     book = _Book(words, going_on)
 
     def begin(shared: schema.TrainConfig, grid: Grid | None) -> Path:
-        folder = book.open(grid)
+        folder = book.open(grid, shared.output_dir)
         book.work = book.held.enter_context(sweep_jobs.jobs_of(shared, folder, ended))
         return folder
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NewType
 
+from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.types import RunMode
@@ -118,7 +119,8 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     merged = layers.merge_entries(entries)
     config = typed(merged.node)
     if run is not None:
-        config = kept.keeping_styles(config, resolved.read_config(run / CONFIG_FILE),
+        config = kept.keeping_styles(resolved.in_place(config, run),
+                                     resolved.read_config(run / CONFIG_FILE),
                                      {setting.key for setting in words.settings})
     return Composed(config, merged.problems, merged.sources, words.value("recipe") or "run", run,
                     words.flag(ACCEPT_CHANGES) is not None, merged.typed,
@@ -131,7 +133,7 @@ def print_composition(words: Words) -> None:
     Raises:
         ConfigError: something is wrong with the words or the files.
     """
-    words = _first_job(words) if words.is_sweep else words
+    words = first_job(words).without(*of_sweep(words)) if words.is_sweep else words
     run = _resumed_run(words)
     with hydra_bridge.hydra_for(words, schema_node()):
         if words.flag("--hydra-help") is not None or words.flag("--shell-completion") is not None:
@@ -191,24 +193,35 @@ def _resumed_run(words: Words) -> Path | None:
         raise ConfigError(f"{', '.join(groups)} can't be chosen when a run is resumed: its own "
                           "config.yaml is the base", where=COMMAND_LINE,
                           fix="override single keys instead, e.g. ppo.total_episodes=4000")
+    name, folder = words.value("run_name"), words.value("output_dir")
+    if name not in (None, run.name) or (
+            folder is not None and Path(folder).expanduser().absolute() != run.parent):
+        given = [key for key in ("run_name", "output_dir") if words.value(key) is not None]
+        raise ConfigError(f"{', '.join(given)} can't be set when a run is resumed: it goes on in "
+                          "its own folder", where=COMMAND_LINE,
+                          fix="leave that out; ppocli runs rename RUN NAME gives it another name")
     return run
 
 
-def _first_job(words: Words) -> Words:
-    """The words of a sweep as those of a single run: its first job, or the least values of ranges.
+def first_job(words: Words, loader: ConfigLoader | None = None) -> Words:
+    """The words of a sweep as those of a single run: its first job, or the least values of ranges,
+    and what is said of the sweep itself.
+
+    Args:
+        loader: tells which options of a group a ``glob`` stands for.
 
     Raises:
         ConfigError: a word can't be read.
     """
     with hydra_bridge.as_config_errors():
-        overrides = OverridesParser.create().parse_overrides(words.overrides)
+        overrides = OverridesParser.create(config_loader=loader).parse_overrides(words.overrides)
     settings = tuple(
         replace(setting, value=str(ranged.start) if isinstance(
             ranged := override.value(), IntervalSweep)
-            else next(iter(override.sweep_string_iterator())))
+            else next(iter(override.sweep_string_iterator()), "null"))
         if override.is_sweep_override() else setting
         for setting, override in zip(words.settings, overrides, strict=True))
-    return replace(words, settings=settings).without("--multirun", "hydra.mode", *of_sweep(words))
+    return replace(words, settings=settings).without("--multirun", "hydra.mode")
 
 
 def of_sweep(words: Words) -> list[str]:

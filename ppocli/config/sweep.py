@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import cast
@@ -15,12 +15,14 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
+from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.config import hydra_bridge, keys, layers, schema, secrets
-from ppocli.config.compose import Composed, compose_here, of_sweep
+from ppocli.config.compose import Composed, compose_here, first_job, of_sweep
 from ppocli.config.problems import Problem, raise_problems, range_problems
-from ppocli.config.resolved import quoted, schema_node, typed
+from ppocli.config.resolved import mapping_words, quoted, schema_node, typed
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
 
@@ -61,8 +63,8 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
     tells what is wrong with one. ``run_job`` returns what an optimising sweeper maximises.
 
     Args:
-        begin: gets what all jobs share, and the jobs that are planned (None where the sweeper
-            chooses them as it goes), and returns the sweep's folder.
+        begin: gets what all jobs share, as the first has it, and the jobs that are planned (None
+            where the sweeper chooses them as it goes), and returns the sweep's folder.
 
     Raises:
         ConfigError: wrong words, or words that contradict a sweep.
@@ -74,21 +76,17 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
     # untyped, so that a job with a wrong value is that job's failure and not the sweep's
     untyped = OmegaConf.create(OmegaConf.to_container(schema_node()))
     with hydra_bridge.hydra_for(words, cast(DictConfig, untyped)):
-        swept = _sweep_words(hydra_bridge.config_loader(words), words.overrides)
-        secrets.refuse_secrets((entry.key, entry.value, entry.source) for entry in swept.shared)
-        merged = layers.merge_entries(swept.shared, hydra_resolves=True)
-        shared = typed(merged.node)
-        raise_problems([*merged.problems, *(
-            problem for problem in range_problems(shared, merged.sources)
-            if problem.key in merged.sources), *_plan_problems(shared, swept, merged.sources)])
-        plan, own_keys = shared.sweep, of_sweep(words)
+        loader = hydra_bridge.config_loader(words)
+        swept = _sweep_words(loader, words.overrides)
+        shared, job_words = _shared(words, loader, swept)
+        plan = shared.sweep
         if plan.search != "grid":
             if not swept.ranges:
                 raise ConfigError("there is nothing to search: no key has several values",
                                   where=COMMAND_LINE, fix="give one a range, such as "
                                   "'ppo.optimizer.lr=tag(log,interval(1e-5,1e-3))'")
             folder = begin(shared, None)
-            own = [str(setting) for setting in words.without(*own_keys, *swept.ranges).settings
+            own = [str(setting) for setting in job_words.without(*swept.ranges).settings
                    if not setting.key.startswith("hydra.")]
             search(plan, swept.ranges, folder,
                    lambda number, varied: _job(words, number, plan.trials, (*own, *varied), varied,
@@ -100,12 +98,53 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
                               where=COMMAND_LINE, fix="add sweep.search=optuna or sweep.search="
                               "random, or list the values")
         place = quoted(str(begin(shared, swept.grid)))
-        own_words = words.without("hydra.sweep.dir", *own_keys).adding(f"hydra.sweep.dir={place}")
+        own_words = job_words.without("hydra.sweep.dir").adding(f"hydra.sweep.dir={place}")
         # Hydra would have a + before what a free mapping doesn't hold yet
         hydra_bridge.run_hydra(replace(own_words, settings=tuple(
             replace(each, prefix="++") if not each.prefix and keys.free_mapping_of(each.key)
             else each for each in own_words.settings)), lambda config: run_job(
                 _sweep_job(words, swept)))
+
+
+def _shared(words: Words, loader: ConfigLoader, swept: _Swept) -> tuple[schema.TrainConfig, Words]:
+    """What all jobs share, as the first has it from words, groups and recipes, and the words of
+    them all, without what is said of the sweep itself.
+
+    Raises:
+        ConfigError: what is wrong with all jobs alike.
+    """
+    secrets.refuse_secrets((entry.key, entry.value, entry.source) for entry in swept.shared)
+    given = layers.merge_entries(swept.shared, hydra_resolves=True)
+    first = first_job(words, loader).without(*(
+        each.key for each in words.settings
+        if each.key.startswith(("hydra.", "hydra/")) and each.key != "hydra.searchpath"))
+    composed, of_sweeps = compose_here(first), of_sweep(words)
+    raise_problems([*given.problems, *(
+        problem for problem in range_problems(typed(given.node), given.sources)
+        if problem.key in given.sources), *_plan_problems(composed.config, swept, composed.sources),
+        *(problem for problem in (*composed.refused, *range_problems(
+            composed.config, composed.sources)) if problem.key.startswith("sweep."))])
+    of_files = compose_here(first.without(*of_sweeps)).sources
+    return composed.config, words.without(*of_sweeps).adding(*(
+        word for word in mapping_words({"sweep": asdict(schema.SweepConfig())})
+        if word.partition("=")[0] in of_files))
+
+
+def sweep_dir(words: Words) -> str | None:
+    """``hydra.sweep.dir``, with what ``${now:...}`` in it is at this moment.
+
+    Raises:
+        ConfigError: something else in it would differ between jobs.
+    """
+    if (given := words.value("hydra.sweep.dir")) is None or "${" not in given:
+        return given
+    setup_globals()
+    try:
+        return str(OmegaConf.create({"dir": given}).dir)
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"hydra.sweep.dir={given}: all jobs of a sweep lie in one folder",
+                          where="hydra.sweep.dir", fix="of ${...} it may hold ${now:...} alone"
+                          ) from error
 
 
 def _plan_problems(config: schema.TrainConfig, swept: _Swept, sources: Mapping[str, str]
@@ -185,6 +224,9 @@ def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
         swept = override.is_sweep_override()
         discrete = swept and override.is_discrete_sweep()
         values = list(override.sweep_string_iterator()) if discrete else []
+        if discrete and not values:
+            raise ConfigError(f"{override.input_line}: there is nothing in that range", where=name,
+                              fix="let it go from its first value to below its END")
         if swept:
             ranges[name] = override
             is_grid &= discrete

@@ -147,6 +147,7 @@ def test_a_job_that_is_worse_than_half_of_the_earlier_is_ended(world: Path):
 @pytest.mark.parametrize(("more", "code", "said"), [
     (["ppo.gamma=interval(0.1,0.2)"], 2, "add sweep.search=optuna or sweep.search=random"),
     (["sweep.search=optuna"], 2, "there is nothing to search"),
+    (["seed=range(3,3)"], 2, "there is nothing in that range"),
     (["sweep.search=optun", "ppo.gamma=1,0.9"], 2, "did you mean optuna?"),
     (["sweep.search=optuna", "ppo.gamma=1,0.9", "sweep.metric=[reward_mean,kl_mean]",
       "sweep.direction=maximize"], 2, "1 direction for 2 metrics")])
@@ -193,7 +194,9 @@ def test_a_sweep_has_a_name_and_keys_of_free_mappings_need_no_plus(world, capsys
     assert "2 jobs" in typed("sweep", "resume", "mine", code=0).err
     assert "holds a sweep already" in typed("train", "-m", *own, "run_name=mine", code=5).err
     assert "is a run's" in typed("train", "-m", *own, "hydra.sweep.dir=runs/mine/0", code=5).err
-    assert "a sweep has one name" in typed("train", "-m", *own, "run_name=a,b", code=2).err
+    for wrong in ("run_name=a,b", "run_name=x-${seed}"):
+        assert "a sweep has one name" in typed("train", "-m", *own, wrong, code=2).err
+    assert "lie in one folder" in typed("train", "-m", *own, "hydra.sweep.dir=${seed}", code=2).err
     first = typed("train", "-m", *own, "seed=7,8", "ppo.gamma=interval(0.5,1)", "--cfg", "job",
                   "-p", "reward.kwargs", code=0)
     assert first.out == "# @package reward.kwargs\nby: 1\n"

@@ -16,6 +16,9 @@ from helpers import jsonl
 from runs import app_in_process, run, spawn, wait_for, words
 
 from ppocli.cli.sweep_jobs import _Queued
+from ppocli.config.compose import compose
+from ppocli.config.sweep import run_sweep_jobs
+from ppocli.config.words import read_words
 from ppocli.runs.search import open_study
 from ppocli.storage.run_folder import live_owner
 
@@ -55,6 +58,25 @@ def test_jobs_run_together_and_come_to_what_they_come_to_in_turn(world: Path):
             (other["varied"], other["status"], other["figures"])
     for number in (0, 2, 4):
         assert weights(world / f"runs/s/{number}") == weights(world / f"runs/turn/{number}")
+
+
+def test_groups_and_recipes_say_what_jobs_share(world: Path, monkeypatch):
+    monkeypatch.chdir(world)
+    (world / "recipes").mkdir()
+    (world / "recipes/mine.yaml").write_text("sweep: {jobs: 3}\noutput_dir: elsewhere\n")
+    shared, jobs = [], []
+
+    def begin(config, grid):
+        shared.append(config)
+        return world / "s"
+
+    given = ["-m", "+recipe=mine", *words("hardware=ddp"), "seed=1,2"]
+    run_sweep_jobs(read_words(given), jobs.append, begin, search=lambda *_: None)
+    assert (shared[0].sweep.jobs, shared[0].hardware.num_processes, shared[0].output_dir) == (
+        3, 2, "elsewhere")
+    for job in jobs:  # whose words are typed again
+        single = read_words(job.typed.without("--multirun").argv(whole=True))
+        assert compose(single).problems() == []
 
 
 @pytest.mark.long
