@@ -32,7 +32,7 @@ def kept_texts(run_dir: Path) -> list[str]:
 
 def _config_of(text: str) -> schema.TrainConfig | None:
     with suppress(yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError):
-        return copy.deepcopy(resolved.parsed(text))
+        return resolved.parsed(text)
     return None
 
 
@@ -47,7 +47,8 @@ def settings_before(run_dir: Path, *, accept_changes: bool) -> schema.TrainConfi
     """
     path = run_dir / resolved.CONFIG_FILE
     now = resolved.read_config(path)
-    kept = [config for text in kept_texts(run_dir) if (config := _config_of(text))]
+    kept = [resolved.in_place(config, run_dir) for text in kept_texts(run_dir)
+            if (config := _config_of(text))]
     differ = [resolved.config_differences(config, now) for config in kept]
     if all(differ) and kept and not accept_changes:
         lines = [f"  {key}: {shown(before)} -> {shown(after)}" for key, before, after in differ[0]]

@@ -31,6 +31,11 @@ CONFIG_FILE = "config.yaml"
 NEXT_CONFIG_FILE = "config.next.yaml"
 """settings a resumed run was asked to go on with; they replace config.yaml once it does"""
 PYTHON_OBJECT = "<python object>"
+STARTED_FROM = "start"
+"""folder in a run's, of models that were given as Python objects: it holds what a resume needs"""
+MODEL_KEYS = {"model": "model.path", "ref_model": "model.reference.path",
+              "tokenizer": "model.tokenizer_path"}
+"""the key whose place each of them takes"""
 _LENGTH = ("ppo.total_episodes", "ppo.epochs", "ppo.num_steps", "ppo.num_rollouts",
            *(f"{name}.{key}" for name in DATA_TASKS
              for key in ("epochs", "num_updates", "mini_batch_size")))
@@ -117,7 +122,17 @@ def read_config(path: Path) -> TrainConfig:
         map(str, range_problems(config, {}, _LENGTH)), None)
     if config is None or wrong:
         raise CheckpointError(f"{path} is damaged: {wrong}", where=str(path), fix=fix)
-    return copy.deepcopy(config)
+    return in_place(config, path.parent)
+
+
+def in_place(config: TrainConfig, run_dir: Path) -> TrainConfig:
+    """A copy of a run's configuration whose models that were given as Python objects are where its
+    folder is now."""
+    places = {key: run_dir.resolve() / STARTED_FROM / name for name, key in MODEL_KEYS.items()}
+    return with_values(config, {
+        key: str(place) for key, place in places.items()
+        if Path(operator.attrgetter(key)(config) or "").parts[-2:] == place.parts[-2:]
+        and place.is_dir()})
 
 
 @functools.lru_cache(maxsize=16)
@@ -200,13 +215,16 @@ def _absolute_function(value: Any) -> Any:
     return f"{_absolute(file, True)}{colon}{name}" if file.endswith(".py") else value
 
 
-def _absolute_values(values: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of user code: texts with a separator that name something on disk are paths, and a
-    ``model`` that is a folder."""
-    return {name: _absolute(value) if isinstance(value, str)
-            and ("/" in value or value.startswith("~")
-                 or (name == "model" and Path(value).is_dir())) else value
-            for name, value in values.items()}
+def _absolute_values(value: Any, name: str = "") -> Any:
+    """Arguments of user code, also in lists and mappings: texts with a separator that name
+    something on disk are paths, and a ``model`` that is a folder."""
+    if isinstance(value, dict):
+        return {key: _absolute_values(each, key) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_absolute_values(each) for each in value]
+    is_path = isinstance(value, str) and ("/" in value or value.startswith("~") or (
+        name == "model" and Path(value).is_dir()))
+    return _absolute(value) if is_path else value
 
 
 def flat(config: TrainConfig) -> dict[str, Any]:

@@ -199,7 +199,7 @@ def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonO
     words = read_words(given_words(overrides))
     if words.value("resume") in (None, "never", "auto"):  # the folder of a run has its models
         words = words.adding(*(f"{key}={resolved.quoted(resolved.PYTHON_OBJECT)}"
-                               for name, key in opened_folder.MODEL_KEYS.items()
+                               for name, key in resolved.MODEL_KEYS.items()
                                if getattr(objects, name) is not None))
     if objects.optimizer is not None and words.value("ppo.optimizer.lr") is None:
         first = objects.optimizer.param_groups[0]

@@ -32,13 +32,9 @@ OBJECT_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn",
                "prompts": "prompts.path", "eval_prompts": "prompts.eval.path",
                "data": "data.path", "val_data": "data.val"}
 """the key whose place each Python object takes"""
-MODEL_KEYS = {"model": "model.path", "ref_model": "model.reference.path",
-              "tokenizer": "model.tokenizer_path"}
-"""likewise, of objects that are written into the run's folder: it holds what a resume needs"""
-_STARTED_FROM = "start"
 # a run that left no more than these made nothing worth keeping
 _TRACES = frozenset({resolved.CONFIG_FILE, run_folder.LOCK, "ppocli.log", NODE_FAILED,
-                     _STARTED_FROM})
+                     resolved.STARTED_FROM})
 
 
 @contextmanager
@@ -92,8 +88,8 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
         say(f"{own} was gone; it is written again as {kept.RUN_FILE} keeps it")
     if not checked.resume_from:  # else the run's own configuration is the base
         config = kept.keeping_styles(config, resolved.read_config(own))
-    config = resolved.with_values(config, {  # resume=auto
-        key: str(path) for key, path in _models_in(run_dir, config)})
+    config = resolved.in_place(resolved.with_values(config, {  # resume=auto
+        key: str(path) for key, path in _models_in(run_dir, config)}), run_dir)
     changes = changes_on_resume(run_dir, config, objects, checked.accept_changes)
     check_inputs(config)
     check_deepspeed(config)
@@ -148,7 +144,8 @@ def _made_nothing(run_dir: Path) -> bool:
 
 def _models_in(run_dir: Path, config: schema.TrainConfig) -> list[tuple[str, Path]]:
     """(key, folder) of each model that was given as an object."""
-    return [(key, run_dir / _STARTED_FROM / name) for name, key in MODEL_KEYS.items()
+    return [(key, run_dir / resolved.STARTED_FROM / name)
+            for name, key in resolved.MODEL_KEYS.items()
             if attrgetter(key)(config) == resolved.PYTHON_OBJECT]
 
 

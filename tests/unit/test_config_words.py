@@ -14,24 +14,27 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from ppocli.builtin.names import config_groups, recipe_files
-from ppocli.config.compose import print_composition
+from ppocli.config.compose import compose, print_composition
 from ppocli.config.keys import schema_keys, schema_sections
 from ppocli.config.resolved import (
     NEXT_CONFIG_FILE,
     classify_change,
     config_differences,
+    config_text,
     literal,
     quoted,
     read_config,
     training_command,
     unquoted,
     with_absolute_paths,
+    with_values,
     words_for,
 )
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import looks_secret
 from ppocli.config.words import read_setting, read_words
 from ppocli.errors import CheckpointError, ConfigError
+from ppocli.launching.opened_folder import changes_on_resume
 from ppocli.runs.record import accept_settings, read_changes
 from ppocli.storage.run_folder import write_config
 from ppocli.text import nearest
@@ -270,6 +273,7 @@ def test_user_paths_become_absolute(tmp_path, monkeypatch):
                       "reward.metric_fn=pkg.mod:f", "task.fn=my/task.py:Mine",
                       "rollout.engine=my/sampler.py:Slow")
     config.rollout.python, config.env.tools = "./venv/bin/python", ["tools.py:look"]
+    config.env.kwargs = {"files": ["./a.txt", "and/or", 1], "deep": [{"in": {"it": "~/b"}}]}
     result = with_absolute_paths(config)
     assert result.model.path == str(tmp_path / "lm")
     assert result.model.tokenizer_path == "gpt2"
@@ -284,8 +288,35 @@ def test_user_paths_become_absolute(tmp_path, monkeypatch):
     assert result.env.tools == [f"{tmp_path}/tools.py:look"]
     assert result.reward.kwargs["model"] == str(tmp_path / "data" / "p.jsonl")
     assert result.reward.kwargs["style"] == "a/b"
+    assert result.env.kwargs == {"files": [f"{tmp_path}/a.txt", "and/or", 1],
+                                 "deep": [{"in": {"it": str(Path.home() / "b")}}]}
     assert composed().model.path == with_absolute_paths(composed()).model.path
     assert with_absolute_paths(composed()).rollout.engine == composed().rollout.engine
+
+
+def test_models_in_a_runs_folder_are_found_where_it_is_now(tmp_path):
+    """Those that were given as Python objects; the folder was renamed."""
+    place = tmp_path / "now/start/model"
+    place.mkdir(parents=True)
+    started = with_values(composed(), {"model.path": "/then/start/model",
+                                       "model.tokenizer_path": "/other/start/tokenizer"})
+    text = config_text(started)
+    (tmp_path / "now/config.yaml").write_text(text)
+    (tmp_path / "now/run.json").write_text(json.dumps({"config": text}))
+    now = read_config(tmp_path / "now/config.yaml")
+    assert (now.model.path, now.model.tokenizer_path) == (str(place), "/other/start/tokenizer")
+    assert changes_on_resume(tmp_path / "now", now) == []
+    assert compose(read_words([f"resume={tmp_path}/now"])).config.model.path == str(place)
+
+
+def test_a_resumed_run_has_the_name_and_place_of_its_folder(tmp_path):
+    run = tmp_path / "runs/mine"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(config_text(composed()))
+    for words in (["run_name=other"], [f"output_dir={tmp_path}"], ["output_dir=else", "seed=1"]):
+        with pytest.raises(ConfigError, match="it goes on in its own folder"):
+            compose(read_words([f"resume={run}", *words]))
+    compose(read_words([f"resume={run}", "run_name=mine", f"output_dir={tmp_path}/runs"]))
 
 
 def test_differences_are_listed_key_by_key():
