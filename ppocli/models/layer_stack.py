@@ -54,14 +54,15 @@ def _trial_words(lm: Any, device: torch.device) -> dict[str, Any]:
 @torch.no_grad()
 def _trial_of_shapes(lm: Any) -> None:
     """As :func:`_trial_pass` where weights are in parts, or not there yet: the model's code runs on
-    tensors that have shapes only."""
+    tensors that have shapes only, in bf16, which is all that torch's products of experts take."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.func import functional_call
 
     trunk = lm.base_model
     with FakeTensorMode(allow_non_fake_inputs=True):
-        shapes = {name: torch.empty(whole_shape(tensor), dtype=tensor.dtype) for name, tensor in
-                  (*trunk.named_parameters(), *trunk.named_buffers())}
+        shapes = {name: torch.empty(whole_shape(tensor), dtype=torch.bfloat16
+                                    if tensor.is_floating_point() else tensor.dtype)
+                  for name, tensor in (*trunk.named_parameters(), *trunk.named_buffers())}
         functional_call(trunk, shapes, kwargs=_trial_words(lm, torch.device("cpu")))
 
 
@@ -182,7 +183,7 @@ def _checked(lm: Any, split: SplitPoint) -> SplitPoint:
         whole = _trial_pass(lm).last_hidden_state
     try:
         resumed = _trial_pass(split.resumed(lm, states[-1])).last_hidden_state
-    except (TypeError, AttributeError, IndexError, RuntimeError) as error:
+    except (TypeError, AttributeError, LookupError, RuntimeError) as error:
         raise ValueError(f"{type(lm).__name__} can't be entered at layer {split.layer} ({error})"
                          ) from error
     if not torch.equal(whole, resumed):

@@ -218,7 +218,11 @@ def placed(backend: Backend, policy: T) -> T:
 def _checkpoint_gradients(lm: Any) -> None:
     # transformers renamed it in 5.2x; the old name warns there and is the only one before
     enable = getattr(lm, "activation_checkpointing_enable", None)
-    (enable or lm.gradient_checkpointing_enable)({"use_reentrant": False})
+    try:
+        (enable or lm.gradient_checkpointing_enable)({"use_reentrant": False})
+    except ValueError as error:
+        raise InputError(str(error), where="model.gradient_checkpointing",
+                         fix="set model.gradient_checkpointing=false") from error
 
 
 def _value_function(cfg: schema.TrainConfig, loaded: LoadedLM, tokenizer: Any) -> tuple[Any, Any]:

@@ -8,9 +8,12 @@ import pytest
 import torch
 from helpers import make_lm
 
+from ppocli.config.schema import ModelConfig, TrainConfig
+from ppocli.errors import InputError
 from ppocli.models.layer_stack import SplitPoint, layer_stack, trained_split, without_hooks
 from ppocli.models.policy import Policy, freeze_lower_layers
 from ppocli.parallel.ranks import Ranks
+from ppocli.tasks.building import freeze
 from ppocli.zero import sharded_weights
 
 NORMS = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm",
@@ -58,12 +61,38 @@ def test_what_runs_before_the_first_trained_layer_is_frozen(kind, trained, there
     assert all(p.requires_grad for part in after for p in lm.get_submodule(part).parameters())
 
 
+def test_shapes_of_experts_tell_what_is_frozen():
+    lm = make_lm("mixtral", num_key_value_heads=1, num_local_experts=2).to("meta")
+    freeze_lower_layers(lm, 1)
+    frozen = {name for name, p in lm.named_parameters() if not p.requires_grad}
+    assert {name.partition("layers.")[2][:1] for name in frozen} == {"", "0"}
+
+
+def test_layers_that_look_something_up_of_those_before_are_entered_nowhere():
+    lm, kept = made("gpt2"), {}
+    first, second = lm.transformer.h
+    first.register_forward_hook(lambda *_: kept.update(keys=True))
+    second.register_forward_pre_hook(lambda *_: kept.pop("keys") and None)
+    freeze_lower_layers(lm, 1)
+    with pytest.raises(ValueError, match="can't be entered at layer 1"):
+        trained_split(lm)
+
+
 def test_passes_split_above_the_frozen_layers_only_where_nothing_before_them_trains():
     lm = made("gpt2")
     freeze_lower_layers(lm, 1)
     assert trained_split(lm).layer == 1
     lm.transformer.wpe.requires_grad_(True)
     assert trained_split(lm) is None
+
+
+def test_a_model_that_can_not_recompute_its_layers_names_the_key(monkeypatch):
+    lm = made("gpt2")
+    monkeypatch.setattr(type(lm), "supports_gradient_checkpointing", False)
+    cfg = TrainConfig(model=ModelConfig(path="x", gradient_checkpointing=True))
+    with pytest.raises(InputError, match=r"does not support .* checkpointing") as refused:
+        freeze(cfg, lm)
+    assert refused.value.where == "model.gradient_checkpointing"
 
 
 def test_a_view_without_hooks_computes_the_same():
