@@ -196,8 +196,8 @@ def _resumed_run(words: Words) -> Path | None:
     name, folder = words.value("run_name"), words.value("output_dir")
     if name not in (None, run.name) or (
             folder is not None and Path(folder).expanduser().absolute() != run.parent):
-        given = [key for key in ("run_name", "output_dir") if words.value(key) is not None]
-        raise ConfigError(f"{', '.join(given)} can't be set when a run is resumed: it goes on in "
+        named = [key for key in ("run_name", "output_dir") if words.value(key) is not None]
+        raise ConfigError(f"{', '.join(named)} can't be set when a run is resumed: it goes on in "
                           "its own folder", where=COMMAND_LINE,
                           fix="leave that out; ppocli runs rename RUN NAME gives it another name")
     return run
