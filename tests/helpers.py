@@ -82,6 +82,10 @@ _SHAPES = {
              "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
              "max_position_embeddings": 64, "decoder_start_token_id": 2,
              "forced_eos_token_id": None},
+    "led": {"encoder_layers": 2, "decoder_layers": 2, "d_model": 32, "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
+            "attention_window": 4, "max_encoder_position_embeddings": 64,
+            "max_decoder_position_embeddings": 64},
     "opt": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_dim": 48,
             "max_position_embeddings": 64, "word_embed_proj_dim": 32},
     "mamba": {"num_hidden_layers": 2, "hidden_size": 32, "state_size": 8},
@@ -105,10 +109,11 @@ def make_lm(kind: str = "gpt2", *, seed: int = 0, gain: float = 4.0, **over):
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    auto = AutoModelForSeq2SeqLM if kind in PAIRS else AutoModelForCausalLM
+    config = model_config(kind, **over)
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = auto.from_config(model_config(kind, **over))
+        model = auto.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.dim() > 1:

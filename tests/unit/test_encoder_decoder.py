@@ -36,7 +36,7 @@ def theirs_and_ours(folder, rollout, temperature=1.0):
         yield wanted, rollout.logprobs[i][mask], rollout.ref_logprobs[i][mask]
 
 
-@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("kind", [*PAIRS, "led"])
 @pytest.mark.parametrize("source", ["decode", "forward"])
 def test_logprobs_are_those_of_transformers_at_the_temperature(tmp_path, kind, source):
     cfg = pair_config(tmp_path, kind, generation__temperature=0.7, ppo__logprobs_from=source,

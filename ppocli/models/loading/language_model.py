@@ -205,7 +205,8 @@ def make_ready(cfg: ModelConfig, model: Any) -> None:
     if cfg.attn_implementation is None:
         use_kernels(model)
     # the ids are checked by us; transformers' own padding check would synchronise at every call
-    model.config.pad_token_id = None
+    if model.config.model_type != "led":  # which fills prompts up to its window by itself
+        model.config.pad_token_id = None
     for part in model.eval().modules():
         if isinstance(part, torch.nn.Dropout):  # a nested configuration may have turned it on
             part.p = 0.0
