@@ -239,7 +239,9 @@ def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
             working = sweep_alive or run_folder.live_owner(Path(job.folder)) is not None
             return "running" if working else "interrupted"
         return "gone" if job.status == "finished" else job.status
-    if run.status in ("running", "finished"):
+    # a job whose values aren't those of the run in its folder was refused
+    if run.status == "running" or (
+            run.status == "finished" and job.exit_code != CheckpointError.exit_code):
         return run.status
     if job.status == "running" and sweep_alive:
         return "running"  # its process is starting

@@ -5,6 +5,7 @@ import os
 import select
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,11 @@ def test_status_is_told_even_of_jobs_that_nobody_wrote_down(sweep, capsys):
     assert found[3]["varied"] == {"seed": "1", "ppo.init_kl_coef": "0.2"}
     with lock(sweep / "2"):
         assert shown(capsys, "sweep-1", "job")["jobs"][2]["status"] == "running"
+    record = read_sweep(sweep)
+    write_sweep(replace(record, jobs=(job(sweep, 0, "failed", ["seed=7", KEYS[0]], code=5),
+                                      *record.jobs[1:])))  # the run there has other values
+    assert shown(capsys, "sweep-1", "job")["jobs"][0]["status"] == "failed"
+    write_sweep(record)
     (sweep / "0").rename(sweep / "away")
     assert shown(capsys, "runs/sweep-1", "job")["jobs"][0]["status"] == "gone"
 
