@@ -112,7 +112,11 @@ def load_policy(cfg: schema.ModelConfig, hardware: schema.HardwareConfig, seed: 
     config = peft_config(kind, settings, pair=trunk.has_encoder(loaded.lm), revision=cfg.revision,
                          tokenizer=loaded.lm.config.name_or_path, scores=scores)
     check_steps(loaded.lm, virtual=kind != "lora")
-    return replace(loaded, adapter=Adapter(attach(loaded.lm, config, seed=seed), base))
+    made = replace(loaded, adapter=Adapter(attach(loaded.lm, config, seed=seed), base))
+    if kind != "lora" and not scores:  # they may not fit the model's cache or embeddings
+        try_decoding(loaded.lm, None)
+        check_steps(loaded.lm, virtual=True)
+    return made
 
 
 def load_judged(cfg: schema.ModelConfig, hardware: schema.HardwareConfig) -> LoadedLM:
@@ -139,7 +143,8 @@ def check_steps(lm: Any, *, virtual: bool) -> None:
     name = type(lm).__name__
     raise ConfigError(f"{name} has windows of attention, or counts padding: virtual tokens before "
                       "shorter prompts would weigh less, or nothing." if steps else
-                      f"Prefix and prompt tuning need ppocli's own loop, and it can't step {name}.",
+                      f"{name} can't be stepped with virtual tokens by ppocli's own loop, which "
+                      "they need.",
                       where="model.peft.type", fix="set model.peft.type=lora, or train all weights")
 
 

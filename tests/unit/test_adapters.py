@@ -377,6 +377,16 @@ def test_an_adapter_that_does_not_fit_the_model_is_refused(tmp_path, kind, field
         pass
 
 
+def test_what_peft_does_not_find_in_a_configuration_can_be_given(tmp_path):
+    save_lm(tmp_path / "lm", "xglm", ffn_dim=48)
+    with (pytest.raises(ConfigError) as refused, session_of(config_of(tmp_path, "prefix"))):
+        pass
+    assert refused.value.fix == "give it: model.peft.num_attention_heads=N"
+    fields = {"num_attention_heads": 2}
+    with session_of(config_of(tmp_path, "prefix", fields=fields)) as session:
+        trained(session)
+
+
 def test_an_input_embedding_that_is_not_tied_may_be_covered(tmp_path):
     fields = {"target_modules": ["q_proj", "embed_tokens"]}
     with session_of(config_of(tmp_path, shape="llama", fields=fields)) as session:

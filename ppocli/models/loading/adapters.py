@@ -7,6 +7,7 @@ it. PEFT's model around it is kept for what PEFT knows best, the format of its f
 import copy
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -118,9 +119,11 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
                 lm.virtual_tokens = VirtualTokens(
                     model, in_cache=config.peft_type.value == "PREFIX_TUNING")
     except (ValueError, TypeError, AttributeError) as error:
+        fix = "for LoRA name the layers: model.peft.target_modules=[NAME,...]"
+        if needed := re.search(r"specify `(num_\w+|token_dim)`", str(error)):
+            fix = f"give it: model.peft.{needed[1]}=N"
         raise ConfigError(f"The adapter does not fit {type(lm).__name__}: {error}",
-                          where="model.peft", fix="for LoRA name the layers: "
-                          "model.peft.target_modules=[NAME,...]") from error
+                          where="model.peft", fix=fix) from error
     # logits are computed from the output embedding's own weights, only where they are needed; an
     # input embedding that is tied to it has them too, and merging its adapter would change both
     embeddings = lm.get_output_embeddings()  # None of a model that scores texts
