@@ -337,7 +337,8 @@ def _check_logits(lm: Any, name: str, key: str) -> None:
         if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=off):
             return
     raise InputError(f"{type(lm).__name__} ({name}) does not compute its logits as a linear map of "
-                     "its trunk's output, scaled or soft-capped; ppocli can't train it.", where=key,
+                     "its trunk's output, scaled or soft-capped, in a way that ppocli knows; it "
+                     "can't be trained.", where=key,
                      fix="use a language model of another architecture")
 
 
