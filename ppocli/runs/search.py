@@ -224,7 +224,8 @@ def findings(sweep: SweepRecord) -> dict[str, Any]:
     return {"importance": importance, "best": [
         {"job": job.number, "varied": list(job.varied),
          "metrics": dict(zip(metrics, trial.values, strict=True))} for trial, job in best],
-        "command": None if not best else shlex.join(["ppocli", "train", *best[0][1].overrides])}
+        "command": None if not best else shlex.join(["ppocli", "train", *(
+            word for word in best[0][1].overrides if not word.startswith("resume="))])}
 
 
 def _check(params: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:

@@ -16,7 +16,8 @@ from optuna.trial import TrialState, create_trial
 from runs import app_in_process, run, spawn, words
 
 from ppocli.errors import ConfigError
-from ppocli.runs.search import METRICS, distribution, open_study
+from ppocli.runs.search import METRICS, distribution, findings, open_study
+from ppocli.runs.sweeps import read_sweep
 from ppocli.storage.run_folder import RunFolder
 
 RANGES = ("ppo.optimizer.lr=tag(log,interval(1e-4,1e-2))", "ppo.ppo_epochs=range(1,4)",
@@ -96,6 +97,7 @@ def test_a_search_goes_on_exactly_after_a_kill(world: Path, trials):
     values = [[trial.value for trial in open_study(world / "runs" / name).trials]
               for name in ("s", "whole")]
     assert values[0] == values[1]  # the numbers of every job too
+    assert "resume=" not in findings(read_sweep(world / "runs/s"))["command"]
 
 
 @pytest.mark.slow
