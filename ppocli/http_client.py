@@ -92,12 +92,17 @@ def from_environment(variable: str, header: str, key: str, error: type[PpocliErr
     """The value of an environment variable that is sent as a header.
 
     Raises:
-        error: there is no such variable.
+        error: there is no such variable, or its value can't be sent.
     """
     if variable not in os.environ:
         raise error(f"The environment has no variable {variable}, which is to be sent as {header}.",
                     where=key, fix=f"export {variable}=...")
-    return os.environ[variable]
+    value = os.environ[variable]
+    if not (value == value.strip() and value.isascii() and value.isprintable() and value):
+        raise error(f"{variable} can't be sent as {header}: it is empty, or has characters beyond "
+                    "ASCII, or white space at an end (it is not shown).", where=key,
+                    fix=f"correct it: export {variable}=...")
+    return value
 
 
 def asked_pause(answer: Any, most: float) -> float:

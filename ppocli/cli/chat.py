@@ -147,7 +147,8 @@ class Chat:
             self._forget()
             complain("forgotten")
         elif name == "/seed":
-            if len(values) != 1 or not values[0].isdecimal() or int(values[0]) >= MAX_SEED:
+            if len(values) != 1 or not values[0].isdecimal() \
+                    or len(values[0]) > len(str(MAX_SEED)) or int(values[0]) >= MAX_SEED:
                 raise ConfigError(f"/seed {' '.join(values)}: it takes a number from 0.",
                                   fix="/seed 1")
             self._seed, self._asked = int(values[0]), 0
@@ -226,6 +227,6 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 def _value(text: str) -> Any:
-    with suppress(ValueError):
+    with suppress(ValueError, RecursionError):
         return json.loads(text)
     return text

@@ -37,7 +37,8 @@ def print_estimate(
         prompt_tokens: int | None = option("N", "Tokens of the longest prompt (default: of the "
             "prompts themselves, if they and the tokenizer are on this machine).", min=1),
         available: bool = flag("Compare with the free memory of this machine.", "--available"),
-        memory: float | None = option("GIB", "Compare with a device of this many GiB.", min=0.001),
+        memory: float | None = option("GIB", "Compare with a device of this many GiB.", min=0.001,
+                                    max=1e6),
         as_json: AsJson = False) -> None:
     """Estimate the memory and disk space of a run without loading anything.
 

@@ -85,7 +85,13 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
     from ppocli.storage.run_folder import finite_or_null
 
-    show_text(printable_json(json.dumps(finite_or_null(value), indent=indent, ensure_ascii=False)))
+    value = finite_or_null(value)
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # the stream's own way out is no JSON
+        text = json.dumps(value, indent=indent)
+    show_text(printable_json(text))
 
 
 def show_text(text: str, end: str = "\n") -> None:
@@ -168,6 +174,8 @@ def survive_any_terminal() -> None:
     """Make the standard streams usable: closed ones lead nowhere, odd encodings show escapes, and
     a reader that went away (``ppocli ... | head``) ends the process quietly."""
     signal.signal(signal.SIGPIPE, _end_without_reader)
+    if sys.stdin is None:
+        sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY), encoding="utf-8")
     for name in ("stdout", "stderr"):
         if (stream := getattr(sys, name)) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8"))

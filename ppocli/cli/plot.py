@@ -101,10 +101,11 @@ def check_out(out: Path, overwrite: bool) -> None:
     Raises:
         ConfigError: its ending is no picture's, or there is something already.
     """
+    folder = os.path.isdir(out)
     if out.suffix.lower() not in (".svg", ".png"):
         raise ConfigError(f"--output {out}: must end in .svg or .png", where="command line",
-                          fix=f"e.g. --output {out.with_suffix('.svg')}")
-    folder = os.path.isdir(out)
+                          fix=f"e.g. --output {out / 'curves.svg' if folder else out}"
+                          + ".svg" * (not folder))
     if folder or (os.path.lexists(out) and not overwrite):
         raise ConfigError(f"{out} exists already; nothing is overwritten.", where="--output",
                           fix="choose another name" + ("" if folder else ", or add --overwrite"))

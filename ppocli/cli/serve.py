@@ -3,7 +3,6 @@ server that samples."""
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ppocli.cli.options import Overrides, option
 from ppocli.cli.output import complain, ignore_broken_pipes, say, working
 from ppocli.errors import ConfigError, InputError, StoppedError
+from ppocli.http_client import from_environment
 from ppocli.parallel import host_memory
 
 if TYPE_CHECKING:
@@ -47,10 +47,8 @@ def serve_reward(
     """
     ignore_broken_pipes()  # whoever has read the address may be gone
     cfg = _reward_config(overrides or [])
-    token = None if token_env is None else os.environ.get(token_env)
-    if token_env is not None and not token:
-        raise ConfigError(f"The environment has no variable {token_env!r}, or it is empty.",
-                          where="--token-env", fix=f"export {token_env}=...")
+    token = None if token_env is None else from_environment(
+        token_env, "Authorization", "--token-env", ConfigError)
     host_memory.share_one_heap()
     server = None
     try:

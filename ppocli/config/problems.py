@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter, ge, gt, le, lt
+from pathlib import Path
 from typing import Any, Self
 
 from omegaconf import MISSING
@@ -318,8 +319,10 @@ def _run(config: schema.TrainConfig) -> Rules:
            "must not be empty (for the current folder: output_dir=.)")
     yield (resume == "auto" and name is None, "resume, run_name",
            "resume=auto needs run_name, the name of the run folder")
-    yield (len(set(tracking.trackers)) < len(tracking.trackers), "tracking.trackers",
-           f"{shown(tracking.trackers)} must name each tracker once")
+    # the record of what one has received is named like its file
+    yield (len({Path(name).name for name in tracking.trackers}) < len(tracking.trackers),
+           "tracking.trackers", f"{shown(tracking.trackers)} must name each tracker once, and in "
+           "files of different names")
     yield tracking.project == "", "tracking.project", "must not be empty (for the default: null)"
     yield (tracking.project and not {"wandb", "trackio"}.intersection(tracking.trackers),
            "tracking.project, tracking.trackers", f"{shown(tracking.project)} is a project of "

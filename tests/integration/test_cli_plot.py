@@ -129,6 +129,7 @@ def test_nothing_is_overwritten_without_being_told(plot):
     ("--metric x", "choose of: reward, kl, length, entropy, clip, lr, loss, eval; or by full "
                    "name: "),
     ("--smooth 0", "--smooth 0: must be at least 1"),
+    ("--output .", "e.g. --output curves.svg"),
     ("--output a.gif", "--output a.gif: must end in .svg or .png")])
 def test_wrong_options(plot, given, said):
     done = plot("one", *given.split(), code=2)

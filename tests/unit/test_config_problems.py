@@ -140,6 +140,7 @@ def test_a_sound_configuration_has_no_problems():
     ({"checkpoint__background": "always", "hardware__num_processes": 2},
      "stop while a checkpoint is written"),
     ({"ppo__optimizer__name": "adamw_8bit", "hardware__zero_stage": 1}, "ZeRO shards its state"),
+    ({"tracking__trackers": ["a/own.py:A", "b/own.py:A"]}, "in files of different names"),
 ])
 def test_each_problem_is_named(values, text):
     lines = said(changed(**values))

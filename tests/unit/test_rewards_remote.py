@@ -125,6 +125,12 @@ BAD = {
               "answered 200 with 2 scores for 5 samples (sample 0 to 4 of 5)"),
     "no json": ((200, "<html>\n<p>hello"), "answered 200 with no JSON: '<html>'"),
     "other key": ((200, '{"rewards": [1]}'), "a JSON object without 'scores'"),
+    "extra": ((200, '{"scores": [1, 1, 1, 1, 1], "logs": [{"extra": 5}, {}, {}, {}, {}]}'),
+              "answered 200 with '5' as 'extra', which is no object"),
+    "logged": ((200, '{"scores": [1, 1, 1, 1, 1], "logs": [{}, {"logged": [1]}, {}, {}, {}]}'),
+               "answered 200 with '[1]' as 'logged', which is no object of numbers"),
+    "logged text": ((200, '{"scores": [1, 1, 1, 1, 1], "logs": [{"logged": {"a": "x"}}, {}, {}, {},'
+                     ' {}]}'), "as 'logged', which is no object of numbers"),
     "NaN": ((200, '{"scores": [1.0, NaN, 1.0, 1.0, 1.0]}'), "returned NaN for sample 1: 'p1 r1'"),
     "null": ((200, '{"scores": [1.0, 1.0, 1.0, null, 1.0]}'), "returned None for sample 3"),
     "client's fault": ((422, '{"error": "needs a column \\nand more"}'),
@@ -253,6 +259,15 @@ def test_headers_come_from_the_environment(monkeypatch):
     assert asked[0]["headers"]["X-Team"] == "s3cret"
 
 
+@pytest.mark.parametrize("value", ["", "pw123\n", "p\u00e4ss-pw123"])
+def test_a_value_that_no_header_can_hold_is_refused_and_not_shown(value, monkeypatch):
+    monkeypatch.setenv("MY_REWARD_VALUE", value)
+    with refused(RewardError, "MY_REWARD_VALUE can't be sent as Authorization") as caught:
+        build_reward(cfg_of("http://127.0.0.1:9/", token_env="MY_REWARD_VALUE"))
+    assert caught.value.where == "reward.kwargs.token_env"
+    assert "pw123" not in str(caught.value)
+
+
 @pytest.mark.parametrize(("kwargs", "said"), [
     ({"url": "localhost:8123"}, "is not an address"), ({"url": "ftp://x/y"}, "is not an address"),
     ({"url": 5}, "is not an address"), ({"url": "http://me:pw123@host/x"}, "holds a secret"),
@@ -263,6 +278,9 @@ def test_headers_come_from_the_environment(monkeypatch):
     ({"token_env": "not_set_anywhere"}, "no variable"),
     ({"token_env": "my secret pw123"}, "not the name of a variable"),
     ({"headers": ["X-Key: pw123 abc"]}, "not of the form"), ({"headers": "X-Key: A"}, "a list"),
+    ({"headers": 5}, "a list"), ({"headers": {"X-Key": "pw123"}}, "a list"),
+    ({"url": "http://127.0.0.1:abc/"}, "is not an address"),
+    ({"url": "http://.../"}, "is not an address"),
     ({"tries": 3}, "no argument 'tries'")])
 def test_wrong_arguments_are_refused_and_secrets_not_shown(kwargs, said):
     with refused(RewardError, said) as caught:
