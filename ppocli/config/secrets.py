@@ -41,9 +41,11 @@ def why_no_url(url: object) -> str:
     """What is wrong with a server's address, which must not hold a secret; empty if nothing is."""
     try:
         parts = urlsplit(url) if isinstance(url, str) else None
+        if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
+            return "no address"
+        parts.hostname.encode("idna")  # "..." is no host
+        _ = parts.port  # ":abc" is no port
     except ValueError:
-        parts = None
-    if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         return "no address"
     if parts.password or any(looks_secret(name) for name, _ in parse_qsl(parts.query)):
         return "a secret"

@@ -165,7 +165,7 @@ def on_tokens(numbers: Sequence[float], places: Sequence[int], count: int) -> li
 
 _SENT = ("prompts", "responses", "response_ids")
 _LISTS = {"prompts": str, "responses": str, "response_ids": list, "ended": bool, "messages": list,
-          "progress": float, "steps": list, "step_ends": list}
+          "progress": object, "steps": list, "step_ends": list}
 """what lists of a request's body hold; those that are sent are always there"""
 
 
@@ -238,7 +238,8 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
     if not isinstance(columns, dict):
         raise WireError("'columns' must be an object of lists")
     lists = {f"columns.{name}": _list_of(object, columns, name) for name in columns}
-    if len(known.get("progress", "123")) != 3:
+    # whole numbers too: JavaScript writes 1.0 as 1
+    if [type(value) in (int, float) for value in known.get("progress", (0, 0, 0))] != [True] * 3:
         raise WireError("'progress' must hold three numbers")
     count = len(known["responses"])
     for name, values in {**known, **lists}.items():
@@ -260,7 +261,8 @@ def _list_of(kind: type, said: Mapping[str, Any], name: str) -> list[Any]:
         raise WireError(f"{name!r} is missing")
     values = said[name]
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-        what = {str: " of texts", list: " of lists", object: ""}.get(kind, f" of {kind.__name__}s")
+        what = {str: " of texts", list: " of lists", bool: " of booleans", dict: " of objects"
+                }.get(kind, "")
         raise WireError(f"{name!r} must be a list{what}")
     return values
 
@@ -290,6 +292,14 @@ def decode_scores(body: bytes) -> tuple[list[Any], list[Any]]:
         raise WireError(f"{shorten(json.dumps(said))} in place of a list of scores")
     if logs and len(logs) != len(said):
         raise WireError(f"{len(logs)} 'logs' for {len(said)} scores")
+    for log in logs:
+        extra, logged = log.get("extra", {}), log.get("logged", {})
+        if not isinstance(extra, dict):
+            raise WireError(f"{shorten(json.dumps(extra))} as 'extra', which is no object")
+        if not isinstance(logged, dict) or not all(
+                isinstance(value, (int, float, type(None))) for value in logged.values()):
+            raise WireError(f"{shorten(json.dumps(logged))} as 'logged', which is no object of "
+                            "numbers")
     return said, logs
 
 

@@ -160,8 +160,10 @@ def _check_url(url: object) -> None:
 
 def _secret_headers(token_env: str | None, headers: Sequence[str]) -> dict[str, str]:
     """Header -> value, read from the environment."""
-    if isinstance(headers, str) or not all(isinstance(text, str) for text in headers):
-        raise resolve.wrong_argument("headers", headers, "a list of texts 'Name: VARIABLE'")
+    if not isinstance(headers, (list, tuple)) or not all(isinstance(text, str) for text in headers):
+        raise RewardError("reward.kwargs.headers is not a list of texts (not shown).",
+                          where="reward.kwargs.headers", fix="give 'Name: VARIABLE' for each: "
+                          "reward.kwargs.headers=[\"Name: VARIABLE\"]")
     wanted = [("headers", text, "") for text in headers]
     if token_env is not None:
         wanted.insert(0, ("token_env", f"Authorization: {token_env}", "Bearer "))

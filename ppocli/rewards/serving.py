@@ -23,7 +23,7 @@ from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
 from ppocli.parallel import host_memory
 from ppocli.rewards import records, scoring
-from ppocli.text import error_line
+from ppocli.text import cut, error_line
 from ppocli.version import __version__
 
 log = logging.getLogger(__name__)
@@ -247,8 +247,9 @@ class _Handler(BaseHTTPRequestHandler):
         """The body, for which room is held until the request is answered."""
         if not (given := self.headers.get("Content-Length", "")).isdecimal():
             raise Refused(411, "Content-Length is missing")
-        if int(given) > self.server.max_body:
-            raise Refused(413, f"{given} bytes are more than the {self.server.max_body} "
+        # int() takes no thousands of digits
+        if len(given) > 18 or int(given) > self.server.max_body:
+            raise Refused(413, f"{cut(given, 18)} bytes are more than the {self.server.max_body} "
                           "that are allowed")
         length = int(given)
         self.server.hold(length)

@@ -116,6 +116,8 @@ WRONG = {
     "count": (json.dumps({**SAMPLE, "prompts": ["a", "b"]}).encode(), 400,
               "'prompts' has 2 values for 1 responses"),
     "ids": (json.dumps({**SAMPLE, "response_ids": [["a"]]}).encode(), 400, "whole numbers"),
+    "progress": (json.dumps({**SAMPLE, "progress": [1, True, 0]}).encode(), 400,
+                 "'progress' must hold three numbers"),
     "columns": (json.dumps({**SAMPLE, "columns": {"x": 1}}).encode(), 400, "'columns.x'|must be"),
     "lacks": (json.dumps(SAMPLE).encode(), 422, "needs an argument 'wanted'"),
     "raises": (json.dumps({**SAMPLE, "columns": {"wanted": [0]}}).encode(), 500,
@@ -135,7 +137,8 @@ def test_a_wrong_request_is_told_so_and_the_next_is_served(case):
         code, answer = post(f"{address}/score", body)
         assert code == status
         assert any(part in answer["error"] for part in said.split("|")), answer
-        right = json.dumps({**SAMPLE, "columns": {"wanted": [4]}}).encode()
+        right = json.dumps({**SAMPLE, "columns": {"wanted": [4]}, "progress": [1, 10, 0.5]}
+                           ).encode()
         assert post(f"{address}/score", right) == (200, {"scores": [0.25]})
         assert post(f"{address}/other", right)[0] == 404
         with urlopen(f"{address}/health", timeout=20) as health:
@@ -219,6 +222,12 @@ def test_bodies_wait_for_room_in_memory_and_it_is_given_back(monkeypatch):
         monkeypatch.setattr(serving_module, "IDLE", 20.0)
         assert post(f"{address}/score", body)[0] == 200
         assert given_back.wait(20)
+
+
+def test_a_length_that_is_no_number_of_bytes_is_too_large():
+    head = b"POST /score HTTP/1.1\r\nContent-Length: " + b"9" * 5000 + b"\r\n\r\n"
+    with serving(ones) as address, opened(address, head) as connection:
+        assert connection.makefile().readline().split()[1] == "413"
 
 
 @pytest.mark.parametrize("thread_safe", [False, True])
