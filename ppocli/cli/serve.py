@@ -111,18 +111,22 @@ def _load_tokenizer(cfg: TrainConfig, name: str) -> Any:
     try:
         return load_tokenizer(replace(cfg.model, path=name, tokenizer_path=None, revision=None))
     except InputError as error:
-        error.where = "--tokenizer"
-        raise
+        fix = (error.fix or "").replace("model.tokenizer_path=", "--tokenizer ")
+        raise error.reworded(where="--tokenizer",
+                             fix=fix.replace("model.path=", "--tokenizer ")) from error
 
 
 def _listen(host: str, port: int, reward: Reward, **settings: Any) -> RewardServer:
     from ppocli.rewards.serving import RewardServer
 
+    fix = "--host 127.0.0.1, or 0.0.0.0 for all"
+    if not host:  # to the system that is every address
+        raise ConfigError("The address to listen on is empty.", where="--host", fix=fix)
     try:
         return RewardServer(host, port, reward, **settings)
     except socket.gaierror as error:
         raise ConfigError(f"{host!r} is not an address of this machine: {error.strerror}",
-                          where="--host", fix="--host 127.0.0.1, or 0.0.0.0 for all") from error
+                          where="--host", fix=fix) from error
     except OSError as error:
         raise ConfigError(f"{host}:{port} can't be listened on: {error.strerror}.", where="--port",
                           fix="another port; 0 takes a free one") from error

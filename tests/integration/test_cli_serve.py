@@ -99,6 +99,8 @@ def test_ctrl_c_while_scoring_answers_what_is_under_way(world):
     (["reward.fn=http", "reward.kwargs.url=http://localhost:1/"], 2, "only pass it on"),
     ([*LENGTH, "--token-env", "NOT_SET_1"], 2, "NOT_SET_1"),
     ([*LENGTH, "--host", "no.such.host.invalid"], 2, "not an address of this machine"),
+    ([*LENGTH, "--host", ""], 2, "--host 127.0.0.1"),
+    ([*LENGTH, "--tokenizer", "nowhere"], 3, "give a folder: --tokenizer /path"),
     ([*LENGTH, "--tokenizer", "./nowhere"], 3, "--tokenizer")])
 def test_what_is_wrong_is_told_before_anything_listens(given, code, said, capsys):
     ended = app_in_process(capsys, "serve-reward")("--port", 0, *given, code=code)
