@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +14,7 @@ import typer
 from ppocli.builtin.names import BUILTIN_PREFIX, recipe_files
 from ppocli.cli.options import AsJson, Command, Overrides, flag, group
 from ppocli.cli.output import print_json, print_table, reward_labels, say
-from ppocli.errors import ConfigError, DiskError
+from ppocli.errors import ConfigError, DiskError, PpocliError
 from ppocli.text import did_you_mean, pasted
 
 if TYPE_CHECKING:
@@ -32,40 +33,66 @@ def print_recipes(as_json: AsJson = False) -> None:
         return
     columns = ("purpose", "model", "reward", "prompts")
     print_table([("name", "network", *columns), *(
-        (each["name"], "yes" if each["needs_network"] else "no", *map(each.get, columns))
+        (each["name"], "yes" if each["needs_network"] else "no",
+         *(each[column] or "-" for column in columns))
         for each in found)])
 
 
 def _facts(name: str, file: Path) -> dict[str, Any]:
     """What the list says of a recipe; of one that doesn't compose, why."""
-    from ppocli.config.compose import compose
+    from ppocli.config import compose, problems, tasks
     from ppocli.config.words import read_words
 
-    purpose = next((line.lstrip("# ") for line in file.read_text(encoding="utf-8").splitlines()
-                    if line.startswith("#") and not line.startswith("# @")), "")
     facts = {"name": name, "model": "?", "reward": "?", "prompts": "?", "needs_network": False,
-             "purpose": purpose.strip(), "file": str(file)}
+             "purpose": "", "file": str(file)}
     try:
-        config = compose(read_words([f"+recipe={name}"])).values()
-    except ConfigError as error:
+        lines = _text(file).splitlines()
+        config = compose.compose(read_words([f"+recipe={name}"])).values()
+        problems.raise_problems([problem for problem in problems.find_problems(config)
+                                 if problem.key.startswith("reward.fns.")])
+    except PpocliError as error:
         return {**facts, "purpose": f"broken: {error.what.splitlines()[0]}"}
-    rewards = reward_labels(config.reward)
-    model = "?" if config.model.path == "???" else config.model.path
-    prompts = config.prompts.path or ("inline" if config.prompts.items else "BOS")
-    used = [model, prompts, *(label.partition(" ")[2] for label in rewards)]
-    return {**facts, "model": model, "prompts": prompts, "reward": " + ".join(rewards),
-            "needs_network": any(map(_on_hub, used))}
+    purpose = next((line.lstrip("# ") for line in lines
+                    if line.startswith("#") and not line.startswith("# @")), "")
+    model, own = config.model, config.reward
+    start = "?" if model.path == "???" else model.path
+    if tasks.task_name(config) in tasks.DATA_TASKS:
+        rows, reward = config.data.path or "?", None
+    else:
+        rows = config.prompts.path or ("inline" if config.prompts.items else "BOS")
+        given = own.fn or own.fns or config.env.fn
+        reward = " + ".join(reward_labels(own)) if given else "?"
+    used = [start, model.tokenizer_path, model.reference.path, model.value.path, rows,
+            config.prompts.eval.path, config.ppo.ptx.data.path, tasks.val_source(config.data),
+            *((kwargs or {}).get("model") for kwargs in (
+                own.kwargs, *(entry.get("kwargs") for entry in own.fns.values())))]
+    here = (BUILTIN_PREFIX, ".", "/", "~", config.output_dir.rstrip("/") + "/")
+    on_hub = [value for value in used if isinstance(value, str) and not value.startswith(here)
+              and value not in ("?", "inline", "BOS") and not os.path.exists(value)]
+    return {**facts, "model": start, "prompts": rows, "reward": reward, "purpose": purpose.strip(),
+            "needs_network": bool(on_hub)}
 
 
-def _on_hub(value: str) -> bool:
-    return value not in ("", "?", "inline", "BOS") and not value.startswith(
-        (BUILTIN_PREFIX, ".", "/", "~")) and not Path(value).exists()
+def _text(file: Path) -> str:
+    """What a recipe's file holds.
+
+    Raises:
+        ConfigError: it can't be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}",
+                          fix="save the file as UTF-8") from error
+    except OSError as error:
+        raise ConfigError(f"{file} can't be read: {error.strerror}",
+                          fix="correct or remove it") from error
 
 
 @recipes_app.command("show", cls=Command)
 def print_recipe(name: Name) -> None:
     """Print a recipe as YAML."""
-    print(recipe_file(name).read_text(encoding="utf-8"), end="")
+    print(_text(recipe_file(name)), end="")
 
 
 @recipes_app.command("copy", cls=Command)
