@@ -68,7 +68,7 @@ def _facts(name: str, file: Path) -> dict[str, Any]:
                 own.kwargs, *(entry.get("kwargs") for entry in own.fns.values())))]
     here = (BUILTIN_PREFIX, ".", "/", "~", config.output_dir.rstrip("/") + "/")
     on_hub = [value for value in used if isinstance(value, str) and not value.startswith(here)
-              and value not in ("?", "inline", "BOS") and not os.path.exists(value)]
+              and value not in ("", "?", "inline", "BOS") and not os.path.exists(value)]
     return {**facts, "model": start, "prompts": rows, "reward": reward, "purpose": purpose.strip(),
             "needs_network": bool(on_hub)}
 
