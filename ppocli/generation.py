@@ -71,4 +71,4 @@ def called(cfg: TrainConfig, arguments: Mapping[str, Any]
     ends = changes.pop("eos_token_id", None)
     if "eos_token_id" in arguments:
         ends = [i for i in (ends if isinstance(ends, list) else [ends]) if i is not None and i >= 0]
-    return changed_sampling(cfg, changes) if changes else cfg.generation, ends
+    return changed_sampling(cfg, changes, draws=True) if changes else cfg.generation, ends

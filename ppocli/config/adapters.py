@@ -118,8 +118,8 @@ def _beside_adapter(model: schema.ModelConfig) -> keys.Rules:
     yield (model.value.kind == "branch", "model.value.kind, model.peft", "a branch would copy and "
            "train layers of the frozen base: set model.value.kind=head or =model")
     yield (model.reference.kind == "shared", "model.reference.kind, model.peft", "with an adapter "
-           "the reference is the policy with the adapter switched off: kind=adapter (or auto), or "
-           "a copy")
+           "the reference is the policy with the adapter switched off: "
+           "model.reference.kind=adapter (or auto), or copy")
     yield (model.reference.offload and schema.reference_kind(model) == "adapter",
            "model.reference.offload, model.peft", "there is nothing to offload: the reference is "
            "the policy with its adapter switched off")

@@ -11,7 +11,7 @@ from ppocli.config import keys, schema, schema_training, tasks
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
 from ppocli.ppo.off_policy import CRITERIA, why_no_bound
-from ppocli.text import did_you_mean
+from ppocli.text import did_you_mean, shown
 
 OPTIMIZER_KEYS = {"adamw": ("betas", "eps"), "adamw_8bit": ("betas", "eps"),
                   "adam": ("betas", "eps"), "sgd": ("momentum",), "adafactor": ()}
@@ -189,7 +189,8 @@ def _critic(config: schema.TrainConfig) -> keys.Rules:
     for node in ("value_optimizer", "value_scheduler"):
         for name in _given(getattr(ppo, node)):
             yield (True, f"ppo.{node}.{name}, ppo.advantage",
-                   f"{ppo.advantage} has no value function to train: set ppo.{node}.{name}=null")
+                   f"{ppo.advantage} has no value function to train: set ppo.{node}.{name}="
+                   + ("{}" if name == "kwargs" else "null"))
 
 
 def _groups(config: schema.TrainConfig) -> keys.Rules:
@@ -285,11 +286,11 @@ def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
                "device out, or use ppo.kl_estimator=k1")
     if reference.sync_every is not None:
         where = "model.reference.sync_every, model."
-        yield (kind in ("shared", "adapter"), f"{where}reference.kind",
+        yield (kind in ("shared", "adapter") and not config.model.peft, f"{where}reference.kind",
                f"a reference of kind {kind} has no weights of its own that could follow the "
                "policy: set model.reference.kind=copy")
         yield (kind == "none", f"{where}reference.kind", "there is no reference to follow")
-        yield (kind == "copy" and bool(config.model.peft), f"{where}peft",
+        yield (kind != "none" and bool(config.model.peft), f"{where}peft",
                "a copy has no adapter, in which alone such a policy moves: train without "
                "model.peft, or leave sync_every out")
         yield (reference.path is not None, f"{where}reference.path",
@@ -352,7 +353,7 @@ def _optimizers(config: schema.TrainConfig) -> keys.Rules:
             yield (name not in OPTIMIZER_KEYS.get(kind, (name,))
                    and getattr(given, name) != default,
                    f"{owner}.{node}.{name}, {owner}.{node}.name",
-                   f"{kind} has no {name}: leave it at {default}{elsewhere}")
+                   f"{kind} has no {name}: leave it at {shown(default)}{elsewhere}")
         yield (zero and given.name in UNSHARDED_OPTIMIZERS,
                f"{owner}.{node}.name, hardware.zero_stage", f"{given.name} needs whole weights, "
                f"and ZeRO shards its state: use {owner}.{node}.name=adamw or hardware.zero_stage=0")

@@ -197,17 +197,15 @@ def overruled(entries: list[Entry], words: Words) -> str | None:
 
 def _give_way(node: DictConfig, typed: set[str]) -> None:
     """What files and defaults say gives way to typed words that it contradicts: another length of
-    the run, batches larger than what they are taken from, a longer least response than the longest,
+    the run, batches larger than what they are taken from, lengths beyond the longest response,
     another source of prompts. Two typed words stay as they are."""
     for section, prompts in (("prompts", node.prompts), ("prompts.eval", node.prompts.eval)):
         for name, other in (("path", "items"), ("items", "path")):
             if f"{section}.{name}" in typed and prompts[name] is not None \
                     and f"{section}.{other}" not in typed:
                 prompts[other] = None
-    longest, short = node.generation.max_new_tokens, node.reward.min_response_length
-    if "generation.max_new_tokens" in typed and "reward.min_response_length" not in typed \
-            and (short or 0) > longest > 0:
-        node.reward.min_response_length = longest
+    if "generation.max_new_tokens" in typed and node.env.fn is None:
+        _give_way_to_length(node, typed)
     for section, lengths in LENGTHS.items():
         updates, decided = node[section], False
         if any(f"{section}.{name}" in typed and updates[name] is not None for name in lengths):
@@ -219,6 +217,15 @@ def _give_way(node: DictConfig, typed: set[str]) -> None:
             if decided and f"{section}.{name}" not in typed \
                     and (updates[name] or 0) > updates[most] > 0:
                 updates[name] = updates[most]
+
+
+def _give_way_to_length(node: DictConfig, typed: set[str]) -> None:
+    longest, drawn = node.generation.max_new_tokens, node.generation.length_sampler
+    for name in ("min_response_length", "overlong_buffer"):
+        if f"reward.{name}" not in typed and (node.reward[name] or 0) > longest > 0:
+            node.reward[name] = longest
+    if "generation.length_sampler" not in typed and drawn and max(drawn) > longest:
+        node.generation.length_sampler = None
 
 
 def _merge(node: DictConfig, entry: Entry) -> str | None:

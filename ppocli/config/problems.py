@@ -186,7 +186,7 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
     yield (reward.fn == "http" and reward.style not in ("auto", "ppocli"), "reward.style",
            f"http calls no function: give reward.style={reward.style} to ppocli serve-reward")
     for name, entry in reward.fns.items():
-        yield (name in ("mean", "std", "invalid"), f"reward.fns.{name}",
+        yield (schema.is_own_figure(name), f"reward.fns.{name}",
                f"reward/{name} is a figure of all rewards together; give this one another name")
         for text in _fns_entry(entry):
             yield True, f"reward.fns.{name}", text
@@ -202,7 +202,8 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
 
 def _shaping(config: schema.TrainConfig) -> Rules:
     """What is made of a score, and what comes off it."""
-    reward, longest = config.reward, config.generation.max_new_tokens
+    reward, longest = config.reward, sampling.longest_rollout(config)
+    limit = "generation.max_new_tokens" if config.env.fn is None else "env.max_tokens"
     for name, scales in (("ref_mean", ("ref",)), ("ref_std", ("ref",)),
                          ("center", ("running", "ref"))):
         yield (getattr(reward, name) not in (None, False) and reward.scale not in scales,
@@ -219,8 +220,8 @@ def _shaping(config: schema.TrainConfig) -> Rules:
         yield (getattr(reward, name) is not None and getattr(reward, needs) is None,
                f"reward.{name}, reward.{needs}", f"{name} needs {needs}, which is not given")
     for name in ("min_response_length", "overlong_buffer"):
-        yield ((getattr(reward, name) or 0) > longest, f"reward.{name}, generation.max_new_tokens",
-               f"{name} {getattr(reward, name)} must be at most max_new_tokens {longest}")
+        yield ((getattr(reward, name) or 0) > longest, f"reward.{name}, {limit}", f"{name} "
+               f"{getattr(reward, name)} must be at most {limit.partition('.')[2]} {longest}")
     yield (reward.penalty_mode == "replace" and reward.missing_eos_penalty is None
            and reward.min_response_penalty is None, "reward.penalty_mode", "replace is used with "
            "missing_eos_penalty or min_response_penalty, and neither is given")

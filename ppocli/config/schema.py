@@ -108,6 +108,11 @@ class ModelConfig:
 REWARD_STYLES = ("ppocli", "trl", "trlx", "verl", "openrlhf")
 
 
+def is_own_figure(name: str) -> bool:
+    """Whether ``reward/NAME`` is a figure of all rewards together."""
+    return name in ("mean", "std", "invalid") or name.startswith("penalty/")
+
+
 @dataclass
 class RewardConfig:
     fn: Optional[str] = key(None, holds="code")
@@ -151,8 +156,8 @@ class RewardConfig:
     penalty_mode: str = key("subtract", choices=("subtract", "replace"))
     """these two penalties come off the score (as in TRL), or take its place (as in torchtune)"""
     overlong_buffer: Optional[int] = key(None, ge=1)
-    """last tokens below max_new_tokens over which DAPO's penalty for length rises from 0 to
-    overlong_penalty"""
+    """last tokens below max_new_tokens, or env.max_tokens, over which DAPO's penalty for length
+    rises from 0 to overlong_penalty"""
     overlong_penalty: Optional[float] = key(None, ge=0)
     """largest penalty for length, subtracted (default: 1)"""
     on_invalid: str = key("error", choices=("error", "skip"))

@@ -315,7 +315,7 @@ def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_pro
         fixed = len(front) or int(ids[0] == tokenizer.bos_token_id)
         uncut = len(ids)
         if lengths is not None:
-            ids = ids[:lengths[len(found.kept)]]
+            ids = ids[:lengths[len(found.kept) + found.overlong * (spec.overlong == "drop")]]
         if len(ids) > room:
             found.overlong += 1
             if spec.overlong == "drop":

@@ -153,12 +153,14 @@ def served(player: Player, cfg: schema.TrainConfig, backend: Backend) -> Iterato
 
 
 def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any],
-                     sources: Mapping[str, str] | None = None) -> schema.GenerationConfig:
+                     sources: Mapping[str, str] | None = None, *, draws: bool = False
+                     ) -> schema.GenerationConfig:
     """The ``generation`` of ``cfg`` with ``changes``; what it sets for evaluation doesn't count.
 
     Args:
         changes: by name, of :data:`CHANGEABLE`.
         sources: where each change came from, for messages.
+        draws: whether lengths are drawn by ``length_sampler``, as in training.
 
     Raises:
         ConfigError: an unknown name, a value of another type, or one out of range.
@@ -170,9 +172,11 @@ def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any],
     for name, value in changes.items():
         _check_type(name, value, (sources or {}).get(name))
     # a length that is asked for is not drawn
-    drawn: dict[str, Any] = {"length_sampler": None} if "max_new_tokens" in changes else {}
-    generation = replace(cfg.generation, eval=schema.EvalGenerationConfig(), **drawn, **changes)
-    found = problems.find_problems(replace(cfg, generation=generation), named)
+    drawn = cfg.generation.length_sampler if draws and "max_new_tokens" not in changes else None
+    generation = replace(cfg.generation, eval=schema.EvalGenerationConfig(), length_sampler=drawn,
+                         **changes)
+    found = problems.find_problems(
+        replace(cfg, generation=generation, reward=schema.RewardConfig()), named)
     problems.raise_problems([one for one in found if one.key.startswith("generation.")])
     return generation
 

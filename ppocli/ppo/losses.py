@@ -190,8 +190,8 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
         value = 0.5 * (weights * torch.maximum(square, square_clipped)).sum()
         total = total + options.vf_coef * value
     if entropy is not None:
-        mean_entropy = (weights * entropy).sum()
-        total = total - options.ent_coef * mean_entropy
+        mean_entropy = entropy.detach().mean() * (len(entropy) / max(total_tokens, 1))
+        total = total - options.ent_coef * (weights * entropy).sum()
     if ref_logprobs is not None:
         kl = full_kl if full_kl is not None else kl_per_token(
             logprobs, ref_logprobs, options.kl_estimator)
@@ -206,7 +206,7 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
     with torch.no_grad():
         return PPOLoss(
             total=total, policy=policy.detach(), value=value.detach(),
-            entropy=mean_entropy.detach(), kl=kl.detach(), nll=nll.detach(),
+            entropy=mean_entropy, kl=kl.detach(), nll=nll.detach(),
             approx_kl=-log_ratio.sum() * share,
             approx_kl_squared=0.5 * log_ratio.square().sum() * share,
             policy_clipfrac=is_clipped.sum() * share, dual_clipfrac=is_bounded.sum() * share,

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from ppocli.config.resolved import PYTHON_OBJECT
-from ppocli.config.schema import EnvConfig, RewardConfig
+from ppocli.config.schema import EnvConfig, RewardConfig, is_own_figure
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards import calls, styles
 from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score, ends_of_steps
@@ -291,6 +291,9 @@ def _functions(cfg: RewardConfig, reward_fn: Any) -> Reward:
         if not (entries := {str(name): {"fn": target} for name, target in reward_fn.items()}):
             raise ConfigError("reward_fn is an empty dict.", where="reward_fn",
                               fix="give at least one function: {name: function}")
+        if taken := [name for name in entries if is_own_figure(name)]:
+            raise ConfigError(f"reward/{taken[0]} is a figure of all rewards together.",
+                              where="reward_fn", fix="give that function another name")
     elif reward_fn is not None or not entries:
         if reward_fn is None and cfg.fn is None:  # an environment rewards alone
             return Reward((), replace(cfg, style="ppocli"))

@@ -298,7 +298,7 @@ def test_all_problems_are_told_at_once_with_their_sources():
         "  ppo.lrr: unknown key; did you mean ppo.optimizer.lr? (from recipes/mine.yaml:6)",
         "  ppo.lam: wide must be a number (from recipes/mine.yaml:7)",
         "  ppo.foo: unknown key (from command line)",
-        "  seed: -1 must be >= 0 (from command line)",
+        "  seed: -1 must be >= 0 and < 9.22337e+18 (from command line)",
         "  ppo.mini_batch_size, ppo.num_rollouts: mini_batch_size 500 must be at most "
         "num_rollouts 128: ppo.mini_batch_size=128 (from recipes/mine.yaml:8)"]
 

@@ -135,7 +135,7 @@ def test_a_sound_configuration_has_no_problems():
      "sgd has no betas: leave it at [0.9, 0.999]"),
     ({"ppo__optimizer__name": "adafactor", "ppo__optimizer__eps": 1e-6},
      "adafactor has no eps: leave it at 1e-08"),
-    ({"ppo__optimizer__momentum": 0.9}, "adamw has no momentum: leave it at 0.0"),
+    ({"ppo__optimizer__momentum": 0.9}, "adamw has no momentum: leave it at 0"),
     ({"ppo__optimizer__name": "adafactor", "hardware__zero_stage": 2}, "ZeRO shards its state"),
     ({"checkpoint__background": "always", "hardware__num_processes": 2},
      "stop while a checkpoint is written"),

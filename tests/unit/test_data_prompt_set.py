@@ -180,6 +180,8 @@ def test_length_sampler_keeps_the_first_tokens():
         assert row == ids(LONG)[:len(row)]
         assert text == " ".join(LONG.split()[:len(row)])
     assert load(["it is"], length_sampler=[4, 5]).texts == ["it is"]
+    some = load([LONG] * 200, length_sampler=[2, 5], max_length=4, overlong="drop")
+    assert [len(row) for row in some.token_ids] == [length for length in lengths if length < 5]
 
 
 def test_a_drawn_length_depends_on_seed_and_index_alone():

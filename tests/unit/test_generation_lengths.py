@@ -132,6 +132,8 @@ def test_the_values_of_a_sweep():
     assert sampling_sweep(cfg, first) == {}
     assert sampling_sweep(replace(cfg, eval=replace(cfg.eval, top_p=[1.0, 0.5])), first) == {
         "top_p=1": first, "top_p=0.5": replace(first, top_p=0.5)}
+    assert list(sampling_sweep(replace(cfg, eval=replace(cfg.eval, top_p=[0.9999999, 1.0])), first)
+                ) == ["top_p=0.9999999", "top_p=1"]
     assert list(sampling_sweep(replace(cfg, eval=replace(cfg.eval, do_sample=[True, False])), first)
                 ) == ["do_sample=true", "do_sample=false"]
 

@@ -120,12 +120,16 @@ def test_what_is_rejected_weighs_nothing_and_the_others_the_more(tmp_path):
     with session_of(cfg) as session:
         found = to_experience(rollout, state, cfg)
         for how, wanted in (("token-mean", [1 / 3, 1 / 3, 0]),
-                            ("seq-mean-token-mean", [1 / 3, 1 / 6, 0])):
+                            ("seq-mean-token-mean", [1 / 2, 1 / 4, 0])):
             cfg.ppo.loss_aggregation = how
             assert update_of(session, found, torch.arange(3)).weights.tolist() == pytest.approx(
                 wanted)
         cfg.ppo.mask_truncated = True
         both = to_experience(rollout, state, cfg)
+    # a cap that fp32 rounds down still counts
+    importance = replace(cfg.ppo.importance, cap=1.3)
+    capped = replace(found, importance=found.importance.clamp(max=1.3))
+    assert gap_figures(rollout, capped, importance)["rollout/importance_capped"] == 3 / 6
     assert found.counts.tolist() == [[True, False, False], [True, False, True], [False] * 3]
     assert both.counts.tolist() == [[True, False, False], [False] * 3, [False] * 3]
     assert found.advantages[1].tolist() == [3.0, 3.0, 3.0]

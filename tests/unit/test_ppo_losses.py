@@ -243,7 +243,7 @@ def test_loss_equals_the_naive_reference_however_it_is_cut(aggregation, cut, opt
     lengths = [4, 1, 6, 2, 3]
     names = ("lp", "old", "adv", "v", "v_old", "ret", "ref", "ent")
     rows = [{n: [rng.gauss(0, 0.5) for _ in range(k)] for n in names} for k in lengths]
-    total = 0.0
+    total = entropy = 0.0
     for start, end in itertools.pairwise(cut):
         part = rows[start:end]
         sizes = torch.tensor(lengths[start:end])
@@ -253,9 +253,12 @@ def test_loss_equals_the_naive_reference_however_it_is_cut(aggregation, cut, opt
         def flat(name, part=part):
             return torch.tensor([x for r in part for x in r[name]], dtype=torch.float64)
 
-        total += ppo_loss(
+        found = ppo_loss(
             options, logprobs=flat("lp"), values=flat("v"), entropy=flat("ent"),
             old_logprobs=flat("old"), old_values=flat("v_old"), advantages=flat("adv"),
             returns=flat("ret"), ref_logprobs=flat("ref"),
-            weights=weights.repeat_interleave(sizes), total_tokens=sum(lengths)).total.item()
+            weights=weights.repeat_interleave(sizes), total_tokens=sum(lengths))
+        total, entropy = total + found.total.item(), entropy + found.entropy.item()
+    said = [value for row in rows for value in row["ent"]]
+    assert entropy == pytest.approx(sum(said) / len(said))  # nats of a token, however it is charged
     assert total == pytest.approx(naive_loss(rows, aggregation, options), rel=1e-6)

@@ -200,7 +200,7 @@ def test_responses_that_did_not_end_weigh_nothing_and_still_count_for_the_others
     with session_of(cfg) as session:
         found = to_experience(rollout, PPOState(kl_coef=0.0, init_kl_coef=0.0), cfg)
         for how, wanted in (("token-mean", [1 / 3, 0, 1 / 3]),
-                            ("seq-mean-token-mean", [1 / 6, 0, 1 / 3])):
+                            ("seq-mean-token-mean", [1 / 4, 0, 1 / 2])):
             cfg.ppo.loss_aggregation = how
             group = update_of(session, found, torch.arange(3))
             assert group.weights.tolist() == pytest.approx(wanted)
@@ -216,12 +216,15 @@ def test_good_responses_are_imitated_by_the_token_however_an_update_is_cut(tmp_p
         scores = [float(i % 3 == 0) for i in range(len(rollout))]
         rollout = replace(rollout, scores=scores)
         experience = to_experience(rollout, PPOState(kl_coef=0.0, init_kl_coef=0.0), cfg)
+        accepted = torch.arange(rollout.response_mask.shape[1]) % 3 < 2  # of tokens, by a criterion
+        experience = replace(experience, counts=experience.counts & accepted)
         group, task = update_of(session, experience, torch.arange(len(rollout))), PPOTask(session)
         counted = [i for i, score in enumerate(scores) if score > 0.5 and rollout.finished[i]]
         assert 0 < len(counted) < len(rollout)
         lengths = rollout.response_mask.sum(1).tolist()
         # the policy is still the one that sampled
-        said = [value for i in counted for value in rollout.logprobs[i, :lengths[i]].tolist()]
+        said = [value for i in counted for value in
+                rollout.logprobs[i, :lengths[i]][accepted[:lengths[i]]].tolist()]
         wanted = -math.fsum(said) / len(said)
         for size in (1, 3, len(rollout)):
             sums = torch.zeros(len(task.terms))

@@ -143,8 +143,10 @@ def test_changes_of_sampling_are_checked():
     changed = changed_sampling(cfg, {"max_new_tokens": 5, "stop_sequences": ["."]})
     assert (changed.max_new_tokens, changed.stop_sequences) == (5, ["."])
     cfg.generation.length_sampler = [5, 12]  # a length that is asked for is not drawn
-    assert changed_sampling(cfg, {"max_new_tokens": 4}).length_sampler is None
-    assert changed_sampling(cfg, {"top_k": 3}).length_sampler == [5, 12]
+    cfg.reward.missing_eos_penalty = 1.0  # nor are there penalties outside of training
+    assert changed_sampling(cfg, {"min_new_tokens": 6, "ignore_eos": True}).length_sampler is None
+    assert changed_sampling(cfg, {"max_new_tokens": 4}, draws=True).length_sampler is None
+    assert changed_sampling(cfg, {"top_k": 3}, draws=True).length_sampler == [5, 12]
     with pytest.raises(ConfigError, match="'temprature' is not a sampling setting"):
         changed_sampling(cfg, {"temprature": 1.0})
     with pytest.raises(ConfigError) as wrong:

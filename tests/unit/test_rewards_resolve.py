@@ -358,6 +358,9 @@ def test_python_objects_replace_what_the_configuration_names():
         build_reward(recipe, reward_fn=3)
     with pytest.raises(ConfigError, match="empty dict"):
         build_reward(recipe, reward_fn={})
+    for name in ("mean", "penalty/short"):
+        with pytest.raises(ConfigError, match=f"reward/{name} is a figure of all rewards"):
+            build_reward(recipe, reward_fn={name: one, "x": one})
     with pytest.raises(RewardError, match="was a Python object"):
         build_reward(RewardConfig(fn="<python object>"))
     with pytest.raises(RewardError, match="pass metric_fn="):

@@ -43,6 +43,8 @@ def loading(what: str, key: str, trusting: str = "model.trust_remote_code=true"
         fix = "check the folder's config.json and model.safetensors, or give another one"
         if "trust_remote_code" in str(error):
             fix = f"if you trust that code: {trusting}"
+        if "attn_implementation" in str(error) or "FlashAttention" in str(error):
+            key, fix = "model.attn_implementation", "set it to sdpa or eager, or leave it out"
         raise InputError(f"The {what} can't be loaded: {first_line(error)}", where=key,
                          fix=fix) from error
 

@@ -88,8 +88,9 @@ def gap_figures(rollout: Rollout, experience: Experience, wanted: schema_trainin
     figures = {"rollout/logprob_gap_mean": float(far.mean()),
                "rollout/logprob_gap_max": float(far.max())}
     if experience.importance is not None:
-        weights = experience.importance.cpu()[experience.response_mask].double()
-        figures["rollout/importance_mean"] = float(weights.mean())
+        weights = experience.importance.cpu()[experience.response_mask]
+        figures["rollout/importance_mean"] = float(weights.double().mean())
+        # in the type that they were capped in
         figures["rollout/importance_capped"] = float((weights >= wanted.cap).double().mean())
     if wanted.reject:
         left_out = mask & ~off_policy.accepted(gap, mask, wanted.reject)

@@ -155,7 +155,9 @@ def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, Samp
         values = getattr(cfg.eval, name)
         for value in values if isinstance(values, list) else ():
             changes: dict[str, Any] = {name: value}
-            shown = str(value).lower() if isinstance(value, bool) else f"{value:g}"
+            short = f"{value:g}"
+            shown = (str(value).lower() if isinstance(value, bool) else
+                     short if float(short) == value else repr(value))
             found[f"{name}={shown}"] = replace(first, **changes)
     return found
 

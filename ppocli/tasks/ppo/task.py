@@ -129,9 +129,10 @@ class PPOTask(task.Task):
         imitated: torch.Tensor | None = None
         if atoms.imitated is not None:
             # what is in no part of the loss has the weight 0
-            told = said * group.weights[samples].sign() * atoms.imitated[which]
+            counted = atoms.response_mask if atoms.counts is None else atoms.counts
+            told = counted[which].sum(1) * group.weights[samples].sign() * atoms.imitated[which]
             shares = atoms.imitated[rows] * weights.sign() / told.sum().clamp(min=1)
-            imitated = to_device(shares.repeat_interleave(mask.sum(1)), device)
+            imitated = to_device((shares[:, None] * counted[rows])[mask], device)
         found = ppo_loss(loss_options(self.cfg.ppo, atoms), logprobs=out.logprobs,
                          values=out.values, entropy=out.entropy, old_logprobs=flat(atoms.logprobs),
                          advantages=flat(atoms.advantages), old_values=flat(atoms.values),
@@ -333,7 +334,8 @@ def update_of(session: Session, experience: records.Experience, rows: torch.Tens
     said = lengths if experience.counts is None else experience.counts[rows].sum(1)
     weights = token_weights(
         said, aggregation=ppo.loss_aggregation, total_tokens=int(said.sum()),
-        total_samples=len(rows), max_tokens=sampling.longest_rollout(session.cfg)) * (said > 0)
+        total_samples=max(int((said > 0).sum()), 1),
+        max_tokens=sampling.longest_rollout(session.cfg)) * (said > 0)
     return task.UpdateGroup(rows, experience.sequences.spans[rows], lengths, weights, epoch, part)
 
 
