@@ -171,10 +171,13 @@ def _critic(config: schema.TrainConfig) -> keys.Rules:
     yield (ppo.value_pretrain_until is not None and ppo.value_pretrain_steps == 0,
            "ppo.value_pretrain_until, ppo.value_pretrain_steps",
            "nothing is pretrained: say in ppo.value_pretrain_steps how many steps at most")
-    yield (ppo.critic_epochs is not None and config.hardware.zero_stage > 0,
-           "ppo.critic_epochs, hardware.zero_stage",
-           "ZeRO's optimizer moves the policy by its momentum in passes of the value function: "
-           "leave critic_epochs out, or use hardware.zero_stage=0")
+    steady = ppo.optimizer.name == "sgd" and not (ppo.optimizer.momentum
+                                                  or ppo.optimizer.weight_decay)
+    for name in ("critic_epochs", "critic_warmup_steps", "value_pretrain_steps"):
+        yield (bool(getattr(ppo, name)) and config.hardware.zero_stage > 0 and not steady,
+               f"ppo.{name}, hardware.zero_stage",
+               "ZeRO's optimizer moves the policy, or ages its moments, in updates of the value "
+               f"function alone: leave {name} out, or use hardware.zero_stage=0")
     if estimator_of(ppo).needs_critic:
         return
     for name in ("value_pretrain_steps", "critic_epochs"):

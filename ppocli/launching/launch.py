@@ -93,7 +93,7 @@ def run_processes(start: Start, hardware: schema.HardwareConfig, caller: Caller)
         as_nodes = meeting.launched.on_each_node and hardware.num_processes > 1
         meeting.tell(replace(start, reserved_by=None, node_rank=0 if as_nodes else None))
         if not as_nodes:
-            return run_here(start, caller, joined=True)
+            return run_here(start, caller, meeting)
     if not needs_launcher(hardware):
         return (_run_module("worker", start) if caller.process == "fresh"
                 else run_here(start, caller))
@@ -138,15 +138,16 @@ def follow(meeting: adopted_ranks.Meeting) -> None:
     if (start := meeting.wait()) is None:
         return
     if start.node_rank is None:
-        run_here(replace(start, display="quiet"), Caller("own"), joined=True)
+        run_here(replace(start, display="quiet"), Caller("own"), meeting)
         return
     done = _run_module("elastic", replace(start, node_rank=meeting.launched.rank))
     if done.exit_code:
         raise SystemExit(done.exit_code)
 
 
-def run_here(start: Start, caller: Caller, joined: bool = False) -> RunOutcome:
-    """Run in this process, as one of a launcher's ranks if ``joined``.
+def run_here(start: Start, caller: Caller, meeting: adopted_ranks.Meeting | None = None
+             ) -> RunOutcome:
+    """Run in this process, as one of a launcher's ranks where they have a ``meeting``.
 
     Raises:
         PpocliError: whatever ended the run.
@@ -154,7 +155,7 @@ def run_here(start: Start, caller: Caller, joined: bool = False) -> RunOutcome:
     join_working_directory()
     from ppocli.launching.worker import run_worker
 
-    return run_worker(start, objects=caller.objects, joined=joined,
+    return run_worker(start, objects=caller.objects, store=meeting and meeting.store,
                       own_process=caller.process == "own")
 
 

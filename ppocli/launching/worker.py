@@ -43,14 +43,14 @@ _MEETING = "meeting the other ranks"
 """the phase in which a rank waits for the others to be there"""
 
 
-def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bool = False,
+def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any = None,
                own_process: bool = False, started_by: int | None = None) -> RunOutcome:
     """Train in this process.
 
     Args:
         objects: Python objects in place of config keys.
-        joined: one of the ranks of somebody else's launcher, which may hand a signal on that the
-            terminal sends as well.
+        store: of the ranks of somebody else's launcher, as of :func:`open_ranks`: it may start them
+            once more, and hand a signal on that the terminal sends as well.
         own_process: this process was started for the run: its time is counted from there on, and
             it decides how memory is freed.
         started_by: the process that has started this one in a process group of its own: what is
@@ -67,13 +67,13 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, joined: bo
     limit(start.limited)
     # a launcher hands a signal on that its processes may have got as well; Slurm, at a job's time
     # limit, sends one to all of them
-    twice = joined or "SLURM_JOB_ID" in os.environ
+    twice = store is not None or "SLURM_JOB_ID" in os.environ
     with _held(start, folder, started_by) as shown, catch_signals(2.0 if twice else 0.0) as stop:
         if (early := launchers.announce()) is not None:
             stop.request(early)
         launchers.note_phase(_MEETING)
         model_files.quiet_transformers()
-        with open_ranks(cfg, folder.path if start.resume else None) as backend:
+        with open_ranks(cfg, folder.path if start.resume else None, store) as backend:
             ranks = stop.ranks = backend.ranks
             if start.resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
                 return done

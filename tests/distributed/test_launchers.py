@@ -157,6 +157,19 @@ def test_torchrun(world, hardware):
 
 
 @pytest.mark.slow
+def test_torchrun_starts_ranks_again_that_go_on(world):
+    (world / "odd.py").write_text(
+        "import os, signal\n\n\ndef score(outputs):\n"
+        "    if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return [float(len(text)) for text in outputs]\n")
+    module, *more = torchrun()
+    launch(module, "--max-restarts=1", *more, "train", *words(
+        "run_name=run", *ONE, "hardware=ddp", "resume=auto", "reward.fn=odd.py:score"), cwd=world)
+    assert [row["step"] for row in stable_rows(world / "runs/run/metrics.jsonl")] == [1]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("launcher", "more"), [
     (lambda: torchrun(1), ["hardware=zero2"]), (accelerate, []), (deepspeed, ["hardware=zero2"])])
 def test_other_launchers_and_torchrun_with_one_process(world, launcher, more):

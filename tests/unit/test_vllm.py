@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,12 @@ from vllm_double import (
     slow,
 )
 
+from ppocli.config.schema import RolloutConfig
 from ppocli.errors import ConfigError, SamplerError
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.sampler import Speaker
+from ppocli.sampling.vllm.server import Answer, Dealing, Lost, Server
 
 GENERATE = "/inference/v1/generate"
 
@@ -194,6 +197,33 @@ def test_rows_of_a_dead_server_go_to_the_other_and_it_may_come_back(tmp_path, ca
         assert_same(drawn(session, 12, do_sample=False), ours(session, 12, do_sample=False))
         assert engines[1].version == engines[0].version
         assert engines[1].asked[GENERATE] > -99
+
+
+def test_rows_that_wait_are_asked_of_a_server_that_is_back():
+    """As rows ahead of their step may be, of a server that was away for a moment."""
+    server, tries = Server("http://127.0.0.1:9", RolloutConfig()), []
+
+    def ask(one: Server, row: int) -> Answer:
+        tries.append(row)
+        if len(tries) == 1:
+            raise Lost("a hiccup")
+        return Answer([row], [0.0], True, ["1"])
+
+    dealing = Dealing([server], ask, 3, 2, lambda: SamplerError("none"))
+    wait_for(lambda: server.lost, seconds=5)
+    with pytest.raises(SamplerError):
+        dealing.take([0], lambda: None)
+    tries.clear()
+    server.lost = ""
+    dealing = Dealing([server], ask, 3, 2, lambda: SamplerError("none"))
+    wait_for(lambda: server.lost, seconds=5)
+    server.lost = ""
+    until = time.monotonic() + 20
+
+    def poll() -> None:
+        assert time.monotonic() < until
+
+    assert [one.ids for one in dealing.take(range(3), poll)] == [[0], [1], [2]]
 
 
 def test_a_token_is_sent_and_not_kept(tmp_path, monkeypatch):
@@ -371,6 +401,14 @@ def test_a_python_without_vllm_and_a_server_that_ends_are_told(world, capsys):
     assert "has ended" in told
     assert "vllm-0.log" in told
     assert (world / "runs/launched/vllm-0.log").read_text().endswith("no room\n")
+
+
+def test_an_address_that_somebody_answers_at_is_not_taken(world, capsys, tmp_path):
+    keys = launched(world)
+    port = int(next(key for key in keys if "urls" in key).rpartition(":")[2].rstrip("]"))
+    with serving(engine_of(tmp_path / "other"), port=port):
+        assert "answers at" in command_in_process(capsys)(*keys, code=12).err
+    assert not (world / "runs/launched/vllm-0.log").exists()
 
 
 def test_a_recipe_can_not_name_a_program(world, capsys):

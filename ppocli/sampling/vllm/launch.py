@@ -130,6 +130,12 @@ def launch_servers(owner: object, cfg: schema.TrainConfig, facts: ModelFacts,
     folder = Path(cfg.output_dir) / cfg.run_name if cfg.run_name else Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     begun = []
+    for server in servers:
+        with suppress(Lost):
+            server.ask("/health", timeout=_PAUSE)
+            raise SamplerError(f"Somebody's server answers at {server.url} already.",
+                               where="rollout.urls, rollout.launch",
+                               fix="end it, or give another address; rollout.launch=false uses it")
     for i, server in enumerate(servers):
         path = folder / f"vllm-{i}.log"
         words = server_command(cfg, facts, str(cfg.rollout.python), server.url)

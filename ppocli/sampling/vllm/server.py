@@ -232,6 +232,7 @@ class Dealing:
                     if self._failed is not None:
                         raise self._failed
                     if all(server.lost for server in self._servers):
+                        self._closed = True
                         raise self._none_left()
                     self._changed.wait(POLL_SECONDS)
                 found.append(self._answers[row])
@@ -264,9 +265,9 @@ class Dealing:
 
     def _next(self, server: Server) -> int | None:
         with self._changed:
-            while not (self._closed or server.lost or self._failed
-                       or len(self._answers) == self._count):
-                if self._waiting:
+            while not (self._closed or self._failed or len(self._answers) == self._count):
+                if self._waiting and not server.lost:
                     return self._waiting.popleft()
-                self._changed.wait()
+                # one that is lost may be back before rows that were asked for ahead are wanted
+                self._changed.wait(POLL_SECONDS if server.lost else None)
         return None
