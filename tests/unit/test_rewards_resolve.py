@@ -1,5 +1,4 @@
-"""Import paths, signatures and kwargs of reward functions; the rule rewards that serve as examples,
-and that of the random-walk benchmark, by hand."""
+"""Import paths, signatures and kwargs of reward functions."""
 
 import functools
 import logging
@@ -14,7 +13,6 @@ from helpers import refused
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards import randomwalks
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.resolve import BUILTIN_REWARDS, bind, locate_reward
 from ppocli.rewards.scoring import build_metric, build_reward, check_reward_config
@@ -366,102 +364,3 @@ def test_python_objects_replace_what_the_configuration_names():
     with pytest.raises(RewardError, match="pass metric_fn="):
         build_metric(RewardConfig(metric_fn="<python object>"))
     assert build_metric(RewardConfig()) is None
-
-
-def score_of(name: str, responses: list[str], **kwargs: object) -> list[float]:
-    """The score of a rule reward, which needs no column."""
-    request = RewardRequest(["good prompt "] * len(responses), responses,
-                            [[1] * (len(r.split()) + 1) for r in responses], {}, None)
-    reward = build_reward(RewardConfig(fn=name, kwargs=kwargs))
-    reward.check_columns([])
-    return reward.score(request).scores
-
-
-def test_length():
-    texts = ["", "a", "a b", "a b c", "a b c d e", "it's fine"]
-    assert score_of("length", texts, target=2, unit="words") == [0.0, 0.5, 1.0, 0.5, 0.0, 1.0]
-    assert score_of("length", texts[:4], target=2) == [0.5, 1.0, 0.5, 0.0]  # one token for the end
-
-
-def test_keyword():
-    texts = ["A GREAT film", "greatest", "great and moving", ""]
-    assert score_of("keyword", texts, words=["great", "moving"]) == [0.5, 0.0, 1.0, 0.0]
-    assert score_of("keyword", texts, words=["great"], ignore_case=False) == [0.0, 0.0, 1.0, 0.0]
-    assert score_of("keyword", texts, pattern=r"great(est)?$") == [0.0, 1.0, 0.0, 0.0]
-    assert score_of("keyword", ["c++ rules", "c rules"], words=["C++"]) == [1.0, 0.0]
-
-
-def test_word_list():
-    texts = ["good, fine and bad", "Bad", "nothing", "GOOD good"]
-    expected = [pytest.approx(1 / 3), -1.0, 0.0, 1.0]
-    assert score_of("word_list", texts, positive=["good", "Fine"], negative=["bad"]) == expected
-    texts = ["I don\u2019t", "I don't", "İstanbul"]  # the last has an accent more in lower case
-    assert score_of("word_list", texts, positive=["don't", "İstanbul"]) == [1.0, 1.0, 1.0]
-
-
-def answers(responses, answers_, **kwargs):
-    request = RewardRequest(["q"] * len(responses), responses, [[1]] * len(responses),
-                            {"answer": answers_}, None)
-    reward = build_reward(RewardConfig(fn="answer", kwargs=kwargs))
-    reward.check_columns(["answer"])
-    return reward.score(request).scores
-
-
-def test_answer():
-    worked = "She has 5 * 3 = <<5*3=15>>15 eggs. #### 1,215"
-    said = ["1215", "it is 1,215.0!", "12 and 15", "-1215", "", "no number", "3-1215", "121.5"]
-    assert answers(said, [worked] * len(said)) == [1, 1, 0, 0, 0, 0, 1, 0]
-    assert answers(["7 #### 8", "8", "#### 7, not 8 #### 9", "####"], [8, "8", 9.0, 8],
-                   after="####") == [1, 0, 1, 0]
-    said = ["0.00001", "x -5", "1e-05", "so 1e16", "16", "10000000000000000", "1e5000"]
-    assert answers(said, [1e-5] * 3 + [1e16] * 3 + ["5000"]) == [1, 0, 1, 1, 0, 1, 1]
-    with refused(RewardError, "'none' holds no number"):
-        answers(["1"], ["none"])
-    with refused(RewardError, "no column 'answer'"):
-        score_of("answer", ["1"])
-
-
-@pytest.mark.parametrize(("name", "kwargs", "words"), [
-    ("answer", {"after": 4}, "after=4 is not a text"),
-    ("length", {}, "reward.kwargs.target=..."),
-    ("length", {"target": 0}, "target=0 is not a number above 0"),
-    ("length", {"target": 3, "unit": "chars"}, "tokens or words"),
-    ("keyword", {}, "either words or a pattern"),
-    ("keyword", {"words": ["a"], "pattern": "a"}, "either words or a pattern"),
-    ("keyword", {"pattern": "("}, "a regular expression (missing )"),
-    ("word_list", {"positive": ["a"], "negative": ["A"]}, "isn't in positive too"),
-    ("word_list", {"positive": ["a", ""]}, "a list of words"),
-    ("word_list", {"positive": ["well-made"]}, "positive='well-made' is not a single word"),
-    ("step_word_list", {"negative": ["not bad"]}, "negative='not bad' is not a single word"),
-    ("word_list", {"positve": ["a"]}, "Did you mean 'positive'?"),
-])
-def test_wrong_arguments_of_rules(name, kwargs, words):
-    with refused(RewardError, words):
-        build_reward(RewardConfig(fn=name, kwargs=kwargs))
-
-
-def test_shortest_lengths_by_hand():
-    # a <- b <- c <- d, a shortcut d -> b, and e <-> f, which never arrive
-    graph = {"a": "a", "b": "ac", "c": "b", "d": "bc", "e": "f", "f": "e"}
-    assert randomwalks.shortest_lengths(graph) == {"a": 1, "b": 2, "c": 3, "d": 3}
-
-
-@pytest.mark.parametrize(("walk", "length", "score"), [
-    ("bda", 3, 1.0),
-    ("bdazz", 3, 1.0),  # what follows the goal is not looked at
-    ("bjna", 4, 6 / 7),
-    ("bdtkna", 6, 4 / 7),
-    ("knakna", 3, 1.0),
-    ("kbdtkbda", 8, 2 / 7),
-    ("bdtkbdtkna", 10, 0.0),  # arrives with the last node allowed
-    ("bdtkbdtkbdtkna", 10, 0.0),
-    ("a", 1, 1.0),
-    ("ba", 10, 0.0),  # no such edge
-    ("bdt", 10, 0.0),  # never arrives
-    ("zda", 10, 0.0), ("b da", 10, 0.0),
-    ("", 10, 0.0),
-])
-def test_scores_by_hand(walk, length, score):
-    assert randomwalks.optimality([walk], prompts=["b"]) == [pytest.approx(score)]
-    assert randomwalks.metrics([walk]) == {"lengths": [length],
-                                           "optimality": [pytest.approx(score)]}
