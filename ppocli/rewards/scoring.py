@@ -224,11 +224,14 @@ def build_reward(cfg: RewardConfig, *,
 
     Raises:
         RewardError: an import path, a signature or an argument is wrong.
-        ConfigError: ``reward_fn`` is empty, or nothing gives a reward.
+        ConfigError: ``reward_fn`` is empty or takes a name that is used, or nothing gives a reward.
         InputError: a built-in's model is missing or unusable.
     """
     reward = _reward(cfg, reward_fn)
     if env is not None and env.fn is not None:
+        if any(part.name == "env" for part in reward.parts):
+            raise ConfigError("An environment's own rewards have the name env.", where="reward_fn",
+                              fix="give that function another name")
         own = {"dense": env.max_turns > 1, "drop": env.on_error == "drop"}
         rewards = bind(EnvironmentReward, own, key="env.fn", name="env")
         reward = replace(reward, parts=(rewards, *reward.parts))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import refused
 
-from ppocli.config.schema import RewardConfig
+from ppocli.config.schema import EnvConfig, RewardConfig
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.resolve import BUILTIN_REWARDS, bind, locate_reward
@@ -359,6 +359,8 @@ def test_python_objects_replace_what_the_configuration_names():
     for name in ("mean", "penalty/short"):
         with pytest.raises(ConfigError, match=f"reward/{name} is a figure of all rewards"):
             build_reward(recipe, reward_fn={name: one, "x": one})
+    with pytest.raises(ConfigError, match="own rewards have the name env"):
+        build_reward(recipe, reward_fn={"env": one}, env=EnvConfig(fn="guess_number"))
     with pytest.raises(RewardError, match="was a Python object"):
         build_reward(RewardConfig(fn="<python object>"))
     with pytest.raises(RewardError, match="pass metric_fn="):
