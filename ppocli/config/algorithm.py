@@ -177,7 +177,8 @@ def _critic(config: schema.TrainConfig) -> keys.Rules:
         yield (bool(getattr(ppo, name)) and config.hardware.zero_stage > 0 and not steady,
                f"ppo.{name}, hardware.zero_stage",
                "ZeRO's optimizer moves the policy, or ages its moments, in updates of the value "
-               f"function alone: leave {name} out, or use hardware.zero_stage=0")
+               f"function alone: set ppo.{name}={'null' if name == 'critic_epochs' else 0}, or "
+               "hardware.zero_stage=0")
     if estimator_of(ppo).needs_critic:
         return
     for name in ("value_pretrain_steps", "critic_epochs"):

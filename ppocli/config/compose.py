@@ -194,9 +194,9 @@ def _resumed_run(words: Words) -> Path | None:
                           "config.yaml is the base", where=COMMAND_LINE,
                           fix="override single keys instead, e.g. ppo.total_episodes=4000")
     name, folder = words.value("run_name"), words.value("output_dir")
-    if name not in (None, run.name) or (
-            folder is not None and Path(folder).expanduser().absolute() != run.parent):
-        named = [key for key in ("run_name", "output_dir") if words.value(key) is not None]
+    named = [*["run_name"] * (name not in (None, "null", run.name)), *["output_dir"] * (
+        folder is not None and Path(folder).expanduser().resolve() != run.resolve().parent)]
+    if named:
         raise ConfigError(f"{', '.join(named)} can't be set when a run is resumed: it goes on in "
                           "its own folder", where=COMMAND_LINE,
                           fix="leave that out; ppocli runs rename RUN NAME gives it another name")

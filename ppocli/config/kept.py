@@ -18,6 +18,9 @@ RUN_FILE = "run.json"
 KEPT, BEFORE = "config", "config_before"
 """texts of config.yaml in it: as it has to be; as it still is if a kill came between the files"""
 
+NOT_TRAINED_WITH = "is finished, and was not trained with"
+"""what a finished run is said to be by settings that no step would be made with"""
+
 
 def kept_texts(run_dir: Path) -> list[str]:
     """The text of config.yaml as the run last accepted it, and as it was before that, which it
@@ -55,7 +58,8 @@ def settings_before(run_dir: Path, *, accept_changes: bool) -> schema.TrainConfi
         raise CheckpointError(
             "\n".join([f"{path} is not what the run was last started with:", *lines]),
             where=str(path), fix="put these settings back, or go on with them: --accept-changes")
-    return kept[0] if kept else now
+    # paths in lists were kept as they were typed
+    return resolved.with_absolute_paths(kept[0] if kept else now)
 
 
 def keeping_styles(config: schema.TrainConfig, own: schema.TrainConfig,

@@ -175,8 +175,7 @@ class _Reader:
             raise ConfigError(f"The rows are read as {' and '.join(self.format)}, which leaves "
                               f"out the column for {unread[0]!r}.",
                               where=f"data.columns.{unread[0]}={self.columns[unread[0]]}",
-                              fix="leave it out, or hide the others: "
-                                  f"data.columns.{self.format[0]}=null")
+                              fix="leave it out, or name the other columns of its format too")
         if "prompt" not in self.format:
             for key, value in (("chat", self.source.chat), ("template", self.source.template)):
                 if value and self.format != ("messages",):

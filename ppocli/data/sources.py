@@ -16,9 +16,10 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.text import first_line, nearest, pasted
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
-# a word of a name, with or without its ending, as the datasets library takes it
-_SPLIT = re.compile(r"(?<![^-._ 0-9])(train|test|validation|valid|val|dev|eval)(ing|uation)?"
-                    r"(?![^-._ 0-9])")
+_SPLITS = {"training": "train", "testing": "test", "evaluation": "eval"} | {
+    name: name for name in ("train", "test", "validation", "valid", "val", "dev", "eval")}
+"""a word in the name of a file or folder, as the datasets library takes it, and its split"""
+_WORD = re.compile(r"[^-._ 0-9]+")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}.*$")  # train-00000-of-00002.parquet
 
 
@@ -93,7 +94,8 @@ def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.item
         return None
     if hasattr(items, "columns"):  # a table of pandas, polars or pyarrow: it iterates over columns
         as_rows = getattr(items, "to_dicts", getattr(items, "to_pylist", None))
-        return list(as_rows() if as_rows else items.to_dict("records"))
+        if as_rows or hasattr(items, "to_dict"):
+            return list(as_rows() if as_rows else items.to_dict("records"))
     try:
         if not isinstance(items, str | bytes | Mapping):
             return list(items)
@@ -206,12 +208,12 @@ def _folder_rows(folder: Path, spec: Source, notes: list[str]) -> Iterator[Row]:
 def _split_of(file: Path) -> str | None:
     """The split that a file belongs to by its name or its folder's, as on the Hub, or None."""
     stem, shards = _SHARD.subn("", file.stem.lower())
-    words = [word for part in (stem, *reversed(file.parts[:-1]))
-             if (word := _SPLIT.search(part.lower()))]
-    whole = next((word for word in words if word[0] == word.string), None)
+    names = [stem, *(part.lower() for part in reversed(file.parts[:-1]))]
+    whole = next((_SPLITS[name] for name in names if name in _SPLITS), None)
     if shards and not whole:
         return stem  # train_sft-00000-of-00001 is of a split of this very name
-    return (whole or words[0])[1] if words else None
+    return whole or next((_SPLITS[word] for name in names for word in _WORD.findall(name)
+                          if word in _SPLITS), None)
 
 
 def _wanted_splits(spec: Source, splits: Iterable[Any]) -> list[str]:

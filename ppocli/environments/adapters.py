@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
-from ppocli.daemon import in_loop
+from ppocli.daemon import awaited
 from ppocli.episode import Step
 from ppocli.text import error_line
 
@@ -84,7 +84,7 @@ class ToolPlay:
         if name not in self._tools:
             raise ValueError(f"there is no tool {name!r}; there are {', '.join(self._tools)}")
         result = self._tools[name](**arguments)
-        result = in_loop(result).result() if inspect.iscoroutine(result) else result
+        result = awaited(result, "environments") if inspect.iscoroutine(result) else result
         return result if isinstance(result, str) else json.dumps(result, default=str)
 
 

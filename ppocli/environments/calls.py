@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ppocli.config.schema import EnvConfig
-from ppocli.daemon import in_daemon, in_loop
+from ppocli.daemon import awaited, in_daemon, in_loop, leave_loop
 from ppocli.data.prompt_set import PromptBatch, PromptSet
 from ppocli.environments.resolve import EnvironmentClass
 from ppocli.environments.wording import can_be_said
@@ -115,15 +115,20 @@ class Calls:
         # each has the limit for itself; one that never awaits would hold up all of them
         limit, before = self.cfg.timeout, 0
         seconds = None if limit is None else 2 * (1 + self.cfg.retries) * limit
-        begun = in_loop(together())
-        while not wait([begun], seconds).done:
-            if answered == before:
-                raise RewardError(
-                    f"{self.what.label} is async and awaits nothing: {len(calls) - answered} calls "
-                    f"are {CallTimeoutError(limit)}.", where="env.timeout",
-                    fix="await what waits, or make reset and step plain methods")
-            before = answered
-        return begun.result()
+        begun = in_loop(together(), "environments")
+        try:
+            while not wait([begun], seconds).done:
+                if answered == before:
+                    raise RewardError(
+                        f"{self.what.label} is async and awaits nothing: {len(calls) - answered} "
+                        f"calls are {CallTimeoutError(limit)}.", where="env.timeout",
+                        fix="await what waits, or make reset and step plain methods")
+                before = answered
+            return begun.result()
+        except BaseException:
+            begun.cancel()
+            leave_loop("environments")
+            raise
 
     async def _awaited(self, call: Called, stream: int) -> Answered:
         for left in range(self.cfg.retries, -1, -1):
@@ -177,7 +182,7 @@ class Calls:
             result = environment.reset(**{name: value for name, value in known.items()
                                           if takes is None or name in takes})
             if inspect.isawaitable(result) and not what.waits:
-                result = in_loop(_awaited(result)).result()
+                result = awaited(_awaited(result), "environments")
             return environment, result
         named = {"rng": rng()} if what.step_takes_rng else {}
         return call.environment, call.environment.step(call.given["response"], **named)
@@ -187,6 +192,7 @@ class Calls:
             return work()
         future = in_daemon(work, f"environment {self.what.label}")
         if not wait([future], seconds).done:
+            leave_loop("environments")
             raise CallTimeoutError(self.cfg.timeout)
         return future.result()
 
@@ -204,10 +210,10 @@ class Calls:
 
 def known_of(prompts: PromptSet | PromptBatch, place: int) -> dict[str, Any]:
     """What ``reset`` may ask for of the prompt at that place, beside random numbers."""
-    told = {"messages": None, **{name: cells[place] for name, cells in prompts.columns.items()},
-            "prompt": prompts.texts[place]}
-    # a column of that name may hold the answer as well
-    return told | ({"messages": prompts.messages[place]} if prompts.messages else {})
+    return {**{name: cells[place] for name, cells in prompts.columns.items()},
+            # columns of these names may hold the answer as well
+            "prompt": prompts.texts[place],
+            "messages": prompts.messages[place] if prompts.messages else None}
 
 
 async def _awaited(result: Any) -> Any:

@@ -104,11 +104,14 @@ class ChatWords:
             raise RewardError(f"reset returned {shorten(repr(said))}, neither text nor messages.",
                               where="env.fn", fix="return a text, or a list of {role, content} "
                               "messages")
-        if self._ids(self._render(messages, ask=True, tools=())) != prompt:
+        # what differs otherwise is the template's, which may say the date
+        whole, count = self._ids(self._render(messages, ask=True, tools=())), len(prompt)
+        if count < len(whole) and (whole[:count] == prompt or whole[1 - count:] == prompt[1:]):
             raise InputError("A prompt was cut, and what reset says, or a description of tools, "
                              "can't be put into a part of a conversation.",
                              where="prompts.max_length, env.fn", fix="leave such prompts out "
-                             "(prompts.overlong=drop), or allow longer ones")
+                             "(prompts.overlong=drop), or allow longer ones (prompts.max_length, "
+                             "prompts.length_sampler)")
         if not isinstance(said, str):
             added = list(said or ())
             return self._ids(self._render([*messages, *added], ask=True)), Said([], text_of(added))

@@ -39,6 +39,10 @@ from ppocli.training.task import PythonObjects, TaskSetup
 
 log = logging.getLogger("ppocli")
 
+_WHERE_AND_HOW = ("hardware.", "rollout.", "reward.ranks", "env.timeout", "env.retries",
+                  "env.workers")
+"""keys that say where a run is computed, and how others are asked: a scheduler may repeat its
+command elsewhere"""
 _MEETING = "meeting the other ranks"
 """the phase in which a rank waits for the others to be there"""
 
@@ -218,9 +222,10 @@ def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> 
     before = kept.settings_before(folder.path, accept_changes=True)
     if changed := [f"  {key}: {text.shown(old)} -> {text.shown(new)}"
                    for key, old, new in resolved.config_differences(before, cfg)
-                   if resolved.classify_change(key) != "harmless"]:
+                   if resolved.classify_change(key) != "harmless"
+                   and not key.startswith(_WHERE_AND_HOW)]:
         raise CheckpointError(
-            "\n".join([f"{folder.path.name} is finished, and was not trained with:", *changed]),
+            "\n".join([f"{folder.path.name} {kept.NOT_TRAINED_WITH}:", *changed]),
             where=str(folder.path), fix="leave them as they were, ask for more steps as well, or "
             "start another run with them (another run_name)")
     accept_settings(folder.path, steps)

@@ -175,7 +175,7 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
         importance: a factor of each token's policy loss, of
             :func:`ppocli.ppo.off_policy.importance_weights`; or None.
     """
-    log_ratio = logprobs - old_logprobs
+    log_ratio, share = logprobs - old_logprobs, 1.0 / max(total_tokens, 1)
     losses, is_clipped, is_bounded = _policy_terms(logprobs, log_ratio, advantages,
                                                    lengths, options)
     policy = (weights * (losses if importance is None else importance * losses)).sum()
@@ -190,7 +190,7 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
         value = 0.5 * (weights * torch.maximum(square, square_clipped)).sum()
         total = total + options.vf_coef * value
     if entropy is not None:
-        mean_entropy = entropy.detach().mean() * (len(entropy) / max(total_tokens, 1))
+        mean_entropy = entropy.detach().sum() * share
         total = total - options.ent_coef * (weights * entropy).sum()
     if ref_logprobs is not None:
         kl = full_kl if full_kl is not None else kl_per_token(
@@ -202,7 +202,6 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
     if imitated is not None:
         nll = -(imitated * logprobs).sum()
         total = total + options.nll_coef * nll
-    share = 1.0 / max(total_tokens, 1)
     with torch.no_grad():
         return PPOLoss(
             total=total, policy=policy.detach(), value=value.detach(),

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ppocli.config.schema import RewardConfig
-from ppocli.daemon import in_daemon, in_loop
+from ppocli.daemon import awaited, in_daemon, leave_loop
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, styles
 from ppocli.rewards.records import RewardRequest, Score, StepScores, on_tokens
@@ -92,7 +92,7 @@ def _call(bound: BoundCallable, request: RewardRequest, timeout: float | None) -
         with guard.contained(bound.label, bound.located.key, _batch(request)):
             result = bound.answer(request)
             if inspect.iscoroutine(result):
-                result = in_loop(result).result()
+                result = awaited(result, "rewards")
             # A generator's body runs here, under the same time limit and handling of errors.
             if isinstance(result, Mapping):
                 return {name: _drained(column, len(request), bound)
@@ -116,6 +116,7 @@ def _drained(result: Any, count: int, bound: BoundCallable) -> Any:
 def _in_thread(work: Callable[[], Any], timeout: float, bound: BoundCallable) -> Any:
     future = in_daemon(work, f"reward {bound.located.spec}")
     if not wait([future], timeout).done:
+        leave_loop("rewards")
         raise RewardError(
             f"{bound.label} was still running after {timeout:.1f} s (reward.timeout={timeout:g}).",
             where="reward.timeout", fix="make it faster, or raise reward.timeout (null: no limit)")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import bounded, schema, tasks
+from ppocli.config import bounded, kept, schema, tasks
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
@@ -239,9 +239,8 @@ def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
             working = sweep_alive or run_folder.live_owner(Path(job.folder)) is not None
             return "running" if working else "interrupted"
         return "gone" if job.status == "finished" else job.status
-    # a job whose values aren't those of the run in its folder was refused
     if run.status == "running" or (
-            run.status == "finished" and job.exit_code != CheckpointError.exit_code):
+            run.status == "finished" and kept.NOT_TRAINED_WITH not in (job.error or "")):
         return run.status
     if job.status == "running" and sweep_alive:
         return "running"  # its process is starting

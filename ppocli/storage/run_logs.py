@@ -43,9 +43,10 @@ class JsonlWriter(AbstractContextManager["JsonlWriter"]):
 
     def append(self, rows: Sequence[dict[str, Any]], *, over_last: bool = False) -> None:
         """Write the rows, in order, and sync once; the first ``over_last``: in its place."""
-        raw = b"".join(_line(row) for row in rows)
+        raw, there, before = b"".join(_line(row) for row in rows), b"", self._size
         if over_last:
             self._size = _end_of_last_line(self._descriptor, self._size - 1)
+            there = os.pread(self._descriptor, before - self._size, self._size)
         try:
             with atomic.disk_errors(self.path, needed=len(raw)):
                 written = 0
@@ -55,7 +56,9 @@ class JsonlWriter(AbstractContextManager["JsonlWriter"]):
                 os.fsync(self._descriptor)
         except BaseException:
             with suppress(OSError):
-                os.ftruncate(self._descriptor, self._size)
+                os.pwrite(self._descriptor, there, self._size)
+                os.ftruncate(self._descriptor, before)
+            self._size = before
             raise
         self._size += len(raw)
 

@@ -108,6 +108,8 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
     if state.pace is None or state.pace.num_rollouts != now:
         state = replace(state, pace=Pace(now) if state.pace is None else
                         Pace(now, state.step, state.episodes))
+    if state.judged_by == task.judged_earlier():
+        state = replace(state, judged_by=fresh.judged_by)
     if state.judged_by != fresh.judged_by:
         if state.best is not None:
             log.info("reward, environment, generation or checkpoint.metric have changed: the best "

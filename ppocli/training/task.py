@@ -281,6 +281,10 @@ class Task(ABC):
         """Digest of everything that evaluations depend on, except the trained weights."""
         return ""
 
+    def judged_earlier(self) -> str:
+        """The same as earlier versions have noted it, whose runs go on."""
+        return self.judged_by()
+
     def modules(self) -> dict[str, torch.nn.Module]:
         """Modules that change in addition to ``saved.lm``, by their attribute name in
         ``trained.module``; of a name that isn't one of it, whole on every rank."""

@@ -215,9 +215,10 @@ def test_a_finished_run_takes_no_settings_that_no_step_is_trained_with(command, 
     ended = command(f"resume={folder}", "ppo.vf_coef=0.5", "reward.timeout=9", code=5)
     assert "run is finished, and was not trained with:\n  ppo.vf_coef: 0.1 -> 0.5\n" in ended.err
     assert tree(folder) == before
-    ended = command(f"resume={folder}", "reward.timeout=9", code=0)
+    ended = command(f"resume={folder}", "reward.timeout=9", "hardware.num_threads=2", code=0)
     assert "already finished" in ended.said
-    assert [change["key"] for change in read_changes(folder)] == ["reward.timeout"]
+    assert [change["key"] for change in read_changes(folder)] == [
+        "reward.timeout", "hardware.num_threads"]
 
 
 def test_a_finished_runs_missing_model_is_written_again(command, reference, tmp_path):

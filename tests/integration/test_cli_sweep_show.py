@@ -74,9 +74,11 @@ def test_status_is_told_even_of_jobs_that_nobody_wrote_down(sweep, capsys):
     with lock(sweep / "2"):
         assert shown(capsys, "sweep-1", "job")["jobs"][2]["status"] == "running"
     record = read_sweep(sweep)
-    write_sweep(replace(record, jobs=(job(sweep, 0, "failed", ["seed=7", KEYS[0]], code=5),
-                                      *record.jobs[1:])))  # the run there has other values
-    assert shown(capsys, "sweep-1", "job")["jobs"][0]["status"] == "failed"
+    refused = job(sweep, 0, "failed", ["seed=7", KEYS[0]], code=5)
+    for error, status in (("0 is finished, and was not trained with:\n  seed: 0 -> 7", "failed"),
+                          ("it is in use", "finished")):
+        write_sweep(replace(record, jobs=(replace(refused, error=error), *record.jobs[1:])))
+        assert shown(capsys, "sweep-1", "job")["jobs"][0]["status"] == status
     write_sweep(record)
     (sweep / "0").rename(sweep / "away")
     assert shown(capsys, "runs/sweep-1", "job")["jobs"][0]["status"] == "gone"

@@ -316,7 +316,8 @@ def test_a_resumed_run_has_the_name_and_place_of_its_folder(tmp_path):
     for words in (["run_name=other"], [f"output_dir={tmp_path}"], ["output_dir=else", "seed=1"]):
         with pytest.raises(ConfigError, match="it goes on in its own folder"):
             compose(read_words([f"resume={run}", *words]))
-    compose(read_words([f"resume={run}", "run_name=mine", f"output_dir={tmp_path}/runs"]))
+    compose(read_words([f"resume={run}", "run_name=mine", f"output_dir={tmp_path}/runs/../runs"]))
+    compose(read_words([f"resume={run}", "run_name=null"]))
 
 
 def test_differences_are_listed_key_by_key():

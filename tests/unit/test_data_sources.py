@@ -145,7 +145,7 @@ def test_splits(tmp_path, kind, split, expected):
     (["train", "train-hard", "test_easy"], "test", ["test_easy"]),
     (["train-easy/a", "test-hard/a"], "train", ["train-easy/a"]),
     (["my.Training", "my.testing"], "train", ["my.Training"]),
-    (["contest", "trainer", "latest"], "train", ["contest", "latest", "trainer"]),
+    (["contest", "trainer", "valuation"], "train", ["contest", "trainer", "valuation"]),
     (["train_sft-00000-of-00001", "train_gen-00000-of-00001"], "train_sft",
      ["train_sft-00000-of-00001"]),
     (["test/train-like", "train/a"], "test", ["test/train-like"]),

@@ -71,7 +71,7 @@ def test_what_is_known_of_a_prompt_is_no_column_of_that_name():
                             mask=torch.ones(1, 1, dtype=torch.bool), texts=["hi"],
                             messages=[asked] if chat else [], episodes=[0],
                             columns={"prompt": ["secret"], "messages": ["column"], "label": [3]})
-        assert known_of(batch, 0) == {"prompt": "hi", "messages": asked if chat else "column",
+        assert known_of(batch, 0) == {"prompt": "hi", "messages": asked if chat else None,
                                       "label": 3}
 
 

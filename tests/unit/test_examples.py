@@ -185,7 +185,7 @@ def test_a_bad_row_is_one_error_that_names_file_and_row(tmp_path, good, bad, say
     (PLAIN["completion"] | {"m": 1}, "completions", {"columns": {"margin": "m"}},
      "read as prompt and completion, which leaves out the column for 'margin'", "leave it out"),
     (PLAIN["completion"] | {"t": "b"}, "completions", {"columns": {"text": "t", "prompt": "t"}},
-     "leaves out the column for 'text'", "data.columns.prompt=null")])
+     "leaves out the column for 'text'", "leave it out")])
 def test_settings_that_the_rows_do_not_fit(row, wants, over, says, fix):
     with pytest.raises((InputError, ConfigError)) as caught:
         read([row], wants, **over)

@@ -13,6 +13,7 @@ from helpers import refused, request_of
 
 from ppocli.cli import output
 from ppocli.config.schema import RewardConfig
+from ppocli.daemon import awaited
 from ppocli.errors import RewardError, StoppedError
 from ppocli.parallel.stop import StopRequested
 from ppocli.rewards import guard
@@ -226,6 +227,33 @@ def test_a_thread_that_would_keep_the_process_is_named_and_does_not(monkeypatch)
     guard.check_threads()
 
 
+def test_a_call_that_blocks_holds_up_no_later_one():
+    blocked = []
+
+    async def once(outputs):
+        if not blocked:
+            blocked.append(True)
+            time.sleep(1.5)
+        return [1.0] * len(outputs)
+
+    reward = build_reward(RewardConfig(timeout=0.3), reward_fn=once)
+    with pytest.raises(RewardError, match="still running after"):
+        reward.score(request_of(2))
+    assert reward.score(request_of(2)).scores == [1.0, 1.0]
+
+
+def test_threads_that_begin_together_have_one_event_loop():
+    """A semaphore that several wait for belongs to one."""
+    turns = asyncio.Semaphore(1)
+
+    async def one() -> None:
+        async with turns:
+            await asyncio.sleep(0.001)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: awaited(one(), "a test of its own"), range(16)))
+
+
 @pytest.mark.parametrize("timeout", [None, 30.0])
 def test_async_functions_and_objects(timeout):
     async def one(output):
@@ -257,6 +285,13 @@ def test_async_functions_and_objects(timeout):
 
     reward = build_reward(cfg, reward_fn=in_turn)
     assert [reward.score(request_of(3)).scores for _ in range(2)] == [[1.0] * 3] * 2
+
+    another = build_reward(RewardConfig(), reward_fn=gathered)
+
+    async def asks_another(outputs):
+        return another.score(request_of(len(outputs))).scores
+
+    assert build_reward(cfg, reward_fn=asks_another).score(request_of(3)).scores == [9.0] * 3
 
     async def leaves(outputs):
         raise SystemExit(3)

@@ -179,7 +179,6 @@ def takes_packed(lm: Any) -> bool:
     """
     if (trunk.has_encoder(lm) or trunk.num_virtual_tokens(lm)
             or transformers_internals.attention_of(lm) != NAME
-            or not transformers_internals.caches_all_keys(lm)
             or "position_ids" not in inspect.signature(lm.base_model.forward).parameters):
         return False
     device = lm.get_input_embeddings().weight.device
@@ -187,6 +186,8 @@ def takes_packed(lm: Any) -> bool:
     there = torch.arange(5)[None, :] < lengths[:, None]
     samples = layout.Sequences(torch.arange(15).reshape(3, 5) % 11, 1 + lengths, none.long(), none)
     try:
+        if not transformers_internals.caches_all_keys(lm):
+            return False
         packed, plain = (layout.lay_out(samples, pack=pack).to(device) for pack in (True, False))
         whole = trunk.trunk_states(lm, plain)[there.to(device)]
         found = trunk.trunk_states(lm, packed)[0, :len(whole)]

@@ -226,17 +226,24 @@ class PPOTask(task.Task):
     def judged_by(self) -> str:
         """As :class:`Task`: under another digest, figures are not comparable with the best so far.
         """
-        cfg = self.cfg
-        reward, default = asdict(cfg.reward), asdict(schema.RewardConfig())
+        reward, default = asdict(self.cfg.reward), asdict(schema.RewardConfig())
         for name in ("timeout", "retries", "overlap", "ranks"):  # how it is called
             reward[name] = default[name]
+        env = {name: value for name, value in asdict(self.cfg.env).items()
+               if name not in ("timeout", "retries", "workers")}
+        return self._judges(reward, [] if self.cfg.env.fn is None else [env])
+
+    def judged_earlier(self) -> str:
+        """As :class:`Task`: with all of the reward's section, and without the environment."""
+        return self._judges(asdict(self.cfg.reward), [])
+
+    def _judges(self, reward: dict[str, Any], more: list[Any]) -> str:
+        cfg = self.cfg
         for name, early in (("style", "ppocli"), ("step_separator", None), ("step_fn", None)):
             if reward[name] == early:  # as before there were others
                 del reward[name]
-        judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric, cfg.prompts.eval.repeat]
-        if cfg.env.fn is not None:
-            judge.append({name: value for name, value in asdict(cfg.env).items()
-                          if name not in ("timeout", "retries", "workers")})
+        judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric, cfg.prompts.eval.repeat,
+                 *more]
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
 
     def modules(self) -> dict[str, torch.nn.Module]:
