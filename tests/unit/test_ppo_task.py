@@ -271,8 +271,10 @@ def test_what_evaluations_are_judged_by(tmp_path):
             **playing)
         different = [judged(), judged(reward__clip=1.0), judged(generation__temperature=0.5),
                      judged(**playing), judged(**playing, env__max_turns=1)]
-        earlier = PPOTask(replace(session, cfg=small_config(tmp_path, **playing)))
-        assert earlier.judged_earlier() == judged()  # runs that have noted it keep their best
+        earlier = [PPOTask(replace(session, cfg=small_config(tmp_path, **more))).judged_earlier()
+                   for more in ({}, playing, playing | {"env__max_turns": 1})]
+        # runs that have noted it keep their best, and later ones can't have noted it
+        assert earlier[0] == earlier[1] == earlier[2] not in different
     assert len(set(different)) == len(different)
 
 
