@@ -120,7 +120,7 @@ def jobs_of(config: schema.TrainConfig, folder: Path, ended: Ended) -> Iterator[
 def record_of(job: SweepJob, status: str, code: int, summary: dict[str, Any] | None, started: float,
               config: schema.TrainConfig | None, error: str | None = None) -> sweeps.JobRecord:
     """What is written down of a job that has ended; ``started`` on the monotonic clock."""
-    refused = code == errors.CheckpointError.exit_code  # the folder's figures aren't this job's
+    refused = code == errors.CheckpointError.exit_code  # the folder's figures may be of another
     after = {} if refused else (summary or {}).get("eval_after") or {}
     figures = {} if config is None else sweeps.figures_of(
         config, job.folder, lambda name: finite_number(after.get(name)))

@@ -18,9 +18,6 @@ RUN_FILE = "run.json"
 KEPT, BEFORE = "config", "config_before"
 """texts of config.yaml in it: as it has to be; as it still is if a kill came between the files"""
 
-NOT_TRAINED_WITH = "is finished, and was not trained with"
-"""what a finished run is said to be by settings that no step would be made with"""
-
 
 def kept_texts(run_dir: Path) -> list[str]:
     """The text of config.yaml as the run last accepted it, and as it was before that, which it

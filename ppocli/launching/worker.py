@@ -225,7 +225,7 @@ def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> 
                    if resolved.classify_change(key) != "harmless"
                    and not key.startswith(_WHERE_AND_HOW)]:
         raise CheckpointError(
-            "\n".join([f"{folder.path.name} {kept.NOT_TRAINED_WITH}:", *changed]),
+            "\n".join([f"{folder.path.name} is finished, and was not trained with:", *changed]),
             where=str(folder.path), fix="leave them as they were, ask for more steps as well, or "
             "start another run with them (another run_name)")
     accept_settings(folder.path, steps)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import bounded, kept, schema, tasks
+from ppocli.config import bounded, resolved, schema, tasks
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
@@ -233,6 +233,17 @@ def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | 
     return replace(job, **now), run
 
 
+def _was_refused(job: JobRecord, config: schema.TrainConfig) -> bool:
+    """Whether the run in a job's folder has other values than the job, which ended for that."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    if job.exit_code != CheckpointError.exit_code:
+        return False
+    values = resolved.flat(config)
+    return any(values.get(each.key_or_group, each.value()) != each.value()
+               for each in OverridesParser.create().parse_overrides(list(job.varied)))
+
+
 def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
     if run is None:
         if job.status == "running":
@@ -240,7 +251,7 @@ def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
             return "running" if working else "interrupted"
         return "gone" if job.status == "finished" else job.status
     if run.status == "running" or (
-            run.status == "finished" and kept.NOT_TRAINED_WITH not in (job.error or "")):
+            run.status == "finished" and not _was_refused(job, run.config)):
         return run.status
     if job.status == "running" and sweep_alive:
         return "running"  # its process is starting

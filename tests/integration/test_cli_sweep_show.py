@@ -24,6 +24,7 @@ from runs import (
 from ppocli.cli import sweep_jobs as module
 from ppocli.cli.output import code_of
 from ppocli.cli.sweep_show import show_sweep
+from ppocli.config.resolved import read_config
 from ppocli.errors import CheckpointError
 from ppocli.runs.sweeps import JobRecord, SweepRecord, read_sweep, write_sweep
 from ppocli.storage.run_folder import live_owner, lock
@@ -74,10 +75,10 @@ def test_status_is_told_even_of_jobs_that_nobody_wrote_down(sweep, capsys):
     with lock(sweep / "2"):
         assert shown(capsys, "sweep-1", "job")["jobs"][2]["status"] == "running"
     record = read_sweep(sweep)
-    refused = job(sweep, 0, "failed", ["seed=7", KEYS[0]], code=5)
-    for error, status in (("0 is finished, and was not trained with:\n  seed: 0 -> 7", "failed"),
-                          ("it is in use", "finished")):
-        write_sweep(replace(record, jobs=(replace(refused, error=error), *record.jobs[1:])))
+    seed = read_config(sweep / "0/config.yaml").seed
+    for number, status in ((seed + 7, "failed"), (seed, "finished")):  # of another run, or in use
+        refused = job(sweep, 0, "failed", [f"seed={number}"], code=5)
+        write_sweep(replace(record, jobs=(refused, *record.jobs[1:])))
         assert shown(capsys, "sweep-1", "job")["jobs"][0]["status"] == status
     write_sweep(record)
     (sweep / "0").rename(sweep / "away")
