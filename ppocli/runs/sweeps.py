@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from omegaconf import OmegaConf
 
 from ppocli.config import bounded, resolved, schema, tasks
 from ppocli.errors import CheckpointError, ConfigError
@@ -235,13 +237,16 @@ def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | 
 
 def _was_refused(job: JobRecord, config: schema.TrainConfig) -> bool:
     """Whether the run in a job's folder has other values than the job, which ended for that."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
     if job.exit_code != CheckpointError.exit_code:
         return False
-    values = resolved.flat(config)
-    return any(values.get(each.key_or_group, each.value()) != each.value()
-               for each in OverridesParser.create().parse_overrides(list(job.varied)))
+    values, varied = resolved.flat(config), varied_values(job)
+    return any(key in values and values[key] != _parsed(text) for key, text in varied.items())
+
+
+def _parsed(text: str) -> Any:
+    # omegaconf reads 1e-5 as a number where YAML does not; Hydra's parser is not a worker's to load
+    read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    return cast(dict[str, Any], read)["value"]
 
 
 def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:

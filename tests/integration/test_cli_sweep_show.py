@@ -75,9 +75,11 @@ def test_status_is_told_even_of_jobs_that_nobody_wrote_down(sweep, capsys):
     with lock(sweep / "2"):
         assert shown(capsys, "sweep-1", "job")["jobs"][2]["status"] == "running"
     record = read_sweep(sweep)
-    seed = read_config(sweep / "0/config.yaml").seed
-    for number, status in ((seed + 7, "failed"), (seed, "finished")):  # of another run, or in use
-        refused = job(sweep, 0, "failed", [f"seed={number}"], code=5)
+    config = read_config(sweep / "0/config.yaml")
+    top = f"generation.top_p={config.generation.top_p:e}"
+    for number, status in ((config.seed + 7, "failed"),  # of another run, or in use
+                           (config.seed, "finished")):
+        refused = job(sweep, 0, "failed", [top, f"seed={number}"], code=5)
         write_sweep(replace(record, jobs=(refused, *record.jobs[1:])))
         assert shown(capsys, "sweep-1", "job")["jobs"][0]["status"] == status
     write_sweep(record)
