@@ -74,6 +74,9 @@ def model_config(kind: str = "gpt2", **over):
 
 
 _GPT = {"n_layer": 2, "n_embd": 32, "n_head": 2, "n_positions": 64}
+_GEMMA = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48,
+          "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+          "vocab_size": len(SPECIAL) + len(WORDS)}
 _SHAPES = {
     "gpt2": _GPT, "gptj": {**_GPT, "rotary_dim": 8, "tie_word_embeddings": False},
     "t5": {"num_layers": 2, "num_decoder_layers": 2, "d_model": 32, "d_kv": 16, "num_heads": 2,
@@ -86,6 +89,8 @@ _SHAPES = {
             "decoder_attention_heads": 2, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
             "attention_window": 4, "max_encoder_position_embeddings": 64,
             "max_decoder_position_embeddings": 64},
+    "t5gemma": {name: {**_GEMMA, "is_decoder": name == "decoder", "final_logit_softcapping": 2.0}
+                for name in ("encoder", "decoder")},
     "opt": {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "ffn_dim": 48,
             "max_position_embeddings": 64, "word_embed_proj_dim": 32},
     "mamba": {"num_hidden_layers": 2, "hidden_size": 32, "state_size": 8},
@@ -93,9 +98,7 @@ _SHAPES = {
              "intermediate_size": 48, "rescale_every": 1},
     "bloom": {"n_layer": 2, "hidden_size": 32, "n_head": 2},
     "gemma3": {
-        "text_config": {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48,
-                        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
-                        "vocab_size": len(SPECIAL) + len(WORDS), "sliding_window": 8},
+        "text_config": {**_GEMMA, "sliding_window": 8},
         "vision_config": {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16,
                           "num_attention_heads": 2, "image_size": 28, "patch_size": 14}},
     "mpt": {"n_layers": 2, "d_model": 32, "n_heads": 2, "max_seq_len": 64},

@@ -32,8 +32,9 @@ class LogitMap:
         config, own = lm.config, getattr(lm, "logit_scale", None)
         scale = state_scale(lm) * (own if isinstance(own, float) else 1.0)
         scale *= getattr(config, "lm_head_multiplier", 1.0) / getattr(config, "logits_scaling", 1.0)
-        caps = (getattr(config, name, None) for name in ("final_logit_softcapping",
-                                                         "logits_soft_cap"))
+        text = config.get_text_config(decoder=True)
+        caps = (getattr(text, name, None) for name in ("final_logit_softcapping",
+                                                       "logits_soft_cap"))
         return LogitMap(scale, next((cap for cap in caps if cap), None))
 
     def __call__(self, products: torch.Tensor) -> torch.Tensor:

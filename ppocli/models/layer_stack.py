@@ -21,11 +21,11 @@ def layer_stack(lm: Any) -> nn.ModuleList:
         ValueError: no list of modules is as long as the model is deep.
     """
     config, trunk = lm.config, lm.base_model
-    depth = config.num_hidden_layers
+    depth = config.get_text_config(decoder=True).num_hidden_layers
     if getattr(config, "is_encoder_decoder", False):
         trunk = lm.get_decoder()
-        depth = next(value for name in ("num_decoder_layers", "decoder_layers")
-                     if (value := getattr(config, name, None)) is not None)
+        depth = next((value for name in ("num_decoder_layers", "decoder_layers")
+                      if (value := getattr(config, name, None)) is not None), depth)
     for module in trunk.modules():
         if isinstance(module, nn.ModuleList) and len(module) == depth:
             return module

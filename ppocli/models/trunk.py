@@ -21,11 +21,14 @@ def has_encoder(lm: Any) -> bool:
 def decoder_start(lm: Any) -> int | None:
     """The token that the decoder of an encoder-decoder starts from; None for other models. To be
     asked before :func:`ppocli.models.loading.language_model.make_ready`, and known to its
-    ``LoadedLM`` from then on: what pads serves where no such token is named."""
+    ``LoadedLM`` from then on: that which transformers' ``generate`` takes, or what pads where no
+    such token is named."""
     if not has_encoder(lm):
         return None
-    start = getattr(lm.config, "decoder_start_token_id", None)
-    return lm.config.pad_token_id if start is None else start
+    own = lm.generation_config
+    named = (getattr(lm.config, "decoder_start_token_id", None), own.decoder_start_token_id,
+             own.bos_token_id, lm.config.pad_token_id)
+    return next((token for token in named if token is not None), None)
 
 
 def state_scale(lm: Any) -> float:

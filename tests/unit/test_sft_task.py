@@ -95,10 +95,11 @@ def own_loss(task: SFTTask, data: Any, places: list[int]) -> tuple[torch.Tensor,
 
 def test_a_decoder_that_names_no_start_begins_with_what_pads(tmp_path):
     """As transformers' own, and as when it is sampled from."""
-    path = save_lm(tmp_path / "t5", "t5") / "config.json"
-    settings = json.loads(path.read_text())
+    folder = save_lm(tmp_path / "t5", "t5", bos_token_id=None)
+    (folder / "generation_config.json").unlink()
+    settings = json.loads((folder / "config.json").read_text())
     assert settings.pop("decoder_start_token_id") == settings["pad_token_id"] == 0
-    path.write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(settings))
     with sft_of(tmp_path, "t5") as task:
         found = task.sequences(task.train, torch.arange(2))
         assert task.loaded.decoder_start == 0

@@ -207,6 +207,9 @@ def make_ready(cfg: ModelConfig, model: Any) -> None:
     # the ids are checked by us; transformers' own padding check would synchronise at every call
     if model.config.model_type != "led":  # which fills prompts up to its window by itself
         model.config.pad_token_id = None
+    own = model.config.get_text_config(decoder=True)
+    if own is not model.config and has_encoder(model):
+        own.pad_token_id = -1  # T5Gemma's decoder leaves what pads out of its context, also if said
     for part in model.eval().modules():
         if isinstance(part, torch.nn.Dropout):  # a nested configuration may have turned it on
             part.p = 0.0
