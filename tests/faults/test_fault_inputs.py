@@ -3,8 +3,6 @@
 import json
 import shutil
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -90,7 +88,7 @@ def black_hole() -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_without_network_everything_missing_is_told_within_5_seconds(tmp_path):
+def test_without_network_everything_missing_is_told_soon(tmp_path):
     """Neither a cache nor an offline variable helps: the network has to be found dead."""
     with black_hole() as address:
         started = time.monotonic()
@@ -102,14 +100,7 @@ def test_without_network_everything_missing_is_told_within_5_seconds(tmp_path):
         assert part in ended.stderr, ended.stderr
     assert not (tmp_path / "runs").exists()
     assert not (tmp_path / "cache/hub").exists()
-    assert elapsed < 5 + load_allowance()
-
-
-def load_allowance() -> float:
-    """Seconds that a busy machine may add to the five: twice what a bare start takes."""
-    started = time.monotonic()
-    subprocess.run([sys.executable, "-c", "import hydra, typer, rich"], check=True)
-    return 2 * (time.monotonic() - started)
+    assert elapsed < 15  # the hub's own calls would wait 20 to 50 s
 
 
 def test_an_output_folder_with_spaces_and_unicode(command, world):
