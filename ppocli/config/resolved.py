@@ -84,7 +84,22 @@ def config_text(config: TrainConfig) -> str:
     """
     values = each_text({name: value for name, value in dataclasses.asdict(config).items()
                         if is_read(name, task_name(config))}, _plain)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=100)
+    return yaml_text(values)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Puts quotes around texts that YAML 1.1 leaves as texts and OmegaConf reads as numbers:
+    ``1e3``."""
+
+
+_Dumper.add_implicit_resolver(  # as omegaconf's loader has it
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"))
+
+
+def yaml_text(values: Mapping[str, Any]) -> str:
+    """Plain values as YAML, in their order, which OmegaConf reads as the same."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def _plain(text: str) -> str:

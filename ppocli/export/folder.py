@@ -11,8 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from ppocli.config.resolved import yaml_text
 from ppocli.errors import CheckpointError, InputError
 from ppocli.export import weights
 from ppocli.export.card import CARD, CURVE, curve, render_again, render_card
@@ -215,8 +214,7 @@ def _contents(plan: ExportPlan, mask: Mask) -> dict[str, Path | str]:
     if tokenizer.pop("name_or_path", None) is not None:  # the folder that it was once loaded from
         found["tokenizer_config.json"] = _json(tokenizer)
     if facts.run is not None:
-        found[TRAINING_CONFIG] = yaml.safe_dump(
-            mask.tree(asdict(facts.run.config)), sort_keys=False, allow_unicode=True, width=100)
+        found[TRAINING_CONFIG] = yaml_text(mask.tree(asdict(facts.run.config)))
         if (drawn := curve(facts.run)) is not None:
             found[CURVE] = mask(drawn)
     if facts.evaluation is not None:

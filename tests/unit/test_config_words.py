@@ -309,6 +309,14 @@ def test_models_in_a_runs_folder_are_found_where_it_is_now(tmp_path):
     assert compose(read_words([f"resume={tmp_path}/now"])).config.model.path == str(place)
 
 
+@pytest.mark.parametrize("text", ["1e3", "12e4567", "-1.5e3", "+1_0E-2", "1.0e+2", ".5e+1", "1:30",
+                                  "1_000", "null", "0x1f", "${a}"])
+def test_a_text_that_looks_like_something_else_stays_a_text(tmp_path, text):
+    given = with_values(composed(), {"model.revision": text, "reward.kwargs": {"a": [text, 1e3]}})
+    (tmp_path / "config.yaml").write_text(config_text(given))
+    assert read_config(tmp_path / "config.yaml") == given
+
+
 def test_a_resumed_run_has_the_name_and_place_of_its_folder(tmp_path):
     run = tmp_path / "runs/mine"
     run.mkdir(parents=True)
