@@ -111,9 +111,13 @@ def catch_signals(settle_seconds: float = 0.0) -> Iterator[StopFlag]:
         settle_seconds: what comes within this time of the first signal is the same request.
     """
     flag = StopFlag()
-    settled_at = [0.0]
+    settled_at, owner = [0.0], os.getpid()
 
     def handle(number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and os.getpid() != owner:
+            # a fork, such as a worker of a multiprocessing.Pool, which is ended and waited for so
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         if flag.requested is not None:
             if monotonic() < settled_at[0]:

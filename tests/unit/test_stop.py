@@ -1,3 +1,4 @@
+import multiprocessing
 import os
 import signal
 import time
@@ -94,6 +95,16 @@ def test_handlers_are_restored_also_after_an_exception():
         stopped_run()
     assert caught.value.signal_number == signal.SIGTERM
     assert [signal.getsignal(number) for number in watched] == before
+
+
+def test_a_forked_worker_can_be_ended_by_its_parent():
+    """As ``multiprocessing.Pool`` does, which then waits for it without a limit."""
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    with catch_signals() as stop:
+        worker.start()
+        worker.terminate()
+        worker.join(20)
+    assert (worker.exitcode, stop.requested) == (-signal.SIGTERM, None)
 
 
 def test_outside_the_main_thread_it_is_inert():
