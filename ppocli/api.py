@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import resolved, words
+from ppocli.config import kept, resolved, words
 from ppocli.config.words import list_of_texts
 from ppocli.data.sources import as_list
 from ppocli.errors import ConfigError, InputError, PpocliError
@@ -26,7 +26,7 @@ from ppocli.runs import trust as trust_of
 from ppocli.runs.target import find_target
 from ppocli.storage.atomic import read_json
 from ppocli.storage.model_files import quiet_transformers
-from ppocli.text import Say, pasted
+from ppocli.text import Say
 from ppocli.user_code import join_working_directory
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
     rows = ("prompts", "eval_prompts", "data", "val_data")
     given = {name: as_list(value, name, name) if name in rows else value
              for name, value in given.items() if value is not None}
-    handed_in = frozenset(opened_folder.OBJECT_KEYS[name] for name in given)
+    handed_in = frozenset(kept.OBJECT_KEYS[name] for name in given)
     given_words = [*words.given_words(overrides), *words.given_words(config or {})]
     if model_path is not None:
         given_words += words.given_words({"model": {"path": str(model_path)}})
@@ -344,5 +344,6 @@ def load_run(run_dir: str | Path, *, trust: bool = False) -> TrainedRun:
                          fix="name the folder of a finished run")
     if summary.get("status") != "finished":
         raise InputError(f"The run in {folder} is {summary.get('status')}, not finished.",
-                         where=str(folder), fix=f"ppocli resume {pasted(folder)}")
+                         where=str(folder), fix=kept.how_to_resume(
+                             resolved.read_config(folder / resolved.CONFIG_FILE), folder))
     return TrainedRun(folder, folder / "model", summary, trust)

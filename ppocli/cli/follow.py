@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.cli.output import complain, print_json, say, show_text
-from ppocli.config import bounded, resolved, tasks
+from ppocli.config import bounded, kept, resolved, tasks
 from ppocli.display import console, dashboard
 from ppocli.episode import spoken
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
@@ -69,11 +69,12 @@ class Follower:
 
     def ending(self) -> str:
         """How the run ended, in words, and what to do next."""
-        path, resume = self._shown, f"resume with: ppocli resume {pasted(self._shown)}"
+        path = self._shown
         if not is_run(self._run.path):
             removed = "" if self._run.path.is_dir() else " and was removed"
             return f"{path} ended before its first step{removed}"
         record = read_run(self._run.path)
+        resume = f"resume with: {kept.how_to_resume(record.config, path)}"
         summary = record.summary or {}
         at = f"at step {record.step} of {self._total}"
         saved = record.folder.checkpoints.is_dir()

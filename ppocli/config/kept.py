@@ -1,18 +1,25 @@
-"""What a run was last started with, kept in its run.json: whether its config.yaml still says so."""
+"""What a run was last started with, kept in its run.json: whether its config.yaml still says so,
+and how the run is gone on with."""
 
 import copy
+import json
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import yaml
 from omegaconf.errors import OmegaConfBaseException
 
-from ppocli.config import bounded, resolved, schema
+from ppocli.config import bounded, resolved, schema, tasks
 from ppocli.errors import CheckpointError
-from ppocli.text import shown
+from ppocli.text import pasted, shown
 
+OBJECT_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn",
+               "prompts": "prompts.path", "eval_prompts": "prompts.eval.path",
+               "data": "data.path", "val_data": "data.val"}
+"""the key whose place each Python object takes"""
 RUN_FILE = "run.json"
 """identity of a run, who started it, what it was last started with, and what a resume changed"""
 KEPT, BEFORE = "config", "config_before"
@@ -82,3 +89,22 @@ def keeping_styles(config: schema.TrainConfig, own: schema.TrainConfig,
             elif "style" in old:
                 entry["style"] = old["style"]
     return replace(config, reward=reward)
+
+
+def objects_of(config: schema.TrainConfig) -> list[str]:
+    """Names of the Python objects that a run was started with."""
+    return [name for name, key in OBJECT_KEYS.items()
+            if attrgetter(key)(config) == resolved.PYTHON_OBJECT]
+
+
+def how_to_resume(config: schema.TrainConfig, run_dir: Path | str, *words: str) -> str:
+    """The command that goes on with a run, or the call where Python objects are in its
+    configuration; with further words."""
+    if not (names := objects_of(config)):
+        return " ".join(["ppocli resume", pasted(run_dir), *words])
+    task = tasks.task_name(config)
+    call = {"sft": "sft", "reward_model": "train_reward_model"}.get(task, "train")
+    given = json.dumps([f"resume={run_dir}", *words])
+    others = "".join(f", {name}=..." for name in names)
+    return f"ppocli.{call}({given}{others})" + (
+        f"; a loop of your own: ppocli.PPOTrainer({given}, ...)" if task == "ppo" else "")

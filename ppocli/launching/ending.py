@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ppocli.config import secrets, tasks
+from ppocli.config import kept, secrets, tasks
 from ppocli.display.console import closing_table
 from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, RunGoneError, StoppedError
 from ppocli.launching.child_process import RunOutcome
@@ -41,7 +41,7 @@ def ending_well(run: loop.Run) -> Iterator[None]:
         raise StoppedError(
             f"stopped by {stop} at step {run.state.step} of {run.task.total_steps()}; {where}",
             signal_number=stop.signal_number,
-            fix=f"resume with: ppocli resume {pasted(run.folder.path)}" if resumable else
+            fix=f"resume with: {_go_on(run)}" if resumable else
             "start again: the same words with "
             f"{pasted('run_name=' + run.folder.path.name)} resume=auto; "
             "checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often") from None
@@ -56,7 +56,7 @@ def ending_well(run: loop.Run) -> Iterator[None]:
             f"{_place(run, f'Out of memory in step {run.state.step + 1}', 'out of memory')}; "
             f"{where}", where=f"{rows}, ppo.chunk_size, reward.fn" if in_ppo else rows,
             fix=f"set {rows} (the gradient stays the same){' or ppo.chunk_size' * in_ppo} lower, "
-                f"then: ppocli resume {pasted(run.folder.path)} {rows}=N") from error
+                f"then: {_go_on(run, f'{rows}=N')}") from error
     except PpocliError as error:
         if isinstance(error, OutOfMemoryError) and error.alone:
             raise _shortage(run, error) from error
@@ -79,9 +79,9 @@ def _shortage(run: loop.Run, error: OutOfMemoryError) -> OutOfMemoryError:
     write_summary_of(run, "failed", error=what)
     fix = error.fix
     if error.retry:
-        words = " ".join(f"{key}={value}" for key, value in error.retry.items())
-        fix = (f"ppocli resume {pasted(run.folder.path)} {words}" if resumable else
-               f"the same command with {words} {pasted('run_name=' + run.folder.path.name)} "
+        words = [f"{key}={value}" for key, value in error.retry.items()]
+        fix = (_go_on(run, *words) if resumable else "the same command with "
+               f"{' '.join(words)} {pasted('run_name=' + run.folder.path.name)} "
                "resume=auto") + " (the result stays the same)"
     return error.reworded(what=f"{_place(run, what, error.what)}; {where}", fix=fix)
 
@@ -201,4 +201,8 @@ def _show(run: loop.Run) -> None:
     updates, section = run.task.settings, tasks.updates_section(run.task.cfg)
     more = next((name for name in ("total_episodes", "num_updates", "epochs")
                  if getattr(updates, name, None)), "num_steps" if section == "ppo" else "epochs")
-    log.info("go on        ppocli resume %s %s.%s=N", pasted(run.folder.path), section, more)
+    log.info("go on        %s", _go_on(run, f"{section}.{more}=N"))
+
+
+def _go_on(run: loop.Run, *words: str) -> str:
+    return kept.how_to_resume(run.task.cfg, run.folder.path, *words)

@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import deepspeed, kept, resolved, schema, tasks
+from ppocli.config import deepspeed, kept, resolved, schema
 from ppocli.errors import CheckpointError
 from ppocli.launching.child_process import Start
 from ppocli.launching.inputs import check_inputs
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
     from ppocli.config.compose import Checked
     from ppocli.training.task import PythonObjects
 
-OBJECT_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn",
-               "prompts": "prompts.path", "eval_prompts": "prompts.eval.path",
-               "data": "data.path", "val_data": "data.val"}
-"""the key whose place each Python object takes"""
 # a run that left no more than these made nothing worth keeping
 _TRACES = frozenset({resolved.CONFIG_FILE, run_folder.LOCK, "ppocli.log", NODE_FAILED,
                      resolved.STARTED_FROM})
@@ -161,7 +157,7 @@ def check_deepspeed(config: schema.TrainConfig) -> None:
 
 def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) -> schema.TrainConfig:
     """A copy that notes ``<python object>`` at the keys whose place a Python object takes."""
-    noted: dict[str, Any] = {key: resolved.PYTHON_OBJECT for name, key in OBJECT_KEYS.items()
+    noted: dict[str, Any] = {key: resolved.PYTHON_OBJECT for name, key in kept.OBJECT_KEYS.items()
                              if getattr(objects, name, None) is not None}
     if "reward.fn" in noted:
         # arguments of the reward that is replaced are not for the function that replaces it
@@ -252,13 +248,8 @@ def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
 
 def _ask_for_objects(config: schema.TrainConfig, objects: PythonObjects | None, run_dir: Path
                      ) -> None:
-    missing = [name for name, key in OBJECT_KEYS.items()
-               if attrgetter(key)(config) == resolved.PYTHON_OBJECT
-               and getattr(objects, name, None) is None]
+    missing = [name for name in kept.objects_of(config) if getattr(objects, name, None) is None]
     if missing:
-        call = {"sft": "sft", "reward_model": "train_reward_model"}.get(
-            tasks.task_name(config), "train")
         raise CheckpointError(f"this run was started from Python with {', '.join(missing)}, "
                               "which can't be read from its folder", where=str(run_dir),
-                              fix=f"resume it from Python: ppocli.{call}([\"resume={run_dir}\"], "
-                              + ", ".join(f"{name}=..." for name in missing) + ")")
+                              fix="resume it from Python: " + kept.how_to_resume(config, run_dir))

@@ -1,6 +1,7 @@
 """Training from Python: objects in place of words, and what comes back."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -73,8 +74,10 @@ def test_a_run_is_opened_again(trained, tmp_path):
     with pytest.raises(InputError):
         ppocli.load_run(tmp_path)
     (tmp_path / "summary.json").write_text(json.dumps({"status": "stopped"}))
-    with pytest.raises(InputError, match="stopped, not finished"):
+    shutil.copy(trained.run_dir / "config.yaml", tmp_path)
+    with pytest.raises(InputError, match="stopped, not finished") as error:
         ppocli.load_run(tmp_path)
+    assert error.value.fix.startswith(f"""ppocli.train(["resume={tmp_path}"], reward_fn=...""")
 
 
 def test_a_run_by_objects_asks_for_them_again(trained):
