@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from helpers import mostly_slow, save_lm
+from safetensors.torch import load_file, save_file
 from sessions import (
     experience_of,
     load_session,
@@ -313,6 +314,16 @@ def test_an_adapter_may_be_the_reference_or_its_base_is(tmp_path, saved):
             expected = naive_logprobs(lambda ids: peft(input_ids=ids).logits, rollout)
         torch.testing.assert_close(rollout.ref_logprobs, expected, rtol=0, atol=2e-5)
         assert rollout.kl.abs().max() > 1e-3
+
+
+def test_a_reference_that_has_an_adapter_is_known_by_it(tmp_path, saved):
+    digests = set()
+    file = saved / "policy/adapter_model.safetensors"
+    for scale in (1.0, 2.0):
+        save_file({name: scale * tensor for name, tensor in load_file(file).items()}, file)
+        with session_of(start_of(tmp_path, saved, model__peft={"type": "lora"})) as session:
+            digests.add(session.reference_digest())
+    assert len(digests) == 2
 
 
 @pytest.mark.parametrize(("over", "error", "what"), [

@@ -16,7 +16,7 @@ from ppocli.models import passes
 from ppocli.models.fast import attention
 from ppocli.models.loading import adapters, language_model, model_config
 from ppocli.models.policy import Policy
-from ppocli.models.reference import Reference
+from ppocli.models.reference import AdapterReference, Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
@@ -111,7 +111,9 @@ class EvalSession:
         if self.reference is None:
             return None
         with self.acting() as acting, self.reference.view(acting.policy.lm) as view:
-            return adapters.tensors_digest(adapters.base_tensors(view), one_gathered)
+            tensors = (adapters.base_tensors(view) if isinstance(self.reference, AdapterReference)
+                       else view.state_dict(keep_vars=True))
+            return adapters.tensors_digest(tensors, one_gathered)
 
 
 @dataclass(frozen=True)
