@@ -210,6 +210,11 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
     if read.value("resume") in (None, "never", "auto"):  # else the run knows its task
         read = words.read_words([*task, *given_words])
     composed = compose.compose(read)
+    replaced = composed.config.reward.fn if "reward_fn" in given else None
+    arguments = [word for word in read.overrides if word.lstrip("+").startswith("reward.kwargs")]
+    if arguments and replaced not in (None, resolved.PYTHON_OBJECT):
+        raise ConfigError(f"{arguments[0]} would go to {replaced}, which reward_fn replaces.",
+                          where="reward.kwargs", fix="put reward=null before it")
     if stop_sequences is not None:
         composed = replace(composed, config=resolved.with_values(composed.config, {
             "generation.stop_sequences": list_of_texts(stop_sequences, "stop_sequences")}))

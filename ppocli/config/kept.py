@@ -102,9 +102,7 @@ def how_to_resume(config: schema.TrainConfig, run_dir: Path | str, *words: str) 
     configuration; with further words."""
     if not (names := objects_of(config)):
         return " ".join(["ppocli resume", pasted(run_dir), *words])
-    task = tasks.task_name(config)
-    call = {"sft": "sft", "reward_model": "train_reward_model"}.get(task, "train")
+    call = {"sft": "sft", "reward_model": "train_reward_model"}.get(
+        tasks.task_name(config), "train")
     given = json.dumps([f"resume={run_dir}", *words])
-    others = "".join(f", {name}=..." for name in names)
-    return f"ppocli.{call}({given}{others})" + (
-        f"; a loop of your own: ppocli.PPOTrainer({given}, ...)" if task == "ppo" else "")
+    return f"ppocli.{call}({given}" + "".join(f", {name}=..." for name in names) + ")"

@@ -155,8 +155,29 @@ def run_here(start: Start, caller: Caller, meeting: adopted_ranks.Meeting | None
     join_working_directory()
     from ppocli.launching.worker import run_worker
 
-    return run_worker(start, objects=caller.objects, store=meeting and meeting.store,
-                      own_process=caller.process == "own")
+    with _own_modes():
+        return run_worker(start, objects=caller.objects, store=meeting and meeting.store,
+                          own_process=caller.process == "own")
+
+
+@contextmanager
+def _own_modes() -> Iterator[None]:
+    """What a script has set torch to is not the run's: it trains, in the precision that its own
+    settings say."""
+    import torch
+
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(False))
+            stack.enter_context(torch.enable_grad())
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    stack.enter_context(torch.autocast(device, enabled=False))
+            yield
+    finally:
+        torch.set_default_dtype(dtype)
 
 
 def _run_module(name: str, start: Start) -> RunOutcome:

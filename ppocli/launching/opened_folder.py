@@ -252,4 +252,5 @@ def _ask_for_objects(config: schema.TrainConfig, objects: PythonObjects | None, 
     if missing:
         raise CheckpointError(f"this run was started from Python with {', '.join(missing)}, "
                               "which can't be read from its folder", where=str(run_dir),
-                              fix="resume it from Python: " + kept.how_to_resume(config, run_dir))
+                              fix="resume it from Python: " + kept.how_to_resume(config, run_dir)
+                              + "; a loop of your own with PPOTrainer in its place")

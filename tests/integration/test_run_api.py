@@ -131,6 +131,11 @@ def test_an_unknown_key_of_a_mapping_is_told_with_the_nearest(config, said):
         ppocli.train({"recipe": "quickstart"}, config=config)
 
 
+def test_arguments_of_a_recipe_s_reward_do_not_reach_the_one_that_replaces_it():
+    with pytest.raises(ConfigError, match=r"reward.kwargs.a=1 would go to .*reward_fn replaces"):
+        ppocli.train(["+recipe=quickstart", "reward.kwargs.a=1"], reward_fn=reward)
+
+
 @pytest.mark.parametrize(("call", "name"), [
     (lambda: ppocli.train(prompts="The film"), "prompts"),
     (lambda: ppocli.train(prompts={"prompt": "The film"}), "prompts"),
@@ -144,3 +149,21 @@ def test_one_text_or_mapping_is_no_list_of_them(call, name):
     with pytest.raises(ConfigError, match=f"{name} must be a list, not one ") as caught:
         call()
     assert caught.value.where == name
+
+
+def test_what_a_script_has_set_torch_to_is_not_the_run_s(shared_world, trained, tmp_path):
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
+            run = ppocli.train(
+                [f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={tmp_path}",
+                 "ppo.num_steps=2"], reward_fn=reward, metric_fn=measure, prompts=PROMPTS,
+                eval_prompts=EVAL_PROMPTS, stop_sequences=["."])
+        assert torch.get_default_dtype() == torch.float64
+    finally:
+        torch.set_default_dtype(torch.float32)
+    mine, theirs = (jsonl(each.run_dir / "metrics.jsonl")[2] for each in (run, trained))
+    for name in ("objective/kl", "loss/policy_avg", "loss/value_avg"):
+        assert mine[name] == theirs[name]
