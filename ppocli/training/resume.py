@@ -230,6 +230,12 @@ def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
     for path in sorted((folder / checkpoint_writing.POLICY).glob("*.safetensors")):
         weights |= load_file(path)
     if saved.adapter is None:
+        if weights.keys() - saved.lm.state_dict().keys():
+            # transformers writes some kinds (GPT-NeoX, mixtures of experts) as earlier versions had
+            # them, and alone knows how to read these
+            again = type(saved.lm).from_pretrained(folder / checkpoint_writing.POLICY,
+                                                   dtype=next(saved.lm.parameters()).dtype)
+            weights = again.state_dict()
         fill_module(saved.lm, weights, "policy", tied_ok=True)
     elif not saved.prompt_encoders():
         with sharded_weights.gathered(module, stage, modify=True):

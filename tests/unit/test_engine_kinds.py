@@ -143,6 +143,22 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, kind):
             assert torch.equal(tensor, straight[name]), name
 
 
+@pytest.mark.parametrize(("kind", "over"), [
+    ("gpt_neox", {}), ("mixtral", {"num_key_value_heads": 1, "num_local_experts": 2})])
+def test_a_checkpoint_under_the_names_of_earlier_versions_is_read(tmp_path, kind, over):
+    """As transformers writes these kinds, whose modules have other names by now."""
+    save_lm(tmp_path / "lm", kind, **over)
+    cfg = small_config(tmp_path, ppo__optimizer__lr=0.01)
+    with session_of(cfg) as session:
+        optimize(session, experience_of(session))
+        save_session(session, tmp_path / "saved")
+        straight = weights_of(session)
+    with session_of(cfg) as session:
+        load_session(session, tmp_path / "saved")
+        for name, tensor in weights_of(session).items():
+            assert torch.equal(tensor, straight[name]), name
+
+
 # Whichever advantage estimator, KL term and loss it works with ------------------------------------
 
 def grouped(folder, advantage, **keys):
