@@ -17,7 +17,7 @@ from time import monotonic
 from typing import Any
 
 from ppocli.config import tasks
-from ppocli.config.schema import CheckpointConfig, TrackingConfig
+from ppocli.config.schema import TrackingConfig
 from ppocli.display.console import Display
 from ppocli.errors import ConfigError, DiskError, DivergedError
 from ppocli.parallel import backend, launchers
@@ -348,17 +348,14 @@ def _tidy(run: Run, saved: TrainState) -> None:
         if not path.is_file():
             atomic.write_atomic(path, raw)
             log.warning("%s was gone; it is written again as it was", path)
-    folder, cfg = run.folder.checkpoints, run.task.cfg.checkpoint
-    for complaint in [*retention.prune(folder, cfg.keep_last, kept_best(cfg, saved),
-                                       run.task.kept_step(saved)), *point_to(folder, cfg, saved)]:
+    keep_checkpoints(run.task, run.folder, saved)
+
+
+def keep_checkpoints(task: Task, run: run_folder.RunFolder, state: TrainState) -> None:
+    """Of what is saved, prune what needn't stay, and let the links for people show where the run
+    stands."""
+    folder, cfg = run.checkpoints, task.cfg.checkpoint
+    best = state.best.step if state.best and cfg.keep_best else None
+    for complaint in [*retention.prune(folder, cfg.keep_last, best, task.kept_step(state)),
+                      *retention.update_pointers(folder, latest=state.step, best=best)]:
         log.warning(complaint)
-
-
-def kept_best(cfg: CheckpointConfig, state: TrainState) -> int | None:
-    """The step whose checkpoint stays for being the best."""
-    return state.best.step if state.best and cfg.keep_best else None
-
-
-def point_to(folder: Path, cfg: CheckpointConfig, state: TrainState) -> list[str]:
-    """Let the links for people show where the run stands; what couldn't be done."""
-    return retention.update_pointers(folder, latest=state.step, best=kept_best(cfg, state))

@@ -82,8 +82,7 @@ def _tidy(task: Task, folder: run_folder.RunFolder, path: Path, state: TrainStat
     for step in retention.supersede(folder.checkpoints, state.step):
         log.warning("step %d is later than the resumed step %d: moved to superseded/.", step,
                     state.step)
-    for complaint in loop.point_to(folder.checkpoints, task.cfg.checkpoint, state):
-        log.warning(complaint)
+    loop.keep_checkpoints(task, folder, state)  # a kill may have come between a save and this
     (folder.checkpoints / retention.PRUNED).unlink(missing_ok=True)  # nothing of it is missing now
     last_row = state.step - (state.pending is not None)
     _forget_after(folder, state.step, last_row,
