@@ -57,6 +57,12 @@ def test_scores_after_shaping(reward, expected):
     assert shaped(THREE, state, **reward) == pytest.approx(expected, abs=1e-7)
 
 
+def test_an_episode_is_as_long_as_what_was_said_and_observed():
+    rows = THREE.sequences
+    episodes = replace(THREE, sequences=replace(rows, lengths=rows.lengths + 2))
+    assert shaped(episodes, overlong_buffer=6) == pytest.approx([1.0, 1.0, 2.0])
+
+
 def test_both_penalties_come_off_but_only_the_larger_one_replaces():
     """A response cut short by its drawn length: 3 tokens, never ended."""
     cut = rollout_of([5.0], [3], [False])

@@ -53,8 +53,10 @@ def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, list[fl
                           else None for length in lengths]
     if reward.overlong_buffer is not None:
         factor = 1.0 if reward.overlong_penalty is None else reward.overlong_penalty
+        rows = rollout.sequences
+        said = rows.lengths - rows.actions[:, 0]  # of an episode, observations too
         found["overlong"] = list(shaping.overlong_penalties(
-            lengths, longest=sampling.longest_rollout(cfg), buffer=reward.overlong_buffer,
+            said.tolist(), longest=sampling.longest_rollout(cfg), buffer=reward.overlong_buffer,
             factor=factor))
     return found
 
