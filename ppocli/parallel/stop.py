@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from time import monotonic, sleep
 from types import FrameType
 from typing import Any, NoReturn
@@ -111,13 +112,9 @@ def catch_signals(settle_seconds: float = 0.0) -> Iterator[StopFlag]:
         settle_seconds: what comes within this time of the first signal is the same request.
     """
     flag = StopFlag()
-    settled_at, owner = [0.0], os.getpid()
+    settled_at = [0.0]
 
     def handle(number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and os.getpid() != owner:
-            # a fork, such as a worker of a multiprocessing.Pool, which is ended and waited for so
-            signal.signal(number, signal.SIG_DFL)
-            os.kill(os.getpid(), number)
         number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
         if flag.requested is not None:
             if monotonic() < settled_at[0]:
@@ -132,6 +129,21 @@ def catch_signals(settle_seconds: float = 0.0) -> Iterator[StopFlag]:
         caught.append(signal.SIGHUP)
     with signal_handlers(dict.fromkeys(caught, handle)):
         yield flag
+
+
+def _around_fork(how: int, *, in_child: bool = False) -> None:
+    """A fork, such as a worker of a ``multiprocessing.Pool``, has to end by SIGTERM: its parent
+    waits for that. Until it has no handler of ours the signal is held back, for Python forgets
+    those that come before a fork has begun."""
+    if getattr(signal.getsignal(signal.SIGTERM), "__module__", None) == __name__:
+        if in_child:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(how, {signal.SIGTERM})
+
+
+os.register_at_fork(before=partial(_around_fork, signal.SIG_BLOCK),
+                    after_in_parent=partial(_around_fork, signal.SIG_UNBLOCK),
+                    after_in_child=partial(_around_fork, signal.SIG_UNBLOCK, in_child=True))
 
 
 @contextmanager

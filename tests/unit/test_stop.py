@@ -97,14 +97,18 @@ def test_handlers_are_restored_also_after_an_exception():
     assert [signal.getsignal(number) for number in watched] == before
 
 
-def test_a_forked_worker_can_be_ended_by_its_parent():
+def test_a_forked_worker_can_be_ended_by_its_parent_at_any_time():
     """As ``multiprocessing.Pool`` does, which then waits for it without a limit."""
-    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(30,))
+    forked = multiprocessing.get_context("fork")
     with catch_signals() as stop:
-        worker.start()
-        worker.terminate()
-        worker.join(20)
-    assert (worker.exitcode, stop.requested) == (-signal.SIGTERM, None)
+        for _ in range(10):
+            worker = forked.Process(target=time.sleep, args=(30,), daemon=True)
+            worker.start()
+            worker.terminate()
+            worker.join(20)
+            assert (worker.exitcode, stop.requested) == (-signal.SIGTERM, None)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested == signal.SIGTERM
 
 
 def test_outside_the_main_thread_it_is_inert():
