@@ -298,19 +298,21 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
     """The record of a job that an earlier call has finished; nothing of it is loaded."""
     if not book.known or not is_run(job.folder):
         return None
+    known = book.known.get(job.number)
+    told = known is not None and known.status == "finished" and known.varied == job.varied
     try:
         run = read_run(job.folder)
         if run.status != "finished":
             return None
         check_folder(run.folder.model, key="model", adapters=True)
-        if book.going_on is None:
+        # another job's run may lie there, where the words of the sweep have changed
+        if book.going_on is None or not (told or sweeps.has_values(run.config, job.varied)):
             now = resolved.with_absolute_paths(compose.check(job.compose()).config)
             if resolved.config_differences(run.config, keeping_styles(now, run.config)):
                 return None
     except errors.PpocliError:
         return None  # the job itself will say what is wrong
-    known = book.known.get(job.number)
-    if known is not None and known.status == "finished" and known.varied == job.varied:
+    if known is not None and told:
         return replace(known, folder=str(job.folder))
     seconds = ((run.summary or {}).get("seconds") or {}).values()
     return replace(sweep_jobs.record_of(job, "finished", 0, run.summary, 0.0, run.config),

@@ -114,7 +114,7 @@ def _rank(job: sweeps.JobRecord, sort: str) -> tuple[float, int]:
 def _facts(job: sweeps.JobRecord, run: record.RunRecord | None) -> dict[str, Any]:
     from ppocli.runs.sweeps import varied_values
 
-    return {"job": job.number, "status": job.status, "varied": varied_values(job),
+    return {"job": job.number, "status": job.status, "varied": varied_values(job.varied),
             "overrides": list(job.overrides), "exit_code": job.exit_code,
             "reward_mean": job.reward_mean, "kl_mean": job.kl_mean, "figures": job.shown,
             "step": None if run is None else run.step,

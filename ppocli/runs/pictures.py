@@ -169,7 +169,7 @@ def axes_of(jobs: Sequence[sweeps.JobRecord]) -> tuple[list[Axis], list[sweeps.J
                           "to draw.", where="--output", fix="wait for them, or go on with the "
                           "sweep: ppocli sweep resume")
     told.sort(key=lambda job: job.rank or 0.0)
-    varied = [sweeps.varied_values(job) for job in told]
+    varied = [sweeps.varied_values(job.varied) for job in told]
     keys = dict.fromkeys(key for values in varied for key in values)
     labels = dict.fromkeys(label for job in told for label in job.shown)
     return [*(axis_of(key, [values.get(key, "-") for values in varied]) for key in keys),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
+from yaml import YAMLError
 
 from ppocli.config import bounded, resolved, schema, tasks
 from ppocli.errors import CheckpointError, ConfigError
@@ -235,17 +236,20 @@ def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | 
     return replace(job, **now), run
 
 
-def _was_refused(job: JobRecord, config: schema.TrainConfig) -> bool:
-    """Whether the run in a job's folder has other values than the job, which ended for that."""
-    if job.exit_code != CheckpointError.exit_code:
-        return False
-    values, varied = resolved.flat(config), varied_values(job)
-    return any(key in values and values[key] != _parsed(text) for key, text in varied.items())
+def has_values(config: schema.TrainConfig, varied: Iterable[str]) -> bool:
+    """Whether a run has the values of a job; False, too, where one is a group's, which no
+    configuration tells."""
+    values = resolved.flat(config)
+    return all(key in values and values[key] == _parsed(text)
+               for key, text in varied_values(varied).items())
 
 
 def _parsed(text: str) -> Any:
     # omegaconf reads 1e-5 as a number where YAML does not; Hydra's parser is not a worker's to load
-    read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    try:
+        read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except YAMLError:
+        return text
     return cast(dict[str, Any], read)["value"]
 
 
@@ -255,8 +259,8 @@ def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
             working = sweep_alive or run_folder.live_owner(Path(job.folder)) is not None
             return "running" if working else "interrupted"
         return "gone" if job.status == "finished" else job.status
-    if run.status == "running" or (
-            run.status == "finished" and not _was_refused(job, run.config)):
+    refused = job.exit_code == CheckpointError.exit_code and not has_values(run.config, job.varied)
+    if run.status == "running" or (run.status == "finished" and not refused):
         return run.status
     if job.status == "running" and sweep_alive:
         return "running"  # its process is starting
@@ -269,7 +273,7 @@ def running_job(jobs: Iterable[JobRecord]) -> tuple[JobRecord, run_folder.Owner]
                  and (owner := run_folder.live_owner(Path(job.folder))) is not None), None)
 
 
-def varied_values(job: JobRecord) -> dict[str, str]:
+def varied_values(varied: Iterable[str]) -> dict[str, str]:
     """Key -> value of the overrides that differ between jobs: ``{"seed": "1"}``."""
-    parts = (word.lstrip("+~").partition("=") for word in job.varied)
+    parts = (word.lstrip("+~").partition("=") for word in varied)
     return {key: value for key, _, value in parts}

@@ -7,6 +7,7 @@ import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from helpers import jsonl, ppocli
@@ -27,7 +28,7 @@ from ppocli.cli.sweep_show import show_sweep
 from ppocli.config.resolved import read_config
 from ppocli.errors import CheckpointError
 from ppocli.runs.sweeps import JobRecord, SweepRecord, read_sweep, write_sweep
-from ppocli.storage.run_folder import live_owner, lock
+from ppocli.storage.run_folder import live_owner, lock, write_config
 
 KEYS = ["ppo.init_kl_coef=0.1", "ppo.init_kl_coef=0.2"]
 
@@ -77,9 +78,9 @@ def test_status_is_told_even_of_jobs_that_nobody_wrote_down(sweep, capsys):
     record = read_sweep(sweep)
     config = read_config(sweep / "0/config.yaml")
     top = f"generation.top_p={config.generation.top_p:e}"
-    for number, status in ((config.seed + 7, "failed"),  # of another run, or in use
-                           (config.seed, "finished")):
-        refused = job(sweep, 0, "failed", [top, f"seed={number}"], code=5)
+    for varied, status in ((f"seed={config.seed + 7}", "failed"),  # of another run, or in use
+                           ("+recipe=other", "failed"), (f"seed={config.seed}", "finished")):
+        refused = job(sweep, 0, "failed", [top, varied], code=5)
         write_sweep(replace(record, jobs=(refused, *record.jobs[1:])))
         assert shown(capsys, "sweep-1", "job")["jobs"][0]["status"] == status
     write_sweep(record)
@@ -167,7 +168,10 @@ def test_finished_jobs_are_kept_without_being_loaded(sweep, reference, resume, m
     """Also where a word changes what they would have been trained with."""
     for number in (1, 2, 3):
         shutil.rmtree(sweep / str(number), ignore_errors=True)
-        whole_copy(reference, sweep / str(number))
+        config = whole_copy(reference, sweep / str(number)) / "config.yaml"
+        found = read_config(config)
+        write_config(replace(found, seed=number // 2, ppo=replace(
+            found.ppo, init_kl_coef=(0.1, 0.2)[number % 2])), config)
     monkeypatch.setattr(module, "launch", None)  # nothing may be started
     monkeypatch.chdir("/")  # the words name files from where the sweep was started
     ended = resume(sweep, "ppo.num_steps=9", code=0)
@@ -178,6 +182,23 @@ def test_finished_jobs_are_kept_without_being_loaded(sweep, reference, resume, m
     after = json.loads((sweep / "3/summary.json").read_text())["eval_after"]
     assert jobs[3]["reward_mean"] == after["reward_mean"]  # was known to its folder alone
     assert [each["status"] for each in jobs] == ["finished"] * 4
+
+
+def test_a_job_is_never_kept_as_the_run_of_another(sweep, reference, resume, monkeypatch, capsys):
+    """One that was refused for it, one that was killed first, and one that was not reached."""
+    for number in (1, 2, 3):
+        shutil.rmtree(sweep / str(number), ignore_errors=True)
+        whole_copy(reference, sweep / str(number))
+    record = read_sweep(sweep)
+    record = replace(record, words=tuple(word.replace("seed=0,1", "seed=8,9")
+                                         for word in record.words))
+    jobs = [job(sweep, 0, "failed", ["seed=8", KEYS[0]], code=5),
+            *(replace(record.jobs[n], varied=(f"seed={8 + n // 2}", KEYS[n % 2]))
+              for n in (1, 2, 3))]
+    write_sweep(replace(record, jobs=tuple(jobs)))
+    monkeypatch.setattr(module, "launch", Mock(side_effect=CheckpointError("another's")))
+    assert "finished already" not in resume(sweep, code=11).err
+    assert [each["status"] for each in shown(capsys)["jobs"]] == ["failed"] * 4
 
 
 def test_a_setting_counts_from_the_job_on_that_takes_it(sweep, resume, monkeypatch):
