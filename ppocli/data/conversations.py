@@ -34,19 +34,25 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: i
         raise InputError("The tokenizer has no chat template, which conversations need.",
                          where=place, fix="model.tokenizer_path= a tokenizer that has one; or give "
                                           "texts, with data.chat=false")
-    turns = [i for i, message in enumerate(messages)
-             if message["role"] == "assistant" and i >= since]
+    spans: list[tuple[int, int]] = []
     if _MARKS.search(str(tokenizer.get_chat_template())):
-        whole, spans = _marked(messages, place, tokenizer)
-        if not (spans := spans[-len(turns):]):
-            raise InputError(f"The chat template marks nothing as generated in {place}.",
-                             where="model.tokenizer_path", fix="put what the assistant says "
-                             "between {% generation %} and {% endgeneration %}")
-        spans = [(start, end + _closing(whole[start:end], whole[end:], tokenizer))
-                 for start, end in spans]
+        whole, marks = _marked(messages, place, tokenizer)
+        if any(message["role"] == "assistant" for message in messages[:since]):
+            marks = marks[len(_marked(messages[:since], place, tokenizer)[1]):]
+        if not marks:
+            raise InputError(f"The chat template marks nothing as generated in what {place} is to "
+                             "teach.", where="model.tokenizer_path", fix="put what the assistant "
+                             "says, and its calls of tools, between {% generation %} and "
+                             "{% endgeneration %}")
+        for start, end in marks:
+            # a turn may have several marks, one behind the other
+            begins = spans.pop()[0] if spans and start <= spans[-1][1] else start
+            spans.append((begins, end + _closing(whole[start:end], whole[end:], tokenizer)))
     else:
         whole = rendered_chat(messages, place, tokenizer)
-        spans = [_turn_span(messages, i, whole, place, tokenizer) for i in turns]
+        spans = [_turn_span(messages, i, whole, place, tokenizer)
+                 for i, message in enumerate(messages)
+                 if message["role"] == "assistant" and i >= since]
     pieces: list[Piece] = []
     at = 0
     for start, end in spans:
