@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from helpers import checked, refused, save_lm
-from sessions import experience_of, session_of, set_keys, small_config
+from sessions import experience_of, rollout_of, session_of, set_keys, small_config
 
 from ppocli.errors import ConfigError, PpocliError
+from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.task import PPOTask, plan_updates
 from ppocli.tasks.supervised import read_mixed_in
-from ppocli.training.optimize import _backward
+from ppocli.training.optimize import _backward, optimize
+from ppocli.training.state import TrainState
 
 ROWS = [("the film was", " very good ."), ("i saw", " a dull film and hated it ."),
         ("it", " is fine"), ("the actor is not", " bad , but the plot was awful !"),
@@ -129,7 +132,7 @@ def test_the_stream_goes_on_with_the_updates_that_are_planned(tmp_path):
         experience = experience_of(session)
 
         def texts(step: int) -> list[int]:
-            plan = plan_updates(session, experience, step)
+            plan = plan_updates(session, experience, step, 20 * step)
             assert [group.kinds is None for group in plan.groups] == [True] * 2 + [False] * 4
             rows = [int(i) - 16 for group in plan.groups[2:] for i in group.rows[:5]]
             assert rows == list(range(20))
@@ -144,6 +147,24 @@ def test_the_stream_goes_on_with_the_updates_that_are_planned(tmp_path):
         off = plan_updates(session, experience, 0)
         assert off.atoms.examples is None
         assert all(group.kinds is None for group in off.groups)
+
+
+def test_the_stream_goes_on_behind_steps_of_another_size(tmp_path):
+    """20 examples went into a step of 16 samples, whatever the next ones have."""
+    with session_of(mixed(tmp_path)) as session:
+        task, batch, found = PPOTask(session), rollout_of(session), []
+        state = TrainState({}, "", task=task.initial()[0])
+        for count in (16, 4):
+            session.cfg.ppo.num_rollouts = count
+            some = batch.rows(list(range(count)))
+            plan = task.plan(state, some)
+            found.append(plan.atoms.examples.places)
+            result = optimize(task, plan, state, StopFlag())
+            state = replace(state, step=state.step + 1, episodes=state.episodes + count,
+                            task=task.finish(state, some, plan, result).state)
+    wanted = [i % 7 for i in range(30)]
+    assert found == [[session.examples.places[i] for i in part]
+                     for part in (wanted[:20], wanted[20:])]
 
 
 @pytest.mark.parametrize(("keys", "told"), [

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 
+from ppocli.config.schema import PPOConfig
 from ppocli.data.data_set import Examples
 from ppocli.data.prompt_set import prompt_indices
 from ppocli.tasks import supervised
@@ -17,14 +18,14 @@ from ppocli.training.task import UpdateGroup
 
 
 def with_examples(session: Session, experience: Experience, groups: Sequence[UpdateGroup],
-                  step: int) -> tuple[Experience, list[UpdateGroup]]:
+                  first: int) -> tuple[Experience, list[UpdateGroup]]:
     """The same updates, each that trains the policy with the next examples of the stream.
 
     Which those are is a function of the seed and of the updates that were planned before: a resumed
     run goes on with the same, and an update that is skipped uses its own up.
 
     Args:
-        step: steps before this one.
+        first: place in the stream, counted from its start.
 
     Returns:
         the experience with the examples of all updates, and the updates: their atoms from
@@ -34,8 +35,7 @@ def with_examples(session: Session, experience: Experience, groups: Sequence[Upd
     training = [i for i, group in enumerate(groups) if group.part == "all"]
     if data is None or not ppo.ptx.coef or not training:
         return experience, found
-    size = ppo.ptx.mini_batch_size or ppo.mini_batch_size
-    first = step * ppo.ppo_epochs * math.ceil(ppo.num_rollouts / ppo.mini_batch_size) * size
+    size = _of_an_update(ppo)
     some = data.rows(prompt_indices(first, size * len(training), n=len(data),
                                     seed=session.cfg.seed, shuffle=ppo.ptx.data.shuffle))
     places = torch.arange(len(some)) + len(experience)
@@ -49,6 +49,15 @@ def with_examples(session: Session, experience: Experience, groups: Sequence[Upd
             weights=torch.cat([torch.full((size,), 1.0 / int(counts.sum())), group.weights]),
             kinds=(torch.arange(size + len(group.rows)) >= size).long())
     return replace(experience, examples=some), found
+
+
+def examples_of(ppo: PPOConfig, samples: int) -> int:
+    """How far a step of so many samples takes the stream on, whichever of its updates are made."""
+    return ppo.ppo_epochs * math.ceil(samples / ppo.mini_batch_size) * _of_an_update(ppo)
+
+
+def _of_an_update(ppo: PPOConfig) -> int:
+    return ppo.ptx.mini_batch_size or ppo.mini_batch_size
 
 
 def examples_loss(session: Session, examples: Examples, rows: torch.Tensor, weights: torch.Tensor

@@ -210,6 +210,8 @@ class PPOState:
     left_out: int = 0
     """samples drawn so far that no step has learnt from (``ppo.dynamic_sampling``); the next one to
     draw has the number ``TrainState.episodes + left_out``"""
+    mixed_in: int = 0
+    """examples of ``ppo.ptx.data`` that the steps so far have passed"""
 
     def pretrains(self, ppo: PPOConfig, step: int) -> bool:
         """Whether the step after ``step`` of them trains the value function alone."""

@@ -98,11 +98,11 @@ class PPOTask(task.Task):
         """
         check_invalid_share(int((~batch.valid).sum()), len(batch))
         own = records.PPOState.from_json(state.task)
-        steps = -(-self.total_samples() // self.samples_per_step)
-        experience = to_experience(batch, own, self.cfg,
-                                   progress=min(state.step / max(steps - 1, 1), 1.0),
+        left = max(self.total_samples() - state.episodes - len(batch), 0)
+        last = state.step + -(-left // self.samples_per_step)
+        experience = to_experience(batch, own, self.cfg, progress=state.step / max(last, 1),
                                    pretrains=own.pretrains(self.cfg.ppo, state.step))
-        return plan_updates(self.session, experience, state.step)
+        return plan_updates(self.session, experience, state.step, own.mixed_in)
 
     def loss(self, atoms: records.Experience, rows: torch.Tensor, weights: torch.Tensor,
              group: task.UpdateGroup) -> task.LossTerms:
@@ -173,7 +173,8 @@ class PPOTask(task.Task):
         """As :class:`Task`: the KL coefficient follows its controller, signs of a run going wrong
         are counted."""
         cfg, before = self.cfg, records.PPOState.from_json(state.task)
-        after = after_step(before, batch, plan.atoms, cfg, state.step + 1)
+        after = replace(after_step(before, batch, plan.atoms, cfg, state.step + 1),
+                        mixed_in=before.mixed_in + ptx.examples_of(cfg.ppo, len(batch)))
         tokens = (int(batch.response_mask.sum()) + collecting.response_tokens(batch.waiting)
                   - collecting.response_tokens(state.tensors))
         if batch.drawn is not None:
@@ -304,7 +305,8 @@ def build_task(setup: task.TaskSetup) -> PPOTask:
     return PPOTask(build_session(setup.cfg, setup.backend, setup.objects))
 
 
-def plan_updates(session: Session, experience: records.Experience, step: int) -> task.Plan:
+def plan_updates(session: Session, experience: records.Experience, step: int, mixed_in: int = 0
+                 ) -> task.Plan:
     """``ppo_epochs`` passes over the experience, each in another order that (seed, step, epoch)
     alone decide; the last minibatch of a pass may be smaller. Before them come ``critic_epochs``
     passes for the value function alone, in orders of their own: the critic catches up with the
@@ -313,6 +315,7 @@ def plan_updates(session: Session, experience: records.Experience, step: int) ->
 
     Args:
         step: steps before this one.
+        mixed_in: examples of ``ppo.ptx.data`` before those of this one.
     """
     ppo, groups = session.cfg.ppo, list[task.UpdateGroup]()
     part = CRITIC if step < ppo.critic_warmup_steps or experience.pretrains else "all"
@@ -324,13 +327,13 @@ def plan_updates(session: Session, experience: records.Experience, step: int) ->
         groups += [update_of(session, experience, rows, epoch, CRITIC if epoch < first else part)
                    for rows in torch.from_numpy(order).split(ppo.mini_batch_size)]
     # of an update in which no token counts, momentum would still make a step
-    return plan_of(session, experience, [g for g in groups if g.weights.any()], step)
+    return plan_of(session, experience, [g for g in groups if g.weights.any()], mixed_in)
 
 
 def plan_of(session: Session, experience: records.Experience, groups: list[task.UpdateGroup],
-            step: int) -> task.Plan:
+            mixed_in: int) -> task.Plan:
     """These updates, with examples of ``ppo.ptx.data`` in them where there are any."""
-    experience, groups = ptx.with_examples(session, experience, groups, step)
+    experience, groups = ptx.with_examples(session, experience, groups, mixed_in)
     return task.Plan(_on_device(session, experience), groups)
 
 
