@@ -90,21 +90,27 @@ def gae(given: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     """
     if given.values is None:
         raise ValueError("gae needs values")
-    if given.turns is not None:
-        return _over_turns(given, given.values, given.turns)
     lam: float | torch.Tensor = given.lam
     if given.lam_alpha is not None:
         lengths = given.mask.sum(1).clamp(min=1).to(given.values.dtype)
         lam = (1.0 - 1.0 / (given.lam_alpha * lengths)).clamp(min=0.0)
-    advantages = targets = _exponential(given, given.values, lam)
+    if given.turns is not None:
+        return _over_turns(given, given.values, given.turns, lam)
+    return _with_lambda(given, given.values, lam)
+
+
+def _with_lambda(given: Samples, values: torch.Tensor, lam: float | torch.Tensor
+                 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`gae` over the steps that ``given`` has, with this lambda of the advantages."""
+    advantages = targets = _exponential(given, values, lam)
     if given.lam_alpha is not None or given.lam_value is not None:
         own = given.lam if given.lam_value is None else given.lam_value
-        targets = _exponential(given, given.values, own)
-    return advantages, (targets + given.values * given.mask) * given.mask
+        targets = _exponential(given, values, own)
+    return advantages, (targets + values * given.mask) * given.mask
 
 
-def _over_turns(given: Samples, values: torch.Tensor, turns: torch.Tensor
-                ) -> tuple[torch.Tensor, torch.Tensor]:
+def _over_turns(given: Samples, values: torch.Tensor, turns: torch.Tensor,
+                lam: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`gae` with a turn for each step: its reward is the sum of its tokens' rewards, its
     value that of the state before its first token. All tokens of a turn have its advantage, and the
     value function learns its return at each of them."""
@@ -116,8 +122,7 @@ def _over_turns(given: Samples, values: torch.Tensor, turns: torch.Tensor
     starts[:, 0] = mask[:, 0]
     before = zeros.scatter_add(1, which, values * starts)
     there = zeros.scatter_add(1, which, values.new_ones(values.shape) * mask) > 0
-    advantages, returns = gae(replace(given, rewards=rewards, values=before, mask=there,
-                                      turns=None))
+    advantages, returns = _with_lambda(replace(given, rewards=rewards, mask=there), before, lam)
     return advantages.gather(1, which) * mask, returns.gather(1, which) * mask
 
 

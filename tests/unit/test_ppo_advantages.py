@@ -3,6 +3,7 @@
 import math
 import random
 import statistics
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -116,6 +117,14 @@ def test_lambda_grows_with_the_length_of_the_response():
         np.testing.assert_allclose(advantages[row], one, atol=1e-12)
     targets = naive_gae(rewards, values, lengths, 0.9, 0.95) + np.array(values)
     np.testing.assert_allclose(returns, targets * mask_of(lengths, width).numpy(), atol=1e-12)
+
+
+def test_lambda_over_turns_grows_with_the_tokens_of_the_response():
+    given = samples(double([[1.0, 2.0, 4.0, 8.0]]), [4], lam_alpha=0.5, gamma=0.9,
+                    values=double([[0.1, 0.2, 0.3, 0.4]]))
+    advantages, _ = gae(replace(given, turns=torch.tensor([[0, 0, 1, 1]])))
+    first, second = naive_gae([[3.0, 12.0]], [[0.1, 0.3]], [2], 0.9, 1 - 1 / (0.5 * 4))[0]
+    np.testing.assert_allclose(advantages[0], [first, first, second, second])
 
 
 # --- what holds of every estimator --------------------------------------------------------------
