@@ -187,12 +187,12 @@ class EpisodeSampler:
             game.ended = DONE
         elif len(game.turns) + 1 == self.cfg.max_turns:
             game.ended = TURNS
-        said_before = sum(turn.tokens for turn in game.turns)
-        game.turns.append(Turn(text, len(game.actions) - said_before, step.reward, said.text,
-                               0 if game.ended else len(said.ids), step.failed))
         game.ids += said.ids
         if game.ended is None and game.room(self.cfg.max_tokens) < 1:
             game.ended = TOKENS
+        said_before = sum(turn.tokens for turn in game.turns)
+        game.turns.append(Turn(text, len(game.actions) - said_before, step.reward, said.text,
+                               0 if game.ended else len(said.ids), step.failed))
 
 
 def samples_of(games: Sequence[Game]) -> Samples:

@@ -82,6 +82,13 @@ def test_an_episode_is_context_and_what_was_said_in_turn(tmp_path, name):
                 torch.testing.assert_close(found[row, :taken].double(), wanted, rtol=0, atol=2e-5)
 
 
+def test_what_nobody_read_is_no_observation(tmp_path):
+    with session_of(config(tmp_path, env__max_tokens=10), None) as session:
+        rollout = rollout_of(session)
+    assert "tokens" in {one.ended for one in rollout.episodes}
+    assert all(one.turns[-1].observation_tokens == 0 for one in rollout.episodes)
+
+
 @pytest.mark.slow
 def test_awaited_and_plain_environments_give_the_same_episodes(tmp_path):
     plain, awaited = (rolled(config(tmp_path, env__fn=f"played:{name}"), None)
