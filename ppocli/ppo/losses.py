@@ -180,12 +180,13 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
                                                    lengths, options)
     policy = (weights * (losses if importance is None else importance * losses)).sum()
     total, zero = policy, policy.new_zeros(())
-    square = square_clipped = policy.new_zeros(1)
+    square = square_clipped = moved = change = policy.new_zeros(1)
     value = mean_entropy = kl = nll = zero
     if values is not None and old_values is not None and returns is not None:
         square = square_clipped = (values - returns).square()
         if options.cliprange_value is not None:
-            change = (values - old_values).clamp(-options.cliprange_value, options.cliprange_value)
+            moved = values - old_values
+            change = moved.clamp(-options.cliprange_value, options.cliprange_value)
             square_clipped = (old_values + change - returns).square()
         value = 0.5 * (weights * torch.maximum(square, square_clipped)).sum()
         total = total + options.vf_coef * value
@@ -209,7 +210,8 @@ def ppo_loss(options: LossOptions, *, logprobs: torch.Tensor, old_logprobs: torc
             approx_kl=-log_ratio.sum() * share,
             approx_kl_squared=0.5 * log_ratio.square().sum() * share,
             policy_clipfrac=is_clipped.sum() * share, dual_clipfrac=is_bounded.sum() * share,
-            value_clipfrac=(square_clipped > square).sum() * share,
+            # old + (V - old) may be rounded away from V, which is no clipping
+            value_clipfrac=((square_clipped > square) & (change != moved)).sum() * share,
             value_error=square.sum() * share,
             ratio=torch.exp(log_ratio.clamp(max=MAX_LOG_RATIO)).sum() * share,
             max_log_ratio=log_ratio.abs().max() if log_ratio.numel() else log_ratio.new_zeros(()))

@@ -47,6 +47,11 @@ def test_values_need_not_be_clipped():
     loss = loss_of(cliprange_value=None)
     assert loss.value.item() == pytest.approx(0.5)
     assert loss.value_clipfrac.item() == 0.0
+    # nor does a range count that no value leaves: old + (V - old) rounds to another V
+    old, new, returns = (torch.tensor([x]) for x in (16777216.0, 1.25, 2.0))
+    rounded = loss_of(values=new, old_values=old, returns=returns, cliprange_value=1e9)
+    assert float(old + (new - old)) != float(new)
+    assert rounded.value_clipfrac.item() == 0.0
 
 
 def test_without_a_critic_there_is_no_value_loss():
