@@ -83,11 +83,16 @@ def contained(label: str, key: str, samples: str) -> Iterator[None]:
                 loaded.set_default_device(before[_DEVICE])
         # those of executors end by themselves
         _started.update({thread: label for thread in threading.enumerate() if thread not in there
-                         and not thread.daemon and thread not in executors._threads_queues})
+                         and not thread.daemon and not _of_executor(thread)})
     if changed:
         raise RewardError(f"{label} left {' and '.join(changed)} changed\n  {samples}", where=key,
                           fix="put it back before it returns, or use it as a context manager: "
                           "with torch.inference_mode(): ...")
+
+
+def _of_executor(thread: threading.Thread) -> bool:
+    return thread in executors._threads_queues or thread in getattr(
+        sys.modules.get("concurrent.futures.process"), "_threads_wakeups", ())
 
 
 def _modes() -> dict[str, Any]:

@@ -2,10 +2,11 @@
 
 import asyncio
 import logging
+import multiprocessing
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -225,6 +226,18 @@ def test_a_thread_that_would_keep_the_process_is_named_and_does_not(monkeypatch)
         gate.set()
         executor.shutdown()
     guard.check_threads()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_pool_of_processes_that_is_kept_ends_with_the_process():
+    executor = ProcessPoolExecutor(1, multiprocessing.get_context("fork"))
+    reward = build_reward(RewardConfig(), reward_fn=lambda outputs: list(
+        executor.map(float, range(len(outputs)))))
+    reward.score(request_of(3))
+    try:
+        assert guard.unended_threads() == []
+    finally:
+        executor.shutdown()
 
 
 def test_a_call_that_blocks_holds_up_no_later_one():

@@ -97,6 +97,7 @@ def test_handlers_are_restored_also_after_an_exception():
     assert [signal.getsignal(number) for number in watched] == before
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_forked_worker_can_be_ended_by_its_parent_at_any_time():
     """As ``multiprocessing.Pool`` does, which then waits for it without a limit."""
     forked = multiprocessing.get_context("fork")
