@@ -32,7 +32,8 @@ def start(words: Sequence[str], log: Path, cwd: str | None = None,
     try:
         with log.open("ab") as file:
             return subprocess.Popen(
-                [sys.executable, "-m", "ppocli.cli.job", str(reading), *words], cwd=cwd,
+                # -P: a calendar.py of the current folder isn't Python's own
+                [sys.executable, "-P", "-m", "ppocli.cli.job", str(reading), *words], cwd=cwd,
                 process_group=0, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 pass_fds=(reading,), env={**os.environ, **(variables or {})}), writing
     except BaseException:

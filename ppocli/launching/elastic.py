@@ -155,7 +155,7 @@ def _launch(cfg: schema.TrainConfig, job: Job, words: list[str]) -> None:
     try:
         # signals go to the ranks: in the main thread torch's agent would take them for itself
         with ThreadPoolExecutor(1) as beside:
-            beside.submit(elastic_launch(config, sys.executable), "-m",
+            beside.submit(elastic_launch(config, sys.executable), "-P", "-m",
                           "ppocli.launching.worker", *words).result()
     except ChildFailedError as error:
         job.failed.update({rank: failure.exitcode for rank, failure in error.failures.items()})

@@ -187,7 +187,7 @@ def _run_module(name: str, start: Start) -> RunOutcome:
     reading, writing = os.pipe()
     try:
         code, stopped_by = run_process(
-            [sys.executable, "-m", f"ppocli.launching.{name}",
+            [sys.executable, "-P", "-m", f"ppocli.launching.{name}",
              *replace(start, lifeline=reading).argv()], passed=(reading,))
     finally:
         os.close(reading)

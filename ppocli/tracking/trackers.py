@@ -107,7 +107,8 @@ class TrackerProcess:
         with theirs, self.log_file.open("ab") as output:
             # away from our terminal: Ctrl-C is for the run, which will tell it to finish
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ppocli.tracking.tracker_child", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "ppocli.tracking.tracker_child",
+                 str(theirs.fileno())],
                 pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=output, stderr=output,
                 start_new_session=True)
         self._waiting: queue.SimpleQueue[Any] = queue.SimpleQueue()

@@ -15,6 +15,7 @@ import slurm_double
 from helpers import jsonl
 from runs import app_in_process, run, spawn, wait_for, words
 
+from ppocli.cli.job import start
 from ppocli.cli.sweep_jobs import _Queued
 from ppocli.config.compose import compose
 from ppocli.config.sweep import run_sweep_jobs
@@ -58,6 +59,13 @@ def test_jobs_run_together_and_come_to_what_they_come_to_in_turn(world: Path):
             (other["varied"], other["status"], other["figures"])
     for number in (0, 2, 4):
         assert weights(world / f"runs/s/{number}") == weights(world / f"runs/turn/{number}")
+
+
+def test_a_job_takes_no_file_of_the_current_folder_for_pythons_own(tmp_path: Path):
+    (tmp_path / "subprocess.py").write_text("raise ImportError('of the user')")
+    process, lifeline = start(["--help"], tmp_path / "log", cwd=str(tmp_path))
+    assert process.wait(60) == 0, (tmp_path / "log").read_text()
+    os.close(lifeline)
 
 
 def test_groups_and_recipes_say_what_jobs_share(world: Path, monkeypatch):
