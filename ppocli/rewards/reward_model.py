@@ -24,8 +24,10 @@ log = logging.getLogger(__name__)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MODEL_KEY = "reward.kwargs.model"
 SCORE_END, SCORE_MEAN, SCORE_STD = "score_end", "score_mean", "score_std"
+SCORE_FRONT = "score_front"
 """in config.json of a model that ``ppocli reward-model`` has trained: the token behind whose texts
-scores are read (none where that token also pads), and their moments on its training data"""
+scores are read (none where that token also pads), their moments on its training data, and whether
+what the tokenizer puts in front of a text stood there in training"""
 UNBOUNDED = 1_000_000
 """a tokenizer without a limit reports one far above this"""
 
@@ -96,6 +98,7 @@ class SequenceReward:
                 where="reward.kwargs.max_length", fix=f"reward.kwargs.max_length={limit}")
         self.max_length = max_length or limit
         self.end: int | None = getattr(config, SCORE_END, None)
+        self.front = bool(getattr(config, SCORE_FRONT, True))
         self._said_cut = False
         self.check_outputs()
 
@@ -128,7 +131,7 @@ class SequenceReward:
         if room is not None and self.end is not None:
             room -= 1
         encoded = tokenizer(texts, pairs, truncation=room is not None, max_length=room,
-                            return_attention_mask=True)
+                            return_attention_mask=True, add_special_tokens=self.front)
         # a tokenizer of the fast kind tells which texts it has cut
         num_cut = sum(bool(encoding.overflowing) for encoding in encoded.encodings or ())
         if num_cut and not self._said_cut:

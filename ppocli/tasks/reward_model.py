@@ -13,12 +13,13 @@ from torch.nn.functional import logsigmoid
 
 from ppocli.config import tasks
 from ppocli.data.data_set import Ids, Pairs
+from ppocli.data.render import tokens_around
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
 from ppocli.models.loading import adapters, language_model, model_config
 from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
-from ppocli.rewards.reward_model import SCORE_END, SCORE_MEAN, SCORE_STD
+from ppocli.rewards.reward_model import SCORE_END, SCORE_FRONT, SCORE_MEAN, SCORE_STD
 from ppocli.tasks import building, supervised
 from ppocli.training import saved_model, task
 
@@ -132,6 +133,9 @@ class RewardModelTask(supervised.SupervisedTask):
             setattr(self.saved.config, name, value)
         if end != self.tokenizer.pad_token_id:
             setattr(self.saved.config, SCORE_END, end)
+        front, _ = tokens_around(self.tokenizer)  # a chat template may leave it out
+        setattr(self.saved.config, SCORE_FRONT, all(
+            ids[:len(front)].tolist() == front for ids in self.train.chosen))
         return stored
 
     def write_model(self, folder: Path, weights: saved_model.Tensors | None) -> None:

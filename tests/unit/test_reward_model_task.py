@@ -157,10 +157,12 @@ def test_what_it_saves_scores_as_it_did_for_transformers_and_for_the_reward(
     assert not (folder / "generation_config.json").exists()
 
 
-def test_conversations_score_as_in_training_with_one_token_in_front(tmp_path):
-    """As PPO hands them over: the template has written the token that the tokenizer adds."""
+@pytest.mark.parametrize("bos", [True, False])
+def test_conversations_score_as_in_training_with_one_token_in_front_or_none(tmp_path, bos):
+    """As PPO hands them over: the template has written the token that the tokenizer adds, or leaves
+    it out."""
     save_lm(tmp_path / "gpt2-True", "gpt2")
-    tokenizer = words(front=True, chat=CHATML)
+    tokenizer = words(front=True, chat=CHATML if bos else CHATML.replace("{{ bos_token }}", ""))
     tokenizer.save_pretrained(tmp_path / "gpt2-True")
     asked = [{"role": "user", "content": "the film"}]
     said = "was very good", "is bad"
@@ -172,7 +174,7 @@ def test_conversations_score_as_in_training_with_one_token_in_front(tmp_path):
         scores = task.measured(task.train, StopFlag())
         folder = saved(task, tmp_path / "rm")
     prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    assert prompt.startswith("<s>")
+    assert prompt.startswith("<s>") == bos
     texts = [f"{prompt} {text}" for text in said]
     found = RewardModel(str(folder))(texts, [prompt] * 2, list(said))
     assert found == pytest.approx(scores[0].tolist(), abs=1e-5)
