@@ -78,7 +78,8 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     if found:
         _print_findings(found)
     statuses = [job["status"] for job in jobs]
-    unfinished = [status for status in statuses if status not in ("finished", "running", "pruned")]
+    over = {"finished", "running", "pruned"} | ({"failed", "gone"} if sweep.is_search else set())
+    unfinished = [status for status in statuses if status not in over]
     if unfinished and sweep.goes_on and "running" not in statuses:
         output.say(f"{len(unfinished)} of {len(jobs)} jobs are not finished; go on with: "
                    f"ppocli sweep resume {pasted(folder)}")

@@ -116,7 +116,7 @@ def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path
                 job = make_job(trial.number, tuple(f"{name}={_shown(trial.params[name])}"
                                                    for name in wanted))
                 watch = watched.enter_context(ExitStack())
-                if plan.prune and len(metrics) == 1:
+                if plan.prune:
                     watch.enter_context(_stopping_early(trial, job, metrics[0]))
                 running.append((trial, job, watch))
                 start(job)
@@ -131,11 +131,21 @@ def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path
 def _tell(study: Study, trial: Trial, record: JobRecord, folder: Path, metrics: Sequence[str]
           ) -> None:
     """The figures of the evaluation after a job's training, or that it came to nothing, also where
-    one of them isn't there."""
+    one of them is no finite number.
+
+    Raises:
+        ConfigError: a finished job has no such figure.
+    """
     states = load_optuna().trial.TrialState
     summary = atomic.read_json(run_folder.RunFolder(folder).summary) or {}
     after = summary.get("eval_after") or {}
     values: list[Any] = [finite_number(after.get(name)) for name in metrics]
+    missing = [name for name in metrics if name not in after]
+    if missing and record.status == "finished":
+        raise ConfigError(f"{missing[0]} is not among the figures of job {record.number}'s "
+                          f"evaluation: {', '.join(after) or 'it has none'}.",
+                          where="sweep.metric", fix="start another sweep, with " + (
+                              "one of them" if after else "an evaluation (data.val)"))
     if record.status == PRUNED:
         study.tell(trial, state=states.PRUNED)
     elif None not in values and record.status == "finished":
@@ -148,9 +158,14 @@ def objectives(plan: schema.SweepConfig, config: schema.TrainConfig) -> tuple[li
     """The figures that are searched for, and their directions.
 
     Raises:
-        ConfigError: there is another number of directions than of metrics.
+        ConfigError: there is another number of directions than of metrics, or several to prune by.
     """
-    metrics = keys.several(plan.metric) or [config.checkpoint.metric]
+    metrics = [name.removeprefix("eval/") for name in
+               keys.several(plan.metric) or [config.checkpoint.metric]]
+    if plan.prune and len(metrics) > 1:
+        raise ConfigError(f"sweep.prune=true goes by one metric, and there are {len(metrics)}",
+                          where="sweep.prune, sweep.metric", fix="leave out sweep.prune, or give "
+                          "one metric")
     lower = {"kl_mean", "loss", *tasks.kind_of(config).lower_is_better}
     directions = keys.several(plan.direction) or [
         "minimize" if name in lower else "maximize" for name in metrics]
@@ -225,7 +240,14 @@ def findings(sweep: SweepRecord) -> dict[str, Any]:
         {"job": job.number, "varied": list(job.varied),
          "metrics": dict(zip(metrics, trial.values, strict=True))} for trial, job in best],
         "command": None if not best else shlex.join(["ppocli", "train", *(
-            word for word in best[0][1].overrides if not word.startswith("resume="))])}
+            word for word in best[0][1].overrides
+            if not word.startswith(("resume=", "run_name="))), *_flags(sweep.words)])}
+
+
+def _flags(words: Sequence[str]) -> list[str]:
+    """The flags of a sweep, and their values, that one of its jobs needs too."""
+    return [word for word in words if word not in ("-m", "--multirun", "--") and (
+        word.startswith("-") or ("=" not in word and not word.startswith("~")))]
 
 
 def _check(params: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:

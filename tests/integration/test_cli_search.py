@@ -15,9 +15,10 @@ from optuna.distributions import CategoricalDistribution, FloatDistribution, Int
 from optuna.trial import TrialState, create_trial
 from runs import app_in_process, run, spawn, words
 
+from ppocli.config.schema import SweepConfig, TrainConfig
 from ppocli.errors import ConfigError
-from ppocli.runs.search import METRICS, distribution, findings, open_study
-from ppocli.runs.sweeps import read_sweep
+from ppocli.runs.search import METRICS, _tell, distribution, findings, objectives, open_study
+from ppocli.runs.sweeps import JobRecord, SweepRecord, read_sweep, write_sweep
 from ppocli.storage.run_folder import RunFolder
 
 RANGES = ("ppo.optimizer.lr=tag(log,interval(1e-4,1e-2))", "ppo.ppo_epochs=range(1,4)",
@@ -152,7 +153,9 @@ def test_a_job_that_is_worse_than_half_of_the_earlier_is_ended(world: Path):
     (["seed=range(3,3)"], 2, "there is nothing in that range"),
     (["sweep.search=optun", "ppo.gamma=1,0.9"], 2, "did you mean optuna?"),
     (["sweep.search=optuna", "ppo.gamma=1,0.9", "sweep.metric=[reward_mean,kl_mean]",
-      "sweep.direction=maximize"], 2, "1 direction for 2 metrics")])
+      "sweep.direction=maximize"], 2, "1 direction for 2 metrics"),
+    (["sweep.search=optuna", "ppo.gamma=1,0.9", "sweep.metric=[reward_mean,kl_mean]",
+      "sweep.prune=true"], 2, "sweep.prune=true goes by one metric, and there are 2")])
 def test_what_is_wrong_with_a_search_is_told_before_a_job(more, code, said, world, capsys,
                                                            monkeypatch):
     monkeypatch.chdir(world)
@@ -160,6 +163,32 @@ def test_what_is_wrong_with_a_search_is_told_before_a_job(more, code, said, worl
     assert said in typed("train", "-m", *words(), *more, code=code).err
     assert not list(world.glob("runs/*/[0-9]"))
     assert "add -m" in typed("train", *words(), "sweep.trials=3", code=2).err
+
+
+def test_a_figure_that_no_job_has_ends_the_search(tmp_path):
+    study = open_study(tmp_path, ["maximize"])
+    (tmp_path / "summary.json").write_text('{"eval_after": {"reward_mean": 2.0}}')
+    metrics, _ = objectives(SweepConfig(metric="eval/reward_mean"), TrainConfig())
+    assert metrics == ["reward_mean"]
+    done = JobRecord(0, (), (), "finished")
+    _tell(study, study.ask(), done, tmp_path, metrics)
+    with pytest.raises(ConfigError, match=r"reward_men is not among .* job 0's .*: reward_mean"):
+        _tell(study, study.ask(), done, tmp_path, ["reward_men"])
+    assert [trial.value for trial in study.trials] == [2.0, None]
+
+
+def test_the_command_of_the_best_job_is_a_run_of_its_own(tmp_path, capsys):
+    study = open_study(tmp_path, ["maximize"])
+    study.set_user_attr(METRICS, ["reward_mean"])
+    study.tell(study.ask(), 1.0)
+    given = ("+recipe=mine", "run_name=s", "resume=auto", "seed=1")
+    jobs = (JobRecord(0, given, ("seed=1",), "finished"), JobRecord(1, given, (), "failed"))
+    write_sweep(SweepRecord(tmp_path, ("-m", "--config-dir", "other", *given[:3], "seed=1,2"),
+                            str(tmp_path), False, jobs))
+    assert findings(read_sweep(tmp_path))["command"] == \
+        "ppocli train +recipe=mine seed=1 --config-dir other"
+    write_sweep(SweepRecord(tmp_path, (), str(tmp_path), False, jobs[1:]))
+    assert "go on with" not in app_in_process(capsys)("sweep", "show", tmp_path, code=0).err
 
 
 def test_without_optuna(world, capsys, monkeypatch):
