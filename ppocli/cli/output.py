@@ -352,8 +352,10 @@ def split_words(run: str | None, words: Sequence[str] | None) -> tuple[str | Non
     Raises:
         ConfigError: something among the words is neither.
     """
+    from ppocli.runs.target import RUNS, is_run
+
     rest = list(words or [])
-    if run is not None and _WORD.match(run) and not Path(run).exists():
+    if run and _WORD.match(run) and not (Path(run).exists() or is_run(RUNS / run)):
         rest, run = [run, *rest], None
     if wrong := [word for word in rest if not _WORD.match(word)]:
         raise ConfigError(f"{wrong[0]!r} is neither an option nor a setting KEY=VALUE.",

@@ -313,9 +313,12 @@ def _hardware(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
 def _run(config: schema.TrainConfig) -> Rules:
     name, resume, tracking = config.run_name, config.resume, config.tracking
     yield config.sweep != schema.SweepConfig(), "sweep", "this is said of several jobs: add -m"
-    yield (name is not None and (name in ("", ".", "..") or "/" in name or "\0" in name),
-           "run_name",
-           f"{shown(name)} must be a plain folder name; the folder above it is output_dir")
+    yield (name is not None and (name[:1] in ("", ".") or "/" in name or "\0" in name),
+           "run_name", f"{shown(name)} must be a plain folder name that doesn't begin with a dot; "
+           "the folder above it is output_dir")
+    place = str(Path(config.output_dir, name or "").absolute())
+    yield (place.encode(errors="replace") != place.encode(errors="surrogatepass"),
+           "output_dir, run_name", f"{place!a} is no UTF-8, which config.yaml could not hold: choose another folder")
     yield (config.output_dir == "", "output_dir",
            "must not be empty (for the current folder: output_dir=.)")
     yield (resume == "auto" and name is None, "resume, run_name",

@@ -13,7 +13,7 @@ from helpers import environment, jsonl, save_lm
 from runs import app_in_process, copied, whole_copy
 
 from ppocli.cli.follow import find_watched
-from ppocli.cli.output import code_of
+from ppocli.cli.output import code_of, split_words
 from ppocli.cli.runs import print_runs, report
 from ppocli.cli.sweep_show import show_sweep
 from ppocli.cli.train import resume_words
@@ -37,6 +37,12 @@ def test_every_command_takes_the_name_that_the_list_shows(place, name):
     assert find_target(name, say=print).run_dir == place / "runs" / name
     assert find_watched(name) == Path("runs", name)
     assert resume_words(name, ["seed=1"]) == [f"resume=runs/{name}", "seed=1"]
+
+
+def test_a_run_may_be_called_as_a_setting_is_written(place):
+    (place / "runs/done").rename(place / "runs/a=b")
+    assert split_words("a=b", ["seed=1"]) == ("a=b", ["seed=1"])
+    assert split_words("a=c", []) == (None, ["a=c"])
 
 
 def test_a_path_is_no_name(place, monkeypatch):

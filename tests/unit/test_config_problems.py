@@ -81,6 +81,8 @@ def test_a_sound_configuration_has_no_problems():
      "at evaluation min_new_tokens 50"),
     ({"generation__stop_sequences": [""]}, "must not hold an empty text"),
     ({"run_name": "a/b"}, "a/b must be a plain folder name"),
+    ({"run_name": ".a"}, ".a must be a plain folder name that doesn't begin with a dot"),
+    ({"output_dir": "M\udcfcsik"}, "is no UTF-8, which config.yaml could not hold"),
     ({"resume": "auto"}, "resume=auto needs run_name"),
     # contradictions of the algorithm
     ({"ppo__advantage": "grpo"}, "grpo compares samples of the same prompt: set ppo.n to 2"),
