@@ -172,7 +172,8 @@ def discard(path: Path) -> None:
     Raises:
         OSError: it couldn't be moved or deleted.
     """
-    renamed = path.with_name(f"{_DISCARDED}{path.name}-{secrets.token_hex(4)}")
+    # a name may have 255 bytes
+    renamed = path.with_name(f"{_DISCARDED}{path.name[:50]}-{secrets.token_hex(4)}")
     atomic.rename_durable(path, renamed)
     atomic.remove_tree(renamed)
 

@@ -230,6 +230,9 @@ def test_links_are_for_people_and_the_checkpoints_say_what_is_best(tmp_path: Pat
     assert best_step(folder) == 2, "the newest that holds says so"
     retention.discard(folder / "step-000002")
     assert best_step(folder) == 1
+    (longest := folder / ("ü" * 127)).mkdir()
+    retention.discard(longest)
+    assert not longest.exists()
 
 
 HOLD = """
