@@ -7,6 +7,7 @@ import pytest
 from helpers import jsonl
 from ranks import largest_difference, odd_config, run_job
 from runs import run, words
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from ppocli.config.resolved import read_config
 
@@ -73,6 +74,18 @@ def test_a_stateful_reward_sees_whole_chunks_on_one_rank(world):
         assert [row["prompt"] for row in mine] == seen[kind == "eval"]["prompts"]
         assert [row["score"] for row in mine] == pytest.approx(
             [base + 0.25 * i + len(row["response"]) for i, row in enumerate(mine)])
+
+
+def test_a_stored_scale_reaches_ranks_that_have_not_built_the_reward_model(world):
+    AutoTokenizer.from_pretrained(world / "lm").save_pretrained(world / "rm")
+    config = AutoConfig.from_pretrained(world / "lm", num_labels=1)
+    config.score_mean, config.score_std = 0.5, 2.0
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(world / "rm")
+    run("train", *words("run_name=two", "hardware=ddp", *KEYS[:-1], "reward.fn=reward_model",
+                        "reward.kwargs.model=rm", "reward.scale=ref", "reward.center=true",
+                        "reward.ranks=first"), cwd=world, code=0)
+    reward = read_config(world / "runs/two/config.yaml").reward
+    assert (reward.ref_mean, reward.ref_std) == (0.5, 2.0)
 
 
 @pytest.mark.slow

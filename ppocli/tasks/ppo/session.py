@@ -305,7 +305,8 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
         RewardError, InputError, ConfigError: each naming the key and the fix.
     """
     reward, metric = _build_judges(cfg, objects, backend.ranks.first)
-    cfg = replace(cfg, reward=_with_stored_scale(reward))  # with the style of each function
+    # with the style of each function; the first rank alone may have built it
+    cfg = replace(cfg, reward=backend.ranks.first_does(lambda: _with_stored_scale(reward)))
     tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
     plays = building.environment_of(cfg, prompts, eval_prompts)
