@@ -34,6 +34,19 @@ class Slow(Words):
         return super().step(response, rng)
 
 
+class Wrapped(Slow):
+    """The same, by methods that a decorator has made into others: a plain one that returns what is
+    to be awaited, and one of the class."""
+
+    @staticmethod
+    def reset(prompt, rng):
+        return " the film"
+
+    def step(self, response, rng):
+        self.last = 1
+        return super().step(response, rng)
+
+
 class Shared(Words):
     """Its objects have a lock in common, which is always wanted by several."""
 

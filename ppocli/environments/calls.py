@@ -181,11 +181,12 @@ class Calls:
             known = {**call.given, "rng": rng()}
             result = environment.reset(**{name: value for name, value in known.items()
                                           if takes is None or name in takes})
-            if inspect.isawaitable(result) and not what.waits:
-                result = awaited(_awaited(result), "environments")
-            return environment, result
-        named = {"rng": rng()} if what.step_takes_rng else {}
-        return call.environment, call.environment.step(call.given["response"], **named)
+        else:
+            environment, named = call.environment, {"rng": rng()} if what.step_takes_rng else {}
+            result = environment.step(call.given["response"], **named)
+        if inspect.isawaitable(result) and not what.waits:
+            result = awaited(_awaited(result), "environments")
+        return environment, result
 
     def _limited(self, work: Callable[[], Any], seconds: float | None) -> Any:
         if seconds is None:

@@ -137,7 +137,8 @@ def _reset_names(cls: Any, located: Located, columns: Collection[str] | None
     Raises:
         RewardError: it asks for what there isn't.
     """
-    parameters = list(inspect.signature(cls.reset).parameters.values())[1:]
+    bound = isinstance(inspect.getattr_static(cls, "reset"), staticmethod | classmethod)
+    parameters = list(inspect.signature(cls.reset).parameters.values())[0 if bound else 1:]
     known = {"prompt", "messages", "rng", *(columns or ())}
     for parameter in () if columns is None else parameters:
         if (parameter.kind in _NAMED and parameter.default is Parameter.empty

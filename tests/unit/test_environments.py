@@ -50,6 +50,12 @@ def test_calls_in_threads_and_awaited_ones_answer_the_same(name, keys):
             one.told for one in stepped(other, got, turn)]
 
 
+@pytest.mark.parametrize("keys", [{}, {"timeout": 20.0}, {"workers": 2}])
+def test_a_static_reset_and_a_plain_step_that_returns_what_is_awaited(keys):
+    calls = calls_of("Wrapped", **keys)
+    assert [one.told.done for one in stepped(calls, begun(calls, 0, 1), 1)] == [True, True]
+
+
 def test_what_an_awaited_call_keeps_serves_the_next():
     """A lock, as a connection, belongs to the event loop that it was first waited for in."""
     calls = calls_of("Shared")
