@@ -358,9 +358,13 @@ class Task(ABC):
 
     def total_samples(self) -> int:
         """Samples of the whole run."""
-        ppo, pace = self.settings, self._pace()
-        if isinstance(ppo, schema.PPOConfig) and ppo.epochs is None and not ppo.total_episodes:
-            return pace.episodes + max((ppo.num_steps or 0) - pace.step, 0) * pace.num_rollouts
+        own, pace = self.settings, self._pace()
+        if isinstance(own, schema.PPOConfig):
+            steps = None if own.epochs is not None or own.total_episodes else own.num_steps or 0
+        else:
+            steps = own.num_updates
+        if steps is not None:
+            return pace.episodes + max(steps - pace.step, 0) * pace.num_rollouts
         return tasks.planned_samples(self.cfg, self.examples) or 0
 
     def total_steps(self) -> int:

@@ -23,7 +23,7 @@ from ppocli.tasks.supervised import counts_of
 from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import _backward, optimize
-from ppocli.training.state import TrainState
+from ppocli.training.state import Pace, TrainState
 from ppocli.training.task import PythonObjects, TaskSetup
 
 ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in (
@@ -273,6 +273,13 @@ def test_a_policy_learns_to_end(tmp_path):
         assert before["finished_share"] < 0.6
         assert after["finished_share"] == 1.0
         assert after["loss"] < 0.5 * before["loss"]
+
+
+def test_updates_of_another_size_after_a_resume_are_as_many_as_asked_for(tmp_path):
+    with sft_of(tmp_path, sft__epochs=None, sft__num_updates=6, sft__mini_batch_size=16) as task:
+        assert (task.total_samples(), task.total_steps()) == (96, 6)
+        task.pace = Pace(16, step=4, episodes=32)  # so far of 8
+        assert (task.total_samples(), task.total_steps()) == (64, 6)
 
 
 def test_the_order_is_drawn_once_an_epoch(tmp_path, monkeypatch):
