@@ -143,8 +143,10 @@ def _tokenizer(request: RewardRequest, style: str) -> Any:
 
 
 def _queries(request: RewardRequest) -> list[str]:
-    """Prompts and responses with special tokens. A tokenizer that marks words by a leading space
-    loses that of a response decoded alone."""
+    """Prompts and responses with special tokens; of an episode the transcript, which has none. A
+    tokenizer that marks words by a leading space loses that of a response decoded alone."""
+    if request.episodes:
+        return KNOWN_ARGUMENTS["samples"](request)
     tokenizer = _tokenizer(request, "OpenRLHF")
     return [prompt + text[:len(text) - len(text.lstrip())]
             + tokenizer.decode(list(ids), skip_special_tokens=False).lstrip()
@@ -170,11 +172,13 @@ def ended_outputs(request: RewardRequest) -> list[str]:
 def aligned(numbers: list[float], request: RewardRequest, index: int) -> list[float]:
     """Numbers for the tokens of sample ``index``'s output encoded anew, as trlX trains on them, on
     our tokens: each goes where the text of its token ends. Their sum stays. Of another length than
-    that text's tokens they are returned as they are.
+    that text's tokens, or of a transcript, most of which isn't ours, they are returned as they are.
 
     Args:
         numbers: [tokens of the output] as the function gave them.
     """
+    if request.episodes:
+        return numbers
     own, tokenizer = list(request.response_ids[index]), _tokenizer(request, "trlX")
     output = ended_outputs(request)[index]
     whole, again = (list(tokenizer(output, add_special_tokens=special)["input_ids"])

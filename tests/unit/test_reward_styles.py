@@ -22,6 +22,7 @@ from ppocli.config.compose import check, compose
 from ppocli.config.schema import ModelConfig, PromptsConfig, RewardConfig
 from ppocli.config.words import read_words
 from ppocli.data.prompt_set import load_prompts
+from ppocli.episode import Episode, Turn
 from ppocli.errors import RewardError
 from ppocli.launching.opened_folder import open_folder
 from ppocli.models.loading.language_model import load_tokenizer
@@ -280,6 +281,24 @@ def test_openrlhf_example(tokenizer):
         said.score(replace(asked, columns={}))
     with refused(RewardError, "needs an argument 'labels'", "prompts.columns"):
         build_reward(RewardConfig(fn=example("reward_func"))).check_columns(["answer", "level"])
+
+
+def test_of_an_episode_the_whole_transcript_is_scored(tokenizer):
+    """Its ids are those that the policy said: numbers of the transcript's tokens have no place."""
+    turns = (Turn(" good", 2, observation=" a film"), Turn(" bad", 2))
+    said = [Episode("", turns, "done")]
+    asked = replace(request(tokenizer, [said[0].transcript]), episodes=said,
+                    response_ids=[tokenizer(" good bad", add_special_tokens=False)["input_ids"]])
+    seen: list[str] = []
+    build_reward(RewardConfig(style="openrlhf"), reward_fn=lambda queries: (
+        seen.extend(queries) or [1.0])).score(asked)
+    assert seen == ["The film good a film bad"]
+
+    def dense(samples, prompts, outputs, tokenizer, **metadata):
+        return [[0.5] * len(tokenizer(outputs[0], add_special_tokens=False)["input_ids"])]
+
+    with refused(RewardError, "a list of 7 numbers, but the response has 4 tokens"):
+        build_reward(RewardConfig(), reward_fn=dense).score(asked)
 
 
 @contextmanager
