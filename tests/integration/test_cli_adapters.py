@@ -71,7 +71,12 @@ def test_an_export_is_merged_or_an_adapter(here, trained, export):
     done = export("lora", "--adapter", "-o", "small", "--include-value-head", code=0)
     assert "8 tensors equal, logits on 2 prompts equal" in done.err
     assert torch.equal(logits(AutoPeftModelForCausalLM.from_pretrained(here / "small")), ours)
-    assert "from peft import AutoPeftModelForCausalLM" in (here / "small/README.md").read_text()
+    card = (here / "small/README.md").read_text()
+    assert "from peft import AutoPeftModelForCausalLM" in card
+    done = {}
+    exec(card.partition("```python\n")[2].partition("```")[0].replace(
+        "name =", f"name = {str(here / 'small')!r} #"), done)
+    assert done["model"].base_model.model.generation_config.max_new_tokens == 8
     refused = export("lora", "--adapter", "--dtype", "bf16", "-o", "x", code=2)
     assert "--dtype is about a whole model" in refused.err
     whole = export("lm", "--merge", "-o", "y")
