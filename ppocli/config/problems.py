@@ -318,7 +318,8 @@ def _run(config: schema.TrainConfig) -> Rules:
            "the folder above it is output_dir")
     place = str(Path(config.output_dir, name or "").absolute())
     yield (place.encode(errors="replace") != place.encode(errors="surrogatepass"),
-           "output_dir, run_name", f"{place!a} is no UTF-8, which config.yaml could not hold: choose another folder")
+           "output_dir, run_name",
+           f"{place!a} is no UTF-8, which config.yaml could not hold: choose another folder")
     yield (config.output_dir == "", "output_dir",
            "must not be empty (for the current folder: output_dir=.)")
     yield (resume == "auto" and name is None, "resume, run_name",
