@@ -63,7 +63,7 @@ class Examples(_Rows):
     """n arrays of what an encoder reads; empty for a causal model"""
     prompts: list[str]
     """n texts of what is before the last thing that is trained on, without BOS; "" where a row is
-    one text"""
+    one text, or is cut within that"""
     prompt_lengths: list[int]
     """n numbers of tokens: ``tokens[i][:prompt_lengths[i]]`` is that prompt, as PPO would see it;
     0 where there is none, and for an encoder-decoder"""

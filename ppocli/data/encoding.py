@@ -92,8 +92,10 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
         found.trained.append(trained)
         if encoder:
             found.encoder_tokens.append(np.array(line.prompt_ids[:longest], np.int32))
-        found.prompts.append(line.prompt)
-        found.prompt_lengths.append(len(line.prompt_ids) if line.prompt and not encoder else 0)
+        # a prompt that is cut itself, behind earlier turns, is none that could be answered
+        prompt = line.prompt if encoder or len(line.prompt_ids) <= room else ""
+        found.prompts.append(prompt)
+        found.prompt_lengths.append(len(line.prompt_ids) if prompt and not encoder else 0)
         found.places.append(example.place)
     note_count(read.notes, cut, f"{{was}} longer than {longest} tokens: cut at the end", "example")
     note_count(read.notes, empty, "had nothing to train on within that: left out", "example")

@@ -219,6 +219,17 @@ def test_there_must_be_what_is_to_be_trained_on(row, train_on):
     assert caught.value.where == f"data.train_on={train_on}"
 
 
+def test_a_conversation_cut_before_its_last_answer_has_no_prompt_to_be_answered():
+    tokenizer = words(chat=CHATML)
+    lengths = {}
+    for most in (12, 18, 19):  # within the second question, before its last token, behind it
+        data = load([{"messages": TALK}], tokenizer, max_length=most)
+        assert shown(data, tokenizer).startswith(f"{FIRST}[good </s>]")
+        lengths[most] = len(data.prompt_tokens(0))
+        assert bool(data.prompts[0]) == bool(lengths[most])
+    assert lengths == {12: 0, 18: 0, 19: 19}
+
+
 def test_long_examples_are_cut_and_long_pairs_left_out():
     tokenizer = words(front=True)
     rows = [{"prompt": "the film", "completion": "was very good"},
