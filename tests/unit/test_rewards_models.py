@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import refused
+from sessions import session_of, small_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -28,6 +29,7 @@ from ppocli.rewards.classifier import TextClassifier
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.reward_model import RewardModel, StepRewardModel
 from ppocli.rewards.scoring import build_reward
+from ppocli.tasks.ppo.task import PPOTask
 
 WORDS = ["good", "bad", "film", "the", "a", "was", "plot", "very", "so", "dull"]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<eos>"]
@@ -371,3 +373,15 @@ def test_wrong_arguments(tmp_path, kwargs, words):
     folder = bert(tmp_path / "m")
     with refused(RewardError, words):
         build_reward(RewardConfig(fn="classifier", kwargs={"model": str(folder), **kwargs}))
+
+
+def test_evaluations_under_other_weights_of_a_reward_model_are_not_comparable(tmp_path):
+    cfg, found = small_config(tmp_path, reward__fn="reward_model", reward__kwargs={
+        "model": str(gpt2_rm(tmp_path / "judge"))}), set()
+    for _ in range(2):
+        with session_of(cfg, reward=None) as session:
+            found.add(PPOTask(session).judged_by())
+            model = session.reward.parts[0].call.model
+            model.score.weight.mul_(2.0)
+            model.save_pretrained(tmp_path / "judge")
+    assert len(found) == 2

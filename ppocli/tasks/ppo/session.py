@@ -115,6 +115,14 @@ class EvalSession:
                        else view.state_dict(keep_vars=True))
             return adapters.tensors_digest(tensors, one_gathered)
 
+    def reward_model_digests(self) -> list[str]:
+        """Of each reward model's weights. All ranks call it in step."""
+        from ppocli.rewards.reward_model import SequenceReward
+
+        return self.backend.ranks.first_does(lambda: [
+            adapters.tensors_digest(part.call.model.state_dict()) for part in self.reward.parts
+            if isinstance(part.call, SequenceReward)])
+
 
 @dataclass(frozen=True)
 class Session(EvalSession):

@@ -232,7 +232,7 @@ class PPOTask(task.Task):
             reward[name] = default[name]
         env = {name: value for name, value in asdict(self.cfg.env).items()
                if name not in ("timeout", "retries", "workers")}
-        return self._judges(reward, [None if self.cfg.env.fn is None else env])
+        return self._judges(reward, [self.cfg.env.fn and env, *self.session.reward_model_digests()])
 
     def judged_earlier(self) -> str:
         """As :class:`Task`: with all of the reward's section, and without the environment."""
