@@ -243,12 +243,14 @@ def _import_errors(wanted: Wanted, source: str) -> Iterator[None]:
     except PpocliError:
         raise
     except (Exception, SystemExit) as error:
-        place = raised_at(error)
+        place, path = raised_at(error), os.path.relpath(source).removesuffix(".py")
+        module = path.replace(os.sep, ".")
+        way = source if path.startswith(os.pardir) else f"-c 'import {module}'"
+        named = f", and name it {module}" if "relative import" in str(error) else ""
         raise wanted.refused(
             f"Importing {source} for {wanted.spec!r} failed: {error_line(error)}",
-            where=f"{place} (from {wanted.key})" if place else None,
-            fix=f"make it importable; try: python -c 'import {Path(source).stem}'",
-        ) from error
+            where=place and f"{place} (from {wanted.key})",
+            fix=f"make it importable{named}; try: python {way}") from error
 
 
 def _load_module(name: str, wanted: Wanted) -> ModuleType:
@@ -346,8 +348,7 @@ def _no_module(name: str, wanted: Wanted) -> PpocliError:
 
 
 def _no_function(wanted: Wanted) -> PpocliError:
-    spec, noun = wanted.spec, wanted.kind.noun
-    module = spec.rstrip(":")
+    spec, noun, module = wanted.spec, wanted.kind.noun, wanted.spec.rstrip(":")
     module = module if module.endswith(".py") else module.replace(":", ".")
     return wanted.refused(f"{spec!r} names a module or file, but no {noun} in it.",
                           fix=" or ".join(pasted(f"{wanted.key}={module}:{name}") for name in
@@ -394,6 +395,5 @@ def shorten(text: str) -> str:
     """``text`` as one quoted line of at most about 100 characters, the middle left out."""
     text = hide_secrets(text)  # half of a token is no longer known as one
     if len(text) > SHOWN_CHARS:
-        half = SHOWN_CHARS // 2
-        text = f"{text[:half]} ... {text[-half:]}"
+        text = f"{text[:SHOWN_CHARS // 2]} ... {text[-SHOWN_CHARS // 2:]}"
     return repr(text)

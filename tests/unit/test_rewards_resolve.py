@@ -76,6 +76,14 @@ def test_a_file_sees_its_neighbours_and_edits(write):
     assert score(f"{path}:f") == [2000.0, 2000.0]
 
 
+def test_how_to_try_an_import_goes_by_the_path_from_the_current_folder(write):
+    write("relatives/deep/r.py", "from .absent import x")
+    with refused(RewardError, "name it relatives.deep.r; try: python -c 'import relatives.deep.r'"):
+        score("relatives/deep/r.py:f")
+    with refused(RewardError, "importable; try: python -c 'import relatives.deep.r'"):
+        score("relatives.deep.r:f")
+
+
 def test_trlx_signature_unchanged(write):
     write("trlx_style.py", '''
         def reward_fn(samples, prompts, outputs, tokenizer, **metadata):
