@@ -265,6 +265,18 @@ def start_of(tmp_path, saved, **over) -> TrainConfig:
     return config_of(tmp_path, model__path=str(saved / "policy"), **over)
 
 
+def test_all_linear_goes_on_where_the_adapter_is_on_all_linear_layers(tmp_path, saved):
+    fields = {"type": "lora", "r": 4, "target_modules": "all-linear"}
+    with session_of(config_of(tmp_path, fields={"target_modules": "all-linear"})) as session:
+        save_session(session, tmp_path / "all")
+        names = set(named_trainable(session.policy))
+    with session_of(start_of(tmp_path, tmp_path / "all", model__peft=fields)) as session:
+        assert set(named_trainable(session.policy)) == names
+    with (pytest.raises(CheckpointError, match="not there in the file"),
+          session_of(start_of(tmp_path, saved, model__peft=fields))):
+        pass
+
+
 @pytest.mark.parametrize("over", [
     {"model__peft": {}}, {"model__peft": {}, "hardware__precision": "bf16"},
     {"model__peft": {}, "model__num_layers_unfrozen": 1},

@@ -191,6 +191,9 @@ def merged_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
 def _check_goes_on(config: Any, given: Mapping[str, Any], folder: Path) -> None:
     """Refuse settings that aren't those of the adapter which is to train on."""
     for name, value in given.items():
+        if name == "target_modules" and str(value).lower() == "all-linear":
+            config.target_modules = value  # PEFT finds them on the base; the weights must fit those
+            continue
         own = (config.peft_type.value.lower().partition("_")[0] if name == "type" else
                getattr(config, name))
         both = [sorted(each) if isinstance(each, set | list) else each for each in (own, value)]
