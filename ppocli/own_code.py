@@ -5,11 +5,13 @@ A recipe is passed on as data, and ``reward.fn: numpy:load`` with arguments of i
 make it a program. Checked where a path is followed, for what it leads to may be another module's.
 """
 
+import ast
 import importlib.util
 import os
 import site
+import sys
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
@@ -74,3 +76,23 @@ def _offering() -> frozenset[str]:
     """Outermost packages of what is declared in the group."""
     return frozenset(entry.module.partition(".")[0]
                      for entry in metadata.entry_points(group=ENTRY_POINTS))
+
+
+def refuse_other_neighbours(path: Path, refused: Callable[..., Exception]) -> None:
+    """Refuse a file of the user's that would get, by the name of a module beside it, the one that
+    a file of another folder has loaded: Python keeps one module of a name.
+
+    Args:
+        refused: makes the error.
+    """
+    others = {os.path.dirname(str(module.__file__)) for name, module in list(sys.modules.items())
+              if name.startswith("_ppocli_user_")} - {str(path.parent)}
+    for node in ast.walk(ast.parse(path.read_bytes(), str(path))) if others else ():
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names = [node.module]
+        for name in (name.partition(".")[0] for name in names):
+            file = getattr(sys.modules.get(name), "__file__", None) or ""
+            if os.path.dirname(file) in others and path.with_name(f"{name}.py").is_file():
+                raise refused(f"{path} imports {name}, which is loaded already, from {file}.",
+                              fix="give one of the two another name, and the import of it")

@@ -22,7 +22,7 @@ from typing import Any
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
-from ppocli.own_code import ENTRY_POINTS, limited, may_name
+from ppocli.own_code import ENTRY_POINTS, limited, may_name, refuse_other_neighbours
 from ppocli.text import error_line, pasted, raised_at, short_path, suggestion
 
 SHOWN_CHARS = 100
@@ -297,6 +297,7 @@ def _load_file(source: str, wanted: Wanted) -> ModuleType:
     sys.modules[name] = module  # dataclasses and pickling look their module up
     try:
         with _import_errors(wanted, source):
+            refuse_other_neighbours(path, wanted.refused)
             module_spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -332,8 +333,7 @@ def _no_module(name: str, wanted: Wanted) -> PpocliError:
         candidates = [module.name for module in pkgutil.iter_modules(folders)]
         what = f"There is no module {leaf!r} in {parent!r}."
     else:
-        leaf = name.partition(".")[0]
-        here = Path.cwd()
+        leaf, here = name.partition(".")[0], Path.cwd()
         candidates = [file.stem for file in here.glob("*.py")]
         candidates += [file.parent.name for file in here.glob("*/*.py")]
         what = f"There is no module {leaf!r} in {here} or among the installed packages."

@@ -76,6 +76,17 @@ def test_a_file_sees_its_neighbours_and_edits(write):
     assert score(f"{path}:f") == [2000.0, 2000.0]
 
 
+def test_a_file_never_gets_the_neighbour_of_another_one(write):
+    for folder in ("first", "second"):
+        write(f"{folder}/twice_named.py", "FACTOR = 2")
+        write(f"{folder}/scorer.py", "from twice_named import FACTOR\n"
+                                     "def f(outputs): return [FACTOR for o in outputs]")
+    assert score("first/scorer.py:f") == [2.0, 2.0]
+    with refused(RewardError, "imports twice_named, which is loaded", "first/twice_named.py"):
+        score("second/scorer.py:f")
+    assert score("first/scorer.py:f") == [2.0, 2.0]
+
+
 def test_how_to_try_an_import_goes_by_the_path_from_the_current_folder(write):
     write("relatives/deep/r.py", "from .absent import x")
     with refused(RewardError, "name it relatives.deep.r; try: python -c 'import relatives.deep.r'"):
