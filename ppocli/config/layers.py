@@ -74,6 +74,9 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
             raise ConfigError(f"{override.input_line}: several values, but this is a single run",
                               where=COMMAND_LINE, fix="add -m to run each of them; "
                               "a list is key=[a,b], a text with commas key='\"a,b\"'")
+        if override.key_or_group == "hydra.searchpath":
+            raise ConfigError("recipes and groups are not looked for there", where=COMMAND_LINE,
+                              fix="give their folder with --config-dir")
     try:
         defaults = loader.compute_defaults_list(config_name(words), overrides, RunMode.RUN)
     except UnicodeError:

@@ -4,7 +4,7 @@ runs them one by one."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -185,17 +185,16 @@ def _sweep_job(words: Words, swept: _Swept) -> SweepJob:
     """The job that Hydra runs now."""
     settings = HydraConfig.get()
     task = tuple(word.removeprefix("++") for word in settings.overrides.task)
-    search = [word for word in settings.overrides.hydra if word.startswith("hydra.searchpath")]
     varied = tuple(word for word in task if word.lstrip("+~").partition("=")[0] in swept.ranges)
     total = None if swept.grid is None else len(swept.grid)
     return _job(words, int(settings.job.num), total, task, varied,
-                Path(settings.runtime.output_dir), search)
+                Path(settings.runtime.output_dir))
 
 
 def _job(words: Words, number: int, total: int | None, task: tuple[str, ...],
-         varied: tuple[str, ...], folder: Path, search_path: Sequence[str] = ()) -> SweepJob:
+         varied: tuple[str, ...], folder: Path) -> SweepJob:
     own = Words((), words.flags, words.config_dirs).adding(
-        *search_path, *task, f"run_name={quoted(folder.name)}")  # its folder says where it runs
+        *task, f"run_name={quoted(folder.name)}")  # its folder says where it runs
 
     @cache
     def composed() -> Composed:

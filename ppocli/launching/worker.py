@@ -208,12 +208,12 @@ def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> 
         CheckpointError: settings have changed that no step would be trained with.
     """
     summary = atomic.read_json(folder.summary) or {}
-    steps = whole(summary, "steps")
+    steps, asked = whole(summary, "steps"), tasks.steps_asked(cfg)
     planned = tasks.planned_samples(cfg, environment.examples_of(folder.path))
     try:
-        # steps may have been of another size before
-        complete = (summary.get("status") == "finished" and steps >= max(1, cfg.ppo.num_steps or 0)
-                    and planned is not None and whole(summary, "episodes") >= planned)
+        done = steps >= asked if asked is not None else (  # they may have been of another size
+            planned is not None and whole(summary, "episodes") >= planned)
+        complete = summary.get("status") == "finished" and steps > 0 and done
         model_files.check_folder(folder.model, key="model", adapters=True)
     except InputError:
         return None

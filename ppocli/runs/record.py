@@ -68,9 +68,8 @@ class RunRecord:
     def total_steps(self) -> int:
         """Steps in the whole run; those still to come are of as many samples as the configuration
         says, which may have been another number before a resume."""
-        ppo = self.config.ppo
-        if ppo.num_steps is not None:
-            return max(ppo.num_steps, self.step)
+        if (asked := tasks.steps_asked(self.config)) is not None:
+            return max(asked, self.step)
         planned = tasks.planned_samples(self.config, environment.examples_of(self.folder.path))
         left = max((planned or 0) - self.episodes, 0)
         return self.step + -(-left // tasks.samples_per_step(self.config))

@@ -358,12 +358,8 @@ class Task(ABC):
 
     def total_samples(self) -> int:
         """Samples of the whole run."""
-        own, pace = self.settings, self._pace()
-        if isinstance(own, schema.PPOConfig):
-            steps = None if own.epochs is not None or own.total_episodes else own.num_steps or 0
-        else:
-            steps = own.num_updates
-        if steps is not None:
+        pace = self._pace()
+        if (steps := tasks.steps_asked(self.cfg)) is not None:
             return pace.episodes + max(steps - pace.step, 0) * pace.num_rollouts
         return tasks.planned_samples(self.cfg, self.examples) or 0
 

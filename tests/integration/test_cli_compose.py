@@ -350,3 +350,9 @@ def test_resume_needs_a_run_folder(made, said):
         composed("resume=runs/x")
     assert said in str(error.value)
     assert error.value.exit_code == 5
+
+
+def test_a_search_path_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="not looked for there") as error:
+        composed("+recipe=quickstart", f"hydra.searchpath=[file://{tmp_path}]")
+    assert "--config-dir" in error.value.fix

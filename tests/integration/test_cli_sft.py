@@ -93,6 +93,9 @@ def test_more_epochs_go_on_and_other_data_are_refused(trained, world, app):
     found = stable_rows(world / "runs/straight/metrics.jsonl")
     assert [row["step"] for row in found] == list(range(9))
     assert found[-1]["data/epoch"] == 3.0
+    app("resume", "runs/straight", "sft.epochs=null", "sft.num_updates=10", "sft.mini_batch_size=2",
+        code=0)
+    assert stable_rows(world / "runs/straight/metrics.jsonl")[-1]["step"] == 10
     assert found[:5] == stable_rows(trained / "metrics.jsonl")[:5]
     for name in ("data", "val"):
         old = (world / f"{name}.jsonl").read_text()
