@@ -211,7 +211,8 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
         read = words.read_words([*task, *given_words])
     composed = compose.compose(read)
     replaced = composed.config.reward.fn if "reward_fn" in given else None
-    arguments = [word for word in read.overrides if word.lstrip("+").startswith("reward.kwargs")]
+    arguments = [word for word in read.overrides if word.lstrip("+").startswith("reward.kwargs")
+                 and word.partition("=")[2] not in ("{}", "null")]
     if arguments and replaced not in (None, resolved.PYTHON_OBJECT):
         raise ConfigError(f"{arguments[0]} would go to {replaced}, which reward_fn replaces.",
                           where="reward.kwargs", fix="put reward=null before it")
@@ -342,13 +343,14 @@ def load_run(run_dir: str | Path, *, trust: bool = False) -> TrainedRun:
 
     Raises:
         InputError: it holds no finished run.
+        CheckpointError: its config.yaml can't be read.
     """
     folder = Path(run_dir).resolve()
     if (summary := read_json(folder / "summary.json")) is None:
         raise InputError(f"{folder} holds no summary.json of a run.", where=str(folder),
                          fix="name the folder of a finished run")
     if summary.get("status") != "finished":
+        config = resolved.read_config(folder / resolved.CONFIG_FILE)
         raise InputError(f"The run in {folder} is {summary.get('status')}, not finished.",
-                         where=str(folder), fix=kept.how_to_resume(
-                             resolved.read_config(folder / resolved.CONFIG_FILE), folder))
+                         where=str(folder), fix=kept.how_to_resume(config, folder))
     return TrainedRun(folder, folder / "model", summary, trust)

@@ -243,14 +243,14 @@ def _import_errors(wanted: Wanted, source: str) -> Iterator[None]:
     except PpocliError:
         raise
     except (Exception, SystemExit) as error:
-        place, path = raised_at(error), os.path.relpath(source).removesuffix(".py")
-        module = path.replace(os.sep, ".")
-        way = source if path.startswith(os.pardir) else f"-c 'import {module}'"
-        named = f", and name it {module}" if "relative import" in str(error) else ""
+        place, module = raised_at(error), source
+        if relative := "relative import" in str(error):
+            module = os.path.relpath(source).removesuffix(".py").replace(os.sep, ".")
+        way = pasted(source) if module.endswith(".py") else f"-c 'import {module}'"
         raise wanted.refused(
             f"Importing {source} for {wanted.spec!r} failed: {error_line(error)}",
             where=place and f"{place} (from {wanted.key})",
-            fix=f"make it importable{named}; try: python {way}") from error
+            fix=f"make it importable{f' as {module}' * relative}; try: python {way}") from error
 
 
 def _load_module(name: str, wanted: Wanted) -> ModuleType:

@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -355,7 +354,7 @@ def split_words(run: str | None, words: Sequence[str] | None) -> tuple[str | Non
     from ppocli.runs.target import RUNS, is_run
 
     rest = list(words or [])
-    if run and _WORD.match(run) and not (Path(run).exists() or is_run(RUNS / run)):
+    if run and _WORD.match(run) and not (os.path.exists(run) or is_run(RUNS / run)):
         rest, run = [run, *rest], None
     if wrong := [word for word in rest if not _WORD.match(word)]:
         raise ConfigError(f"{wrong[0]!r} is neither an option nor a setting KEY=VALUE.",

@@ -283,9 +283,9 @@ def rename_run(run: opt.OneRun, name: Annotated[str, typer.Argument(
     from ppocli.storage.run_folder import lock
 
     folder = _named(run)
-    target = folder.with_name(name) if name not in ("", ".", "..") and "/" not in name else None
-    if target is None:
-        raise ConfigError(f"{name!r} must be a plain folder name.", where="NAME",
+    target = folder.with_name(name) if name[:1] not in ("", ".") and "/" not in name else None
+    if target is None or not name.isprintable():
+        raise ConfigError(f"{name!a} must be a plain folder name.", where="NAME",
                           fix=f"to move the folder: mv {pasted(folder)} FOLDER")
     if is_sweep(folder.parent):
         raise ConfigError(f"{folder} is a job of a sweep, which finds it by its name.",

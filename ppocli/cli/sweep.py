@@ -118,7 +118,7 @@ def _sweep_folder(words: Words, base: str) -> tuple[Path, bool]:
     """The sweep's folder, made, and whether it is new."""
     try:
         name = words.value("run_name")
-        if name is not None and {",", "(", "/", "{"} & {*name}:
+        if name is not None and (name[:1] in ("", ".") or {",", "(", "/", "{"} & {*name}):
             raise errors.ConfigError(f"run_name={name}: a sweep has one name, and its jobs have "
                                      "numbers.", where="run_name", fix="give one name, or none")
         given = sweep_dir(words) or (name and f"{base}/{name}")

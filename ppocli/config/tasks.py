@@ -57,10 +57,7 @@ def steps_asked(config: schema.TrainConfig) -> int | None:
     """Steps in the whole run where it is their number that is given; None where it is of samples.
     """
     updates = updates_of(config)
-    if isinstance(updates, schema.PPOConfig):
-        counted = updates.epochs is not None or updates.total_episodes
-        return None if counted else updates.num_steps or 0
-    return updates.num_updates
+    return updates.num_steps if isinstance(updates, schema.PPOConfig) else updates.num_updates
 
 
 def planned_samples(config: schema.TrainConfig, examples: int | None = None) -> int | None:

@@ -38,7 +38,9 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: i
     if _MARKS.search(str(tokenizer.get_chat_template())):
         whole, marks = _marked(messages, place, tokenizer)
         if any(message["role"] == "assistant" for message in messages[:since]):
-            marks = marks[len(_marked(messages[:since], place, tokenizer)[1]):]
+            before, theirs = _marked(messages[:since], place, tokenizer)
+            marks = ([mark for mark in marks if mark[0] >= len(before)]
+                     if whole.startswith(before) else marks[len(theirs):])
         if not marks:
             raise InputError(f"The chat template marks nothing as generated in what {place} is to "
                              "teach.", where="model.tokenizer_path", fix="put what the assistant "

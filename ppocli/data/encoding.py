@@ -93,7 +93,7 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
         if encoder:
             found.encoder_tokens.append(np.array(line.prompt_ids[:longest], np.int32))
         # a prompt that is cut itself, behind earlier turns, is none that could be answered
-        prompt = line.prompt if encoder or len(line.prompt_ids) <= room else ""
+        prompt = line.prompt if len(line.prompt_ids) <= longest else ""
         found.prompts.append(prompt)
         found.prompt_lengths.append(len(line.prompt_ids) if prompt and not encoder else 0)
         found.places.append(example.place)

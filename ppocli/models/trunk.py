@@ -26,7 +26,7 @@ def decoder_start(lm: Any) -> int | None:
     if not has_encoder(lm):
         return None
     own = lm.generation_config
-    named = (getattr(lm.config, "decoder_start_token_id", None), own.decoder_start_token_id,
+    named = (own.decoder_start_token_id, getattr(lm.config, "decoder_start_token_id", None),
              own.bos_token_id, lm.config.pad_token_id)
     return next((token for token in named if token is not None), None)
 

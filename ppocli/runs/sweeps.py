@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from ppocli.config import bounded, resolved, schema, tasks
@@ -248,7 +249,7 @@ def _parsed(text: str) -> Any:
     # omegaconf reads 1e-5 as a number where YAML does not; Hydra's parser is not a worker's to load
     try:
         read = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except YAMLError:
+    except (YAMLError, OmegaConfBaseException):
         return text
     return cast(dict[str, Any], read)["value"]
 

@@ -107,11 +107,11 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
     if state.pace is None or state.pace.num_rollouts != now:
         state = replace(state, pace=Pace(now) if state.pace is None else
                         Pace(now, state.step, state.episodes))
-    if state.judged_by == task.judged_earlier():
+    if state.judged_by in task.judged_earlier():
         state = replace(state, judged_by=fresh.judged_by)
     if state.judged_by != fresh.judged_by:
         if state.best is not None:
-            log.info("reward, environment, generation or checkpoint.metric have changed: the best "
+            log.info("what evaluations are judged by (see docs/runs.md) has changed: the best "
                      "evaluation so far (step %d) is not comparable and forgotten", state.best.step)
         state = replace(state, best=None, judged_by=fresh.judged_by)
     return state
@@ -230,6 +230,7 @@ def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
         weights |= load_file(path)
     if saved.adapter is None:
         if weights.keys() - saved.lm.state_dict().keys():
+            weights.clear()
             # transformers writes some kinds (GPT-NeoX, mixtures of experts) as earlier versions had
             # them, and alone knows how to read these
             again = type(saved.lm).from_pretrained(folder / checkpoint_writing.POLICY,

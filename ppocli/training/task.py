@@ -281,9 +281,9 @@ class Task(ABC):
         """Digest of everything that evaluations depend on, except the trained weights."""
         return ""
 
-    def judged_earlier(self) -> str:
+    def judged_earlier(self) -> tuple[str, ...]:
         """The same as earlier versions have noted it, whose runs go on."""
-        return self.judged_by()
+        return ()
 
     def modules(self) -> dict[str, torch.nn.Module]:
         """Modules that change in addition to ``saved.lm``, by their attribute name in

@@ -352,7 +352,7 @@ def test_a_renamed_run_is_the_same_run(runs, capsys):
     assert snapshot(runs / "kept") == before
     assert find_target("kept", say=print).step == 4
     assert "runs/cut exists already" in typed("rename", "kept", "cut", code=5).err
-    for wrong in ("a/b", "..", ""):
+    for wrong in ("a/b", "..", "", ".hidden", "M\udcfcsik"):
         assert "must be a plain folder name" in typed("rename", "kept", wrong, code=2).err
     assert "a job of a sweep" not in typed("rename", "sweep-1/0", "x", code=0).said
     (runs / "sweep-1/sweep.json").write_text("{}")

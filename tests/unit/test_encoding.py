@@ -114,6 +114,16 @@ def test_a_turn_may_have_several_marks(train_on, first):
     assert shown(data, tokenizer) == f"{FIRST}{first}{SECOND}[very bad so ? </s>]"
 
 
+def test_a_template_may_mark_the_last_answer_alone():
+    last = ("{% set at = namespace(last=0) %}{% for m in messages %}{% if m.role == 'assistant' %}"
+            "{% set at.last = loop.index %}{% endif %}{% endfor %}{% for m in messages %}"
+            "{% if loop.index == at.last %}{% generation %}{{ m.content }} </s>{% endgeneration %}"
+            "{% else %}{{ m.content }}{% if m.role == 'assistant' %} </s>{% endif %}{% endif %} "
+            "{% endfor %}")
+    data = load([{"messages": TALK}], words(chat=last), train_on="completion")
+    assert shown(data, words(chat=last)).endswith("[very bad </s>]")
+
+
 @pytest.mark.parametrize("split", [False, True])
 def test_no_earlier_turn_stands_in_for_one_without_marks(split):
     bare = CALLS.replace("{% generation %} so", " so").replace("?{% endgeneration %}", "?")
@@ -228,6 +238,9 @@ def test_a_conversation_cut_before_its_last_answer_has_no_prompt_to_be_answered(
         lengths[most] = len(data.prompt_tokens(0))
         assert bool(data.prompts[0]) == bool(lengths[most])
     assert lengths == {12: 0, 18: 0, 19: 19}
+    row = {"prompt": "the film was very", "completion": "good"}
+    assert [load([row], words(), encoder=True, max_length=most).prompts for most in (3, 8)] == [
+        [""], ["the film was very"]]
 
 
 def test_long_examples_are_cut_and_long_pairs_left_out():

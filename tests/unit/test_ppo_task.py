@@ -274,7 +274,8 @@ def test_what_evaluations_are_judged_by(tmp_path):
         earlier = [PPOTask(replace(session, cfg=small_config(tmp_path, **more))).judged_earlier()
                    for more in ({}, playing, playing | {"env__max_turns": 1})]
         # runs that have noted it keep their best, and later ones can't have noted it
-        assert earlier[0] == earlier[1] == earlier[2] not in different
+        assert [each[0] for each in earlier] == [different[0], *different[3:]]
+        assert earlier[0][1] == earlier[1][1] == earlier[2][1] not in different
     assert len(set(different)) == len(different)
 
 

@@ -9,6 +9,7 @@ from sessions import hand_rollout as rollout_of
 
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import RewardConfig, TrainConfig
+from ppocli.episode import Episode
 from ppocli.ppo.shaping import RunningMoments, overlong_penalties
 from ppocli.tasks.ppo.experience import shaped_scores, to_experience, update_moments
 from ppocli.tasks.ppo.figures import penalty_figures, rollout_samples
@@ -59,7 +60,8 @@ def test_scores_after_shaping(reward, expected):
 
 def test_an_episode_is_as_long_as_what_was_said_and_observed():
     rows = THREE.sequences
-    episodes = replace(THREE, sequences=replace(rows, lengths=rows.lengths + 2))
+    episodes = replace(THREE, sequences=replace(rows, lengths=rows.lengths + 2),
+                       episodes=[Episode("", (), "done")] * 3)
     assert shaped(episodes, overlong_buffer=6) == pytest.approx([1.0, 1.0, 2.0])
 
 

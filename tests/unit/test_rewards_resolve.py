@@ -89,7 +89,7 @@ def test_a_file_never_gets_the_neighbour_of_another_one(write):
 
 def test_how_to_try_an_import_goes_by_the_path_from_the_current_folder(write):
     write("relatives/deep/r.py", "from .absent import x")
-    with refused(RewardError, "name it relatives.deep.r; try: python -c 'import relatives.deep.r'"):
+    with refused(RewardError, "importable as relatives.deep.r; try: python -c 'import"):
         score("relatives/deep/r.py:f")
     with refused(RewardError, "importable; try: python -c 'import relatives.deep.r'"):
         score("relatives.deep.r:f")

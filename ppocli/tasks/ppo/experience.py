@@ -53,8 +53,9 @@ def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, list[fl
                           else None for length in lengths]
     if reward.overlong_buffer is not None:
         factor = 1.0 if reward.overlong_penalty is None else reward.overlong_penalty
-        rows = rollout.sequences
-        said = rows.lengths - rows.actions[:, 0]  # of an episode, observations too
+        # of an episode, all that follows the prompt
+        said = rollout.sequences.lengths - rollout.prompts.mask.sum(1) if rollout.episodes else (
+            rollout.response_mask.sum(1))
         found["overlong"] = list(shaping.overlong_penalties(
             said.tolist(), longest=sampling.longest_rollout(cfg), buffer=reward.overlong_buffer,
             factor=factor))

@@ -225,26 +225,26 @@ class PPOTask(task.Task):
         return {name: digest for name, digest in found.items() if digest is not None}
 
     def judged_by(self) -> str:
-        """As :class:`Task`: under another digest, figures are not comparable with the best so far.
-        """
-        reward, default = asdict(self.cfg.reward), asdict(schema.RewardConfig())
-        for name in ("timeout", "retries", "overlap", "ranks"):  # how it is called
-            reward[name] = default[name]
+        """As :class:`Task`; under another, figures are not comparable with the best so far."""
+        return self._judges(*self._how_judged(), *self.session.reward_model_digests())
+
+    def judged_earlier(self) -> tuple[str, ...]:
+        """As :class:`Task`: without weights; with all of the reward's keys, and no environment."""
+        return self._judges(*self._how_judged()), self._judges(asdict(self.cfg.reward))
+
+    def _how_judged(self) -> list[Any]:
+        reward = asdict(self.cfg.reward) | {name: getattr(schema.RewardConfig(), name) for name in (
+            "timeout", "retries", "overlap", "ranks")}  # how it is called
         env = {name: value for name, value in asdict(self.cfg.env).items()
                if name not in ("timeout", "retries", "workers")}
-        return self._judges(reward, [self.cfg.env.fn and env, *self.session.reward_model_digests()])
+        return [reward, self.cfg.env.fn and env]
 
-    def judged_earlier(self) -> str:
-        """As :class:`Task`: with all of the reward's section, and without the environment."""
-        return self._judges(asdict(self.cfg.reward), [])
-
-    def _judges(self, reward: dict[str, Any], more: list[Any]) -> str:
-        cfg = self.cfg
+    def _judges(self, reward: dict[str, Any], *more: Any) -> str:
         for name, early in (("style", "ppocli"), ("step_separator", None), ("step_fn", None)):
             if reward[name] == early:  # as before there were others
                 del reward[name]
-        judge = [reward, asdict(cfg.generation), cfg.checkpoint.metric, cfg.prompts.eval.repeat,
-                 *more]
+        judge = [reward, asdict(self.cfg.generation), self.cfg.checkpoint.metric,
+                 self.cfg.prompts.eval.repeat, *more]
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
 
     def modules(self) -> dict[str, torch.nn.Module]:
