@@ -251,7 +251,7 @@ def test_kill_9_of_a_sweep_stops_its_job_and_the_sweep_goes_on(world, capsys, re
     """What was planned is on the disk, the job saves and ends, and nothing is done twice."""
     given = [*words("ppo.num_steps=3"), "seed=1,2"]
     process = spawn("train", "-m", *given, "hydra.sweep.dir=s", cwd=world,
-                    PPOCLI_FAULTS="score.before@8:sleep=4")
+                    PPOCLI_FAULTS="score.before@8:sleep=12")
     wait_for((world / "s/0/checkpoints/step-000001").exists, process)
     planned = json.loads((world / "s/sweep.json").read_text())
     assert [each["status"] for each in planned["jobs"]] == ["running", "planned"]
