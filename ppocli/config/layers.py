@@ -75,8 +75,8 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
                               where=COMMAND_LINE, fix="add -m to run each of them; "
                               "a list is key=[a,b], a text with commas key='\"a,b\"'")
         if override.key_or_group == "hydra.searchpath":
-            raise ConfigError("recipes and groups are not looked for there", where=COMMAND_LINE,
-                              fix="give their folder with --config-dir")
+            raise ConfigError("recipes and groups are not looked for in hydra.searchpath",
+                              where=COMMAND_LINE, fix="give their folder with --config-dir")
     try:
         defaults = loader.compute_defaults_list(config_name(words), overrides, RunMode.RUN)
     except UnicodeError:

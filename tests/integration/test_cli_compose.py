@@ -353,6 +353,6 @@ def test_resume_needs_a_run_folder(made, said):
 
 
 def test_a_search_path_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="not looked for there") as error:
+    with pytest.raises(ConfigError, match=r"not looked for in hydra.searchpath") as error:
         composed("+recipe=quickstart", f"hydra.searchpath=[file://{tmp_path}]")
     assert "--config-dir" in error.value.fix

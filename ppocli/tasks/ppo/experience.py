@@ -54,10 +54,10 @@ def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, list[fl
     if reward.overlong_buffer is not None:
         factor = 1.0 if reward.overlong_penalty is None else reward.overlong_penalty
         # of an episode, all that follows the prompt
-        said = rollout.sequences.lengths - rollout.prompts.mask.sum(1) if rollout.episodes else (
-            rollout.response_mask.sum(1))
+        said = (rollout.sequences.lengths - rollout.prompts.mask.sum(1)).tolist() \
+            if rollout.episodes else lengths
         found["overlong"] = list(shaping.overlong_penalties(
-            said.tolist(), longest=sampling.longest_rollout(cfg), buffer=reward.overlong_buffer,
+            said, longest=sampling.longest_rollout(cfg), buffer=reward.overlong_buffer,
             factor=factor))
     return found
 
