@@ -96,6 +96,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
             if target.run_dir is None:
                 _say_declared(session, request)
             identity = identity_of(session, list(targets.values()), request.frontier, objects)
+            _say_changed(target, request, cfg, identity["base_digest"])
             folder = choose(default, request, identity)
             if request.resume and files.is_finished(folder):
                 if (report := files.read_result(folder)) is not None:
@@ -137,6 +138,17 @@ def _say_declared(session: EvalSession, request: EvalRequest) -> None:
     if left := [word for word in words if not request.sets(word.partition("=")[0])]:
         log.info("the model's generation_config.json is not followed; to sample as it says: %s",
                  " ".join(left))
+
+
+def _say_changed(target: Target, request: EvalRequest, cfg: TrainConfig, base: str | None) -> None:
+    """Warn where a run's base, read again by its name, has other weights than in training."""
+    if target.run_dir is None or any(map(request.sets, (
+            "model.path", "model.revision", "model.dtype"))):
+        return
+    trained = run_folder.RunFolder(target.run_dir).started_with().get("reference model")
+    if trained and base and trained != base:
+        log.warning("the weights of %s have changed since %s was trained against them: the KL is "
+                    "to what they are now", cfg.model.path, target.run_dir)
 
 
 def _targets(request: EvalRequest, target: Target, cfg: TrainConfig) -> dict[str, Target]:

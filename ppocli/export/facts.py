@@ -19,6 +19,7 @@ from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, re
 from ppocli.runs.target import Target
 from ppocli.storage.atomic import read_json
 from ppocli.storage.model_files import ADAPTER_CONFIG, is_adapter, quiet_transformers
+from ppocli.storage.run_folder import RunFolder
 from ppocli.text import each_text
 
 _NUM_SAMPLES = 4
@@ -171,9 +172,7 @@ def own_evaluation(target: Target, run_dir: Path, config: schema.TrainConfig
     """
     paths = sorted(run_dir.glob("eval/*/eval.json"), reverse=True,
                    key=lambda path: (path.stat().st_mtime_ns, path.parent.name))
-    # of the run's evaluation prompts, as a checkpoint tells it; None where none does
-    state = read_json(max(run_dir.glob("checkpoints/step-*/state.json"), default=run_dir)) or {}
-    prompts = (state.get("digests") or {}).get("evaluation prompts")
+    prompts = RunFolder(run_dir).started_with().get("evaluation prompts")
     found = [value for path in paths if (value := read_result(path.parent)) is not None
              and value.get("step") == target.step and _own_settings(value, config, prompts)]
     if not found:

@@ -46,6 +46,13 @@ class RunFolder:
         self.model = path / "model"
         """the trained policy, a plain Hugging Face folder"""
 
+    def started_with(self) -> dict[str, str]:
+        """Digests of what the run reads and must not change, by name, as its newest checkpoint
+        tells them; empty where none does."""
+        newest = max(self.checkpoints.glob("step-*/state.json"), default=None)
+        state = None if newest is None else atomic.read_json(newest)
+        return (state or {}).get("digests") or {}
+
 
 def probe_writable(folder: Path) -> None:
     """Create ``folder`` where missing and try what a run does there: write, sync, rename, delete.

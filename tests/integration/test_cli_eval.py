@@ -130,6 +130,19 @@ def test_without_a_reference_the_way_to_a_kl_is_said(place, evaluate):
     assert math.isfinite(result(folder / "copy")["figures"]["kl_mean"])
 
 
+def test_a_base_that_has_changed_since_the_training_is_told(place, evaluate):
+    assert "have changed" not in evaluate(RUN, "--limit", "2", "--name", "same", code=0).err
+    base = save_lm(place / "base", seed=3)
+    done = evaluate(RUN, "--limit", "2", "--name", "said", f"model.path={base}", code=0)
+    assert "have changed" not in done.err
+    config = place / RUN / "config.yaml"
+    config.write_text(re.sub("(?m)^  path: .*/lm$", f"  path: {base}", config.read_text()))
+    signed_again(place / RUN)
+    done = evaluate(RUN, "--limit", "2", code=0)
+    assert (f"the weights of {base} have changed since {place / RUN} was trained against them: "
+            "the KL is to what they are now") in " ".join(done.err.split())
+
+
 def test_another_tokenizer_has_no_kl_but_wins_or_loses(place, evaluate):
     other = save_lm(place / "other", seed=3)
     inner = json.loads((other / "tokenizer.json").read_text())
