@@ -102,12 +102,26 @@ def _placed(record: Any, device: torch.device) -> Iterator[Any]:
     """The fields of a record, its tensors and those of records in it on ``device``."""
     for value in (getattr(record, f.name) for f in fields(record)):
         yield (to_device(value, device) if isinstance(value, torch.Tensor) else
-               value.to(device) if isinstance(value, Packing) else value)
+               type(value)(*_placed(value, device)) if isinstance(value, Packing | Move) else value)
 
 
 def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """[b, T] of b lists or arrays, filled up with zeros on the right to the longest."""
     return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row).to(dtype) for row in rows], True)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """Which row each of m new ones is, and which of these are of zeros."""
+
+    index: torch.Tensor
+    """[m] int64"""
+    empty: torch.Tensor
+    """[k] int64, places among the m for which ``index`` means nothing"""
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """[m, D] of [n, D]."""
+        return rows.index_select(0, self.index).index_fill_(0, self.empty, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,25 +131,21 @@ class Packing:
 
     rows: int
     width: int
-    to_grid: torch.Tensor
-    """[b * W] int64 index of a token, N where there is none"""
-    to_pack: torch.Tensor
-    """[N] int64 index into b * W, which itself stands for one that only fills up"""
+    to_grid: Move
+    """[b * W] of N"""
+    to_pack: Move
+    """[N] of b * W"""
     ends: torch.Tensor
     """[b + 2] int32: 0, the end of each row among the N, and N"""
-
-    def to(self, device: torch.device) -> Packing:
-        """The same on ``device``."""
-        return Packing(*_placed(self, device))
 
     def packed(self, values: torch.Tensor) -> torch.Tensor:
         """[1, N] of one value for each token of the rows, one row after the other; zeros fill up.
         """
-        return torch.nn.functional.pad(values, (0, len(self.to_pack) - len(values)))[None]
+        return torch.nn.functional.pad(values, (0, len(self.to_pack.index) - len(values)))[None]
 
     def mask(self) -> torch.Tensor:
         """What a model is handed as ``attention_mask``; it means nothing but this packing."""
-        return stand_in(self.to_pack.device, self)
+        return stand_in(self.ends.device, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,13 +221,13 @@ def lay_out(samples: Sequences, *, pack: bool = False) -> SequenceBatch:
 def packing_of_lengths(lengths: torch.Tensor) -> Packing:
     """The packing of rows of these many tokens, [b] int64, each at least 1."""
     width, rows = int(lengths.max()), len(lengths)
-    there = torch.arange(width)[None, :] < lengths[:, None]
-    to_pack = there.reshape(-1).nonzero().squeeze(-1)
-    count = len(to_pack)
-    to_pack = torch.nn.functional.pad(to_pack, (0, -count % MULTIPLE), value=rows * width)
-    to_grid = torch.full((rows * width,), len(to_pack))
-    to_grid[to_pack[:count]] = torch.arange(count)
-    ends = torch.tensor([0, *lengths.cumsum(0).tolist(), len(to_pack)], dtype=torch.int32)
+    there = (torch.arange(width)[None, :] < lengths[:, None]).reshape(-1)
+    places = there.nonzero().squeeze(-1)
+    count = len(places)
+    total = count + -count % MULTIPLE
+    to_grid = Move(there.cumsum(0) - 1, (~there).nonzero().squeeze(-1))
+    to_pack = Move(torch.nn.functional.pad(places, (0, total - count)), torch.arange(count, total))
+    ends = torch.tensor([0, *lengths.cumsum(0).tolist(), total], dtype=torch.int32)
     return Packing(rows, width, to_grid, to_pack, ends)
 
 
@@ -236,19 +246,18 @@ def meant_by(mask: Any) -> tuple[Packing | None, Any]:
 
 
 class _Moved(torch.autograd.Function):
-    """[n, D] rows by an index [m], n for a row of zeros; ``back`` is the index of the opposite
-    move, so that the gradient is gathered too and not scattered."""
+    """[n, D] rows by a move to [m, D]; ``back`` is the opposite move, so that the gradient is
+    gathered too and not scattered."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, back: torch.Tensor
-                ) -> torch.Tensor:
-        ctx.save_for_backward(index, back)
-        return torch.nn.functional.pad(rows, (0, 0, 0, 1)).index_select(0, index)
+    def forward(ctx: Any, rows: torch.Tensor, move: Move, back: Move) -> torch.Tensor:
+        ctx.moves = move, back
+        return move(rows)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        index, back = ctx.saved_tensors
-        return _Moved.apply(grads[0], back, index), None, None
+        move, back = ctx.moves
+        return _Moved.apply(grads[0], back, move), None, None
 
 
 def spread(heads: torch.Tensor, packing: Packing) -> torch.Tensor:
