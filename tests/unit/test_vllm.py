@@ -2,6 +2,7 @@
 is in ``tests/vllm/test_vllm_itself.py``."""
 
 import json
+import math
 import os
 import signal
 import socket
@@ -122,6 +123,11 @@ def said(**over: Any) -> dict[str, Any]:
         {"token_id": 5, "logprob": -1.0}]}, "weight_versions": [{"version": "x"}], **over}]}
 
 
+def token(one: int = 5, logprob: float = -1.0) -> dict[str, Any]:
+    return {"token_ids": [one],
+            "logprobs": {"content": [{"token_id": one, "logprob": logprob}]}}
+
+
 @pytest.mark.parametrize(("spoil", "words"), [
     (spoilt("/v1/models", 200, {"data": [{"id": "other", "max_model_len": 64}]}),
      ["serves other", "this run's is ppocli-gpt2-float32-", "vllm-command"]),
@@ -136,6 +142,16 @@ def said(**over: Any) -> dict[str, Any]:
     (spoilt(GENERATE, 200, said(token_ids=[6]), 2), ["1 tokens of at most"]),
     (spoilt(GENERATE, 200, said(token_ids=[5], finish_reason="length"), 2), ["(length)"]),
     (spoilt(GENERATE, 200, b"x" * 2**21, 2), ["with more than"]),
+    (spoilt(GENERATE, 200, said(**token(logprob=math.nan)), 2), ["token 5 with logprob nan"]),
+    (spoilt(GENERATE, 200, said(**token(logprob=3.0)), 2), ["token 5 with logprob 3.0"]),
+    (spoilt(GENERATE, 200, said(**token(10**6))), ["token 1000000 with logprob -1.0"]),
+    (spoilt(GENERATE, 200, said(**token(-1)), 2), ["token -1 with logprob -1.0"]),
+    (spoilt(GENERATE, 200, said(token_ids=[math.inf]), 2), ["no response with logprobs"]),
+    (spoilt(GENERATE, 500, {"error": {"message": None}}, 2), ["No server is left", "answered 500"]),
+    (spoilt(GENERATE, 500, b"[" * 10**5, 2), ["No server is left", "answered 500"]),
+    (spoilt("/v1/models", 200, b"[" * 10**5), ["no JSON"]),
+    (spoilt("/v1/models", 200, {"data": None}), ["no list of models"]),
+    (spoilt("/v1/models", 200, {"data": ["x"]}), ["no list of models"]),
     (spoilt(GENERATE, 200, said(), 2), ["No server is left", "weights x instead of",
                                         "another run uses it"]),
     (spoilt(GENERATE, 200, said(weight_versions=[{"version": "x"}, {"version": "y"}]), 2),

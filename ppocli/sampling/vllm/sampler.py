@@ -60,7 +60,8 @@ class VllmSampler(DecodeSampler):
                               fix="set rollout.transfer=gloo")
         self.logprobs_match = False
         self.name = served_name(cfg, setup.loaded.export_config)
-        self.servers = [Server(url, cfg.rollout) for url in cfg.rollout.urls]
+        self._vocabulary = whole_shape(setup.loaded.lm.get_input_embeddings().weight)[0]
+        self.servers = [Server(url, cfg.rollout, self._vocabulary) for url in cfg.rollout.urls]
         self.version = ""
         """of the weights that responses have to come from"""
         self._lm: Any = None
@@ -147,9 +148,8 @@ class VllmSampler(DecodeSampler):
         Raises:
             Lost, SamplerError.
         """
-        count = whole_shape(lm.get_input_embeddings().weight)[0]
         room = max_positions(lm) or 2**31
-        ids = [(17 * i + 5) % count for i in range(min(PROBE, room // 2))]
+        ids = [(17 * i + 5) % self._vocabulary for i in range(min(PROBE, room // 2))]
         answer = server.generate(ids, {"temperature": 0.0, "ignore_eos": True, "detokenize": False,
                                        "max_tokens": min(PROBED, room - len(ids))})
         with self.setup.backend.autocast():

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -49,11 +50,13 @@ class Answer:
 class Server:
     """A server's address, and what has become of it."""
 
-    def __init__(self, url: str, cfg: RolloutConfig) -> None:
+    def __init__(self, url: str, cfg: RolloutConfig, vocabulary: int = 2**31) -> None:
         token = cfg.token_env and from_environment(cfg.token_env, "Authorization",
                                                    "rollout.token_env", SamplerError)
         self.url, self.lost = url.rstrip("/"), ""
         """why it can't be used"""
+        self._vocabulary = vocabulary
+        """ids that its model can say are below this"""
         self._client = Client(url, timeout=cfg.timeout, keep=cfg.concurrency,
                               headers={"Authorization": f"Bearer {token}"} if token else {})
 
@@ -90,7 +93,7 @@ class Server:
             raise _refused(f"{said} with more than {most} bytes.")
         try:
             return json.loads(content or b"null")
-        except ValueError:
+        except (ValueError, RecursionError):
             raise _refused(f"{said} with what is no JSON: {_message(content)}") from None
 
     def check(self, name: str, tokens: int) -> None:
@@ -104,12 +107,15 @@ class Server:
             Lost, SamplerError.
         """
         found = self.ask("/v1/models", timeout=LOOK)
-        models = {one["id"]: one.get("max_model_len") for one in found.get("data", ())
-                  if isinstance(one, dict) and "id" in one} if isinstance(found, dict) else {}
+        try:
+            models = {str(one["id"]): int(one.get("max_model_len") or 0) for one in found["data"]}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise _refused(f"{self.url} answered no list of models ({error!r}): "
+                           f"{shorten(json.dumps(found))}") from None
         if name not in models:
             raise _refused(f"{self.url} serves {', '.join(models) or 'no model'}; this run's is "
                            f"{name}.")
-        if (models[name] or 0) < tokens:
+        if models[name] < tokens:
             raise _refused(f"{self.url} takes {models[name]} tokens; the longest prompt and "
                            f"response have {tokens}.")
 
@@ -145,7 +151,8 @@ class Server:
             Lost, SamplerError.
         """
         found = self.ask("/collective_rpc", {"method": method, "kwargs": words})
-        return list(found.get("results") or ()) if isinstance(found, dict) else []
+        results = found.get("results") if isinstance(found, dict) else None
+        return results if isinstance(results, list) else []
 
     def generate(self, ids: Sequence[int], params: Mapping[str, Any]) -> Answer:
         """One response to a prompt.
@@ -166,7 +173,7 @@ class Server:
             logprobs = [float(one["logprob"]) for one in content]
             versions = [str(one["version"]) for one in choice["weight_versions"]]
             same = [one["token_id"] for one in content] == said
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise _refused(f"{self.url} answered no response with logprobs and weight versions "
                            f"({error!r}): {shorten(json.dumps(found))}") from None
         if reason == "abort":
@@ -175,6 +182,11 @@ class Server:
         if not same or not 0 < len(said) <= limit or (reason != "stop" and len(said) < limit):
             raise _refused(f"{self.url} answered {len(said)} tokens of at most {limit} with "
                            f"{len(logprobs)} logprobs ({reason}).")
+        for one, logprob in zip(said, logprobs, strict=True):
+            # NaN is in no range; what is certain may be rounded to a little more than 0
+            if not (0 <= one < self._vocabulary and -math.inf < logprob < 1e-2):
+                raise _refused(f"{self.url} answered token {one} with logprob {logprob}, which its "
+                               "model can't have said.")
         return Answer(said, logprobs, reason == "stop", versions)
 
 
@@ -185,8 +197,8 @@ def _refused(what: str, fix: str = HOW_TO) -> SamplerError:
 def _message(content: bytes) -> str:
     """What an answer says went wrong."""
     text = content.decode(errors="replace")
-    with suppress(ValueError, KeyError, TypeError):
-        text = json.loads(text)["error"]["message"]
+    with suppress(ValueError, RecursionError, KeyError, TypeError):
+        text = str(json.loads(text)["error"]["message"] or text)
     return shorten(text) or "nothing"
 
 
