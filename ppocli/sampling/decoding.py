@@ -151,7 +151,8 @@ def check_steps(lm: Any, *, virtual: bool) -> None:
 def say_decoding(lm: Any) -> None:
     """Log, for a model that our loop can't decode, what this costs."""
     if trunk.decoding_of(lm) is not trunk.Decoding.STEPS:
-        every = ("" if trunk.decoding_of(lm) is trunk.Decoding.LIBRARY else
+        every = (", and old logprobs take a forward pass"
+                 if trunk.decoding_of(lm) is trunk.Decoding.LIBRARY else
                  ", and it reads all tokens so far anew for each new one")
         log.info("ppocli's own loop can't step %s: responses are decoded by transformers' generate,"
                  " prompts of one length at a time, and those that have ended cost as much as the "

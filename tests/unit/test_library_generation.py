@@ -6,7 +6,15 @@ import logging
 import pytest
 import torch
 from helpers import make_lm, make_tokenizer, save_lm
-from sessions import assert_same_responses, generate, prompt_and_response
+from sessions import (
+    assert_own_logprobs,
+    assert_same_responses,
+    generate,
+    prompt_and_response,
+    rollout_of,
+    session_of,
+    small_config,
+)
 
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import ConfigError, InputError
@@ -156,6 +164,17 @@ def test_the_fastest_way_that_is_right_is_found(kind, wanted):
     lm = model(kind)
     assert try_decoding(lm, {"t5": 0}.get(kind)) is wanted
     assert decoding_of(lm) is wanted
+
+
+@pytest.mark.parametrize(("kind", "trusted"), [("gpt2", True), ("mamba", False)])
+def test_a_cache_of_the_library_gives_no_old_logprobs(tmp_path, kind, trusted):
+    """It was compared on short rows only, and DeepSeek-V4's errs on longer ones."""
+    save_lm(tmp_path / "lm", kind, gain=2.0)
+    with session_of(small_config(tmp_path)) as session:
+        assert session.from_decode is trusted
+        assert_own_logprobs(session.policy.lm, rollout_of(session))
+    with session_of(small_config(tmp_path, ppo__logprobs_from="decode")) as session:
+        assert session.from_decode
 
 
 def test_a_model_whose_cache_is_wrong_reads_everything_anew():

@@ -98,6 +98,33 @@ def test_entropy_is_as_exact_where_all_logits_are_large(monkeypatch, shift, kept
     torch.testing.assert_close(*grads, rtol=0, atol=1e-3)
 
 
+@pytest.mark.parametrize(("kind", "sizes"), [
+    # names its trunk as another model does; takes what attention gives for one piece of memory
+    ("llama4_text", {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size_mlp": 48,
+                     "num_local_experts": 2, "vocab_size": 44}),
+    ("jetmoe", {"num_key_value_heads": 1, "kv_channels": 16, "num_local_experts": 2,
+                "num_experts_per_tok": 1})])
+def test_models_of_other_habits_are_trained(tmp_path, kind, sizes):
+    save_lm(tmp_path / "lm", kind, gain=2.0, **sizes)
+    with session_of(small_config(tmp_path)) as session:
+        rollout = rollout_of(session)
+        assert_own_logprobs(session.policy.lm, rollout)
+        assert rollout.ref_logprobs is not None
+
+
+def test_a_configuration_that_takes_no_missing_padding_is_no_traceback(tmp_path):
+    save_lm(tmp_path / "lm", "modernbert-decoder")
+    with pytest.raises(InputError, match="does not compute its logits as"):
+        load_lm(small_config(tmp_path).model)
+
+
+def test_a_layer_between_trunk_and_head_is_no_traceback(tmp_path):
+    save_lm(tmp_path / "lm", "rembert", is_decoder=True, output_embedding_size=48,
+            input_embedding_size=16)
+    with pytest.raises(InputError, match="does not compute its logits as"):
+        load_lm(small_config(tmp_path).model)
+
+
 def test_a_model_that_does_something_else_with_its_logits_is_refused(tmp_path, monkeypatch):
     save_lm(tmp_path / "lm", "granite", logits_scaling=8.0)
     cfg = small_config(tmp_path).model

@@ -131,7 +131,7 @@ def _by_products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
     if weights.device.type != "cpu":  # where autocast makes them fp32
         weights = weights.to(value.dtype)
     out = torch.bmm(weights, value.reshape(rows * groups, keys, value.shape[3]).to(weights.dtype))
-    return out.view(rows, heads, queries, -1).transpose(1, 2)
+    return out.view(rows, heads, queries, -1).transpose(1, 2).contiguous()
 
 
 def _over_room(key: torch.Tensor, mask: torch.Tensor | None, width: int) -> torch.Tensor:

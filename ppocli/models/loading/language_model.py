@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 
 from ppocli.config.schema import GenerationConfig, HardwareConfig, ModelConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
@@ -206,7 +207,12 @@ def make_ready(cfg: ModelConfig, model: Any) -> None:
         use_kernels(model)
     # the ids are checked by us; transformers' own padding check would synchronise at every call
     if model.config.model_type != "led":  # which fills prompts up to its window by itself
-        model.config.pad_token_id = None
+        try:
+            model.config.pad_token_id = None
+        except StrictDataclassError:  # of a configuration that takes numbers alone
+            model.config.pad_token_id = -1
+    if model.base_model is model and hasattr(model, "model"):
+        model.base_model_prefix = "model"  # Llama4ForCausalLM names its trunk in another model
     own = model.config.get_text_config(decoder=True)
     if own is not model.config and has_encoder(model):
         own.pad_token_id = -1  # T5Gemma's decoder leaves what pads out of its context, also if said
@@ -333,7 +339,8 @@ def _check_logits(lm: Any, name: str, key: str) -> None:
         given = {"decoder_input_ids": probe} if pair else {}
         # some keep their states in fp32 beside weights in bf16
         hidden = response_hidden(lm, batch).to(head.weight.dtype)
-        ours = LogitMap.of(lm)(head(hidden)).float()[None]
+        fits = hidden.shape[-1] == head.weight.shape[-1]  # RemBERT's has a layer before
+        ours = LogitMap.of(lm)(head(hidden)).float()[None] if fits else hidden
         theirs = lm(input_ids=probe, use_cache=False, **given).logits.float()
         # in 16 bits the model rounds each step of what it does with its logits
         off = 1e-3 if head.weight.dtype == torch.float32 else 2e-2 * float(theirs.abs().max())
