@@ -102,7 +102,7 @@ def test_entropy_is_as_exact_where_all_logits_are_large(monkeypatch, shift, kept
     # names its trunk as another model does; takes what attention gives for one piece of memory
     ("llama4_text", {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size_mlp": 48,
                      "num_local_experts": 2, "vocab_size": 44}),
-    ("jetmoe", {"num_key_value_heads": 1, "kv_channels": 16, "num_local_experts": 2,
+    ("jetmoe", {"num_key_value_heads": 2, "kv_channels": 16, "num_local_experts": 2,
                 "num_experts_per_tok": 1})])
 def test_models_of_other_habits_are_trained(tmp_path, kind, sizes):
     save_lm(tmp_path / "lm", kind, gain=2.0, **sizes)
