@@ -119,7 +119,7 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
                 lm.virtual_tokens = VirtualTokens(
                     model, in_cache=config.peft_type.value == "PREFIX_TUNING")
     except (ValueError, TypeError, AttributeError) as error:
-        fix = "for LoRA name the layers: model.peft.target_modules=[NAME,...]"
+        fix = "for LoRA name the layers: model.peft.target_modules=all-linear, or =[NAME,...]"
         if needed := re.search(r"specify `(num_\w+|token_dim)`", str(error)):
             fix = f"give it: model.peft.{needed[1]}=N"
         raise ConfigError(f"The adapter does not fit {type(lm).__name__}: {error}",

@@ -329,27 +329,32 @@ def merged(loaded: LoadedLM) -> LoadedLM:
 def _check_logits(lm: Any, name: str, key: str) -> None:
     """The engine computes logits from head(trunk(x)), only where they are needed. A model that does
     more with them than :class:`LogitMap` would be trained on wrong probabilities."""
-    # not 0, which often pads: its embedding, and what comes of it, may be 0
-    probe = 1 + torch.arange(2, device=lm.device)[None]
-    head = lm.get_output_embeddings()
-    pair = has_encoder(lm)
-    if head is not None and (lm.base_model is not lm or pair):
-        both = torch.arange(2, device=lm.device)
-        batch = SequenceBatch(probe, both, both, *((probe, torch.ones_like(probe)) if pair else ()))
-        given = {"decoder_input_ids": probe} if pair else {}
-        # some keep their states in fp32 beside weights in bf16
-        hidden = response_hidden(lm, batch).to(head.weight.dtype)
-        fits = hidden.shape[-1] == head.weight.shape[-1]  # RemBERT's has a layer before
-        ours = LogitMap.of(lm)(head(hidden)).float()[None] if fits else hidden
-        theirs = lm(input_ids=probe, use_cache=False, **given).logits.float()
-        # in 16 bits the model rounds each step of what it does with its logits
-        off = 1e-3 if head.weight.dtype == torch.float32 else 2e-2 * float(theirs.abs().max())
-        if ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=off):
+    try:
+        if _logits_agree(lm):
             return
+    except (TypeError, ValueError, AttributeError, RuntimeError) as error:  # foreign code's
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
     raise InputError(f"{type(lm).__name__} ({name}) does not compute its logits as a linear map of "
                      "its trunk's output, scaled or soft-capped, in a way that ppocli knows; it "
                      "can't be trained.", where=key,
                      fix="use a language model of another architecture")
+
+
+def _logits_agree(lm: Any) -> bool:
+    # not 0, which often pads: its embedding, and what comes of it, may be 0
+    probe = 1 + torch.arange(2, device=lm.device)[None]
+    head, pair = lm.get_output_embeddings(), has_encoder(lm)
+    if head is None or (lm.base_model is lm and not pair):
+        return False
+    both, given = probe[0] - 1, {"decoder_input_ids": probe} if pair else {}
+    batch = SequenceBatch(probe, both, both, *((probe, torch.ones_like(probe)) if pair else ()))
+    hidden = response_hidden(lm, batch).to(head.weight.dtype)  # some keep fp32 beside bf16
+    ours = LogitMap.of(lm)(head(hidden)).float()[None]
+    theirs = lm(input_ids=probe, use_cache=False, **given).logits.float()
+    # in 16 bits the model rounds each step of what it does with its logits
+    off = 1e-3 if head.weight.dtype == torch.float32 else 2e-2 * float(theirs.abs().max())
+    return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=off)
 
 
 def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
