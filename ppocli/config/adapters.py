@@ -65,6 +65,9 @@ def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
     else:
         yield from _fields(kind, model)
     yield from _beside_adapter(model)
+    yield (config.hardware.zero_stage == 3 and adapter_settings(model).get("use_dora"),
+           "model.peft.use_dora, hardware.zero_stage", "DoRA reads the norms of whole weights, "
+           "which ZeRO 3 shards: use zero_stage 0 to 2")
     if model.quantization is not None:
         yield from _quantization(config)
 

@@ -189,9 +189,12 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool, timeout: timedelta) -> Any:
     os.environ.pop("ACCELERATE_USE_CPU", None)
     group = utils.InitProcessGroupKwargs(backend="nccl" if use_cuda else "gloo", timeout=timeout)
     if cfg.hardware.zero_stage == 0:
-        # updates of the critic alone leave the trunk without gradients
+        # updates of the critic alone leave the trunk without gradients. And where none may be
+        # missed, DDP lays its buckets out anew after a process's first update, which changes the
+        # order that three ranks or more are summed in: a resumed run would differ in rounding
         ddp = utils.DistributedDataParallelKwargs(find_unused_parameters=bool(
-            cfg.ppo.critic_warmup_steps or cfg.ppo.value_pretrain_steps or cfg.ppo.critic_epochs))
+            cfg.ppo.critic_warmup_steps or cfg.ppo.value_pretrain_steps or cfg.ppo.critic_epochs
+            or (not use_cuda and launchers.launched_world() > 2)))
         return Accelerator(cpu=not use_cuda, mixed_precision=_mixed(cfg.hardware),
                            kwargs_handlers=[group, ddp])
     if not use_cuda:

@@ -115,6 +115,20 @@ def test_sigterm_saves_once_and_the_resume_is_exact(world, hardware):
 
 
 @pytest.mark.slow
+def test_three_ranks_sum_in_one_order_in_every_process(world):
+    """DDP lays its buckets out anew after a process's first update, and with them the order that
+    three gradients are summed in."""
+    run("train", *words("run_name=three", "hardware=ddp", "hardware.num_processes=3",
+                        "ppo.mini_batch_size=12", "ppo.micro_batch_size=2"), cwd=world, code=0)
+    again = copied(world / "runs/three", world / "again/three", last_step=2)
+    done = run("resume", str(again), cwd=world, code=0)
+    assert "find_unused" not in done.said
+    assert stable_rows(again / "metrics.jsonl") == stable_rows(world / "runs/three/metrics.jsonl")
+    one, other = (path / "model/model.safetensors" for path in (world / "runs/three", again))
+    assert one.read_bytes() == other.read_bytes()
+
+
+@pytest.mark.slow
 def test_scoring_beside_generation_keeps_ranks_in_step(world):
     """With drawn lengths, a sweep at evaluation and the reference's responses: all that ranks
     share out among them."""

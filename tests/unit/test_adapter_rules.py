@@ -26,6 +26,15 @@ def test_what_contradicts_an_adapter_is_said_before_anything_is_loaded(changes, 
     assert any(what in str(problem) for problem in find_problems(cfg))
 
 
+def test_dora_and_sharded_weights_do_not_go_together():
+    cfg = TrainConfig()
+    cfg.model.peft = {"type": "lora", "use_dora": True}
+    for stage in range(4):
+        cfg.hardware.zero_stage = stage
+        assert any("DoRA reads the norms" in str(problem)
+                   for problem in find_problems(cfg)) == (stage == 3)
+
+
 @pytest.mark.parametrize("peft", [
     None, {}, {"type": "lora"}, {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8},
     {"type": "lora", "target_modules": ["c_attn"], "use_rslora": True},
