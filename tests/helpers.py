@@ -104,6 +104,7 @@ _SHAPES = {
     "mpt": {"n_layers": 2, "d_model": 32, "n_heads": 2, "max_seq_len": 64},
     "gpt_neo": {"num_layers": 2, "hidden_size": 32, "num_heads": 2, "window_size": 4,
                 "attention_types": [[["global", "local"], 1]], "max_position_embeddings": 64}}
+_SHAPES |= {"mt5": _SHAPES["t5"], "marian": _SHAPES["bart"], "pegasus": _SHAPES["bart"]}
 """of kinds whose sizes have names of their own"""
 
 

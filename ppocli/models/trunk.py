@@ -38,8 +38,8 @@ def state_scale(lm: Any) -> float:
     arXiv 1910.10683, from the Mesh TensorFlow implementation).
     """
     config = lm.config
-    if config.model_type not in RELATIVE_POSITIONS:
-        return 1.0
+    if config.model_type not in RELATIVE_POSITIONS or config.model_type == "mt5":
+        return 1.0  # mT5 was trained with an output embedding of its own, and isn't scaled
     scales = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
     return float(config.d_model) ** -0.5 if scales else 1.0
 

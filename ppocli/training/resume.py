@@ -157,8 +157,9 @@ def fill_module(module: torch.nn.Module, tensors: saved_model.Tensors, what: str
     filled = {id(own[name]) for name in tensors if tied_ok and name in own}
     wrong = [f"{name}: {tuple(tensors[name].shape)} saved, {tuple(whole_shape(own[name]))} here"
              for name in tensors if name in own and tensors[name].shape != whole_shape(own[name])]
-    missing = [f"{name} is not saved" for name in own
-               if name not in tensors and id(own[name]) not in filled]
+    computed = getattr(module, "_keys_to_ignore_on_save", None) or ()  # Marian's positions
+    missing = [f"{name} is not saved" for name in own if name not in tensors
+               and id(own[name]) not in filled and name not in computed]
     extra = [f"{name} is not in the model" for name in tensors if name not in own]
     if problems := wrong + missing + extra:
         raise CheckpointError(f"The {what} of the checkpoint does not fit the model: "

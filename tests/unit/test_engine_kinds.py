@@ -144,13 +144,17 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path, kind):
 
 
 @pytest.mark.parametrize(("kind", "over"), [
-    ("gpt_neox", {}), ("mixtral", {"num_key_value_heads": 1, "num_local_experts": 2})])
-def test_a_checkpoint_under_the_names_of_earlier_versions_is_read(tmp_path, kind, over):
-    """As transformers writes these kinds, whose modules have other names by now."""
+    ("gpt_neox", {}), ("mixtral", {"num_key_value_heads": 1, "num_local_experts": 2}),
+    ("marian", {}), ("pegasus", {})])
+def test_a_checkpoint_that_transformers_writes_in_its_own_way_is_read(tmp_path, kind, over):
+    """Under names of earlier versions, or without positions that are computed (Marian); these
+    don't train, also where they are written (Pegasus)."""
     save_lm(tmp_path / "lm", kind, **over)
     cfg = small_config(tmp_path, ppo__optimizer__lr=0.01)
     with session_of(cfg) as session:
         optimize(session, experience_of(session))
+        learnt = session.trained.optimizer.state
+        assert all(p in learnt for p in session.policy.lm.parameters() if p.requires_grad)
         save_session(session, tmp_path / "saved")
         straight = weights_of(session)
     with session_of(cfg) as session:

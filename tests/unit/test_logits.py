@@ -112,6 +112,12 @@ def test_models_of_other_habits_are_trained(tmp_path, kind, sizes):
         assert rollout.ref_logprobs is not None
 
 
+@pytest.mark.parametrize(("kind", "scale"), [("t5", 32**-0.5), ("mt5", 1.0)])
+def test_mt5_is_not_scaled_as_t5_is(tmp_path, kind, scale):
+    save_lm(tmp_path / "lm", kind)
+    assert LogitMap.of(load_lm(small_config(tmp_path).model).lm) == LogitMap(scale)
+
+
 def test_a_configuration_that_takes_no_missing_padding_is_no_traceback(tmp_path):
     save_lm(tmp_path / "lm", "modernbert-decoder")
     with pytest.raises(InputError, match="does not compute its logits as"):

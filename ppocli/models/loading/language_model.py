@@ -128,12 +128,11 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = 
                                     adapters=True)
     if model_files.is_adapter(source):
         return _load_on_base(cfg, Path(source), dtype, goes_on, score_seed)
-    scores = score_seed is not None
     lm, config = load_weights(
-        cfg, source, partial(_class_of, cfg, key, scores), key=key, dtype=dtype,
+        cfg, source, partial(_class_of, cfg, key, score_seed is not None), key=key, dtype=dtype,
         new={} if score_seed is None else {adapters.SCORE: partial(_new_score, seed=score_seed)},
         **model_config.quantized(cfg))
-    if scores:
+    if score_seed is not None:
         return _ready(cfg, lm, config, None)
     made = _ready(cfg, lm, config,
                   copy.deepcopy(lm.generation_config) or transformers.GenerationConfig())
@@ -209,16 +208,18 @@ def make_ready(cfg: ModelConfig, model: Any) -> None:
     if model.config.model_type != "led":  # which fills prompts up to its window by itself
         try:
             model.config.pad_token_id = None
-        except StrictDataclassError:  # of a configuration that takes numbers alone
+        except StrictDataclassError:  # a configuration that takes numbers alone
             model.config.pad_token_id = -1
     if model.base_model is model and hasattr(model, "model"):
-        model.base_model_prefix = "model"  # Llama4ForCausalLM names its trunk in another model
+        model.base_model_prefix = "model"  # Llama4ForCausalLM names another model's trunk
     own = model.config.get_text_config(decoder=True)
     if own is not model.config and has_encoder(model):
         own.pad_token_id = -1  # T5Gemma's decoder leaves what pads out of its context, also if said
     for part in model.eval().modules():
         if isinstance(part, torch.nn.Dropout):  # a nested configuration may have turned it on
             part.p = 0.0
+        elif isinstance(part, torch.nn.Embedding) and "Sinusoidal" in type(part).__name__:
+            part.requires_grad_(False)  # computed, and read without gradients (Marian, Pegasus)
 
 
 def _ready(cfg: ModelConfig, lm: Any, config: Any, generation_config: Any) -> LoadedLM:
