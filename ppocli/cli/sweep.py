@@ -237,7 +237,7 @@ def go_on(given: str, words: Sequence[str], trusts: bool = False) -> None:
     swept = {_key(word) for job in sweep.jobs for word in job.varied}
     given_keys = {_key(word) or "" for word in words}
     for key in sorted(given_keys):
-        if key in swept or key == "resume" or key.startswith("hydra"):
+        if key in {*swept, "resume", "run_name", "output_dir"} or key.startswith("hydra"):
             raise errors.ConfigError(f"{key} can't be changed: " + (
                 "its values make the jobs of this sweep." if key in swept else
                 "a sweep goes on where it is."), where="command line",

@@ -252,8 +252,12 @@ def _general(chain: list[BaseException]) -> ConfigError:
                            + did_you_mean(match[1], [*config_groups(), "recipe"]),
                            fix="config groups: " + ", ".join(config_groups()))
     if match := re.search(r"Multiple values for ([\w/]+)", text):
-        return ConfigError(f"{match[1]} was given more than once", where=COMMAND_LINE,
-                           fix=f"give one {match[1]}")
+        group = match[1]
+        return ConfigError(f"{group} was given more than once",
+                           where=f"{COMMAND_LINE}, or a recipe's defaults list",
+                           fix=f"give one {group}" + (
+                               "" if group == "recipe" else
+                               f"; a recipe's defaults say `- override /{group}: NAME`"))
     name = next((str(key) for cause in chain if (key := getattr(cause, "full_key", None))), None)
     lines = dict.fromkeys(first_line(cause) for cause in chain if str(cause))
     return ConfigError(": ".join(lines) or type(chain[0]).__name__, where=name,

@@ -288,6 +288,14 @@ def test_bad_words_are_refused(words, said):
     assert os.listdir() == []
 
 
+def test_a_recipe_that_forgets_to_override_is_told_how():
+    write("recipes/mine.yaml", "# @package _global_\ndefaults:\n  - /model: reviews\n")
+    message = refused("+recipe=mine")
+    assert "model was given more than once" in message
+    assert "or a recipe's defaults list" in message
+    assert "a recipe's defaults say `- override /model: NAME`" in message
+
+
 def test_all_problems_are_told_at_once_with_their_sources():
     write("recipes/mine.yaml", "# @package _global_\ndefaults:\n  - override /model: reviews\n\n"
                                "ppo:\n  lrr: 3\n  lam: wide\n  mini_batch_size: 500\n")

@@ -138,6 +138,8 @@ def test_no_sweep(world, capsys):
 @pytest.mark.parametrize(("given", "said"), [
     (["seed=4"], "seed can't be changed: its values make the jobs of this sweep."),
     (["resume=never"], "resume can't be changed: a sweep goes on where it is."),
+    (["run_name=x"], "run_name can't be changed: a sweep goes on where it is."),
+    (["output_dir=x"], "output_dir can't be changed: a sweep goes on where it is."),
     (["hydra.sweep.dir=x"], "hydra.sweep.dir can't be changed"),
     (["ppo.cliprange=0.1,0.2"], "The words no longer give the jobs of this sweep."),
     (["nonsense"], "'nonsense' is neither an option nor a setting")])
