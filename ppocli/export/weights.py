@@ -361,7 +361,7 @@ def logits_of(model: Any, ids: list[list[int]]) -> list[Any]:
             given = {"input_ids": torch.tensor([row])}
             if getattr(model.config, "is_encoder_decoder", False):
                 # what the decoder says after its start and the same tokens
-                start = int(model.config.decoder_start_token_id or 0)
+                start = int(getattr(model.config, "decoder_start_token_id", None) or 0)
                 given["decoder_input_ids"] = torch.tensor([[start, *row[:-1]]])
             found.append(model(**given).logits[0][-len(row):].float().clone())
     return found

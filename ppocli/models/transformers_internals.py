@@ -1,6 +1,7 @@
 """What ppocli uses of transformers beyond its public classes: the registry of attention functions,
 the layers of its cache, and two of its building blocks. Nothing else touches them."""
 
+import inspect
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import cache, partial
@@ -70,9 +71,18 @@ def replace_sdpa(lm: Any, name: str, attention: Callable[..., Any]) -> None:
     settable = getattr(lm, "_can_set_attn_implementation", lambda: True)
     if attention_of(lm) != "sdpa" or not settable():
         return  # code of its own (Falcon); asked all the same, transformers warns
+    if any(map(_asks_for_sdpa, {type(part) for part in lm.modules()})):
+        return  # under another name DeepSeek-V3.2 and its kin would read what its indexer left out
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, _mask)
     lm.set_attn_implementation(name)
+
+
+def _asks_for_sdpa(kind: Any) -> bool:
+    """Whether a module does something only where attention is called "sdpa"."""
+    code = getattr(inspect.unwrap(kind.forward), "__code__", None)
+    return code is not None and "_attn_implementation" in code.co_names and any(
+        one == "sdpa" or (isinstance(one, tuple) and "sdpa" in one) for one in code.co_consts)
 
 
 def _mask(**words: Any) -> torch.Tensor | None:

@@ -318,6 +318,22 @@ def test_a_model_whose_attention_was_chosen_is_left_alone(tmp_path, wanted):
         assert not session.packs
 
 
+def test_attention_that_is_sparse_only_by_its_name_keeps_it():
+    """DeepSeek-V3.2 and its kin put what their indexer left out into the mask of "sdpa" alone."""
+    config = AutoConfig.for_model(
+        "glm_moe_dsa", vocab_size=40, hidden_size=32, intermediate_size=48, head_dim=8,
+        moe_intermediate_size=16, num_hidden_layers=2, num_attention_heads=4, n_routed_experts=2,
+        num_key_value_heads=4, num_experts_per_tok=1, n_shared_experts=1, kv_lora_rank=16,
+        q_lora_rank=24, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=12, index_topk=4,
+        index_head_dim=16, index_n_heads=4, max_position_embeddings=64, pad_token_id=0)
+    lm, tokens = AutoModelForCausalLM.from_config(config).eval(), torch.arange(3, 17)[None]
+    with torch.no_grad():
+        wanted = lm(tokens, use_cache=False).logits
+        ours.use_kernels(lm)
+        assert torch.equal(lm(tokens, use_cache=False).logits, wanted)
+    assert lm.config._attn_implementation == "sdpa"
+
+
 def test_attention_that_can_not_be_set_is_left_alone_in_silence(tmp_path, monkeypatch):
     from transformers.utils import logging
 
