@@ -126,7 +126,8 @@ def _run_job(cfg: schema.TrainConfig, job: Job, start: Start, folder: Path) -> l
     _watch(job, mark, folder)
     if cfg.hardware.num_nodes > 1 and cfg.hardware.rdzv_endpoint is not None:
         launchers.let_gloo_use(cfg.hardware.rdzv_endpoint.rpartition(":")[0])
-    elif cfg.hardware.num_nodes == 1:  # ranks would warn of what DDP is asked for on purpose
+    elif cfg.hardware.zero_stage == 0 and cfg.hardware.num_processes > 2:
+        # ranks would warn of what DDP is asked for on purpose
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _launch(cfg, job, replace(start, node_rank=None, lifeline=None).argv())
     os.close(lifelines)

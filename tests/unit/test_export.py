@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import make_lm
 from safetensors.torch import load_file, save_file
 
 from ppocli.config.schema import TrainConfig
@@ -16,6 +17,7 @@ from ppocli.export.weights import (
     compare_tokenizers,
     compare_weights,
     dtype_of,
+    logits_of,
     plan_files,
     stored_tensors,
     write_weights,
@@ -230,3 +232,12 @@ class TestNames:
         with pytest.raises(ConfigError, match="is no name of a repository"):
             check_repo_id("a/b/c")
         check_repo_id("user/other")
+
+
+def test_a_decoder_whose_configuration_names_no_start_is_compared_too():
+    """T5's has no such field where generation_config.json alone names it."""
+    lm = make_lm("t5").eval()
+    (wanted,) = logits_of(lm, [[3, 4, 5]])
+    del lm.config.decoder_start_token_id
+    (found,) = logits_of(lm, [[3, 4, 5]])
+    assert torch.equal(found, wanted)

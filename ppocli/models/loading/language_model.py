@@ -343,7 +343,7 @@ def _check_logits(lm: Any, name: str, key: str) -> None:
 
 
 def _logits_agree(lm: Any) -> bool:
-    # not 0, which often pads: what comes of its embedding may be 0
+    """Of two tokens, neither 0, whose embedding may be 0 as it pads; 16 bits round each step."""
     probe = 1 + torch.arange(2, device=lm.device)[None]
     head, pair = lm.get_output_embeddings(), has_encoder(lm)
     if head is None or (lm.base_model is lm and not pair):
@@ -353,7 +353,6 @@ def _logits_agree(lm: Any) -> bool:
     hidden = response_hidden(lm, batch).to(head.weight.dtype)  # some keep fp32 beside bf16
     ours = LogitMap.of(lm)(head(hidden)).float()[None]
     theirs = lm(input_ids=probe, use_cache=False, **given).logits.float()
-    # in 16 bits each step is rounded
     off = 1e-3 if head.weight.dtype == torch.float32 else 2e-2 * float(theirs.abs().max())
     return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=off)
 

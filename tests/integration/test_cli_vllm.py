@@ -1,0 +1,173 @@
+"""Commands whose samples come from servers, which the double of vLLM's routes (``vllm_double``)
+stands for: training, evaluation, generation, servers that a run starts."""
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import vllm_double
+from helpers import jsonl, save_talker
+from runs import app_in_process, command_in_process, run, spawn, wait_for, words
+from vllm_double import dying, engine_of, free_port, serving
+
+GENERATE = "/inference/v1/generate"
+
+
+def test_a_run_stops_when_no_server_is_left_and_goes_on(world, capsys):
+    command = command_in_process(capsys)
+    keys = words("rollout.engine=vllm", "run_name=served")
+    with serving(engine_of(world), dying(30)) as url:
+        ended = command(*keys, f"rollout.urls=[{url}]", code=12)
+    assert "No server is left" in ended.err
+    assert f"ppocli resume {world / 'runs/served'}" in ended.err
+    assert "saved step" in ended.err
+    with serving(engine_of(world)) as url:
+        command(*keys, f"rollout.urls=[{url}]", "resume=auto", code=0)
+    rows = jsonl(world / "runs/served/metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+    assert all(0 <= row["rollout/logprob_gap_max"] < 1e-4 for row in rows[1:])
+    ppocli, found = app_in_process(capsys), []
+    greedy = ["eval", "runs/served", "generation.eval.do_sample=false", "--json"]
+    found.append(ppocli(*greedy, code=0).out)  # the run's servers are gone
+    with serving(engine := engine_of(world)) as url:
+        found.append(ppocli(*greedy, "rollout.engine=vllm", f"rollout.urls=[{url}]", code=0).out)
+    assert engine.asked[GENERATE] > 4
+    ours, theirs = (json.loads(text) for text in found)
+    assert theirs["figures"]["reward_mean"] == ours["figures"]["reward_mean"]
+
+
+def test_generate_takes_servers_when_told(world, capsys, tmp_path):
+    ppocli = app_in_process(capsys)
+    ask = ["generate", "lm", "-p", "the", "-p", "a film", "-n", "3", "--max-new-tokens", "6",
+           "--json"]
+    with serving(engine := engine_of(world)) as url:
+        served = ["rollout.engine=vllm", f"rollout.urls=[{url}]"]
+        mine, theirs = (ppocli(*ask, "--greedy", *more, code=0).out for more in ([], served))
+        assert theirs == mine
+        assert engine.asked[GENERATE] >= 6
+        drawn = [ppocli(*ask, "--seed", seed, "--batch-size", batch, *served, code=0).out
+                 for seed, batch in (("3", "64"), ("3", "2"), ("4", "64"))]
+        assert drawn[0] == drawn[1] != drawn[2]
+        assert "Servers have the weights of one model" in ppocli(
+            *ask, "--against", "./lm", *served, code=2).err
+    assert "ppocli eval takes all of them" in ppocli(
+        *ask, "rollout.engine=transformers", code=2).err
+    with serving(engine_of(world), dying(6)) as url:
+        assert "No server is left" in ppocli(*ask, "rollout.engine=vllm", f"rollout.urls=[{url}]",
+                                             code=12).err
+
+
+def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, capsys):
+    command = command_in_process(capsys)
+    keys = words("rollout.engine=vllm", "run_name=ahead", "rollout.ahead=1",
+                 "ppo.optimizer.lr=1e-2")
+    engine = engine_of(world)
+    with serving(engine) as url:
+        command(*keys, f"rollout.urls=[{url}]", "ppo.num_steps=3", code=0)
+        asked = engine.asked[GENERATE]
+        command(*keys, f"rollout.urls=[{url}]", "ppo.num_steps=6", "resume=auto", code=0)
+    steps = jsonl(world / "runs/ahead/metrics.jsonl")[1:]
+    gaps = [row["rollout/logprob_gap_mean"] for row in steps]
+    # corrected for without being asked
+    assert all("rollout/importance_mean" in row for row in steps)
+    fresh = [gap < 1e-5 for gap in gaps]
+    # what a start begins with is sampled with the weights of the moment
+    assert fresh == [True, False, False, True, False, False], gaps
+    assert asked == 3 * 12 + 4 * 3 + 4  # steps, evaluations of 4 samples, a probe of each version
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_ranks_ask_for_their_own_rows_and_one_updates_the_servers(ahead, world):
+    engine = engine_of(world)
+    with serving(engine) as url:
+        run("train", *words("rollout.engine=vllm", f"rollout.urls=[{url}]", "run_name=ranks",
+                            f"rollout.ahead={ahead}", "hardware.num_processes=2"), cwd=world,
+            code=0)
+    rows = jsonl(world / "runs/ranks/metrics.jsonl")[1:]
+    assert [row["rollout/logprob_gap_max"] < 1e-4 for row in rows] == [
+        True, *[not ahead] * (len(rows) - 1)]
+    assert engine.asked["/update_weight_version"] == 1 + len(rows)
+
+
+def launched(world: Path) -> list[str]:
+    """Words of a run that starts a server, which is the double in vLLM's place."""
+    python = world / "python"
+    python.write_text(f"""#!/bin/sh
+if [ "$1" = -c ]; then exit 0; fi
+shift 2
+PYTHONPATH={Path(vllm_double.__file__).parent} exec {sys.executable} {vllm_double.__file__} "$@"
+""")
+    python.chmod(0o755)
+    port = free_port()
+    return words("rollout.engine=vllm", f"rollout.urls=[http://127.0.0.1:{port}]",
+                 "rollout.launch=true", f"rollout.python={python}", "run_name=launched",
+                 "eval.at_start=false")
+
+
+def nobody_listens(keys: list[str]) -> bool:
+    port = int(next(key for key in keys if "urls" in key).rpartition(":")[2].rstrip("]"))
+    with socket.socket() as one:
+        return one.connect_ex(("127.0.0.1", port)) != 0
+
+
+def test_a_launched_server_ends_with_the_run_however_that_ends(world):
+    keys = launched(world)
+    run("train", *keys, cwd=world, code=0)
+    assert nobody_listens(keys)
+    assert (world / "runs/launched/vllm-0.log").is_file()
+    process = spawn("train", *keys, "resume=auto", "ppo.num_steps=500", cwd=world)
+    wait_for(lambda: len(jsonl(world / "runs/launched/metrics.jsonl")) > 6, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    wait_for(lambda: nobody_listens(keys), seconds=30)
+
+
+def test_a_python_without_vllm_and_a_server_that_ends_are_told(world, capsys):
+    command = command_in_process(capsys)
+    keys = launched(world)
+    told = command(*keys, f"rollout.python={sys.executable}", code=12).err
+    assert "has no vLLM" in told
+    (world / "python").write_text("#!/bin/sh\n[ $1 = -c ] && exit 0\necho no room\nexit 3\n")
+    told = command(*keys, code=12).err
+    assert "has ended" in told
+    assert "vllm-0.log" in told
+    assert (world / "runs/launched/vllm-0.log").read_text().endswith("no room\n")
+
+
+def test_an_address_that_somebody_answers_at_is_not_taken(world, capsys, tmp_path):
+    keys = launched(world)
+    port = int(next(key for key in keys if "urls" in key).rpartition(":")[2].rstrip("]"))
+    with serving(engine_of(tmp_path / "other"), port=port):
+        assert "answers at" in command_in_process(capsys)(*keys, code=12).err
+    assert not (world / "runs/launched/vllm-0.log").exists()
+
+
+def test_a_recipe_can_not_name_a_program(world, capsys):
+    (world / "recipes").mkdir()
+    (world / "recipes/theirs.yaml").write_text(
+        "# @package _global_\nrollout:\n  engine: vllm\n  urls: ['http://127.0.0.1:1']\n"
+        "  launch: true\n  python: ./python\n")
+    command = command_in_process(capsys)
+    told = command(*words("+recipe=theirs", "run_name=named"), code=2).err
+    assert "type it: rollout.python=./python" in told
+    told = command(*words("+recipe=theirs", "run_name=named", "rollout.python=./python"),
+                   code=12).err
+    assert "can't be started" in told
+
+
+def test_the_command_that_starts_a_server(world, capsys):
+    save_talker(world / "lm", max_position_embeddings=48)
+    ended = app_in_process(capsys)(
+        "vllm-command", "model.path=lm", "rollout.engine=vllm", "prompts.max_length=10",
+        "generation.max_new_tokens=7", "rollout.urls=[http://10.0.0.2:81,http://h]", code=0)
+    first, second = ended.out.splitlines()
+    assert first.startswith("VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server")
+    assert "--host 10.0.0.2 --port 81 --dtype float32 --max-model-len 17" in first
+    assert f"--model {world / 'lm'}" in first
+    assert "--host h --port 8000" in second
+    assert json.dumps({"tie_word_embeddings": False}) in first
