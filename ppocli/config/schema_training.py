@@ -301,7 +301,8 @@ class PPOConfig:
     value_pretrain_steps early (null: never)"""
     logprobs_from: str = key("auto", choices=("auto", "decode", "forward"))
     """old logprobs and values of the trained policy: from the decoding pass, or from a forward pass
-    (auto: decode in fp32; forward in bf16, and where transformers' generate decodes)"""
+    (auto: decode in fp32; forward in bf16, where transformers' generate decodes, and once the first
+    ratios of a step have been off 1)"""
     old_logprobs: str = key("trainer", choices=("trainer", "sampler"))
     """the policy that ratios compare with: the trained one at the start of a step's updates, or the
     one that sampled, by the logprobs that it said itself"""

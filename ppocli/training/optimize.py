@@ -50,16 +50,19 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
             stop.meet()
         tell(done, len(groups))
         verdict, terms = _update(task, plan, group, state, progress)
+        finite = all(map(math.isfinite, terms.values()))
+        if done == 0 and finite:
+            progress.first = terms
         if verdict is Verdict.STOP:
             progress.stopped = True
             break
-        if all(map(math.isfinite, terms.values())):
+        if finite:
             progress.terms.append(terms)
     task.trained.clear()
     module.eval()
     return OptimizeResult(
         progress.updates, progress.skipped, progress.nonfinite, progress.stopped, progress.lr,
-        progress.means(task.maxima), int(ranks.sum(torch.tensor(progress.tokens))))
+        progress.means(task.maxima), int(ranks.sum(torch.tensor(progress.tokens))), progress.first)
 
 
 def probe_gradient(task: Task, plan: Plan, group: UpdateGroup) -> dict[str, float]:
@@ -86,6 +89,7 @@ class _Progress:
     tokens: int = 0
     terms: list[dict[str, float]] = field(default_factory=list)
     """of the updates whose terms are finite"""
+    first: dict[str, float] = field(default_factory=dict)
 
     def count(self, task: Task, verdict: Verdict, terms: dict[str, float], step: int) -> None:
         """Book a verdict and speak of a skipped update.

@@ -9,6 +9,7 @@ import torch
 from ppocli.config import algorithm, sampling, schema
 from ppocli.ppo import kl, off_policy, shaping
 from ppocli.ppo.advantages import Samples, token_rewards
+from ppocli.ppo.losses import LossOptions
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 
 log = logging.getLogger("ppocli")
@@ -211,3 +212,12 @@ def next_kl_coef(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -> 
     return kl.adapt_kl_coef(state.kl_coef, sequence_kl(rollout), target=cfg.ppo.target,
                             horizon=cfg.ppo.horizon, num_samples=len(rollout),
                             rounding=kl.ROUNDING * tokens)
+
+
+def loss_options(ppo: schema.PPOConfig, experience: Experience) -> LossOptions:
+    """The loss that a configuration asks for, with the coefficients of this step."""
+    return LossOptions(
+        cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
+        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=experience.ent_coef,
+        kl_coef=experience.kl_coef, kl_estimator=algorithm.kl_estimator(ppo),
+        policy_loss=ppo.policy_loss, nll_coef=ppo.positive_nll_coef)

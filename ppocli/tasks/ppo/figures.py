@@ -10,13 +10,16 @@ from ppocli.config import algorithm, schema, schema_training
 from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, turn_rows
 from ppocli.ppo import off_policy
 from ppocli.tasks.ppo.experience import penalties_of, sequence_kl
-from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
+from ppocli.tasks.ppo.records import CRITIC, Experience, PPOState, Rollout
 from ppocli.tasks.ppo.session import Session
 from ppocli.training.state import TrainState
-from ppocli.training.task import OptimizeResult
+from ppocli.training.task import OptimizeResult, Plan
 
 PATIENCE = 3
 """steps in a row, of ``held_back`` evaluations, before a sign is spoken of"""
+DECODING_GAP = 0.01
+"""nats, in the root mean square: from there on, what was decoded is not what the policy says; fp32
+rounds by some 1e-5"""
 CRITIC_PATIENCE = 10
 """of ``critic``: a new value function explains nothing at first"""
 
@@ -248,6 +251,22 @@ def _token_lists(rollout: Rollout, i: int) -> dict[str, Any]:
     if rollout.dense is not None:
         found["token_rewards"] = rollout.dense[i][mask].tolist()
     return found
+
+
+def decoding_gap(session: Session, plan: Plan, result: OptimizeResult) -> str | None:
+    """Why the old logprobs of a step were not the policy's, where decoding said them: no weight had
+    moved before its first update, whose ratios are 1 then, up to rounding."""
+    cfg, first = session.cfg, result.first
+    if (not session.from_decode or cfg.ppo.logprobs_from == "decode"
+            or (cfg.model.peft or {}).get("lora_dropout") or not plan.groups
+            or plan.groups[0].part == CRITIC):
+        return None
+    gap = math.sqrt(2 * first.get("approx_kl_squared", 0.0))
+    return None if gap < DECODING_GAP else (
+        "While it decodes, the policy says other log-probabilities than in a forward pass over the "
+        f"same tokens: {gap:.2g} nats apart (root mean square; up to {first['max_log_ratio']:.2g})."
+        " From now on they come from a forward pass. ppo.logprobs_from=forward does so from the "
+        "first step on.")
 
 
 def _falling(state: TrainState) -> str | None:

@@ -17,6 +17,9 @@ from ppocli.models.head import HeadWeights
 from ppocli.models.layout import Sequences
 from ppocli.ppo.shaping import RunningMoments
 
+CRITIC = "critic"
+"""the part of an update that trains the value function alone"""
+
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
@@ -212,6 +215,8 @@ class PPOState:
     draw has the number ``TrainState.episodes + left_out``"""
     mixed_in: int = 0
     """examples of ``ppo.ptx.data`` that the steps so far have passed"""
+    decoding_differs: bool = False
+    """a step's first ratios were off 1: old logprobs come from forward passes since"""
 
     def pretrains(self, ppo: PPOConfig, step: int) -> bool:
         """Whether the step after ``step`` of them trains the value function alone."""

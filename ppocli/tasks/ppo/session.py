@@ -64,11 +64,14 @@ class EvalSession:
     stop: StopFlag = field(default_factory=StopFlag, kw_only=True)
     """of whoever asks for samples; polled between tokens, passes and phases"""
 
+    decoding_differs: bool = field(default=False, kw_only=True)
+    """whether updates have shown that the sampler's logprobs don't match"""
+
     @property
     def from_decode(self) -> bool:
         """Whether old logprobs and values are taken from the sampler."""
-        return decoding_scores(self.cfg) and (
-            self.sampler.logprobs_match or self.cfg.ppo.logprobs_from == "decode")
+        matches = self.sampler.logprobs_match and not self.decoding_differs
+        return decoding_scores(self.cfg) and (matches or self.cfg.ppo.logprobs_from == "decode")
 
     @property
     def frozen_states_bytes(self) -> int:

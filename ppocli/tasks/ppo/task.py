@@ -17,13 +17,13 @@ from ppocli.models import head, layer_stack, layout, passes
 from ppocli.models.reference import CopyReference, follow
 from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.losses import LossOptions, PPOLoss, ppo_loss, token_weights
+from ppocli.ppo.losses import PPOLoss, ppo_loss, token_weights
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
 from ppocli.tasks.building import saved_policy
 from ppocli.tasks.ppo import collecting, figures, ptx, records, rollout
 from ppocli.tasks.ppo.evaluate import evaluate, reference_responses
-from ppocli.tasks.ppo.experience import after_step, to_experience
+from ppocli.tasks.ppo.experience import after_step, loss_options, to_experience
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.training import optimizers, task
 from ppocli.training.clock import PhaseClock
@@ -34,8 +34,6 @@ log = logging.getLogger("ppocli")
 
 EARLY_STOP = 1.5
 """times ``ppo.target_kl``: from there on the rest of a phase is left out"""
-CRITIC = "critic"
-"""the part of an update that trains the value function alone"""
 
 
 class PPOTask(task.Task):
@@ -116,7 +114,7 @@ class PPOTask(task.Task):
         samples = group.rows < count
         said, which = group.counts[samples], group.rows[samples]
         mask, device = atoms.response_mask[rows], self.backend.device
-        out, tokens = replay(self.session, atoms, rows, value_only=group.part == CRITIC)
+        out, tokens = replay(self.session, atoms, rows, value_only=group.part == records.CRITIC)
         row, column = mask.nonzero(as_tuple=True)
         place = to_device(rows[row] * mask.shape[1] + column, device)
 
@@ -182,6 +180,9 @@ class PPOTask(task.Task):
             after = replace(after, left_out=before.left_out + batch.drawn.samples - len(batch))
         row = figures.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         after, warnings = figures.watch(self.session, batch, after, row, state)
+        if gap := figures.decoding_gap(self.session, plan, result):
+            after, warnings = replace(after, decoding_differs=True), [*warnings, gap]
+            self.session = replace(self.session, decoding_differs=True)
         return task.Finished(row, after.to_json(), tensors=batch.waiting, warnings=warnings,
                              tokens={"rollout": tokens})
 
@@ -206,8 +207,10 @@ class PPOTask(task.Task):
             for sample, text in zip(found.samples, self._ref_responses, strict=True)])
 
     def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
-        """As :class:`Task`: another ``ppo.init_kl_coef`` starts the coefficient anew."""
+        """As :class:`Task`: another ``ppo.init_kl_coef`` starts the coefficient anew; what was
+        found out about decoding is still so."""
         own, new = records.PPOState.from_json(saved.task), records.PPOState.from_json(fresh.task)
+        self.session = replace(self.session, decoding_differs=own.decoding_differs)
         if own.init_kl_coef == new.init_kl_coef:
             return saved
         log.info("the KL coefficient starts anew from ppo.init_kl_coef=%g (it was %g)",
@@ -318,13 +321,14 @@ def plan_updates(session: Session, experience: records.Experience, step: int, mi
         mixed_in: examples of ``ppo.ptx.data`` before those of this one.
     """
     ppo, groups = session.cfg.ppo, list[task.UpdateGroup]()
-    part = CRITIC if step < ppo.critic_warmup_steps or experience.pretrains else "all"
+    part = records.CRITIC if step < ppo.critic_warmup_steps or experience.pretrains else "all"
     first = ppo.critic_epochs or 0
     for epoch in range(first + ppo.ppo_epochs):
         # numpy takes [.., 0] for [..]: the 1 sets the critic's own passes apart
         own = [epoch, 1] if epoch < first else [epoch - first]
         order = np.random.default_rng([session.cfg.seed, step, *own]).permutation(len(experience))
-        groups += [update_of(session, experience, rows, epoch, CRITIC if epoch < first else part)
+        trains = records.CRITIC if epoch < first else part
+        groups += [update_of(session, experience, rows, epoch, trains)
                    for rows in torch.from_numpy(order).split(ppo.mini_batch_size)]
     # of an update in which no token counts, momentum would still make a step
     return plan_of(session, experience, [g for g in groups if g.weights.any()], mixed_in)
@@ -362,15 +366,6 @@ def _on_device(session: Session, experience: records.Experience) -> records.Expe
         with session.reference.view(session.policy.lm) as view:
             there["ref_head"] = head.HeadWeights.of(view).as_now()
     return replace(experience, **there)
-
-
-def loss_options(ppo: schema.PPOConfig, experience: records.Experience) -> LossOptions:
-    """The loss that a configuration asks for, with the coefficients of this step."""
-    return LossOptions(
-        cliprange=ppo.cliprange, cliprange_high=ppo.cliprange_high, dual_clip=ppo.dual_clip,
-        cliprange_value=ppo.cliprange_value, vf_coef=ppo.vf_coef, ent_coef=experience.ent_coef,
-        kl_coef=experience.kl_coef, kl_estimator=algorithm.kl_estimator(ppo),
-        policy_loss=ppo.policy_loss, nll_coef=ppo.positive_nll_coef)
 
 
 def replay(session: Session, experience: records.Experience, rows: torch.Tensor, *, value_only: bool
