@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.cli.output import complain, print_json, say, show_text
-from ppocli.config import bounded, kept, resolved, tasks
+from ppocli.config import bounded, kept, resolved, schema, tasks
 from ppocli.display import console, dashboard
 from ppocli.episode import spoken
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
-from ppocli.runs.record import is_run, read_run, said
+from ppocli.runs.record import is_run, read_run, said, whole
 from ppocli.runs.target import RUNS, known_names, list_runs, run_named, written
 from ppocli.storage import environment, run_logs
 from ppocli.storage.run_folder import LOCK, RunFolder, live_owner, other_host
@@ -40,7 +40,15 @@ class Follower:
         self._rows: list[dict[str, Any]] = []
         self._log_seen = self._waiting = self._in_warning = False
         self._written: dict[Path, int] = {}
-        self._total = 0
+        self._config: schema.TrainConfig | None = None
+
+    @property
+    def _total(self) -> int:
+        if self._config is None:
+            return 0
+        last = self._rows[-1] if self._rows else {}
+        return tasks.total_steps(self._config, whole(last, "step"), whole(last, "episode"),
+                                 environment.examples_of(self._run.path))
 
     def look(self) -> bool:
         """Show what is new; whether there may be more."""
@@ -49,9 +57,7 @@ class Follower:
         alive = live_owner(path) is not None or other_host(path) is not None or may_begin(path)
         if self._has_changed(self._run.config):
             with suppress(PpocliError):
-                config = resolved.read_config(self._run.config)
-                self._total = tasks.planned_steps(
-                    config, environment.examples_of(self._run.path)) or 0
+                self._config = resolved.read_config(self._run.config)
         dropped, lines = self._metrics.poll()
         rows = list(filter(None, map(row_of_step, lines)))
         if dropped:
@@ -76,7 +82,7 @@ class Follower:
         record = read_run(self._run.path)
         resume = f"resume with: {kept.how_to_resume(record.config, path)}"
         summary = record.summary or {}
-        at = f"at step {record.step} of {self._total}"
+        at = f"at step {record.step} of {record.total_steps}"
         saved = record.folder.checkpoints.is_dir()
         if record.status == "running":  # taken up again in this very moment
             return f"{path} is running again; watch it with: ppocli watch {pasted(path)}"
@@ -128,11 +134,12 @@ class Follower:
         if self._past is not None:
             rows, self._past = rows[-self._past:], None
         width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        total = self._total
         for row in rows:
             if self._as_json:
                 print_json(row, indent=None)
                 continue
-            for line in console.row_lines(row, self._total, width):
+            for line in console.row_lines(row, total, width):
                 show_text(line)
 
     def _show_warnings(self) -> None:

@@ -79,6 +79,16 @@ def planned_steps(config: schema.TrainConfig, examples: int | None = None) -> in
     return None if samples is None else -(-samples // samples_per_step(config))
 
 
+def total_steps(config: schema.TrainConfig, step: int, episodes: int,
+                examples: int | None = None) -> int:
+    """Steps in the whole run, of which ``step`` have used ``episodes`` samples; those still to come
+    are of as many as the configuration says, which may have been another number before a resume."""
+    if (asked := steps_asked(config)) is not None:
+        return max(asked, step)
+    left = max((planned_samples(config, examples) or 0) - episodes, 0)
+    return step + -(-left // samples_per_step(config))
+
+
 def is_read(key: str, task: str) -> bool:
     """Whether a task has any use for a key or a section."""
     return not any(f"{key}.".startswith(f"{part}.") for part in _NOT_READ[task])

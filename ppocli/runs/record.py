@@ -66,13 +66,9 @@ class RunRecord:
 
     @property
     def total_steps(self) -> int:
-        """Steps in the whole run; those still to come are of as many samples as the configuration
-        says, which may have been another number before a resume."""
-        if (asked := tasks.steps_asked(self.config)) is not None:
-            return max(asked, self.step)
-        planned = tasks.planned_samples(self.config, environment.examples_of(self.folder.path))
-        left = max((planned or 0) - self.episodes, 0)
-        return self.step + -(-left // tasks.samples_per_step(self.config))
+        """Steps in the whole run, as of :func:`ppocli.config.tasks.total_steps`."""
+        return tasks.total_steps(self.config, self.step, self.episodes,
+                                 environment.examples_of(self.folder.path))
 
     @property
     def command(self) -> str | None:

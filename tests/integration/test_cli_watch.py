@@ -117,9 +117,22 @@ def test_from_start_shows_every_step_and_json_the_rows(finished, capsys):
     _, out, _ = look(capsys, "runs/done")
     assert sum(line.startswith("step") for line in out) == 5
     _, out, _ = look(capsys, "runs/done", from_start=True)
-    assert steps_in(out) == [f"{step}/4" for step in range(1, 20)]
+    assert steps_in(out) == [f"{step}/19" for step in range(1, 20)]
     _, out, _ = look(capsys, as_json=True, from_start=True)
     assert [json.loads(line) for line in out] == jsonl(finished / "metrics.jsonl")
+
+
+def test_steps_are_counted_from_what_was_done_in_steps_of_another_size(finished, capsys):
+    config = (finished / "config.yaml").read_text()
+    for was, now in (("num_steps: 4", "num_steps: null"), ("num_rollouts: 12", "num_rollouts: 6"),
+                     ("total_episodes: null", "total_episodes: 48")):
+        assert f"  {was}\n" in config
+        config = config.replace(f"  {was}\n", f"  {now}\n")
+    (finished / "config.yaml").write_text(config)
+    rows = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (finished / "metrics.jsonl").write_text("".join(rows[:3]))
+    _, out, _ = look(capsys, "runs/done")
+    assert steps_in(out) == ["1/6", "2/6"]  # 24 of 48 samples are left, 6 in each step
 
 
 def test_rows_with_what_is_no_number_are_shown_all_the_same(finished, capsys):
@@ -130,8 +143,8 @@ def test_rows_with_what_is_no_number_are_shown_all_the_same(finished, capsys):
     code, out, _ = look(capsys, "runs/done")
     lines = {line.split("  ")[0]: line for line in out}
     assert code == 0
-    assert "reward -±" in lines["step 5/4"]
-    assert all("  lr -  " in lines[f"step {step}/4"] for step in (5, 6))
+    assert "reward -±" in lines["step 5/6"]
+    assert all("  lr -  " in lines[f"step {step}/6"] for step in (5, 6))
     _, out, _ = look(capsys, "runs/done", as_json=True)
     assert [json.loads(line)["lr"] for line in out[-2:]] == [None, None]
     assert json.loads(out[-1])["time/step"] is None

@@ -24,7 +24,6 @@ from ppocli.models.loading import adapters, model_config
 from ppocli.models.trunk import decoder_start, has_encoder, response_hidden
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.storage import model_files
-from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
 
@@ -69,13 +68,11 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     if Path(source).is_dir() and not model_files.has_tokenizer(source):
         source, revision = model_files.find_whole(name, key=key, revision=cfg.revision,
                                                   needs="tokenizer")
-    try:
+    with model_config.loading(f"tokenizer of {name}", key,
+                              fix="give a tokenizer folder: model.tokenizer_path=/path"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source, revision=revision, trust_remote_code=cfg.trust_remote_code)
         tokenizer("")  # a damaged setting of it shows in use alone
-    except Exception as error:  # transformers raises many kinds here, all about the folder
-        raise InputError(f"The tokenizer of {name} can't be loaded: {first_line(error)}", where=key,
-                         fix="give a tokenizer folder: model.tokenizer_path=/path") from error
     if len(tokenizer) == 0 or tokenizer.vocab_size == 0:
         raise InputError(f"No tokenizer in {name} (expected tokenizer.json or a vocabulary file).",
                          where=key, fix="save the tokenizer there, or set "

@@ -22,7 +22,8 @@ def policy_config(cfg: schema.ModelConfig, policy: str) -> schema.ModelConfig:
 
 
 @contextmanager
-def loading(what: str, key: str, trusting: str = "model.trust_remote_code=true"
+def loading(what: str, key: str, trusting: str = "model.trust_remote_code=true",
+            fix: str = "check the folder's config.json and model.safetensors, or give another one"
             ) -> Iterator[None]:
     """transformers raises many kinds of errors of a folder that it can't read: meanwhile they
     become one.
@@ -31,6 +32,7 @@ def loading(what: str, key: str, trusting: str = "model.trust_remote_code=true"
         what: is loaded, such as "model NAME".
         key: that names it.
         trusting: what lets its own code run.
+        fix: where nothing better is known.
 
     Raises:
         InputError: the folder can't be read.
@@ -40,7 +42,6 @@ def loading(what: str, key: str, trusting: str = "model.trust_remote_code=true"
     except PpocliError:
         raise
     except Exception as error:
-        fix = "check the folder's config.json and model.safetensors, or give another one"
         if "trust_remote_code" in str(error):
             fix = f"if you trust that code: {trusting}"
         if "attn_implementation" in str(error) or "FlashAttention" in str(error):
