@@ -2,7 +2,6 @@
 
 import gc
 import json
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -27,8 +26,11 @@ RECORD = "export.json"
 """what an export is of; also how an export is known from any other folder"""
 TRAINING_CONFIG = "training_config.yaml"
 EVALUATION = "eval.json"
-_TOKENIZER = (*model_files.TOKENIZER_FILES, "merges.txt", "special_tokens_map.json",
-              "added_tokens.json", "chat_template.jinja", "chat_template.json")
+_TOKENIZER = (*model_files.TOKENIZER_FILES, "*.model", "*.spm", "*.tiktoken", "merges.txt",
+              "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+              "chat_template.json", "additional_chat_templates/*.jinja", "emoji.json", "dict.txt",
+              "entity_vocab.json", "byte_maps.json", "prophetnet.tokenizer")
+"""patterns of files that tokenizers of transformers consist of"""
 _GENERIC = ("Once upon a time", "The film was")
 _OF_TRAINING = ("source", "run", "step", "evaluation", "run_id", "versions")
 """names in the record that are the same for an export of an export"""
@@ -188,6 +190,7 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
     contents, facts = _contents(plan, mask), plan.facts
     for name, content in contents.items():
         if isinstance(content, Path):
+            (folder / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(content, folder / name)
         else:
             (folder / name).write_text(content, encoding="utf-8")
@@ -205,7 +208,7 @@ def _write_files(plan: ExportPlan, folder: Path, previous: str | None, mask: Mas
 def _contents(plan: ExportPlan, mask: Mask) -> dict[str, Path | str]:
     """Name -> text, or the file that is copied as it is, of all but weights, card and record."""
     facts, source = plan.facts, plan.source
-    found: dict[str, Path | str] = {file.name: file for file in (*_copied(plan), *plan.critic)}
+    found: dict[str, Path | str] = {**_copied(plan), **{file.name: file for file in plan.critic}}
     if not plan.adapter:
         found["config.json"] = _json(_model_config(plan))
         if weights.GENERATION not in found:
@@ -235,21 +238,23 @@ def _write_record(plan: ExportPlan, folder: Path, verified: dict[str, Any], mask
         told = read_record(facts.earlier) or {}
         record |= {name: told.get(name) for name in _OF_TRAINING}
     record = mask.tree(record)
-    record["files"] = {file.name: atomic.sha256_file(file) for file in sorted(folder.iterdir())
-                       if file.name != CARD}
+    written = (file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != CARD)
+    record["files"] = {file.relative_to(folder).as_posix(): atomic.sha256_file(file)
+                       for file in written}
     (folder / RECORD).write_text(_json(record), encoding="utf-8")
 
 
-def _copied(plan: ExportPlan) -> list[Path]:
+def _copied(plan: ExportPlan) -> dict[str, Path]:
     """Files that are copied as they are: the tokenizer's, how to sample, what PEFT reads of an
     adapter, what an earlier export tells, and code that the model ships with."""
     ours = (model_files.ADAPTER_CONFIG, model_files.ADAPTER_BASE) if plan.adapter else ()
     told = _TOLD if plan.facts.earlier is not None else ()
     names = [*_TOKENIZER, weights.GENERATION, *ours, *told]
-    found = [plan.source / name for name in names if (plan.source / name).is_file()]
-    if "auto_map" in (atomic.read_json(plan.source / "config.json") or {}):
-        found += sorted(plan.source.glob("*.py"))
-    return found
+    if any("auto_map" in (atomic.read_json(plan.source / name) or {})
+           for name in ("config.json", "tokenizer_config.json")):
+        names.append("*.py")
+    return {path.relative_to(plan.source).as_posix(): path for name in names
+            for path in sorted(plan.source.glob(name)) if path.is_file()}
 
 
 def _model_config(plan: ExportPlan) -> dict[str, Any]:
@@ -294,7 +299,9 @@ def foreign_files(folder: Path) -> list[str]:
     """What lies in ``folder`` that no export put there."""
     record = read_record(folder)
     known = set() if record is None else {CARD, RECORD, *record["files"]}
-    return sorted(name for name in os.listdir(folder) if name not in known)
+    there = {path.relative_to(folder).as_posix() for path in folder.rglob("*")
+             if path.is_symlink() or not path.is_dir() or not any(path.iterdir())}
+    return sorted(there - known)
 
 
 def earlier_export(source: Path, say: Say) -> dict[str, Any] | None:

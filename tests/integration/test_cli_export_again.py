@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import environment, jsonl, save_lm
+from helpers import environment, jsonl, save_lm, save_talker
 from hub_double import TOKEN, HubDouble
 from runs import STEPS, Command, Ended, run
+from transformers import AutoTokenizer
 from warm import Server
 
 import ppocli
@@ -58,6 +59,23 @@ def test_the_own_evaluation_comes_along_without_folders(finished, export, here):
         assert str(place) not in (folder / "eval.json").read_text()
     split = {"reward": {"step_fn": f"{here}/steps.py:cut"}}
     assert without_folders(split) == {"reward": {"step_fn": "steps.py:cut"}}
+
+
+def test_every_file_of_a_tokenizer_comes_along(here, export):
+    """Among them named chat templates, which lie in a folder of their own."""
+    model = save_talker(here / "two")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(model)
+    (model / "emoji.json").write_text("{}")  # GPT-NeoX-Japanese has such a one
+    for more in ((), ("--overwrite",)):
+        export("./two", "--output", "named", *more, code=0)
+    found = AutoTokenizer.from_pretrained(here / "named")
+    assert found.chat_template == tokenizer.chat_template
+    assert (here / "named/emoji.json").is_file()
+    (here / "named/additional_chat_templates/mine.jinja").write_text("{{ mine }}")
+    assert "would be lost (additional_chat_templates/mine.jinja)" in export(
+        "./two", "--output", "named", "--overwrite", code=2).err
 
 
 def test_a_second_export_to_the_same_place_is_told_who_works_there(finished, export):
