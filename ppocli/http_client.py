@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from ppocli.config import secrets
 from ppocli.daemon import in_daemon
-from ppocli.errors import PpocliError
+from ppocli.errors import ConfigError, PpocliError
 from ppocli.text import error_line
 
 _GRACE = 0.3
@@ -24,22 +25,32 @@ class Client:
         timeout: seconds that a request may take, from the connection to the end of the answer.
         headers: sent with each.
         keep: connections that are kept open.
+
+    Raises:
+        ConfigError: the environment names a proxy or certificates that can't be used.
     """
 
     def __init__(self, url: str, *, timeout: float, headers: Mapping[str, str], keep: int) -> None:
         import httpx2
 
         self.timeout = timeout
-        self._client = httpx2.Client(
-            timeout=timeout,
-            # a compressed answer may be a thousand times as large as it looks
-            headers={"Accept-Encoding": "identity", **headers},
-            # a proxy of the environment's would look for "localhost" on its own machine
-            trust_env=not is_loopback(urlsplit(url).hostname or ""),
-            # connections of answers that were given up are not waited for; servers close idle ones
-            # after 5 s, and a request must not meet that
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=keep,
-                                 keepalive_expiry=2.0))
+        # a proxy of the environment's would look for "localhost" on its own machine
+        trusts = not is_loopback(urlsplit(url).hostname or "")
+        try:
+            self._client = httpx2.Client(
+                timeout=timeout, trust_env=trusts,
+                # a compressed answer may be a thousand times as large as it looks
+                headers={"Accept-Encoding": "identity", **headers},
+                # connections of answers that were given up are not waited for; servers close idle
+                # ones after 5 s, and a request must not meet that
+                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=keep,
+                                     keepalive_expiry=2.0))
+        except Exception as error:  # of many kinds: no such file, no such protocol, no address
+            raise ConfigError(
+                f"{url} can't be asked by way of the proxy or with the certificates that the "
+                f"environment names: {error_line(error)}",
+                where="HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE, SSL_CERT_DIR",
+                fix="correct the variable, or unset it") from error
         weakref.finalize(self, self._client.close)
 
     def ask(self, method: str, url: str, body: bytes = b"", most: int = 0,
@@ -102,6 +113,7 @@ def from_environment(variable: str, header: str, key: str, error: type[PpocliErr
         raise error(f"{variable} can't be sent as {header}: it is empty, or has characters beyond "
                     "ASCII, or white space at an end (it is not shown).", where=key,
                     fix=f"correct it: export {variable}=...")
+    secrets.SENT.add(value)  # a server may quote it
     return value
 
 

@@ -24,6 +24,8 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 """the name of a variable of the environment"""
 _SHORTEST = 8
 """a shorter value of a variable named like a secret would blot out ordinary words"""
+SENT: set[str] = set()
+"""values of variables that a configuration names to be sent, whatever those are called"""
 _REMEDY = ("leave it out: tokens come from the environment (HF_TOKEN) or from `hf auth login`, "
            "never from the configuration, which is written to disk")
 
@@ -70,7 +72,7 @@ def without_secrets(text: str, values: Iterable[str] = ()) -> str:
 
 def hide_secrets(text: str) -> str:
     """``text`` without secrets of this process's environment, nor anything shaped like one."""
-    return without_secrets(text, secret_values(os.environ))
+    return without_secrets(text, secret_values(os.environ) | SENT)
 
 
 def safe_text(text: str) -> str:

@@ -109,19 +109,22 @@ score.waits = True
 
 
 def test_a_reward_that_says_it_waits_is_called_beside_generation(command, world):
-    """Chunks of 5, 5 and 2 in their order, outside the main thread; the evaluation's inside."""
+    """Chunks of 5, 5 and 2 in their order and the evaluation's 4, outside the main thread, which
+    hears a stop meanwhile."""
     (world / "bad.py").write_text(WAITS)
     command(*words("reward.fn=bad.py:score", "run_name=r", "ppo.num_steps=1",
                            "eval.at_start=false"), code=0)
     assert (world / "threads").read_text().splitlines() == [
-        "5 False", "5 False", "2 False", "4 True"]
+        "5 False", "5 False", "2 False", "4 False"]
 
 
-def test_a_stop_does_not_wait_for_a_reward_beside_generation(world):
+@pytest.mark.parametrize("how", [
+    ("eval.at_start=false", "reward.overlap=always"), ("reward.timeout=300",)],
+    ids=["beside generation", "in the evaluation before the first step"])
+def test_a_stop_does_not_wait_for_a_reward_that_waits(how, world):
     (world / "bad.py").write_text("import time\n\n\ndef score(outputs):\n    open('asked', 'w')\n"
                                   "    time.sleep(100)\n")
-    run = spawn("train", *words("reward.fn=bad.py:score", "run_name=r", "eval.at_start=false",
-                                "reward.overlap=always"), cwd=world)
+    run = spawn("train", *words("reward.fn=bad.py:score", "run_name=r", *how), cwd=world)
     wait_for((world / "asked").exists, run)
     run.send_signal(signal.SIGINT)
     _, err = run.communicate(timeout=60)

@@ -16,7 +16,7 @@ import pytest
 from helpers import refused
 
 from ppocli.config.schema import RewardConfig
-from ppocli.config.secrets import refuse_secrets
+from ppocli.config.secrets import refuse_secrets, safe_text
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards import remote
 from ppocli.rewards.records import RewardRequest
@@ -257,6 +257,22 @@ def test_headers_come_from_the_environment(monkeypatch):
                      ).score(request_of())
     assert asked[0]["headers"]["Authorization"] == "Bearer s3cret"
     assert asked[0]["headers"]["X-Team"] == "s3cret"
+
+
+def test_a_value_that_was_sent_is_shown_nowhere_whatever_its_variable_is_called(monkeypatch):
+    monkeypatch.setenv("MY_REWARD_VALUE", "pw123-pw123")
+    with answering(lambda body, call: (400, "pw123-pw123 is unknown")) as (url, _):
+        reward = build_reward(cfg_of(url, token_env="MY_REWARD_VALUE"))
+        with pytest.raises(RewardError) as caught:
+            reward.score(request_of())
+    assert safe_text(str(caught.value)).count("'*** is unknown'") == 1
+
+
+@pytest.mark.parametrize("variable", ["ALL_PROXY=foo:bar:baz", "SSL_CERT_FILE=/nowhere.pem"])
+def test_a_proxy_that_can_t_be_used_is_the_environments(variable, monkeypatch):
+    monkeypatch.setenv(*variable.split("="))
+    with refused(ConfigError, "http://192.0.2.1:9/score can't be asked", "correct the variable"):
+        build_reward(cfg_of("http://192.0.2.1:9/score"))
 
 
 @pytest.mark.parametrize("value", ["", "pw123\n", "p\u00e4ss-pw123"])

@@ -102,6 +102,18 @@ def score(session: EvalSession, question: Question) -> RewardScores:
     return scores
 
 
+def asking(session: EvalSession, question: Question) -> Callable[[], RewardScores]:
+    """:func:`score`, to be called. A reward that waits, for others or for so long as
+    ``reward.timeout`` lets it, does so beside this thread, which hears a stop meanwhile."""
+    work = partial(score, session, question)
+
+    def heard() -> RewardScores:
+        return begin(session, work, None)()
+
+    waits = session.reward.waits or session.cfg.reward.timeout is not None
+    return heard if waits else work
+
+
 def judge(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str],
           phase: str) -> tuple[RewardScores, Metrics]:
     """The scores of this rank's samples, and each metric by sample. All ranks call it in step.
@@ -111,7 +123,7 @@ def judge(session: EvalSession, prompts: PromptBatch, out: Samples, responses: l
     """
     metric = session.metric
     question = ask(session, prompts, out, responses, session.reward.needs_all_samples)
-    scores = question.answer(lambda: score(session, question), rows_of, phase)
+    scores = question.answer(asking(session, question), rows_of, phase)
     if metric is None:
         return scores, {}
     if metric.needs_all_samples != session.reward.needs_all_samples:

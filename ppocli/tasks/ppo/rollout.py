@@ -29,7 +29,7 @@ from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
 from ppocli.tasks.ppo.records import Rollout
-from ppocli.tasks.ppo.reward_calls import Question, ask, begin, score
+from ppocli.tasks.ppo.reward_calls import Question, ask, asking, begin, score
 from ppocli.tasks.ppo.session import EvalSession, Session
 
 
@@ -90,9 +90,10 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, drawn: Sam
     asked: list[tuple[Chunk, Question, Callable[[], RewardScores]]] = []
     for chunk in generate_chunks(session, prompts, own, drawn):
         question = ask(session, chunk.prompts, chunk.mine, chunk.responses, at_first)
-        work: Callable[[], RewardScores] = partial(score, session, question)
+        work = asking(session, question)
         if beside and (ranks.first or not question.together):
-            work = begin(session, work, asked[-1][2] if asked else None)
+            work = begin(session, partial(score, session, question),
+                         asked[-1][2] if asked else None)
         asked.append((chunk, question, work))
     forward = drawn is not None or not session.from_decode
     for chunk, question, work in asked:
