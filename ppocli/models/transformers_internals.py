@@ -104,6 +104,12 @@ def sdpa_attention(*args: Any, **words: Any) -> torch.Tensor:
 
 # The cache of keys and values ---------------------------------------------------------------------
 
+def cache_name(module: Any) -> str:
+    """What a model or a decoder calls the cache that it is handed: transformers 5.24 has renamed
+    it, and warns of the old name."""
+    return "cache" if "cache" in inspect.signature(module.forward).parameters else "past_key_values"
+
+
 ROOM = 16
 """tokens that keys and values get more room for at a time"""
 _ROOM = "ppocli_room"

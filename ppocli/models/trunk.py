@@ -9,6 +9,7 @@ from torch import nn
 
 from ppocli.models.layout import SequenceBatch, stand_in
 from ppocli.models.loading import peft_internals
+from ppocli.models.transformers_internals import cache_name
 
 RELATIVE_POSITIONS = ("t5", "mt5", "umt5", "longt5", "switch_transformers")
 
@@ -132,8 +133,8 @@ def trunk_states(lm: Any, batch: SequenceBatch) -> torch.Tensor:
             packed = {"attention_mask": stand_in(tokens.device)}
         return lm.base_model(input_ids=tokens, use_cache=False, **packed).last_hidden_state
     if virtual.in_cache:
-        return lm.base_model(input_ids=tokens, past_key_values=virtual.cache(len(tokens)),
-                             use_cache=True).last_hidden_state
+        known = {cache_name(lm.base_model): virtual.cache(len(tokens))}
+        return lm.base_model(input_ids=tokens, use_cache=True, **known).last_hidden_state
     embeddings = virtual.in_front(lm.get_input_embeddings()(tokens))
     states = lm.base_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
     return states[:, virtual.count:]

@@ -108,6 +108,8 @@ class Stepped(Drawn):
         lm = decoder.lm
         self.logits = head.DecodingHead(lm)
         self.virtual = trunk.virtual_tokens(lm)
+        self._module = lm.get_decoder() if trunk.has_encoder(lm) else lm.base_model
+        self._cache_name = transformers_internals.cache_name(self._module)
         self._takes_positions = "position_ids" in inspect.signature(
             lm.base_model.forward).parameters
 
@@ -178,11 +180,11 @@ class Stepped(Drawn):
     def _hidden(self, live: LiveRows) -> torch.Tensor:
         """[b, D] the trunk's output at the newest position of every live row."""
         lm = self.decoder.lm
-        arguments: dict[str, Any] = {"input_ids": live.inputs, "past_key_values": live.cache,
+        arguments: dict[str, Any] = {"input_ids": live.inputs, self._cache_name: live.cache,
                                      "use_cache": True}
         if live.encoded is not None:
-            out = lm.get_decoder()(encoder_hidden_states=live.encoded,
-                                   encoder_attention_mask=live.encoder_mask, **arguments)
+            out = self._module(encoder_hidden_states=live.encoded,
+                               encoder_attention_mask=live.encoder_mask, **arguments)
             return out.last_hidden_state[:, -1]
         positions, virtual = live.positions, self.virtual
         if virtual is not None and not virtual.in_cache and live.oldest == 0:
@@ -194,7 +196,7 @@ class Stepped(Drawn):
             arguments["attention_mask"] = mask.long() if mask.dim() == 2 else mask
         if self._takes_positions:
             arguments["position_ids"] = positions
-        return lm.base_model(**arguments).last_hidden_state[:, -1]
+        return self._module(**arguments).last_hidden_state[:, -1]
 
     def _keep_frozen_states(self, live: LiveRows, at: torch.Tensor, states: torch.Tensor) -> None:
         """Keep what entered a layer in one step: [b, Q, D] of prompts, later [b, 1, D]."""

@@ -17,7 +17,7 @@ from ppocli.errors import InputError
 from ppocli.models.fast import attention as ours
 from ppocli.models.fast.attention import takes_packed
 from ppocli.models.loading.language_model import load_lm
-from ppocli.models.transformers_internals import ROOM, give_room, room_of
+from ppocli.models.transformers_internals import ROOM, cache_name, give_room, room_of
 
 pytestmark = pytest.mark.long
 
@@ -125,7 +125,8 @@ def test_one_query_after_the_other_with_a_cache_is_a_whole_pass(folder, products
         for part in (slice(0, prompt), slice(prompt, BELOW)):
             found = lm.base_model(
                 input_ids=ids[:, part], attention_mask=mask[:, :part.stop], use_cache=True,
-                position_ids=positions[:, part], past_key_values=cache).last_hidden_state
+                position_ids=positions[:, part],
+                **{cache_name(lm.base_model): cache}).last_hidden_state
             torch.testing.assert_close(found[mask[:, part].bool()], whole[:, part][
                 mask[:, part].bool()], rtol=1e-4, atol=2e-5)
     assert len(products) == 4

@@ -23,7 +23,7 @@ from ppocli.estimate.parts import models_of
 from ppocli.models.fast.gemm import packed_weights
 from ppocli.models.layout import lay_out
 from ppocli.models.loading.language_model import DTYPES
-from ppocli.models.transformers_internals import give_room
+from ppocli.models.transformers_internals import cache_name, give_room
 from ppocli.models.trunk import virtual_tokens
 from ppocli.parallel import onednn
 from ppocli.tasks.ppo.experience import to_experience
@@ -94,14 +94,15 @@ def cache_of(session) -> int:
             elif virtual is not None:
                 words = {"inputs_embeds": virtual.in_front(
                     lm.get_input_embeddings()(words["input_ids"]))}
-            lm.base_model(past_key_values=cache, use_cache=True, **words)
+            lm.base_model(use_cache=True, **{cache_name(lm.base_model): cache}, **words)
         else:
             cache = EncoderDecoderCache(give_room(DynamicCache(), new), DynamicCache())
             prompts = torch.ones(rows, PROMPT, dtype=torch.long)
             states = lm.get_encoder()(input_ids=prompts).last_hidden_state
             encoded = states.nbytes
-            lm.get_decoder()(input_ids=torch.ones(rows, new, dtype=torch.long), use_cache=True,
-                             past_key_values=cache, encoder_hidden_states=states)
+            decoder = lm.get_decoder()
+            decoder(input_ids=torch.ones(rows, new, dtype=torch.long), use_cache=True,
+                    encoder_hidden_states=states, **{cache_name(decoder): cache})
     halves = ([cache] if isinstance(cache, DynamicCache)
               else [cache.self_attention_cache, cache.cross_attention_cache])
     return encoded + sum(layer.keys.nbytes + layer.values.nbytes

@@ -15,6 +15,7 @@ from sessions import (
 )
 
 from ppocli.models.layer_stack import layer_stack
+from ppocli.models.transformers_internals import cache_name
 
 pytestmark = pytest.mark.long
 
@@ -75,7 +76,7 @@ def test_decoding_alone_runs_the_frozen_layers(tmp_path, kind, reference):
                         weight.normal_(std=0.1, generator=torch.Generator().manual_seed(0))
             runs = []
             session.policy.lm.base_model.register_forward_pre_hook(
-                lambda _, __, words, runs=runs: runs.append(words.get("past_key_values")),
+                lambda its, _, words, runs=runs: runs.append(words.get(cache_name(its))),
                 with_kwargs=True)
             lower = []
             layer_stack(session.policy.lm)[0].register_forward_pre_hook(

@@ -153,7 +153,7 @@ def test_models_that_see_all_of_a_row_take_packed_ones(tmp_path, kind):
 @pytest.mark.parametrize(("kind", "over"), [
     ("mistral", {"sliding_window": 4}), ("mistral", {"sliding_window": 40}),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
-    ("bloom", {}), ("mpt", {}), ("falcon", {"alibi": True}), ("gptj", {}), ("t5", {}),
+    ("bloom", {}), ("mpt", {}), ("falcon", {"alibi": True}), ("gpt_neo", {}), ("t5", {}),
     ("bart", {})])
 def test_windows_alibi_encoders_and_attention_of_their_own_take_none(tmp_path, kind, over):
     save_lm(tmp_path / "lm", kind, **over)

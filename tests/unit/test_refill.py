@@ -6,7 +6,7 @@ from helpers import make_tokenizer, model_config, save_lm
 from sessions import assert_same_responses, generate, rolled, small_config
 
 from ppocli.models.policy import build_value_head
-from ppocli.models.transformers_internals import caches_all_keys
+from ppocli.models.transformers_internals import cache_name, caches_all_keys
 from ppocli.ppo.noise import uniform
 from ppocli.sampling.token_choice import SamplingSpec
 
@@ -106,8 +106,9 @@ def test_chunks_are_handed_over_as_soon_as_they_have_ended():
 
 
 def test_columns_that_nobody_looks_at_are_dropped():
-    _, seen = drawn(model_of("llama"), 4, lengths=[3] * 60,
-                    note=lambda given: given["past_key_values"].get_seq_length())
+    lm = model_of("llama")
+    _, seen = drawn(lm, 4, lengths=[3] * 60,
+                    note=lambda given: given[cache_name(lm.base_model)].get_seq_length())
     assert max(seen) <= 3 + 2 * NEW  # not the 60 / 4 times as many of one row after the other
 
 

@@ -8,6 +8,7 @@ from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
 from ppocli.estimate.memory import layout_of
 from ppocli.models.passes import in_groups, longest_first
+from ppocli.models.transformers_internals import cache_name
 from ppocli.tasks.ppo.experience import to_experience
 
 
@@ -34,8 +35,8 @@ def test_every_pass_of_a_step_keeps_to_it(tmp_path):
                        generation__stop_token_ids=[5, 9, 14, 20, 27, 33],
                        generation__max_new_tokens=20)
     with session_of(cfg) as session:
-        def note(_module, _args, kwargs):
-            if "past_key_values" not in kwargs or kwargs["past_key_values"] is None:
+        def note(module, _args, kwargs):
+            if kwargs.get(cache_name(module)) is None:
                 seen.append(kwargs["input_ids"].numel())
 
         handle = session.policy.lm.base_model.register_forward_pre_hook(note, with_kwargs=True)
