@@ -20,13 +20,14 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from ppocli.config import resolved, schema
+from ppocli.config import kept, resolved, schema
 from ppocli.display.console import note_in_log
 from ppocli.errors import DiskError
 from ppocli.launching.child_process import Start
 from ppocli.parallel import launchers
 from ppocli.parallel.launchers import RankOutcome
 from ppocli.storage.run_folder import RunFolder, write_config
+from ppocli.text import pasted
 
 _GO_ON = "  fix:   go on from the last checkpoint: ppocli resume RUN\n"
 
@@ -92,8 +93,16 @@ def run_ranks(start: Start) -> int:
     if cfg.hardware.num_nodes > 1 and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
         with suppress(OSError):
             (run_dir / launchers.NODE_FAILED).write_text(f"{secrets.token_hex(4)} {job.node_rank}")
-    sys.stderr.write(said)
+    sys.stderr.write(said.replace(_GO_ON, _go_on(cfg, run_dir)))
     return code
+
+
+def _go_on(cfg: schema.TrainConfig, run_dir: Path) -> str:
+    """What to do in place of :data:`_GO_ON`, in words for this run."""
+    if any(RunFolder(run_dir).checkpoints.glob("step-*")):
+        return f"  fix:   go on from the last checkpoint: {kept.how_to_resume(cfg, run_dir)}\n"
+    return ("  fix:   nothing is saved yet: start again, the same words with "
+            f"{pasted(f'run_name={run_dir.name}')} resume=auto\n")
 
 
 def _settle_smaller(run_dir: Path, cfg: schema.TrainConfig, resumed: bool, told: RankOutcome

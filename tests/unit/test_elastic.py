@@ -4,8 +4,8 @@ import signal
 
 import pytest
 
-from ppocli.config.schema import HardwareConfig
-from ppocli.launching.elastic import Job, conclude
+from ppocli.config.schema import HardwareConfig, TrainConfig
+from ppocli.launching.elastic import Job, _go_on, conclude
 from ppocli.parallel.launchers import RankOutcome
 
 TRACE = "Traceback (most recent call last):\n  ...\n"
@@ -26,6 +26,13 @@ def test_what_a_rank_expected_is_told_as_it_is_and_the_earliest_first():
                 RankOutcome(0, 8, "too late", "", 3.0)]
     assert conclude(job(failed={0: 1, 1: 7}), outcomes, PHASES) == (
         7, "Error: rank 1, reward: no\n")
+
+
+def test_the_way_on_is_told_in_words_for_this_run(tmp_path):
+    run = tmp_path / "my run"
+    assert _go_on(TrainConfig(), run).endswith("the same words with 'run_name=my run' resume=auto\n")
+    (run / "checkpoints/step-000001").mkdir(parents=True)
+    assert _go_on(TrainConfig(), run).endswith(f"the last checkpoint: ppocli resume '{run}'\n")
 
 
 @pytest.mark.parametrize(("code", "message", "said"), [
