@@ -30,7 +30,7 @@ def test_what_a_rank_expected_is_told_as_it_is_and_the_earliest_first():
 
 def test_the_way_on_is_told_in_words_for_this_run(tmp_path):
     run = tmp_path / "my run"
-    assert _go_on(TrainConfig(), run).endswith("the same words with 'run_name=my run' resume=auto\n")
+    assert _go_on(TrainConfig(), run).endswith("with 'run_name=my run' resume=auto\n")
     (run / "checkpoints/step-000001").mkdir(parents=True)
     assert _go_on(TrainConfig(), run).endswith(f"the last checkpoint: ppocli resume '{run}'\n")
 
