@@ -221,8 +221,8 @@ class Dealing:
         self._waiting, self._closed = deque(range(count)), False
         self._answers: dict[int, Answer] = {}
         self._failed: BaseException | None = None
-        for server in servers:
-            for _ in range(min(each, count)):
+        for _ in range(min(each, count)):
+            for server in servers:  # in turn: fewer rows than one could take are split evenly too
                 # daemons: a server that hangs must not keep a process that wants to end
                 threading.Thread(target=self._serve, args=[server], daemon=True,
                                  name=f"asking {server.url}").start()
