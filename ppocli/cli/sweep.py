@@ -186,10 +186,13 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         book.work.wait(number)
         return book.jobs[number]
 
+    def end(number: int) -> None:
+        book.work.end(number)
+
     try:
         with book.held:
             run_sweep_jobs(words, objective, begin,
-                           partial(search.run_search, start=start, result=result))
+                           partial(search.run_search, start=start, result=result, end=end))
             book.work.wait()
     except (StopRequested, KeyboardInterrupt) as stop:
         number = stop.signal_number if isinstance(stop, StopRequested) else signal.SIGINT

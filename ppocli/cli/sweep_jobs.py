@@ -70,6 +70,9 @@ class Jobs:
     def wait(self, number: int | None = None) -> None:
         """Wait for the end of a job, or of all."""
 
+    def end(self, number: int) -> None:
+        """Have a job stop that runs on another machine; here there is none."""
+
     def _begin(self, job: SweepJob, checked: compose.Checked, started: float
                ) -> sweeps.JobRecord | None:
         """The record of a job, or None while it runs."""
@@ -177,6 +180,11 @@ class _AtATime(Jobs):
             begun.process.send(signal.SIGTERM)
         while self._running:
             self._look()
+
+    def end(self, number: int) -> None:
+        """As of one at a time."""
+        if (begun := self._running.get(number)) is not None:
+            begun.process.send(signal.SIGTERM)
 
     def wait_for_place(self) -> None:
         """As of one at a time."""

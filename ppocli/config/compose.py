@@ -122,7 +122,8 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
         config = kept.keeping_styles(resolved.in_place(config, run),
                                      resolved.read_config(run / CONFIG_FILE),
                                      {setting.key for setting in words.settings})
-    return Composed(config, merged.problems, merged.sources, words.value("recipe") or "run", run,
+    name = Path(words.value("recipe") or "run").name
+    return Composed(config, merged.problems, merged.sources, name, run,
                     words.flag(ACCEPT_CHANGES) is not None, merged.typed,
                     words.flag(TRUST) is not None, layers.overruled(entries, words))
 

@@ -43,6 +43,8 @@ class Problem:
         return replace(self, text=what), words
 
 
+_MOST = 2**53
+"""of a number without a bound of its own: more, numpy and JSON can't hold"""
 _ASSIGNMENT = re.compile(r"\b[a-z_]+(\.[a-z_]+)*=")
 
 
@@ -143,6 +145,8 @@ def _range_problems(key: Key, value: Any) -> Iterator[str]:
                 did_you_mean(item, key.metadata["choices"])
                 if key.metadata["choices"] and isinstance(item, str) else "")
             yield f"{shown(item)} must be {key.allowed}{hint}"
+        elif key.item is int and isinstance(item, int) and abs(item) > _MOST:
+            yield f"{shown(item)} must be at most {_MOST}"
 
 
 def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
@@ -321,7 +325,7 @@ def _run(config: schema.TrainConfig) -> Rules:
            "output_dir, run_name",
            f"{place!a} is no UTF-8, which config.yaml could not hold: choose another folder")
     yield (config.output_dir == "", "output_dir",
-           "must not be empty (for the current folder: output_dir=.)")
+           "must not be empty: output_dir=. for the current folder")
     yield (resume == "auto" and name is None, "resume, run_name",
            "resume=auto needs run_name, the name of the run folder")
     # the record of what one has received is named like its file

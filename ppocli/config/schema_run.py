@@ -84,7 +84,7 @@ class HardwareConfig:
     frozen_states_mib: int = key(2048, ge=0)
     """memory for what the frozen layers under model.num_layers_unfrozen make of a rollout, once for
     all passes over it (0: again in each)"""
-    num_threads: Optional[int] = key(None, ge=1, on_resume="harmless")
+    num_threads: Optional[int] = key(None, ge=1, le=2**15, on_resume="harmless")
     """CPU threads of each process (null or auto: as many as pay off, measured at the start)"""
     num_processes: int = key(1, ge=1)
     """processes on each node: one a GPU, or several on a CPU"""

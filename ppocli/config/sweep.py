@@ -234,7 +234,8 @@ def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:
         if options := loader.get_group_options(name, results_filter=ObjectType.CONFIG):
             for value in values if swept else [override.get_value_element_as_str()]:
                 option = value.strip("'\"")
-                if option not in (*options, "null") and not option.startswith("["):
+                # one in a folder below is found by each job
+                if option not in (*options, "null") and option[:1] != "[" and "/" not in option:
                     raise hydra_bridge.unknown_option(name, option, options)
         elif override.is_delete() and keys.free_mapping_of(name):
             continue  # it may be there in each job

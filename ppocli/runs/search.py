@@ -15,6 +15,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
@@ -74,7 +75,7 @@ def open_study(folder: Path, directions: Sequence[str] | None = None) -> Study:
 
 def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path,
                make_job: Callable[[int, tuple[str, ...]], Any], start: Callable[[Any], None],
-               result: Callable[[int], JobRecord]) -> None:
+               result: Callable[[int], JobRecord], end: Callable[[int], None]) -> None:
     """Run the jobs that are left of ``plan.trials``, and tell the study what came of each.
 
     Of ``plan.jobs`` that run at a time it is told in their order, so that the values of a job
@@ -82,7 +83,8 @@ def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path
 
     Args:
         ranges, make_job: as of ``ppocli.config.sweep.Search``; jobs are its ``SweepJob``.
-        start, result: start a job, and wait for the end of that number.
+        start, result, end: start a job; wait for the end of that number; end it, where it runs on
+            another machine.
 
     Raises:
         ConfigError: optuna isn't installed, or the settings of the search contradict each other.
@@ -117,7 +119,7 @@ def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path
                                                    for name in wanted))
                 watch = watched.enter_context(ExitStack())
                 if plan.prune:
-                    watch.enter_context(_stopping_early(trial, job, metrics[0]))
+                    watch.enter_context(_stopping_early(trial, job, metrics[0], end))
                 running.append((trial, job, watch))
                 start(job)
             if not running:
@@ -266,7 +268,8 @@ def _sampler(optuna: Any, plan: schema.SweepConfig, number: int) -> Any:
 
 
 @contextmanager
-def _stopping_early(trial: Trial, job: Any, metric: str) -> Iterator[None]:
+def _stopping_early(trial: Trial, job: Any, metric: str, end: Callable[[int], None]
+                    ) -> Iterator[None]:
     """Meanwhile report the evaluations of a job, and end it where optuna's pruner says so: by
     SIGTERM, so that it saves. What was reported before a kill counts once."""
     over = Event()
@@ -280,7 +283,7 @@ def _stopping_early(trial: Trial, job: Any, metric: str) -> Iterator[None]:
                     reported.add(step)
                     trial.report(value, step)
                     if step > 0 and trial.should_prune():
-                        _end(job.folder)
+                        _end(job.folder, partial(end, job.number))
                         return
 
     thread = Thread(target=look, name="ppocli-pruning", daemon=True)
@@ -292,10 +295,15 @@ def _stopping_early(trial: Trial, job: Any, metric: str) -> Iterator[None]:
         thread.join()
 
 
-def _end(folder: Path) -> None:
-    """End the job of a folder, and note that this was wanted."""
-    if (owner := run_folder.live_owner(folder)) is not None:
-        (folder / PRUNED).touch()
+def _end(folder: Path, elsewhere: Callable[[], None]) -> None:
+    """End the job of a folder, on this machine or ``elsewhere``, and note that this was wanted."""
+    owner = run_folder.live_owner(folder)
+    if owner is None and run_folder.other_host(folder) is None:
+        return  # it has ended
+    (folder / PRUNED).touch()
+    if owner is None:
+        elsewhere()
+    else:
         with suppress(ProcessLookupError):
             os.kill(owner.pid, signal.SIGTERM)
 

@@ -195,6 +195,9 @@ def test_own_recipes_come_before_the_shipped_ones():
 def test_config_dirs_hold_recipes(place, monkeypatch):
     write(f"lib/{place}", "# @package _global_\nseed: 9\n")
     assert values("--config-dir", "lib", "+recipe=mine").seed == 9
+    write("lib/recipe/deep/down.yaml", "# @package _global_\nseed: 11\n")
+    deep = composed("--config-dir", "lib", "+recipe=deep/down")
+    assert (deep.values().seed, deep.name) == (11, "down")
     monkeypatch.setenv("PPOCLI_CONFIG_DIR", "lib")
     assert values("+recipe=mine").seed == 9
 
@@ -252,6 +255,10 @@ def test_what_is_printed_and_run_is_what_hydra_composes(words, capsys):
     (["modl=reviews"], "modl: unknown key; did you mean model?"),
     (["seed=abc"], "seed: abc must be a whole number (from command line)"),
     (["ppo.horizon=1e400"], "ppo.horizon: inf must be a whole number"),
+    (["seed=1e3"], "fix:   seed=1000"),
+    (["prompts.length_sampler=[2,99999999999999999999]"], "must be at most 9007199254740992"),
+    (["hardware.num_threads=3000000000"], "3000000000 must be >= 1 and <= 32768"),
+    (["output_dir="], "output_dir: must not be empty"),
     (["ppo.lam=x"], "ppo.lam: x must be a number"),
     (["ppo.lam=nan"], "ppo.lam: nan must be a finite number"),
     (["model.trust_remote_code=perhaps"], "perhaps must be true or false"),

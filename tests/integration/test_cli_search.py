@@ -17,7 +17,16 @@ from runs import app_in_process, run, spawn, words
 
 from ppocli.config.schema import SweepConfig, TrainConfig
 from ppocli.errors import ConfigError
-from ppocli.runs.search import METRICS, _tell, distribution, findings, objectives, open_study
+from ppocli.runs.search import (
+    METRICS,
+    _end,
+    _tell,
+    distribution,
+    findings,
+    objectives,
+    open_study,
+    was_pruned,
+)
 from ppocli.runs.sweeps import JobRecord, SweepRecord, read_sweep, write_sweep
 from ppocli.storage.run_folder import RunFolder
 
@@ -163,6 +172,19 @@ def test_what_is_wrong_with_a_search_is_told_before_a_job(more, code, said, worl
     assert said in typed("train", "-m", *words(), *more, code=code).err
     assert not list(world.glob("runs/*/[0-9]"))
     assert "add -m" in typed("train", *words(), "sweep.trials=3", code=2).err
+
+
+def test_a_job_on_another_machine_is_ended_by_what_started_it(tmp_path):
+    ended = []
+
+    def end() -> bool:
+        _end(tmp_path, lambda: ended.append(1))
+        return was_pruned(tmp_path)
+
+    (tmp_path / ".lock").write_text("")
+    assert (end(), ended) == (False, [])  # it has ended already
+    (tmp_path / ".lock").write_text(json.dumps({"pid": 1, "host": "node1", "start_ticks": 1}))
+    assert (end(), ended) == (True, [1])
 
 
 def test_a_figure_that_no_job_has_ends_the_search(tmp_path):
