@@ -55,7 +55,8 @@ class Client:
 
     def ask(self, method: str, url: str, body: bytes = b"", most: int = 0,
             timeout: float | None = None) -> Any:
-        """The answer: its status, ``Retry-After``, and at most one more byte than ``most``.
+        """The answer: its status, ``Retry-After``, ``Location``, and at most one more byte than
+        ``most``.
 
         Args:
             timeout: seconds, in place of the client's.
@@ -87,8 +88,9 @@ class Client:
                     raise TimeoutError
                 if len(content) > most:
                     break
-        pause = {"Retry-After": answer.headers.get("Retry-After", "0")}
-        return type(answer)(answer.status_code, headers=pause, content=bytes(content[:most + 1]))
+        kept = {name: value for name in ("Retry-After", "Location")
+                if (value := answer.headers.get(name, "")).isascii()}
+        return type(answer)(answer.status_code, headers=kept, content=bytes(content[:most + 1]))
 
 
 def is_loopback(host: str) -> bool:
@@ -120,6 +122,6 @@ def from_environment(variable: str, header: str, key: str, error: type[PpocliErr
 def asked_pause(answer: Any, most: float) -> float:
     """Seconds that ``Retry-After`` asks for, as far as they are reasonable."""
     try:
-        return min(float(answer.headers.get("Retry-After", 0)), most)
+        return min(float(answer.headers.get("Retry-After") or 0), most)
     except ValueError:
         return 0.0

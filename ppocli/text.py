@@ -61,7 +61,10 @@ def error_line(error: BaseException) -> str:
 
 def short_path(path: str) -> str:
     """``path`` relative to the current folder when it lies inside, else as it is."""
-    here = os.getcwd() + os.sep
+    try:
+        here = os.getcwd() + os.sep
+    except FileNotFoundError:  # it was deleted meanwhile
+        return path
     return path[len(here):] if path.startswith(here) else path
 
 
@@ -72,8 +75,11 @@ def cut(text: str, longest: int) -> str:
 
 def shown(value: Any) -> str:
     """A value as the user would write it, cut to a readable length."""
-    text = ("null" if value is None else str(value).lower() if isinstance(value, bool)
-            else f"{value:g}" if isinstance(value, float) else str(value) or repr(value))
+    if isinstance(value, float):  # 1.0000001 is not 1
+        text = short if float(short := f"{value:g}") == value else repr(value)
+    else:
+        text = ("null" if value is None else str(value).lower() if isinstance(value, bool)
+                else str(value) or repr(value))
     return cut(text, 80)
 
 

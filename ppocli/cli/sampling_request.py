@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 SHAPING = ("temperature", "top_k", "top_p", "min_p")
 """sampling settings that count only where something is drawn"""
+_IDLE = ("ppo", "data", "sft", "reward_model", "task", "eval", "checkpoint", "tracking")
+"""sections that say how to train"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ def find_models(request: SamplingRequest) -> ChosenModels:
         raise ConfigError("Responses are sampled by our own loop here, or by vLLM servers.",
                           where="rollout", fix="rollout.engine=vllm rollout.urls=[URL], or no "
                           "words that begin with rollout.; ppocli eval takes all of them")
+    _refuse_idle(request)
     models = [(target, cfg.model)]
     if (other := judged.find_against(target, cfg, output.say)) is not None:
         if cfg.rollout.engine == "vllm":
@@ -106,6 +109,17 @@ def find_models(request: SamplingRequest) -> ChosenModels:
         models.append((other, cfg.model if other.model == cfg.model.path
                        else _trained_from(other, request.trust)))
     return ChosenModels(cfg, tuple(models))
+
+
+def _refuse_idle(request: SamplingRequest) -> None:
+    """Refuse words that change nothing of responses to prompts that are given."""
+    for key in (word.lstrip("+~").partition("=")[0] for word in request.words):
+        section, dot, _ = key.partition(".")
+        unscored = section == "reward" and not request.scored
+        if unscored or section in _IDLE or (section == "prompts" and dot and key != "prompts.chat"):
+            raise ConfigError(f"{key} would change nothing of the responses.", where="command line",
+                              fix="leave it out; " + ("--score has them scored" if unscored else
+                                                      "prompts are given with --prompts FILE"))
 
 
 def _trained_from(target: Target, trusts: bool) -> schema.ModelConfig:

@@ -145,7 +145,8 @@ def _range_problems(key: Key, value: Any) -> Iterator[str]:
                 did_you_mean(item, key.metadata["choices"])
                 if key.metadata["choices"] and isinstance(item, str) else "")
             yield f"{shown(item)} must be {key.allowed}{hint}"
-        elif key.item is int and isinstance(item, int) and abs(item) > _MOST:
+        elif (key.item is int and isinstance(item, int) and abs(item) > _MOST
+              and key.metadata["lt"] is None):
             yield f"{shown(item)} must be at most {_MOST}"
 
 

@@ -101,7 +101,8 @@ def _servers(config: schema.TrainConfig) -> keys.Rules:
     if rollout.engine != "vllm":
         for name in (f.name for f in fields(own) if f.name not in ("engine", "kwargs")):
             yield (getattr(rollout, name) != getattr(own, name), f"rollout.{name}, rollout.engine",
-                   f"{name} belongs to servers: leave it out, or set rollout.engine=vllm")
+                   f"{name} belongs to servers: leave it out (rollout.{name}="
+                   f"{shown(getattr(own, name))} where a run has it), or set rollout.engine=vllm")
         return
     yield (rollout.ahead and config.ppo.staleness, "rollout.ahead, ppo.staleness",
            "ahead=1 already trains on samples of the policy before: set one of them to 0")

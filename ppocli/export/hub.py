@@ -29,9 +29,12 @@ _PASSING = (408, 429, 500, 502, 503, 504)
 _MEANINGS = {401: "your token is not accepted", 403: "your token may not write there",
              404: "there is no such repository or branch, or your token may not see it",
              429: "too many requests"}
-_STALE = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json",
-          model_files.VALUE_HEAD, model_files.VALUE_TRUNK, "eval.json"]
-"""files of an earlier export that this one may not have; transformers would load the wrong ones"""
+_STALE = ["config.json", "model.safetensors", "model-*-of-*.safetensors",
+          "model.safetensors.index.json", model_files.ADAPTER_CONFIG, model_files.ADAPTER_WEIGHTS,
+          model_files.ADAPTER_BASE, model_files.VALUE_HEAD, model_files.VALUE_TRUNK, "eval.json",
+          "additional_chat_templates/*.jinja"]
+"""files of an earlier export that this one may not have: transformers would load the wrong ones,
+and put an adapter on weights that it was merged into"""
 _PULL_REQUEST = re.compile(r"refs/pr/\d+")
 
 

@@ -9,7 +9,14 @@ from typing import Any
 
 from ppocli.config import kept, secrets, tasks
 from ppocli.display.console import closing_table
-from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError, RunGoneError, StoppedError
+from ppocli.errors import (
+    DivergedError,
+    OutOfMemoryError,
+    PpocliError,
+    RewardError,
+    RunGoneError,
+    StoppedError,
+)
 from ppocli.launching.child_process import RunOutcome
 from ppocli.parallel.launchers import my_phase, my_rank
 from ppocli.parallel.stop import StopRequested
@@ -32,7 +39,13 @@ def ending_well(run: loop.Run) -> Iterator[None]:
 
     try:
         with loop.naming_lost_place(run):
-            yield
+            try:
+                yield
+            except RewardError as error:
+                if run.stop.requested is None:
+                    raise
+                # several ranks hear a stop only once none of them waits for a reward any more
+                raise StopRequested(run.stop.requested) from error
     except RunGoneError:
         raise
     except StopRequested as stop:

@@ -64,7 +64,7 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
     if is_scorer(target.model):
         raise ConfigError(f"{target.name} is a reward model: it scores responses and writes none.",
                           where="RUN", fix="name a policy; to score its responses with this model: "
-                          "reward.fn=reward_model reward.kwargs.model="
+                          "--reward reward_model reward.kwargs.model="
                           f"{short_path(str(target.run_dir or target.model))}")
     given = {word.lstrip("+~").partition("=")[0] for word in words}
     run = _trained_on_data(target)

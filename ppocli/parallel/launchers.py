@@ -9,6 +9,7 @@ import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -249,7 +250,8 @@ def hold_lifeline() -> int:
 def note_phase(phase: str) -> None:
     """Leave word of where this rank is, should it say nothing any more."""
     if (folder := _folder()) is not None:
-        (folder / f"phase-{my_rank()}").write_text(phase, encoding="utf-8")
+        with suppress(OSError):  # a full disk for temporary files is no reason to end
+            (folder / f"phase-{my_rank()}").write_text(phase, encoding="utf-8")
 
 
 def read_phase(folder: Path, rank: int) -> str:
@@ -292,7 +294,10 @@ def write_outcome(outcome: RankOutcome) -> None:
 
     path = Path(os.environ[OUTCOMES]) / f"rank-{outcome.rank}.json"
     told = replace(outcome, message=safe_text(outcome.message), trace=safe_text(outcome.trace))
-    path.write_text(json.dumps(asdict(told)), encoding="utf-8")
+    try:
+        path.write_text(json.dumps(asdict(told)), encoding="utf-8")
+    except OSError:  # no room: whoever reads the terminal shall know
+        sys.stderr.write(f"{told.trace}rank {told.rank}: {told.message}\n")
 
 
 def read_outcomes(folder: Path) -> list[RankOutcome]:

@@ -15,6 +15,7 @@ objects as in :attr:`RewardScores.logs`, and ``"per_step": true``: its lists hav
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -296,11 +297,17 @@ def decode_scores(body: bytes) -> tuple[list[Any], list[Any]]:
         extra, logged = log.get("extra", {}), log.get("logged", {})
         if not isinstance(extra, dict):
             raise WireError(f"{shorten(json.dumps(extra))} as 'extra', which is no object")
-        if not isinstance(logged, dict) or not all(
-                isinstance(value, (int, float, type(None))) for value in logged.values()):
+        if not isinstance(logged, dict) or not all(map(_is_number, logged.values())):
             raise WireError(f"{shorten(json.dumps(logged))} as 'logged', which is no object of "
                             "numbers")
     return said, logs
+
+
+def _is_number(value: Any) -> bool:
+    """Or null; no integer of hundreds of digits, which JSON may hold."""
+    if isinstance(value, int):
+        return value.bit_length() < sys.float_info.max_exp
+    return value is None or isinstance(value, float)
 
 
 def _json(body: bytes) -> Any:

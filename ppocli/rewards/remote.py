@@ -138,6 +138,8 @@ class HttpReward:
                     return answer
                 failed = f"{self.url} answered {status}: {shorten(opening(answer.content))}"
                 cause, fix = None, _REMEDIES.get(status, "look into the server's own messages")
+                if elsewhere := answer.headers.get("Location"):
+                    fix = f"it points to {elsewhere}: correct reward.kwargs.url"
                 pause = max(pause, asked_pause(answer, LONGEST_PAUSE))
                 if status < 500 and status != 429:  # too many requests
                     raise RewardError(failed, where="reward.kwargs.url", fix=fix)

@@ -115,8 +115,8 @@ def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path
                     number = len(study.get_trials(deepcopy=False))
                     study.sampler = _sampler(optuna, plan, number)
                     trial = study.ask(fixed_distributions=wanted)
-                job = make_job(trial.number, tuple(f"{name}={_shown(trial.params[name])}"
-                                                   for name in wanted))
+                job = make_job(trial.number, tuple(f"{name}={_shown(trial.params[name], each)}"
+                                                   for name, each in wanted.items()))
                 watch = watched.enter_context(ExitStack())
                 if plan.prune:
                     watch.enter_context(_stopping_early(trial, job, metrics[0], end))
@@ -209,9 +209,16 @@ def distribution(name: str, override: Any) -> BaseDistribution:
     return kind(low, high, log=log)
 
 
-def _shown(value: Any) -> str:
-    """A value as a word; four digits are enough of a number from an interval."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+def _shown(value: Any, wanted: Any) -> str:
+    """A value as a word; four digits are enough of a number from an interval, unless they leave it.
+
+    Args:
+        wanted: optuna's distribution that it is of.
+    """
+    if not isinstance(value, float) or hasattr(wanted, "choices"):
+        return str(value)
+    return next(text for digits in (*range(4, 17), 17)
+                if wanted.low <= float(text := f"{value:.{digits}g}") <= wanted.high)
 
 
 def _first(wanted: Any) -> Any:

@@ -302,6 +302,7 @@ def saved_policy(loaded: LoadedLM, spec: SamplingSpec, tokenizer: Any) -> SavedM
     if spec.do_sample:
         config.temperature, config.top_k, config.top_p = spec.temperature, spec.top_k, spec.top_p
         config.min_p = spec.min_p or None
+    config.min_new_tokens = spec.min_new_tokens or None
     if spec.repetition_penalty != 1.0:
         config.repetition_penalty = spec.repetition_penalty
     return SavedModel(loaded.lm, loaded.export_config, config, tokenizer, loaded.adapter)

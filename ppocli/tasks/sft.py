@@ -2,9 +2,11 @@
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,9 @@ from ppocli.training.state import TrainState
 
 log = logging.getLogger("ppocli")
 
+_LOOKED_AT = 1000
+"""examples whose ends are compared with what ends a response"""
+
 
 class SFTTask(supervised.SupervisedTask):
     """The mean negative logprob of the trained tokens of an update, each token with the same
@@ -44,6 +49,21 @@ class SFTTask(supervised.SupervisedTask):
         self.saved = building.saved_policy(loaded, self.spec, tokenizer)
         self.sampler = building.build_sampler(SamplerSetup(cfg, backend, tokenizer, loaded))
         self.asked = self._asked()
+        self._check_end(tokenizer, train)
+
+    def _check_end(self, tokenizer: Any, train: Examples) -> None:
+        """Warn where examples teach to end with a token at which nothing would stop."""
+        ends = Counter(int(ids[mask][-1]) for ids, mask in
+                       islice(zip(train.tokens, train.trained, strict=True), _LOOKED_AT))
+        (token, count), = ends.most_common(1)
+        marks = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
+        given = self.cfg.generation
+        if (2 * count > ends.total() and token in marks - {*self.spec.stop_ids}
+                and not self.spec.stop_sequences and not given.ignore_eos):
+            stops = ",".join(map(str, [*given.stop_token_ids, token]))
+            log.warning("The examples end with %s, at which responses would not stop: give "
+                        "generation.stop_token_ids=[%s], here and in the PPO that follows.",
+                        tokenizer.convert_ids_to_tokens(token), stops)
 
     def _asked(self) -> list[int]:
         """Places in ``val`` of the prompts that evaluations show responses to: the first that leave

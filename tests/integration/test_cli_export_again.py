@@ -257,7 +257,8 @@ def test_pushing_again_replaces_stale_weights_and_keeps_what_was_written_there(h
     assert len(repo.lfs) > 1
     theirs = with_user_text(files["README.md"].decode(), "Written on the Hub.")
     files |= {"README.md": theirs.encode(), "model-00007-of-00009.safetensors": b"stale",
-              "adapter.safetensors": b"someone's"}
+              "adapter.safetensors": b"someone's", "adapter_config.json": b"{}",
+              "adapter_model.safetensors": b"that was merged", "base_model.json": b"{}"}
     again = push("--repo-id", "tester/x", "--public")
     assert again.code == 0, again.err
     assert "kept the text that was written on the Hub" in again.err

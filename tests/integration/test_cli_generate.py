@@ -218,7 +218,10 @@ def test_wrong_prompts_and_settings_are_told(here, generate):
             (("-p", "x", "--stop", ""), 2, "must not hold an empty text"),
             (("-p", "x", "--seed", str(2**64)), 2, "is too large"),
             (("-p", "x", "--min-p", "2"), 2, "must be >= 0 and <= 1 (from --min-p)"),
-            (("-p", "x", "--greedy", "--top-k", "3"), 2, "--top-k would change")):
+            (("-p", "x", "--greedy", "--top-k", "3"), 2, "--top-k would change"),
+            (("-p", "x", "ppo.gamma=0.3"), 2, "ppo.gamma would change nothing"),
+            (("-p", "x", "prompts.path=odd.csv"), 2, "fix:   leave it out; prompts are given with"),
+            (("-p", "x", "reward.fn=nowhere.py:f"), 2, "leave it out; --score has them scored")):
         ended = generate("first", *words, code=code)
         assert message in ended.err, ended.err
         assert ended.out == ""

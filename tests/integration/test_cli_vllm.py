@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import vllm_double
-from helpers import jsonl, save_talker
+from helpers import jsonl, save_lm, save_talker
 from runs import app_in_process, command_in_process, run, spawn, wait_for, words
 from vllm_double import dying, engine_of, free_port, serving
 
@@ -171,3 +171,11 @@ def test_the_command_that_starts_a_server(world, capsys):
     assert f"--model {world / 'lm'}" in first
     assert "--host h --port 8000" in second
     assert json.dumps({"tie_word_embeddings": False}) in first
+    bounded = app_in_process(capsys)(
+        "vllm-command", "model.path=lm", "rollout.engine=vllm", "prompts.max_length=45",
+        "rollout.urls=[http://h]", code=0)
+    assert "--max-model-len 48 " in bounded.out  # no more than the model has positions
+    save_lm(world / "t5", "t5")
+    assert "vLLM serves no encoder-decoder" in app_in_process(capsys)(
+        "vllm-command", "model.path=t5", "rollout.engine=vllm", "rollout.urls=[http://h]",
+        code=2).err

@@ -141,7 +141,7 @@ FAULTS = [
     (PLAIN["completion"], {"prompt": "a"}, "has no column 'completion'"),
     (PLAIN["completion"], changed("plain", "completion", completion=ANSWER), "holds messages"),
     (PLAIN["completion"], changed("plain", "completion", prompt={"a": 1}), "(dict), not a text"),
-    (CHAT["messages"], {"messages": "a"}, "holds a text, where column 'messages' in line 1"),
+    (CHAT["messages"], {"messages": "a"}, "holds a text, not a list of"),
     (CHAT["messages"], {"messages": turns("a")}, "has no turn of the assistant"),
     (CHAT["messages"], {"messages": [{"from": "human", "value": "a"}]}, "no role and content"),
     (CHAT["messages"], {"messages": [{"role": "bot", "content": "a"}]}, "the role 'bot'"),

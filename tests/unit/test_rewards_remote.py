@@ -131,6 +131,8 @@ BAD = {
                "answered 200 with '[1]' as 'logged', which is no object of numbers"),
     "logged text": ((200, '{"scores": [1, 1, 1, 1, 1], "logs": [{"logged": {"a": "x"}}, {}, {}, {},'
                      ' {}]}'), "as 'logged', which is no object of numbers"),
+    "logged huge": ((200, '{"scores": [1, 1, 1, 1, 1], "logs": [{"logged": {"a": ' + "9" * 400
+                     + '}}, {}, {}, {}, {}]}'), "as 'logged', which is no object of numbers"),
     "NaN": ((200, '{"scores": [1.0, NaN, 1.0, 1.0, 1.0]}'), "returned NaN for sample 1: 'p1 r1'"),
     "null": ((200, '{"scores": [1.0, 1.0, 1.0, null, 1.0]}'), "returned None for sample 3"),
     "client's fault": ((422, '{"error": "needs a column \\nand more"}'),
@@ -167,6 +169,14 @@ def test_failures_of_the_server_are_tried_again(caplog):
         assert len(asked) == 3
     assert f"{url} answered 500: 'oops'; trying again in 0.01 s (1 of 3)" in caplog.text
     assert "answered 429: 'slow down'; trying again in 0.02 s (2 of 3)" in caplog.text
+
+
+def test_a_redirection_names_where_to():
+    head = (b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /score/\r\nRetry-After: \xe9\r\n"
+            b"Content-Length: 0\r\n\r\n")
+    with pouring(head, b"", 0.01) as url, refused(
+            RewardError, "answered 307", "it points to /score/: correct reward.kwargs.url"):
+        build_reward(cfg_of(url)).score(request_of())
 
 
 def test_a_slow_answer_is_not_waited_for_and_not_asked_for_again():

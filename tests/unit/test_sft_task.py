@@ -221,6 +221,17 @@ def test_evaluation_is_the_oracles_whatever_the_passes(tmp_path):
         assert task.evaluate(StopFlag()).figures["loss"] == found.figures["loss"]
 
 
+def test_examples_that_end_with_what_ends_no_response_are_warned_of(tmp_path, caplog):
+    """As those of a chat template whose turns end with another token than the tokenizer's EOS."""
+    save_talker(tmp_path / "talker")
+    config = tmp_path / "talker/chat_template.jinja"
+    config.write_text(config.read_text().replace(" . {% endfor %}", " <unk>{% endfor %}"))
+    for stops, warned in (([], True), ([3], False)):
+        caplog.clear()
+        with sft_of(tmp_path, "talker", TALKS, generation__stop_token_ids=stops):
+            assert ("generation.stop_token_ids=[3]" in caplog.text) is warned
+
+
 def test_prompts_without_room_for_a_response_are_not_shown(tmp_path, caplog):
     long = {"prompt": "the film was very " * 15, "completion": " good"}
     with sft_of(tmp_path, val=[long, ROWS[0]], sft__eval_samples=2) as task:

@@ -18,8 +18,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ppocli.config import keys, schema
-from ppocli.errors import SamplerError
+from ppocli.errors import ConfigError, SamplerError
 from ppocli.models.loading.model_config import ModelFacts, max_positions
+from ppocli.models.trunk import has_encoder
 from ppocli.sampling.vllm import keeper, plugin
 from ppocli.sampling.vllm.server import Lost, Server
 from ppocli.storage.model_files import find_whole
@@ -59,6 +60,17 @@ def most_tokens(cfg: schema.TrainConfig, longest_prompt: int) -> int:
     return longest_prompt + max([*new, *([] if cfg.env.fn is None else [cfg.env.max_tokens])])
 
 
+def refuse_encoders(lm: Any) -> None:
+    """Refuse a model, or what is known of it, that vLLM doesn't serve.
+
+    Raises:
+        ConfigError: it has an encoder.
+    """
+    if has_encoder(lm):
+        raise ConfigError("vLLM serves no encoder-decoder.", where="rollout.engine, model.path",
+                          fix="set rollout.engine=decode")
+
+
 def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url: str) -> list[str]:
     """Its words, for an environment with the variables of :func:`server_environment`.
 
@@ -69,12 +81,17 @@ def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url:
         facts: of ``model.path``.
         python: the interpreter that has vLLM.
         url: where it listens.
+
+    Raises:
+        ConfigError: vLLM doesn't serve such a model.
     """
+    refuse_encoders(facts)
     parts, model = urlsplit(url), cfg.model
     limit, longest = max_positions(facts), cfg.prompts.max_length
-    length = limit if longest is None else most_tokens(cfg, longest)
+    length = limit if longest is None else min(most_tokens(cfg, longest), limit or sys.maxsize)
     source = find_whole(model.path, key="model.path", revision=model.revision)[0]
-    source = os.path.abspath(source) if os.path.isdir(source) else source
+    source, tokenizer = (os.path.abspath(name) if os.path.isdir(name) else name
+                         for name in (source, model.tokenizer_path or ""))
     return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", source,
             "--served-model-name", served_name(cfg, facts.config),
             "--host", parts.hostname or "127.0.0.1", "--port", str(parts.port or 8000),
@@ -84,7 +101,7 @@ def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url:
             "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
             "--generation-config", "vllm",
             *(["--revision", model.revision] if model.revision else []),
-            *(["--tokenizer", model.tokenizer_path] if model.tokenizer_path else []),
+            *(["--tokenizer", tokenizer] if tokenizer else []),
             *(["--trust-remote-code"] if model.trust_remote_code else []),
             *(["--worker-extension-cls", RECEIVER] if cfg.rollout.transfer != "files" else []),
             *cfg.rollout.server_args]

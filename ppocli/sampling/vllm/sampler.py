@@ -21,7 +21,6 @@ from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.policy import Policy
-from ppocli.models.trunk import has_encoder
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.parallel.stop import StopFlag
@@ -30,7 +29,13 @@ from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker, looking
 from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.sampling.vllm.launch import check_python, launch_servers, most_tokens, served_name
+from ppocli.sampling.vllm.launch import (
+    check_python,
+    launch_servers,
+    most_tokens,
+    refuse_encoders,
+    served_name,
+)
 from ppocli.sampling.vllm.server import HOW_TO, Answer, Dealing, Lost, Server
 from ppocli.sampling.vllm.transfer import GroupTransfer
 from ppocli.sampling.vllm.weights import FolderTransfer, Transfer, tensors_of
@@ -51,9 +56,7 @@ class VllmSampler(DecodeSampler):
     def __init__(self, setup: SamplerSetup) -> None:
         super().__init__(setup)
         cfg, ranks = setup.cfg, setup.backend.ranks
-        if has_encoder(setup.loaded.lm):
-            raise ConfigError("vLLM serves no encoder-decoder.", where="rollout.engine, model.path",
-                              fix="set rollout.engine=decode")
+        refuse_encoders(setup.loaded.lm)
         if cfg.rollout.transfer == "nccl" and setup.backend.device.type != "cuda":
             raise ConfigError("nccl sends weights from a GPU, and this run computes on "
                               f"{setup.backend.device.type}.", where="rollout.transfer",
