@@ -172,6 +172,10 @@ MUTANTS = (
     Mutant("rows_cut_one_too_early", "ppocli/storage/run_logs.py",
            "and step > last_step", "and step >= last_step",
            ("tests/unit/test_run_logs.py::test_truncate_keeps_the_rest_byte_for_byte",)),
+    Mutant("first_ratios_unchecked", "ppocli/tasks/ppo/figures.py",
+           "DECODING_GAP = 0.01", "DECODING_GAP = 100.0",
+           ("tests/integration/test_seams.py"
+            "::test_old_logprobs_that_are_not_the_policy_s_are_found_by_the_first_ratios",)),
 )
 
 
