@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from ppocli.config import secrets
 from ppocli.daemon import in_daemon
 from ppocli.errors import ConfigError, PpocliError
 from ppocli.text import error_line
@@ -115,6 +114,8 @@ def from_environment(variable: str, header: str, key: str, error: type[PpocliErr
         raise error(f"{variable} can't be sent as {header}: it is empty, or has characters beyond "
                     "ASCII, or white space at an end (it is not shown).", where=key,
                     fix=f"correct it: export {variable}=...")
+    from ppocli.config import secrets  # the command line starts without OmegaConf
+
     secrets.SENT.add(value)  # a server may quote it
     return value
 
