@@ -113,8 +113,8 @@ def test_every_job_of_a_sweep_is_checked(validate, world):
     assert done.out.splitlines()[0] == "valid: a sweep of 2 jobs"
     assert "  job 1 (seed=2): ./lm, reward rewards.py:plain" in done.out
     assert "into runs/sweep-DATE-TIME/1" in done.out
-    done = validate("-m", *words("seed=1,2"), "hydra.sweep.dir=${now:made}", code=0)
-    assert "into made/1" in done.out
+    done = validate("-m", *words("seed=1,2"), "hydra.sweep.dir=${now:fresh}", code=0)
+    assert "into fresh/1" in done.out
     done = validate("-m", *words("seed=1,x", "ppo.gamma=2,1"), "--json")
     problems = json.loads(done.out)["problems"]
     assert done.code == 2
