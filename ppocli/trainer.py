@@ -18,6 +18,7 @@ from ppocli.generation import Batch, called
 if TYPE_CHECKING:
     from ppocli.api import TrainedRun
     from ppocli.tasks.ppo.rollout import Chunk
+    from ppocli.tasks.ppo.session import Session
 
 
 class PPOTrainer:
@@ -59,7 +60,6 @@ class PPOTrainer:
             self._run = stack.enter_context(opened(overrides, objects))
             assert isinstance(self._run.task, PPOTask)
             self._task = self._run.task
-            self._session = replace(self._task.session, stop=self._run.stop, clock=self._run.clock)
             if lr_scheduler is not None:
                 follow_scheduler(self._task.trained.optimizer, lr_scheduler, self.steps)
             self._stack = stack.pop_all()
@@ -69,6 +69,10 @@ class PPOTrainer:
         self._drawn = self._run.state.episodes
         self._logged = self._run.state.step
         self._ended = False
+
+    @property
+    def _session(self) -> "Session":
+        return replace(self._task.session, stop=self._run.stop, clock=self._run.clock)
 
     @property
     def run_dir(self) -> Path:

@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 
 SHAPING = ("temperature", "top_k", "top_p", "min_p")
 """sampling settings that count only where something is drawn"""
-_IDLE = ("ppo", "data", "sft", "reward_model", "task", "eval", "checkpoint", "tracking")
+_IDLE = ("ppo", "data", "sft", "reward_model", "task", "eval", "checkpoint", "tracking", "seed")
 """sections that say how to train"""
+_READ_OF_PROMPTS = ("prompts.chat", "prompts.max_length")
+"""how prompts are worded, and what servers that are started have room for"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +118,11 @@ def _refuse_idle(request: SamplingRequest) -> None:
     for key in (word.lstrip("+~").partition("=")[0] for word in request.words):
         section, dot, _ = key.partition(".")
         unscored = section == "reward" and not request.scored
-        if unscored or section in _IDLE or (section == "prompts" and dot and key != "prompts.chat"):
+        if (unscored or section in _IDLE or key.startswith("generation.eval.")
+                or (section == "prompts" and dot and key not in _READ_OF_PROMPTS)):
             raise ConfigError(f"{key} would change nothing of the responses.", where="command line",
-                              fix="leave it out; " + ("--score has them scored" if unscored else
-                                                      "prompts are given with --prompts FILE"))
+                              fix="leave it out" + ("; --score has them scored" if unscored else
+                                                    "; --seed N is theirs" * (key == "seed")))
 
 
 def _trained_from(target: Target, trusts: bool) -> schema.ModelConfig:

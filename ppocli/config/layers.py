@@ -256,7 +256,8 @@ def _merge(node: DictConfig, entry: Entry) -> str | None:
         at_evaluation = entry.key.replace("generation.", "generation.eval.", 1)
         if several and keys.schema_keys().get(at_evaluation, key).kind == "sweep":
             several += f" (to evaluate with each: {at_evaluation}=[...])"
-        if key.item is int and isinstance(entry.value, float) and entry.value.is_integer():
+        if (key.item is int and key.kind == "scalar" and isinstance(entry.value, float)
+                and entry.value.is_integer() and abs(entry.value) < 2**53):
             return (f"{entry.value!r} must be {key.expected}, without a point or an exponent: "
                     f"{entry.key}={entry.value:.0f}")
         return f"{shown(entry.value)} must be {key.expected}{several}"

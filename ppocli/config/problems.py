@@ -44,7 +44,7 @@ class Problem:
 
 
 _MOST = 2**53
-"""of a number without a bound of its own: more, numpy and JSON can't hold"""
+"""of a number without a bound of its own: beyond it, doubles skip numbers"""
 _ASSIGNMENT = re.compile(r"\b[a-z_]+(\.[a-z_]+)*=")
 
 
@@ -145,7 +145,7 @@ def _range_problems(key: Key, value: Any) -> Iterator[str]:
                 did_you_mean(item, key.metadata["choices"])
                 if key.metadata["choices"] and isinstance(item, str) else "")
             yield f"{shown(item)} must be {key.allowed}{hint}"
-        elif (key.item is int and isinstance(item, int) and abs(item) > _MOST
+        elif (key.item is int and isinstance(item, int) and item > _MOST
               and key.metadata["lt"] is None):
             yield f"{shown(item)} must be at most {_MOST}"
 

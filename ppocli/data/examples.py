@@ -182,7 +182,7 @@ class _Reader:
                     raise ConfigError(f"data.{key} works on prompts, but the rows have no column "
                                       "'prompt'.", where=f"data.{key}={value}",
                                       fix="data.columns.prompt=YOURS, or leave it out")
-        if "tools" in row.values:
+        if "tools" in row.values and isinstance(row.values[self.format[-1]], list):
             self.read.notes.append("the column tools is not read: chat templates are given none")
         if self.source.template is not None:
             self.pieces = render.parse_template(self.source, list(map(str, row.values)))
@@ -209,8 +209,8 @@ class _Reader:
         if isinstance(cell, str):
             if name == "messages":
                 self._refuse(f"{here} holds a text, not a list of {{role, content}} messages",
-                             "give JSON lines or Parquet, whose cells can be lists; one text that "
-                             "is learnt as it stands is a column text")
+                             "give JSON lines or Parquet, whose cells can be lists; a text to be "
+                             "learnt as it stands belongs in a column 'text'")
             self._check_kind(here, "a text")
             return render.encodable(cell, row, self.source) if cell.strip() else None
         if not isinstance(cell, list):

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -26,10 +27,11 @@ RECORD = "export.json"
 """what an export is of; also how an export is known from any other folder"""
 TRAINING_CONFIG = "training_config.yaml"
 EVALUATION = "eval.json"
-_TOKENIZER = (*model_files.TOKENIZER_FILES, "*.model", "*.spm", "*.tiktoken", "merges.txt",
+TOKENIZER = (*model_files.TOKENIZER_FILES, "*.model", "*.spm", "*.tiktoken", "merges.txt",
               "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
               "chat_template.json", "additional_chat_templates/*.jinja", "emoji.json", "dict.txt",
-              "entity_vocab.json", "byte_maps.json", "prophetnet.tokenizer")
+              "entity_vocab.json", "byte_maps.json", "prophetnet.tokenizer", "*vocab*.json",
+              "bpe.codes", "normalizer.json", "word_shape.json", "word_pronunciation.json")
 """patterns of files that tokenizers of transformers consist of"""
 _GENERIC = ("Once upon a time", "The film was")
 _OF_TRAINING = ("source", "run", "step", "evaluation", "run_id", "versions")
@@ -249,7 +251,7 @@ def _copied(plan: ExportPlan) -> dict[str, Path]:
     adapter, what an earlier export tells, and code that the model ships with."""
     ours = (model_files.ADAPTER_CONFIG, model_files.ADAPTER_BASE) if plan.adapter else ()
     told = _TOLD if plan.facts.earlier is not None else ()
-    names = [*_TOKENIZER, weights.GENERATION, *ours, *told]
+    names = [*TOKENIZER, weights.GENERATION, *ours, *told]
     if any("auto_map" in (atomic.read_json(plan.source / name) or {})
            for name in ("config.json", "tokenizer_config.json")):
         names.append("*.py")
@@ -297,8 +299,9 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 def foreign_files(folder: Path) -> list[str]:
     """What lies in ``folder`` that no export put there."""
-    record = read_record(folder)
-    known = set() if record is None else {CARD, RECORD, *record["files"]}
+    if (record := read_record(folder)) is None:
+        return sorted(os.listdir(folder))
+    known = {CARD, RECORD, *record["files"]}
     there = {path.relative_to(folder).as_posix() for path in folder.rglob("*")
              if path.is_symlink() or not path.is_dir() or not any(path.iterdir())}
     return sorted(there - known)

@@ -20,7 +20,7 @@ from ppocli.text import Say, first_line, short_path
 DEFAULT_SHARD = "5GB"
 _LONGEST_NAME = 96
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py", CARD,
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.py", *exports.TOKENIZER, CARD,
              exports.TRAINING_CONFIG, CURVE]
 """of a Hub repository, what an export reads"""
 

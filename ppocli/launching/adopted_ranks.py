@@ -128,7 +128,7 @@ def _told(first: RankOutcome) -> str:
     if first.lost:
         return secrets.safe_text(f"Error: rank {first.rank} lost the connection to another rank: "
                        f"{first.message.splitlines()[0]}\n  fix:   the launcher says what became "
-                       "of that one; go on from the last checkpoint: ppocli resume RUN\n")
+                       "of that one; go on with the same words and resume=auto\n")
     if not first.message:  # of ranks that a node has started, which have said it
         return ""
     label = "Stopped" if first.code > 128 else "Error"

@@ -42,10 +42,11 @@ def ending_well(run: loop.Run) -> Iterator[None]:
             try:
                 yield
             except RewardError as error:
-                if run.stop.requested is None:
-                    raise
+                if run.stop.requested is not None:
+                    log.warning("%s", error)
                 # several ranks hear a stop only once none of them waits for a reward any more
-                raise StopRequested(run.stop.requested) from error
+                run.stop.meet()
+                raise
     except RunGoneError:
         raise
     except StopRequested as stop:

@@ -217,7 +217,7 @@ def _shown(value: Any, wanted: Any) -> str:
     """
     if not isinstance(value, float) or hasattr(wanted, "choices"):
         return str(value)
-    return next(text for digits in (*range(4, 17), 17)
+    return next(text for digits in range(4, 18)
                 if wanted.low <= float(text := f"{value:.{digits}g}") <= wanted.high)
 
 

@@ -51,8 +51,8 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         tell(done, len(groups))
         verdict, terms = _update(task, plan, group, state, progress)
         finite = all(map(math.isfinite, terms.values()))
-        if done == 0 and finite:
-            progress.first = terms
+        if finite:
+            progress.first.setdefault(group.part, terms)
         if verdict is Verdict.STOP:
             progress.stopped = True
             break
@@ -89,7 +89,7 @@ class _Progress:
     tokens: int = 0
     terms: list[dict[str, float]] = field(default_factory=list)
     """of the updates whose terms are finite"""
-    first: dict[str, float] = field(default_factory=dict)
+    first: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def count(self, task: Task, verdict: Verdict, terms: dict[str, float], step: int) -> None:
         """Book a verdict and speak of a skipped update.

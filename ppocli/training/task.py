@@ -139,8 +139,9 @@ class OptimizeResult:
     """means over the updates of :attr:`Task.terms` and of ``grad_norm``; of maxima the largest"""
     tokens: int
     """tokens that went through forward and backward, on all ranks"""
-    first: dict[str, float] = field(default_factory=dict)
-    """the terms of the first update, before any weight had moved; empty if they were not finite"""
+    first: dict[str, dict[str, float]] = field(default_factory=dict)
+    """by :attr:`UpdateGroup.part` the terms of its first update that were finite, before that moved
+    any weight"""
 
 
 @dataclass(frozen=True, slots=True)

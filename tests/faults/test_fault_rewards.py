@@ -132,6 +132,19 @@ def test_a_stop_does_not_wait_for_a_reward_that_waits(how, world):
     assert "stopped by SIGINT at step 0" in err
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_reward_that_fails_once_a_stop_was_asked_for_is_a_stop(ranks, command, world):
+    """Of two ranks, only the first got the signal."""
+    fn = write_reward(world, "import os, signal\n"
+                      "    if os.environ.get('RANK', '0') == '0':\n"
+                      "        os.kill(os.getpid(), signal.SIGTERM)\n"
+                      "    raise ValueError('its own bug')", late=5)
+    command(*words(fn, "run_name=r", f"hardware.num_processes={ranks}", "eval.at_start=false",
+                   "reward.overlap=never"), code=143)
+    assert "its own bug" in (world / "runs/r/ppocli.log").read_text()
+    assert json.loads((world / "runs/r/summary.json").read_text())["status"] == "stopped"
+
+
 @pytest.mark.slow
 def test_a_mended_reward_goes_on_exactly(command, world):
     command(*words(write_reward(world, "return good"), "run_name=straight"), code=0)

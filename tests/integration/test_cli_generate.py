@@ -220,7 +220,8 @@ def test_wrong_prompts_and_settings_are_told(here, generate):
             (("-p", "x", "--min-p", "2"), 2, "must be >= 0 and <= 1 (from --min-p)"),
             (("-p", "x", "--greedy", "--top-k", "3"), 2, "--top-k would change"),
             (("-p", "x", "ppo.gamma=0.3"), 2, "ppo.gamma would change nothing"),
-            (("-p", "x", "prompts.path=odd.csv"), 2, "fix:   leave it out; prompts are given with"),
+            (("-p", "x", "prompts.path=odd.csv"), 2, "prompts.path would change nothing"),
+            (("-p", "x", "seed=7"), 2, "leave it out; --seed N is theirs"),
             (("-p", "x", "reward.fn=nowhere.py:f"), 2, "leave it out; --score has them scored")):
         ended = generate("first", *words, code=code)
         assert message in ended.err, ended.err

@@ -91,6 +91,18 @@ def loop_words(shared_world: Path, tmp_path: Path) -> list[str]:
             "ppo.num_steps=4", "run_name=loop"]
 
 
+def test_a_loop_too_has_its_logprobs_from_forward_passes_once_decoding_errs(
+        loop_words, request, caplog):
+    claims = request.config.rootpath / "tests/outside/claims.py"
+    with PPOTrainer([*loop_words, f"rollout.engine={claims}:Claims", "ppo.optimizer.lr=1e-8"]
+                    ) as trainer:
+        found = []
+        for _ in range(2):
+            batch = trainer.generate()
+            found.append(trainer.step(batch, [float(i % 2) for i in range(len(batch))]))
+    assert [figures["policy/max_log_ratio"] < 1e-3 for figures in found] == [False, True]
+
+
 @pytest.fixture(scope="module")
 def idle(shared_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPOTrainer]:
     """A trainer that makes no step."""

@@ -10,10 +10,10 @@ from ppocli.config import algorithm, schema, schema_training
 from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, turn_rows
 from ppocli.ppo import off_policy
 from ppocli.tasks.ppo.experience import penalties_of, sequence_kl
-from ppocli.tasks.ppo.records import CRITIC, Experience, PPOState, Rollout
+from ppocli.tasks.ppo.records import POLICY, Experience, PPOState, Rollout
 from ppocli.tasks.ppo.session import Session
 from ppocli.training.state import TrainState
-from ppocli.training.task import OptimizeResult, Plan
+from ppocli.training.task import OptimizeResult
 
 PATIENCE = 3
 """steps in a row, of ``held_back`` evaluations, before a sign is spoken of"""
@@ -253,15 +253,14 @@ def _token_lists(rollout: Rollout, i: int) -> dict[str, Any]:
     return found
 
 
-def decoding_gap(session: Session, plan: Plan, result: OptimizeResult) -> str | None:
-    """Why the old logprobs of a step were not the policy's, where decoding said them: no weight had
-    moved before its first update, whose ratios are 1 then, up to rounding."""
-    cfg, first = session.cfg, result.first
-    if (not session.from_decode or cfg.ppo.logprobs_from == "decode"
-            or (cfg.model.peft or {}).get("lora_dropout") or not plan.groups
-            or plan.groups[0].part == CRITIC):
+def decoding_gap(session: Session, result: OptimizeResult) -> str | None:
+    """Why the old logprobs of a step were not the policy's, where decoding said them: before its
+    first update the policy had not moved, and its ratios are 1 then, up to rounding."""
+    cfg, first = session.cfg, result.first.get(POLICY)
+    if (first is None or not session.from_decode or cfg.ppo.logprobs_from == "decode"
+            or cfg.ppo.old_logprobs == "sampler" or (cfg.model.peft or {}).get("lora_dropout")):
         return None
-    gap = math.sqrt(2 * first.get("approx_kl_squared", 0.0))
+    gap = math.sqrt(2 * first["approx_kl_squared"])
     return None if gap < DECODING_GAP else (
         "While it decodes, the policy says other log-probabilities than in a forward pass over the "
         f"same tokens: {gap:.2g} nats apart (root mean square; up to {first['max_log_ratio']:.2g})."

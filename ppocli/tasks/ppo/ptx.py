@@ -12,7 +12,7 @@ from ppocli.config.schema import PPOConfig
 from ppocli.data.data_set import Examples
 from ppocli.data.prompt_set import prompt_indices
 from ppocli.tasks import supervised
-from ppocli.tasks.ppo.records import Experience
+from ppocli.tasks.ppo.records import POLICY, Experience
 from ppocli.tasks.ppo.session import Session
 from ppocli.training.task import UpdateGroup
 
@@ -32,7 +32,7 @@ def with_examples(session: Session, experience: Experience, groups: Sequence[Upd
         ``len(experience)`` on are these examples, each trained token of which has the same weight.
     """
     data, ppo, found = session.examples, session.cfg.ppo, list(groups)
-    training = [i for i, group in enumerate(groups) if group.part == "all"]
+    training = [i for i, group in enumerate(groups) if group.part == POLICY]
     if data is None or not ppo.ptx.coef or not training:
         return experience, found
     size = _of_an_update(ppo)

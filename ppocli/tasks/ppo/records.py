@@ -17,8 +17,8 @@ from ppocli.models.head import HeadWeights
 from ppocli.models.layout import Sequences
 from ppocli.ppo.shaping import RunningMoments
 
-CRITIC = "critic"
-"""the part of an update that trains the value function alone"""
+POLICY, CRITIC = "all", "critic"
+"""parts of an update: policy and value function, and the latter alone"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,15 +103,17 @@ def score(session: EvalSession, question: Question) -> RewardScores:
 
 
 def asking(session: EvalSession, question: Question) -> Callable[[], RewardScores]:
-    """:func:`score`, to be called. A reward that waits, for others or for so long as
-    ``reward.timeout`` lets it, does so beside this thread, which hears a stop meanwhile."""
+    """:func:`score`, to be called. A reward that waits, for others (unless ``reward.overlap``
+    keeps it here) or for so long as ``reward.timeout`` lets it, does so beside this thread, which
+    hears a stop meanwhile."""
     work = partial(score, session, question)
 
     def heard() -> RewardScores:
         return begin(session, work, None)()
 
-    waits = session.reward.waits or session.cfg.reward.timeout is not None
-    return heard if waits else work
+    cfg = session.cfg.reward
+    waits = session.reward.waits and cfg.overlap != "never"
+    return heard if waits or cfg.timeout is not None else work
 
 
 def judge(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str],

@@ -180,7 +180,7 @@ class PPOTask(task.Task):
             after = replace(after, left_out=before.left_out + batch.drawn.samples - len(batch))
         row = figures.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         after, warnings = figures.watch(self.session, batch, after, row, state)
-        if gap := figures.decoding_gap(self.session, plan, result):
+        if gap := figures.decoding_gap(self.session, result):
             after, warnings = replace(after, decoding_differs=True), [*warnings, gap]
             self.session = replace(self.session, decoding_differs=True)
         return task.Finished(row, after.to_json(), tensors=batch.waiting, warnings=warnings,
@@ -321,7 +321,8 @@ def plan_updates(session: Session, experience: records.Experience, step: int, mi
         mixed_in: examples of ``ppo.ptx.data`` before those of this one.
     """
     ppo, groups = session.cfg.ppo, list[task.UpdateGroup]()
-    part = records.CRITIC if step < ppo.critic_warmup_steps or experience.pretrains else "all"
+    part = (records.CRITIC if step < ppo.critic_warmup_steps or experience.pretrains
+            else records.POLICY)
     first = ppo.critic_epochs or 0
     for epoch in range(first + ppo.ppo_epochs):
         # numpy takes [.., 0] for [..]: the 1 sets the critic's own passes apart
@@ -342,7 +343,7 @@ def plan_of(session: Session, experience: records.Experience, groups: list[task.
 
 
 def update_of(session: Session, experience: records.Experience, rows: torch.Tensor, epoch: int = 0,
-              part: str = "all") -> task.UpdateGroup:
+              part: str = records.POLICY) -> task.UpdateGroup:
     """The update of these rows of the experience, each token weighted for the whole of it."""
     ppo, lengths = session.cfg.ppo, experience.response_mask[rows].sum(1)
     said = lengths if experience.counts is None else experience.counts[rows].sum(1)
