@@ -20,6 +20,7 @@ from ppocli.errors import ConfigError
 from ppocli.runs.search import (
     METRICS,
     _end,
+    _shown,
     _tell,
     distribution,
     findings,
@@ -172,6 +173,12 @@ def test_what_is_wrong_with_a_search_is_told_before_a_job(more, code, said, worl
     assert said in typed("train", "-m", *words(), *more, code=code).err
     assert not list(world.glob("runs/*/[0-9]"))
     assert "add -m" in typed("train", *words(), "sweep.trials=3", code=2).err
+
+
+@pytest.mark.parametrize(("value", "high", "shown"), [
+    (0.999964321, 0.99999, "0.99996"), (0.123456789, 0.2, "0.1235"), (0.12345, 0.12345, "0.12345")])
+def test_a_value_that_is_rounded_stays_in_its_interval(value, high, shown):
+    assert _shown(value, FloatDistribution(0.0, high)) == shown
 
 
 def test_a_job_on_another_machine_is_ended_by_what_started_it(tmp_path):

@@ -14,12 +14,15 @@ from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.launching.adopted_ranks import Meeting, placed
 from ppocli.parallel.launchers import (
+    OUTCOMES,
     Launched,
     RankOutcome,
     find_launch,
     first_host,
     interface_towards,
     let_gloo_use,
+    note_phase,
+    write_outcome,
 )
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -184,3 +187,11 @@ def test_a_rank_that_lost_another_lets_that_one_say_why(capsys):
         codes.append(pool.submit(meetings[1].conclude, cause))
         assert [code.result() for code in codes] == [7, 7]
     assert capsys.readouterr().err == "Error: no reward today\n"
+
+
+def test_a_rank_without_room_for_temporary_files_says_what_it_came_to(monkeypatch, capsys,
+                                                                      tmp_path):
+    monkeypatch.setenv(OUTCOMES, str(tmp_path / "gone"))
+    note_phase("step 1, rollout")
+    write_outcome(RankOutcome(1, 7, "the reward failed", "", 0.0))
+    assert capsys.readouterr().err == "rank 1: the reward failed\n"

@@ -26,6 +26,21 @@ def test_lines_of_exceptions():
     assert text.error_line(KeyError()) == "KeyError"
 
 
+def test_a_number_is_shown_as_it_was_given():
+    assert [text.shown(value) for value in (1.0, 1.0000001, 1e-5, 0.1)] == [
+        "1", "1.0000001", "1e-05", "0.1"]
+
+
+def test_paths_are_told_in_a_folder_that_is_gone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert text.short_path(f"{tmp_path}/a/b") == "a/b"
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert text.short_path(f"{gone}/a") == f"{gone}/a"
+
+
 def test_counts_and_sizes():
     assert [text.counted(n, "row") for n in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
     assert [text.format_bytes(n) for n in (12, 3400, 214 * 10**6, 94 * 10**8, 123 * 10**8)] == [
