@@ -10,7 +10,7 @@ import inspect
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from concurrent.futures import wait
 from numbers import Real
 from typing import Any, TypeVar
@@ -209,17 +209,25 @@ def read_metrics(bound: BoundCallable, request: RewardRequest, returned: Any
     return metrics
 
 
-def check_invalid_share(num_invalid: int, total: int) -> None:
-    """Stop when ``reward.on_invalid=skip`` dropped more than a tenth of a rollout.
+def check_invalid_share(num_invalid: int, total: int, failures: Sequence[str] = ()) -> None:
+    """Stop when ``reward.on_invalid=skip`` or ``env.on_error=drop`` dropped more than a tenth of a
+    rollout; one of several samples may always be dropped, which of a small last step is more.
+
+    Args:
+        failures: what environments raised.
 
     Raises:
         RewardError: ``num_invalid`` is above 10% of ``total``.
     """
-    if num_invalid > MAX_INVALID_SHARE * total:
-        raise RewardError(
-            f"{num_invalid} of the {total} samples of this rollout got no valid score; at most "
-            f"{MAX_INVALID_SHARE:.0%} may be dropped.",
-            where="reward.on_invalid=skip", fix="mend the reward, so that None and NaN stay rare")
+    if num_invalid <= max(MAX_INVALID_SHARE * total, total > 1):
+        return
+    what = (f"{num_invalid} of the {total} samples of this rollout got no valid score; at most "
+            f"{MAX_INVALID_SHARE:.0%} may be dropped.")
+    if failures:
+        raise RewardError(f"{what} An environment failed: {failures[0]}", where="env.on_error=drop",
+                          fix="mend the environment, so that errors stay rare")
+    raise RewardError(what, where="reward.on_invalid=skip",
+                      fix="mend the reward, so that None and NaN stay rare")
 
 
 def invalid_error(bound: BoundCallable, request: RewardRequest, index: int,

@@ -149,6 +149,12 @@ def test_too_many_invalid_samples_stop_the_run():
     check_invalid_share(10, 100)
     with pytest.raises(RewardError, match="11 of the 100 samples"):
         check_invalid_share(11, 100)
+    check_invalid_share(1, 8)  # of a last step
+    with pytest.raises(RewardError, match="1 of the 1 samples"):
+        check_invalid_share(1, 1)
+    with pytest.raises(RewardError, match="An environment failed: KeyError: 'x'") as caught:
+        check_invalid_share(2, 8, ["KeyError: 'x'"])
+    assert caught.value.where == "env.on_error=drop"
 
 
 WEIGHTED = '''

@@ -94,7 +94,8 @@ class PPOTask(task.Task):
         Raises:
             RewardError: too few samples have a valid score.
         """
-        check_invalid_share(int((~batch.valid).sum()), len(batch))
+        check_invalid_share(int((~batch.valid).sum()), len(batch),
+                            [one.error for one in batch.episodes if one.error])
         own = records.PPOState.from_json(state.task)
         left = max(self.total_samples() - state.episodes - len(batch), 0)
         last = state.step + -(-left // self.samples_per_step)
