@@ -16,12 +16,12 @@ from ppocli.config.schema import EnvConfig
 from ppocli.daemon import awaited, in_daemon, in_loop, leave_loop
 from ppocli.data.prompt_set import PromptBatch, PromptSet
 from ppocli.environments.resolve import EnvironmentClass
-from ppocli.environments.wording import can_be_said
+from ppocli.environments.wording import can_be_said, spelled
 from ppocli.episode import Step
 from ppocli.errors import RewardError
 from ppocli.ppo.noise import USER
 from ppocli.rewards import guard
-from ppocli.text import raised_at, said, short_path
+from ppocli.text import error_line, raised_at, said, short_path
 from ppocli.user_code import shorten
 
 
@@ -136,7 +136,7 @@ class Calls:
                 environment, result = self._begun(call, stream)
                 if inspect.isawaitable(result):
                     result = await self._in_time(result)
-                return Answered(environment, result if call.turn == 0 else as_step(result))
+                return Answered(environment, spelled(result) if call.turn == 0 else as_step(result))
             except BaseException as error:
                 if (outcome := self._given_up(call, error, left)) is not None:
                     return outcome
@@ -157,7 +157,7 @@ class Calls:
             try:
                 environment, result = self._limited(partial(self._begun, call, stream),
                                                     self.cfg.timeout)
-                return Answered(environment, result if call.turn == 0 else as_step(result))
+                return Answered(environment, spelled(result) if call.turn == 0 else as_step(result))
             except BaseException as error:
                 if (outcome := self._given_up(call, error, left)) is not None:
                     return outcome
@@ -239,4 +239,8 @@ def as_step(result: Any) -> Step:
     if not can_be_said(observation):
         raise TypeError(f"the observation is {shorten(repr(observation))}, neither text nor "
                         "messages")
-    return Step(observation or None, reward, bool(result.done), getattr(result, "failed", None))
+    failed = getattr(result, "failed", None)
+    if isinstance(failed, BaseException):
+        failed = error_line(failed)
+    return Step(spelled(observation) or None, reward, bool(result.done),
+                None if failed in (None, False) else spelled(str(failed)))

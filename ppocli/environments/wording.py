@@ -142,6 +142,16 @@ def can_be_said(value: Any) -> bool:
         and all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in value))
 
 
+def spelled(said: Any) -> Any:
+    """What an environment says, with halves of UTF-16 pairs, which no tokenizer takes, spelled out:
+    a tool may repeat a policy's own ``\\ud800``."""
+    if isinstance(said, str):
+        return said.encode(errors="backslashreplace").decode()
+    if isinstance(said, Mapping):
+        return {name: spelled(part) for name, part in said.items()}
+    return [spelled(part) for part in said] if isinstance(said, (list, tuple)) else said
+
+
 def text_of(messages: Sequence[Any]) -> str:
     """Messages as samples show them."""
     return "".join(f"\n[{one.get('role', 'user')}] {one.get('content', '')}\n" for one in messages)

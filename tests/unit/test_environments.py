@@ -138,7 +138,11 @@ def test_a_call_that_raised_is_tried_again():
     (Step("a", 1, True), Step("a", 1.0, True)), (("a", True, False), Step("a", 1.0, False)),
     (["", 0, 0], Step(None, 0.0, False)),
     (([{"role": "tool", "content": "x"}], torch.tensor(2.0), np.bool_(True)),
-     Step([{"role": "tool", "content": "x"}], 2.0, True))])
+     Step([{"role": "tool", "content": "x"}], 2.0, True)),
+    (Step("a\ud800", failed=ValueError("x\ud800\ny")),
+     Step("a\\ud800", failed="ValueError: x\\ud800")),
+    (([{"role": "tool", "content": "\ud800"}], 0, False),
+     Step([{"role": "tool", "content": "\\ud800"}])), (Step(failed=False), Step())])
 def test_what_a_step_may_be(given, wanted):
     assert as_step(given) == wanted
 
