@@ -68,7 +68,7 @@ def test_reports(app, run, title, said):
 def test_a_reward_model_does_not_speak(app):
     said = app("generate", "runs/rm", "--prompt", "we", code=2).err
     assert "is a reward model" in said
-    assert "reward.fn=reward_model" in said
+    assert "--reward reward_model reward.kwargs.model=runs/rm" in said
     assert said.count("Error") == 1
 
 
