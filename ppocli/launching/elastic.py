@@ -138,16 +138,17 @@ def _run_job(cfg: schema.TrainConfig, job: Job, start: Start, folder: Path) -> l
     elif cfg.hardware.zero_stage == 0 and cfg.hardware.num_processes > 2:
         # ranks would warn of what DDP is asked for on purpose
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    _launch(cfg, job, replace(start, node_rank=None, lifeline=None).argv())
+    _launch(cfg, job, replace(start, node_rank=None, lifeline=None).argv(), folder)
     os.close(lifelines)
     for path in folder.glob("pid-*"):  # nobody's any more, and some day someone else's
         path.unlink()
     return launchers.read_outcomes(folder)
 
 
-def _launch(cfg: schema.TrainConfig, job: Job, words: list[str]) -> None:
+def _launch(cfg: schema.TrainConfig, job: Job, words: list[str], folder: Path) -> None:
     """Run the workers to their end; what the agent sees of them goes into ``job``."""
     from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -163,7 +164,9 @@ def _launch(cfg: schema.TrainConfig, job: Job, words: list[str]) -> None:
                           rdzv_endpoint=hardware.rdzv_endpoint or "localhost:0",
                           rdzv_configs={"timeout": hardware.timeout_seconds}
                           | ({"rank": job.node_rank} if several else {}), max_restarts=0,
-                          monitor_interval=0.1, **grace)
+                          monitor_interval=0.1, **grace,
+                          # else the agent leaves a folder of its own behind
+                          logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torch")))
     try:
         # signals go to the ranks: in the main thread torch's agent would take them for itself
         with ThreadPoolExecutor(1) as beside:

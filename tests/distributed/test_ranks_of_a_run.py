@@ -29,9 +29,13 @@ def assert_plain(exported: Path, model: Path) -> None:
 def assert_two_come_to_what_one_comes_to(world: Path, hardware: str, *more: str) -> None:
     """The runs ``one`` and ``two``, left below ``world``."""
     run("train", *words("run_name=one", *more), cwd=world, code=0)
+    temporary = world / "temporary"
+    temporary.mkdir()
     # as `accelerate launch --cpu` sets it, without its own words on DeepSpeed
     two = run("train", *words("run_name=two", f"hardware={hardware}", *more), cwd=world, code=0,
-              ACCELERATE_USE_CPU="True")
+              ACCELERATE_USE_CPU="True", TMPDIR=str(temporary))
+    # torch's cache stays: a later start finds it
+    assert all(path.name.startswith("torchinductor") for path in temporary.iterdir())
     assert two.out == f"{world / 'runs/two/model'}\n"
     assert "Warning" not in two.err
     assert close_to(stable_rows(world / "runs/one/metrics.jsonl"),
