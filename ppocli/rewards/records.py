@@ -188,17 +188,11 @@ def encode_request(request: RewardRequest, part: slice) -> bytes:
             raise RewardError(f"Prompt column {name!r} holds {problem}, which can't be sent.",
                               where="prompts.columns", fix="name the columns that the reward "
                               "needs: prompts.columns=[a,b]") from None
+    rows = {name: values[part] for name in _LISTS if name != "progress"
+            and (values := getattr(request, name))}
+    progress = {"progress": list(map(float, request.progress))} if request.progress[1] else {}
     # escaped, so that halves of a character that a response was cut in survive
-    known: dict[str, Any] = {
-        "ended": request.ended and list(request.ended[part]), "messages": request.messages[part],
-        "progress": request.progress[1] and list(map(float, request.progress)),
-        "steps": request.steps and list(request.steps[part]),
-        "step_ends": list(request.step_ends[part])}
-    return json.dumps({"prompts": list(request.prompts[part]),
-                       "responses": list(request.responses[part]),
-                       "response_ids": [list(ids) for ids in request.response_ids[part]],
-                       "columns": plain, **{name: value for name, value in known.items() if value}},
-                      allow_nan=False).encode("ascii")
+    return json.dumps({**rows, "columns": plain, **progress}, allow_nan=False).encode("ascii")
 
 
 def _plain(value: Any) -> Any:
