@@ -144,15 +144,15 @@ def read_scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> 
         nonlocal dense
         if (score := _score(value, noun)) is None:
             return None
-        if isinstance(score, list) and per_step:
-            score = _on_tokens(score, request, index)
-        elif isinstance(score, list) and bound.style == "trlx":
-            score = styles.aligned(score, request, index)
-        num_tokens = len(request.response_ids[index])
-        if isinstance(score, list) and len(score) != num_tokens:
-            raise _BadValue(f"a list of {len(score)} numbers, but the response has "
-                            f"{num_tokens} tokens,")
-        if dense is not None and dense != isinstance(score, list):
+        if isinstance(score, list):
+            if per_step:
+                score = _on_tokens(score, request, index)
+            elif bound.style == "trlx":
+                score = styles.aligned(score, request, index)
+            if len(score) != (count := len(request.response_ids[index])):
+                raise _BadValue(f"a list of {len(score)} numbers, but the response has "
+                                f"{count} tokens,")
+        if dense not in (None, isinstance(score, list)):
             this, others = ("a number", "a list") if dense else ("a list", "a number")
             raise _BadValue(f"{this}, but {others} for those before it,")
         dense = isinstance(score, list)
