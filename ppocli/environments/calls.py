@@ -155,8 +155,7 @@ class Calls:
     def _tried(self, call: Called, *, stream: int) -> Answered:
         for left in range(self.cfg.retries, -1, -1):
             try:
-                environment, result = self._limited(partial(self._begun, call, stream),
-                                                    self.cfg.timeout)
+                environment, result = self._limited(partial(self._begun, call, stream))
                 return Answered(environment, spelled(result) if call.turn == 0 else as_step(result))
             except BaseException as error:
                 if (outcome := self._given_up(call, error, left)) is not None:
@@ -188,11 +187,11 @@ class Calls:
             result = awaited(_awaited(result), "environments")
         return environment, result
 
-    def _limited(self, work: Callable[[], Any], seconds: float | None) -> Any:
-        if seconds is None:
+    def _limited(self, work: Callable[[], Any]) -> Any:
+        if self.cfg.timeout is None:
             return work()
         future = in_daemon(work, f"environment {self.what.label}")
-        if not wait([future], seconds).done:
+        if not wait([future], self.cfg.timeout).done:
             leave_loop("environments")
             raise CallTimeoutError(self.cfg.timeout)
         return future.result()
