@@ -290,16 +290,12 @@ def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_pro
     Args:
         texts: rendered prompts.
         seed: of the length sampler; the length of the i-th prompt is a function of (seed, i).
-        max_prompt_tokens: what fits the model beside the response.
+        max_prompt_tokens: what fits the model beside the response; at least 1.
         whole: whether prompts are read by an encoder.
 
     Raises:
-        ConfigError: the response leaves no room for a prompt.
         InputError: the tokenizer fails on a text.
     """
-    if max_prompt_tokens < 1:
-        raise ConfigError("generation.max_new_tokens leaves no position of the model for a prompt.",
-                          where="generation.max_new_tokens", fix="lower it")
     found = Encoded(longest=min(spec.max_length or max_prompt_tokens, max_prompt_tokens))
     front, behind = ([], []) if spec.chat else tokens_around(tokenizer)
     behind = behind if whole else []
