@@ -211,7 +211,7 @@ def _examine_config(composed: compose.Composed, config: schema.TrainConfig, foun
                 *(f"reward.fns.{name}" for name in part.fns)}
         if not wrong & keys:
             with found.taking():
-                check_reward_config(part, columns=columns)
+                check_reward_config(part, columns)
     if config.env.fn is not None and not any(key.startswith("env") for key in wrong):
         with found.taking():
             resolve(config.env, columns)

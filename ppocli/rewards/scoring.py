@@ -264,20 +264,18 @@ def with_styles(cfg: RewardConfig) -> RewardConfig:
     return _reward(cfg, None).cfg
 
 
-def check_reward_config(cfg: RewardConfig, *, columns: Sequence[str] | None = None) -> list[str]:
+def check_reward_config(cfg: RewardConfig, columns: Sequence[str] | None) -> None:
     """Import and check every function that ``cfg`` names without building a class or model.
 
-    Returns:
-        the files of user code that a run would execute.
+    Args:
+        columns: metadata columns of the prompts; None while they aren't known.
 
     Raises:
         RewardError: as :func:`build_reward`.
     """
-    judges = [judge for judge in (_reward(cfg, None), _metric(cfg, None)) if judge is not None]
-    if columns is not None:
-        for judge in judges:
+    for judge in (_reward(cfg, None), _metric(cfg, None)):
+        if judge is not None and columns is not None:
             judge.check_columns(columns)
-    return sorted({file for judge in judges for file in judge.code_files})
 
 
 def _reward(cfg: RewardConfig, reward_fn: Any) -> Reward:
