@@ -285,9 +285,8 @@ def working_in(folder: Path, overwrite: bool) -> Iterator[None]:
                     for name in (SAMPLES, SETTINGS):
                         (folder / name).unlink(missing_ok=True)
     finally:
-        names = {entry.name for entry in folder.iterdir()} if folder.is_dir() else {""}
-        if names <= {run_folder.LOCK}:
-            with suppress(OSError):
+        with suppress(OSError):  # it may be gone
+            if {entry.name for entry in folder.iterdir()} <= {run_folder.LOCK}:
                 (folder / run_folder.LOCK).unlink(missing_ok=True)
                 folder.rmdir()
                 if folder.parent.name == EVAL:
