@@ -14,8 +14,8 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -32,25 +32,24 @@ def tools_of(thing: Any) -> tuple[Any, ...]:
                  if not name.startswith("_") and name != "reset")
 
 
-def called(response: str) -> list[tuple[str, Mapping[str, Any]] | str]:
-    """The tool calls in a response in the syntax of Hermes and Qwen, ``<tool_call>{"name": ...,
-    "arguments": {...}}</tool_call>``, in their order: name and arguments, or what is wrong."""
-    found: list[tuple[str, Mapping[str, Any]] | str] = []
-    for text in _CALL.findall(response):
-        try:
-            said = json.loads(text)
-            name, arguments = said["name"], said.get("arguments") or {}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            found.append(f"the call is no JSON object with a name: {error_line(error)}")
-            continue
-        if isinstance(arguments, str):  # some models write JSON into JSON
-            try:
-                arguments = json.loads(arguments)
-            except (ValueError, RecursionError):
-                arguments = None
-        found.append((name, arguments) if isinstance(name, str) and isinstance(arguments, dict)
-                     else "arguments must be a JSON object")
-    return found
+def parsed(call: str) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a tool call in the syntax of Hermes and Qwen, ``{"name": ...,
+    "arguments": {...}}``.
+
+    Raises:
+        ValueError: says what is wrong.
+    """
+    try:
+        said = json.loads(call)
+        name, arguments = said["name"], said.get("arguments") or {}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"the call is no JSON object with a name: {error_line(error)}") from error
+    if isinstance(arguments, str):  # some models write JSON into JSON
+        with suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        raise ValueError("arguments must be a JSON object")
+    return name, arguments
 
 
 class ToolPlay:
@@ -64,23 +63,22 @@ class ToolPlay:
         """Nothing is said."""
 
     def step(self, response: str) -> Step:
-        """Make the calls of a turn, in their order."""
-        if not (calls := called(response)):
+        """Make the calls of a turn, each between ``<tool_call>`` and ``</tool_call>``, in their
+        order."""
+        if not (calls := _CALL.findall(response)):
             return Step(done=True)
         messages, failed = [], None
         for call in calls:
-            name = call[0] if isinstance(call, tuple) else "unknown"
+            name = "unknown"
             try:
-                text = self._answer(call)
+                name, arguments = parsed(call)
+                text = self._answer(name, arguments)
             except Exception as error:  # the user's own code, or the policy's arguments for it
                 text = failed = f"error: {error_line(error)}"
             messages.append({"role": "tool", "name": name, "content": text})
         return Step(observation=messages, failed=failed)
 
-    def _answer(self, call: tuple[str, Mapping[str, Any]] | str) -> str:
-        if isinstance(call, str):
-            raise ValueError(call)
-        name, arguments = call
+    def _answer(self, name: str, arguments: dict[str, Any]) -> str:
         if name not in self._tools:
             raise ValueError(f"there is no tool {name!r}; there are {', '.join(self._tools)}")
         result = self._tools[name](**arguments)
