@@ -15,7 +15,7 @@ from ppocli.episode import DONE
 from ppocli.evaluation.request import Row
 from ppocli.runs.pictures import Line, Panel, draw
 from ppocli.runs.target import Target
-from ppocli.tasks.ppo.evaluate import distinct, evaluation_figures
+from ppocli.tasks.ppo.evaluate import evaluation_figures
 from ppocli.tasks.ppo.figures import mean
 from ppocli.tasks.ppo.session import EvalSession
 from ppocli.training.state import torch_versions
@@ -53,13 +53,7 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
             if value is not None:
                 columns[name].append((float(value), row["prompt_index"]))
 
-    figures: dict[str, float] = {}
-    for name, value in evaluation_figures(rows).items():
-        if name == "distinct_2":
-            texts = [row["response"] for row in rows]
-            figures |= {f"distinct_{n}": distinct(texts, n) for n in (1, 2, 3)}
-        else:
-            figures[name] = value
+    figures = evaluation_figures(rows, (1, 2, 3))
     scores = [row["score"] for row in rows if row["score"] is not None]
     return {"figures": figures,
             "stderr": {name: clustered_stderr(columns[name]) for name in figures

@@ -131,16 +131,18 @@ def reference_responses(session: EvalSession) -> list[str]:
     return texts
 
 
-def evaluation_figures(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+def evaluation_figures(samples: Sequence[dict[str, Any]], grams: Sequence[int] = (2,)
+                       ) -> dict[str, float]:
     """The figures of an evaluation from the rows of all its chunks, as summary.json and
-    metrics.jsonl have them."""
+    metrics.jsonl have them; ``grams`` are the lengths n of ``distinct_n``."""
+    texts = [s["response"] for s in samples]
     score, std = figures.mean_std([s["score"] for s in samples if s["score"] is not None])
     found = {
         "reward_mean": score, "reward_std": std,
         "kl_mean": figures.mean([s["kl"] for s in samples if s["kl"] is not None]),
         "response_tokens_mean": figures.mean([s["response_tokens"] for s in samples]),
         "finished_share": figures.mean([float(s["finished"]) for s in samples]),
-        "distinct_2": distinct([s["response"] for s in samples], 2)}
+        **{f"distinct_{n}": distinct(texts, n) for n in grams}}
     found |= figures.means_of(samples, "logged")
     if samples and "turns" in samples[0]:
         found["turns_mean"] = figures.mean([float(len(s["turns"])) for s in samples])
