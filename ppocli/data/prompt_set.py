@@ -182,10 +182,11 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prom
     source = open_rows(spec, notes) if spec.has_source else training.eval_rows
     # the whole source is read: its first rows are often of one kind (imdb is sorted by label)
     rows = render.take_rows(source, spec, notes)
-    drops = spec.overlong == "drop"  # whatever is left is spread then
-    found = _build(rows if drops else _spread(rows, cfg.eval.limit), spec, tokenizer, seed=seed,
-                   max_prompt_tokens=max_prompt_tokens, notes=notes, whole=whole)
-    return found.rows(_evenly(len(found), cfg.eval.limit)) if drops else found
+    if spec.overlong != "drop":  # else whatever is left is spread
+        rows = _spread(rows, cfg.eval.limit)
+    found = _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
+                   notes=notes, whole=whole)
+    return found.rows(_evenly(len(found), cfg.eval.limit))
 
 
 def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) -> list[int]:
