@@ -127,8 +127,7 @@ class _Reader:
         self.source, self.columns, self.wants, self.read = source, columns, wants, into
         self.format: tuple[str, ...] = ()
         self.checked: tuple[str, ...] = ()  # columns that all rows have or none has
-        self.present: set[str] = set()  # those that they have
-        self.first = ""  # the place of the first row
+        self.first = Row("", {})
         self.kind = ("", "")  # what cells are, texts or messages, and where that was seen
         self.pieces: list[render.Piece] | None = None
 
@@ -162,7 +161,7 @@ class _Reader:
         def found(wants: str) -> tuple[str, ...]:
             return next((names for names in sorted(FORMATS[wants], key=named.isdisjoint)
                          if all(name in row.values for name in names)), ())
-        self.format, self.first = found(self.wants), row.place
+        self.format, self.first = found(self.wants), row
         if not self.format:
             others, content, words, command = _WORDS[self.wants]
             self._refuse(f"the columns of {row.place} are not those of {content}: "
@@ -170,7 +169,6 @@ class _Reader:
                          f"{command}; or name columns with data.columns" if found(others)
                          else f"give {words}; data.columns.STANDARD=YOURS takes another column")
         self.checked = _PAIRED if self.wants == "pairs" else self.format
-        self.present = {name for name in self.checked if name in row.values}
         if unread := sorted(named.difference(self.checked)):
             raise ConfigError(f"The rows are read as {' and '.join(self.format)}, which leaves "
                               f"out the column for {unread[0]!r}.",
@@ -189,10 +187,10 @@ class _Reader:
 
     def _check_columns(self, row: Row) -> None:
         for name in self.checked:
-            if (name in row.values) != (name in self.present):
+            if (name in row.values) != (name in self.first.values):
                 has, other = (("a", "has none") if name in row.values else ("no", "has one"))
-                self._refuse(f"{row.place} has {has} column {name!r}, where {self.first} {other}",
-                             "the rows of one source have the same columns")
+                self._refuse(f"{row.place} has {has} column {name!r}, where {self.first.place} "
+                             f"{other}", "the rows of one source have the same columns")
 
     def _refuse(self, what: str, fix: str | None = None) -> NoReturn:
         raise InputError(f"{what[0].upper()}{what[1:]}.", where=self.source.where, fix=fix)
@@ -291,7 +289,7 @@ class _Reader:
         chosen, rejected = self._cell(row, "chosen"), self._cell(row, "rejected")
         implicit = "prompt" not in self.format or _repeats(row.values["prompt"], chosen)
         prompt: Cell | None = "" if implicit else self._prompt(row)
-        margin = self._margin(row) if "margin" in self.present else 0.0
+        margin = self._margin(row) if "margin" in row.values else 0.0
         if chosen is None or rejected is None or prompt is None:
             self.read.empty += 1
             return
