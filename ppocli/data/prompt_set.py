@@ -53,17 +53,15 @@ class PromptBatch:
         longest = max(int(some.mask.sum(1).max()), 1)
         return replace(some, tokens=some.tokens[:, -longest:], mask=some.mask[:, -longest:])
 
-
     @staticmethod
     def joined(parts: "Sequence[PromptBatch]") -> "PromptBatch":
         """The rows of several, padded to the widest."""
         width = max(part.tokens.shape[1] for part in parts)
-        return joined([part._widened(width - part.tokens.shape[1]) for part in parts])
 
-    def _widened(self, columns: int) -> Self:
-        """With so many more columns of padding."""
-        pad = partial(torch.nn.functional.pad, pad=(columns, 0))
-        return replace(self, tokens=pad(self.tokens), mask=pad(self.mask))
+        def widened(part: PromptBatch) -> PromptBatch:
+            pad = partial(torch.nn.functional.pad, pad=(width - part.tokens.shape[1], 0))
+            return replace(part, tokens=pad(part.tokens), mask=pad(part.mask))
+        return joined(list(map(widened, parts)))
 
 
 @dataclass(frozen=True, slots=True)
