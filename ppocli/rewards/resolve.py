@@ -76,8 +76,7 @@ class BoundCallable:
                               fix=f"see {kwargs_key(located.key)}") from error
         if isinstance(told := getattr(call, "told_as", None), str):  # better known than its class
             located = replace(located, spec=told, file=None, line=None)
-        parameters = self.parameters if call is self.call else _parameters(call, located)
-        return replace(self, located=located, call=call, parameters=parameters)
+        return replace(self, located=located, call=call, parameters=_parameters(call, located))
 
     def check_columns(self, columns: Sequence[str], *, steps: bool = False) -> None:
         """Check that every required parameter has a source, now that the columns are known.
