@@ -8,6 +8,7 @@ from typing import Any
 
 from ppocli.data.render import template_errors
 from ppocli.errors import InputError, RewardError
+from ppocli.text import each_text
 from ppocli.user_code import shorten
 
 log = logging.getLogger("ppocli")
@@ -145,11 +146,7 @@ def can_be_said(value: Any) -> bool:
 def spelled(said: Any) -> Any:
     """What an environment says, with halves of UTF-16 pairs, which no tokenizer takes, spelled out:
     a tool may repeat a policy's own ``\\ud800``."""
-    if isinstance(said, str):
-        return said.encode(errors="backslashreplace").decode()
-    if isinstance(said, Mapping):
-        return {name: spelled(part) for name, part in said.items()}
-    return [spelled(part) for part in said] if isinstance(said, (list, tuple)) else said
+    return each_text(said, lambda text: text.encode(errors="backslashreplace").decode())
 
 
 def text_of(messages: Sequence[Any]) -> str:
