@@ -105,5 +105,5 @@ def _digest(*columns: Sequence[npt.NDArray[Any]]) -> str:
     for arrays in columns:
         for array in arrays:
             sha.update(f"{len(array)} ".encode())
-            sha.update(np.ascontiguousarray(array).tobytes())
+            sha.update(array.tobytes())
     return sha.hexdigest()

@@ -64,7 +64,6 @@ class RewardServer(ThreadingHTTPServer):
         tokenizer: handed to rewards that ask for one.
     """
 
-    daemon_threads = True
     request_queue_size = 128
 
     def __init__(self, host: str, port: int, reward: scoring.Reward, *, max_body: int,
