@@ -102,8 +102,7 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
                 if (report := files.read_result(folder)) is not None:
                     log.info("finished already: %s", folder / files.RESULT)
                     return folder, report
-                log.info("%s is damaged: it is made again from the samples",
-                         folder / files.RESULT)
+                log.info("%s is damaged: it is made again from the samples", folder / files.RESULT)
             work = _Work(request, session, targets, objects, stop, watch, folder, identity)
             del session  # else its model would stay in memory beside the next one
             with files.working_in(folder, request.overwrite):
