@@ -65,6 +65,8 @@ class RewardServer(ThreadingHTTPServer):
     """
 
     request_queue_size = 128
+    server_bind = socketserver.TCPServer.server_bind
+    """without asking a name server for this machine's name, which may take seconds"""
 
     def __init__(self, host: str, port: int, reward: scoring.Reward, *, max_body: int,
                  token: str | None = None, tokenizer: Any = None,
@@ -86,11 +88,6 @@ class RewardServer(ThreadingHTTPServer):
                       else threading.Lock())
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
-
-    def server_bind(self) -> None:
-        """Bind without asking a name server for this machine's name, which may take seconds."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
 
     def service_actions(self) -> None:
         """Called by ``serve_forever`` between connections; what it raises ends it."""
