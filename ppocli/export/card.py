@@ -229,9 +229,9 @@ def figure_rows(before: dict[str, Any], after: dict[str, Any]) -> list[tuple[str
 
 
 def reward_names(cfg: schema.TrainConfig) -> str:
-    """The rewards of a configuration, as a card names them; of a file only its name."""
-    named = ([str((entry or {}).get("fn")) for entry in cfg.reward.fns.values()]
-             if cfg.reward.fns else [str(cfg.reward.fn)])
+    """The rewards of a configuration, as a card names them, of a file only its name; the
+    environment where it rewards alone."""
+    named = [str(fn) for _, fn, _ in schema.rewards_of(cfg.reward) if fn] or [str(cfg.env.fn)]
     return ", ".join(name.rsplit("/", 1)[-1] if ".py:" in name else name for name in named)
 
 

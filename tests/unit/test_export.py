@@ -8,9 +8,9 @@ import torch
 from helpers import make_lm
 from safetensors.torch import load_file, save_file
 
-from ppocli.config.schema import TrainConfig
+from ppocli.config.schema import EnvConfig, RewardConfig, TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.export.card import escaped, render_card, user_text
+from ppocli.export.card import escaped, render_card, reward_names, user_text
 from ppocli.export.facts import Facts, Mask, license_of
 from ppocli.export.request import check_repo_id, parse_size, repo_name
 from ppocli.export.weights import (
@@ -44,6 +44,15 @@ class TestMask:
         assert mask(f"{tmp_path}/runs") == f"{tmp_path}/runs"
         home = Mask({}, home=tmp_path)
         assert home(f"{tmp_path}/lm, {tmp_path}, {tmp_path}ter") == f"~/lm, ~, {tmp_path}ter"
+
+
+@pytest.mark.parametrize(("reward", "env", "named"), [
+    (RewardConfig(fn="/home/me/mine.py:score"), EnvConfig(), "mine.py:score"),
+    (RewardConfig(fns={"a": {"fn": "length"}, "b": {"fn": "pkg.mine:score"}}), EnvConfig(),
+     "length, pkg.mine:score"),
+    (RewardConfig(), EnvConfig(fn="guess_number"), "guess_number")])
+def test_a_card_names_what_rewards(reward, env, named):
+    assert reward_names(TrainConfig(reward=reward, env=env)) == named
 
 
 class TestEscaping:
