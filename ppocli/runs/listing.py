@@ -92,7 +92,7 @@ def source_names(config: schema.TrainConfig) -> str:
     """What is learned from: the data, or of PPO the rewards: ``score``, ``sentiment + brevity``."""
     if tasks.task_name(config) in tasks.DATA_TASKS:
         return last_part(config.data.path or "?")
-    return " + ".join(config.reward.fns) or last_part(config.reward.fn or "?")
+    return " + ".join(config.reward.fns) or last_part(config.reward.fn or config.env.fn or "?")
 
 
 def last_part(value: str) -> str:
