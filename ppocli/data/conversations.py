@@ -12,7 +12,8 @@ Piece = tuple[str, bool]
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: int) -> list[Piece]:
+def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: int,
+                tools: list[Any] | None = None) -> list[Piece]:
     """A conversation as the template renders it, in pieces that alternate between what others say
     and what the assistant does, through the token that ends its turn.
 
@@ -25,6 +26,7 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: i
         messages: with at least one turn of the assistant.
         place: where they came from, for errors.
         since: turns before this one count as what others say.
+        tools: as of :func:`ppocli.data.render.rendered_chat`.
 
     Raises:
         InputError: no chat template, one that refuses the conversation, or one that writes the
@@ -35,10 +37,10 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: i
                          where=place, fix="model.tokenizer_path= a tokenizer that has one; or give "
                                           "texts, with data.chat=false")
     spans: list[tuple[int, int]] = []
-    if _MARKS.search(str(tokenizer.get_chat_template())):
-        whole, marks = _marked(messages, place, tokenizer)
+    if _MARKS.search(str(tokenizer.get_chat_template(tools=tools))):
+        whole, marks = _marked(messages, place, tokenizer, tools)
         if any(message["role"] == "assistant" for message in messages[:since]):
-            before, theirs = _marked(messages[:since], place, tokenizer)
+            before, theirs = _marked(messages[:since], place, tokenizer, tools)
             marks = ([mark for mark in marks if mark[0] >= len(before)]
                      if whole.startswith(before) else marks[len(theirs):])
         if not marks:
@@ -51,8 +53,8 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: i
             begins = spans.pop()[0] if spans and start <= spans[-1][1] else start
             spans.append((begins, end + _closing(whole[start:end], whole[end:], tokenizer)))
     else:
-        whole = rendered_chat(messages, place, tokenizer)
-        spans = [_turn_span(messages, i, whole, place, tokenizer)
+        whole = rendered_chat(messages, place, tokenizer, tools=tools)
+        spans = [_turn_span(messages, i, whole, place, tokenizer, tools)
                  for i, message in enumerate(messages)
                  if message["role"] == "assistant" and i >= since]
     pieces: list[Piece] = []
@@ -63,28 +65,29 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: i
     return [piece for piece in [*pieces, (whole[at:], False)] if piece[0]]
 
 
-def _marked(messages: list[Message], place: str, tokenizer: Any
+def _marked(messages: list[Message], place: str, tokenizer: Any, tools: list[Any] | None
             ) -> tuple[str, list[tuple[int, int]]]:
     """The rendered text and the places in it that the template marks as generated."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     render: Any = render_jinja_template  # is typed as if it returned a text
     with template_errors(place):
-        texts, spans = render([messages], chat_template=tokenizer.get_chat_template(),
-                              return_assistant_tokens_mask=True, **tokenizer.special_tokens_map)
+        texts, spans = render([messages], tools, return_assistant_tokens_mask=True,
+                              chat_template=tokenizer.get_chat_template(tools=tools),
+                              **tokenizer.special_tokens_map)
     return str(texts[0]), [(int(start), int(end)) for start, end in spans[0] if end > start]
 
 
-def _turn_span(messages: list[Message], turn: int, whole: str, place: str, tokenizer: Any
-               ) -> tuple[int, int]:
+def _turn_span(messages: list[Message], turn: int, whole: str, place: str, tokenizer: Any,
+               tools: list[Any] | None) -> tuple[int, int]:
     if not turn:
         raise InputError(f"The conversation in {place} begins with the assistant: where that turn "
                          "begins can't be told from the chat template.", where=place,
                          fix="begin it with a turn of the user or the system, or mark what the "
                              "assistant says with {% generation %} and {% endgeneration %} in "
                              "the chat template")
-    before = rendered_chat(messages[:turn], place, tokenizer, prompt=True)
-    through = rendered_chat(messages[:turn + 1], place, tokenizer)
+    before = rendered_chat(messages[:turn], place, tokenizer, tools=tools, prompt=True)
+    through = rendered_chat(messages[:turn + 1], place, tokenizer, tools=tools)
     start = len(before)
     # the turn ends behind its last special token if only white space follows it
     kept = through[start:].rstrip()

@@ -12,7 +12,7 @@ from ppocli.config import tasks
 from ppocli.config.schema_training import DataConfig
 from ppocli.data.conversations import Piece, chat_pieces
 from ppocli.data.data_set import Examples, Ids, Mask, Pairs
-from ppocli.data.examples import Example, Read, Wants, read_examples
+from ppocli.data.examples import Example, Pair, Read, Wants, read_examples
 from ppocli.data.render import note_count, rendered_chat, token_ids_of, tokens_around
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import counted, printable
@@ -103,7 +103,19 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
         raise InputError(f"None of the {len(read.examples)} examples has a token to train on "
                          f"within {longest} tokens.", where="data.max_length",
                          fix=f"{_longer(cfg, max_tokens)}, or another data.train_on")
+    _note_tools(read, tokenizer)
     return replace(found, notes=tuple(read.notes))
+
+
+def _note_tools(read: Read, tokenizer: Any) -> None:
+    """Note that the chat template leaves out the tools that rows describe."""
+    rows: list[Example | Pair] = [*read.examples, *read.pairs]
+    if (row := next((row for row in rows if row.tools), None)) is None:
+        return
+    without, told = (rendered_chat([{"role": "user", "content": "?"}], row.place, tokenizer,
+                                   tools=tools) for tools in (None, row.tools))
+    if without == told:
+        read.notes.append("the chat template leaves out what the column tools describes")
 
 
 def _longer(cfg: DataConfig, max_tokens: int) -> str:
@@ -136,10 +148,10 @@ def _example_pieces(example: Example, cfg: DataConfig, tokenizer: Any, encoder: 
     before = prompt or []
     messages = before + completion
     if train_on == "all":
-        return [(rendered_chat(messages, example.place, tokenizer), True)]
+        return [(rendered_chat(messages, example.place, tokenizer, tools=example.tools), True)]
     since = 0 if train_on == "assistant" else len(before) or max(
         i for i, message in enumerate(messages) if message["role"] == "assistant")
-    return chat_pieces(messages, example.place, tokenizer, since=since)
+    return chat_pieces(messages, example.place, tokenizer, since=since, tools=example.tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +252,7 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
         InputError: as :func:`encode_examples`.
     """
     longest = min(cfg.max_length or max_tokens, max_tokens)
-    both = [_pair_pieces(pair.prompt, answer, pair.place, tokenizer)
+    both = [_pair_pieces(pair, answer, tokenizer)
             for pair in read.pairs for answer in (pair.chosen, pair.rejected)]
     lines = _lines(both, tokenizer, plain=isinstance(read.pairs[0].chosen, str))
     found = Pairs([], (), [], [], [], [])
@@ -264,13 +276,16 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
                          where="data.max_length" if overlong else "data.path",
                          fix=_longer(cfg, max_tokens) if overlong else
                          "give pairs whose answers differ")
+    _note_tools(read, tokenizer)
     return replace(found, notes=tuple(read.notes))
 
 
-def _pair_pieces(prompt: Any, answer: Any, place: str, tokenizer: Any) -> list[Piece]:
+def _pair_pieces(pair: Pair, answer: Any, tokenizer: Any) -> list[Piece]:
+    prompt: Any = pair.prompt
     if isinstance(answer, str):
         return [*([(prompt, False)] if prompt else []), (answer, True)]
-    return chat_pieces(prompt + answer, place, tokenizer, since=len(prompt + answer) - 1)
+    return chat_pieces(prompt + answer, pair.place, tokenizer, since=len(prompt + answer) - 1,
+                       tools=pair.tools)
 
 
 # For people ---------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@ dataset formats: ``text``, ``messages``, ``prompt`` and ``completion``; ``prompt
 ``rejected``, or the latter two alone with the prompt in both. A cell is a text, or a list of
 messages with a role and a content."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, NoReturn
@@ -24,7 +26,7 @@ FORMATS: dict[str, tuple[tuple[str, ...], ...]] = {
     "completions": (("prompt", "completion"), ("messages",), ("text",)),
     "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected"))}
 """columns that make a format, those first that are taken before others"""
-_COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "margin")
+_COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "margin", "tools")
 _PAIRED = ("prompt", "chosen", "rejected", "margin")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _WORDS = {"completions": ("pairs", "examples to learn from",
@@ -47,6 +49,8 @@ class Example:
     """None where the row is one text or one conversation"""
     completion: Cell
     """what follows the prompt, or all there is; of the prompt's kind"""
+    tools: list[Any] | None = None
+    """descriptions of the functions that a conversation's chat template is told of"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class Pair:
     chosen: Cell
     rejected: Cell
     margin: float
+    tools: list[Any] | None = None
 
 
 @dataclass(slots=True)
@@ -169,7 +174,7 @@ class _Reader:
                          f"{command}; or name columns with data.columns" if found(others)
                          else f"give {words}; data.columns.STANDARD=YOURS takes another column")
         self.checked = _PAIRED if self.wants == "pairs" else self.format
-        if unread := sorted(named.difference(self.checked)):
+        if unread := sorted(named.difference(self.checked, {"tools"})):
             raise ConfigError(f"The rows are read as {' and '.join(self.format)}, which leaves "
                               f"out the column for {unread[0]!r}.",
                               where=f"data.columns.{unread[0]}={self.columns[unread[0]]}",
@@ -180,8 +185,6 @@ class _Reader:
                     raise ConfigError(f"data.{key} works on prompts, but the rows have no column "
                                       "'prompt'.", where=f"data.{key}={value}",
                                       fix="data.columns.prompt=YOURS, or leave it out")
-        if "tools" in row.values and isinstance(row.values[self.format[-1]], list):
-            self.read.notes.append("the column tools is not read: chat templates are given none")
         if self.source.template is not None:
             self.pieces = render.parse_template(self.source, list(map(str, row.values)))
 
@@ -249,8 +252,7 @@ class _Reader:
             self._refuse(f"message {number} of {here} has no role and content: "
                          f"{cut(repr(message), 60)}",
                          'a message looks like {"role": "user", "content": "..."}')
-        # parquet gives every message every key that any of them has
-        found = {str(key): value for key, value in message.items() if value is not None}
+        found = without_nulls(message)
         role, content = found.get("role"), found.get("content")
         if role not in _ROLES:
             self._refuse(f"message {number} of {here} has the role {cut(repr(role), 40)}",
@@ -261,6 +263,19 @@ class _Reader:
             self._refuse(f"message {number} of {here} has the content {cut(repr(content), 40)} "
                          f"({type(content).__name__}), not a text", "contents are texts")
         return found | {"content": render.encodable(content, row, self.source)}
+
+    def _tools(self, row: Row, said: Cell) -> list[Any] | None:
+        """What the column ``tools`` holds for a conversation: a list of descriptions, or JSON."""
+        cell = without_nulls(row.values.get("tools"))
+        if isinstance(said, str) or cell in (None, "", []):
+            return None
+        with suppress(ValueError):
+            cell = json.loads(cell) if isinstance(cell, str) else cell
+        if not isinstance(cell, list) or not all(isinstance(one, dict) for one in cell):
+            self._refuse(f"column 'tools' in {row.place} holds {cut(repr(cell), 40)}, not a list "
+                         "of descriptions of functions", "give JSON schemas, as a list or in "
+                         "JSON; data.columns.tools=null leaves the column out")
+        return cell or None
 
     def _prompt(self, row: Row) -> Cell | None:
         cell = self._cell(row, "prompt")
@@ -282,8 +297,9 @@ class _Reader:
         if completion is None or (asks and prompt is None):
             self.read.empty += 1
         else:
+            completion = self._turn("assistant", completion)
             self.read.examples.append(
-                Example(row.place, prompt, self._turn("assistant", completion)))
+                Example(row.place, prompt, completion, self._tools(row, completion)))
 
     def _take_pair(self, row: Row) -> None:
         chosen, rejected = self._cell(row, "chosen"), self._cell(row, "rejected")
@@ -304,7 +320,8 @@ class _Reader:
         else:
             prompt = shared_turns(chosen, list(rejected), row, self.source)
             chosen, rejected = chosen[-1:], rejected[-1:]
-        self.read.pairs.append(Pair(row.place, prompt, chosen, rejected, margin))
+        self.read.pairs.append(Pair(row.place, prompt, chosen, rejected, margin,
+                                    self._tools(row, chosen)))
 
     def _margin(self, row: Row) -> float:
         cell = row.values["margin"]
@@ -316,6 +333,14 @@ class _Reader:
             self._refuse(f"column 'margin' in {row.place} holds {cut(repr(cell), 40)}, not a "
                          "finite number", "give a number in every row, or drop the column")
         return value
+
+
+def without_nulls(value: Any) -> Any:
+    """Plain data without what is null in mappings: Parquet gives each every key that any has."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # numpy's arrays, from pandas
+    if isinstance(value, Mapping):
+        return {str(key): without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _repeats(prompt: Any, chosen: Any) -> bool:

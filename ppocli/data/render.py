@@ -186,14 +186,18 @@ def encodable(text: str, row: Row, spec: Source) -> str:
 
 
 def rendered_chat(messages: list[dict[str, Any]], place: str, tokenizer: Any, *,
-                  prompt: bool = False, where: str = "model.tokenizer_path") -> str:
+                  tools: list[Any] | None = None, prompt: bool = False,
+                  where: str = "model.tokenizer_path") -> str:
     """What the template makes of a conversation, with the generation prompt where asked.
+
+    Args:
+        tools: descriptions of the functions that may be called.
 
     Raises:
         InputError: it refuses it.
     """
     with template_errors(place, where):
-        return str(tokenizer.apply_chat_template(messages, tokenize=False,
+        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
                                                  add_generation_prompt=prompt))
 
 

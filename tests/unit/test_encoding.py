@@ -1,5 +1,7 @@
 """Training data as tokens: what is trained on, cut, left out and held back."""
 
+import json
+
 import numpy as np
 import pytest
 from data_tokenizers import CHATML, ids, utf8_bytes, words
@@ -50,6 +52,45 @@ def test_plain_text_is_trained_on_through_its_eos(row, train_on, says):
     prompt = row["prompt"] if isinstance(row, dict) else ""
     assert data.prompts == [prompt]
     assert data.prompt_tokens(0) == (ids(f"<s> {prompt}") if prompt else [])
+
+
+TOLD = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}"
+TOOL = {"type": "function", "function": {"name": "film", "description": None}}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL]), np.array([TOOL])])
+@pytest.mark.parametrize("template", [CHATML, MARKS])
+def test_the_chat_template_is_told_of_tools(template, tools):
+    tokenizer = words(chat=TOLD + template)
+    one = {"messages": turns("is it ?", "good"), "tools": tools}
+    assert shown(load([one], tokenizer), tokenizer).startswith("film <s> user : is it ?")
+    assert "[good </s>]" in shown(load([one], tokenizer), tokenizer)
+    asked = {"prompt": turns("is it ?"), "completion": turns("good", first="assistant"),
+             "tools": tools}
+    data = load([asked], tokenizer, train_on="all")
+    assert tokenizer.decode(data.tokens[0]).startswith("film <s>")
+    pair = {"chosen": turns("is it ?", "good"), "rejected": turns("is it ?", "bad"),
+            "tools": tools}
+    data = load([pair], tokenizer, "pairs")
+    assert all(tokenizer.decode(answer[0]).startswith("film <s> user")
+               for answer in (data.chosen, data.rejected))
+    for without in ({**one, "tools": None}, {**one, "tools": []}):
+        assert shown(load([without], tokenizer), tokenizer).startswith("<s> user")
+    hidden = load([one], tokenizer, columns={"tools": None})
+    assert shown(hidden, tokenizer).startswith("<s> user")
+    calls = load([{"calls": tools, **one, "tools": None}], tokenizer, columns={"tools": "calls"})
+    assert shown(calls, tokenizer).startswith("film <s> user")
+
+
+def test_tools_that_are_none_and_a_template_that_leaves_them_out():
+    row = {"messages": turns("is it ?", "good"), "tools": [TOOL]}
+    assert load([row], words(chat=CHATML)).notes == (
+        "the chat template leaves out what the column tools describes",)
+    assert not load([row], words(chat=TOLD + CHATML)).notes
+    assert not load([{"text": "good", "tools": "of another kind"}], words()).notes
+    for wrong in ("film", ["film"], '{"name": "film"}', 3):
+        with pytest.raises(InputError, match="Column 'tools' in item 1"):
+            load([{**row, "tools": wrong}], words(chat=TOLD + CHATML))
 
 
 FIRST = "<s> user : the film ? </s> assistant :"
