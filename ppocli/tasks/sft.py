@@ -3,8 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -99,14 +98,13 @@ class SFTTask(supervised.SupervisedTask):
                                                     self.backend.device, pack=self.packs)
         return task.LossTerms(total, total.detach().reshape(1), tokens)
 
-    @contextmanager
-    def _noise(self, samples: layout.Sequences, numbers: torch.Tensor) -> Iterator[None]:
+    def _noise(self, samples: layout.Sequences, numbers: torch.Tensor
+               ) -> AbstractContextManager[Any]:
         """A context in which embeddings carry uniform noise of up to alpha / sqrt(T * D), T being
         an example's own tokens (NEFTune, Jain et al. 2023, arXiv 2310.05914). It is a function of
         the seed, the example and the epoch alone: of its number in the run, in ``numbers``."""
         if (alpha := self.cfg.sft.neftune) is None:
-            yield
-            return
+            return nullcontext()
 
         def add(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             noise = torch.zeros(output.shape)
@@ -118,11 +116,8 @@ class SFTTask(supervised.SupervisedTask):
                 noise[i, :length] = torch.from_numpy(drawn * most)[:output.shape[1]]
             return output + noise.to(output)
 
-        hook = self.loaded.lm.get_input_embeddings().register_forward_hook(add)
-        try:
-            yield
-        finally:
-            hook.remove()
+        handle: Any = self.loaded.lm.get_input_embeddings().register_forward_hook(add)
+        return handle
 
     def evaluate(self, stop: StopFlag) -> task.Evaluation:
         """As :class:`Task`: the loss of ``data.val``, and responses to a few of its prompts."""
