@@ -115,7 +115,7 @@ MUTANTS = (
            (f"{TASK}::test_each_pass_over_the_samples_has_an_order_of_its_own",)),
     # the engine
     Mutant("skipped_update_made", "ppocli/training/optimize.py",
-           "return verdict is Verdict.STEP", "return verdict is not Verdict.STOP",
+           "if verdict is Verdict.STEP:", "if verdict is not Verdict.STOP:",
            (f"{INVARIANTS}::test_a_ratio_beyond_the_threshold_touches_nothing",)),
     Mutant("non_finite_never_forgotten", "ppocli/training/optimize.py",
            "self.nonfinite + 1 if verdict is Verdict.NONFINITE else 0",

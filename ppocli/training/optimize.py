@@ -153,17 +153,12 @@ def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, progr
         task, plan, group, (state.step, progress.updates + progress.skipped),
         poisoned=faults.point("optimize.minibatch"))
     progress.tokens += tokens
-    terms = dict[str, float]()
-
-    def accept(norm: torch.Tensor) -> bool:
-        nonlocal verdict, terms
-        refused = verdict is not Verdict.STEP  # its gradient was made one that DeepSpeed refuses
-        terms = _figures(task, found, torch.zeros(()) if refused else norm)
-        verdict = verdict if refused else task.judge(terms)
-        return verdict is Verdict.STEP
-
-    lr = task.trained.settle(factors, accept)
-    progress.lr = progress.lr if lr is None else lr
+    norm = task.trained.attempt(factors)
+    refused = verdict is not Verdict.STEP  # its gradient was made one that DeepSpeed refuses
+    terms = _figures(task, found, torch.zeros(()) if refused else norm)
+    verdict = verdict if refused else task.judge(terms)
+    if verdict is Verdict.STEP:
+        progress.lr = task.trained.complete(factors)
     progress.count(task, verdict, terms, state.step + 1)
     return verdict, terms
 

@@ -4,7 +4,7 @@ An update is a number of micro-batches, equal on all ranks. Its loss is normalis
 all ranks, so the only scaling here is the number of ranks, which averaging reducers divide by.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -57,20 +57,18 @@ class Trained:
         torch.nn.utils.clip_grads_with_norm_(parameters, self.max_norm, norm)
         return norm
 
-    def settle(self, factors: Mapping[str, float], accept: Callable[[torch.Tensor], bool]
-               ) -> float | None:
-        """End an update, once per update, after the last micro-batch.
+    def attempt(self, factors: Mapping[str, float]) -> torch.Tensor:
+        """End an update, once per update, after the last micro-batch, up to the question whether it
+        is made; returns :meth:`norm`.
 
         Args:
             factors: what each role's schedule makes of its groups' rates.
-            accept: asked once, with the gradient norm over all ranks before clipping, whether the
-                update is made. One that DeepSpeed has refused must not be accepted.
-
-        Returns:
-            the first group's rate; None where the update was not made.
         """
-        if not accept(self.norm()):
-            return None
+        return self.norm()
+
+    def complete(self, factors: Mapping[str, float]) -> float:
+        """Make the update that was attempted, which DeepSpeed must not have refused; returns the
+        first group's rate."""
         lr = set_learning_rate(self.optimizer, factors)
         self.optimizer.step()
         return lr
@@ -126,12 +124,16 @@ class ZeroTrained(Trained):
         """As :class:`Trained`; known to DeepSpeed only once it has tried the step."""
         return torch.as_tensor(self.engine.get_global_grad_norm(), dtype=torch.float32).detach()
 
-    def settle(self, factors: Mapping[str, float], accept: Callable[[torch.Tensor], bool]
-               ) -> float | None:
-        """As :class:`Trained`; a gradient that is not finite changes nothing."""
-        lr = set_learning_rate(self.optimizer, factors)
+    def attempt(self, factors: Mapping[str, float]) -> torch.Tensor:
+        """As :class:`Trained`: DeepSpeed steps now; a gradient that is not finite changes nothing.
+        """
+        set_learning_rate(self.optimizer, factors)
         self.engine.step()
-        return lr if accept(self.norm()) else None
+        return self.norm()
+
+    def complete(self, factors: Mapping[str, float]) -> float:
+        """As :class:`Trained`; the step is made already."""
+        return set_learning_rate(self.optimizer, factors)
 
     def close(self) -> None:
         """As :class:`Trained`: an engine that is left to the interpreter's exit can abort it."""
