@@ -85,8 +85,6 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, drawn: Sam
     stop, clock, ranks = session.stop, session.clock, session.backend.ranks
     at_first = session.reward.needs_all_samples
     beside = {"always": True, "never": False}.get(session.cfg.reward.overlap, session.reward.waits)
-    if at_first:  # rank 0 alone has built the reward
-        beside = ranks.broadcast(beside)
     asked: list[tuple[Chunk, Question, Callable[[], RewardScores]]] = []
     for chunk in generate_chunks(session, prompts, own, drawn):
         question = ask(session, chunk.prompts, chunk.mine, chunk.responses, at_first)
@@ -310,17 +308,17 @@ def measure_chunk(session: Session, chunk: Chunk, *, forward: bool) -> Measured:
 
 def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: Measured) -> Rollout:
     """The own rows of a scored and measured chunk."""
-    own, mine = len(chunk), chunk.mine
+    mine, found = chunk.mine, rows_of(measured, slice(len(chunk)))
     return Rollout(prompts=chunk.prompts, sequences=mine.sequences,
-                   logprobs=mine.logprobs if measured.logprobs is None else measured.logprobs[:own],
-                   ref_logprobs=measured.ref_logprobs[:own],
-                   values=mine.values if measured.values is None else measured.values[:own],
-                   kl=measured.kl[:own], scores=scores.scores,
-                   dense=_dense_rewards(scores, mine.mask), valid=torch.tensor(scores.valid),
-                   finished=mine.finished, has_reference=session.reference is not None,
+                   logprobs=mine.logprobs if found.logprobs is None else found.logprobs,
+                   ref_logprobs=found.ref_logprobs,
+                   values=mine.values if found.values is None else found.values, kl=found.kl,
+                   scores=scores.scores, dense=_dense_rewards(scores, mine.mask),
+                   valid=torch.tensor(scores.valid), finished=mine.finished,
+                   has_reference=session.reference is not None,
                    responses=chunk.responses, parts=scores.parts, logs=scores.logs,
-                   frozen_states=measured.frozen_states[:own], ref_states=measured.ref_states[:own],
-                   sampler_logprobs=None if measured.logprobs is None else mine.logprobs,
+                   frozen_states=found.frozen_states, ref_states=found.ref_states,
+                   sampler_logprobs=None if found.logprobs is None else mine.logprobs,
                    episodes=told_alone(mine.episodes or ()))
 
 
