@@ -351,13 +351,12 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
-                       policy: str | None = None, judges: EvalSession | None = None
-                       ) -> EvalSession:
+                       policy: str, judges: EvalSession | None = None) -> EvalSession:
     """What judges a policy as a run of ``cfg`` does at evaluation: same prompts, random numbers,
     sampling, reward, and reference (the model that ``cfg`` starts from).
 
     Args:
-        policy: folder or Hub name of the policy, its tokenizer with it (default: ``model.path``).
+        policy: folder or Hub name of the policy, its tokenizer with it.
         judges: whose reward, metric and reference are taken instead of loading them once more.
 
     Raises:
@@ -366,7 +365,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     reward, metric = (_build_judges(cfg, objects, backend.ranks.first) if judges is None
                       else (judges.reward, judges.metric))
     cfg = replace(cfg, reward=reward.cfg)
-    own = model_config.policy_config(cfg.model, policy or cfg.model.path)
+    own = model_config.policy_config(cfg.model, policy)
     tokenizer = language_model.load_tokenizer(own)
     loaded = decoding.load_judged(own, cfg.hardware)
     language_model.check_vocabulary(tokenizer, loaded.lm, own)
