@@ -97,8 +97,7 @@ def _by_role(policy: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
 
 
 def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str) -> dict[str, Any]:
-    own: dict[str, Any] = {"sgd": {"momentum": cfg.momentum}, "adafactor": {}}.get(
-        cfg.name, {"betas": tuple(cfg.betas), "eps": cfg.eps})
+    own = {name: getattr(cfg, name) for name in algorithm.OPTIMIZER_KEYS[cfg.name]}
     return {"params": parameters, "lr": cfg.lr, "base_lr": cfg.lr, "role": role,
             "weight_decay": cfg.weight_decay, **own}
 
