@@ -104,17 +104,14 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
                               "files (or the arguments) have changed.", where=str(folder.path),
                               fix="put them back, or start another run (another run_name)")
     state, now = task.adopt(state, fresh), task.samples_per_step
-    if state.pace is None or state.pace.num_rollouts != now:
-        state = replace(state, pace=Pace(now) if state.pace is None else
-                        Pace(now, state.step, state.episodes))
-    if state.judged_by in task.judged_earlier():
-        state = replace(state, judged_by=fresh.judged_by)
-    if state.judged_by != fresh.judged_by:
-        if state.best is not None:
-            log.info("what evaluations are judged by (see docs/runs.md) has changed: the best "
-                     "evaluation so far (step %d) is not comparable and forgotten", state.best.step)
-        state = replace(state, best=None, judged_by=fresh.judged_by)
-    return state
+    pace, best = state.pace or Pace(now), state.best
+    if pace.num_rollouts != now:
+        pace = Pace(now, state.step, state.episodes)
+    if best is not None and state.judged_by not in (fresh.judged_by, *task.judged_earlier()):
+        log.info("what evaluations are judged by (see docs/runs.md) has changed: the best "
+                 "evaluation so far (step %d) is not comparable and forgotten", best.step)
+        best = None
+    return replace(state, pace=pace, best=best, judged_by=fresh.judged_by)
 
 
 def _forget_after(folder: run_folder.RunFolder, step: int, last_row: int, *,
@@ -234,9 +231,9 @@ def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
             weights.clear()
             # transformers writes some kinds (GPT-NeoX, mixtures of experts) as earlier versions had
             # them, and alone knows how to read these
-            again = type(saved.lm).from_pretrained(folder / checkpoint_writing.POLICY,
-                                                   dtype=next(saved.lm.parameters()).dtype)
-            weights = again.state_dict()
+            weights = type(saved.lm).from_pretrained(
+                folder / checkpoint_writing.POLICY,
+                dtype=next(saved.lm.parameters()).dtype).state_dict()
         fill_module(saved.lm, weights, "policy", tied_ok=True)
     elif not saved.prompt_encoders():
         with sharded_weights.gathered(module, stage, modify=True):
