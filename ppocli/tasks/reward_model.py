@@ -125,17 +125,13 @@ class RewardModelTask(supervised.SupervisedTask):
         """As :class:`Task`: mean and deviation of the scores of both answers to all prompts of the
         training data, which are stored with the model."""
         found = self.measured(self.train, StopFlag())
-        mean, std = float(found.mean()), float(found.std(unbiased=False))
-        ends = {int(ids[-1]) for ids in (*self.train.chosen, *self.train.rejected)}
-        end = ends.pop() if len(ends) == 1 else self.tokenizer.pad_token_id
-        stored = {SCORE_MEAN: mean, SCORE_STD: std}
-        for name, value in stored.items():
-            setattr(self.saved.config, name, value)
-        if end != self.tokenizer.pad_token_id:
-            setattr(self.saved.config, SCORE_END, end)
+        stored = {SCORE_MEAN: float(found.mean()), SCORE_STD: float(found.std(unbiased=False))}
         front, _ = tokens_around(self.tokenizer)  # a chat template may leave it out
-        setattr(self.saved.config, SCORE_FRONT, all(
-            ids[:len(front)].tolist() == front for ids in self.train.chosen))
+        self.saved.config.update({**stored, SCORE_FRONT: all(
+            ids[:len(front)].tolist() == front for ids in self.train.chosen)})
+        ends = {int(ids[-1]) for ids in (*self.train.chosen, *self.train.rejected)}
+        if len(ends) == 1 and ends != {self.tokenizer.pad_token_id}:
+            setattr(self.saved.config, SCORE_END, ends.pop())
         return stored
 
     def write_model(self, folder: Path, weights: saved_model.Tensors | None) -> None:

@@ -205,8 +205,7 @@ class SupervisedTask(task.Task):
 
     def measured(self, data: Any, stop: StopFlag) -> torch.Tensor:
         """[n, K] what :meth:`measure` finds of all rows, dealt over the ranks."""
-        ranks, total = self.backend.ranks, len(data)
-        lengths = lengths_of(data)
+        ranks, lengths = self.backend.ranks, lengths_of(data)
         stop.meet()
 
         @torch.no_grad()
@@ -223,12 +222,10 @@ class SupervisedTask(task.Task):
             return found
 
         parts = ranks.gather(self.passes.retry(
-            "evaluation", min(self.rows_per_pass, -(-total // ranks.world)), int(lengths.max()),
-            mine, in_step=self.backend.zero_stage == 3))
-        whole = torch.empty((total, parts[0][0][1].shape[1]), dtype=torch.float64)
-        for places, measured in chain.from_iterable(parts):
-            whole[places] = measured
-        return whole
+            "evaluation", min(self.rows_per_pass, -(-len(data) // ranks.world)),
+            int(lengths.max()), mine, in_step=self.backend.zero_stage == 3))
+        places, measured = map(torch.cat, zip(*chain.from_iterable(parts), strict=True))
+        return measured[places.argsort()]
 
     def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
         """Rows for samples.jsonl; none by default.
