@@ -81,8 +81,7 @@ class Trained:
         # under ZeRO 3 this rank's part of each
         flags = [torch.isfinite(local_part(p).detach()).all()
                  for p in self.module.parameters() if p.requires_grad]
-        finite = bool(torch.stack(flags).all()) if flags else True
-        return not self.backend.ranks.any(not finite)
+        return not self.backend.ranks.any(not bool(torch.stack(flags).all()))
 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
