@@ -25,7 +25,7 @@ from ppocli.tasks.ppo.task import PPOTask, plan_of, update_of
 from ppocli.training import loop, optimize, optimizers
 from ppocli.training.clock import PhaseClock
 from ppocli.training.state import seed_generators
-from ppocli.training.task import Plan, PythonObjects, Task, TaskSetup, UpdateGroup
+from ppocli.training.task import Plan, PythonObjects, Task, TaskSetup
 
 SAMPLES = 2
 """how many of the first step's samples are drawn"""
@@ -68,8 +68,7 @@ def _first_update(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: S
     state = loop.initial_state(task)
     plan = task.plan(state, task.collect(state, stop, clock))
     group = plan.groups[0]
-    terms = _gradient(task, plan, group, "check the model's weights, or use "
-                      "hardware.precision=fp32")
+    terms = _gradient(task, plan, "check the model's weights, or use hardware.precision=fp32")
     clock.mark("optimize")
     return _told(backend, task.trained.module, clock, examples=task.examples,
                  rows=len(group.rows), tokens=int(group.tokens.sum()), terms=terms)
@@ -129,17 +128,17 @@ def _ppo_gradient(task: PPOTask, rollout: records.Rollout) -> dict[str, float] |
     learnt = experience.to_experience(rollout, state, task.cfg)
     whole = update_of(task.session, learnt, torch.arange(len(rollout)))
     plan = plan_of(task.session, learnt, [whole], 0)
-    return _gradient(task, plan, plan.groups[0], "check the model's weights and the reward's "
-                     "scale, or use hardware.precision=fp32")
+    return _gradient(task, plan, "check the model's weights and the reward's scale, or use "
+                     "hardware.precision=fp32")
 
 
-def _gradient(task: Task, plan: Plan, group: UpdateGroup, fix: str) -> dict[str, float]:
-    """The loss terms and the gradient's norm of an update, which are finite.
+def _gradient(task: Task, plan: Plan, fix: str) -> dict[str, float]:
+    """The loss terms and the gradient's norm of the first update, which are finite.
 
     Raises:
         DivergedError: they aren't; ``fix`` says what to do then.
     """
-    terms = optimize.probe_gradient(task, plan, group)
+    terms = optimize.probe_gradient(task, plan)
     if wrong := [name for name, value in terms.items() if not math.isfinite(value)]:
         raise DivergedError(f"Before any update {', '.join(wrong)} is not finite.",
                             where="model.path", fix=fix)
