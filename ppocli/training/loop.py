@@ -58,9 +58,9 @@ class Recorder:
         self.samples.append([{"step": step, "kind": EVAL_ROW, **row} for row in found.samples])
         for tracker in self.trackers:
             tracker.samples(step, found.samples)
-        if found.swept_samples:
+        if further := list(found.swept.items())[1:]:
             self.samples.append([{"step": step, "kind": SWEEP_ROW, "sampling": name, **row}
-                                 for name, rows in found.swept_samples.items() for row in rows])
+                                 for name, one in further for row in one.samples])
 
 
 @contextmanager
@@ -268,8 +268,8 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
         state = replace(state, best=Best(step, figure))
     run.state = replace(state, eval_last=found.figures, eval_step=step)
     row = {**row, **{f"eval/{name}": value for name, value in found.figures.items()},
-           **{f"eval/{name}@{sampling}": value for sampling, figures in found.swept.items()
-              for name, value in figures.items()},
+           **{f"eval/{name}@{sampling}": value for sampling, one in found.swept.items()
+              for name, value in one.figures.items()},
            "time/eval": spent.seconds["eval"], "cpu/eval": spent.cpu_seconds["eval"]}
     return row, improved and task.cfg.checkpoint.keep_best
 

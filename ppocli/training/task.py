@@ -169,11 +169,9 @@ class Evaluation:
     """rows for samples.jsonl"""
     tokens: int = 0
     """tokens generated"""
-    swept: dict[str, dict[str, float]] = field(default_factory=dict)
-    """``top_k=50`` -> its figures, for every value of a key of ``generation.eval`` that is a list,
-    the first one's being :attr:`figures`"""
-    swept_samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    """the same for the samples of the further values"""
+    swept: "Mapping[str, Evaluation]" = field(default_factory=dict)
+    """``top_k=50`` -> what came of it, for every value of a key of ``generation.eval`` that is a
+    list, the first one being this evaluation"""
 
 
 class Task(ABC):

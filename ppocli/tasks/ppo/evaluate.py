@@ -101,10 +101,8 @@ def evaluate(session: EvalSession) -> Evaluation:
         return _evaluate_once(session)
     found = {name: _evaluate_once(replace(session, eval_sampling=spec))
              for name, spec in specs.items()}
-    first, *others = found
-    return replace(found[first], tokens=sum(one.tokens for one in found.values()),
-                   swept={name: one.figures for name, one in found.items()},
-                   swept_samples={name: found[name].samples for name in others})
+    return replace(next(iter(found.values())), swept=found,
+                   tokens=sum(one.tokens for one in found.values()))
 
 
 def _evaluate_once(session: EvalSession) -> Evaluation:
