@@ -21,8 +21,7 @@ def build_task(setup: TaskSetup) -> Task:
         PpocliError: the task's own inputs are unusable.
     """
     if (ours := _OURS.get(tasks.task_name(setup.cfg))) is not None:
-        found: Task = import_module(f"ppocli.tasks.{ours}").build_task(setup)
-        return found
+        return import_module(f"ppocli.tasks.{ours}").build_task(setup)
     fn = setup.cfg.task.fn
     assert fn is not None
     made = build(Wanted(fn, "task.fn", TASK), setup, key="task.kwargs",

@@ -110,7 +110,6 @@ class RewardModelTask(supervised.SupervisedTask):
 
     def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
         """As :class:`SupervisedTask`: the first pairs of ``data.val`` and their scores."""
-        assert self.val is not None
         some = self.val.rows(range(min(SHOWN, len(self.val))))
         rows = []
         for scores, start, *texts in zip(measured.tolist(), some.prompt_lengths, some.chosen,
@@ -162,7 +161,6 @@ class RewardModelTask(supervised.SupervisedTask):
     def evaluation_figures(self, measured: torch.Tensor) -> dict[str, float]:
         """As :class:`SupervisedTask`. The accuracy where the chosen answer is the longer one, and
         where it is the shorter one, shows a liking for length."""
-        assert self.val is not None
         chosen, rejected = measured.T
         margins = chosen - rejected
         right = _accuracy(margins)

@@ -72,7 +72,7 @@ class SFTTask(supervised.SupervisedTask):
         room = 2**31 if limit is None else limit * (new < limit) if pair else limit - new
         prompts = [] if self.val is None else [
             i for i, text in enumerate(self.val.prompts) if text][:self.cfg.sft.eval_samples]
-        found = [i for i in prompts if self.val and len(self.val.prompt_tokens(i)) <= room]
+        found = [i for i in prompts if len(self.val.prompt_tokens(i)) <= room]
         if len(found) < len(prompts):
             log.warning("%d of the first %d prompts of data.val leave no room for a response of "
                         "generation.max_new_tokens=%d: evaluations don't show them.",
@@ -116,8 +116,7 @@ class SFTTask(supervised.SupervisedTask):
                 noise[i, :length] = torch.from_numpy(drawn * most)[:output.shape[1]]
             return output + noise.to(output)
 
-        handle: Any = self.loaded.lm.get_input_embeddings().register_forward_hook(add)
-        return handle
+        return self.loaded.lm.get_input_embeddings().register_forward_hook(add)
 
     def evaluate(self, stop: StopFlag) -> task.Evaluation:
         """As :class:`Task`: the loss of ``data.val``, and responses to a few of its prompts."""
@@ -144,7 +143,7 @@ class SFTTask(supervised.SupervisedTask):
 
     def shown(self, measured: torch.Tensor, stop: StopFlag) -> list[dict[str, Any]]:
         """As :class:`SupervisedTask`: responses to the first prompts of ``data.val``."""
-        if self.val is None or not self.asked:
+        if not self.asked:
             return []
         mine, own = self.backend.ranks.share(self.asked)
         tokens = [self.val.prompt_tokens(i) for i in mine]

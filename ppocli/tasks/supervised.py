@@ -72,12 +72,11 @@ def read_mixed_in(cfg: schema.TrainConfig, tokenizer: Any, unloaded: Any) -> Exa
         return None
     data = schema_training.DataConfig(**vars(cfg.ppo.ptx.data))
     try:
-        found: Examples = read_rows(replace(cfg, data=data), tokenizer, unloaded)[0]
+        return read_rows(replace(cfg, data=data), tokenizer, unloaded)[0]
     except PpocliError as error:
         raise error.reworded(**{part: text and _DATA_KEYS.sub("ppo.ptx.data.", text)
                                 for part in ("what", "where", "fix")
                                 for text in [getattr(error, part)]}) from error
-    return found
 
 
 def pass_tokens(cfg: schema.TrainConfig, data: Any, ranks: int) -> tuple[int, int]:

@@ -31,9 +31,7 @@ class SavedModel:
 
     def tensors(self) -> Tensors:
         """The state dict of the model, or its adapter's tensors as PEFT names them."""
-        found: Tensors = (self.lm.state_dict() if self.adapter is None
-                          else adapter_tensors(self.adapter))
-        return found
+        return self.lm.state_dict() if self.adapter is None else adapter_tensors(self.adapter)
 
     def prompt_encoders(self) -> dict[str, torch.nn.Module]:
         """What trained virtual tokens are made by; PEFT's own file holds the result, from which a
