@@ -72,6 +72,19 @@ class Sequences:
         return joined(parts)
 
     @staticmethod
+    def of_places(tokens: Sequence[Any], places: Sequence[Any], *encoder: torch.Tensor
+                  ) -> Sequences:
+        """Rows of tokens, with the places in each of what the policy said.
+
+        Args:
+            tokens, places: B lists or arrays, at least one place each.
+            encoder: ``encoder_tokens`` and ``encoder_mask``, for a model that has one.
+        """
+        said = torch.tensor([len(row) for row in places])
+        return Sequences(padded(tokens), torch.tensor([len(row) for row in tokens]), padded(places),
+                         torch.arange(int(said.max())) < said[:, None], *encoder)
+
+    @staticmethod
     def of_responses(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
                      response_tokens: torch.Tensor, response_mask: torch.Tensor,
                      decoder_start: int | None = None) -> Sequences:

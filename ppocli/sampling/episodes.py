@@ -197,10 +197,8 @@ class EpisodeSampler:
 
 def samples_of(games: Sequence[Game]) -> Samples:
     """Finished episodes as samples, each through its last action."""
-    lengths = torch.tensor([game.actions[-1] + 1 for game in games])
-    sequences = Sequences(padded([game.ids[:game.actions[-1] + 1] for game in games]), lengths,
-                          padded([game.actions for game in games]),
-                          padded([[True] * len(game.actions) for game in games], torch.bool))
+    sequences = Sequences.of_places([game.ids[:game.actions[-1] + 1] for game in games],
+                                    [game.actions for game in games])
     return Samples(sequences, padded([game.logprobs for game in games], torch.float32),
                    padded([game.values for game in games], torch.float32),
                    torch.tensor([game.ended == DONE and game.finished for game in games]),

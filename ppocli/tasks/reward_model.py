@@ -94,9 +94,7 @@ class RewardModelTask(supervised.SupervisedTask):
         pad = self.tokenizer.pad_token_id
         ends = [int(np.flatnonzero(ids != pad)[-1:].sum()) + 1 for ids in texts]
         tokens = [np.append(ids[:end], 0) for ids, end in zip(texts, ends, strict=True)]
-        places = torch.tensor(ends)
-        return layout.Sequences(layout.padded(tokens), places + 1, places[:, None],
-                                torch.ones(len(texts), 1, dtype=torch.bool))
+        return layout.Sequences.of_places(tokens, [[end] for end in ends])
 
     def scores(self, data: Pairs, scorer: Any) -> torch.Tensor:
         """[2, b] scores of the chosen and the rejected answers, on their device.

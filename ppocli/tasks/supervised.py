@@ -276,15 +276,12 @@ def sequences_of(data: Examples, rows: torch.Tensor, start: int | None) -> layou
     some = data.rows(rows.tolist())
     before = [] if start is None else [start]
     places = [np.flatnonzero(mask) + len(before) for mask in some.trained]
-    count = torch.tensor([len(one) for one in places])
     tokens = [np.concatenate([np.array(before, np.int32), ids]) for ids in some.tokens]
     encoder: tuple[Any, ...] = ()
     if some.encoder_tokens:
         encoder = layout.padded(some.encoder_tokens), layout.padded(
             [np.ones(len(ids)) for ids in some.encoder_tokens], torch.bool)
-    return layout.Sequences(
-        layout.padded(tokens), torch.tensor([len(ids) for ids in tokens]),
-        layout.padded(places), torch.arange(int(count.max())) < count[:, None], *encoder)
+    return layout.Sequences.of_places(tokens, places, *encoder)
 
 
 def weighted_nll(engine: Any, samples: layout.Sequences, weights: torch.Tensor,
