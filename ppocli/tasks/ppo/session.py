@@ -25,6 +25,7 @@ from ppocli.sampling.sampler import Sampler, SamplerSetup
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.sampling.vllm.sampler import check_engine
 from ppocli.tasks import building, supervised
+from ppocli.text import shown
 from ppocli.training import optimizers, updates
 from ppocli.training.clock import PhaseClock
 from ppocli.training.task import PASSES, PythonObjects
@@ -163,16 +164,8 @@ def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, Samp
     Args:
         first: sampling at evaluation by :func:`sampling_specs`.
     """
-    found = {}
-    for name in SAMPLING_KEYS:
-        values = getattr(cfg.eval, name)
-        for value in values if isinstance(values, list) else ():
-            changes: dict[str, Any] = {name: value}
-            short = f"{value:g}"
-            shown = (str(value).lower() if isinstance(value, bool) else
-                     short if float(short) == value else repr(value))
-            found[f"{name}={shown}"] = replace(first, **changes)
-    return found
+    return {f"{name}={shown(value)}": replace(first, **{name: value}) for name in SAMPLING_KEYS
+            if isinstance(values := getattr(cfg.eval, name), list) for value in values}
 
 
 def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
