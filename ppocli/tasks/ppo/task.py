@@ -199,10 +199,9 @@ class PPOTask(task.Task):
         """As :class:`Task`: responses to the evaluation prompts, scored."""
         session = replace(self.session, step=self.step, stop=stop)
         found = evaluate(session)
-        if self.cfg.eval.ref_responses and self._ref_responses is None:
-            self._ref_responses = reference_responses(session)
-        if self._ref_responses is None:
+        if not self.cfg.eval.ref_responses:
             return found
+        self._ref_responses = self._ref_responses or reference_responses(session)
         return replace(found, samples=[
             {**sample, "ref_response": text}
             for sample, text in zip(found.samples, self._ref_responses, strict=True)])
