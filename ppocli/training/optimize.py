@@ -3,6 +3,7 @@
 import logging
 import math
 import signal
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -54,15 +55,16 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         if finite:
             progress.first.setdefault(group.part, terms)
         if verdict is Verdict.STOP:
-            progress.stopped = True
             break
         if finite:
             progress.terms.append(terms)
     task.trained.clear()
     module.eval()
+    said = progress.verdicts
     return OptimizeResult(
-        progress.updates, progress.skipped, progress.nonfinite, progress.stopped, progress.lr,
-        progress.means(task.maxima), int(ranks.sum(torch.tensor(progress.tokens))), progress.first)
+        said[Verdict.STEP], said[Verdict.SKIP] + said[Verdict.NONFINITE], progress.nonfinite,
+        Verdict.STOP in said, progress.lr, progress.means(task.maxima),
+        int(ranks.sum(torch.tensor(progress.tokens))), progress.first)
 
 
 def probe_gradient(task: Task, plan: Plan) -> dict[str, float]:
@@ -81,10 +83,9 @@ def probe_gradient(task: Task, plan: Plan) -> dict[str, float]:
 class _Progress:
     """What an optimize phase has done so far."""
 
-    updates: int = 0
-    skipped: int = 0
-    nonfinite: int = 0
-    stopped: bool = False
+    nonfinite: int
+    """in a row"""
+    verdicts: Counter[Verdict] = field(default_factory=Counter)
     lr: float = 0.0
     tokens: int = 0
     terms: list[dict[str, float]] = field(default_factory=list)
@@ -99,8 +100,7 @@ class _Progress:
         """
         most, section = task.settings.max_nonfinite, tasks.updates_section(task.cfg)
         self.nonfinite = self.nonfinite + 1 if verdict is Verdict.NONFINITE else 0
-        self.updates += verdict is Verdict.STEP
-        self.skipped += verdict in (Verdict.SKIP, Verdict.NONFINITE)
+        self.verdicts[verdict] += 1
         if verdict is Verdict.NONFINITE:
             names = ", ".join(name for name, value in terms.items() if not math.isfinite(value))
             log.warning("A loss or gradient is not finite (%s); the update is skipped (%d in a "
@@ -148,9 +148,9 @@ def _figures(task: Task, terms: torch.Tensor, norm: torch.Tensor) -> dict[str, f
 def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, progress: _Progress
             ) -> tuple[Verdict, dict[str, float]]:
     """Gradient, guards, and (unless a guard objects) one optimizer step."""
-    factors = task.rate_factors(state, state.updates + progress.updates)
+    factors = task.rate_factors(state, state.updates + progress.verdicts[Verdict.STEP])
     verdict, found, tokens = _gradient(
-        task, plan, group, (state.step, progress.updates + progress.skipped),
+        task, plan, group, (state.step, progress.verdicts.total()),
         poisoned=faults.point("optimize.minibatch"))
     progress.tokens += tokens
     norm = task.trained.attempt(factors)
