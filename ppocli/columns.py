@@ -11,9 +11,9 @@ T = TypeVar("T")
 
 
 def rows_of(record: T, index: Any) -> T:
-    """The rows of a record at ``index`` (a slice, or a list or a tensor of places): those of its
-    tensors, lists and mappings, and of the records in it. What is of another kind, as a tuple is,
-    says something of the whole and stays."""
+    """The rows of a record, or of a mapping, at ``index`` (a slice, or a list or a tensor of
+    places): those of its tensors, lists and mappings, and of the records in it. What is of another
+    kind, as a tuple is, says something of the whole and stays."""
     def some(value: Any) -> Any:
         if isinstance(value, dict):
             return {name: some(part) for name, part in value.items()}
@@ -23,7 +23,8 @@ def rows_of(record: T, index: Any) -> T:
             return value[index]
         return value.rows(index) if hasattr(value, "rows") else value
 
-    return type(record)(*map(some, _columns(record)))
+    return some(record) if isinstance(record, dict) else type(record)(
+        *map(some, _columns(record)))
 
 
 def joined(parts: Sequence[T]) -> T:

@@ -36,7 +36,7 @@ class Question:
     together: bool
     """whether rank 0 is asked for the samples of all; else each rank asks for its own"""
 
-    def answer(self, work: Callable[[], T], dealt: Callable[[T, slice], T], phase: str) -> T:
+    def answer(self, work: Callable[[], T], phase: str) -> T:
         """What ``work`` makes of the request, for this rank's samples. All ranks call it in step.
 
         Raises:
@@ -44,7 +44,7 @@ class Question:
         """
         if not self.together:
             return self.ranks.all_do(work, phase)
-        return dealt(self.ranks.first_does(work), slice(self.ranks.rank, None, self.ranks.world))
+        return rows_of(self.ranks.first_does(work), slice(self.ranks.rank, None, self.ranks.world))
 
 
 def request_of(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str]
@@ -125,13 +125,13 @@ def judge(session: EvalSession, prompts: PromptBatch, out: Samples, responses: l
     """
     metric = session.metric
     question = ask(session, prompts, out, responses, session.reward.needs_all_samples)
-    scores = question.answer(asking(session, question), rows_of, phase)
+    scores = question.answer(asking(session, question), phase)
     if metric is None:
         return scores, {}
     if metric.needs_all_samples != session.reward.needs_all_samples:
         question = ask(session, prompts, out, responses, metric.needs_all_samples)
     return scores, question.answer(
-        lambda: metric.compute(in_steps(session.reward, question.request)), _some_metrics, phase)
+        lambda: metric.compute(in_steps(session.reward, question.request)), phase)
 
 
 def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:
@@ -141,10 +141,6 @@ def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:
                                           "messages", "episodes", "prompt_ids")}
     return replace(shares[0], **whole, tokenizer=tokenizer, columns={
         name: woven([share.columns[name] for share in shares]) for name in shares[0].columns})
-
-
-def _some_metrics(metrics: dict[str, list[T]], rows: slice) -> dict[str, list[T]]:
-    return {name: values[rows] for name, values in metrics.items()}
 
 
 def begin(session: EvalSession, work: Callable[[], T], before: Callable[[], T] | None

@@ -98,7 +98,7 @@ def _collect_chunks(session: Session, prompts: PromptBatch, own: int, drawn: Sam
         clock.mark("rollout")
         measured = measure_chunk(session, chunk, forward=forward)
         clock.mark("scoring")
-        scores = question.answer(work, rows_of, "reward")
+        scores = question.answer(work, "reward")
         stop.meet()
         clock.mark("reward")
         if len(chunk):
