@@ -178,14 +178,14 @@ def write_summary_of(run: loop.Run, status: str, error: str | None = None) -> di
 def publish(run: loop.Run) -> RunOutcome:
     """Write ``model/`` and the summary of a finished run, and show what came out."""
     from ppocli.export.card import write_card
-    from ppocli.training.checkpoint_writing import whole_model
+    from ppocli.training.checkpoint_writing import whole_weights, within
 
     if closing := run.task.closing():
         run.clock.mark("eval")
     summary = _summary(run, "finished") | closing
 
     def write(folder: Path) -> None:
-        run.task.write_model(folder, weights)
+        run.task.write_model(folder, within("lm", whole))
         write_card(folder, run.task.cfg, summary)
 
     def publish() -> None:
@@ -196,7 +196,7 @@ def publish(run: loop.Run) -> RunOutcome:
         atomic.write_json_atomic(run.folder.summary, run_folder.finite_or_null(summary))
 
     backend = run.task.backend
-    with run.stop.defer(), whole_model(run.task) as weights:
+    with run.stop.defer(), whole_weights(run.task) as whole:
         backend.ranks.first_does(publish)
     if backend.ranks.first:
         _show(run)

@@ -66,8 +66,8 @@ def _weights(task: Task, state: TrainState, whole: Tensors | None) -> dict[str, 
     Args:
         whole: as of :func:`whole_weights`.
     """
-    found = {POLICY: _within("lm", whole) or task.saved.tensors(), **{
-        name: _within(Path(name).stem, whole) or module.state_dict()
+    found = {POLICY: within("lm", whole) or task.saved.tensors(), **{
+        name: within(Path(name).stem, whole) or module.state_dict()
         for name, module in module_files(task).items()}}
     return found | ({TASK_STATE: dict(state.tensors)} if state.tensors else {})
 
@@ -112,19 +112,12 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 
 
 @contextmanager
-def whole_model(task: Task) -> Iterator[Tensors | None]:
-    """What ``task.saved.write`` needs on rank 0, which alone may call it: the model's weights, or
-    None where its modules hold them. All ranks enter and leave in step.
+def whole_weights(task: Task) -> Iterator[Tensors | None]:
+    """All that trains, by the names in ``trained.module``, or None where its modules hold it, for
+    rank 0, which alone may write it. All ranks enter and leave in step.
 
     An adapter's own files are made from its modules: those are put together on every rank.
     """
-    with whole_weights(task) as weights:
-        yield _within("lm", weights)
-
-
-@contextmanager
-def whole_weights(task: Task) -> Iterator[Tensors | None]:
-    """As :func:`whole_model`, of all that trains, by the names in ``trained.module``."""
     stage, first = task.backend.zero_stage, task.backend.ranks.first
     if task.saved.adapter is None:
         yield host_weights(task.trained.module, stage, keep=first)
@@ -133,8 +126,8 @@ def whole_weights(task: Task) -> Iterator[Tensors | None]:
         yield None
 
 
-def _within(prefix: str, weights: Tensors | None) -> Tensors | None:
-    """The weights of the module of that name, by their names in it."""
+def within(prefix: str, weights: Tensors | None) -> Tensors | None:
+    """Of :func:`whole_weights` those of the module of that name, by their names in it."""
     start = f"{prefix}."
     return None if weights is None else {
         name.removeprefix(start): tensor for name, tensor in weights.items()
