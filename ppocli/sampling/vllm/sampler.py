@@ -29,13 +29,7 @@ from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker, looking
 from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.sampling.vllm.launch import (
-    check_python,
-    launch_servers,
-    most_tokens,
-    refuse_encoders,
-    served_name,
-)
+from ppocli.sampling.vllm import launch
 from ppocli.sampling.vllm.server import HOW_TO, Answer, Dealing, Lost, Server
 from ppocli.sampling.vllm.transfer import GroupTransfer
 from ppocli.sampling.vllm.weights import FolderTransfer, Transfer, tensors_of
@@ -56,13 +50,13 @@ class VllmSampler(DecodeSampler):
     def __init__(self, setup: SamplerSetup) -> None:
         super().__init__(setup)
         cfg, ranks = setup.cfg, setup.backend.ranks
-        refuse_encoders(setup.loaded.lm)
+        launch.refuse_encoders(setup.loaded.lm)
         if cfg.rollout.transfer == "nccl" and setup.backend.device.type != "cuda":
             raise ConfigError("nccl sends weights from a GPU, and this run computes on "
                               f"{setup.backend.device.type}.", where="rollout.transfer",
                               fix="set rollout.transfer=gloo")
         self.logprobs_match = False
-        self.name = served_name(cfg, setup.loaded.export_config)
+        self.name = launch.served_name(cfg, setup.loaded.export_config)
         self._vocabulary = whole_shape(setup.loaded.lm.get_input_embeddings().weight)[0]
         self.servers = [Server(url, cfg.rollout, self._vocabulary) for url in cfg.rollout.urls]
         self.version = ""
@@ -75,8 +69,8 @@ class VllmSampler(DecodeSampler):
 
     def _begin(self) -> None:
         if self.setup.cfg.rollout.launch:
-            launch_servers(self, self.setup.cfg, ModelFacts(self.setup.loaded.export_config),
-                           self.servers)
+            launch.launch_servers(self, self.setup.cfg,
+                                  ModelFacts(self.setup.loaded.export_config), self.servers)
         check_servers(self.servers, self.name, 0)
 
     @contextmanager
@@ -313,11 +307,11 @@ def check_engine(cfg: schema.TrainConfig, backend: Backend, facts: ModelFacts, l
     if cfg.rollout.engine != "vllm":
         return
     if cfg.rollout.launch:
-        backend.ranks.first_does(lambda: check_python(cfg.rollout))
+        backend.ranks.first_does(lambda: launch.check_python(cfg.rollout))
     else:
         backend.ranks.first_does(lambda: check_servers(
-            [Server(url, cfg.rollout) for url in cfg.rollout.urls], served_name(cfg, facts.config),
-            most_tokens(cfg, longest_prompt)))
+            [Server(url, cfg.rollout) for url in cfg.rollout.urls],
+            launch.served_name(cfg, facts.config), launch.most_tokens(cfg, longest_prompt)))
 
 
 def sampling_params(spec: SamplingSpec, seed: int, stream: int, episodes: Sequence[int], *,
