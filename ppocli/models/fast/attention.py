@@ -40,12 +40,12 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         [B, T, H, D], and no weights.
     """
     packing, attention_mask = layout.meant_by(attention_mask)
+    plain = not dropout and not any(kwargs.get(name) is not None for name in _BEYOND)
     if packing is not None:
-        plain = not dropout and not any(kwargs.get(name) is not None for name in _BEYOND)
         if plain and (over_packed := _packed_kernel(query, value)) is not None:
             return over_packed(query, key, value, packing, scaling), None
         query, key, value = (layout.spread(heads, packing) for heads in (query, key, value))
-    if _is_short(query, key, attention_mask, dropout, kwargs):
+    if plain and _is_short(query, key, attention_mask):
         wanted = kwargs.get("is_causal")
         causal = attention_mask is None and query.shape[2] > 1 and bool(
             getattr(module, "is_causal", True) if wanted is None else wanted)
@@ -91,20 +91,15 @@ def _varlen(device: int) -> Any:
     return partial(varlen_attn, enable_gqa=True) if "enable_gqa" in names else varlen_attn
 
 
-def _is_short(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, dropout: float,
-              others: dict[str, Any]) -> bool:
+def _is_short(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Whether plain products serve, and are faster."""
-    if dropout or any(others.get(n) is not None for n in _BEYOND):
-        return False
-    queries, keys = query.shape[2], key.shape[2]
-    if query.device.type != "cpu" and (queries > 1 or mask is None):
-        return False
-    if mask is None and queries not in (1, keys):
-        return False  # which keys a query sees is then a matter of conventions
-    if mask is not None and (mask.shape[1] != 1 or mask.shape[-1] != keys):
-        return False
-    if query.device.type != "cpu":
-        return True
+    queries, keys, on_cpu = query.shape[2], key.shape[2], query.device.type == "cpu"
+    if mask is None:  # which keys other numbers of queries see is a matter of conventions
+        serves = on_cpu and queries in (1, keys)
+    else:
+        serves = (on_cpu or queries == 1) and mask.shape[1] == 1 and mask.shape[-1] == keys
+    if not (serves and on_cpu):
+        return serves
     kind = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else query.dtype
     if queries == 1:  # of which torch's kernel makes more where there are tiles for bf16
         return kind != torch.bfloat16 or not has_amx()
