@@ -71,9 +71,7 @@ def can_record(drawn: Stepped) -> bool:
     them, and the model must do with a mask of attention that is made for it."""
     decoder, lm = drawn.decoder, drawn.decoder.lm
     if (not decoder.records or lm.base_model.device.type not in DEVICES
-            or decoder.spec.stop_sequences or decoder.start is not None
-            or drawn.virtual is not None or decoder.all_alive is not int
-            or not transformers_internals.caches_all_keys(lm)):
+            or decoder.spec.stop_sequences or decoder.all_alive is not int):
         return False
     packs = getattr(lm, "ppocli_packs", None)
     return takes_packed(lm) if packs is None else packs
