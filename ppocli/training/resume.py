@@ -240,7 +240,7 @@ def read_checkpoint(task: Task, folder: Path) -> saved_model.Tensors:
             fill_adapter(saved.adapter, weights, str(folder / checkpoint_writing.POLICY))
     del weights
     _load_modules(task, folder)
-    sharded_weights.adopt_weights(module, task.trained.optimizer, stage)
+    sharded_weights.adopt_weights(module, stage)
     _restore_optimizer(task, folder)
     if (own := Generators.read(folder, ranks.rank)) is None:
         log.info("the checkpoint has no random generators of rank %d: those of rewards start anew",

@@ -113,7 +113,7 @@ def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) ->
             parameters[name].data = whole
 
 
-def adopt_weights(policy: nn.Module, optimizer: Any, stage: int) -> None:
+def adopt_weights(policy: nn.Module, stage: int) -> None:
     """Let DeepSpeed's optimizer start from the weights that were just loaded into the policy: it
     steps on a copy of its own."""
     if stage == 0:
@@ -155,7 +155,7 @@ def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: 
     tensor.
     """
     found: dict[str, torch.Tensor] = {}
-    slots, dealt = _slots(parameters, optimizer, stage), [0] * ranks.world
+    slots, dealt = _slots(optimizer, stage), [0] * ranks.world
     for name, parameter in parameters.items():
         for slot in slots:
             if (value := _read_slot(parameter, slot, optimizer, stage)) is None:
@@ -168,7 +168,7 @@ def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: 
     return found
 
 
-def _slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int) -> list[str]:
+def _slots(optimizer: Any, stage: int) -> list[str]:
     """Names of what the optimizer keeps for a parameter; none before its first step."""
     if stage > 0:
         internals.link_state(optimizer, stage)
