@@ -92,13 +92,11 @@ def shard(parameters: Iterable[nn.Parameter], settings: Mapping[str, Any]) -> No
     all."""
     from deepspeed import zero
 
-    first: Any = None
-    for parameter in parameters:
-        if first is None:
-            zero.Init(module=nn.ParameterList([parameter]), config_dict_or_path=dict(settings))
-            first = parameter
-        else:
-            first.convert_to_zero_parameters(param_list=[parameter])
+    rest = iter(parameters)
+    first: Any = next(rest)
+    zero.Init(module=nn.ParameterList([first]), config_dict_or_path=dict(settings))
+    for parameter in rest:
+        first.convert_to_zero_parameters(param_list=[parameter])
 
 
 # Optimizers ---------------------------------------------------------------------------------------
