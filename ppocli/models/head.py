@@ -33,9 +33,8 @@ class LogitMap:
         scale = state_scale(lm) * (own if isinstance(own, float) else 1.0)
         scale *= getattr(config, "lm_head_multiplier", 1.0) / getattr(config, "logits_scaling", 1.0)
         text = config.get_text_config(decoder=True)
-        caps = (getattr(text, name, None) for name in ("final_logit_softcapping",
-                                                       "logits_soft_cap"))
-        return LogitMap(scale, next((cap for cap in caps if cap), None))
+        cap = getattr(text, "final_logit_softcapping", None)
+        return LogitMap(scale, cap or getattr(text, "logits_soft_cap", None) or None)
 
     def __call__(self, products: torch.Tensor) -> torch.Tensor:
         """The model's logits."""

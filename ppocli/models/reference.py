@@ -103,6 +103,6 @@ def share_trunk(lm: Any, *, offload: bool = False) -> SharedReference:
         ValueError: a pass from the first trained layer on does not give what a whole pass gives, so
             that the model's layers are not a plain sequence.
     """
-    frozen = {name: p.detach().clone().to("cpu" if offload else p.device)
+    frozen = {name: p.detach().to("cpu" if offload else p.device, copy=True)
               for name, p in lm.named_parameters() if p.requires_grad}
     return SharedReference(frozen, trained_split(lm))

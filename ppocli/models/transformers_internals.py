@@ -181,8 +181,7 @@ def hold_room(cache: Any, width: int) -> torch.Tensor:
     """Give a cache that caches all keys room for ``width`` tokens. Until :func:`let_go_of_room`
     attention is given the whole room, whose address and shape don't change, and the next token is
     put where the returned tensor, [1], says."""
-    at = torch.tensor([cached_tokens(cache)])
-    column = to_device(at, cache.layers[0].keys.device)
+    column = to_device(torch.tensor([cached_tokens(cache)]), cache.layers[0].keys.device)
     for layer in cache.layers:
         for name in ("keys", "values"):
             held = getattr(layer, name)

@@ -153,9 +153,7 @@ def texts_and_stops(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
             these doesn't stop it.
     """
     texts = _texts_behind(tokenizer, prompt_ids, responses)
-    if not stop_sequences:
-        return [(text, None) for text in texts]
-    soon = [""] * len(texts) if not any(early) else _texts_behind(
+    soon = [""] * len(texts) if not (stop_sequences and any(early)) else _texts_behind(
         tokenizer, prompt_ids, [ids[:n] for ids, n in zip(responses, early, strict=True)])
     settled = [len(commonprefix(pair))  # noqa: RUF071 - character by character is what is wanted
                for pair in zip(texts, soon, strict=True)]

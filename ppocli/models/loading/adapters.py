@@ -167,8 +167,8 @@ def fill_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], where: str)
     """
     from peft import set_peft_model_state_dict
 
-    own = {name: tuple(tensor.shape) for name, tensor in adapter_tensors(adapter).items()}
-    saved = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    own, saved = ({name: tuple(tensor.shape) for name, tensor in found.items()}
+                  for found in (peft_internals.saved_tensors(adapter.model), tensors))
     if wrong := sorted(n for n in own.keys() | saved.keys() if own.get(n) != saved.get(n)):
         there, here = (shapes.get(wrong[0], "not there") for shapes in (saved, own))
         raise CheckpointError(
