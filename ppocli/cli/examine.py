@@ -281,7 +281,8 @@ def _rows(spec: sources.Source, model: schema.ModelConfig, found: Examined) -> l
                             most=spec.limit if spec.key == "prompts" else None)
     if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
         texts = render.prompt_texts(render.prompt_cells(rows, spec), rows, spec, None)
-        eos = model_files.eos_text(model.tokenizer_path or model.path, model.revision)
+        eos = model_files.eos_text(model.tokenizer_path or model.path,
+                                   None if model.tokenizer_path else model.revision)
         ended = [row for row, text in zip(rows, texts, strict=True) if eos and text.endswith(eos)]
         if ended:
             found.warnings.append(f"{spec.key}: {render.ends_in_eos(ended, eos)}")

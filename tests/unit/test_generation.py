@@ -305,3 +305,16 @@ def test_a_tokenizer_with_a_damaged_setting_is_refused(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "long"}))
     with pytest.raises(InputError, match=r"The tokenizer of .* can't be loaded: '>' not supported"):
         load_tokenizer(ModelConfig(path=str(tmp_path / "lm")))
+
+
+def test_the_revision_of_a_model_is_none_of_another_tokenizer(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--some--words"
+    save_lm(repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    cfg = ModelConfig(path="some/model", revision="v1", tokenizer_path="some/words")
+    assert load_tokenizer(cfg).get_vocab() == make_tokenizer().get_vocab()

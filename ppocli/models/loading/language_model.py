@@ -63,10 +63,10 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     key = "model.tokenizer_path" if cfg.tokenizer_path else "model.path"
     name = cfg.tokenizer_path or cfg.path
     revision = cfg.revision if cfg.tokenizer_path is None else None
-    source = model_files.find_model(name, key=key, revision=cfg.revision, needs="tokenizer",
+    source = model_files.find_model(name, key=key, revision=revision, needs="tokenizer",
                                     adapters=True)
     if Path(source).is_dir() and not model_files.has_tokenizer(source):
-        source, revision = model_files.find_whole(name, key=key, revision=cfg.revision,
+        source, revision = model_files.find_whole(name, key=key, revision=revision,
                                                   needs="tokenizer")
     with model_config.loading(f"tokenizer of {name}", key,
                               fix="give a tokenizer folder: model.tokenizer_path=/path"):
