@@ -14,7 +14,7 @@ from ppocli.sampling import samples, token_choice
 CONTEXT = 4
 """tokens in front of those that are looked at, as much as a tokenizer lets their text depend on"""
 Watch = Callable[[torch.Tensor, torch.Tensor], None]
-"""is shown tokens and mask [B, t] of the responses so far, on the model's device"""
+"""is shown tokens and mask [B, R + 1] of the responses so far, on the model's device"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,6 @@ class Drawn:
         self.finished = torch.zeros(count, dtype=torch.bool, device=device)
         self.limits = torch.full((count,), self.steps, device=device) if limits is None else \
             to_device(torch.as_tensor(limits, dtype=torch.long), device)
-        self.shown = 0
         self.stops = to_device(torch.tensor(decoder.spec.stop_ids, dtype=torch.long), device)
         self.before: list[list[int]] = [[]] * count
         """what the text of each response stands behind: the last tokens of its prompt"""
@@ -145,11 +144,6 @@ class Drawn:
             [ids[-min(window, last + 1):] for ids, last in zip(newest, ats, strict=True)],
             spec.stop_sequences, [max(spec.min_new_tokens - 1 - start, 0) for start in starts])
         return to_device(torch.tensor([place is not None for _, place in found]), at.device)
-
-    def show(self, most: int) -> None:
-        """Let it be watched once the longest response has had ``most`` tokens."""
-        self.shown = max(self.shown, min(most, self.steps))
-        self.decoder.watch(self.tokens[:, :self.shown], self.mask[:, :self.shown])
 
     def found(self, rows: slice) -> samples.Generation:
         """The responses in these places, all of which have ended."""

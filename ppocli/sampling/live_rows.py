@@ -162,7 +162,7 @@ class Stepped(Drawn):
         self.decoder.poll()
         chosen, live.done = self.draw(live)
         live.advance(chosen)
-        self.show(live.oldest)
+        self.decoder.watch(self.tokens, self.mask)
 
     def draw(self, live: LiveRows) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`token`; the rows themselves stay as they are.

@@ -117,7 +117,7 @@ class TokenGraph:
             (self._feed if self.recorded is None else self.recorded.replay)()
         self.fed += 1
         self.live.youngest, self.live.oldest = self.live.youngest + 1, self.live.oldest + 1
-        self.drawn.show(self.live.oldest)
+        self.drawn.decoder.watch(self.drawn.tokens, self.drawn.mask)
 
     def release(self) -> None:
         """Make the rows such that others can join them, and some leave."""

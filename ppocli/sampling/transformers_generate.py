@@ -40,7 +40,7 @@ class _Steering:
         chosen, self.done = drawn.add(self.rows, torch.full_like(self.rows, self.t), self.done,
                                       logits, hidden)
         self.t += 1
-        drawn.show(self.t)
+        drawn.decoder.watch(drawn.tokens, drawn.mask)
         return torch.full_like(logits, float("-inf")).scatter_(1, chosen[:, None], 0.0)
 
     def stop(self, *_: Any, **__: Any) -> torch.Tensor:
