@@ -146,12 +146,11 @@ class KeptKeys:
         tokens, mask = (to_device(one, self.device) for one in padded_left(
             [ids[self.read[row] - 1:] for row, ids in zip(rows, contexts, strict=True)]))
         attention = torch.cat([seen, mask], dim=1)
-        counts = to_host(at, (~attention).long().cumprod(1).sum(1))
+        youngest, padding = to_host(at.min(), (~attention).long().cumprod(1).sum(1))
         return LiveRows(
-            rows=own, at=at, youngest=int(counts[0].min()), oldest=int(counts[0].max()),
-            inputs=tokens, attention=attention,
+            rows=own, at=at, youngest=int(youngest), inputs=tokens, attention=attention,
             positions=seen.sum(1, keepdim=True) + (mask.long().cumsum(1) - 1).clamp(min=0),
-            done=torch.zeros_like(own, dtype=torch.bool), padding=counts[1],
+            done=torch.zeros_like(own, dtype=torch.bool), padding=padding,
             cache=group.cache)
 
     def _park(self, live: LiveRows, ended: torch.Tensor) -> Parked:

@@ -22,8 +22,6 @@ class LiveRows:
     """[b] response tokens that are there; counted on after the end"""
     youngest: int
     """the least of ``at``, where the device need not be asked for it"""
-    oldest: int
-    """the most of ``at``"""
     inputs: torch.Tensor
     """[b, q] tokens to feed next"""
     attention: torch.Tensor | None
@@ -50,7 +48,7 @@ class LiveRows:
         # a row that has ended stays where it is: the model may have no further position
         self.positions = self.positions[:, -1:] + (~self.done)[:, None]
         self.at = self.at + 1
-        self.youngest, self.oldest = self.youngest + 1, self.oldest + 1
+        self.youngest += 1
         if self.attention is not None:
             self.attention = torch.nn.functional.pad(self.attention, (0, 1), value=True)
 
@@ -63,8 +61,7 @@ class LiveRows:
         """
         keep = (~done).nonzero().squeeze(-1)
         keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)
-        self.padding, at = self.padding[keep], at[keep]
-        self.youngest, self.oldest = int(at.min()), int(at.max())
+        self.padding, self.youngest = self.padding[keep], int(at[keep].min())
         keep = to_device(keep, self.rows.device)
         self.cache.batch_select_indices(keep)
         for name in ("rows", "at", "inputs", "positions", "done", "attention", "encoded",
@@ -89,7 +86,6 @@ class LiveRows:
         for name in ("rows", "at", "inputs", "positions", "done", "padding"):
             setattr(self, name, torch.cat([getattr(self, name), getattr(others, name)]))
         self.youngest = min(self.youngest, others.youngest)
-        self.oldest = max(self.oldest, others.oldest)
 
 
 def _padded_mask(live: LiveRows, width: int) -> torch.Tensor:
@@ -129,7 +125,7 @@ class Stepped(Drawn):
         mask, count = to_device(there, device), len(there)
         own: dict[str, Any] = {
             "rows": torch.arange(rows.start, rows.stop, device=device),
-            "at": torch.zeros(count, dtype=torch.long, device=device), "youngest": 0, "oldest": 0,
+            "at": torch.zeros(count, dtype=torch.long, device=device), "youngest": 0,
             "done": torch.zeros(count, dtype=torch.bool, device=device),
             "padding": (~there).sum(1), "cache": self._empty_cache(count)}
         if start is not None:
@@ -187,7 +183,7 @@ class Stepped(Drawn):
                                encoder_attention_mask=live.encoder_mask, **arguments)
             return out.last_hidden_state[:, -1]
         positions, virtual = live.positions, self.virtual
-        if virtual is not None and not virtual.in_cache and live.oldest == 0:
+        if virtual is not None and not virtual.in_cache and not live.cache.get_seq_length():
             del arguments["input_ids"]
             arguments["inputs_embeds"] = virtual.in_front(lm.get_input_embeddings()(live.inputs))
             first = torch.arange(virtual.count, device=positions.device)

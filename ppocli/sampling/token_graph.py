@@ -48,7 +48,7 @@ class Feeding:
         Args:
             most: tokens that will be fed to these rows, this one included.
         """
-        if (not self.wanted or live.oldest == 0 or live.inputs.shape[1] > 1
+        if (not self.wanted or live.inputs.shape[1] > 1 or not live.cache.get_seq_length()
                 or not _recordable.get(type(self.drawn.decoder.lm), True)):
             self.settle()
             self.drawn.token(live)
@@ -93,7 +93,7 @@ class TokenGraph:
         self.column = transformers_internals.hold_room(live.cache, most)
         self.seen = torch.zeros(len(live), most, dtype=torch.bool, device=live.rows.device)
         self.seen[:, :width] = True if live.attention is None else live.attention[:, :width]
-        self.width, self.masked = width, live.attention is not None
+        self.width = width
         live.positions = live.positions[:, -1:].clone()
         live.inputs, live.at, live.done = live.inputs.clone(), live.at.clone(), live.done.clone()
         self.fixed = replace(live, attention=self.seen[:, None, None, :])
@@ -116,13 +116,13 @@ class TokenGraph:
                 self._record(before)
             (self._feed if self.recorded is None else self.recorded.replay)()
         self.fed += 1
-        self.live.youngest, self.live.oldest = self.live.youngest + 1, self.live.oldest + 1
+        self.live.youngest += 1
         self.drawn.decoder.watch(self.drawn.tokens, self.drawn.mask)
 
     def release(self) -> None:
         """Make the rows such that others can join them, and some leave."""
         transformers_internals.let_go_of_room(self.live.cache, self.fed)
-        if self.masked:
+        if self.live.attention is not None:
             seen = self.seen[:, :self.width + self.fed]
             self.live.attention = torch.nn.functional.pad(seen, (0, 1), value=True)
 
