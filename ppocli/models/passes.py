@@ -179,7 +179,7 @@ def frozen_split(policy: Policy) -> layer_stack.SplitPoint | None:
     except ValueError:  # layers that are no plain sequence
         return None
     own = policy.value_trunk
-    branches = isinstance(own, ValueBranch) and split is not None and own.start < split.layer
+    branches = isinstance(own, ValueBranch) and split is not None and own.split.layer < split.layer
     return None if branches else split
 
 

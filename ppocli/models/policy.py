@@ -80,9 +80,8 @@ class ValueBranch(nn.Module):
         if not 0 < num_layers < len(stack):
             raise ValueError(f"a branch of {num_layers} layers does not fit a stack of "
                              f"{len(stack)}: it needs one below it")
-        self.start = len(stack) - num_layers
-        self.split = stacks.split_at(lm, self.start)
-        self.layers = nn.ModuleList(copy.deepcopy(layer) for layer in list(stack)[self.start:])
+        self.split = stacks.split_at(lm, len(stack) - num_layers)
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for layer in list(stack)[-num_layers:])
         owner = lm.get_submodule(stacks.stack_path(lm).rpartition(".")[0])
         order = stacks.modules_run(lm)
         after = order[order.index(stack[-1]) + 1:]
@@ -99,7 +98,7 @@ class ValueBranch(nn.Module):
             shared: what entered the layer of :attr:`split` in its pass over this batch.
         """
         path = stacks.stack_path(lm)
-        own: dict[str, nn.Module] = {f"{path}.{self.start + i}": layer
+        own: dict[str, nn.Module] = {f"{path}.{self.split.layer + i}": layer
                                      for i, layer in enumerate(self.layers)}
         beside = path.rpartition(".")[0]
         own |= {f"{beside}.{name}".strip("."): module for name, module in self.tail.items()}

@@ -8,7 +8,6 @@ a GPU they are for a single query with a mask, which torch's fastest kernels don
 """
 
 import inspect
-from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -42,8 +41,8 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     packing, attention_mask = layout.meant_by(attention_mask)
     plain = not dropout and not any(kwargs.get(name) is not None for name in _BEYOND)
     if packing is not None:
-        if plain and (over_packed := _packed_kernel(query, value)) is not None:
-            return over_packed(query, key, value, packing, scaling), None
+        if plain and (found := _over_packed(query, key, value, packing, scaling)) is not None:
+            return found, None
         query, key, value = (layout.spread(heads, packing) for heads in (query, key, value))
     if plain and _is_short(query, key, attention_mask):
         wanted = kwargs.get("is_causal")
@@ -56,26 +55,20 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     return (out if packing is None else layout.gathered(out, packing)), None
 
 
-def _packed_kernel(query: torch.Tensor, value: torch.Tensor
-                   ) -> Callable[..., torch.Tensor] | None:
+def _over_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                 packing: layout.Packing, scaling: float | None) -> torch.Tensor | None:
     """Attention over packed rows as they lie there, [1, H, N, D] to [1, N, H, D]; None where there
     is no kernel for them."""
     kind, depth = query.device.type, query.shape[-1]
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
     if (kind != "cuda" or dtype.itemsize != 2 or depth % 8 or depth > 256
-            or value.shape[-1] != depth):
+            or value.shape[-1] != depth or (varlen := _varlen(query.device.index)) is None):
         return None
-    varlen = _varlen(query.device.index)
-
-    def over_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                    packing: layout.Packing, scaling: float | None) -> torch.Tensor:
-        heads = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
-        longest = max(packing.width, layout.MULTIPLE)
-        found: torch.Tensor = varlen(*heads, packing.ends, packing.ends, longest, longest,
-                                     scale=scaling, window_size=(-1, 0))
-        return found[None]
-
-    return None if varlen is None else over_packed
+    heads = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
+    longest = max(packing.width, layout.MULTIPLE)
+    found: torch.Tensor = varlen(*heads, packing.ends, packing.ends, longest, longest,
+                                 scale=scaling, window_size=(-1, 0))
+    return found[None]
 
 
 @cache
