@@ -82,9 +82,8 @@ def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, po
     lm = (load_in_parts(cfg, backend, load, empty, offload=offload) if in_parts else load()).lm
     device = backend.device if wanted.device is None else torch.device(wanted.device)
     if wanted.path is not None:
-        reference_and_value.check_same_tokens(
-            tokenizer, policy, lm, name=wanted.path, key="model.reference.path",
-            trust_remote_code=cfg.model.trust_remote_code)
+        source = replace(cfg.model, path=wanted.path, revision=None)
+        reference_and_value.check_same_tokens(tokenizer, policy, lm, source, "model.reference.path")
         ours, theirs = (whole_shape(model.get_output_embeddings().weight)[0]
                         for model in (policy, lm))
         if algorithm.kl_estimator(cfg.ppo) == "full" and ours != theirs:

@@ -192,6 +192,21 @@ def test_what_does_not_fit_the_policy_is_refused_before_the_first_pass(
     assert caught.value.where == f"model.{role}.path"
 
 
+def test_tokens_are_compared_in_the_revision_that_the_value_model_has(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--some--model"
+    (repository / "refs").mkdir(parents=True)
+    for branch, commit in (("main", "0" * 40), ("v1", "1" * 40)):
+        (repository / "refs" / branch).write_text(commit)
+        save_lm(repository / "snapshots" / commit)
+    other_words(repository / "snapshots" / ("0" * 40))
+    cfg = small_config(tmp_path, model__path="some/model", model__revision="v1", **CRITICS["model"])
+    with session_of(cfg) as session:
+        assert isinstance(session.policy.value_trunk, ValueModel)
+
+
 def test_an_encoder_decoder_s_value_model_reads_the_prompt(tmp_path):
     cfg = with_critic(tmp_path, "model", "t5")
     with session_of(cfg, reward=count_letters) as session:

@@ -70,8 +70,7 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
     trunk, score = model.base_model, getattr(model, "score", None)
     if getattr(trunk, "pooler", None) is not None:
         trunk.pooler = None  # it reads one token's state for classifiers; no value comes from it
-    check_same_tokens(tokenizer, policy, trunk, name=name, key=key,
-                      trust_remote_code=cfg.trust_remote_code)
+    check_same_tokens(tokenizer, policy, trunk, cfg, key)
     if not has_encoder(trunk):  # a decoder beside an encoder is causal
         _check_causal(trunk, name, key)
     if trunk is not model and config.num_labels == 1 and isinstance(score, torch.nn.Linear):
@@ -99,19 +98,20 @@ def _check_causal(trunk: Any, name: str, key: str) -> None:
                          where=key, fix="take a value model built on a causal language model")
 
 
-def check_same_tokens(tokenizer: Any, policy: Any, other: Any, *, name: str, key: str,
-                      trust_remote_code: bool = False) -> None:
+def check_same_tokens(tokenizer: Any, policy: Any, other: Any, source: ModelConfig, key: str
+                      ) -> None:
     """Refuse a model that takes prompts otherwise than the policy, or knows other tokens.
 
     Args:
         tokenizer: the policy's.
         policy, other: models; of ``other`` a trunk will do.
-        name: where ``other`` comes from.
+        source: where ``other`` comes from.
         key: that names it.
 
     Raises:
         InputError: one has an encoder and the other hasn't, or an id means another token.
     """
+    name = source.path
     if has_encoder(policy) != has_encoder(other):
         kinds = ("an encoder-decoder", "a causal model")
         theirs, ours = kinds if has_encoder(other) else reversed(kinds)
@@ -124,7 +124,7 @@ def check_same_tokens(tokenizer: Any, policy: Any, other: Any, *, name: str, key
         raise InputError(f"The policy's tokenizer has ids up to {highest}, {name} embeds only "
                          f"{rows}.", where=key,
                          fix="give a model of the policy's own family and vocabulary")
-    if (theirs_by_token := _vocabulary(name, key, trust_remote_code)) is None:
+    if (theirs_by_token := _vocabulary(source, key)) is None:
         return
     odd = next((token for token, i in sorted(own.items(), key=lambda item: item[1])
                 if theirs_by_token.get(token, i) != i), None)
@@ -136,10 +136,11 @@ def check_same_tokens(tokenizer: Any, policy: Any, other: Any, *, name: str, key
                          fix="give a model with the policy's own tokenizer")
 
 
-def _vocabulary(name: str, key: str, trust_remote_code: bool) -> dict[str, int] | None:
+def _vocabulary(cfg: ModelConfig, key: str) -> dict[str, int] | None:
     """Token -> id of the tokenizer beside a model; None where there is none to compare with."""
     with suppress(Exception):  # weights alone are enough: ids are checked by their range
-        source = model_files.find_model(name, key=key, revision=None, needs="tokenizer")
+        source = model_files.find_model(cfg.path, key=key, revision=cfg.revision, needs="tokenizer")
         return transformers.AutoTokenizer.from_pretrained(
-            source, trust_remote_code=trust_remote_code).get_vocab() or None
+            source, revision=cfg.revision, trust_remote_code=cfg.trust_remote_code
+        ).get_vocab() or None
     return None
