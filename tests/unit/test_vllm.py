@@ -1,6 +1,7 @@
 """Servers that sample, against a double of vLLM's routes (``vllm_double``); what vLLM itself does
 is in ``tests/vllm/test_vllm_itself.py``."""
 
+import json
 import math
 import threading
 import time
@@ -8,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import checked, refused, save_lm
+from helpers import checked, model_config, refused, save_lm
 from runs import wait_for
+from safetensors.torch import save_file
 from sessions import rollout_of, session_of, set_keys, small_config
 from vllm_double import (
     assert_same,
@@ -25,9 +27,11 @@ from vllm_double import (
 
 from ppocli.config.schema import RolloutConfig
 from ppocli.errors import ConfigError, SamplerError
+from ppocli.models.loading.model_config import ModelFacts
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.sampler import Speaker
+from ppocli.sampling.vllm.launch import server_command
 from ppocli.sampling.vllm.server import Answer, Dealing, Lost, Server
 
 GENERATE = "/inference/v1/generate"
@@ -42,6 +46,18 @@ def test_greedy_samples_equal_ours_before_and_after_an_update(kind, tmp_path):
             disturb(session)
         assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
         assert engine.asked["/pause"] == 3
+
+
+def test_servers_are_started_with_the_base_of_an_adapter_in_its_own_revision(tmp_path):
+    save_lm(tmp_path / "lm")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(
+        {"base_model_name_or_path": str(tmp_path / "lm"), "revision": "b2"}))
+    save_file({}, tmp_path / "adapter/adapter_model.safetensors")
+    cfg = small_config(tmp_path, model__path=str(tmp_path / "adapter"), model__revision="a1")
+    said = server_command(cfg, ModelFacts(model_config()), "python", "http://h")
+    assert said[said.index("--model") + 1] == str(tmp_path / "lm")
+    assert said[said.index("--revision") + 1] == "b2"
 
 
 @pytest.mark.parametrize("spec", [

@@ -89,7 +89,7 @@ def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url:
     parts, model = urlsplit(url), cfg.model
     limit, longest = max_positions(facts), cfg.prompts.max_length
     length = limit if longest is None else min(most_tokens(cfg, longest), limit or sys.maxsize)
-    source = find_whole(model.path, key="model.path", revision=model.revision)[0]
+    source, revision = find_whole(model.path, key="model.path", revision=model.revision)
     source, tokenizer = (os.path.abspath(name) if os.path.isdir(name) else name
                          for name in (source, model.tokenizer_path or ""))
     return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", source,
@@ -100,7 +100,7 @@ def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url:
             "--hf-overrides", json.dumps({"tie_word_embeddings": False}),
             "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
             "--generation-config", "vllm",
-            *(["--revision", model.revision] if model.revision else []),
+            *(["--revision", revision] if revision else []),
             *(["--tokenizer", tokenizer] if tokenizer else []),
             *(["--trust-remote-code"] if model.trust_remote_code else []),
             *(["--worker-extension-cls", RECEIVER] if cfg.rollout.transfer != "files" else []),
