@@ -72,11 +72,10 @@ class LiveRows:
     def take_in(self, others: Self) -> None:
         """Go on with these rows and others, each of which has a token to feed."""
         width, widest = (transformers_internals.cached_tokens(one.cache) for one in (self, others))
-        first = self.attention
-        if first is not None:  # what no row that is left looks at
-            skip = int(self.padding.min())
-            self.padding = self.padding - skip
-            self.attention, width = first[:, skip:], width - skip
+        if self.attention is not None:
+            skip = int(self.padding.min())  # what no row that is left looks at
+            self.padding, width = self.padding - skip, width - skip
+            self.attention = self.attention[:, skip:]
             transformers_internals.drop_first_tokens(self.cache, skip)
         most = max(width, widest)
         if width != widest or self.attention is not None or others.attention is not None:
