@@ -162,8 +162,6 @@ class Kind:
 
     doing: str
     """in words"""
-    steps: Named
-    """figures of a step, by their names in metrics.jsonl"""
     evaluations: Named
     """figures of an evaluation, by their names without ``eval/``"""
     lower_is_better: frozenset[str] = frozenset()
@@ -175,15 +173,12 @@ class Kind:
         return [name for _, name in self.evaluations]
 
 
-_UPDATES = ("loss", "loss/total"), ("norm", "policy/grad_norm")
 KINDS = {
-    "ppo": Kind("PPO training", (("reward", "reward/mean"), ("KL", "objective/kl")),
-                (("reward", "reward_mean"), ("KL", "kl_mean"))),
-    "sft": Kind("supervised fine-tuning", _UPDATES,
-                (("loss", "loss"), ("perplexity", "perplexity")),
+    "ppo": Kind("PPO training", (("reward", "reward_mean"), ("KL", "kl_mean"))),
+    "sft": Kind("supervised fine-tuning", (("loss", "loss"), ("perplexity", "perplexity")),
                 frozenset({"loss", "perplexity"})),
-    "reward_model": Kind("reward-model training", _UPDATES,
-                         (("accuracy", "accuracy"), ("loss", "loss")), frozenset({"loss"}))}
+    "reward_model": Kind("reward-model training", (("accuracy", "accuracy"), ("loss", "loss")),
+                         frozenset({"loss"}))}
 """by :func:`ppocli.config.task_name`"""
 
 
@@ -195,18 +190,18 @@ def kind_of(config: schema.TrainConfig, lower_is_better: frozenset[str] | None =
     """
     metric = config.checkpoint.metric
     return KINDS.get(task_name(config)) or Kind(
-        "training", _UPDATES, ((metric.rpartition("/")[2], metric),),
-        lower_is_better or frozenset())
+        "training", ((metric.rpartition("/")[2], metric),), lower_is_better or frozenset())
 
 
 def curves_of(row: Mapping[str, Any]) -> Named:
     """The figures that are followed from step to step, as a row of metrics.jsonl has them; none if
     it is of no step."""
     if "reward/mean" in row:
-        return KINDS["ppo"].steps
-    loss = next((name for name in row if name.startswith("loss/")), None)
-    return () if loss is None else (
-        ("loss", loss), *(norm for norm in _UPDATES[1:] if norm[1] in row))
+        return ("reward", "reward/mean"), ("KL", "objective/kl")
+    loss, norm = next((name for name in row if name.startswith("loss/")), None), "policy/grad_norm"
+    if loss is None:
+        return ()
+    return (("loss", loss), ("norm", norm)) if norm in row else (("loss", loss),)
 
 
 def evaluation_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
