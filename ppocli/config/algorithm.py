@@ -13,9 +13,6 @@ from ppocli.ppo.advantages import ESTIMATORS, Estimator
 from ppocli.ppo.off_policy import CRITERIA, why_no_bound
 from ppocli.text import did_you_mean, shown
 
-OPTIMIZER_KEYS = {"adamw": ("betas", "eps"), "adamw_8bit": ("betas", "eps"),
-                  "adam": ("betas", "eps"), "sgd": ("momentum",), "adafactor": ()}
-"""keys that only some optimizers have; all have lr, value_lr and weight_decay"""
 DECAY_TYPES = ("cosine", "linear", "1-sqrt")
 """of the schedule warmup_stable_decay"""
 UNSHARDED_OPTIMIZERS = ("adamw_8bit", "adafactor")
@@ -353,8 +350,8 @@ def _optimizers(config: schema.TrainConfig) -> keys.Rules:
             default = keys.schema_keys()[f"{owner}.{node}.{name}"].default
             elsewhere = (f" (for the value function's {kinds[-1]}: {owner}.value_optimizer.{name})"
                          if len(kinds) > 1 and node == "optimizer"
-                         and name in OPTIMIZER_KEYS.get(kinds[-1], ()) else "")
-            yield (name not in OPTIMIZER_KEYS.get(kind, (name,))
+                         and name in schema_training.OPTIMIZER_KEYS.get(kinds[-1], ()) else "")
+            yield (name not in schema_training.OPTIMIZER_KEYS.get(kind, (name,))
                    and getattr(given, name) != default,
                    f"{owner}.{node}.{name}, {owner}.{node}.name",
                    f"{kind} has no {name}: leave it at {shown(default)}{elsewhere}")

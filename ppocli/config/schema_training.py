@@ -42,10 +42,14 @@ def key(default: Any, *, choices: tuple[str, ...] | None = None, ge: float | Non
     return field(default=default, metadata=metadata)
 
 
+OPTIMIZER_KEYS = {"adamw": ("betas", "eps"), "adamw_8bit": ("betas", "eps"),
+                  "adam": ("betas", "eps"), "sgd": ("momentum",), "adafactor": ()}
+"""by name of the optimizer, the keys that only some have; all have lr, value_lr and weight_decay"""
+
+
 @dataclass
 class OptimizerConfig:
-    name: str = key("adamw", choices=("adamw", "adamw_8bit", "adam", "sgd", "adafactor"),
-                    on_resume="refused")
+    name: str = key("adamw", choices=tuple(OPTIMIZER_KEYS), on_resume="refused")
     """optimizer; adamw_8bit needs bitsandbytes (extra 8bit)"""
     lr: float = key(1.41e-5, ge=0)
     """learning rate (adafactor: relative to the scale of each weight)"""
@@ -96,8 +100,7 @@ class SchedulerConfig:
 class ValueOptimizerConfig:
     """The value function's optimizer. A key left null takes the value of ``ppo.optimizer``."""
 
-    name: Optional[str] = key(None, choices=("adamw", "adamw_8bit", "adam", "sgd", "adafactor"),
-                              on_resume="refused")
+    name: Optional[str] = key(None, choices=tuple(OPTIMIZER_KEYS), on_resume="refused")
     """optimizer of the value function; another kind than the policy's is not possible under ZeRO"""
     betas: Optional[list[float]] = key(None, ge=0, lt=1)
     """decay rates of adamw, adamw_8bit and adam"""
