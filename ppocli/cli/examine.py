@@ -153,7 +153,7 @@ def _examine_sweep(words: Words, found: Examined) -> None:
         one = Examined(colour=found.colour)
         jobs.append((job, one))
         with one.taking():
-            composed = job.compose()
+            composed = job.composed
             config = replace(composed.config, run_name=None)
             count, _ = _examine_config(composed, config, one)
             if not one.problems:

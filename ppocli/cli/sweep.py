@@ -290,7 +290,7 @@ def _key(word: str) -> str | None:
 def _takes_words(job: SweepJob) -> bool:
     """Whether a job can run with its words, or go on with them."""
     with suppress(errors.PpocliError):
-        config = resolved.with_absolute_paths(compose.check(job.compose()).config)
+        config = resolved.with_absolute_paths(compose.check(job.composed).config)
         if goes_on_with(job.folder):
             changes_on_resume(job.folder, config)
         return True
@@ -310,7 +310,7 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
         check_folder(run.folder.model, key="model", adapters=True)
         # another job's run may lie there, where the words of the sweep have changed
         if book.going_on is None or not (told or sweeps.has_values(run.config, job.varied)):
-            now = resolved.with_absolute_paths(compose.check(job.compose()).config)
+            now = resolved.with_absolute_paths(compose.check(job.composed).config)
             if resolved.config_differences(run.config, keeping_styles(now, run.config)):
                 return None
     except errors.PpocliError:

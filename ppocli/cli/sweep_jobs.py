@@ -54,7 +54,7 @@ class Jobs:
         """Start a job, for which there is a place."""
         started, config = time.monotonic(), None
         try:
-            checked = compose.check(job.compose())
+            checked = compose.check(job.composed)
             config = checked.config
             record = self._begin(job, checked, started)
         except errors.PpocliError as problem:

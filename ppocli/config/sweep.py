@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import cast
 
@@ -27,11 +27,10 @@ from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SweepJob:
     """One job of a sweep: its number, how many there are (None: unknown), all its settings, those
-    that differ between jobs, its folder, the words of a single run that does the same, and what
-    they compose to (raises ConfigError)."""
+    that differ between jobs, its folder, and the words of a single run that does the same."""
 
     number: int
     total: int | None
@@ -39,7 +38,16 @@ class SweepJob:
     varied: tuple[str, ...]
     folder: Path
     typed: Words
-    compose: Callable[[], Composed]
+
+    @cached_property
+    def composed(self) -> Composed:
+        """What the words of that run come to.
+
+        Raises:
+            ConfigError: as :func:`ppocli.config.compose.compose`.
+        """
+        with hydra_bridge.as_config_errors():
+            return compose_here(self.typed)
 
 
 Grid = tuple[tuple[str, ...], ...]
@@ -59,7 +67,7 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
                    ) -> None:
     """Let Hydra's sweeper, or ``search``, run ``run_job`` for each job.
 
-    What is wrong with all jobs alike is told before any of them starts; ``SweepJob.compose``
+    What is wrong with all jobs alike is told before any of them starts; ``SweepJob.composed``
     tells what is wrong with one. ``run_job`` returns what an optimising sweeper maximises.
 
     Args:
@@ -195,13 +203,7 @@ def _job(words: Words, number: int, total: int | None, task: tuple[str, ...],
          varied: tuple[str, ...], folder: Path) -> SweepJob:
     own = Words((), words.flags, words.config_dirs).adding(
         *task, f"run_name={quoted(folder.name)}")  # its folder says where it runs
-
-    @cache
-    def composed() -> Composed:
-        with hydra_bridge.as_config_errors():
-            return compose_here(own)
-
-    return SweepJob(number, total, task, varied, folder, own, composed)
+    return SweepJob(number, total, task, varied, folder, own)
 
 
 def _sweep_words(loader: ConfigLoader, overrides: list[str]) -> _Swept:

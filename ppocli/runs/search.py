@@ -93,7 +93,7 @@ def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path
     optuna = load_optuna()
     wanted = {name: distribution(name, each) for name, each in ranges.items()}
     first = make_job(0, tuple(f"{name}={_first(each)}" for name, each in wanted.items()))
-    metrics, directions = objectives(plan, first.compose().config)
+    metrics, directions = objectives(plan, first.composed.config)
     study = open_study(folder, directions)
     told = study.user_attrs.get(METRICS, metrics), [each.name.lower() for each in study.directions]
     if told != (metrics, directions):
