@@ -8,7 +8,6 @@ import re
 import shlex
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, Literal
 
 Say = Callable[[str], None]
@@ -117,9 +116,9 @@ def finite_number(value: object) -> float | None:
 def figure(value: object, digits: int, kind: Literal["f", "e"] = "f") -> str:
     """A figure with so many decimals; ``-`` for one that isn't there or isn't finite, and for what
     is no number: a damaged file may hold anything."""
-    if not isinstance(value, (int, float)) or not math.isfinite(value):
+    if (number := finite_number(value)) is None:
         return "-"
-    text = f"{value:.{digits}{kind}}"
+    text = f"{number:.{digits}{kind}}"
     return text.removeprefix("-") if float(text) == 0 else text  # no minus before a rounded zero
 
 
@@ -152,10 +151,9 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 def sparkline(values: Sequence[float | None], cells: int = 32) -> str:
     """The course of a figure in at most ``cells`` characters; each is the mean of its share of
     values, from the lowest to the highest block; a blank where there is none."""
-    count = max(0, min(cells, len(values)))
-    bounds = [cell * len(values) // count for cell in range(count + 1)] if count else []
-    parts = [[value for value in values[start:end] if value is not None]
-             for start, end in pairwise(bounds)]
+    total, count = len(values), min(cells, len(values))
+    shares = (values[cell * total // count:(cell + 1) * total // count] for cell in range(count))
+    parts = [[value for value in share if value is not None] for share in shares]
     # halved, so that no sum or difference of them overflows
     means = [math.fsum(value / len(part) / 2 for value in part) if part else None for part in parts]
     there = [mean for mean in means if mean is not None]

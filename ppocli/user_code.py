@@ -14,7 +14,7 @@ import os
 import pkgutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -75,7 +75,7 @@ class Located:
     file: str | None
     """source file, for ``running code from FILE``"""
     line: int | None
-    module: str = ""
+    module: str
     """that its code belongs to"""
 
     @property
@@ -212,11 +212,10 @@ def from_object(target: Any, wanted: Wanted) -> Located:
     if module_name is None:  # methods of built-in types carry no module
         module_name = type(getattr(code, "__self__", code)).__module__
     _refuse_standard_library(module_name, wanted)
-    try:
-        return Located(wanted.spec, wanted.key, target, inspect.getsourcefile(code),
-                       inspect.getsourcelines(code)[1], module_name)
-    except (TypeError, OSError):
-        return Located(wanted.spec, wanted.key, target, None, None, module_name)
+    file = line = None
+    with suppress(TypeError, OSError):
+        file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
+    return Located(wanted.spec, wanted.key, target, file, line, module_name)
 
 
 def join_working_directory() -> None:

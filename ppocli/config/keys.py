@@ -7,7 +7,6 @@ import ast
 import dataclasses
 import inspect
 import sys
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -89,7 +88,7 @@ def _docs(module: str) -> Mapping[tuple[str, str], str]:
 @cache
 def schema_keys() -> Mapping[str, Key]:
     """All leaf keys by dotted name, in the order of the schema."""
-    return types.MappingProxyType({key.name: key for key in _leaves(TrainConfig(), "")})
+    return {key.name: key for key in _leaves(TrainConfig(), "")}
 
 
 @cache

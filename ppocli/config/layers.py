@@ -136,13 +136,12 @@ def _line_numbers(file: Path) -> dict[str, int]:
     root = yaml.compose(file.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     found: dict[str, int] = {}
 
-    def walk(prefix: str, node: yaml.Node) -> None:
+    def walk(prefix: str, node: yaml.Node | None) -> None:
         if isinstance(node, yaml.MappingNode):
             for name, value in node.value:
                 found[f"{prefix}{name.value}"] = name.start_mark.line + 1
                 walk(f"{prefix}{name.value}.", value)
-    if root is not None:
-        walk("", root)
+    walk("", root)
     return found
 
 
