@@ -17,14 +17,9 @@ from ppocli.config import adapters, algorithm, schema, schema_training, tasks
 from ppocli.errors import PpocliError
 from ppocli.models import policy, transformers_internals
 from ppocli.models.layer_stack import layer_stack, stack_path
+from ppocli.models.loading import model_config
 from ppocli.models.loading.adapters import attach, peft_config
 from ppocli.models.loading.language_model import DTYPES, frozen_dtype
-from ppocli.models.loading.model_config import (
-    attention_wanted,
-    check_text_alone,
-    loading,
-    reference_kind,
-)
 from ppocli.models.trunk import RELATIVE_POSITIONS, state_width
 from ppocli.rewards.resolve import BUILTIN_REWARDS, MODEL_REWARDS
 from ppocli.storage import model_files
@@ -123,7 +118,7 @@ def read_config(name: str, *, key: str, revision: str | None = None, trust_remot
     if not (Path(source) / "config.json").is_file():
         source, revision = model_files.find_whole(name, key=key, revision=revision)
     section = "model" if key.startswith("model.") else key.rpartition(".")[0]
-    with loading(f"configuration of {name}", key, f"{section}.trust_remote_code=true"):
+    with model_config.loading(f"configuration of {name}", key, f"{section}.trust_remote_code=true"):
         return transformers.AutoConfig.from_pretrained(source, revision=revision,
                                                        trust_remote_code=trust_remote_code)
 
@@ -144,9 +139,9 @@ def models_of(cfg: schema.TrainConfig, config: Any | None = None) -> Models:
     lm = _empty(model, config, None, "model.path", dtype=DTYPES[
         cfg.hardware.weights if kind is None else model.dtype or cfg.hardware.precision],
         kind="AutoModelForSequenceClassification" if scores else None)
-    check_text_alone(lm)
+    model_config.check_text_alone(lm)
     head = branch = value_lm = None
-    with loading(f"outline of {model.path}", "model.path"):
+    with model_config.loading(f"outline of {model.path}", "model.path"):
         if kind is not None:
             settings = peft_config(kind, adapters.adapter_settings(model), revision=model.revision,
                                    tokenizer=model.path, pair=lm.config.is_encoder_decoder)
@@ -185,9 +180,9 @@ def _empty(cfg: schema.ModelConfig, config: Any | None, path: str | None, key: s
     if kind == "AutoModelForSequenceClassification" and path is None:  # a language model's
         config = copy.deepcopy(config)
         config.num_labels = 1
-    with loading(f"outline of {name}", key), torch.device("meta"):
+    with model_config.loading(f"outline of {name}", key), torch.device("meta"):
         model = auto.from_config(config, dtype=dtype or torch.float32, trust_remote_code=trust,
-                                 **attention_wanted(cfg, config))
+                                 **model_config.attention_wanted(cfg, config))
         model.tie_weights()
     return model
 
@@ -332,7 +327,7 @@ def quantized_weights(cfg: schema.TrainConfig, models: Models) -> dict[int, int]
 def _reference_parts(cfg: schema.TrainConfig, lm: Any) -> Iterator[Part]:
     """As :mod:`ppocli.models.reference` keeps it."""
     model, wanted = cfg.model, cfg.model.reference
-    if (kind := reference_kind(model)) in ("none", "adapter"):
+    if (kind := model_config.reference_kind(model)) in ("none", "adapter"):
         return
     if kind == "shared":  # copies of what trains
         number = count(p for p in lm.parameters() if p.requires_grad)
