@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import io
+import json
 import operator
 import os
 import re
@@ -368,10 +369,8 @@ def _safe(value: str) -> bool:
 
 def _literal(value: Any) -> str:
     """A value in Hydra's override grammar."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
     if isinstance(value, (int, float)):
         return repr(value)
     if isinstance(value, (list, tuple)):
