@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
-from threading import Event, RLock, Thread
+from threading import RLock
 from typing import Any, Self
 
 from rich.cells import cell_len
@@ -19,8 +19,8 @@ from rich.live import Live
 from rich.segment import ControlType
 from rich.text import Text
 
-_PAUSE = 0.5
-"""seconds between two drawings, which take a few milliseconds each: less than 1 % of a core"""
+_DRAWINGS = 2
+"""in a second, which take a few milliseconds each: less than 1 % of a core"""
 _PLAIN_WIDTH = 110
 """columns where there is no terminal"""
 
@@ -83,11 +83,9 @@ class LiveView(Live):
 
     def __init__(self, console: Outlet, render: Callable[..., Sequence[Text]],
                  started_by: int | None = None) -> None:
-        super().__init__(console=console, auto_refresh=False, transient=True,
+        super().__init__(console=console, refresh_per_second=_DRAWINGS, transient=True,
                          redirect_stdout=False, redirect_stderr=False)
         self._render = render
-        self._ended = Event()
-        self._thread = Thread(target=self._keep_drawing, name="ppocli-live-view", daemon=True)
         self._redirections = ExitStack()
         self._groups = {os.getpgrp()}
         if started_by is not None:
@@ -106,18 +104,11 @@ class LiveView(Live):
             if is_terminal(stream):
                 above = self._redirections.enter_context(redirect(Above(stream, self.console)))
                 self._redirections.callback(above.close_line)
-        self._thread.start()
 
     def stop(self) -> None:
         """Erase the lines; what is printed from now on goes to the terminal alone."""
-        self._ended.set()
-        self._thread.join()
         self._redirections.close()
         super().stop()
-
-    def _keep_drawing(self) -> None:
-        while not self._ended.wait(_PAUSE):
-            self.refresh()
 
     def refresh(self) -> None:
         """Draw if something has changed."""
