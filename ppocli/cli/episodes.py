@@ -12,7 +12,7 @@ import torch
 
 from ppocli.cli.output import awaiting_lines, complain, has_colours, say, show_text, working
 from ppocli.cli.sampling_request import SamplingRequest
-from ppocli.config.resolved import with_values
+from ppocli.config.resolved import mapping_words, with_values
 from ppocli.environments.calls import Answered, Called, Calls
 from ppocli.environments.wording import text_of
 from ppocli.episode import POLICY, spoken
@@ -84,9 +84,7 @@ def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | 
             raise ConfigError(f"{option} is for single responses.", where=f"{option}, --env",
                               fix="leave it out")
     target = find_target(request.run, say=say, step=request.step, best=request.best)
-    words = (*request.words, *more, *(
-        f"generation.{name}={json.dumps(value) if not isinstance(value, list) else value}"
-        for name, value in request.flags.items()))
+    words = (*request.words, *more, *mapping_words({"generation": request.flags}))
     asked = replace(request, words=words, prompts=prompts_file,
                     num_samples=request.num_samples or 1)
     asked.check()

@@ -20,6 +20,8 @@ from runs import (
 from terminal import Terminal
 
 from ppocli import PPOTrainer
+from ppocli.cli import episodes
+from ppocli.cli.sampling_request import SamplingRequest
 from ppocli.display.console import closing_table
 from ppocli.display.dashboard import Dashboard
 from ppocli.episode import in_a_table, spoken
@@ -238,6 +240,12 @@ def test_generate_prints_who_said_what(place, app):
             for turn in row["turns"])]
         heard += [] if row["ended"] == "done" else ["(cut off: turns)"]
         assert [line[2:] for line in lines if line.startswith("< ")] == list(filter(None, heard))
+
+
+def test_texts_that_end_a_turn_are_taken_as_they_were_typed(place):
+    given = SamplingRequest(run=RUN, flags={"stop_sequences": ["\n", "it's", "${x}"]})
+    with episodes._session(given, []) as session:
+        assert list(session.eval_sampling.stop_sequences) == ["\n", "it's", "${x}"]
 
 
 @pytest.mark.parametrize(("given", "code", "said"), [
