@@ -64,7 +64,7 @@ def samples_of(record: RunRecord, before: int | None, after: int | None, steps: 
     pairs = [{"prompt": shown(prompt), "before": _response(old.get(prompt)),
               "after": _response(new.get(prompt)),
               "between": [_response(each.get(prompt)) for each in between],
-              "reference": _reference(new.get(prompt) or old.get(prompt))}
+              "reference": _reference(new.get(prompt) or old[prompt])}
              for prompt in prompts[:SHOWN + HIDDEN]]
     first, last, *_ = found
     return {
@@ -78,8 +78,8 @@ def samples_of(record: RunRecord, before: int | None, after: int | None, steps: 
         "stderr_before": _stderr(first), "stderr_after": _stderr(last)}
 
 
-def _reference(row: dict[str, Any] | None) -> str | None:
-    text = None if row is None else row.get("ref_response")
+def _reference(row: dict[str, Any]) -> str | None:
+    text = row.get("ref_response")
     return shown(text) if isinstance(text, str) else None
 
 
