@@ -189,11 +189,10 @@ def print_schema(
       ppocli schema generation.top_p
       ppocli schema --json > ppocli.schema.json
     """
-    keys = chosen_keys(name)
     if as_json:
         print_json(json_schema(name))
-        return
-    print("\n".join(_shown(key) for key in keys))
+    else:
+        print("\n".join(map(_shown, chosen_keys(name))))
 
 
 def chosen_keys(name: str | None) -> list[Key]:
