@@ -57,8 +57,7 @@ def plot_runs(
 
     if smooth < 1:
         raise ConfigError(f"--smooth {smooth}: must be at least 1", where="command line")
-    if out is not None:
-        check_out(out, overwrite)
+    check_out(out, overwrite)
     runs = read_runs(given or [str(find_run(None, say=output.say))])
     charts = collect(runs, metric_names(metric, runs), smooth)
     if as_json:
@@ -95,12 +94,14 @@ def numbers_of(charts: Mapping[str, Panel]) -> list[dict[str, Any]]:
             for metric, chart in charts.items() for curve in chart.lines]
 
 
-def check_out(out: Path, overwrite: bool) -> None:
-    """Refuse a picture that can't be written.
+def check_out(out: Path | None, overwrite: bool) -> None:
+    """Refuse a picture, where one is asked for, that can't be written.
 
     Raises:
         ConfigError: its ending is no picture's, or there is something already.
     """
+    if out is None:
+        return
     folder = os.path.isdir(out)
     if out.suffix.lower() not in (".svg", ".png"):
         raise ConfigError(f"--output {out}: must end in .svg or .png", where="command line",
@@ -200,8 +201,7 @@ def compare(
     from ppocli.report.curves import collect, compare_runs, metric_names
     from ppocli.runs.target import read_runs
 
-    if out is not None:
-        check_out(out, overwrite)
+    check_out(out, overwrite)
     runs = read_runs(given)
     if len(runs) < 2:
         raise ConfigError("Comparing needs two or more different runs.",

@@ -49,8 +49,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     from ppocli.runs import pictures, search
     from ppocli.runs.sweeps import find_sweep, jobs_now, labels_of, read_sweep
 
-    if out is not None:
-        check_out(out, overwrite)
+    check_out(out, overwrite)
     folder = find_sweep(given)
     if given is None:
         output.say(f"using {folder} (the newest sweep)")
