@@ -177,17 +177,16 @@ def sampling_of(request: SamplingRequest, chosen: ChosenModels, player: Player |
     """
     from ppocli.evaluation.player import changed_sampling, own_sampling
 
-    worded = {word.lstrip("+~").partition("=")[0] for word in request.words}
     declared = {} if player is None else own_sampling(player.loaded)
     changes = {name: value for name, value in declared.items()
-               if f"generation.{name}" not in worded}
+               if not request.sets(f"generation.{name}")}
     if changes:
         output.say("sampling as its generation_config.json says: " + ", ".join(
             f"{name}={value}" for name, value in changes.items()))
     sources = {**dict.fromkeys(changes, "generation_config.json"),
                **{name: _option(name) for name in request.flags}}
     generation = changed_sampling(chosen.cfg, {**changes, **request.flags}, sources)
-    say_idle(generation, [name for name in SHAPING if f"generation.{name}" in worded])
+    say_idle(generation, [name for name in SHAPING if request.sets(f"generation.{name}")])
     return generation
 
 
