@@ -207,9 +207,8 @@ def recent_samples(path: Path) -> list[dict[str, Any]]:
     """The first samples of the newest step and kind at the end of samples.jsonl."""
     try:
         with bounded.open_plain(path, bounded.MOST_ROWS) as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _TAIL_BYTES))
-            lines = _whole_lines(file.read())[1 if size > _TAIL_BYTES else 0:]
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = _whole_lines(file.read())  # what is left of a line before them is no row
     except OSError:  # gone by now
         return []
     rows = groupby(filter(None, map(row_of_step, reversed(lines))),
