@@ -282,8 +282,8 @@ def leave(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
-        except (OSError, ValueError):
-            if isinstance(sys.exc_info()[1], BrokenPipeError) and code == 0:
+        except (OSError, ValueError) as error:
+            if isinstance(error, BrokenPipeError) and code == 0:
                 code = BROKEN_PIPE
             # what is still buffered would be tried again, and complained about, at shutdown
             with suppress(OSError, ValueError):
