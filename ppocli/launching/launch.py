@@ -167,17 +167,24 @@ def _own_modes() -> Iterator[None]:
     import torch
 
     dtype = torch.get_default_dtype()
+    casts = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    # within a script's contexts ours would go on with weights as they were when first rounded:
+    # torch forgets those at the end of the outermost one
+    nesting = torch.autocast_increment_nesting()
+    for _ in range(nesting):
+        torch.autocast_decrement_nesting()
     torch.set_default_dtype(torch.float32)
+    for device in casts:
+        torch.set_autocast_enabled(device, False)
     try:
-        with ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(torch.enable_grad())
-            for device in ("cpu", "cuda"):
-                if torch.is_autocast_enabled(device):
-                    stack.enter_context(torch.autocast(device, enabled=False))
+        with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         torch.set_default_dtype(dtype)
+        for device, enabled in casts.items():
+            torch.set_autocast_enabled(device, enabled)
+        for _ in range(nesting - 1):
+            torch.autocast_increment_nesting()
 
 
 def _run_module(name: str, start: Start) -> RunOutcome:
