@@ -11,7 +11,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.config import resolved, schema
 from ppocli.errors import PpocliError
-from ppocli.parallel import launchers, stop
+from ppocli.parallel import stop
+from ppocli.parallel.launchers import RankOutcome
 
 if TYPE_CHECKING:
     from ppocli.display.console import DisplayMode
@@ -82,24 +82,23 @@ class RunOutcome:
     stopped_by: int | None = None
 
 
-def outcome_of(rank: int, work: Callable[[], object]) -> launchers.RankOutcome:
+def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
     """What ``work`` comes to: errors of all kinds become an outcome, and its value nothing."""
-    code, message, trace, lost = 0, "", "", False
-    retry: dict[str, int] = {}
     try:
         work()
     except PpocliError as error:
-        code, message, retry = error.exit_code, str(error), getattr(error, "retry", {})
+        return RankOutcome(rank, error.exit_code, str(error), retry=getattr(error, "retry", {}))
     except KeyboardInterrupt:
-        code, message = 128 + signal.SIGINT, "interrupted"
+        return RankOutcome(rank, 128 + signal.SIGINT, "interrupted")
     except SystemExit as leaving:
-        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
+        return RankOutcome(rank, leaving.code if isinstance(leaving.code, int)
+                           else int(leaving.code is not None))
     except Exception as error:
         from ppocli.parallel.ranks import is_lost_neighbour
 
-        code, message, trace = 1, f"{type(error).__name__}: {error}", traceback.format_exc()
-        lost = is_lost_neighbour(error)
-    return launchers.RankOutcome(rank, code, message, trace, time.time(), lost=lost, retry=retry)
+        return RankOutcome(rank, 1, f"{type(error).__name__}: {error}", traceback.format_exc(),
+                           lost=is_lost_neighbour(error))
+    return RankOutcome(rank, 0)
 
 
 def run_process(command: list[str], passed: Sequence[int] = ()) -> tuple[int, int | None]:

@@ -10,6 +10,7 @@ import os
 import re
 import socket
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -197,11 +198,11 @@ class RankOutcome:
     rank: int
     code: int
     """the exit code the command should end with"""
-    message: str
+    message: str = ""
     """of the error, empty if there was none"""
-    trace: str
+    trace: str = ""
     """of an exception that nobody expected"""
-    at: float
+    at: float = field(default_factory=time.time)
     """seconds since the epoch, to tell which came first"""
     phase: str = ""
     """where it was, as ``step 3, optimize``"""
