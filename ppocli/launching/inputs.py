@@ -42,27 +42,21 @@ def check_inputs(cfg: schema.TrainConfig) -> None:
                      fix="give local folders and files for them, or run once with network")
 
 
-def named_code(cfg: schema.TrainConfig) -> Iterator[Wanted]:
+def named_code(cfg: schema.TrainConfig) -> list[Wanted]:
     """Every import path or built-in's name, with the key that it came from."""
-    reward, env = cfg.reward, cfg.env
+    reward, env, code = cfg.reward, cfg.env, list[tuple[str | None, str, Kind]]()
     if tasks.task_name(cfg) not in tasks.DATA_TASKS:
-        for key, path, _ in schema.rewards_of(reward):
-            yield from _wanted(path, f"{key}.fn", REWARD)
-        yield from _wanted(reward.metric_fn, "reward.metric_fn", REWARD)
-        yield from _wanted(reward.step_fn, "reward.step_fn", STEPS)
-    for path in env.tools if env.fn == TOOLS else ():
-        yield from _wanted(path, "env.tools", TOOL)
-    if env.fn != TOOLS:
-        yield from _wanted(env.fn, "env.fn", ENVIRONMENT)
+        code += [(path, f"{key}.fn", REWARD) for key, path, _ in schema.rewards_of(reward)]
+        code += [(reward.metric_fn, "reward.metric_fn", REWARD),
+                 (reward.step_fn, "reward.step_fn", STEPS)]
+    code += [(path, "env.tools", TOOL) for path in env.tools] if env.fn == TOOLS else [
+        (env.fn, "env.fn", ENVIRONMENT)]
     if cfg.task.fn not in tasks.DATA_TASKS:
-        yield from _wanted(cfg.task.fn, "task.fn", Kind("function", ConfigError))
+        code.append((cfg.task.fn, "task.fn", Kind("function", ConfigError)))
     if cfg.rollout.engine not in sampling.OUR_ENGINES:
-        yield from _wanted(cfg.rollout.engine, "rollout.engine", Kind("class", ConfigError))
-
-
-def _wanted(path: str | None, key: str, kind: Kind) -> Iterator[Wanted]:
-    if path is not None and path != resolved.PYTHON_OBJECT:
-        yield Wanted(path, key, kind)
+        code.append((cfg.rollout.engine, "rollout.engine", Kind("class", ConfigError)))
+    return [Wanted(path, key, kind) for path, key, kind in code
+            if path is not None and path != resolved.PYTHON_OBJECT]
 
 
 def _check_first_prompts(cfg: schema.PromptsConfig) -> None:
