@@ -103,10 +103,8 @@ def last_part(value: str) -> str:
 def age(written_at: float, now: float | None = None) -> str:
     """How long ago something was: ``12 s``, ``3 min``, ``5 h``, ``9 d``."""
     seconds = max(0.0, (time.time() if now is None else now) - written_at)
-    for unit, length, limit in (("s", 1, 60), ("min", 60, 3600), ("h", 3600, 86400)):
-        if seconds < limit:
-            return f"{int(seconds // length)} {unit}"
-    return f"{int(seconds // 86400)} d"
+    unit = next((unit for unit in ("d", "h", "min") if seconds >= _SECONDS[unit]), "s")
+    return f"{int(seconds // _SECONDS[unit])} {unit}"
 
 
 _LEFT = re.compile(r"\.discarded-.+-[0-9a-f]{8}")
