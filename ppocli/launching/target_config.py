@@ -168,11 +168,9 @@ def _allowed(whole: Sequence[str], target: Target, parts: tuple[str, ...],
 
 def _start_of(model: str) -> list[str]:
     """The words that name what a bare model started from: itself, but for an adapter its base."""
-    if not is_adapter(model):
-        return [f"model.path={resolved.literal(model)}"]
-    path, revision, _ = named_base(Path(model))
-    words = [f"model.path={resolved.literal(path)}"]
-    return words if revision is None else [*words, f"model.revision={resolved.literal(revision)}"]
+    path, revision, _ = named_base(Path(model)) if is_adapter(model) else (model, None, None)
+    return [f"{key}={resolved.literal(value)}" for key, value in
+            (("model.path", path), ("model.revision", revision)) if value is not None]
 
 
 def _refuse_objects(config: schema.TrainConfig, target: Target, needs_reward: bool,
