@@ -93,7 +93,7 @@ def run_processes(start: Start, hardware: schema.HardwareConfig, caller: Caller)
         as_nodes = meeting.launched.on_each_node and hardware.num_processes > 1
         meeting.tell(replace(start, reserved_by=None, node_rank=0 if as_nodes else None))
         if not as_nodes:
-            return run_here(start, caller, meeting)
+            return run_here(start, caller)
     if not needs_launcher(hardware):
         return (_run_module("worker", start) if caller.process == "fresh"
                 else run_here(start, caller))
@@ -138,16 +138,15 @@ def follow(meeting: adopted_ranks.Meeting) -> None:
     if (start := meeting.wait()) is None:
         return
     if start.node_rank is None:
-        run_here(replace(start, display="quiet"), Caller("own"), meeting)
+        run_here(replace(start, display="quiet"), Caller("own", meeting=meeting))
         return
     done = _run_module("elastic", replace(start, node_rank=meeting.launched.rank))
     if done.exit_code:
         raise SystemExit(done.exit_code)
 
 
-def run_here(start: Start, caller: Caller, meeting: adopted_ranks.Meeting | None = None
-             ) -> RunOutcome:
-    """Run in this process, as one of a launcher's ranks where they have a ``meeting``.
+def run_here(start: Start, caller: Caller) -> RunOutcome:
+    """Run in this process, as one of a launcher's ranks where they have a meeting.
 
     Raises:
         PpocliError: whatever ended the run.
@@ -156,8 +155,8 @@ def run_here(start: Start, caller: Caller, meeting: adopted_ranks.Meeting | None
     from ppocli.launching.worker import run_worker
 
     with _own_modes():
-        return run_worker(start, objects=caller.objects, store=meeting and meeting.store,
-                          own_process=caller.process == "own")
+        return run_worker(start, objects=caller.objects, own_process=caller.process == "own",
+                          store=caller.meeting and caller.meeting.store)
 
 
 @contextmanager
@@ -208,9 +207,7 @@ class LoopScores:
     """Stands where a reward function stands, and hands on what the loop was given."""
 
     told_as = "your loop"
-
-    def __init__(self) -> None:
-        self.given: Any = None
+    given: Any = None
 
     def __call__(self, **columns: Any) -> Any:
         return self.given
