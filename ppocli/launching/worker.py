@@ -210,14 +210,13 @@ def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> 
     summary = atomic.read_json(folder.summary) or {}
     steps, asked = whole(summary, "steps"), tasks.steps_asked(cfg)
     planned = tasks.planned_samples(cfg, environment.examples_of(folder.path))
+    done = steps >= asked if asked is not None else (  # they may have been of another size
+        planned is not None and whole(summary, "episodes") >= planned)
+    if summary.get("status") != "finished" or steps <= 0 or not done:
+        return None
     try:
-        done = steps >= asked if asked is not None else (  # they may have been of another size
-            planned is not None and whole(summary, "episodes") >= planned)
-        complete = summary.get("status") == "finished" and steps > 0 and done
         model_files.check_folder(folder.model, key="model", adapters=True)
     except InputError:
-        return None
-    if not complete:
         return None
     before = kept.settings_before(folder.path, accept_changes=True)
     if changed := [f"  {key}: {text.shown(old)} -> {text.shown(new)}"
