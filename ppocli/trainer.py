@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from ppocli.errors import ConfigError, DivergedError, RewardError
 from ppocli.generation import Batch, called
+from ppocli.parallel.torch_modes import own_modes
 
 if TYPE_CHECKING:
     from ppocli.api import TrainedRun
@@ -118,6 +119,7 @@ class PPOTrainer:
                                 f'"resume={self.run_dir}"])')
         self._run.display.listen()
 
+    @own_modes()
     def generate(self, prompts: Any = None, length_sampler: Callable[[], int] | None = None,
                  batch_size: int | None = None, return_prompt: bool | None = None,
                  generate_ref_response: bool = False, *, attention_mask: Any = None,
@@ -190,6 +192,7 @@ class PPOTrainer:
                      out.finished.tolist(), mine.columns, tuple(chunks), self.steps,
                      call.sampling.temperature)
 
+    @own_modes()
     def step(self, queries: Any, responses: Any = None, scores: Any = None,
              response_masks: Sequence[Any] | None = None) -> dict[str, Any]:
         """One PPO step: ``step(batch, scores)`` with what ``generate`` returned, or ``step(queries,

@@ -23,6 +23,7 @@ from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.launching import adopted_ranks, opened_folder, target_config
 from ppocli.launching.child_process import RunOutcome, Start, run_process
 from ppocli.parallel.launchers import find_launch, launched_world
+from ppocli.parallel.torch_modes import own_modes
 from ppocli.storage.atomic import read_json
 from ppocli.user_code import join_working_directory
 
@@ -154,36 +155,9 @@ def run_here(start: Start, caller: Caller) -> RunOutcome:
     join_working_directory()
     from ppocli.launching.worker import run_worker
 
-    with _own_modes():
+    with own_modes():
         return run_worker(start, objects=caller.objects, own_process=caller.process == "own",
                           store=caller.meeting and caller.meeting.store)
-
-
-@contextmanager
-def _own_modes() -> Iterator[None]:
-    """What a script has set torch to is not the run's: it trains, in the precision that its own
-    settings say."""
-    import torch
-
-    dtype = torch.get_default_dtype()
-    casts = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
-    # within a script's contexts ours would go on with weights as they were when first rounded:
-    # torch forgets those at the end of the outermost one
-    nesting = torch.autocast_increment_nesting()
-    for _ in range(nesting):
-        torch.autocast_decrement_nesting()
-    torch.set_default_dtype(torch.float32)
-    for device in casts:
-        torch.set_autocast_enabled(device, False)
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            yield
-    finally:
-        torch.set_default_dtype(dtype)
-        for device, enabled in casts.items():
-            torch.set_autocast_enabled(device, enabled)
-        for _ in range(nesting - 1):
-            torch.autocast_increment_nesting()
 
 
 def _run_module(name: str, start: Start) -> RunOutcome:

@@ -306,6 +306,19 @@ def test_processes_that_nobody_has_started_are_refused(loop_words, monkeypatch):
         PPOTrainer(loop_words)
 
 
+def test_a_loop_within_autocast_learns_with_the_weights_of_now(loop_words):
+    """Torch keeps rounded weights until the outermost context ends, which is the script's."""
+    found = []
+    for name, on in (("apart", False), ("within", True)):
+        with PPOTrainer([*loop_words, f"run_name={name}", "hardware.precision=bf16"]) as trainer, \
+                torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+            for _ in range(2):
+                batch = trainer.generate()
+                found.append(trainer.step(batch, [float(len(text)) for text in batch.responses]))
+    assert [row["loss/value_avg"] for row in found[2:]] == [
+        row["loss/value_avg"] for row in found[:2]]
+
+
 def test_importing_ppocli_imports_no_torch():
     code = ("import sys, ppocli; ppocli.PPOTrainer; ppocli.Batch; "
             "sys.exit('torch' in sys.modules or 'hydra' in sys.modules)")
