@@ -95,31 +95,28 @@ def refuse_links(run_dir: Path) -> None:
     Raises:
         CheckpointError: names a link and where it leads; or a device, a pipe, a socket, a folder.
     """
-    inside = [(run_dir, False), (run_dir / "checkpoints", False), (run_dir / "trackers", True),
-              (run_dir / "events", True)]
-    for folder, deep in inside:
-        for base, folders, files in os.walk(folder, followlinks=False):
-            for name in sorted([*folders, *files]):
-                path = Path(base, name)
+    for pattern in ("*", "checkpoints/*", "trackers/**/*", "events/**/*"):  # ** follows no links
+        for path in sorted(run_dir.glob(pattern)):
+            name = path.name
+            # what is replaced or deleted itself, whatever it leads to: models, temporary names
+            if name.startswith("model") or (name.startswith(".") and name != LOCK) or (
+                    pattern == "checkpoints/*" and name in retention.POINTERS):
+                continue
+            try:
                 mode = path.lstat().st_mode
-                if stat.S_ISDIR(mode) and folder == run_dir and (
-                        name == LOCK or path.suffix in (".json", ".jsonl", ".yaml", ".log")):
-                    raise CheckpointError(f"{path} is a folder, and a file of the run belongs "
-                                          "there.", where=str(run_dir),
-                                          fix="remove it, or put the file back")
-                # what is replaced or deleted itself, whatever it leads to: models, temporary names
-                harmless = name.startswith("model") or (name.startswith(".") and name != LOCK)
-                if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or harmless or (
-                        folder.name == "checkpoints" and name in ("latest", "best")):
-                    continue
+            except FileNotFoundError:  # a step that the run, if it goes on, has just pruned
+                continue
+            if stat.S_ISDIR(mode) and pattern == "*" and (
+                    name == LOCK or path.suffix in (".json", ".jsonl", ".yaml", ".log")):
+                raise CheckpointError(f"{path} is a folder, and a file of the run belongs there.",
+                                      where=str(run_dir), fix="remove it, or put the file back")
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                 what = (f"a link to {os.readlink(path)}" if stat.S_ISLNK(mode)
                         else "neither a file nor a folder")
                 raise CheckpointError(f"{path} is {what}; nothing is written in a run's folder "
                                       "that could land elsewhere.", where=str(run_dir),
                                       fix="remove it, or put what it stands for in its place; the "
                                       "run's folder may itself be a link")
-            if not deep:
-                break
 
 
 def finite_or_null(value: Any) -> Any:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
+from threading import Event, Thread
 
 import pytest
 from checkpoint_samples import start_python
@@ -20,6 +21,7 @@ from ppocli.storage.run_folder import live_owner, lock, lock_beside, reserved
 HOLD = """
 import sys, time
 from pathlib import Path
+from threading import Event, Thread
 from ppocli.storage.run_folder import lock
 from ppocli.errors import PpocliError
 try:
@@ -104,6 +106,7 @@ def test_a_forked_child_that_outlives_its_parent_does_not_hold_it(tmp_path: Path
     code = """
 import os, sys, time
 from pathlib import Path
+from threading import Event, Thread
 from ppocli.storage.run_folder import lock
 with lock(Path(sys.argv[1])):
     child = os.fork()
@@ -162,6 +165,7 @@ def test_a_folder_that_is_replaced_is_held_from_beside(tmp_path: Path):
 TURNS = """
 import sys
 from pathlib import Path
+from threading import Event, Thread
 from ppocli.storage.run_folder import lock_beside
 from ppocli.errors import CheckpointError
 target, turns = Path(sys.argv[1]), 0
@@ -199,3 +203,24 @@ def test_a_file_that_is_swept_away_before_it_is_locked_is_made_again(tmp_path: P
     write_atomic(tmp_path / "note.txt", "mine")
     assert locks.count(fcntl.LOCK_EX) == 1
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("note.txt", "mine")]
+
+
+def test_what_a_run_deletes_meanwhile_is_no_matter_of_links(tmp_path: Path):
+    """A run may go on while its policy is evaluated."""
+    folders, ended = [tmp_path / f"checkpoints/step-{number}" for number in range(40)], Event()
+
+    def prune() -> None:
+        while not ended.is_set():
+            for folder in folders:
+                folder.mkdir(parents=True, exist_ok=True)
+            for folder in reversed(folders):
+                folder.rmdir()
+
+    pruning = Thread(target=prune)
+    pruning.start()
+    try:
+        for _ in range(300):
+            run_folder.refuse_links(tmp_path)
+    finally:
+        ended.set()
+        pruning.join()
