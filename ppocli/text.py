@@ -8,6 +8,7 @@ import re
 import shlex
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 Say = Callable[[str], None]
@@ -110,7 +111,10 @@ def counted(count: int, noun: str) -> str:
 
 def finite_number(value: object) -> float | None:
     """A figure out of a file that may be damaged; None for what is no finite number."""
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
+    with suppress(OverflowError):  # a whole number that is too large for a float
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            return float(value)
+    return None
 
 
 def figure(value: object, digits: int, kind: Literal["f", "e"] = "f") -> str:

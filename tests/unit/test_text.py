@@ -31,6 +31,14 @@ def test_a_number_is_shown_as_it_was_given():
         "1", "1.0000001", "1e-05", "0.1"]
 
 
+def test_figures_of_damaged_files():
+    """JSON has whole numbers that no float holds."""
+    values = (10**400, float("inf"), "1", None, True, -0.0001, 3)
+    assert [text.finite_number(value) for value in values] == [
+        None, None, None, None, 1.0, -0.0001, 3.0]
+    assert [text.figure(value, 2) for value in values] == ["-"] * 4 + ["1.00", "0.00", "3.00"]
+
+
 def test_paths_are_told_in_a_folder_that_is_gone(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert text.short_path(f"{tmp_path}/a/b") == "a/b"
