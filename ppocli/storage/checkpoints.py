@@ -157,11 +157,13 @@ def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "
     for step, path in reversed(retention.list_steps(folder)):
         try:
             return Search(_open(path, step, run_id, verify), tuple(skipped))
-        except manifest.Invalid as reason:
-            skipped.append(f"skipped {path.name}: {reason}")
-        except OSError as error:
-            skipped.append(f"skipped {path.name}: {error.strerror or error}")
+        except (manifest.Invalid, OSError) as error:
+            skipped.append(f"skipped {path.name}: {_why(error)}")
     return Search(None, tuple(skipped))
+
+
+def _why(error: manifest.Invalid | OSError) -> str:
+    return getattr(error, "strerror", None) or str(error)
 
 
 def refuse_pruned(run: run_folder.RunFolder, step: int | None) -> None:
@@ -217,9 +219,8 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
     try:
         return _open(folder, int(match[1]) if match else None)
     except (manifest.Invalid, OSError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         present = ", ".join(path.name for _, path in retention.list_steps(folder.parent)) or "none"
-        raise CheckpointError(f"{folder.name} can't be used: {reason}", where=str(folder),
+        raise CheckpointError(f"{folder.name} can't be used: {_why(error)}", where=str(folder),
                               fix=f"name another checkpoint (there: {present})") from None
 
 

@@ -83,12 +83,9 @@ class Point:
         if not self._faults:
             return False
         self._passes[name] += 1
-        poison = False
-        for fault in self._faults:
-            if (fault.point == name and fault.first <= self._passes[name] <= fault.last
-                    and rows > fault.rows):
-                poison |= _fire(fault)
-        return poison
+        return True in [
+            _fire(fault) for fault in self._faults if fault.point == name and rows > fault.rows
+            and fault.first <= self._passes[name] <= fault.last]
 
 
 def _fire(fault: Fault) -> bool:
