@@ -23,7 +23,7 @@ from ppocli.launching.launch import Caller, launch
 from ppocli.parallel.stop import StopRequested, signal_handlers
 from ppocli.runs import search, sweeps
 from ppocli.storage import atomic, environment, run_folder
-from ppocli.text import finite_number, short_path
+from ppocli.text import short_path
 
 SLURM_FOLDER = "slurm"
 """what submitit keeps, in the sweep's folder"""
@@ -125,8 +125,7 @@ def record_of(job: SweepJob, status: str, code: int, summary: dict[str, Any] | N
     """What is written down of a job that has ended; ``started`` on the monotonic clock."""
     refused = code == errors.CheckpointError.exit_code  # the folder's figures may be of another
     after = {} if refused else (summary or {}).get("eval_after") or {}
-    figures = {} if config is None else sweeps.figures_of(
-        config, job.folder, lambda name: finite_number(after.get(name)))
+    figures = {} if config is None else sweeps.figures_of(config, job.folder, after)
     if status == "failed" and search.was_pruned(job.folder):
         status = search.PRUNED
     return sweeps.JobRecord(job.number, job.words, job.varied, status, code, **figures,

@@ -3,7 +3,7 @@
 import json
 import os
 import shlex
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from ppocli.own_code import TRUST
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import RUNS, run_named
 from ppocli.storage import atomic, environment, run_folder, signature
-from ppocli.text import did_you_mean, printable, short_path
+from ppocli.text import did_you_mean, finite_number, printable, short_path
 
 SWEEP_FILE = "sweep.json"
 JOURNAL = "search.journal"
@@ -64,18 +64,19 @@ class JobRecord:
         return best if best is None or self.lower_is_better else -best
 
 
-def figures_of(config: schema.TrainConfig, folder: Path, value: Callable[[str], float | None]
+def figures_of(config: schema.TrainConfig, folder: Path, evaluation: Mapping[str, Any]
                ) -> dict[str, Any]:
-    """What a :class:`JobRecord` tells of the evaluation of a job in ``folder``; ``value`` has its
+    """What a :class:`JobRecord` tells of the evaluation of a job in ``folder``, which has these
     figures by name."""
+    found = {name: finite_number(value) for name, value in evaluation.items()}
     kind = tasks.kind_of(config, environment.lower_is_better(folder))
     metric = config.checkpoint.metric
     named = dict(kind.evaluations)
     if metric not in kind.names:
         named[metric.rpartition("/")[2]] = metric
-    return {"reward_mean": value("reward_mean"), "kl_mean": value("kl_mean"),
-            "figures": {label: value(name) for label, name in named.items()},
-            "objective": value(metric), "lower_is_better": metric in kind.lower_is_better}
+    return {"reward_mean": found.get("reward_mean"), "kl_mean": found.get("kl_mean"),
+            "figures": {label: found.get(name) for label, name in named.items()},
+            "objective": found.get(metric), "lower_is_better": metric in kind.lower_is_better}
 
 
 def labels_of(jobs: Iterable[JobRecord]) -> list[str]:
@@ -230,10 +231,10 @@ def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | 
         run = read_run(folder) if job.folder and is_run(folder) else None
     now: dict[str, Any] = {"status": _status(job, run, sweep_alive)}
     if run is not None and now["status"] != "failed":
-        newest = {name: run.series(name)[-1][1] for name in run.names if name.startswith("eval/")
-                  and run.series(name)}
+        newest = {name.removeprefix("eval/"): points[-1][1] for name in run.names
+                  if name.startswith("eval/") and (points := run.series(name))}
         if newest:
-            now |= figures_of(run.config, folder, lambda name: newest.get(f"eval/{name}"))
+            now |= figures_of(run.config, folder, newest)
     return replace(job, **now), run
 
 
