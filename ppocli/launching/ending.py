@@ -161,18 +161,17 @@ def _summary(run: loop.Run, status: str) -> dict[str, Any]:
         "peak_memory_mib": run.task.backend.peak_memory_mib(), "versions": run.versions}
 
 
-def write_summary_of(run: loop.Run, status: str, error: str | None = None) -> dict[str, Any]:
-    """Write and return ``summary.json``; a disk that refuses is only reported."""
+def write_summary_of(run: loop.Run, status: str, error: str | None = None) -> None:
+    """Write ``summary.json``; a disk that refuses is only reported."""
     summary = _summary(run, status)
     if error is not None:
         summary["error"] = secrets.safe_text(error)
     if not run.task.backend.ranks.first:
-        return summary
+        return
     try:
         atomic.write_json_atomic(run.folder.summary, run_folder.finite_or_null(summary))
     except PpocliError as disk:
         log.error("%s", disk)
-    return summary
 
 
 def publish(run: loop.Run) -> RunOutcome:

@@ -140,20 +140,18 @@ def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
 
 
 def truncate_jsonl(path: Path, last_step: int,
-                   also: Callable[[dict[str, Any]], bool] | None = None) -> int:
+                   also: Callable[[dict[str, Any]], bool] | None = None) -> None:
     """Drop rows whose ``step`` is past ``last_step``, and a torn or damaged last line.
 
     ``also`` names further rows to drop. All other rows, also those without a step, stay byte for
-    byte. The file is replaced atomically, or not touched when nothing is to be dropped.
-
-    Returns:
-        How many lines were dropped (0 for a missing file).
+    byte. The file, if it is there, is replaced atomically, or not touched when nothing is to be
+    dropped.
 
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
     if not path.exists():
-        return 0
+        return
     with path.open("rb") as file:
         size = os.fstat(file.fileno()).st_size
 
@@ -165,32 +163,27 @@ def truncate_jsonl(path: Path, last_step: int,
             return ((isinstance(step, (int, float)) and step > last_step)
                     or (also is not None and also(row)))
 
-        if dropped := sum(map(goes, file)):
+        if any(map(goes, file)):
             file.seek(0)
             with atomic.open_atomic(path) as kept:
                 kept.writelines(line for line in file if not goes(line))
-    return dropped
 
 
-def truncate_events(events_dir: Path, last_step: int) -> int:
+def truncate_events(events_dir: Path, last_step: int) -> None:
     """Drop TensorBoard events past ``last_step`` and a torn tail from every event file.
 
     Records that stay are copied byte for byte; a file's version record always stays. Each file is
     replaced atomically, or not touched when nothing is to be dropped. No writer may be open.
 
-    Returns:
-        How many records were dropped; a torn tail counts as one.
-
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    if not events_dir.is_dir():
-        return 0
-    return sum(_truncate_event_file(path, last_step)
-               for path in sorted(events_dir.rglob("*tfevents*")) if path.is_file())
+    for path in sorted(events_dir.rglob("*tfevents*")):
+        if path.is_file():
+            _truncate_event_file(path, last_step)
 
 
-def _truncate_event_file(path: Path, last_step: int) -> int:
+def _truncate_event_file(path: Path, last_step: int) -> None:
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.record_writer import RecordWriter
@@ -202,8 +195,7 @@ def _truncate_event_file(path: Path, last_step: int) -> int:
     records = list(RawEventFileLoader(str(path)).Load())  # up to what is damaged
     torn = sum(len(record) + _FRAME for record in records) < path.stat().st_size
     kept = list(filter(stays, records))
-    if dropped := len(records) - len(kept) + torn:
+    if torn or len(kept) < len(records):
         with atomic.open_atomic(path) as file:
             for record in kept:
                 RecordWriter(file).write(record)
-    return dropped

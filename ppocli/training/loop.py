@@ -109,8 +109,8 @@ def initial_state(task: Task) -> TrainState:
     return replace(state, pending=state.counters()) if task.cfg.eval.at_start else state
 
 
-def run_training(run: Run) -> TrainState:
-    """Train until all samples are drawn; returns the final state.
+def run_training(run: Run) -> None:
+    """Train until all samples are drawn.
 
     Raises:
         StopRequested: at a safe point; ``run.state`` and ``run.intact`` say what can be saved.
@@ -127,7 +127,6 @@ def run_training(run: Run) -> TrainState:
         run.display.board.enter("rollout", ("chunk", 1, run.task.chunks(run.state)))
         learn(run, run.task.collect(run.state, run.stop, run.clock))
         finish_step(run)
-    return run.state
 
 
 def learn(run: Run, batch: Any) -> None:
