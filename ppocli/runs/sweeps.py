@@ -157,7 +157,7 @@ def read_sweep(folder: Path) -> SweepRecord:
         jobs = tuple(_job(entry, home, folder) for entry in data["jobs"])
         return SweepRecord(folder, tuple(str(word) for word in data["words"]),
                            str(data.get("cwd") or ""), bool(data.get("grid")), jobs)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: {error}", where=str(path), fix="restore it from "
                               "a copy; the runs of its jobs are untouched") from error
 
@@ -168,7 +168,13 @@ def _job(entry: dict[str, Any], home: Path, folder: Path) -> JobRecord:
         relative = Path(os.path.relpath(place, home))
         place = str(folder / relative if ".." not in relative.parts else Path(place))
     words = {name: tuple(map(str, entry[name])) for name in ("overrides", "varied")}
-    return JobRecord(**{**entry, **words, "folder": place})
+    numbers = {name: finite_number(entry.get(name)) for name in (
+        "reward_mean", "kl_mean", "objective")}
+    figures = {label: finite_number(value)
+               for label, value in (entry.get("figures") or {}).items()}
+    return JobRecord(**{**entry, **words, **numbers, "figures": figures, "folder": place,
+                        "number": int(entry["number"]), "status": str(entry["status"]),
+                        "seconds": finite_number(entry.get("seconds")) or 0.0})
 
 
 def find_sweep(given: str | None) -> Path:
