@@ -36,8 +36,7 @@ def allow_code(found: compose.Composed, parts: tuple[str, ...] = ("",)) -> tuple
         trust.check_run(found.resume_from, found.config, parts, trusts=found.trusts,
                         typed=found.typed)
     else:
-        limited = trust.named_by_files(found.config, resolved.with_absolute_paths(found.config),
-                                       found.typed)
+        limited = trust.named_by_files(found.config, found.typed)
     limit(limited)
     return limited
 

@@ -71,23 +71,24 @@ def check_run(run_dir: Path, config: schema.TrainConfig, parts: tuple[str, ...],
             f"with another key, {signature.KEY_VARIABLE}=FILE (now {signature.key_path()})")
 
 
-def named_by_files(before: schema.TrainConfig, config: schema.TrainConfig, typed: frozenset[str]
-                   ) -> tuple[str, ...]:
+def named_by_files(config: schema.TrainConfig, typed: frozenset[str]) -> tuple[str, ...]:
     """Import paths that recipes and config groups name, as opposed to the command line, for
     :func:`ppocli.own_code.limit`.
 
     Args:
-        before: the configuration as it was composed.
-        config: the same with absolute paths.
+        config: as it was composed.
+
+    Returns:
+        such paths, those of files absolute.
 
     Raises:
         ConfigError: they name a program.
     """
-    program = before.rollout.python
+    program = config.rollout.python
     if program is not None and program not in typed:
         raise ConfigError(f"A recipe or a config group names {program}, which would be run.",
                           where="rollout.python", fix="if you trust it, type it: "
                           f"rollout.python={program}")
-    pairs = zip(import_paths(before), import_paths(config), strict=True)
-    return tuple(new for (_, old), (_, new) in pairs
+    absolute = import_paths(resolved.with_absolute_paths(config))
+    return tuple(new for (_, old), (_, new) in zip(import_paths(config), absolute, strict=True)
                  if new and new not in _OURS and not {old, new} & typed)
