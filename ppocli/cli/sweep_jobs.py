@@ -20,7 +20,7 @@ from ppocli.cli import output
 from ppocli.config import compose, resolved, schema, secrets
 from ppocli.config.sweep import SweepJob
 from ppocli.launching.launch import Caller, launch
-from ppocli.parallel.stop import StopRequested, signal_handlers
+from ppocli.parallel.stop import StopRequested, heeded, signal_handlers
 from ppocli.runs import search, sweeps
 from ppocli.storage import atomic, environment, run_folder
 from ppocli.text import short_path
@@ -108,9 +108,7 @@ def jobs_of(config: schema.TrainConfig, folder: Path, ended: Ended) -> Iterator[
     places = _Slurm(plan, folder) if plan.launcher == "slurm" \
         else _Places(plan.jobs, config.hardware)
     jobs = _AtATime(ended, plan.jobs, places.start)
-    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-              if signal.getsignal(number) is not signal.SIG_IGN]
-    with signal_handlers(dict.fromkeys(wanted, jobs.hand_on)):
+    with signal_handlers(dict.fromkeys(heeded(), jobs.hand_on)):
         try:
             yield jobs
         except StopRequested:

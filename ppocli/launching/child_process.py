@@ -124,9 +124,7 @@ def run_process(command: list[str], passed: Sequence[int] = ()) -> tuple[int, in
         if process is not None and process.poll() is None:
             process.send_signal(number)
 
-    wanted = [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-              if signal.getsignal(number) is not signal.SIG_IGN]
-    with stop.signal_handlers(dict.fromkeys(wanted, hand_on)):
+    with stop.signal_handlers(dict.fromkeys(stop.heeded(), hand_on)):
         try:
             process = subprocess.Popen(command, process_group=0, pass_fds=passed,
                                        stdin=subprocess.DEVNULL, stdout=_standard_error())

@@ -146,6 +146,12 @@ os.register_at_fork(before=partial(_around_fork, signal.SIG_BLOCK),
                     after_in_child=partial(_around_fork, signal.SIG_UNBLOCK, in_child=True))
 
 
+def heeded() -> list[signal.Signals]:
+    """The signals that ask a process to end, but those that are ignored here (``nohup``)."""
+    return [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+            if signal.getsignal(number) is not signal.SIG_IGN]
+
+
 @contextmanager
 def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
     """Other handlers of signals inside the block, the old ones after it; none outside the main
