@@ -218,9 +218,10 @@ def conclude(job: Job, outcomes: list[RankOutcome], phases: dict[int, str]) -> t
 
     Args:
         outcomes: what the ranks said, the earliest first.
-        phases: where each was last; empty where that isn't known.
+        phases: where each was last seen; empty where that isn't known. What it said itself counts.
     """
     bad = [outcome for outcome in outcomes if outcome.code != 0]
+    phases = phases | {outcome.rank: outcome.phase for outcome in outcomes}
     if told := next((outcome for outcome in bad if not outcome.trace), None):
         label = "Stopped" if told.code > 128 else "Error"
         return told.code, f"{label}: {told.message}\n"
@@ -235,8 +236,7 @@ def conclude(job: Job, outcomes: list[RankOutcome], phases: dict[int, str]) -> t
                    "  where: ppo.micro_batch_size, ppo.chunk_size, hardware.num_processes\n"
                    f"{_GO_ON}")
     if own := next((outcome for outcome in bad if not outcome.lost), None):
-        place = _place(own.rank, {own.rank: own.phase})
-        return own.code, f"{own.trace}Error: {place}: {own.message}\n"
+        return own.code, f"{own.trace}Error: {_place(own.rank, phases)}: {own.message}\n"
     if ends:
         rank, code = next(iter(ends.items()))
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -257,8 +257,7 @@ def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: di
         return 1, f"Error: {who}: no answer {waited}; all ranks were ended.\n{_GO_ON}"
     several = job.hardware.num_nodes > 1
     if lost:
-        places = "; ".join(_place(one.rank, {one.rank: one.phase})
-                           for one in (lost[:1] if several else lost))
+        places = "; ".join(_place(one.rank, phases) for one in (lost[:1] if several else lost))
         what = (f"another rank is gone or gave no answer {waited}; what another node says tells why"
                 if several else  # all ranks are here, and each has spoken
                 f"no answer of each other {waited}, though no rank had ended before")
