@@ -11,7 +11,12 @@ import torch
 from transformers import get_scheduler
 
 from ppocli.config import algorithm, tasks
-from ppocli.config.schema_training import OptimizerConfig, PPOConfig, SchedulerConfig
+from ppocli.config.schema_training import (
+    OPTIMIZER_KEYS,
+    OptimizerConfig,
+    PPOConfig,
+    SchedulerConfig,
+)
 from ppocli.errors import ConfigError
 from ppocli.models.policy import Policy
 from ppocli.training.master_weights import LOW, joined, split
@@ -97,7 +102,7 @@ def _by_role(policy: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
 
 
 def _group(parameters: list[torch.nn.Parameter], cfg: OptimizerConfig, role: str) -> dict[str, Any]:
-    own = {name: getattr(cfg, name) for name in algorithm.OPTIMIZER_KEYS[cfg.name]}
+    own = {name: getattr(cfg, name) for name in OPTIMIZER_KEYS[cfg.name]}
     return {"params": parameters, "lr": cfg.lr, "base_lr": cfg.lr, "role": role,
             "weight_decay": cfg.weight_decay, **own}
 

@@ -359,9 +359,8 @@ class Task(ABC):
 
     def total_samples(self) -> int:
         """Samples of the whole run."""
-        pace = self._pace()
         if (steps := tasks.steps_asked(self.cfg)) is not None:
-            return pace.episodes + max(steps - pace.step, 0) * pace.num_rollouts
+            return self.samples_at(max(steps, self._pace().step))
         return tasks.planned_samples(self.cfg, self.examples) or 0
 
     def total_steps(self) -> int:
@@ -369,6 +368,11 @@ class Task(ABC):
         pace = self._pace()
         left = max(self.total_samples() - pace.episodes, 0)
         return pace.step + -(-left // self.samples_per_step)
+
+    def samples_at(self, step: int) -> int:
+        """Samples of so many steps, all of them full since the run was last resumed with others."""
+        pace = self._pace()
+        return pace.episodes + (step - pace.step) * pace.num_rollouts
 
     def _pace(self) -> Pace:
         return self.pace or Pace(self.samples_per_step)

@@ -29,6 +29,7 @@ from safetensors.torch import load_file
 
 from ppocli.config.resolved import read_config
 from ppocli.launching.opened_folder import open_folder
+from ppocli.rewards.scoring import Reward
 from ppocli.runs.record import read_changes, read_run
 
 
@@ -246,8 +247,20 @@ def test_an_accepted_change_becomes_the_runs_own(command, stopped):
     (["ppo.num_rollouts=18", "ppo.num_steps=3"], [12, 12, 18]),
     # all samples that were planned, in steps of the new size
     (["ppo.num_rollouts=18", "ppo.num_steps=null", "ppo.total_episodes=48"], [12, 12, 18, 6])])
-def test_steps_of_another_size_end_where_they_were_planned_to(change, sizes, command, stopped):
+def test_steps_of_another_size_end_where_they_were_planned_to(change, sizes, command, stopped,
+                                                              monkeypatch):
+    told, score = {}, Reward.score
+
+    def noting(self, request):
+        step, total, passes = request.progress
+        told[step] = (total, passes)
+        return score(self, request)
+
+    monkeypatch.setattr(Reward, "score", noting)
     ended = command(f"resume={stopped}", *change, "eval.every_steps=null", code=0)
+    prompts = len(Path("prompts.jsonl").read_text().splitlines())
+    for step in range(2, len(sizes)):
+        assert told[step] == (len(sizes), sum(sizes[:step]) / prompts)
     episodes = [row["episode"] for row in jsonl(stopped / "metrics.jsonl")]
     assert episodes == [sum(sizes[:n]) for n in range(len(episodes))]
     assert len(episodes) == len(sizes) + 1

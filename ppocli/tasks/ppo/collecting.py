@@ -162,7 +162,7 @@ def collect_differing(session: Session, start: int, count: int) -> Rollout:
                     for i in range(0, len(scores), n)]
     if missing > 0:
         log.info("step %d: only %d of %d prompts have responses that score differently; %d of the "
-                 "others fill the rollout up (ppo.dynamic_sampling)", session.step + 1,
+                 "others fill the rollout up (ppo.dynamic_sampling)", session.progress[0] + 1,
                  sum(differs), len(differs), missing // n)
     whole = Rollout.joined(parts)
     chosen = sorted(sorted(range(len(differs)), key=lambda i: not differs[i])[:count // n])

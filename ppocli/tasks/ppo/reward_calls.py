@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 
 from ppocli.columns import rows_of
-from ppocli.config import tasks
 from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import told_alone
@@ -50,15 +49,12 @@ class Question:
 def request_of(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str]
                ) -> RewardRequest:
     """Samples as a reward or a metric gets them."""
-    ppo = session.cfg.ppo
     before = session.read_before(prompts) if session.reward.has_steps else ()
     return RewardRequest(
         prompts=prompts.texts, responses=responses, response_ids=out.action_ids,
         columns=prompts.columns, tokenizer=session.tokenizer, ended=out.finished.tolist(),
         messages=prompts.messages, prompt_ids=before, episodes=out.episodes or (),
-        progress=(session.step,
-                  tasks.planned_steps(session.cfg, session.num_prompts) or 0,
-                  session.step * ppo.num_rollouts / ppo.n / (session.num_prompts or 1)))
+        progress=session.progress)
 
 
 def in_steps(reward: Reward, request: RewardRequest) -> RewardRequest:

@@ -58,10 +58,8 @@ class EvalSession:
     """how many rows passes have had to be cut down to"""
     packs: bool
     """whether all models take rows packed without padding"""
-    step: int = field(default=0, kw_only=True)
-    """steps done, as rewards are told"""
-    num_prompts: int = field(default=0, kw_only=True)
-    """how many the steps go through, likewise"""
+    progress: tuple[int, int, float] = field(default=(0, 0, 0.0), kw_only=True)
+    """steps done, steps in all and passes over the prompts, as rewards are told"""
     stop: StopFlag = field(default_factory=StopFlag, kw_only=True)
     """of whoever asks for samples; polled between tokens, passes and phases"""
 
@@ -339,7 +337,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                    sampling=sampling, eval_sampling=eval_sampling, sampler=sampler,
                    passes=PassRows(backend, PASSES), trained=trained, prompts=prompts,
-                   clock=PhaseClock(backend.device), num_prompts=len(prompts), examples=examples,
+                   clock=PhaseClock(backend.device), examples=examples,
                    packs=_take_packed(policy, reference))
 
 
@@ -374,4 +372,5 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
                        sampling=sampling, eval_sampling=eval_sampling,
                        sampler=building.build_sampler(
                            setup, building.environment_of(cfg, eval_prompts)),
-                       passes=PassRows(backend, PASSES), packs=_take_packed(wrapped, reference))
+                       passes=PassRows(backend, PASSES), packs=_take_packed(wrapped, reference),
+                       progress=(0, tasks.planned_steps(cfg) or 0, 0.0))

@@ -48,7 +48,7 @@ class PPOTask(task.Task):
         self.cfg, self.backend = session.cfg, session.backend
         self.trained, self.passes = session.trained, session.passes
         self.saved = saved_policy(session.loaded, session.sampling, session.tokenizer)
-        self.examples = session.num_prompts if self.cfg.ppo.epochs else None
+        self.examples = len(session.prompts) if self.cfg.ppo.epochs else None
         if session.examples is not None:
             self.terms = (*self.terms, "ptx")
         self._ref_responses: list[str] | None = None
@@ -70,7 +70,7 @@ class PPOTask(task.Task):
     def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> records.Rollout:
         """As :class:`Task`: sample, score, measure."""
         start = state.episodes + records.PPOState.from_json(state.task).left_out
-        session = replace(self.session, step=state.step, stop=stop, clock=clock)
+        session = replace(self.session, progress=self._progress(state.step), stop=stop, clock=clock)
         count = self._count(state)
         episodes = range(start, start + count)
         if self.cfg.ppo.dynamic_sampling is not None:
@@ -84,6 +84,11 @@ class PPOTask(task.Task):
                                             start + self._count(state, 1 + late))
         clock.mark("other")
         return rollout.collect_rollout(session, start, count)
+
+    def _progress(self, step: int) -> tuple[int, int, float]:
+        """As of :class:`EvalSession`, after so many steps."""
+        passes = self.samples_at(step) / self.cfg.ppo.n / len(self.session.prompts)
+        return step, self.total_steps(), passes
 
     def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
@@ -197,7 +202,7 @@ class PPOTask(task.Task):
 
     def evaluate(self, stop: StopFlag) -> task.Evaluation:
         """As :class:`Task`: responses to the evaluation prompts, scored."""
-        session = replace(self.session, step=self.step, stop=stop)
+        session = replace(self.session, progress=self._progress(self.step), stop=stop)
         found = evaluate(session)
         if not self.cfg.eval.ref_responses:
             return found
