@@ -33,6 +33,8 @@ from ppocli.text import did_you_mean, first_line, parts_of, short_path, shown
 LENGTHS = {"ppo": ("total_episodes", "epochs", "num_steps"),
            **dict.fromkeys(DATA_TASKS, ("epochs", "num_updates"))}
 """keys that say how long a run is, of which one is given, by section"""
+_OF_SWEEPS = ("sweep", "launcher", "mode")
+"""beginnings of Hydra's own names that are read, behind ``hydra.``"""
 _SIZES = ("num_rollouts", "mini_batch_size", "micro_batch_size")
 """each at most as large as the one before it, if its section has that"""
 
@@ -74,9 +76,14 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
             raise ConfigError(f"{override.input_line}: several values, but this is a single run",
                               where=COMMAND_LINE, fix="add -m to run each of them; "
                               "a list is key=[a,b], a text with commas key='\"a,b\"'")
-        if override.key_or_group == "hydra.searchpath":
+        key = override.key_or_group
+        if key == "hydra.searchpath":
             raise ConfigError("recipes and groups are not looked for in hydra.searchpath",
                               where=COMMAND_LINE, fix="give their folder with --config-dir")
+        if key.startswith(("hydra.", "hydra/")) and not key[6:].startswith(_OF_SWEEPS):
+            raise ConfigError(f"{key} has no effect here: of Hydra's own words those on sweeps "
+                              "are read", where=COMMAND_LINE, fix="leave it out; output_dir and "
+                              "run_name say where a run goes")
     try:
         defaults = loader.compute_defaults_list(config_name(words), overrides, RunMode.RUN)
     except UnicodeError:

@@ -283,7 +283,9 @@ def test_what_is_printed_and_run_is_what_hydra_composes(words, capsys):
     (["+seed=3"], "seed: there is such an item already, + can't add it: leave the + out"),
     (["~reward.kwargs.nope"], "reward.kwargs.nope: can't be removed: there is no such item"),
     (["~reward.kwargs.label=X"], "can't be removed: it is POSITIVE and not X"),
-    (["hydra.nope=1"], "there is no config group hydra.nope"),
+    (["hydra.run.dir=here"], "hydra.run.dir has no effect here"),
+    (["hydra/job_logging=none"], "hydra/job_logging has no effect here"),
+    (["hydra.sweep.nope=1"], "there is no config group hydra.sweep.nope"),
     (["-m", "seed=1,2"], "can't be composed as one run"),
 ])
 def test_bad_words_are_refused(words, said):
