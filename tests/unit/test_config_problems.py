@@ -146,11 +146,61 @@ def test_a_sound_configuration_has_no_problems():
      "stop while a checkpoint is written"),
     ({"ppo__optimizer__name": "adamw_8bit", "hardware__zero_stage": 1}, "ZeRO shards its state"),
     ({"tracking__trackers": ["a/own.py:A", "b/own.py:A"]}, "in files of different names"),
+    # adapters
+    ({"model__peft": {"r": 8}}, "model.peft: type is missing"),
+    ({"model__peft": {"type": "lore"}},
+     "lore must be one of lora, prefix, prompt; did you mean lora?"),
+    ({"model__peft": {"type": "lora", "lora_alfa": 8}}, "did you mean lora_alpha"),
+    ({"model__peft": {"type": "lora", "r": "many"}},
+     "model.peft.r: 'many' must be of the type int"),
+    ({"model__peft": {"type": "lora", "lora_dropout": 1.0}},
+     "model.peft.lora_dropout: 1.0 must be >= 0"),
+    ({"model__peft": {"type": "lora", "init_lora_weights": "pissa"}}, "pissa must be one of true"),
+    ({"model__peft": {"type": "lora", "inference_mode": True}}, "is filled in by ppocli"),
+    ({"model__peft": {"type": "lora", "task_type": "SEQ_CLS"}},
+     "SEQ_CLS must be CAUSAL_LM or SEQ_2_SEQ"),
+    ({"model__peft": {"type": "lora"}, "model__num_layers_unfrozen": 1},
+     "the whole base is frozen"),
+    ({"model__peft": {"type": "prefix", "num_virtual_tokens": 4},
+      "model__gradient_checkpointing": True}, "which gradient checkpointing doesn't use"),
+    ({"model__peft": {"type": "lora", "use_dora": True}, "hardware__zero_stage": 3},
+     "DoRA reads the norms"),
+    ({"model__quantization": "4bit"}, "4bit weights can't be trained"),
+    # critics and references
+    ({"ppo__value_optimizer__name": "sgd", "ppo__value_optimizer__betas": [0.9, 0.9]},
+     "sgd has no betas"),
+    ({"ppo__value_optimizer__name": "sgd", "hardware__zero_stage": 2}, "drives one optimizer"),
+    ({"model__value__path": "x"}, "set model.value.kind=model"),
+    ({"model__value__kind": "branch"}, "a branch needs layers of its own"),
+    ({"model__value__num_layers_unfrozen": 1}, "a head has no layers of its own"),
+    ({"model__value__freeze_attention": True}, "a head has no attention of its own"),
+    ({"model__reference__path": "x", "model__reference__kind": "shared"},
+     "is made from the policy"),
+    ({"model__reference__device": "gpu7"}, "must be cpu, cuda or cuda:N"),
+    ({"model__reference__device": "cpu", "model__num_layers_unfrozen": 1}, "lies with the policy"),
+    ({"model__reference__device": "cpu", "ppo__kl_estimator": "full"}, "must lie on one device"),
+    # penalties
+    ({"reward__min_response_length": 3}, "min_response_length needs min_response_penalty"),
+    ({"reward__min_response_penalty": 3.0}, "min_response_penalty needs min_response_length"),
+    ({"reward__overlong_penalty": 1.0}, "overlong_penalty needs overlong_buffer"),
+    ({"reward__overlong_buffer": 33}, "overlong_buffer 33 must be at most max_new_tokens 32"),
+    ({"reward__min_response_length": 33, "reward__min_response_penalty": 1.0},
+     "min_response_length 33 must be at most max_new_tokens 32"),
+    ({"reward__penalty_mode": "replace"}, "replace is used with missing_eos_penalty or"),
 ])
 def test_each_problem_is_named(values, text):
     lines = said(changed(**values))
     assert len(lines) == 1
     assert text in lines[0]
+
+
+@pytest.mark.parametrize("peft", [
+    None, {}, {"type": "lora"}, {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8},
+    {"type": "lora", "target_modules": ["c_attn"], "use_rslora": True},
+    {"type": "lora", "use_dora": True}, {"peft_type": "PREFIX_TUNING", "num_virtual_tokens": 4},
+    {"type": "prompt", "num_virtual_tokens": 4, "prompt_tuning_init": "RANDOM"}])
+def test_what_peft_takes_is_taken(peft):
+    assert said(changed(model__peft=peft)) == []
 
 
 def on_data(task: str, **values) -> TrainConfig:

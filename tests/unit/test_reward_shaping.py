@@ -7,7 +7,6 @@ from helpers import jsonl
 from runs import words
 from sessions import hand_rollout as rollout_of
 
-from ppocli.config.problems import find_problems
 from ppocli.config.schema import RewardConfig, TrainConfig
 from ppocli.episode import Episode
 from ppocli.ppo.shaping import RunningMoments, overlong_penalties
@@ -153,19 +152,6 @@ def test_penalties_and_rewards_are_told_apart():
     assert [row["rewards"] for row in rows] == [
         {"a": 1.0, "b": None}, {"a": 1.0, "b": 1.0}, {"a": 1.0, "b": 2.0}]
     assert not {"rewards", "penalties"} & rollout_samples(THREE, 3, cfg_of())[0].keys()
-
-
-@pytest.mark.parametrize(("reward", "said"), [
-    ({"min_response_length": 3}, "min_response_length needs min_response_penalty"),
-    ({"min_response_penalty": 3.0}, "min_response_penalty needs min_response_length"),
-    ({"overlong_penalty": 1.0}, "overlong_penalty needs overlong_buffer"),
-    ({"overlong_buffer": 11}, "overlong_buffer 11 must be at most max_new_tokens 10"),
-    ({"min_response_length": 11, "min_response_penalty": 1.0},
-     "min_response_length 11 must be at most max_new_tokens 10"),
-    ({"penalty_mode": "replace"}, "replace is used with missing_eos_penalty or")])
-def test_keys_that_need_each_other(reward, said):
-    problems = [str(problem) for problem in find_problems(cfg_of(**reward))]
-    assert [text for text in problems if said in text], problems
 
 
 def test_what_a_run_writes_of_rewards_penalties_and_tokens(command, world):
