@@ -82,21 +82,6 @@ def test_an_episode_is_context_and_what_was_said_in_turn(tmp_path, name):
                 torch.testing.assert_close(found[row, :taken].double(), wanted, rtol=0, atol=2e-5)
 
 
-def test_what_nobody_read_is_no_observation(tmp_path):
-    with session_of(config(tmp_path, env__max_tokens=10), None) as session:
-        rollout = rollout_of(session)
-    assert "tokens" in {one.ended for one in rollout.episodes}
-    assert all(one.turns[-1].observation_tokens == 0 for one in rollout.episodes)
-
-
-@pytest.mark.slow
-def test_awaited_and_plain_environments_give_the_same_episodes(tmp_path):
-    plain, awaited = (rolled(config(tmp_path, env__fn=f"played:{name}"), None)
-                      for name in ("Words", "Slow"))
-    assert torch.equal(plain.sequences.tokens, awaited.sequences.tokens)
-    assert plain.episodes == awaited.episodes
-
-
 def test_one_half_speaks_while_the_environments_of_the_other_think(tmp_path, monkeypatch):
     events = []
     answers, speak = Calls.answers, KeptKeys.speak
@@ -137,6 +122,8 @@ def test_limits_of_turns_and_tokens_hold(tmp_path):
     prompts = rollout.prompts.mask.sum(1)
     assert int((rollout.sequences.lengths - prompts).max()) <= 12
     assert "tokens" in {one.ended for one in rollout.episodes}
+    # what nobody read is no observation
+    assert all(one.turns[-1].observation_tokens == 0 for one in rollout.episodes)
     assert not any(rollout.finished[i] for i, one in enumerate(rollout.episodes)
                    if one.ended != "done")
     figures = episode_figures(rollout.episodes)
@@ -270,28 +257,6 @@ def test_gae_over_turns_against_a_loop_by_hand():
                         assert float(got[i, t]) == pytest.approx(running + extra * v[k])
             assert not found[i, starts[-1]:].any()
             assert not returns[i, starts[-1]:].any()
-
-
-def test_gae_passes_over_observations_as_areal_s_does():
-    """On whole rows with a loss mask, where what follows an action is carried over the words of
-    others (``inclusionAI/AReaL:areal/trainer/ppo/actor.py@4aef98d``, ``_compute_advantages``)."""
-    rng = np.random.default_rng(4)
-    for _ in range(20):
-        length = int(rng.integers(2, 14))
-        said = rng.integers(0, 2, length).astype(bool)
-        said[-1] = True
-        rewards, values = (torch.from_numpy(rng.normal(size=length) * said) for _ in range(2))
-        after, running, wanted = 0.0, 0.0, [0.0] * length
-        for t in reversed(range(length)):
-            delta = float(rewards[t]) + 0.9 * after - float(values[t])
-            if said[t]:
-                after, running = float(values[t]), delta + 0.9 * 0.8 * running
-            wanted[t] = running
-        places = np.flatnonzero(said)
-        found, _ = advantages.gae(advantages.Samples(
-            rewards[None, places], torch.ones(1, len(places), dtype=torch.bool), torch.arange(1),
-            values[None, places], gamma=0.9, lam=0.8))
-        assert found[0].tolist() == pytest.approx([wanted[t] for t in places])
 
 
 @pytest.mark.parametrize("unit", ["token", "turn"])
