@@ -22,6 +22,7 @@ from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation
 from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.tasks import build_task
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
 from ppocli.tasks.ppo.rollout import collect_rollout
@@ -29,9 +30,11 @@ from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
 from ppocli.training import optimize as phase
 from ppocli.training.checkpoint_writing import write_checkpoint
+from ppocli.training.clock import PhaseClock
+from ppocli.training.loop import initial_state
 from ppocli.training.resume import read_checkpoint
 from ppocli.training.state import Generators, TrainState
-from ppocli.training.task import OptimizeResult, PythonObjects
+from ppocli.training.task import OptimizeResult, Plan, PythonObjects, TaskSetup
 
 
 def count_good(outputs, **_: Any) -> list[float]:
@@ -180,10 +183,21 @@ def gradient_of(session: Session, experience: Experience, rows: Any = None) -> d
     import torch
 
     rows = torch.arange(len(experience)) if rows is None else rows
-    session.trained.optimizer.zero_grad(set_to_none=True)
-    task, plan = PPOTask(session), plan_updates(session, experience, 0)
-    _, terms, _ = phase._backward(task, plan, update_of(session, experience, rows), poisoned=False)
+    return backward(PPOTask(session), plan_updates(session, experience, 0),
+                    update_of(session, experience, rows))
+
+
+def backward(task: Any, plan: Plan, group: Any) -> dict[str, float]:
+    """Leave the gradient of one planned update on the parameters; its terms."""
+    task.trained.clear()
+    _, terms, _ = phase._backward(task, plan, group, poisoned=False)
     return dict(zip(task.terms, terms.tolist(), strict=True))
+
+
+def grads_of(module: Any) -> dict[str, Any]:
+    """A copy of the gradients that lie on a module's parameters, by name."""
+    return {name: parameter.grad.clone() for name, parameter in module.named_parameters()
+            if parameter.grad is not None}
 
 
 def experience_tensors(experience: Experience) -> dict[str, Any]:
@@ -201,8 +215,21 @@ def gradients(session: Session, experience: Experience, rows: Any = None
               ) -> tuple[dict[str, Any], dict[str, float]]:
     """A copy of the gradients of :func:`gradient_of` by name, and its terms."""
     terms = gradient_of(session, experience, rows)
-    return {name: parameter.grad.clone() for name, parameter in session.policy.named_parameters()
-            if parameter.grad is not None}, terms
+    return grads_of(session.policy), terms
+
+
+@contextmanager
+def data_task_of(cfg: TrainConfig, rows: Any, val: Any) -> Iterator[Any]:
+    """The task of a training on a data set, on rows in place of its files."""
+    with open_ranks(cfg) as backend:
+        yield build_task(TaskSetup(cfg, backend, PythonObjects(data=rows, val_data=val)))
+
+
+def planned(task: Any, state: TrainState | None = None) -> tuple[Any, Plan]:
+    """The next batch of a task, in the state before the first step or in this one, and its plan."""
+    state = initial_state(task) if state is None else state
+    batch = task.collect(state, StopFlag(), PhaseClock(task.backend.device))
+    return batch, task.plan(state, batch)
 
 
 def generate(lm: Any, tokens: Any, mask: Any, spec: SamplingSpec, noise: Any, *,

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from helpers import mostly_slow, save_lm
-from sessions import session_of, small_config
+from sessions import grads_of, session_of, small_config
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations import sdpa_attention
 
@@ -71,8 +71,7 @@ def passed(lm, tokens, *, left, amp=False):
         states = states[mask.bool()]
     weights = torch.randn(states.shape, generator=generator)
     (states * weights).sum().backward()
-    return states.detach(), {name: p.grad for name, p in lm.named_parameters()
-                             if p.grad is not None}
+    return states.detach(), grads_of(lm)
 
 
 @pytest.mark.parametrize(("theirs", "tokens", "left"), mostly_slow(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import environment as for_commands
 from helpers import save_lm
-from sessions import session_of, small_config
+from sessions import grads_of, session_of, small_config
 from torch import nn
 
 from ppocli.config.schema import HardwareConfig
@@ -18,9 +18,7 @@ from ppocli.parallel import onednn
 from ppocli.parallel.backend import open_backend
 from ppocli.storage import environment
 
-pytestmark = [pytest.mark.skipif(onednn.probe() is not None, reason="no oneDNN here"),
-              # PEFT asks transformers by a name that is going to be dropped
-              pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")]
+pytestmark = pytest.mark.skipif(onednn.probe() is not None, reason="no oneDNN here")
 
 
 def conv1d(inputs, outputs):
@@ -134,8 +132,7 @@ def test_adapters_on_routed_layers_learn_as_on_plain_ones(tmp_path, kind):
                 m.register_forward_hook(lambda *_, name=n: ran.add(name))
             states = lm.base_model(input_ids=torch.arange(12).reshape(2, 6) + 4).last_hidden_state
             states.square().sum().backward()
-            found.append((states, {n: p.grad for n, p in lm.named_parameters()
-                                   if p.grad is not None}))
+            found.append((states, grads_of(lm)))
     for part in ("base_layer", "lora_A", "lora_B"):
         assert any(part in name for name in ran), part
     assert ran == {name for name in routed if "lm_head" not in name}, "other products"

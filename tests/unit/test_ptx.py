@@ -10,19 +10,24 @@ import numpy as np
 import pytest
 import torch
 from helpers import checked, refused, save_lm
-from sessions import experience_of, rollout_of, session_of, set_keys, small_config
+from sessions import (
+    backward,
+    experience_of,
+    grads_of,
+    rollout_of,
+    session_of,
+    set_keys,
+    small_config,
+)
+from test_sft_task import ROWS, own_loss
 
 from ppocli.errors import ConfigError, PpocliError
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.task import PPOTask, plan_updates
 from ppocli.tasks.supervised import read_mixed_in
-from ppocli.training.optimize import _backward, optimize
+from ppocli.training.optimize import optimize
 from ppocli.training.state import TrainState
 
-ROWS = [("the film was", " very good ."), ("i saw", " a dull film and hated it ."),
-        ("it", " is fine"), ("the actor is not", " bad , but the plot was awful !"),
-        ("we liked", " this ."), ("you hated that film and", " so was i ."),
-        ("that plot", " was so very very cold .")]
 COEF = 0.7
 
 
@@ -31,30 +36,11 @@ def mixed(folder: Path, kind: str = "gpt2", **keys: Any) -> Any:
     if not (folder / "lm").exists():
         save_lm(folder / "lm", kind, gain=1.0 if kind == "t5" else 4.0)
     path = folder / "texts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt, "completion": completion}) + "\n"
-                            for prompt, completion in ROWS))
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return small_config(folder, **{
         "ppo__ptx__coef": COEF, "ppo__ptx__data__path": str(path), "ppo__ptx__mini_batch_size": 5,
         "ppo__ptx__data__shuffle": False, "generation__temperature": 0.7, "ppo__ppo_epochs": 2,
         "hardware__gemm": "default", **keys})
-
-
-def nll_by_hand(lm: Any, data: Any, places: list[int], start: int | None) -> torch.Tensor:
-    """The mean of transformers' cross entropy over all trained tokens, one row at a time."""
-    total, count = torch.zeros((), dtype=torch.float64), 0
-    for i in places:
-        ids = torch.tensor(data.tokens[i]).long()
-        labels = ids.masked_fill(~torch.tensor(data.trained[i]), -100)
-        if start is None:
-            logits, labels = lm(input_ids=ids[None]).logits[0, :-1], labels[1:]
-        else:
-            logits = lm(input_ids=torch.tensor(data.encoder_tokens[i]).long()[None],
-                        decoder_input_ids=torch.cat([torch.tensor([start]), ids[:-1]])[None]
-                        ).logits[0]
-        total = total + torch.nn.functional.cross_entropy(logits, labels, reduction="sum",
-                                                          ignore_index=-100)
-        count += int((labels != -100).sum())
-    return total / count
 
 
 def ppo_by_hand(policy: Any, experience: Any, rows: list[int], vf_coef: float) -> torch.Tensor:
@@ -88,20 +74,23 @@ def test_the_gradient_is_that_of_both_losses_in_whatever_passes(tmp_path, kind, 
         group = plan.groups[1]  # examples 5 to 9 of 7 rows, in their own order
         places = [5, 6, 0, 1, 2]
         exact = copy.deepcopy(session.policy).double()
-        nll = nll_by_hand(exact.lm, session.examples, places, session.loaded.decoder_start)
+        total, count = own_loss(session, session.examples, places, exact.lm)
+        nll = total / count
         loss, whole = COEF * nll, kind == "gpt2" and "model__value__kind" not in keys
         if whole:
             loss = loss + ppo_by_hand(exact, experience, [
                 int(i) for i in group.rows if i < len(experience)], session.cfg.ppo.vf_coef)
         loss.backward()
-        wanted = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+        wanted = grads_of(exact)
         for size in (1, 3, None):
             session.cfg.ppo.micro_batch_size = size
-            found, terms = gradient(session, plan, group)
+            terms = backward(PPOTask(session), plan, group)
+            found = grads_of(session.policy)
             if not whole:  # what PPO itself adds is what is there without examples
                 session.cfg.ppo.ptx.coef = 0.0
                 alone = plan_updates(session, experience, 0)
-                own, _ = gradient(session, alone, alone.groups[1])
+                backward(PPOTask(session), alone, alone.groups[1])
+                own = grads_of(session.policy)
                 session.cfg.ppo.ptx.coef = COEF
                 found = {name: found[name] - own[name] for name in found if name in wanted}
             scale = max(float(one.abs().max()) for one in wanted.values())
@@ -114,14 +103,6 @@ def test_the_gradient_is_that_of_both_losses_in_whatever_passes(tmp_path, kind, 
                 + COEF * terms["ptx"], rel=1e-5)
             # a mean over the tokens of responses, as without examples
             assert terms["ratio"] == pytest.approx(1.0, abs=1e-5)
-
-
-def gradient(session: Any, plan: Any, group: Any) -> tuple[dict[str, Any], dict[str, float]]:
-    task = PPOTask(session)
-    session.trained.clear()
-    _, found, _ = _backward(task, plan, group, poisoned=False)
-    return ({name: p.grad.double() for name, p in session.policy.named_parameters()
-             if p.grad is not None}, dict(zip(task.terms, found.tolist(), strict=True)))
 
 
 def test_the_stream_goes_on_with_the_updates_that_are_planned(tmp_path):

@@ -12,22 +12,26 @@ import pytest
 import torch
 from data_tokenizers import CHATML, words
 from helpers import refused, save_lm
-from sessions import rollout_of, session_of, set_keys, small_config
+from sessions import (
+    backward,
+    data_task_of,
+    planned,
+    rollout_of,
+    session_of,
+    set_keys,
+    small_config,
+)
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.layout import lay_out
-from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.rewards.reward_model import RewardModel
 from ppocli.storage.model_files import find_model
-from ppocli.tasks import build_task
 from ppocli.tasks.reward_model import RewardModelTask, calibration_error, preference_loss
-from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import initial_state
-from ppocli.training.optimize import _backward, optimize
-from ppocli.training.task import PythonObjects, TaskSetup
+from ppocli.training.optimize import optimize
 
 TEXTS = (
     ("the film was", " very good and warm .", " dull ."),
@@ -50,20 +54,14 @@ def task_of(folder: Path, kind: str = "gpt2", pairs: Any = PAIRS, val: Any = PAI
         "hardware.gemm": "default", "reward_model.mini_batch_size": 6, "reward_model.epochs": 30,
         "reward_model.optimizer.lr": 1e-2, "checkpoint.metric": "accuracy",
         **{key.replace("__", "."): value for key, value in keys.items()}})
-    with open_ranks(cfg) as backend:
-        task = build_task(TaskSetup(cfg, backend, PythonObjects(data=pairs, val_data=val)))
+    with data_task_of(cfg, pairs, val) as task:
         assert isinstance(task, RewardModelTask)
         yield task
 
 
-def planned(task: RewardModelTask):
-    state = initial_state(task)
-    return task.plan(state, task.collect(state, StopFlag(), PhaseClock(task.backend.device)))
-
-
 def train(task: RewardModelTask, updates: int) -> None:
     for _ in range(updates):
-        optimize(task, planned(task), initial_state(task), StopFlag())
+        optimize(task, planned(task)[1], initial_state(task), StopFlag())
 
 
 def saved(task: RewardModelTask, folder: Path) -> Path:
@@ -96,10 +94,9 @@ def test_the_loss_is_that_of_transformers_scores_whatever_the_passes(tmp_path, m
             wanted.append(torch.log1p(torch.exp(r_r - r_c + margin)) + 0.1 * (r_c + r_r) ** 2)
         mean = torch.stack(wanted).mean()
         grads = torch.autograd.grad(mean, [p for p in lm.parameters() if p.requires_grad])
-        plan = planned(task)
-        task.trained.clear()
-        _, found, _ = _backward(task, plan, plan.groups[0], poisoned=False)
-        assert float(found[0]) == pytest.approx(mean.item(), abs=1e-6)
+        _, plan = planned(task)
+        terms = backward(task, plan, plan.groups[0])
+        assert terms["total"] == pytest.approx(mean.item(), abs=1e-6)
         for grad, p in zip(grads, lm.parameters(), strict=True):
             torch.testing.assert_close(p.grad, grad, rtol=1e-4, atol=1e-6)
 

@@ -11,20 +11,16 @@ from typing import Any
 import pytest
 import torch
 from helpers import save_lm, save_talker
-from sessions import set_keys
+from sessions import backward, data_task_of, grads_of, planned, set_keys
 
 from ppocli.config.schema import TrainConfig
 from ppocli.data import prompt_set
-from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
-from ppocli.tasks import build_task
 from ppocli.tasks.sft import SFTTask
-from ppocli.tasks.supervised import counts_of
 from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import initial_state
-from ppocli.training.optimize import _backward, optimize
+from ppocli.training.optimize import optimize
 from ppocli.training.state import Pace, TrainState
-from ppocli.training.task import PythonObjects, TaskSetup
 
 ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in (
     ("the film was", " very good ."), ("i saw", " a dull film and hated it ."), ("it", " is fine"),
@@ -53,31 +49,21 @@ def sft_of(folder: Path, kind: str = "gpt2", rows: Any = ROWS, val: Any = None, 
         "hardware.gemm": "default", "sft.mini_batch_size": 4, "sft.epochs": 2,
         "sft.optimizer.lr": 1e-3, "checkpoint.metric": "loss", "generation.max_new_tokens": 6,
         **{key.replace("__", "."): value for key, value in keys.items()}})
-    with open_ranks(cfg) as backend:
-        task = build_task(TaskSetup(cfg, backend, PythonObjects(data=rows, val_data=val)))
+    with data_task_of(cfg, rows, val) as task:
         assert isinstance(task, SFTTask)
         yield task
 
 
-def planned(task: SFTTask, state: TrainState | None = None):
-    state = initial_state(task) if state is None else state
-    batch = task.collect(state, StopFlag(), PhaseClock(task.backend.device))
-    return batch, task.plan(state, batch)
-
-
-def gradient(task: SFTTask, state: TrainState | None = None) -> tuple[float, dict[str, Any]]:
+def gradient(task: SFTTask) -> tuple[float, dict[str, Any]]:
     """The loss of the next update, and its gradient by name."""
-    _, plan = planned(task, state)
-    task.trained.clear()
-    _, found, _ = _backward(task, plan, plan.groups[0], poisoned=False)
-    return float(found[0]), {name: p.grad.clone() for name, p in
-                                   task.policy.named_parameters() if p.grad is not None}
+    _, plan = planned(task)
+    return backward(task, plan, plan.groups[0])["total"], grads_of(task.policy)
 
 
-def own_loss(task: SFTTask, data: Any, places: list[int]) -> tuple[torch.Tensor, int]:
+def own_loss(task: Any, data: Any, places: list[int], lm: Any = None) -> tuple[torch.Tensor, int]:
     """The sum that transformers' model and torch's cross entropy come to, one row at a time, and
     how many tokens it is over."""
-    lm, total, count = task.loaded.lm, torch.zeros(()), 0
+    lm, total, count = lm or task.loaded.lm, torch.zeros(()), 0
     for i in places:
         ids, mask = torch.tensor(data.tokens[i]).long(), torch.tensor(data.trained[i])
         labels = ids.masked_fill(~mask, -100)
@@ -87,8 +73,8 @@ def own_loss(task: SFTTask, data: Any, places: list[int]) -> tuple[torch.Tensor,
                         decoder_input_ids=torch.cat([start, ids[:-1]])[None]).logits[0]
         else:
             logits, labels = lm(input_ids=ids[None]).logits[0, :-1], labels[1:]
-        total = total + torch.nn.functional.cross_entropy(logits.float(), labels,
-                                                          ignore_index=-100, reduction="sum")
+        total = total + torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100,
+                                                          reduction="sum")
         count += int((labels != -100).sum())
     return total, count
 
@@ -128,8 +114,7 @@ def test_loss_and_gradient_are_transformers_whatever_the_passes(tmp_path, kind, 
         total, count = own_loss(task, task.train, batch)
         wanted_loss = float(total.detach()) / count
         (total / count).backward()
-        wanted = {name: p.grad.clone() for name, p in task.policy.named_parameters()
-                  if p.grad is not None}
+        wanted = grads_of(task.policy)
         scale = max(float(one.abs().max()) for one in wanted.values())
         for passes in ({}, {"micro_batch_size": 1}, {"micro_batch_size": 3},
                        {"micro_batch_size": None, "micro_batch_tokens": 17}, {"packing": False}):
@@ -188,21 +173,6 @@ def test_three_updates_are_those_of_a_loop_written_by_hand(tmp_path):
         theirs = lm.state_dict()
         assert max(float((ours[name] - theirs[name]).abs().max()) for name in ours) < 1e-6
         assert any(not torch.equal(ours[name], start[name]) for name in ours)
-
-
-@pytest.mark.parametrize(("kind", "rows", "train_on", "trained"), [
-    ("gpt2", ROWS, "auto", "very good . <eos>"),
-    ("gpt2", ROWS, "all", "film was very good . <eos>"),
-    ("gpt2", TEXTS, "auto", "film was very good . <eos>"),
-    ("talker", TALKS, "auto", "very good . i liked it ."),
-    ("talker", TALKS, "completion", "i liked it ."),
-    ("t5", ROWS, "auto", "very good . <eos>")])
-def test_what_is_trained_on_ends_with_its_end(tmp_path, kind, rows, train_on, trained):
-    with sft_of(tmp_path, kind, rows, data__train_on=train_on) as task:
-        samples = task.sequences(task.train, torch.tensor([0]))
-        ids = samples.action_tokens[0][samples.mask[0]]
-        assert task.tokenizer.decode(ids) == trained
-        assert int(counts_of(task.train)[0]) == len(ids)
 
 
 def test_evaluation_is_the_oracles_whatever_the_passes(tmp_path):
@@ -309,5 +279,3 @@ def test_the_order_is_drawn_once_an_epoch(tmp_path, monkeypatch):
         assert prompt_set._order.cache_info().misses == drawn
         task.cfg.data.shuffle = False
         assert places(range(5, 9)) == [5, 6, 0, 1]
-
-
