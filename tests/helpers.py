@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
+from socketserver import BaseServer
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -206,6 +208,19 @@ def refused(kind: type[Exception], *words: str) -> Iterator[pytest.ExceptionInfo
         yield caught
     for word in words:
         assert word in str(caught.value), str(caught.value)
+
+
+@contextmanager
+def running(server: BaseServer) -> Iterator[str]:
+    """The address of a server of this machine, which answers meanwhile."""
+    thread = Thread(target=server.serve_forever, args=(0.02,))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def jsonl(path: Path) -> list[dict]:

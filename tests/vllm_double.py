@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import torch
+from helpers import running
 from safetensors.torch import load_file
 from sessions import session_of, small_config
 
@@ -179,14 +180,8 @@ def serving(engine: Engine, spoil: Spoilt = lambda *_: None, port: int = 0) -> I
 
     server = Quiet(("127.0.0.1", port), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with running(server) as url:
+        yield url
 
 
 def config(folder: Path, *urls: str, **keys: Any) -> TrainConfig:

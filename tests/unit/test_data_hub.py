@@ -5,11 +5,11 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from helpers import running
 
 from ppocli.config import hub
 
@@ -48,14 +48,8 @@ def server(status: int = 200):
             pass
 
     listening = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with running(listening):
         yield listening.server_port, seen
-    finally:
-        listening.shutdown()
-        listening.server_close()
-        thread.join()
 
 
 # The probe ----------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@ of the libraries' own published examples, here and behind an address."""
 
 import json
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from data_tokenizers import CHATML, utf8_bytes, words
-from helpers import jsonl, refused, save_talker
+from helpers import jsonl, refused, running, save_talker
 from runs import app_in_process, signed_again
 from runs import words as run_words
 
@@ -305,14 +304,8 @@ def test_of_an_episode_the_whole_transcript_is_scored(tokenizer):
 def served(cfg: RewardConfig, tokenizer: Any) -> Iterator[str]:
     server = RewardServer("127.0.0.1", 0, build_reward(replace(cfg, on_invalid="skip")),
                           max_body=2**20, tokenizer=tokenizer)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/score"
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with running(server) as url:
+        yield f"{url}/score"
 
 
 @pytest.mark.parametrize("name", ["dense_reward_fn", "think_format_reward", "logging_reward",

@@ -13,7 +13,7 @@ from socketserver import StreamRequestHandler, ThreadingTCPServer
 from typing import Any
 
 import pytest
-from helpers import refused
+from helpers import refused, running
 
 from ppocli.config.schema import RewardConfig
 from ppocli.config.secrets import refuse_secrets, safe_text
@@ -45,15 +45,8 @@ def answering(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/score", asked
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with running(ThreadingHTTPServer(("127.0.0.1", 0), Handler)) as url:
+        yield f"{url}/score", asked
 
 
 def request_of(count: int = 5) -> RewardRequest:
@@ -209,12 +202,11 @@ def pouring(head: bytes, piece: bytes, pause: float) -> Iterator[str]:
                 while not ended.wait(pause):
                     self.request.sendall(piece)
 
-    with ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}/score"
+    server = ThreadingTCPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    with running(server) as url:
+        yield f"{url}/score"
         ended.set()
-        server.shutdown()
 
 
 OK = b"HTTP/1.1 200 OK\r\n"
