@@ -12,15 +12,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.config.schema_training import OptimizerConfig
 from ppocli.errors import OutOfMemoryError
 from ppocli.estimate.check import Estimate, advice, check_memory, refuse_or_warn
-from ppocli.estimate.memory import (
-    Layout,
-    Line,
-    add_up,
-    disk_of,
-    layout_of,
-    lines_of,
-    spared,
-)
+from ppocli.estimate.memory import Layout, Line, add_up, disk_of, layout_of, lines_of, spared
 from ppocli.estimate.parts import Part, models_of, parts_of, state_sizes
 from ppocli.parallel.host_memory import Room, host_room
 

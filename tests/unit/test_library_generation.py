@@ -229,22 +229,16 @@ def test_a_fallback_is_told_once_and_names_what_it_costs(tmp_path, caplog):
     assert "own loop" not in caplog.text
 
 
-@pytest.mark.parametrize(("kind", "adapter"), [
-    ("mamba", "prompt"), ("mamba", "prefix"), ("falcon", "prefix")])
-def test_virtual_tokens_need_our_own_loop(tmp_path, kind, adapter):
-    """Falcon's many heads share one key, of which PEFT makes one for each."""
-    cfg = ModelConfig(path=str(save_lm(tmp_path / "lm", kind)),
-                      peft={"type": adapter, "num_virtual_tokens": 2})
-    with pytest.raises(ConfigError, match="can't be stepped with virtual tokens") as refused:
-        load_policy(cfg, HardwareConfig(), 0)
-    assert refused.value.where == "model.peft.type"
-
-
-@pytest.mark.parametrize(("kind", "keys"), [
-    ("mistral", {"sliding_window": 4}), ("gpt_neo", {}), ("mpt", {})])
-def test_virtual_tokens_need_attention_that_padding_can_not_move(tmp_path, kind, keys):
+@pytest.mark.parametrize(("kind", "adapter", "keys", "said"), [
+    # our own loop; Falcon's many heads share one key, of which PEFT makes one for each
+    *((kind, adapter, {}, "can't be stepped with virtual tokens") for kind, adapter in (
+        ("mamba", "prompt"), ("mamba", "prefix"), ("falcon", "prefix"))),
+    # attention that padding can't move
+    *((kind, "prompt", keys, "or counts padding") for kind, keys in (
+        ("mistral", {"sliding_window": 4}), ("gpt_neo", {}), ("mpt", {})))])
+def test_what_virtual_tokens_need(tmp_path, kind, adapter, keys, said):
     cfg = ModelConfig(path=str(save_lm(tmp_path / "lm", kind, **keys)),
-                      peft={"type": "prompt", "num_virtual_tokens": 2})
-    with pytest.raises(ConfigError, match="or counts padding") as refused:
+                      peft={"type": adapter, "num_virtual_tokens": 2})
+    with pytest.raises(ConfigError, match=said) as refused:
         load_policy(cfg, HardwareConfig(), 0)
     assert refused.value.where == "model.peft.type"
