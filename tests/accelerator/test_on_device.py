@@ -31,8 +31,6 @@ from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.background_saving import HostCopies
 from ppocli.training.checkpoint_writing import contents_of, write_contents
 
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
-
 CASES = {
     "all layers": {}, "top layer": {"model__num_layers_unfrozen": 1},
     "adapters": {"model__peft": {"type": "lora", "r": 4, "lora_alpha": 8, "lora_dropout": 0.1}},

@@ -19,9 +19,6 @@ from ppocli.models.loading.language_model import load_lm
 from ppocli.parallel import deepspeed_internals, onednn
 from ppocli.storage.environment import check_parts
 
-# PEFT asks transformers by a name that is going to be dropped
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
-
 
 @pytest.mark.parametrize(("library", "module", "part"), [
     ("transformers", transformers_internals, "transformers.cache_utils:DynamicLayer"),

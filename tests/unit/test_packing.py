@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import mostly_slow, save_lm
-from sessions import prompt_and_response, rollout_of, session_of, small_config
+from sessions import grads_of, prompt_and_response, rollout_of, session_of, small_config
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
@@ -15,9 +15,6 @@ from ppocli.models.fast.attention import takes_packed
 from ppocli.models.layout import MULTIPLE, PACK_ABOVE, gathered, lay_out, packing_of_lengths, spread
 from ppocli.models.loading.language_model import load_lm
 from ppocli.sampling.decoding import load_policy
-
-# PEFT asks transformers by a name that is going to be dropped
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
 
 LORA = {"type": "lora", "r": 4}
 CASES = {
@@ -53,8 +50,7 @@ def said(session, batch):
     out = found.logprobs, found.values, found.entropy
     weights = torch.randn(3, len(batch.targets), generator=torch.Generator().manual_seed(1))
     (torch.stack(out) * weights).sum().backward()
-    return out, {name: p.grad.clone() for name, p in session.policy.named_parameters()
-                 if p.grad is not None}
+    return out, grads_of(session.policy)
 
 
 @pytest.mark.parametrize(("kind", "case"), mostly_slow(
@@ -150,17 +146,17 @@ def test_models_that_see_all_of_a_row_take_packed_ones(tmp_path, kind):
     assert takes_packed(load_lm(ModelConfig(path=str(tmp_path / "lm"))).lm)
 
 
-@pytest.mark.parametrize(("kind", "over"), [
-    ("mistral", {"sliding_window": 4}), ("mistral", {"sliding_window": 40}),
-    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}),
-    ("bloom", {}), ("mpt", {}), ("falcon", {"alibi": True}), ("gpt_neo", {}), ("t5", {}),
-    ("bart", {})])
-def test_windows_alibi_encoders_and_attention_of_their_own_take_none(tmp_path, kind, over):
+@pytest.mark.parametrize(("kind", "over", "adapter"), [
+    ("mistral", {"sliding_window": 4}, None), ("mistral", {"sliding_window": 40}, None),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}, None),
+    *((kind, {}, None) for kind in ("bloom", "mpt", "gpt_neo", "t5", "bart")),
+    ("falcon", {"alibi": True}, None), ("gpt2", {}, "prefix"), ("gpt2", {}, "prompt")])
+def test_windows_alibi_encoders_virtual_tokens_and_attention_of_their_own_take_none(
+        tmp_path, kind, over, adapter):
     save_lm(tmp_path / "lm", kind, **over)
-    lm = load_lm(ModelConfig(path=str(tmp_path / "lm"))).lm
-    assert not takes_packed(lm)
-    cfg = small_config(tmp_path)
-    with session_of(cfg) as session:
+    peft = {"type": adapter, "num_virtual_tokens": 3} if adapter else None
+    with session_of(small_config(tmp_path, model__peft=peft)) as session:
+        assert not takes_packed(session.policy.lm)
         assert not session.packs
         assert rollout_of(session).logprobs.isfinite().all()
 
@@ -173,14 +169,6 @@ def test_a_model_of_images_and_text_packs_nothing_and_is_not_trained(tmp_path):
     for refused in (lambda: models_of(cfg), lambda: load_policy(cfg.model, cfg.hardware, 0)):
         with pytest.raises(InputError, match="reads more than text"):
             refused()
-
-
-@pytest.mark.parametrize("adapter", ["prefix", "prompt"])
-def test_virtual_tokens_take_none(tmp_path, adapter):
-    cfg = small_config(tmp_path, model__peft={"type": adapter, "num_virtual_tokens": 3})
-    with session_of(cfg) as session:
-        assert not session.packs
-        assert not takes_packed(session.policy.lm)
 
 
 def test_a_model_that_runs_on_from_token_to_token_is_found_out(tmp_path):

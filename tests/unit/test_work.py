@@ -33,9 +33,7 @@ SAMPLES, EPOCHS, MINI, MICRO, LONGEST = 16, 2, 8, 4, 12
 PADDED, FILLED = 0.03, 16
 """the share of padding above which rows are packed, and what packed tokens are a multiple of"""
 
-# PEFT asks transformers by a name that is going to be dropped
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings(
-    "ignore:.is_gradient_checkpointing. is dep:FutureWarning")]
+pytestmark = pytest.mark.long
 
 
 @dataclass(frozen=True)
