@@ -61,33 +61,23 @@ CHAT = {"messages": {"messages": turns("a", "b")},
         "implicit": {"chosen": turns("a", "good"), "rejected": turns("a", "bad")}}
 
 
+# of a prompt that nothing but the texts say, no word is cut in two
+READ = {"text": (None, "a film"), "completion": ("a", " film"), "pair": ("a", " good", " bad"),
+        "implicit": ("a film is", " good", " goodish")}
+READ_CHAT = {"messages": (None, turns("a", "b")), "completion": (turns("a"), ANSWER)} | {
+    name: (turns("a"), ANSWER, turns("bad", first="assistant")) for name in ("pair", "implicit")}
+
+
 @pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".parquet"])
 def test_the_columns_of_a_file_say_what_it_holds(tmp_path, suffix):
-    for name, row in PLAIN.items():
-        wants = "completions" if name in ("text", "completion") else "pairs"
-        path = write(tmp_path, [row], suffix)
-        found = read_examples(data_config(path=path), wants=wants)
-        (got,) = found.examples or found.pairs
-        assert got.place.endswith(f" of rows{suffix}")
-        if name == "text":
-            assert (got.prompt, got.completion) == (None, "a film")
-        elif name == "completion":
-            assert (got.prompt, got.completion) == ("a", " film")
-        elif name == "pair":
-            assert (got.prompt, got.chosen, got.rejected) == ("a", " good", " bad")
-        else:  # no word is cut in two
-            assert (got.prompt, got.chosen, got.rejected) == ("a film is", " good", " goodish")
-    if suffix == ".csv":
-        return
-    for name, row in CHAT.items():
-        path = write(tmp_path, [row], suffix)
-        if name in ("messages", "completion"):
-            (got,) = read_examples(data_config(path=path), wants="completions").examples
-            assert (got.prompt or []) + got.completion == (
-                row.get("prompt", []) + row.get("messages", row.get("completion", [])))
-        else:
-            (got,) = read_examples(data_config(path=path), wants="pairs").pairs
-            assert (got.prompt, got.chosen) == (turns("a"), ANSWER)
+    for rows, wanted in ((PLAIN, READ), (CHAT, READ_CHAT)):
+        for name, row in rows.items() if suffix != ".csv" or rows is PLAIN else ():
+            found = read_examples(data_config(path=write(tmp_path, [row], suffix)),
+                                  wants="pairs" if "chosen" in row else "completions")
+            (got,) = found.examples or found.pairs
+            assert got.place.endswith(f" of rows{suffix}")
+            said = (got.chosen, got.rejected) if found.pairs else (got.completion,)
+            assert (got.prompt, *said) == wanted[name]
 
 
 @pytest.mark.parametrize(("one", "other", "prompt"), [

@@ -100,17 +100,6 @@ def test_in_how_many_of_three_epochs_the_frozen_layers_run(tmp_path, over, epoch
     assert bool(most) == (epochs == 1)
 
 
-@pytest.mark.parametrize("over", [
-    {"model__num_layers_unfrozen": -1},
-    {"model__num_layers_unfrozen": -1, "model__peft": {"type": "lora"}},
-], ids=["all layers", "lora"])
-def test_nothing_is_kept_where_lower_layers_train(tmp_path, over):
-    with session_of(top_layer(tmp_path, **over), reward=count_letters) as session:
-        assert session.policy.split is None
-        assert session.frozen_states_bytes == 0
-        assert not any(state is not None for state in rollout_of(session).frozen_states)
-
-
 def test_a_critic_s_branch_below_the_split_keeps_it_running(tmp_path):
     over = {"model__value__kind": "branch", "model__value__num_layers_unfrozen": 1}
     with session_of(top_layer(tmp_path, **over), reward=count_letters) as session:

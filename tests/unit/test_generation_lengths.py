@@ -55,14 +55,6 @@ def test_responses_keep_to_their_length_whatever_the_chunks(command, world):
     assert max(row["response_tokens"] for row in evaluated) > 6  # at evaluation: max_new_tokens
 
 
-@pytest.mark.long
-def test_a_resumed_run_draws_the_same_lengths(command, world):
-    assert command(*words(*LENGTHS, "run_name=whole")).code == 0
-    assert command(*words(*LENGTHS, "ppo.num_steps=1", "run_name=cut")).code == 0
-    assert command("resume=runs/cut", "ppo.num_steps=2").code == 0
-    assert drawn_rows(world / "runs/cut") == drawn_rows(world / "runs/whole")
-
-
 SWEEP = ("generation.eval.top_k=[0,1]", "ppo.num_steps=2", "eval.every_steps=2")
 
 

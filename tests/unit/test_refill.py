@@ -153,7 +153,7 @@ def test_a_rollout_is_the_same_whatever_its_chunks(tmp_path, keys):
         assert torch.equal(getattr(whole, name), getattr(some, name))
     for name in ("logprobs", "ref_logprobs", "values", "kl"):
         torch.testing.assert_close(getattr(whole, name), getattr(some, name), rtol=0, atol=5e-5)
-    assert whole.responses == some.responses
+    assert (whole.responses, whole.scores) == (some.responses, some.scores)
     assert [b is None for b in whole.frozen_states] == [b is None for b in some.frozen_states]
     for one, other in zip(whole.frozen_states, some.frozen_states, strict=True):
         if one is not None:

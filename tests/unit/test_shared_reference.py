@@ -5,7 +5,6 @@ import pytest
 import torch
 from helpers import DECODERS, model_config, mostly_slow, save_lm
 from sessions import (
-    count_good,
     count_letters,
     experience_of,
     optimize,
@@ -100,13 +99,3 @@ def test_a_trunk_whose_layers_are_no_plain_sequence_is_refused():
         hidden * (left.pop() if left else 1.0), *a, **k)
     with pytest.raises(ValueError, match="entered at layer 1 gives other numbers"):
         share_trunk(lm)
-
-
-def test_an_offloaded_copy_gives_the_same_numbers(tmp_path):
-    found = []
-    for offload in (False, True):
-        cfg = small_config(tmp_path, model__reference__offload=offload)
-        with session_of(cfg, reward=count_good) as session:
-            assert session.reference.offload is offload
-            found.append(rollout_of(session))
-    assert torch.equal(found[0].ref_logprobs, found[1].ref_logprobs)

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from runs import run, words
+from runs import words
 
 from ppocli.parallel import threads
 from ppocli.storage.environment import usable_cores
@@ -48,15 +48,15 @@ def test_what_decides_the_number(monkeypatch):
     assert torch.get_num_threads() == min(3, cores)
 
 
-def test_a_run_goes_on_with_the_threads_it_has_noted(world):
-    run("train", *words("ppo.num_steps=1", "run_name=r"), cwd=world, code=0)
+def test_a_run_goes_on_with_the_threads_it_has_noted(world, command, app):
+    command(*words("ppo.num_steps=1", "run_name=r"), code=0)
     env = world / "runs/r/env.json"
     noted = json.loads(env.read_text())
     assert noted["num_threads"] == 1
     env.write_text(json.dumps({**noted, "num_threads": usable_cores()}))
-    run("resume", "r", "ppo.num_steps=2", "hardware.num_threads=auto", cwd=world, code=0)
+    app("resume", "r", "ppo.num_steps=2", "hardware.num_threads=auto", code=0)
     assert json.loads(env.read_text())["num_threads"] == usable_cores()
-    told = run("eval", "r", "--json", cwd=world, code=0)
+    told = app("eval", "r", "--json", code=0)
     assert json.loads(told.out)["hardware"]["threads"] == usable_cores()
 
 

@@ -95,10 +95,12 @@ def test_what_the_host_has_a_say_in_is_not_recorded(tmp_path, recording, keys):
     assert not recording
 
 
-@pytest.mark.parametrize("kind", ["t5", "mamba"])
-def test_models_that_keep_something_else_are_not_recorded(tmp_path, recording, kind):
+@pytest.mark.parametrize(("kind", "keys"), [
+    ("t5", {}), ("mamba", {}), ("gpt2", {"reward__overlap": "always"})])
+def test_where_something_else_is_kept_or_computed_meanwhile_nothing_is_recorded(
+        tmp_path, recording, kind, keys):
     save_lm(tmp_path / "lm", kind)
-    with session_of(small_config(tmp_path)) as session:
+    with session_of(small_config(tmp_path, **keys)) as session:
         rollout_of(session)
     assert not recording
 
@@ -173,12 +175,6 @@ def test_one_recording_takes_the_memory_of_the_one_before(tmp_path, recording, m
             assert [one.number for one in others] == list(range(1, len(given)))
             assert others
             given.clear()
-
-
-def test_a_reward_that_computes_meanwhile_leaves_no_recording(tmp_path, recording):
-    with session_of(small_config(tmp_path, reward__overlap="always")) as session:
-        rollout_of(session)
-    assert not recording
 
 
 def test_threads_beside_leave_rounded_weights_alone():

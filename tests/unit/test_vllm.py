@@ -68,23 +68,17 @@ def test_stop_rules_and_limits_are_ours(spec, tmp_path):
         assert_same(drawn(session, do_sample=False, **spec), ours(session, do_sample=False, **spec))
 
 
-def test_weights_are_sent_only_when_they_have_changed(tmp_path):
-    with one_server(tmp_path) as (session, engine):
-        drawn(session)
-        drawn(session)
-        assert engine.asked["/update_weight_version"] == 1
-        disturb(session)
-        drawn(session)
-        assert engine.asked["/update_weight_version"] == 2
-
-
-def test_a_seed_for_each_row_repeats_it(tmp_path):
+def test_a_seed_for_each_row_repeats_it_and_only_changed_weights_are_sent(tmp_path):
     with one_server(tmp_path) as (session, engine):
         one, other = drawn(session), drawn(session)
         assert one.action_ids == other.action_ids
         seeds = {body["sampling_params"]["seed"] for body in engine.bodies
                  if "seed" in body.get("sampling_params", {})}
         assert len(seeds) == 6
+        assert engine.asked["/update_weight_version"] == 1
+        disturb(session)
+        drawn(session)
+        assert engine.asked["/update_weight_version"] == 2
 
 
 def test_lora_is_merged_into_what_is_sent(tmp_path):
