@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import checked, refused, save_lm
+from helpers import save_lm
 from sessions import (
     backward,
     experience_of,
@@ -21,7 +21,7 @@ from sessions import (
 )
 from test_sft_task import ROWS, own_loss
 
-from ppocli.errors import ConfigError, PpocliError
+from ppocli.errors import PpocliError
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.task import PPOTask, plan_updates
 from ppocli.tasks.supervised import read_mixed_in
@@ -160,9 +160,3 @@ def test_what_is_wrong_with_the_data_is_told_by_its_key(tmp_path, keys, told):
         read_mixed_in(cfg, session.tokenizer, session.loaded.lm)
     assert told in str(error.value)
     assert "ppo.ptx.ppo" not in str(error.value)
-
-
-def test_a_weight_without_examples_is_refused():
-    with refused(ConfigError, "ppo.ptx.data.path: ppo.ptx.coef mixes examples in, and none"):
-        checked("model.path=lm", "reward.fn=length", "reward.kwargs.target=8", "ppo.num_steps=1",
-                "ppo.ptx.coef=0.1")
