@@ -1,9 +1,9 @@
-"""What the frozen lower layers make of a sample is computed once for all passes over it,
-and changes no number."""
+"""Where only top layers train: what the frozen ones below make of a sample is computed once for all
+passes over it, and a reference shares them; neither changes a number."""
 
 import pytest
 import torch
-from helpers import mostly_slow, save_lm
+from helpers import DECODERS, model_config, mostly_slow, save_lm
 from sessions import (
     count_letters,
     experience_of,
@@ -13,8 +13,11 @@ from sessions import (
     small_config,
     weights_of,
 )
+from transformers import AutoModelForCausalLM
 
 from ppocli.models.layer_stack import layer_stack
+from ppocli.models.policy import freeze_lower_layers
+from ppocli.models.reference import CopyReference, share_trunk
 from ppocli.models.transformers_internals import cache_name
 
 pytestmark = pytest.mark.long
@@ -22,13 +25,17 @@ pytestmark = pytest.mark.long
 KINDS = ["gpt2", "gpt_neox", "gptj", "llama", "qwen2", "mistral", "opt"]
 
 
-def top_layer(tmp_path, kind="gpt2", **over):
+def one_layer(tmp_path, kind="gpt2", **over):
     if not (tmp_path / "lm").exists():
-        save_lm(tmp_path / "lm", kind, gain=1.5)
-    return small_config(tmp_path, **{
-        "model__num_layers_unfrozen": 1, "ppo__ppo_epochs": 3, "ppo__optimizer__lr": 0.1,
-        # Adam makes steps out of the rounding of gradients that are zero (a bias of keys)
-        "ppo__optimizer__name": "sgd", **over})
+        save_lm(tmp_path / "lm", kind, gain=1.5)  # less sure of itself, so that a KL can be seen
+    return small_config(tmp_path, **{"model__num_layers_unfrozen": 1, **over})
+
+
+def top_layer(tmp_path, kind="gpt2", **over):
+    """In three epochs. Adam would make steps out of the rounding of gradients that are zero (a bias
+    of keys)."""
+    return one_layer(tmp_path, kind, **{"ppo__ppo_epochs": 3, "ppo__optimizer__lr": 0.1,
+                                        "ppo__optimizer__name": "sgd", **over})
 
 
 def trained(cfg):
@@ -120,3 +127,77 @@ def test_samples_without_a_score_take_their_states_with_them(tmp_path):
         spans = experience.sequences.lengths - 1
         assert len(experience.frozen_states) == len(experience) < len(rollout)
         assert [len(state) for state in experience.frozen_states] == spans.tolist()
+
+
+# A reference that shares them ---------------------------------------------------------------------
+
+@pytest.mark.parametrize(("kind", "source"), mostly_slow(
+    [*(kind if isinstance(kind, str) else kind.values[0] for kind in DECODERS), "bloom",
+     "opt with projections", "bart"], ["decode", "forward"],
+    quick=lambda kind, source: kind == "gpt2" or (source == "decode" and kind in (
+        "llama", "gptj", "bloom", "opt with projections", "bart"))))
+def test_a_shared_reference_gives_what_a_copy_gives(tmp_path, kind, source):
+    """What comes before the first layer is frozen too."""
+    found, projected = [], kind == "opt with projections"
+    kind = kind.partition(" ")[0]
+    save_lm(tmp_path / "lm", kind, gain=1.5, **({"word_embed_proj_dim": 16} if projected else {}))
+    for reference in ("copy", "shared"):
+        cfg = one_layer(tmp_path, kind, model__reference__kind=reference, ppo__chunk_size=5,
+                        ppo__optimizer__lr=0.01, ppo__logprobs_from=source)
+        with session_of(cfg, reward=count_letters) as session:
+            assert isinstance(session.reference, CopyReference) == (reference == "copy")
+            before = rollout_of(session)
+            below = {n: p.clone() for n, p in session.policy.lm.named_parameters()
+                     if any(part in n for part in ("embed", "project_in", "wte", "wpe"))}
+            assert below
+            optimize(session, experience_of(session))
+            after = dict(session.policy.lm.named_parameters())
+            assert all(torch.equal(after[name], value) for name, value in below.items())
+            found.append((before, rollout_of(session, start=100)))
+    for copied, shared in zip(*found, strict=True):
+        assert torch.equal(copied.response_tokens, shared.response_tokens)
+        torch.testing.assert_close(shared.ref_logprobs, copied.ref_logprobs, rtol=0, atol=2e-6)
+        torch.testing.assert_close(shared.values, copied.values, rtol=0, atol=2e-6)
+    first, later = found[1]
+    assert first.kl.abs().max() <= (0.0 if source == "forward" else 1e-5)
+    assert later.kl.abs().max() > 1e-3
+
+
+def test_in_bf16_the_reference_is_not_the_policy_s_cached_weights(tmp_path):
+    """Autocast keeps the bf16 copies that it made of weights, whatever is put in their place."""
+    found = []
+    for reference in ("copy", "shared"):
+        cfg = one_layer(tmp_path, "llama", model__reference__kind=reference, ppo__chunk_size=5,
+                        ppo__optimizer__lr=0.01, hardware__precision="bf16",
+                        model__dtype="fp32")
+        with session_of(cfg, reward=count_letters) as session:
+            optimize(session, experience_of(session))
+            found.append(rollout_of(session, start=100))
+    copied, shared = found
+    assert torch.equal(copied.response_tokens, shared.response_tokens)
+    assert copied.kl.abs().max() > 0.01
+    torch.testing.assert_close(shared.kl, copied.kl, rtol=0, atol=2e-3)
+
+
+def test_it_holds_what_trains_and_nothing_else(tmp_path):
+    with session_of(one_layer(tmp_path, "llama")) as session:
+        policy, reference = session.policy.lm, session.reference
+        assert set(reference.frozen) == {n for n, p in policy.named_parameters() if p.requires_grad}
+        held = sum(t.numel() for t in reference.frozen.values())
+        copied = sum(p.numel() for p in policy.parameters())
+        assert reference.split.layer == 1
+        assert held < 0.6 * copied
+
+
+def test_a_trunk_whose_layers_are_no_plain_sequence_is_refused():
+    lm = AutoModelForCausalLM.from_config(model_config("gpt2")).eval()
+    freeze_lower_layers(lm, 1)
+    layers = layer_stack(lm)
+    original = layers[1].forward
+    # a layer that also takes what another one left
+    left = []
+    layers[0].register_forward_hook(lambda *_: left.append(2.0))
+    layers[1].forward = lambda hidden, *a, **k: original(
+        hidden * (left.pop() if left else 1.0), *a, **k)
+    with pytest.raises(ValueError, match="entered at layer 1 gives other numbers"):
+        share_trunk(lm)
