@@ -22,6 +22,7 @@ from sessions import (
     save_session,
     session_of,
     small_config,
+    wake_the_value_head,
     weights_of,
 )
 
@@ -31,9 +32,6 @@ from ppocli.errors import CheckpointError
 from ppocli.ppo.advantages import ESTIMATORS
 from ppocli.tasks.ppo.experience import to_experience, update_moments
 from ppocli.tasks.ppo.figures import optimize_figures
-
-# PEFT asks transformers by a name that is going to be dropped
-pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
 
 
 def peft(kind: str, **fields: Any) -> dict[str, Any]:
@@ -63,12 +61,6 @@ def config(folder: Path, kind: str, **over: Any) -> TrainConfig:
     if not (folder / "lm").exists():
         save_lm(folder / "lm", shape, gain=1.5)
     return small_config(folder, **{"ppo__chunk_size": 5, **keys, **over})
-
-
-def wake_the_value_head(session) -> None:
-    """A head at 0 hands nothing down, and would hide the gradient of the layers below it."""
-    with torch.no_grad():
-        session.policy.value_head.outer.weight.fill_(0.05)
 
 
 @pytest.mark.parametrize("kind", mostly_slow(KINDS, quick=lambda kind: kind not in VARIANTS))
@@ -192,17 +184,6 @@ def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, advantage, kl
     assert (terms["kl"] != 0) == (kl == "loss")
     assert (terms["value"] != 0) == (advantage == "gae")
     assert session.cfg.ppo.n == 4
-
-
-@pytest.mark.parametrize("advantage", mostly_slow(
-    ESTIMATORS, quick=lambda advantage: advantage in ("gae", "grpo")))
-def test_a_rollout_and_its_advantages_do_not_depend_on_how_it_is_cut(tmp_path, advantage):
-    found = []
-    for chunk in (None, 3):
-        with session_of(grouped(tmp_path, advantage, ppo__chunk_size=chunk)) as session:
-            found.append(experience_of(session))
-    assert torch.equal(*(part.sequences.action_tokens for part in found))
-    torch.testing.assert_close(found[0].advantages, found[1].advantages, rtol=0, atol=1e-4)
 
 
 def test_samples_of_a_prompt_stand_together_and_differ(tmp_path):

@@ -10,12 +10,13 @@ from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import build_reward
 
 
-def score_of(name: str, responses: list[str], **kwargs: object) -> list[float]:
-    """The score of a rule reward, which needs no column."""
+def score_of(name: str, responses: list[str], columns: dict[str, list] | None = None,
+             **kwargs: object) -> list[float]:
+    """The score of a rule reward, with the columns that it needs."""
     request = RewardRequest(["good prompt "] * len(responses), responses,
-                            [[1] * (len(r.split()) + 1) for r in responses], {}, None)
+                            [[1] * (len(r.split()) + 1) for r in responses], columns or {}, None)
     reward = build_reward(RewardConfig(fn=name, kwargs=kwargs))
-    reward.check_columns([])
+    reward.check_columns(list(request.columns))
     return reward.score(request).scores
 
 
@@ -41,12 +42,8 @@ def test_word_list():
     assert score_of("word_list", texts, positive=["don't", "İstanbul"]) == [1.0, 1.0, 1.0]
 
 
-def answers(responses, answers_, **kwargs):
-    request = RewardRequest(["q"] * len(responses), responses, [[1]] * len(responses),
-                            {"answer": answers_}, None)
-    reward = build_reward(RewardConfig(fn="answer", kwargs=kwargs))
-    reward.check_columns(["answer"])
-    return reward.score(request).scores
+def answers(responses: list[str], golden: list, **kwargs: object) -> list[float]:
+    return score_of("answer", responses, {"answer": golden}, **kwargs)
 
 
 def test_answer():

@@ -4,7 +4,7 @@ import json
 import random
 import re
 import sys
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -82,10 +82,12 @@ def test_shipped_prompts_are_what_the_command_writes(tmp_path):
 
 def test_arithmetic_is_right_and_what_the_command_writes(tmp_path):
     assert build.main(["arithmetic", "--out", str(tmp_path)]) == 0
+    for name in ("arithmetic", "arithmetic-eval", "calculator-prompts", "calculator-eval-prompts"):
+        shipped = resolve_builtin(name)
+        assert (tmp_path / shipped.name).read_bytes() == shipped.read_bytes()
     seen: dict[str, set] = {}
     for name, count in (("arithmetic", 260), ("arithmetic-eval", 64)):
-        shipped, rows = resolve_builtin(name), lines_of(name)
-        assert (tmp_path / shipped.name).read_bytes() == shipped.read_bytes()
+        rows = lines_of(name)
         pairs = [tuple(map(int, re.findall(r"\d+", row["question"]))) for row in rows]
         assert [row["answer"].rpartition("\n#### ")[2] for row in rows] == [
             str(a + b) for a, b in pairs]
@@ -93,20 +95,12 @@ def test_arithmetic_is_right_and_what_the_command_writes(tmp_path):
         answers = [row["answer"] for row in rows]
         assert Answer(after="####")(answers, answer=answers) == [1.0] * count
     assert not set.intersection(*seen.values())
-
-
-def test_products_are_right_and_what_the_command_writes(tmp_path):
-    assert build.main(["arithmetic", "--out", str(tmp_path)]) == 0
-    questions = []
-    for name, count in (("calculator-prompts", 512), ("calculator-eval-prompts", 128)):
-        shipped, rows = resolve_builtin(name), lines_of(name)
-        assert (tmp_path / shipped.name).read_bytes() == shipped.read_bytes()
-        assert len(rows) == count
-        for row in rows:
-            left, right = re.fullmatch(r"([1-9]\d)\*([1-9]\d)=", row["prompt"]).groups()
-            assert row["answer"] == str(int(left) * int(right))
-        questions += [row["prompt"] for row in rows]
-    assert len(set(questions)) == 640
+    products = [lines_of(name) for name in ("calculator-prompts", "calculator-eval-prompts")]
+    assert [len(rows) for rows in products] == [512, 128]
+    for row in chain(*products):
+        left, right = re.fullmatch(r"([1-9]\d)\*([1-9]\d)=", row["prompt"]).groups()
+        assert row["answer"] == str(int(left) * int(right))
+    assert len({row["prompt"] for row in chain(*products)}) == 640
 
 
 def lines_of(name: str) -> list[dict[str, str]]:
