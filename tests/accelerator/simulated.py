@@ -2,8 +2,8 @@
 name, "sim", and everything that is asked of them is seen.
 
 An operation on tensors of both sides raises, but for copies and for host tensors without
-dimensions, as on a GPU. Transfers and waits are counted, with the line of ppocli that asked for
-them: a wait is what ``torch.cuda.set_sync_debug_mode`` warns of, numbers read from the device,
+dimensions, as on a GPU. Waits are counted, with the line of ppocli that asked for them: a wait is
+what ``torch.cuda.set_sync_debug_mode`` warns of, numbers read from the device,
 copies that are not said to be non-blocking, shapes that depend on data. A non-blocking copy to the
 host arrives with the next wait and not before. Memory is the storages that tensors hold.
 
@@ -198,15 +198,13 @@ class Simulated(TorchDispatchMode):
         super().__init__()
         self.waits: Counter[str] = Counter()
         """by what asked for them and where: ``item ppocli/...py:12``"""
-        self.transfers: Counter[str] = Counter()
-        """copies ``to device`` and ``to host``"""
         self.mixed: list[str] = []
         """operations that have raised: somebody may have caught it"""
         self._on_their_way: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def take(self) -> Counter[str]:
         """The waits so far, which are counted anew from here."""
-        found, self.waits, self.transfers = self.waits, Counter(), Counter()
+        found, self.waits = self.waits, Counter()
         return found
 
     def wait(self, why: str) -> None:
@@ -258,7 +256,6 @@ class Simulated(TorchDispatchMode):
         host = source.host if here else source
         if not host.numel():
             return OnDevice(host.clone()) if there else host.clone()
-        self.transfers["to device" if there else "to host"] += 1
         if there:  # what isn't pinned is copied by the host itself
             if patient or not getattr(source, "pinned", False):
                 self.wait("copy to the device")

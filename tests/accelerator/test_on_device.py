@@ -165,9 +165,9 @@ SHAPES = {"gpt2": {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256}
 def test_the_peak_is_what_is_told_beforehand(sim, tmp_path, kind, keys):
     """Never much more than that, and for models so small up to a quarter less."""
     save_lm(tmp_path / "lm", kind, gain=1.0, vocab_size=8000, **SHAPES[kind])
-    cfg = small_config(tmp_path, hardware__device="cuda", ppo__num_rollouts=8,
-                       ppo__mini_batch_size=4, ppo__ppo_epochs=1, generation__max_new_tokens=100,
-                       generation__min_new_tokens=100, **keys)
+    cfg = small_config(tmp_path, hardware__device="cuda", ppo__num_rollouts=32,
+                       ppo__mini_batch_size=16, ppo__ppo_epochs=1, generation__max_new_tokens=25,
+                       generation__min_new_tokens=25, **keys)
     found = estimate_of(cfg, 8, cuda=True)
     before = MEMORY.allocated
     with session_of(cfg) as session:
@@ -176,7 +176,7 @@ def test_the_peak_is_what_is_told_beforehand(sim, tmp_path, kind, keys):
         optimize(session, learnt_from)
         update = MEMORY.peak - before
         torch.sim.reset_peak_memory_stats()
-        rollout_of(session, start=8)
+        rollout_of(session, start=32)
         rollouts = MEMORY.peak - before
     for told, taken in ((found.sums.update, update),
                         (max(found.sums.generate, found.sums.score), rollouts)):
