@@ -145,10 +145,6 @@ class Mute:
         return None
 
 
-class Moody(Words):
-    deterministic = False
-
-
 class Lookup:
     """An environment of TRL's: its public methods are tools."""
 

@@ -7,7 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from helpers import mask_of, save_lm, write_prompts
+import torch
+from helpers import mask_of, refused, save_lm, write_prompts
 
 from ppocli.columns import joined
 from ppocli.config.schema import TrainConfig
@@ -83,6 +84,14 @@ def session_of(cfg: TrainConfig, reward: Any = count_good) -> Iterator[Session]:
         yield build_session(cfg, backend, PythonObjects(reward_fn=reward))
 
 
+def refused_session(cfg: TrainConfig, error: type[Exception], *said: str,
+                    reward: Any = count_good) -> Any:
+    """The error of this kind, saying these words, that building a session has to end in."""
+    with refused(error, *said) as caught, session_of(cfg, reward):
+        pass
+    return caught.value
+
+
 def rollout_of(session: Session, start: int = 0, count: int | None = None):
     """One rollout from episode ``start``."""
     count = count or session.cfg.ppo.num_rollouts
@@ -101,34 +110,35 @@ def record_on_cpu(monkeypatch: Any) -> list[Any]:
     return work
 
 
-def rolled(cfg: TrainConfig, reward: Any = count_good, start: int = 0,
-           count: int | None = None) -> Rollout:
+def rolled(cfg: TrainConfig, reward: Any = count_good, start: int = 0) -> Rollout:
     """One rollout of a session that is built for it."""
     with session_of(cfg, reward) as session:
-        return rollout_of(session, start, count)
+        return rollout_of(session, start)
 
 
 def own_logits(lm: Any, rollout: Rollout, row: int) -> tuple[Any, Any]:
     """What transformers' pass over one sample without padding says of each token of its response,
     and those tokens."""
-    import torch
-
     prompt = rollout.prompts.tokens[row][rollout.prompts.mask[row]]
     response = rollout.response_tokens[row][rollout.response_mask[row]]
     with torch.no_grad():
         logits = lm(input_ids=torch.cat([prompt, response])[None]).logits[0]
-    return logits[len(prompt) - 1:-1].double(), response
+    # virtual tokens in front of the words have logits too
+    return logits[-len(response) - 1:-1].double(), response
+
+
+def own_logprobs(lm: Any, rollout: Rollout, row: int, temperature: float = 1.0) -> Any:
+    """Logprobs of a response's tokens by :func:`own_logits`, in float64."""
+    logits, response = own_logits(lm, rollout, row)
+    return torch.log_softmax(logits / temperature, -1).gather(-1, response[:, None])[:, 0]
 
 
 def assert_own_logprobs(lm: Any, rollout: Rollout, temperature: float = 1.0) -> None:
     """Logprobs of a rollout, and those of an equal reference, are those of :func:`own_logits`."""
-    import torch
-
     for row in range(len(rollout)):
-        logits, response = own_logits(lm, rollout, row)
-        wanted = torch.log_softmax(logits / temperature, -1).gather(-1, response[:, None])[:, 0]
+        wanted = own_logprobs(lm, rollout, row, temperature)
         for found in (rollout.logprobs, rollout.ref_logprobs):
-            torch.testing.assert_close(found[row, :len(response)].double(), wanted, rtol=0,
+            torch.testing.assert_close(found[row, :len(wanted)].double(), wanted, rtol=0,
                                        atol=2e-5)
 
 
@@ -154,8 +164,6 @@ def experience_of(session: Session, start: int = 0) -> Experience:
 def hand_rollout(scores: list[float], lengths: list[int], finished: list[bool],
                  dense: list[list[float]] | None = None, **parts: list[float | None]) -> Rollout:
     """Samples of those lengths without a model, a critic or KL; everything else is zero."""
-    import torch
-
     count, width = len(scores), max(lengths)
     mask = mask_of(lengths, width)
     zeros = torch.zeros(count, width)
@@ -178,15 +186,6 @@ def optimize(session: Session, experience: Experience, stop: StopFlag | None = N
     return phase.optimize(PPOTask(session), plan, state, stop or StopFlag())
 
 
-def gradient_of(session: Session, experience: Experience, rows: Any = None) -> dict[str, float]:
-    """Leave the gradient of an update of these rows (default: all) on the parameters; its terms."""
-    import torch
-
-    rows = torch.arange(len(experience)) if rows is None else rows
-    return backward(PPOTask(session), plan_updates(session, experience, 0),
-                    update_of(session, experience, rows))
-
-
 def backward(task: Any, plan: Plan, group: Any) -> dict[str, float]:
     """Leave the gradient of one planned update on the parameters; its terms."""
     task.trained.clear()
@@ -202,8 +201,6 @@ def grads_of(module: Any) -> dict[str, Any]:
 
 def experience_tensors(experience: Experience) -> dict[str, Any]:
     """Its tensors, those of its samples too, as ``experience/NAME``."""
-    import torch
-
     found = {field.name: getattr(experience, field.name) for field in fields(experience)}
     found |= {"responses": experience.sequences.action_tokens,
               "response_mask": experience.response_mask}
@@ -211,11 +208,16 @@ def experience_tensors(experience: Experience) -> dict[str, Any]:
             if isinstance(value, torch.Tensor)}
 
 
-def gradients(session: Session, experience: Experience, rows: Any = None
-              ) -> tuple[dict[str, Any], dict[str, float]]:
-    """A copy of the gradients of :func:`gradient_of` by name, and its terms."""
-    terms = gradient_of(session, experience, rows)
+def gradients(session: Session, experience: Experience) -> tuple[dict[str, Any], dict[str, float]]:
+    """The gradients of one update of all samples by name, and its terms."""
+    terms = backward(PPOTask(session), plan_updates(session, experience, 0),
+                     update_of(session, experience, torch.arange(len(experience))))
     return grads_of(session.policy), terms
+
+
+def wake_the_value_head(session: Session) -> None:
+    """A head at 0 hands nothing down, and would hide the gradient of the layers below it."""
+    session.policy.value_head.outer.weight.data.fill_(0.05)
 
 
 @contextmanager
@@ -262,8 +264,6 @@ def load_session(session: Session, folder: Path) -> None:
 
 def assert_same_responses(found: Any, wanted: Any, atol: float = 2e-5) -> None:
     """Two decodings, however they were made: the same tokens, and figures as near as rounding."""
-    import torch
-
     for name in ("tokens", "mask", "finished"):
         assert torch.equal(getattr(found, name), getattr(wanted, name)), name
     for name in ("logprobs", "values"):

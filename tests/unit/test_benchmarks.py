@@ -16,8 +16,8 @@ from systems import Places, Process, measure  # noqa: E402
 from workloads import WORKLOADS  # noqa: E402
 
 
-def process(*wall: float, processor: float = 1.0) -> Process:
-    return Process(list(wall), [processor] * len(wall), [100.0], 32.0, 500.0, None, 9.0, {})
+def process(*wall: float) -> Process:
+    return Process(list(wall), [1.0] * len(wall), [100.0], 32.0, 500.0, None, 9.0, {})
 
 
 def test_ratios_are_taken_round_by_round_from_median_iterations():

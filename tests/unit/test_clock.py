@@ -14,9 +14,13 @@ import torch
 from helpers import checked, environment, jsonl
 from runs import make_world, words
 
+from ppocli.errors import StoppedError
+from ppocli.launching.opened_folder import open_folder
+from ppocli.launching.worker import run_worker
 from ppocli.storage.run_folder import finite_or_null
 from ppocli.training.clock import Moment, PhaseClock, in_words, profile
 from ppocli.training.state import TrainState
+from ppocli.training.task import PythonObjects
 
 CPU = torch.device("cpu")
 
@@ -113,11 +117,6 @@ def test_time_and_tokens_are_booked_and_survive_json():
 @pytest.mark.long
 def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resumed(
         tmp_path, monkeypatch, inject):
-    from ppocli.errors import StoppedError
-    from ppocli.launching.opened_folder import open_folder
-    from ppocli.launching.worker import run_worker
-    from ppocli.training.task import PythonObjects
-
     world = make_world(tmp_path / "world")
     monkeypatch.chdir(world)
 

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 from runs import shell
+from typer.testing import CliRunner
 
+import ppocli
 from ppocli.builtin.names import shipped_table
+from ppocli.cli.app import app
 from ppocli.config.keys import named_elsewhere, schema_keys
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from-trlx-and-trl.md"
@@ -39,18 +42,12 @@ def test_what_is_named_as_ours_exists(name):
         choices = keys[key].metadata.get("choices")
         assert not (value and choices) or value in choices or value.startswith(("RUN", "["))
     elif name.startswith("ppocli "):
-        from typer.testing import CliRunner
-
-        from ppocli.cli.app import app
-
         given = name.split()
         options = [word for word in given[2:] if word.startswith("--")]
         told = CliRunner().invoke(app, [given[1], "--help"], env={"COLUMNS": "200"})
         assert told.exit_code == 0, told.output
         assert all(option in told.output for option in options)
     elif name.startswith("ppocli."):
-        import ppocli
-
         assert hasattr(ppocli, name.removeprefix("ppocli."))
     else:
         # options of commands, values of keys and files of a run

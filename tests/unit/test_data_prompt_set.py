@@ -26,11 +26,10 @@ def load(items, tokenizer=None, seed=0, most=64, **keys):
                         max_prompt_tokens=most, items=items)
 
 
-def load_both(cfg, tokenizer=None, items=None, eval_items=None, seed=0):
-    tokenizer = tokenizer or words()
-    training = load_prompts(cfg, tokenizer, seed=seed, max_prompt_tokens=64, items=items)
-    return training, load_eval_prompts(cfg, tokenizer, seed=seed, max_prompt_tokens=64,
-                                       training=training, items=eval_items)
+def load_both(cfg, items=None, eval_items=None):
+    given = {"tokenizer": words(), "seed": 0, "max_prompt_tokens": 64}
+    training = load_prompts(cfg, **given, items=items)
+    return training, load_eval_prompts(cfg, **given, training=training, items=eval_items)
 
 
 # Rendering ----------------------------------------------------------------------------------------

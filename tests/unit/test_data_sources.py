@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
-from ppocli.data.prompt_set import load_prompts
+from ppocli.data.prompt_set import load_eval_prompts, load_prompts
 from ppocli.errors import ConfigError, InputError
 
 ROWS = [{"prompt": "the film was", "label": 1, "tag": "x"},
@@ -330,8 +330,6 @@ def test_bad_folders(tmp_path):
 
 
 def test_evaluation_errors_name_the_evaluation_keys(tmp_path):
-    from ppocli.data.prompt_set import load_eval_prompts
-
     path = write_jsonl(tmp_path / "p.jsonl")
     for own, where in (
             (EvalPromptsConfig(path=str(tmp_path / "no.jsonl")),

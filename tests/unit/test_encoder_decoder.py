@@ -5,7 +5,8 @@ import torch
 from helpers import PAIRS, make_tokenizer, save_lm
 from runs import app_in_process, assert_equal_runs, copied, resumed
 from sessions import count_letters, experience_of, optimize, rollout_of, session_of, small_config
-from transformers import AutoModelForSeq2SeqLM
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForSeq2SeqLM, T5ForConditionalGeneration
 
 from ppocli.config.schema import PromptsConfig
 from ppocli.data.prompt_set import load_prompts
@@ -67,8 +68,6 @@ def test_only_the_decoder_s_top_trains_if_wanted(tmp_path, kind):
 
 
 def test_the_full_kl_to_an_equal_model_of_another_scale_is_0(tmp_path):
-    from transformers import T5ForConditionalGeneration
-
     tied = T5ForConditionalGeneration.from_pretrained(save_lm(tmp_path / "lm", "t5", gain=2.0))
     other = save_lm(tmp_path / "other", "t5", tie_word_embeddings=False)
     untied = T5ForConditionalGeneration.from_pretrained(other)
@@ -95,8 +94,6 @@ def test_a_model_of_the_other_kind_is_refused(tmp_path):
 
 
 def test_what_a_tokenizer_puts_behind_a_text_goes_to_an_encoder_only():
-    from tokenizers.processors import TemplateProcessing
-
     tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="$A <eos>", special_tokens=[("<eos>", tokenizer.eos_token_id)])

@@ -18,6 +18,7 @@ from sessions import (
     small_config,
 )
 from torch.profiler import ProfilerActivity, profile
+from transformers import DynamicCache, EncoderDecoderCache
 
 from ppocli.estimate.parts import models_of
 from ppocli.models.fast.gemm import packed_weights
@@ -81,8 +82,6 @@ def kept_of(session) -> int:
 
 def cache_of(session) -> int:
     """Bytes of the keys and values of one generate call at its end, and of the encoder's states."""
-    from transformers import DynamicCache, EncoderDecoderCache
-
     lm, rows, new = session.policy.lm, session.chunk_size, session.sampling.max_new_tokens
     cache, encoded = give_room(DynamicCache(config=lm.config), PROMPT + new - 1), 0
     with torch.no_grad(), session.backend.autocast():

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import make_lm
+from helpers import make_lm, make_tokenizer
+from huggingface_hub import ModelCard
+from huggingface_hub.utils import validate_repo_id
 from safetensors.torch import load_file, save_file
 
 from ppocli.config.schema import EnvConfig, RewardConfig, TrainConfig
@@ -23,6 +25,7 @@ from ppocli.export.weights import (
     write_weights,
 )
 from ppocli.runs.record import RunRecord
+from ppocli.storage.run_folder import RunFolder
 
 NO_MASK = Mask({})
 
@@ -71,8 +74,6 @@ class TestEscaping:
 
 def run_record(tmp_path: Path, **row: float) -> RunRecord:
     """A run with two rows, as its folder would tell it."""
-    from ppocli.storage.run_folder import RunFolder
-
     config = TrainConfig()
     config.model.path = "org/base"
     config.reward.fn = "/secret/place/rewards.py:score"
@@ -91,15 +92,13 @@ def facts_of(run: RunRecord) -> Facts:
         versions={"torch": "2.6.0"}, command="ppocli train model.path=org/base")
 
 
-def card_of(facts: Facts, previous: str | None = None) -> str:
-    return render_card(facts, Path("nowhere"), previous, NO_MASK, dtype="fp32",
+def card_of(facts: Facts) -> str:
+    return render_card(facts, Path("nowhere"), None, NO_MASK, dtype="fp32",
                        location="tester/tamed", value_head=[], curve=True)
 
 
 class TestCard:
     def test_metadata_are_what_the_hub_reads(self, tmp_path):
-        from huggingface_hub import ModelCard
-
         data = ModelCard(card_of(facts_of(run_record(tmp_path)))).data.to_dict()
         results = data.pop("model-index")
         assert data == {
@@ -211,8 +210,6 @@ class TestWeights:
 
 class TestVerify:
     def test_another_tokenizer_is_noticed(self):
-        from helpers import make_tokenizer
-
         compare_tokenizers(make_tokenizer(), make_tokenizer(), ["the film"])
         with pytest.raises(CheckpointError, match="other special tokens"):
             compare_tokenizers(make_tokenizer(), make_tokenizer(bos=True), ["the film"])
@@ -227,8 +224,6 @@ class TestNames:
         ("quick", "quick"), ("my run/1", "my-run-1"), ("a--b..c", "a-b.c"), ("x.git", "x"),
         ("-.-", "ppocli-model"), ("ä", "ppocli-model"), ("n" * 200, "n" * 96)])
     def test_repository_names(self, name, repo):
-        from huggingface_hub.utils import validate_repo_id
-
         assert repo_name(name) == repo
         validate_repo_id(repo)
 

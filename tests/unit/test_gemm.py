@@ -10,6 +10,7 @@ from helpers import environment as for_commands
 from helpers import save_lm
 from sessions import grads_of, session_of, small_config
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from ppocli.config.schema import HardwareConfig
 from ppocli.errors import ConfigError
@@ -22,8 +23,6 @@ pytestmark = pytest.mark.skipif(onednn.probe() is not None, reason="no oneDNN he
 
 
 def conv1d(inputs, outputs):
-    from transformers.pytorch_utils import Conv1D
-
     layer = Conv1D(outputs, inputs)
     nn.init.normal_(layer.bias)
     return layer

@@ -7,7 +7,9 @@ import pytest
 import torch
 import transformers
 from helpers import make_lm, make_tokenizer, save_lm
-from sessions import generate, rolled, rollout_of, session_of, small_config
+from sessions import generate, refused_session, rolled, rollout_of, session_of, small_config
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import ConfigError, InputError
@@ -274,8 +276,7 @@ def test_stop_ids_are_those_of_the_model_of_the_keys_and_of_special_tokens(tmp_p
     ({"generation__stop_token_ids": [5, 99999]}, "Token 99999 would never end a response"),
     ({"generation__stop_sequences": ["film", ".<eos>"]}, "text '.<eos>' would never be found")])
 def test_what_could_never_stop_is_refused(tmp_path, values, said):
-    with pytest.raises(ConfigError, match=said), session_of(small_config(tmp_path, **values)):
-        pass
+    refused_session(small_config(tmp_path, **values), ConfigError, said)
 
 
 def test_restricted_sampling_is_warned_about(tmp_path, caplog):
@@ -285,9 +286,6 @@ def test_restricted_sampling_is_warned_about(tmp_path, caplog):
 
 
 def test_text_keeps_the_space_that_a_tokenizer_hides_in_its_tokens():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     inner = Tokenizer(models.WordLevel({"<unk>": 0, "▁a": 1, "▁good": 2, "▁film": 3, "</s>": 4},
                                        unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Metaspace()

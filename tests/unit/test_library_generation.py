@@ -15,6 +15,7 @@ from sessions import (
     session_of,
     small_config,
 )
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import ConfigError, InputError
@@ -147,8 +148,6 @@ def test_the_models_own_generation_settings_do_not_leak_in():
 
 def small(name):
     """A configuration of a kind that :func:`model_config` doesn't make."""
-    from transformers import CONFIG_MAPPING
-
     shape = {"vocab_size": 37, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
              "num_attention_heads": 2, "num_key_value_heads": 1}
     own = {"lfm2": {**shape, "layer_types": ["conv", "full_attention"]},
@@ -187,16 +186,12 @@ def test_a_model_whose_cache_is_wrong_reads_everything_anew():
 
 @pytest.mark.parametrize("name", ["lfm2", "openai-gpt"])
 def test_hybrids_and_models_without_a_cache_are_left_to_the_library(name):
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(small(name)).eval()
     assert try_decoding(lm, None) is Decoding.LIBRARY
 
 
 def test_a_model_that_looks_ahead_is_refused(tmp_path):
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(small("xlnet")).save_pretrained(tmp_path / "xlnet")
     with pytest.raises(InputError, match="look ahead") as refused:

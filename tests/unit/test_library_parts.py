@@ -5,6 +5,7 @@ import dataclasses
 import subprocess
 import sys
 
+import peft
 import pytest
 import torch
 from helpers import environment, make_lm, save_lm
@@ -49,8 +50,6 @@ def test_torch_without_its_operators_is_told(monkeypatch):
 
 @pytest.mark.parametrize("kind", ["lora", "prefix", "prompt"])
 def test_the_table_of_peft_s_fields_is_the_installed_one_s(kind):
-    import peft
-
     settings = {"lora": peft.LoraConfig, "prefix": peft.PrefixTuningConfig,
                 "prompt": peft.PromptTuningConfig}[kind]
     theirs = {field.name: getattr(field.type, "__name__", str(field.type))
@@ -62,8 +61,6 @@ def test_the_table_of_peft_s_fields_is_the_installed_one_s(kind):
 
 
 def test_peft_s_wrappers_switch_off_and_name_weights_as_we_say():
-    import peft
-
     lm = make_lm().eval()
     bare, ids = set(lm.state_dict()), torch.arange(6)[None]
     before = lm(input_ids=ids).logits

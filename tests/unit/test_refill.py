@@ -4,6 +4,7 @@ import pytest
 import torch
 from helpers import make_tokenizer, model_config, save_lm
 from sessions import assert_same_responses, generate, rolled, small_config
+from transformers import AutoModelForCausalLM
 
 from ppocli.models.policy import build_value_head
 from ppocli.models.transformers_internals import cache_name, caches_all_keys
@@ -15,8 +16,6 @@ SPEC = SamplingSpec(NEW, (1, 5, 9, 14, 20, 27, 33))
 
 
 def model_of(kind, **keys):
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
     lm = AutoModelForCausalLM.from_config(model_config(kind, **keys)).eval()
     lm.config.pad_token_id = None

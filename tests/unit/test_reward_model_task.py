@@ -16,6 +16,7 @@ from sessions import (
     backward,
     data_task_of,
     planned,
+    refused_session,
     rollout_of,
     session_of,
     set_keys,
@@ -265,5 +266,4 @@ def test_a_head_that_would_be_random_is_refused_and_so_is_a_mean_nobody_knows(tm
     for keys, said in ((scored, "random"), (valued, "random"), (centred, "No mean")):
         cfg = small_config(tmp_path, model__path=str(tmp_path / "gpt2-True"), **keys)
         reward: Any = None if "reward__fn" in keys else lambda samples: [0.0] * len(samples)
-        with refused(InputError, said), session_of(cfg, reward=reward):
-            pass
+        refused_session(cfg, InputError, said, reward=reward)

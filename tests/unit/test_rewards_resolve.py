@@ -41,8 +41,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
             del sys.modules[name]
 
 
-def score(spec: str, request: RewardRequest = REQUEST, **kwargs: object) -> list[float]:
-    return build_reward(RewardConfig(fn=spec, kwargs=kwargs)).score(request).scores
+def score(spec: str, **kwargs: object) -> list[float]:
+    return build_reward(RewardConfig(fn=spec, kwargs=kwargs)).score(REQUEST).scores
 
 
 PLAIN = "def score(outputs): return [float(len(o)) for o in outputs]\n"

@@ -2,6 +2,7 @@
 
 import logging
 import shutil
+import signal
 import threading
 from pathlib import Path
 from unittest.mock import Mock
@@ -10,6 +11,7 @@ import pytest
 import torch
 from checkpoint_samples import tree
 from helpers import save_lm
+from safetensors.torch import load_file
 from sessions import (
     estimate_of,
     experience_of,
@@ -105,8 +107,6 @@ def test_weights_that_do_not_train_are_shared(tmp_path):
 
 
 def test_tensors_in_the_same_memory_are_written_one_by_one(tmp_path):
-    from safetensors.torch import load_file
-
     base = torch.arange(12.0).view(3, 4)
     save_tensors({"whole": base, "row": base[1], "turned": base.t()}, tmp_path / "x.safetensors")
     found = load_file(tmp_path / "x.safetensors")
@@ -188,8 +188,6 @@ def test_a_run_that_ends_waits_and_only_tells(caplog):
 
 
 def test_the_thread_gets_no_signals_that_the_main_thread_waits_for():
-    import signal
-
     found, blocked = Saving(), []
     found.begin(lambda: blocked.extend(signal.pthread_sigmask(signal.SIG_BLOCK, ())))
     found.wait()

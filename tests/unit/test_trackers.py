@@ -17,7 +17,8 @@ from helpers import refused
 from runs import wait_for
 from wandb_double import calls, installed, put_double
 
-from ppocli.config.schema import TrackingConfig
+from ppocli.config.problems import find_problems
+from ppocli.config.schema import TrackingConfig, TrainConfig
 from ppocli.errors import InputError, StoppedError
 from ppocli.storage.run_folder import RunFolder
 from ppocli.tracking import trackers
@@ -342,9 +343,6 @@ def test_a_path_to_no_tracker_is_refused(spec, text, tmp_path, monkeypatch):
 
 
 def test_a_list_of_trackers_is_checked(tmp_path):
-    from ppocli.config.problems import find_problems
-    from ppocli.config.schema import TrainConfig
-
     def said(*names: str, project: str | None = None) -> list[str]:
         cfg = replace(TrainConfig(), tracking=TrackingConfig(list(names), project))
         return [str(p) for p in find_problems(cfg) if p.key.startswith("tracking")]

@@ -10,12 +10,15 @@ from sessions import (
     experience_of,
     gradients,
     optimize,
+    refused_session,
     rolled,
     rollout_of,
     session_of,
     small_config,
+    wake_the_value_head,
     weights_of,
 )
+from transformers import AutoModelForSequenceClassification, BertConfig, BertModel
 
 from ppocli.errors import ConfigError, InputError
 from ppocli.estimate.parts import models_of
@@ -63,8 +66,7 @@ def test_a_model_of_its_own_leaves_the_policy_without_a_value_gradient(tmp_path)
         without = gradients(session, experience)[0]
     cfg = with_critic(tmp_path, "model", ppo__vf_coef=1.0)
     with session_of(cfg, reward=count_letters) as session:
-        with torch.no_grad():
-            session.policy.value_head.outer.weight.fill_(0.05)
+        wake_the_value_head(session)
         again = experience_of(session)
         again = replace(again, advantages=experience.advantages)
         with_value = gradients(session, again)[0]
@@ -97,8 +99,7 @@ def test_values_of_a_model_of_its_own_take_no_pass_of_the_policy(tmp_path):
     for source in ("decode", "forward"):
         cfg = with_critic(tmp_path, "model", ppo__logprobs_from=source, ppo__chunk_size=16)
         with session_of(cfg, reward=count_letters) as session:
-            with torch.no_grad():
-                session.policy.value_head.outer.weight.fill_(0.05)
+            wake_the_value_head(session)
             longer = []
             layer_stack(session.policy.lm)[0].register_forward_pre_hook(
                 lambda _module, inputs, longer=longer: longer.append(inputs[0].shape[1] > 5))
@@ -109,18 +110,12 @@ def test_values_of_a_model_of_its_own_take_no_pass_of_the_policy(tmp_path):
     assert found[0].values.abs().max() > 1e-3
 
 
-def save_reward_model(folder, kind="llama"):
-    from transformers import AutoModelForSequenceClassification
-
+def test_values_start_as_the_scores_of_a_reward_model(tmp_path):
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        model = AutoModelForSequenceClassification.from_config(model_config(kind, num_labels=1))
-    model.save_pretrained(folder)
-    return model.eval()
-
-
-def test_values_start_as_the_scores_of_a_reward_model(tmp_path):
-    scorer = save_reward_model(tmp_path / "rm")
+        scorer = AutoModelForSequenceClassification.from_config(
+            model_config("llama", num_labels=1)).eval()
+    scorer.save_pretrained(tmp_path / "rm")
     cfg = with_critic(tmp_path, "model", model__value__path=str(tmp_path / "rm"))
     with session_of(cfg, reward=count_letters) as session:
         assert isinstance(session.policy.value_head, ScoreHead)
@@ -170,17 +165,13 @@ def test_what_does_not_fit_the_policy_is_refused_before_the_first_pass(
     if name == "words":
         other_words(tmp_path / name)
     if name == "bert":
-        from transformers import BertConfig, BertModel
-
         BertModel(BertConfig(
             num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16,
             vocab_size=len(SPECIAL) + len(WORDS), max_position_embeddings=32)
         ).save_pretrained(tmp_path / name)
     keys = {"reference": {"ppo__kl_estimator": "full"}, "value": CRITICS["model"]}[role]
     cfg = small_config(tmp_path, **keys, **{f"model__{role}__path": str(tmp_path / name)})
-    with pytest.raises(InputError, match=message) as caught, session_of(cfg):
-        pass
-    assert caught.value.where == f"model.{role}.path"
+    assert refused_session(cfg, InputError, message).where == f"model.{role}.path"
 
 
 def test_tokens_are_compared_in_the_revision_that_the_value_model_has(tmp_path, monkeypatch):
@@ -201,15 +192,12 @@ def test_tokens_are_compared_in_the_revision_that_the_value_model_has(tmp_path, 
 def test_an_encoder_decoder_s_value_model_reads_the_prompt(tmp_path):
     cfg = with_critic(tmp_path, "model", "t5")
     with session_of(cfg, reward=count_letters) as session:
-        with torch.no_grad():
-            session.policy.value_head.outer.weight.fill_(0.05)
+        wake_the_value_head(session)
         values = rollout_of(session).values[:, 0]
     assert len({round(v, 5) for v in values.tolist()}) > 2  # all decoders start alike
     save_lm(tmp_path / "causal", "llama")
     cfg = with_critic(tmp_path, "model", "t5", model__value__path=str(tmp_path / "causal"))
-    with pytest.raises(InputError, match="is a causal model, the policy an encoder-decoder"), \
-            session_of(cfg):
-        pass
+    refused_session(cfg, InputError, "is a causal model, the policy an encoder-decoder")
 
 
 @pytest.mark.parametrize(("critic", "kind", "keys", "message"), [
@@ -218,15 +206,12 @@ def test_an_encoder_decoder_s_value_model_reads_the_prompt(tmp_path):
 def test_a_critic_that_can_not_be_made_is_refused(tmp_path, critic, kind, keys, message):
     cfg = with_critic(tmp_path, critic, kind,
                       **{f"model__value__{name}": value for name, value in keys.items()})
-    with pytest.raises(InputError, match=message), session_of(cfg):
-        pass
+    refused_session(cfg, InputError, message)
 
 
 def test_a_reference_on_a_device_that_is_not_there_names_the_key(tmp_path):
     cfg = small_config(tmp_path, model__reference__device="cuda:7")
-    with pytest.raises(ConfigError) as caught, session_of(cfg):
-        pass
-    assert caught.value.where == "model.reference.device"
+    assert refused_session(cfg, ConfigError).where == "model.reference.device"
 
 
 def test_a_reference_from_another_path_gives_a_kl_at_once(tmp_path):
