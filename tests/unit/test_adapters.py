@@ -1,6 +1,7 @@
 """LoRA, prefix and prompt tuning: what PEFT computes and writes, and what holds of every run."""
 
 import json
+import shutil
 from contextlib import nullcontext
 
 import pytest
@@ -173,11 +174,23 @@ def test_a_base_in_bf16_keeps_adapters_in_fp32(tmp_path, kind):
 
 # Loading ------------------------------------------------------------------------------------------
 
-@pytest.fixture
-def saved(tmp_path):
-    with session_of(config_of(tmp_path, "lora")) as session:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A base, and a checkpoint of an adapter that was trained on it."""
+    folder = tmp_path_factory.mktemp("made")
+    with session_of(config_of(folder, "lora")) as session:
         trained(session)
-        save_session(session, tmp_path / "saved")
+        save_session(session, folder / "saved")
+    return folder
+
+
+@pytest.fixture
+def saved(made, tmp_path):
+    """The checkpoint, with the base that it names beside it."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    for name in ("adapter_config.json", "base_model.json"):
+        file = tmp_path / "saved/policy" / name
+        file.write_text(file.read_text().replace(str(made), str(tmp_path)))
     return tmp_path / "saved"
 
 
