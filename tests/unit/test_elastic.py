@@ -46,16 +46,24 @@ KILLED = "killed by SIGKILL (exit -9): probably out of memory"
 HUNG = "no answer within 8 seconds (hardware.timeout_seconds); all ranks were ended.\n"
 
 
-@pytest.mark.parametrize(("text", "more"), [
-    (KILLED, {"failed": {1: -9}}), (KILLED, {"failed": {0: 1, 1: -9}}),
-    ("ended with code 3 and said nothing", {"failed": {1: 3, 0: 1}}),
-    ("killed by SIGSEGV", {"failed": {1: -signal.SIGSEGV, 0: 1}}),
-    (HUNG, {"failed": {0: 1, 1: -9}, "hung": [1]})])
-def test_a_rank_without_a_word_is_named_not_those_that_waited_for_it(text, more):
-    code, said = conclude(job(**more), [lost(0)], PHASES)
+@pytest.mark.parametrize(("more", "outcomes", "text"), [
+    *((more, [lost(0)], f"Error: rank 1, step 3, optimize: {text}") for text, more in (
+        (KILLED, {"failed": {1: -9}}), (KILLED, {"failed": {0: 1, 1: -9}}),
+        ("ended with code 3 and said nothing", {"failed": {1: 3, 0: 1}}),
+        ("killed by SIGSEGV", {"failed": {1: -signal.SIGSEGV, 0: 1}}),
+        (HUNG, {"failed": {0: 1, 1: -9}, "hung": [1]}))),
+    ({"failed": {0: 1, 1: 1}}, [lost(1, 1.0), lost(0, 2.0)],
+     "Error: rank 1, step 3, optimize; rank 0, step 3, rollout: no answer of each other within 8 "
+     "seconds"),
+    ({"agent_error": "RendezvousTimeoutError: no"}, [], "Error: The ranks of this machine did not "
+     "meet within 8 seconds")])
+def test_a_rank_without_a_word_is_named_not_those_that_waited_for_it(more, outcomes, text):
+    """On a single machine, which has no other node."""
+    code, said = conclude(job(**more), outcomes, PHASES)
     assert code == 1
-    assert said.startswith(f"Error: rank 1, step 3, optimize: {text}")
+    assert said.startswith(text)
     assert "Traceback" not in said
+    assert "node" not in said
 
 
 def test_an_unexpected_error_keeps_its_traceback_and_comes_before_its_consequences():
@@ -71,19 +79,6 @@ def test_a_broken_connection_to_another_node():
     assert said.startswith("Error: rank 3, before its first phase: another rank is gone or gave no "
                            "answer within 8 seconds")
     assert "where: RuntimeError: gloo says so\n" in said
-
-
-@pytest.mark.parametrize(("more", "outcomes", "text"), [
-    ({"failed": {0: 1, 1: 1}}, [lost(1, 1.0), lost(0, 2.0)],
-     "Error: rank 1, step 3, optimize; rank 0, step 3, rollout: no answer of each other within 8 "
-     "seconds"),
-    ({"agent_error": "RendezvousTimeoutError: no"}, [], "Error: The ranks of this machine did not "
-     "meet within 8 seconds")])
-def test_a_single_machine_has_no_other_node(more, outcomes, text):
-    code, said = conclude(job(**more), outcomes, PHASES)
-    assert code == 1
-    assert said.startswith(text)
-    assert "node" not in said
 
 
 def test_nodes_that_never_met():

@@ -19,6 +19,7 @@ from sessions import (
     session_of,
     small_config,
 )
+from test_ppo_advantages import naive_gae
 
 from ppocli.environments.calls import Calls
 from ppocli.episode import Episode, Turn, turn_numbers
@@ -248,13 +249,11 @@ def test_gae_over_turns_against_a_loop_by_hand():
         for i, row in enumerate(counts):
             starts = np.cumsum([0, *row])
             r = [float(rewards[i, a:b].sum()) for a, b in pairwise(starts)]
-            v = [float(values[i, a]) for a in starts[:-1]] + [0.0]
+            v = [float(values[i, a]) for a in starts[:-1]]
             for own, got, extra in ((lam, found, False), (lam_value or lam, returns, True)):
-                running = 0.0
-                for k in reversed(range(len(row))):
-                    running = r[k] + gamma * v[k + 1] - v[k] + gamma * own * running
+                for k, gain in enumerate(naive_gae([r], [v], [len(r)], gamma, own)[0]):
                     for t in range(starts[k], starts[k + 1]):
-                        assert float(got[i, t]) == pytest.approx(running + extra * v[k])
+                        assert float(got[i, t]) == pytest.approx(gain + extra * v[k])
             assert not found[i, starts[-1]:].any()
             assert not returns[i, starts[-1]:].any()
 
@@ -289,11 +288,7 @@ def test_a_whole_step_of_episodes_against_a_naive_float64_version(tmp_path, unit
             v = [float(old[t]) for t in firsts]
         else:
             r, v, number = rewards.tolist(), old.tolist(), list(range(len(places)))
-        running, own = 0.0, [0.0] * len(r)
-        for k in reversed(range(len(r))):
-            after = v[k + 1] if k + 1 < len(v) else 0.0
-            running = r[k] + 0.98 * after - v[k] + 0.98 * 0.9 * running
-            own[k] = running
+        own = naive_gae([r], [v], [len(r)], 0.98, 0.9)[0].tolist()
         for t, k in enumerate(number):
             assert float(experience.advantages[i, t]) == pytest.approx(own[k], abs=1e-5)
             assert float(experience.returns[i, t]) == pytest.approx(own[k] + v[k], abs=1e-5)

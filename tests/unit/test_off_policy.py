@@ -18,6 +18,7 @@ from sessions import (
     session_of,
     small_config,
 )
+from test_ppo_advantages import naive_gae
 from test_ppo_losses import loss_of
 
 from ppocli.errors import ConfigError
@@ -338,18 +339,17 @@ def test_single_rollouts_with_a_critic_and_dropped_weights_against_a_naive_loop(
         prompt = batch.prompts.tokens[i][batch.prompts.mask[i]]
         now = torch.log_softmax(lm(input_ids=torch.cat([prompt, ids])[None]).logits[0], -1)
         logprobs = now[len(prompt) - 1:-1].gather(-1, ids[:, None])[:, 0]
-        values = [*batch.values[i, :len(ids)].double().tolist(), 0.0]
+        values = batch.values[i, :len(ids)].double().tolist()
         rewards = (-cfg.ppo.init_kl_coef * (sampler - reference)).tolist()
         rewards[-1] += score
-        running, learnt = 0.0, 0.0
-        for t in reversed(range(len(ids))):
-            delta = rewards[t] + 0.98 * values[t + 1] - values[t]
-            running, learnt = delta + 0.98 * 0.9 * running, delta + 0.98 * learnt
-            assert float(plan.atoms.returns[i, t]) == pytest.approx(learnt + values[t], abs=1e-4)
+        gains, learnt = (naive_gae([rewards], [values], [len(ids)], 0.98, lam)[0]
+                         for lam in (0.9, 1.0))
+        for t in range(len(ids)):
+            assert float(plan.atoms.returns[i, t]) == pytest.approx(learnt[t] + values[t], abs=1e-4)
             ratio = math.exp(float(logprobs[t].detach() - sampler[t]))
             inside = 0.8 <= ratio <= 1.3
             outside += not inside
-            loss = loss - (ratio if inside else 0.0) * running * logprobs[t]
+            loss = loss - (ratio if inside else 0.0) * gains[t] * logprobs[t]
             count += 1
     assert 0 < outside < count
     (loss / count).backward()

@@ -44,30 +44,20 @@ def step_of(cfg: PPOOptimizerConfig, weight: list[list[float]], *grads: list[lis
     return module.weight.detach().flatten().tolist()
 
 
-def test_sgd_with_momentum_by_hand():
-    # buffer 1, then 0.5 * 1 + 2 = 2.5: 3 - 0.1 * 1 - 0.1 * 2.5
-    cfg = PPOOptimizerConfig(name="sgd", lr=0.1, momentum=0.5)
-    assert step_of(cfg, [[3.0]], [[1.0]], [[2.0]]) == pytest.approx([2.65])
-
-
-def test_weight_decay_is_decoupled_in_adamw_and_added_in_adam_and_sgd():
+@pytest.mark.parametrize(("keys", "weight", "grads", "wanted"), [
+    # buffer 1, then 0.5 * 1 + 2 = 2.5
+    ({"name": "sgd", "momentum": 0.5}, 3.0, [1.0, 2.0], 3.0 - 0.1 * 1 - 0.1 * 2.5),
     # first step of Adam: the sign of the gradient; adamw shrinks by lr * decay besides
-    adamw = PPOOptimizerConfig(name="adamw", lr=0.1, weight_decay=0.5)
-    assert step_of(adamw, [[2.0]], [[3.0]]) == pytest.approx([2.0 * 0.95 - 0.1])
-    adam = PPOOptimizerConfig(name="adam", lr=0.1, weight_decay=0.5)
-    assert step_of(adam, [[2.0]], [[-3.0]]) == pytest.approx([2.1])  # -3 + 0.5 * 2 < 0
-    sgd = PPOOptimizerConfig(name="sgd", lr=0.1, weight_decay=0.5)
-    assert step_of(sgd, [[2.0]], [[3.0]]) == pytest.approx([2.0 - 0.1 * 4.0])
-
-
-def test_betas_and_eps_of_adam_by_hand():
-    # gradients 1 and 2 at betas (0.5, 0.5): both moments corrected by 1 - 0.25
-    m = (0.5 * 0.5 * 1 + 0.5 * 2) / 0.75
-    v = (0.5 * 0.5 * 1 + 0.5 * 4) / 0.75
-    first = 0.1 * 1 / (1 + 0.5)
-    cfg = PPOOptimizerConfig(name="adam", lr=0.1, betas=[0.5, 0.5], eps=0.5)
-    assert step_of(cfg, [[0.0]], [[1.0]], [[2.0]]) == pytest.approx(
-        [-first - 0.1 * m / (math.sqrt(v) + 0.5)])
+    ({"name": "adamw", "weight_decay": 0.5}, 2.0, [3.0], 2.0 * 0.95 - 0.1),
+    # in adam and sgd the decay is added: -3 + 0.5 * 2 < 0
+    ({"name": "adam", "weight_decay": 0.5}, 2.0, [-3.0], 2.1),
+    ({"name": "sgd", "weight_decay": 0.5}, 2.0, [3.0], 2.0 - 0.1 * 4.0),
+    # both moments corrected by 1 - 0.25: (0.25 * 1 + 0.5 * 2) / 0.75, (0.25 * 1 + 0.5 * 4) / 0.75
+    ({"name": "adam", "betas": [0.5, 0.5], "eps": 0.5}, 0.0, [1.0, 2.0],
+     -0.1 * 1 / (1 + 0.5) - 0.1 * (1.25 / 0.75) / (math.sqrt(2.25 / 0.75) + 0.5))])
+def test_momentum_decay_betas_and_eps_by_hand(keys, weight, grads, wanted):
+    found = step_of(PPOOptimizerConfig(lr=0.1, **keys), [[weight]], *([[grad]] for grad in grads))
+    assert found == pytest.approx([wanted])
 
 
 def test_adafactor_by_hand():
