@@ -221,8 +221,13 @@ def wake_the_value_head(session: Session) -> None:
 
 
 @contextmanager
-def data_task_of(cfg: TrainConfig, rows: Any, val: Any) -> Iterator[Any]:
-    """The task of a training on a data set, on rows in place of its files."""
+def data_task_of(lm: Path, rows: Any, val: Any, keys: dict[str, Any], **over: Any
+                 ) -> Iterator[Any]:
+    """The task of a training on a data set, on rows in place of its files, with keys and others
+    over them; dots in names of the latter as ``__``."""
+    cfg = set_keys(TrainConfig(), {
+        "model.path": str(lm), "hardware.device": "cpu", "hardware.gemm": "default", **keys,
+        **{key.replace("__", "."): value for key, value in over.items()}})
     with open_ranks(cfg) as backend:
         yield build_task(TaskSetup(cfg, backend, PythonObjects(data=rows, val_data=val)))
 

@@ -26,6 +26,16 @@ def test_a_sound_configuration_has_no_problems():
     assert said(changed()) == []
     assert said(changed(ppo__num_rollouts=100, ppo__mini_batch_size=33, ppo__micro_batch_size=7,
                         ppo__total_episodes=1, eval__every_steps=1000)) == [], "odd sizes"
+    assert said(changed(**PLAYED, reward__fn=None)) == [], "an environment needs no reward"
+    assert said(changed(tracking__trackers=["tensorboard", "wandb", "trackio"],
+                        tracking__project="films")) == []
+    assert said(changed(tracking__trackers=["tensorboard", "mine.py:Csv", "pkg.mine:Csv",
+                                            "pkg.mine.Csv"])) == []
+
+
+PLAYED = {"env__fn": "played:Words"}
+TOOLS = {"env__fn": "tools", "env__tools": ["played:add"]}
+SERVED = {"rollout__engine": "vllm", "rollout__urls": ["http://h"]}
 
 
 @pytest.mark.parametrize(("values", "text"), [
@@ -196,6 +206,39 @@ def test_a_sound_configuration_has_no_problems():
      "wait unscored"),
     ({"ppo__staleness": -1}, "ppo.staleness: -1 must be >= 0"),
     ({"ppo__ptx__coef": 0.1}, "ppo.ptx.data.path: ppo.ptx.coef mixes examples in, and none"),
+    # environments
+    ({"env__max_turns": 3}, "this belongs to env.fn"),
+    ({**PLAYED, "env__tools": ["played:add"]}, "these are played by env.fn=tools"),
+    ({"env__fn": "tools", "prompts__chat": True}, "there are none: env.tools="),
+    ({**TOOLS, "prompts__chat": True, "reward__fn": None}, "tools give no reward"),
+    (TOOLS, "set prompts.chat=true"),
+    ({**PLAYED, "env__on_error": "drop"}, "set reward.on_invalid=skip"),
+    ({**PLAYED, "prompts__eval__chat": True}, "an environment speaks as prompts.chat"),
+    ({**PLAYED, "ppo__staleness": 1}, "samples that wait keep no episodes"),
+    ({**PLAYED, "env__max_tokens": 8}, "doesn't fit an episode of 8"),
+    ({"ppo__gae_unit": "turn"}, "only an environment"),
+    # servers
+    ({"rollout__engine": "vlm"}, "did you mean vllm"),
+    ({"rollout__engine": "vllm"}, "rollout.urls"),
+    ({"rollout__urls": ["http://h"]}, "rollout.engine=vllm"),
+    ({**SERVED, "rollout__urls": ["localhost:8000"]}, "rollout.urls"),
+    ({**SERVED, "rollout__urls": ["http://h", "http://h/"]}, "each server once"),
+    ({**SERVED, "rollout__token_env": "a b"}, "token_env"),
+    ({**SERVED, "ppo__logprobs_from": "decode"}, "ppo.logprobs_from"),
+    ({**SERVED, "model__peft": {"type": "prefix", "num_virtual_tokens": 2}}, "model.peft.type"),
+    ({**SERVED, "hardware__zero_stage": 3, "hardware__gather_for_generation": False},
+     "hardware.gather_for_generation"),
+    ({**SERVED, "rollout__launch": True}, "rollout.python=PATH"),
+    ({**SERVED, "rollout__ahead": 1, "ppo__staleness": 1}, "ppo.staleness"),
+    ({**SERVED, "rollout__transfer": "gloo", "rollout__weights_dir": "w"}, "rollout.transfer"),
+    ({**SERVED, "rollout__transfer": "nccl", "hardware__device": "cpu"}, "rollout.transfer"),
+    ({**SERVED, "rollout__transfer": "mpi"}, "rollout.transfer"),
+    # trackers
+    ({"tracking__trackers": ["wanbd"]}, "tracking.trackers: wanbd must be one of tensorboard, "
+     "wandb, trackio or an import path; did you mean wandb?"),
+    ({"tracking__trackers": ["wandb", "wandb"]}, "once"),
+    ({"tracking__trackers": ["tensorboard"], "tracking__project": "films"},
+     "neither is among the trackers"),
     # penalties
     ({"reward__min_response_length": 3}, "min_response_length needs min_response_penalty"),
     ({"reward__min_response_penalty": 3.0}, "min_response_penalty needs min_response_length"),

@@ -6,7 +6,7 @@ import numpy as np
 import played
 import pytest
 import torch
-from helpers import checked, refused
+from helpers import refused
 from played import stepped
 from sessions import set_keys
 
@@ -15,7 +15,7 @@ from ppocli.data.prompt_set import PromptBatch
 from ppocli.environments.calls import Called, Calls, as_step, known_of
 from ppocli.environments.resolve import resolve
 from ppocli.episode import Step
-from ppocli.errors import ConfigError, RewardError
+from ppocli.errors import RewardError
 from ppocli.ppo.noise import ROLLOUT
 
 
@@ -162,25 +162,3 @@ def test_what_it_may_not_be(given):
 def test_what_cannot_be_played_is_said_before_a_model_loads(name, keys, said):
     with refused(RewardError, said):
         calls_of(name, **keys)
-
-
-@pytest.mark.parametrize(("words", "said"), [
-    (["env.max_turns=3"], "this belongs to env.fn"),
-    (["env.fn=played:Words", "env.tools=[played:add]"], "these are played by env.fn=tools"),
-    (["env.fn=tools"], "there are none: env.tools="),
-    (["env.fn=tools", "env.tools=[played:add]"], "tools give no reward"),
-    (["env.fn=played:Words", "env.on_error=drop"], "set reward.on_invalid=skip"),
-    (["env.fn=played:Words", "prompts.eval.chat=true"], "an environment speaks as prompts.chat"),
-    (["env.fn=played:Words", "ppo.staleness=1"], "samples that wait keep no episodes"),
-    (["env.fn=played:Words", "env.max_tokens=8"], "doesn't fit an episode of 8"),
-    (["reward.fn=length", "ppo.gae_unit=turn"], "only an environment")])
-def test_contradictions_are_refused(words, said):
-    with refused(ConfigError, said):
-        checked("model.path=builtin:reviews", "prompts.path=builtin:reviews", "ppo.num_steps=1",
-                *words)
-
-
-def test_an_environment_needs_no_reward_function():
-    cfg = checked("model.path=builtin:reviews", "prompts.path=builtin:reviews", "ppo.num_steps=1",
-                  "env.fn=played:Words").config
-    assert cfg.reward.fn is None

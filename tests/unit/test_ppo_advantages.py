@@ -153,15 +153,6 @@ def test_the_order_of_the_groups_changes_nothing(name):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-def test_padding_more_columns_changes_nothing(name):
-    narrow = random_samples(2, [2, 3, 5, 1], [0, 0, 1, 1])
-    wide = Samples(*(torch.nn.functional.pad(x, (0, 3)) for x in (narrow.rewards, narrow.mask)),
-                   narrow.groups, torch.nn.functional.pad(narrow.values, (0, 3)), 0.9, 0.8)
-    assert torch.equal(ESTIMATORS[name].estimate(wide)[0][:, :6],
-                       ESTIMATORS[name].estimate(narrow)[0])
-
-
-@pytest.mark.parametrize("name", ESTIMATORS)
 def test_only_a_critic_has_returns_to_learn(name):
     given = random_samples(3, [2, 3], [0, 0])
     returns = ESTIMATORS[name].estimate(given)[1]

@@ -19,12 +19,10 @@ from sessions import (
     refused_session,
     rollout_of,
     session_of,
-    set_keys,
     small_config,
 )
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from ppocli.config.schema import TrainConfig
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.layout import lay_out
 from ppocli.parallel.stop import StopFlag
@@ -50,12 +48,10 @@ def task_of(folder: Path, kind: str = "gpt2", pairs: Any = PAIRS, val: Any = PAI
     lm = folder / f"{kind}-{pad}"
     if not lm.exists():
         save_lm(lm, kind, pad=pad, gain=1.0 if kind == "t5" else 2.0)
-    cfg = set_keys(TrainConfig(), {
-        "model.path": str(lm), "task.fn": "reward_model", "hardware.device": "cpu",
-        "hardware.gemm": "default", "reward_model.mini_batch_size": 6, "reward_model.epochs": 30,
-        "reward_model.optimizer.lr": 1e-2, "checkpoint.metric": "accuracy",
-        **{key.replace("__", "."): value for key, value in keys.items()}})
-    with data_task_of(cfg, pairs, val) as task:
+    with data_task_of(lm, pairs, val, {
+            "task.fn": "reward_model", "reward_model.mini_batch_size": 6,
+            "reward_model.epochs": 30, "reward_model.optimizer.lr": 1e-2,
+            "checkpoint.metric": "accuracy"}, **keys) as task:
         assert isinstance(task, RewardModelTask)
         yield task
 

@@ -131,28 +131,20 @@ def test_every_known_name_and_defaults_and_positional_only():
     assert build_reward(RewardConfig(), reward_fn=by_name).score(REQUEST).scores == [5.0, 11.0]
 
 
-def test_functions_may_change_what_they_get():
-    def vandal(outputs, response_ids, label):
-        outputs.clear(), label.clear(), response_ids[0].clear()
-        return [1, 2]
-
-    reward = build_reward(RewardConfig(), reward_fn=vandal)
-    assert reward.score(REQUEST).scores == reward.score(REQUEST).scores == [1.0, 2.0]
-    assert REQUEST.columns["label"] == [0.25, 0.75]
-    assert REQUEST.response_ids[0] == [1, 2]
-
-
-def test_what_a_function_changes_in_cells_is_forgotten():
-    def pops(wanted, info):
+def test_what_a_function_changes_in_what_it_gets_is_forgotten():
+    def vandal(outputs, response_ids, wanted, info):
         info[0]["tags"].clear()
-        return [wanted[0].pop(), wanted[1].pop()]
+        found = [wanted[0].pop(), wanted[1].pop()]
+        outputs.clear(), wanted.clear(), response_ids[0].clear()
+        return found
 
     shared = [1, 2, 3]  # as the samples of a prompt share it
     request = RewardRequest(["a", "a"], ["x", "y"], [[1], [1]],
                             {"wanted": [shared, shared], "info": [{"tags": [1]}, {}]}, None)
-    reward = build_reward(RewardConfig(), reward_fn=pops)
+    reward = build_reward(RewardConfig(), reward_fn=vandal)
     assert reward.score(request).scores == reward.score(request).scores == [3.0, 3.0]
     assert request.columns == {"wanted": [[1, 2, 3]] * 2, "info": [{"tags": [1]}, {}]}
+    assert (request.responses, request.response_ids) == (["x", "y"], [[1], [1]])
 
 
 def test_classes_objects_partials_and_kwargs(write):

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 import torch
 from helpers import save_lm, save_talker
-from sessions import backward, data_task_of, grads_of, planned, set_keys
+from sessions import backward, data_task_of, grads_of, planned
 
-from ppocli.config.schema import TrainConfig
 from ppocli.data import prompt_set
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.sft import SFTTask
@@ -44,12 +43,9 @@ def sft_of(folder: Path, kind: str = "gpt2", rows: Any = ROWS, val: Any = None, 
         # T5 does not scale its attention: large weights would make it jump
         save_talker(lm) if kind == "talker" else save_lm(
             lm, kind, gain=1.0 if kind == "t5" else 4.0)
-    cfg = set_keys(TrainConfig(), {
-        "model.path": str(lm), "task.fn": "sft", "hardware.device": "cpu",
-        "hardware.gemm": "default", "sft.mini_batch_size": 4, "sft.epochs": 2,
-        "sft.optimizer.lr": 1e-3, "checkpoint.metric": "loss", "generation.max_new_tokens": 6,
-        **{key.replace("__", "."): value for key, value in keys.items()}})
-    with data_task_of(cfg, rows, val) as task:
+    with data_task_of(lm, rows, val, {
+            "task.fn": "sft", "sft.mini_batch_size": 4, "sft.epochs": 2, "sft.optimizer.lr": 1e-3,
+            "checkpoint.metric": "loss", "generation.max_new_tokens": 6}, **keys) as task:
         assert isinstance(task, SFTTask)
         yield task
 

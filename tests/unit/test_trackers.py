@@ -9,7 +9,6 @@ import struct
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ from helpers import refused
 from runs import wait_for
 from wandb_double import calls, installed, put_double
 
-from ppocli.config.problems import find_problems
-from ppocli.config.schema import TrackingConfig, TrainConfig
+from ppocli.config.schema import TrackingConfig
 from ppocli.errors import InputError, StoppedError
 from ppocli.storage.run_folder import RunFolder
 from ppocli.tracking import trackers
@@ -340,16 +338,3 @@ def test_a_path_to_no_tracker_is_refused(spec, text, tmp_path, monkeypatch):
     with refused(InputError, text, "tracking.trackers"):
         trackers.check_trackers(TrackingConfig(["wandb", spec]))
     sys.modules.pop("mine", None)
-
-
-def test_a_list_of_trackers_is_checked(tmp_path):
-    def said(*names: str, project: str | None = None) -> list[str]:
-        cfg = replace(TrainConfig(), tracking=TrackingConfig(list(names), project))
-        return [str(p) for p in find_problems(cfg) if p.key.startswith("tracking")]
-
-    assert said() == said("tensorboard", "wandb", "trackio", project="films") == []
-    assert said("tensorboard", "mine.py:Csv", "pkg.mine:Csv", "pkg.mine.Csv") == []
-    assert said("wanbd") == ["tracking.trackers: wanbd must be one of tensorboard, wandb, trackio "
-                             "or an import path; did you mean wandb?"]
-    assert "once" in said("wandb", "wandb")[0]
-    assert "neither is among the trackers" in said("tensorboard", project="films")[0]

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from helpers import checked, refused
+from helpers import refused
 from runs import app_in_process
 from sessions import session_of
 from vllm_double import (
@@ -194,14 +194,6 @@ def test_nccl_wants_a_gpu(tmp_path):
     with (refused(ConfigError, "computes on cpu", "rollout.transfer=gloo"),
           one_server(tmp_path, rollout__transfer="nccl")):
         pass
-
-
-@pytest.mark.parametrize("given", [
-    ["rollout.transfer=gloo", "rollout.weights_dir=w"],
-    ["rollout.transfer=nccl", "hardware.device=cpu"], ["rollout.transfer=mpi"]])
-def test_keys_that_contradict_each_other(given):
-    with refused(ConfigError, "rollout.transfer"):
-        checked("+recipe=quickstart", "rollout.engine=vllm", "rollout.urls=[http://h]", *given)
 
 
 def test_the_command_names_an_extension_that_needs_torch_alone(tmp_path, capsys, monkeypatch):
