@@ -73,11 +73,24 @@ def test_the_endpoint_is_probed_once(monkeypatch):
     assert hub.hub_reachable()  # the answer stays for the process, though the server is gone
 
 
-@pytest.mark.parametrize("endpoint", ["http://127.0.0.1:{port}", "http://[", "http://x:port"])
-def test_an_endpoint_that_refuses(monkeypatch, endpoint):
-    monkeypatch.setenv("HF_ENDPOINT", endpoint.format(port=closed_port()))
-    assert not hub.hub_reachable()
-    assert hub.offline_hint() == "the Hub cannot be reached"
+def test_each_way_to_the_endpoint_is_tried_as_the_environment_names_it(monkeypatch):
+    """A proxy may be down or bypassed; one of SOCKS counts when it accepts."""
+    socks = {"HF_ENDPOINT": "https://hub.invalid"}
+    with server() as (port, _):
+        closed, up = (f"127.0.0.1:{number}" for number in (closed_port(), port))
+        for variables, reachable in (
+                ({"HF_ENDPOINT": f"http://{closed}"}, False), ({"HF_ENDPOINT": "http://["}, False),
+                ({"HF_ENDPOINT": "http://x:port"}, False),
+                ({"https_proxy": f"http://{closed}"}, False),
+                ({"http_proxy": f"http://{closed}", "no_proxy": "127.0.0.1",
+                  "HF_ENDPOINT": f"http://{up}"}, True),
+                ({**socks, "all_proxy": f"socks5h://{closed}"}, False),
+                ({**socks, "all_proxy": f"socks5h://{up}"}, True)):
+            with monkeypatch.context() as patch:
+                for name, value in variables.items():
+                    patch.setenv(name, value)
+                assert hub.hub_reachable() is reachable, variables
+                assert reachable or hub.offline_hint() == "the Hub cannot be reached"
 
 
 @pytest.mark.parametrize(("status", "reachable"), [(200, True), (404, True), (407, False),
@@ -88,25 +101,6 @@ def test_a_proxy_is_asked_for_the_endpoint(monkeypatch, status, reachable):
         monkeypatch.setenv("HF_ENDPOINT", "http://hub.invalid/")
         assert hub.hub_reachable() is reachable
         assert seen == ["http://hub.invalid/"]
-
-
-def test_a_proxy_that_is_down_and_one_that_is_bypassed(monkeypatch):
-    monkeypatch.setenv("https_proxy", f"http://127.0.0.1:{closed_port()}")
-    assert not hub.hub_reachable()
-    with server() as (port, _):
-        monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{closed_port()}")
-        monkeypatch.setenv("no_proxy", "127.0.0.1")
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
-        assert hub.hub_reachable()
-
-
-def test_a_socks_proxy_counts_when_it_accepts(monkeypatch):
-    monkeypatch.setenv("HF_ENDPOINT", "https://hub.invalid")
-    monkeypatch.setenv("all_proxy", f"socks5h://127.0.0.1:{closed_port()}")
-    assert not hub.hub_reachable()
-    with server() as (port, _):
-        monkeypatch.setenv("all_proxy", f"socks5h://127.0.0.1:{port}")
-        assert hub.hub_reachable()
 
 
 # In processes of their own, since they switch libraries offline -----------------------------------

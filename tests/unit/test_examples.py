@@ -1,10 +1,10 @@
 """Rows of training data: which format they are in, and what is wrong with them."""
 
-import csv
 import json
 from types import SimpleNamespace
 
 import pytest
+from datasets import Dataset
 
 from ppocli.config.schema import PromptsConfig
 from ppocli.data.examples import Pair, read_examples
@@ -30,19 +30,11 @@ def turns(*contents, first="user"):
 def write(folder, rows, suffix=".jsonl"):
     path = folder / f"rows{suffix}"
     if suffix == ".jsonl":
-        path.write_text("\n".join(json.dumps(row) for row in rows))
+        path.write_text("\n".join(map(json.dumps, rows)))
     elif suffix == ".json":
         path.write_text(json.dumps(rows))
-    elif suffix == ".csv":
-        with path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
     else:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        pq.write_table(pa.Table.from_pylist(rows), path)
+        getattr(Dataset.from_list(rows), f"to_{suffix[1:]}")(path)
     return str(path)
 
 
