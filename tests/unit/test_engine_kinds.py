@@ -163,7 +163,7 @@ def grouped(folder, advantage, **keys):
 
 
 @pytest.mark.parametrize(("advantage", "kl"), mostly_slow(
-    ["gae", "grpo"], ["reward", "loss"],
+    ESTIMATORS, ["reward", "loss"],
     quick=lambda advantage, kl: kl == ("reward" if advantage == "gae" else "loss")))
 def test_the_gradient_does_not_depend_on_the_micro_batch(tmp_path, advantage, kl):
     found = []
@@ -274,15 +274,27 @@ def test_a_few_updates_raise_the_reward(tmp_path, advantage):
     assert means[-1] > means[0] + 0.8
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_a_kl_in_the_loss_needs_a_reference_where_it_weighs_something(tmp_path, estimator, caplog):
+@pytest.mark.long
+@pytest.mark.parametrize("estimator", mostly_slow(
+    ["k1", "abs", "k2", "k3"], quick=lambda estimator: estimator == "k3"))
+def test_a_kl_in_the_loss_holds_the_policy_back(tmp_path, estimator, caplog):
+    moved = {}
     for coef in (0.0, 20.0):
         cfg = small_config(tmp_path, ppo__kl_in="loss", ppo__kl_estimator=estimator,
-                           ppo__init_kl_coef=coef)
+                           ppo__init_kl_coef=coef, ppo__optimizer__lr=3e-3, ppo__vf_coef=0.0)
         with session_of(cfg) as session:
-            assert (experience_of(session).ref_logprobs is None) == (coef == 0.0)
+            experience = experience_of(session)
+            assert (experience.ref_logprobs is None) == (coef == 0.0)
+            before = weights_of(session)
+            optimize(session, experience)
+            grads = gradients(session, experience)[1]
+            moved[coef] = grads["approx_kl_squared"]
+            assert any(not torch.equal(t, before[n])
+                       for n, t in session.policy.state_dict().items())
     # the gradient of k1 is zero on average
     assert ("k1 is zero on average" in caplog.text) == (estimator == "k1")
+    if estimator != "k1":
+        assert moved[20.0] < 0.5 * moved[0.0]
 
 
 REFERENCES = {"copy": {}, "offloaded": {"model__reference__offload": True},

@@ -258,6 +258,28 @@ def test_gae_over_turns_against_a_loop_by_hand():
             assert not returns[i, starts[-1]:].any()
 
 
+def test_gae_passes_over_observations_as_areal_s_does():
+    """On whole rows with a loss mask, where what follows an action is carried over the words of
+    others (``inclusionAI/AReaL:areal/trainer/ppo/actor.py@4aef98d``, ``_compute_advantages``)."""
+    rng = np.random.default_rng(4)
+    for _ in range(20):
+        length = int(rng.integers(2, 14))
+        said = rng.integers(0, 2, length).astype(bool)
+        said[-1] = True
+        rewards, values = (torch.from_numpy(rng.normal(size=length) * said) for _ in range(2))
+        after, running, wanted = 0.0, 0.0, [0.0] * length
+        for t in reversed(range(length)):
+            delta = float(rewards[t]) + 0.9 * after - float(values[t])
+            if said[t]:
+                after, running = float(values[t]), delta + 0.9 * 0.8 * running
+            wanted[t] = running
+        places = np.flatnonzero(said)
+        found, _ = advantages.gae(advantages.Samples(
+            rewards[None, places], torch.ones(1, len(places), dtype=torch.bool), torch.arange(1),
+            values[None, places], gamma=0.9, lam=0.8))
+        assert found[0].tolist() == pytest.approx([wanted[t] for t in places])
+
+
 @pytest.mark.parametrize("unit", ["token", "turn"])
 def test_a_whole_step_of_episodes_against_a_naive_float64_version(tmp_path, unit):
     """Rewards, KL, GAE over the actions alone and the first update's gradient, each episode by
