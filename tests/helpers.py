@@ -161,8 +161,7 @@ def write_prompts(path: Path, texts=None, **columns) -> Path:
                       "you hated the", "that film was not"]
     rows = [{"prompt": text, **{name: values[i] for name, values in columns.items()}}
             for i, text in enumerate(texts)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return path
+    return write_jsonl(path, rows)
 
 
 def request_of(count: int, tokens: int = 2):
@@ -226,6 +225,15 @@ def running(server: BaseServer) -> Iterator[str]:
 def jsonl(path: Path) -> list[dict]:
     """The rows of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def write_jsonl(path: Path, rows: Iterable[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 VOLATILE = ("time/", "cpu/", "tokens_per_second/", "memory/")

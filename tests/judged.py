@@ -1,11 +1,11 @@
 """Evaluations for tests: a run with two rewards and a metric, the command, and its results."""
 
-import json
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
-from runs import Ended, app_in_process, whole_copy, words
+from helpers import read_json
+from runs import Command, whole_copy, words
 
 RUN = "runs/trained"
 NAME = "step-000004"
@@ -50,11 +50,10 @@ def uninterrupted(judged_run: Path, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str], command: object) -> Callable[..., Ended]:
-    """``ppocli eval`` in this process: same parsing, same endings."""
-    return app_in_process(capsys, "eval")
+def evaluate(app: Command) -> Command:
+    return partial(app, "eval")
 
 
 def result(folder: Path) -> dict:
     """What an evaluation came to."""
-    return json.loads((folder / "eval.json").read_text())
+    return read_json(folder / "eval.json")

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from runs import (
-    PLANTED,
-    Command,
-    app_in_process,
-    command_in_process,
-    make_world,
-    run,
-    whole_copy,
-    words,
-)
+from helpers import write_jsonl
+from runs import PLANTED, Command, app_in_process, make_world, run, whole_copy, words
 
 
 @pytest.fixture(scope="session")
@@ -62,27 +54,31 @@ def reference(shared_world: Path) -> Path:
 
 
 @pytest.fixture
-def command(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
-    """``ppocli train`` in this process; its effects on the process are undone afterwards."""
+def app(capsys: pytest.CaptureFixture[str]) -> Iterator[Command]:
+    """Any command, in this process; its effects on the process are undone afterwards."""
     import torch
 
     threads, environment = torch.get_num_threads(), dict(os.environ)
-    yield command_in_process(capsys)
+    yield app_in_process(capsys)
     torch.set_num_threads(threads)
     os.environ.clear()
     os.environ.update(environment)
 
 
 @pytest.fixture
-def app(capsys: pytest.CaptureFixture[str]) -> Command:
-    """Any command, in this process."""
-    return app_in_process(capsys)
+def command(app: Command) -> Command:
+    """``ppocli train`` in this process."""
+    return partial(app, "train")
 
 
 @pytest.fixture
-def export(capsys: pytest.CaptureFixture[str]) -> Command:
-    """``ppocli export`` in this process."""
-    return app_in_process(capsys, "export")
+def export(app: Command) -> Command:
+    return partial(app, "export")
+
+
+@pytest.fixture
+def validate(app: Command) -> Command:
+    return partial(app, "validate")
 
 
 @pytest.fixture
@@ -107,7 +103,7 @@ def data_runs(shared_world: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     pairs = [{"prompt": f"the {thing} was", "chosen": " good .", "rejected": " bad ."}
              for thing in ("film", "plot", "actor")]
     for name, rows in (("texts", texts), ("pairs", pairs)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in 4 * rows))
+        write_jsonl(folder / f"{name}.jsonl", 4 * rows)
     shared = [f"output_dir={folder / 'runs'}", "data.val=0.25", "eval.every_steps=2",
               "hardware.device=cpu"]
     sft = ppocli.sft([*shared, "run_name=sft", f"data.path={folder / 'texts.jsonl'}",

@@ -1,10 +1,10 @@
 """Whole runs for tests: a small world of files, the command in and out of process, comparisons."""
 
-import json
 import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +14,15 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from helpers import VOLATILE, environment, save_lm, stable_rows, write_prompts
+from helpers import (
+    VOLATILE,
+    environment,
+    read_json,
+    save_lm,
+    stable_rows,
+    write_jsonl,
+    write_prompts,
+)
 from warm import Process, Server, begin
 
 REWARDS = '''\
@@ -84,7 +92,7 @@ def write_pairs(world: Path) -> Path:
     answers = (("very good", "very bad"), ("great and warm", "dull"), ("loved", "hated and cold"))
     rows = [{"prompt": f"the {thing} was", "chosen": f" {good} .", "rejected": f" {bad} ."}
             for thing in ("film", "plot", "actor") for good, bad in answers for _ in range(2)]
-    (world / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(world / "pairs.jsonl", rows)
     return world
 
 
@@ -121,27 +129,14 @@ class Ended:
 Command = Callable[..., Ended]
 
 
-def command_in_process(capsys: pytest.CaptureFixture[str]) -> Command:
-    """The command without the seconds of a fresh interpreter: same parsing, same endings."""
-    from ppocli.cli.output import code_of
-    from ppocli.cli.train import run_words
-
-    def command(*given: str, code: int | None = None) -> Ended:
-        capsys.readouterr()
-        found = code_of(lambda: run_words(list(given)))
-        return Ended(found, *capsys.readouterr()).expected(code)
-
-    return command
-
-
-def app_in_process(capsys: pytest.CaptureFixture[str], *first: str) -> Command:
-    """All commands likewise, their options too: those that begin with the words ``first``."""
+def app_in_process(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Any command without the seconds of a fresh interpreter: same parsing, same endings."""
     from ppocli.cli.app import app
     from ppocli.cli.output import code_of
 
     def command(*given: object, code: int | None = None) -> Ended:
         capsys.readouterr()
-        found = code_of(lambda: app([*first, *map(str, given)], prog_name="ppocli"))
+        found = code_of(lambda: app([*map(str, given)], prog_name="ppocli"))
         return Ended(found, *capsys.readouterr()).expected(code)
 
     return command
@@ -192,6 +187,13 @@ def wait_for(condition: Callable[[], object], process: Process | None = None,
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "nothing happened"
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def whole_copy(source: Path, target: Path) -> Path:
@@ -286,15 +288,14 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     shown = [(tag, step) for tag, step, _ in right_scalars]
     assert len(shown) == len(set(shown)), "TensorBoard shows a step twice"
     assert sorted(left_scalars) == sorted(right_scalars)
-    left_summary, right_summary = (json.loads((r / "summary.json").read_text())
-                                   for r in (one, other))
+    left_summary, right_summary = (read_json(r / "summary.json") for r in (one, other))
     for name in ("status", "steps", "episodes", "updates", "eval_before", "eval_after", "kl_coef"):
         assert left_summary.get(name) == right_summary.get(name), name
     assert_tidy(other)
 
 
 def _state(checkpoint: Path) -> dict:
-    state = json.loads((checkpoint / "state.json").read_text())
+    state = read_json(checkpoint / "state.json")
     del state["seconds"], state["cpu_seconds"]
     del state["judged_by"]  # of the reward's path, which lies elsewhere in each test
     return state

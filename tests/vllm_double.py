@@ -5,7 +5,6 @@ embeddings that are shared keep old weights.
 """
 
 import json
-import socket
 import sys
 import threading
 import time
@@ -228,12 +227,6 @@ def break_off(transfer: GroupTransfer, link: Any) -> None:
     for tensor in list(transfer._tensors.values())[:5]:
         broadcast(link.group, tensor)
     raise RuntimeError("no way")
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def drawn(session: Session, count: int = 6, **spec: Any) -> Samples:

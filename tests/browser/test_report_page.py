@@ -4,13 +4,12 @@ Needs playwright and a Chromium that is installed already: ``make test-browser``
 pages are left in pytest's temporary folder, for whoever wants to look.
 """
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, ppocli
+from helpers import jsonl, ppocli, write_jsonl
 from hostile import TEXTS, hostile_run
 from runs import whole_copy
 
@@ -83,15 +82,15 @@ def pages(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     for row, sign in zip(rows[-3:], (-1, 0, 1), strict=True):
         row |= {"policy/grad_norm": sign * 1.7e308, "lr": 1e-320 * (sign + 1), "val/error": 1e25,
                 "objective/entropy": 1e20 + 16384 * sign}
-    (hostile / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(hostile / "metrics.jsonl", rows)
     begun = folder / "begun"
     begun.mkdir()
     for name in ("config.yaml", "run.json"):
         shutil.copy(reference / name, begun / name)
     long, last = whole_copy(reference, folder / "long"), jsonl(reference / "metrics.jsonl")[-1]
-    (long / "metrics.jsonl").write_text("".join(json.dumps({
+    write_jsonl(long / "metrics.jsonl", ({
         **last, "step": step, "reward/mean": float(step),
-        "eval/reward_mean": step + 0.5 if step % 10 == 0 else None}) + "\n" for step in range(41)))
+        "eval/reward_mean": step + 0.5 if step % 10 == 0 else None} for step in range(41)))
     found = {}
     for name, run in (("plain", reference), ("hostile", hostile), ("begun", begun), ("long", long)):
         found[name] = folder / f"{name}.html"

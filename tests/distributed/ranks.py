@@ -2,12 +2,11 @@
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import pytest
 from helpers import environment
-from runs import wait_for
+from runs import free_port, wait_for
 from sessions import small_config
 from warm import begin
 
@@ -66,13 +65,6 @@ def under(stage: int, folder: Path) -> dict[str, object]:
     file = folder / "deepspeed.json"
     file.write_text('{"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}')
     return {"hardware.zero_stage": 3, "hardware.deepspeed_config": str(file)}
-
-
-def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def run_job(folder: Path, name: str, config: dict, *words: str, world: int, script: Path = SCRIPT,

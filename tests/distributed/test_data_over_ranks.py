@@ -1,10 +1,9 @@
 """``ppocli sft`` and ``ppocli reward-model`` on two ranks and under ZeRO: one process's numbers."""
 
-import json
 from pathlib import Path
 
 import pytest
-from helpers import WORDS, save_lm
+from helpers import WORDS, save_lm, write_jsonl
 from ranks import largest_difference, run_job, under
 from safetensors.torch import load_file
 
@@ -19,14 +18,13 @@ def config(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("data")
     save_lm(folder / "lm")
     for name, count in (("data", 9), ("val", 5)):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({
+        write_jsonl(folder / f"{name}.jsonl", ({
             "prompt": " ".join(WORDS[:2 + i % 4]),
-            "completion": " " + " ".join(WORDS[i % 5:i % 5 + 3 + i])}) + "\n"
-            for i in range(count)))
-        (folder / f"{name}-pairs.jsonl").write_text("".join(json.dumps({
+            "completion": " " + " ".join(WORDS[i % 5:i % 5 + 3 + i])} for i in range(count)))
+        write_jsonl(folder / f"{name}-pairs.jsonl", ({
             "prompt": " ".join(WORDS[:2 + i % 4]), "margin": 0.5 * (i % 2),
             "chosen": " " + " ".join(WORDS[i % 5:i % 5 + 3 + i]),
-            "rejected": " " + " ".join(WORDS[9:12 + i % 3])}) + "\n" for i in range(count)))
+            "rejected": " " + " ".join(WORDS[9:12 + i % 3])} for i in range(count)))
     return {"model.path": str(folder / "lm"), "task.fn": "sft", "checkpoint.metric": "loss",
             "data.path": str(folder / "data.jsonl"), "data.val": str(folder / "val.jsonl"),
             "sft.mini_batch_size": 5, "sft.micro_batch_size": 2, "sft.epochs": 2,

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from helpers import environment, stable_rows
-from ranks import LONG, REWARD, close_to, errors_in, free_port, rows_of
-from runs import Ended, assert_tidy, run, spawn, wait_for, words
+from ranks import LONG, REWARD, close_to, errors_in, rows_of
+from runs import Ended, assert_tidy, free_port, run, spawn, wait_for, words
 
 pytestmark = pytest.mark.timeout(300)
 ONE = ("ppo.num_steps=1", "eval.every_steps=null", "eval.at_start=false")

@@ -1,10 +1,9 @@
 """Memory runs out on one of several ranks: all go on with half the rows, where they are or from the
 last checkpoint, to what they would have come to; and end with numbers where one row is too much."""
 
-import json
 
 import pytest
-from helpers import save_lm, stable_rows
+from helpers import read_json, save_lm, stable_rows
 from ranks import close_to, wait_for_no_ranks
 from runs import assert_tidy, make_world, run, words
 from sessions import estimate_of
@@ -66,7 +65,7 @@ def test_all_go_on_with_half_the_rows(fault, hardware, rows, said, world, alone)
     assert close_to(stable_rows(folder / "metrics.jsonl"), alone)
     assert read_config(folder / "config.yaml").ppo.micro_batch_size == rows
     assert not (folder / "config.next.yaml").exists()
-    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+    assert read_json(folder / "summary.json")["status"] == "finished"
     assert_tidy(folder)
 
 
@@ -113,5 +112,5 @@ def test_ranks_take_what_was_told(world, hardware):
                         "eval.at_start=false"), cwd=world, code=0)
     told = estimate_of(read_config(world / "runs/r/config.yaml"), 8, ranks=2).sums.device / 2**20
     before = float((world / "before-0").read_text())
-    summary = json.loads((world / "runs/r/summary.json").read_text())
+    summary = read_json(world / "runs/r/summary.json")
     assert told + before == pytest.approx(summary["peak_memory_mib"], rel=0.2)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from helpers import environment, jsonl, stable_rows
-from ranks import close_to, errors_in, free_port, launchers_of, ranks_of, rows_of, wait_for_no_ranks
-from runs import run, spawn, wait_for, words
+from ranks import close_to, errors_in, launchers_of, ranks_of, rows_of, wait_for_no_ranks
+from runs import free_port, run, spawn, wait_for, words
 from safetensors.torch import load_file
 from warm import Process
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import jsonl, stable_rows
+from helpers import jsonl, read_json, stable_rows
 from ranks import REWARD, close_to, rows_of, wait_for_no_ranks
-from runs import app_in_process, assert_tidy, copied, last_checkpoint, run, spawn, wait_for, words
+from runs import assert_tidy, copied, last_checkpoint, run, spawn, wait_for, words
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import ppocli
@@ -67,14 +67,13 @@ def test_samples_that_wait_are_resumed_with(world, hardware):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hardware", ["ddp", "zero1", "zero2", "zero3", "zero3_offload"])
-def test_what_follows_a_training_needs_one_process_whatever_that_had(world, hardware, capsys):
+def test_what_follows_a_training_needs_one_process_whatever_that_had(world, hardware, app):
     assert_two_come_to_what_one_comes_to(world, hardware)
-    command = app_in_process(capsys)
-    judged = command("eval", "runs/two", "--json", code=0)
-    summary = json.loads((world / "runs/two/summary.json").read_text())
+    judged = app("eval", "runs/two", "--json", code=0)
+    summary = read_json(world / "runs/two/summary.json")
     found = json.loads(judged.out)["figures"]["reward_mean"]
     assert found == pytest.approx(summary["eval_after"]["reward_mean"], abs=1e-4)
-    command("export", "runs/two", "--step", "4", "-o", "plain", code=0)
+    app("export", "runs/two", "--step", "4", "-o", "plain", code=0)
     assert_plain(world / "plain", world / "runs/one/model")
     assert_plain(world / "runs/two/model", world / "runs/one/model")
 

@@ -1,7 +1,6 @@
 """One of several ranks dies, raises or hangs: the others end in time, one message names rank, phase
 and cause, nothing is left running, and the run goes on later."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,19 +9,18 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import stable_rows
+from helpers import read_json, stable_rows
 from ranks import (
     LONG,
     REWARD,
     close_to,
     errors_in,
-    free_port,
     launchers_of,
     ranks_of,
     rows_of,
     wait_for_no_ranks,
 )
-from runs import assert_tidy, last_checkpoint, make_world, run, spawn, wait_for, words
+from runs import assert_tidy, free_port, last_checkpoint, make_world, run, spawn, wait_for, words
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -196,7 +194,7 @@ def test_killing_what_started_the_ranks_leaves_none(world, who):
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
     wait_for_no_ranks(world / "runs/orphan", seconds=60)
-    summary = json.loads((world / "runs/orphan/summary.json").read_text())
+    summary = read_json(world / "runs/orphan/summary.json")
     assert summary["status"] == "stopped"
     run("resume", "runs/orphan", f"ppo.num_steps={summary['steps'] + 1}", cwd=world, code=0)
 

@@ -1,10 +1,9 @@
 """Rewards that want the samples of all ranks in one call, on rank 0."""
 
-import json
 from pathlib import Path
 
 import pytest
-from helpers import jsonl
+from helpers import jsonl, read_json, write_jsonl
 from ranks import largest_difference, odd_config, run_job
 from runs import run, words
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
@@ -56,8 +55,7 @@ pytestmark = pytest.mark.timeout(300)
 def test_a_stateful_reward_sees_whole_chunks_on_one_rank(world):
     (world / "odd.py").write_text(STATEFUL)
     rows = jsonl(world / "prompts.jsonl")
-    (world / "prompts.jsonl").write_text("".join(
-        json.dumps({**row, "number": i}) + "\n" for i, row in enumerate(rows)))
+    write_jsonl(world / "prompts.jsonl", ({**row, "number": i} for i, row in enumerate(rows)))
     run("train", *words("run_name=two", "hardware=ddp", "reward.fn=odd.py:Counting",
                         "reward.ranks=auto", "tracking.log_rollouts=true", *KEYS,
                         "prompts.eval.limit=1"), cwd=world, code=0)
@@ -97,7 +95,7 @@ def test_the_key_says_it_for_any_function(world):
                        ("all", ["hardware=ddp", "reward.ranks=all"])):
         run("train", *words(f"run_name={name}", *given, *more), cwd=world, code=0)
         rows = jsonl(world / f"runs/{name}/samples.jsonl")
-        summary = json.loads((world / f"runs/{name}/summary.json").read_text())
+        summary = read_json(world / f"runs/{name}/summary.json")
         found[name] = ([row["score"] for row in rows if row["kind"] == "rollout"],
                        summary["eval_after"]["metrics/place"])
     assert found["first"] == found["one"]
@@ -119,7 +117,7 @@ def test_steps_are_the_same_on_several_ranks(world):
     for name, more in (("one", []), ("first", ["hardware=ddp", "reward.ranks=first"]),
                        ("all", ["hardware=ddp", "reward.ranks=all"])):
         run("train", *words(f"run_name={name}", *given, *more), cwd=world, code=0)
-        summary = json.loads((world / f"runs/{name}/summary.json").read_text())
+        summary = read_json(world / f"runs/{name}/summary.json")
         found.append(([(row["score"], row["token_rewards"])
                        for row in jsonl(world / f"runs/{name}/samples.jsonl")
                        if row["kind"] == "rollout"], summary["eval_after"]["metrics/steps"]))
@@ -131,8 +129,8 @@ def test_steps_are_the_same_on_several_ranks(world):
 def test_functions_of_other_libraries_are_called_alike_on_several_ranks(world):
     """The messages of a chat, the state and the logs of TRL, the EOS text and the lists of trlX."""
     rows = jsonl(world / "prompts.jsonl")
-    (world / "prompts.jsonl").write_text("".join(
-        json.dumps({**row, "ground_truth": "x", "data_source": "d"}) + "\n" for row in rows))
+    write_jsonl(world / "prompts.jsonl", (
+        {**row, "ground_truth": "x", "data_source": "d"} for row in rows))
     (world / "elsewhere.py").write_text(ELSEWHERE.read_text())
     fns = {"dense": "dense_reward_fn", "log": "logging_reward", "one": "my_reward_fn"}
     given = ["tracking.log_rollouts=true", *KEYS, "ppo.chunk_size=8", "ppo.num_steps=2",

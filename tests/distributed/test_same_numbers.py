@@ -1,8 +1,8 @@
 """1, 2 and 4 ranks, ZeRO 0 to 3, any micro-batch: one and the same update from one rollout."""
 
-import json
 
 import pytest
+from helpers import write_jsonl
 from ranks import assert_same_update, largest_difference, odd_config, run_job, under
 
 LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn", "c_fc"]}
@@ -84,8 +84,8 @@ def test_settings_that_move_weights_elsewhere(config, tmp_path, changes):
     {"model.value.kind": "model"}, {"ppo.micro_batch_size": 5}))])
 def test_examples_that_are_mixed_in_are_the_same_on_two_ranks(config, tmp_path, stage, keys):
     """3 examples an update, of which one rank gets two micro-batches less than samples."""
-    (tmp_path / "texts.jsonl").write_text("".join(
-        json.dumps({"prompt": "the film", "completion": " good" * n}) + "\n" for n in range(1, 8)))
+    write_jsonl(tmp_path / "texts.jsonl", (
+        {"prompt": "the film", "completion": " good" * n} for n in range(1, 8)))
     base = {**config, "ppo.ptx.coef": 0.5, "ppo.ptx.mini_batch_size": 3,
             "ppo.ptx.data.path": str(tmp_path / "texts.jsonl"), **keys}
     one = run_job(tmp_path, "one", base, world=1)

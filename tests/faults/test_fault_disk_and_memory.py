@@ -1,7 +1,6 @@
 """A disk that is full, and memory that runs out in one process: what is said, that nothing older is
 lost, and that numbers stay."""
 
-import json
 import re
 import subprocess
 import sys
@@ -9,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import environment, jsonl, stable_rows
+from helpers import environment, jsonl, read_json, stable_rows
 from runs import Command, assert_equal_runs, last_checkpoint, make_world, resumed, run, words
 from safetensors.torch import load_file
 
@@ -28,7 +27,7 @@ def test_a_disk_that_refuses_a_save_keeps_the_older_and_goes_on_later(
     assert [path.name for path in sorted((folder / "checkpoints").glob("[!.l.b]*"))] == [
         "step-000001"]
     assert len(jsonl(folder / "metrics.jsonl")) == 4  # it is told one step later
-    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    assert read_json(folder / "summary.json")["status"] == "failed"
     inject("")
     resumed(folder)
     assert_equal_runs(reference, folder)
@@ -168,7 +167,7 @@ def test_where_one_row_is_too_much_the_run_stops_with_numbers(fault, command, in
     assert (f"{fault.partition('.')[0]} of 1 row at once: out of memory, and a pass can't be "
             "smaller: its longest sample has ") in ended.err
     assert "MiB, and " in ended.err
-    assert json.loads((world / "runs/r/summary.json").read_text())["status"] == "failed"
+    assert read_json(world / "runs/r/summary.json")["status"] == "failed"
     if "optimize" in fault:  # between two steps: what was saved before stands
         assert last_checkpoint(world / "runs/r").name == "step-000001"
     inject("")

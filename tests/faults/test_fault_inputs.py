@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, ppocli, save_lm, stable_rows
+from helpers import jsonl, ppocli, read_json, save_lm, stable_rows
 from runs import words
 
 
@@ -31,7 +31,7 @@ def unknown_type(lm: Path) -> None:
 
 
 def marked_as_gguf(lm: Path) -> None:
-    config = json.loads((lm / "config.json").read_text())
+    config = read_json(lm / "config.json")
     config["quantization_config"] = {"quant_method": "gguf", "dequantize": False}
     (lm / "config.json").write_text(json.dumps(config))
 

@@ -1,13 +1,12 @@
 """Numbers that go wrong: non-finite updates, odd lengths, clocks that jump, pruning that fails."""
 
 import itertools
-import json
 import time
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import jsonl
+from helpers import jsonl, read_json
 from runs import words
 from safetensors.torch import load_file, save_file
 
@@ -38,7 +37,7 @@ def test_many_non_finite_updates_stop_the_run_with_the_last_healthy_step(command
     assert f"last healthy: step 2 in {folder}/checkpoints/step-000002" in ended.err
     assert "lower ppo.optimizer.lr" in ended.err
     assert finite_checkpoints(folder) == ["step-000001", "step-000002"]
-    assert json.loads((folder / "summary.json").read_text())["status"] == "failed"
+    assert read_json(folder / "summary.json")["status"] == "failed"
     assert not (folder / "model").exists()
     dump = folder / "nonfinite-dump/step-000003"
     assert str(dump) in ended.err

@@ -1,11 +1,10 @@
 """Rewards that misbehave, end to end: one message, exit code 7, the last good step kept."""
 
-import json
 import signal
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, mostly_slow
+from helpers import jsonl, mostly_slow, read_json
 from runs import PLANTED, assert_equal_runs, resumed, run, spawn, wait_for, words
 
 from ppocli.cli.output import code_of
@@ -54,7 +53,7 @@ def test_a_bad_reward_stops_the_run_and_the_steps_before_it_are_kept(kind, overl
         assert "bad.py" in ended.err
     assert [row["step"] for row in jsonl(world / "runs/r/metrics.jsonl")] == [1]
     assert (world / "runs/r/checkpoints/step-000001/MANIFEST.json").is_file()
-    summary = json.loads((world / "runs/r/summary.json").read_text())
+    summary = read_json(world / "runs/r/summary.json")
     assert summary["status"] == "failed"
     assert said in summary["error"]
 
@@ -142,7 +141,7 @@ def test_a_reward_that_fails_once_a_stop_was_asked_for_is_a_stop(ranks, command,
     command(*words(fn, "run_name=r", f"hardware.num_processes={ranks}", "eval.at_start=false",
                    "reward.overlap=never"), code=143)
     assert "its own bug" in (world / "runs/r/ppocli.log").read_text()
-    assert json.loads((world / "runs/r/summary.json").read_text())["status"] == "stopped"
+    assert read_json(world / "runs/r/summary.json")["status"] == "stopped"
 
 
 @pytest.mark.slow

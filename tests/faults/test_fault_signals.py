@@ -1,13 +1,13 @@
 """Being told to stop: where it happens, what is said, and that the run goes on exactly. Terminals
 that go away, tokens in the environment, sweeps with a job that fails."""
 
-import json
 import os
 import signal
 import sys
 from pathlib import Path
 
 import pytest
+from helpers import read_json
 from runs import PLANTED, assert_equal_runs, resumed, run, shell, spawn, wait_for, words
 
 CODES = {"term": 143, "int": 130}
@@ -28,10 +28,10 @@ def test_a_stop_anywhere_saves_says_how_to_go_on_and_goes_on_exactly(
     inject(f"{PLACES[place]}:{kind}")
     ended = command(*words("run_name=r", stateful=True), code=CODES[kind])
     folder = world / "runs/r"
-    step = json.loads((folder / "summary.json").read_text())["steps"]
+    step = read_json(folder / "summary.json")["steps"]
     assert f"stopped by SIG{kind.upper()} at step {step} of 4" in ended.err
     assert f"ppocli resume {folder}" in ended.err
-    assert json.loads((folder / "summary.json").read_text())["status"] == "stopped"
+    assert read_json(folder / "summary.json")["status"] == "stopped"
     assert not (folder / "model").exists()
     inject("")
     resumed(folder)
@@ -62,7 +62,7 @@ def test_a_display_that_dies_does_not_end_the_training(case, world):
     assert "Traceback" not in done.stdout + done.stderr
     assert "\x1b" not in done.stdout + done.stderr
     assert done.returncode in (0, 141), (done.returncode, done.stderr)
-    summary = json.loads((world / "runs/r/summary.json").read_text())
+    summary = read_json(world / "runs/r/summary.json")
     assert summary["status"] == "finished", done.stderr
     assert (world / "runs/r/model/model.safetensors").is_file()
 
@@ -113,7 +113,7 @@ def test_a_sweep_with_a_failing_and_an_invalid_job_runs_the_others(world):
     given = [word for word in given if not word.startswith(("reward.fn", "seed"))]
     ended = run("train", "-m", *given, "reward.fn=bad.py:score,rewards.py:plain",
                 "ppo.cliprange=0.2,5", cwd=world, code=11)
-    jobs = json.loads((world / "sweep/sweep.json").read_text())["jobs"]
+    jobs = read_json(world / "sweep/sweep.json")["jobs"]
     assert [(job["status"], job["exit_code"]) for job in jobs] == [
         ("failed", 7), ("failed", 2), ("finished", 0), ("failed", 2)]
     table = [line.split() for line in ended.out.splitlines()]
@@ -134,7 +134,7 @@ def test_a_stopped_sweep_stops_its_job_cleanly_and_goes_on_with_the_same_words(w
     assert process.returncode == 143, err
     assert "stopped by SIGTERM" in err
     assert "Traceback" not in err
-    assert json.loads((world / "sweep/0/summary.json").read_text())["status"] == "stopped"
+    assert read_json(world / "sweep/0/summary.json")["status"] == "stopped"
     assert not (world / "sweep/1/model").exists()
     assert "stopped" in out
     run(*given, "resume=auto", cwd=world, code=0)

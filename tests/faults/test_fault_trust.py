@@ -16,7 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from helpers import checked
+from helpers import checked, read_json
 from runs import PLANTED, signed_again
 
 from ppocli import own_code
@@ -52,7 +52,7 @@ def rewrite(run: Path, change: Callable[[dict], object]) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     change(config)
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    told = json.loads((run / "run.json").read_text())
+    told = read_json(run / "run.json")
     told["config"] = (run / "config.yaml").read_text()
     (run / "run.json").write_text(json.dumps(told))
 
@@ -149,7 +149,7 @@ def test_my_own_run_needs_nothing_wherever_it_lies(finished, here):
 
 @pytest.mark.parametrize("forged", ["other run", "other key", "no key", "not a list", "digest"])
 def test_a_signature_can_be_neither_moved_nor_made(forged, finished, here, monkeypatch):
-    told = json.loads((finished / "run.json").read_text())
+    told = read_json(finished / "run.json")
     if forged == "other run":
         told["run_id"] = "0" * 16
     elif forged == "not a list":
@@ -216,7 +216,7 @@ def test_a_strangers_sweep_is_a_command_line(here, app):
     sweeps.check_own(mine, trusts=False)
     with pytest.raises(CheckpointError, match="not signed"):
         sweeps.check_own(replace(mine, cwd="/"), trusts=False)
-    told = json.loads((here / "dl/sweep.json").read_text())
+    told = read_json(here / "dl/sweep.json")
     (here / "dl/sweep.json").write_text(json.dumps({**told, "words": ["-m", *swept, "seed=3"]}))
     done = app("sweep", "resume", "dl", code=5)
     assert "runs its command: ppocli train -m +recipe=quickstart" in done.err

@@ -1,7 +1,6 @@
 """A run that was stopped and goes on: it equals the run that was not, bit for bit; of changes, what
 is taken over, what is refused, what is kept."""
 
-import json
 import os
 import random
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import checked, jsonl, save_lm, write_prompts
+from helpers import checked, jsonl, read_json, save_lm, write_prompts
 from runs import (
     STEPS,
     assert_equal_runs,
@@ -237,8 +236,8 @@ def test_an_accepted_change_becomes_the_runs_own(command, stopped):
     assert read_config(stopped / "config.yaml").ppo.optimizer.lr == 2e-3
     assert read_changes(stopped) == [
         {"step": 2, "key": "ppo.optimizer.lr", "before": "0.001", "after": "0.002"}]
-    summary = json.loads((stopped / "summary.json").read_text())
-    assert json.loads((stopped / "run.json").read_text())["run_id"] == summary["run_id"]
+    summary = read_json(stopped / "summary.json")
+    assert read_json(stopped / "run.json")["run_id"] == summary["run_id"]
     assert not (stopped / "config.next.yaml").exists()
 
 
@@ -286,7 +285,7 @@ def test_a_step_that_a_resume_makes_the_last_is_evaluated(command, reference, wo
         rows = jsonl(stopped / "metrics.jsonl")
         assert len(rows) == 4
         assert rows[3].items() >= row.items()
-        after = json.loads((stopped / "summary.json").read_text())["eval_after"]
+        after = read_json(stopped / "summary.json")["eval_after"]
         assert after["reward_mean"] == rows[3]["eval/reward_mean"]
         steps = [each["step"] for each in jsonl(stopped / "samples.jsonl")
                  if each["kind"] == "eval"]
@@ -318,12 +317,12 @@ def test_a_finished_run_that_goes_on_keeps_its_model_under_its_step(command, wor
     kept = world / "runs/r/model-step-000001/model.safetensors"
     assert kept.read_bytes() == first
     assert (world / "runs/r/model/model.safetensors").read_bytes() != first
-    assert json.loads((world / "runs/r/summary.json").read_text())["steps"] == 2
+    assert read_json(world / "runs/r/summary.json")["steps"] == 2
 
 
 def test_best_is_forgotten_when_another_figure_is_asked_for(command, stopped):
     command(f"resume={stopped}", "checkpoint.metric=metrics/words", code=0)
-    best = json.loads((stopped / "summary.json").read_text())["best"]
+    best = read_json(stopped / "summary.json")["best"]
     assert (best["name"], best["step"]) == ("metrics/words", 4)
 
 
@@ -335,5 +334,5 @@ def test_figures_that_do_not_exist_are_saved_as_null(command, world):
     row = jsonl(world / "runs/r/metrics.jsonl")[-1]
     assert row["reward/b"] is None
     assert row["eval/reward/a"] is not None
-    state = json.loads((world / "runs/r/checkpoints/latest/state.json").read_text())
+    state = read_json(world / "runs/r/checkpoints/latest/state.json")
     assert state["eval_last"]["reward/b"] is None

@@ -1,10 +1,10 @@
 """A LoRA policy through the commands: trained, gone on with, judged, asked, exported."""
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import read_json
 from runs import assert_equal_runs, copied, resumed, run, whole_copy, words
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
@@ -47,7 +47,7 @@ def test_model_and_checkpoints_are_folders_that_peft_loads(trained, shared_world
     for folder in (trained / "model", trained / "checkpoints/latest/policy"):
         assert not list(folder.glob("model*.safetensors"))
         assert (logits(AutoPeftModelForCausalLM.from_pretrained(folder)) - base).abs().max() > 1e-3
-    named = json.loads((trained / "model/base_model.json").read_text())
+    named = read_json(trained / "model/base_model.json")
     assert named["path"] == str(shared_world / "lm")
     assert "library_name: peft" in (trained / "model/README.md").read_text()
 
@@ -96,7 +96,7 @@ def test_it_is_judged_and_asked(here, export, what):
         words = ["prompts.path=prompts.jsonl", "reward.fn=rewards.py:plain",
                  "prompts.eval.limit=4", "generation.max_new_tokens=8"]
     figures = ppocli.evaluate(target, words).figures
-    after = json.loads((here / "runs/lora/summary.json").read_text())["eval_after"]
+    after = read_json(here / "runs/lora/summary.json")["eval_after"]
     assert figures["reward_mean"] == pytest.approx(after["reward_mean"])
     assert figures["kl_mean"] == pytest.approx(after["kl_mean"], abs=1e-5)
     assert after["kl_mean"] > 1e-3

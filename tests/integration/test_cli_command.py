@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import ppocli
-from runs import Command, app_in_process, shell, words
+from runs import Command, shell, words
 
 from ppocli.cli import output
 from ppocli.cli.app import app
@@ -19,9 +19,9 @@ HEAVY = ("torch", "transformers", "deepspeed", "accelerate", "datasets")
 
 
 @pytest.fixture
-def typed(capsys: pytest.CaptureFixture[str], here: Path) -> Command:
+def typed(app: Command, here: Path) -> Command:
     """A command in this process, in an empty folder."""
-    return app_in_process(capsys)
+    return app
 
 
 def imported_by(code: str, cwd: Path) -> set[str]:
@@ -165,12 +165,12 @@ def test_options_that_are_misspelt_or_misplaced(word, said, command):
     assert said in command(word, code=2).err
 
 
-def test_dry_run_trains_and_writes_nothing(capsys, command, world):
+def test_dry_run_trains_and_writes_nothing(command, world):
     def there() -> set[Path]:
         return {path for path in world.rglob("*") if "__pycache__" not in path.parts}
 
     before = there()
-    app_in_process(capsys)("train", *words("run_name=r"), "--dry-run", code=0)
+    command(*words("run_name=r"), "--dry-run", code=0)
     assert there() == before
 
 

@@ -3,30 +3,28 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-from helpers import jsonl
-from runs import app_in_process, whole_copy
+from helpers import jsonl, write_jsonl
+from runs import Command, whole_copy
 
-from ppocli.cli.output import code_of
-from ppocli.cli.plot import compare
 from ppocli.config.resolved import read_config
 from ppocli.storage.run_folder import write_config
 
 
 @pytest.fixture
-def runs(reference, tmp_path, monkeypatch) -> Path:
+def runs(reference, here) -> Path:
     """The current folder with two copies of a run; tests change the second."""
-    monkeypatch.chdir(tmp_path)
-    whole_copy(reference, tmp_path / "runs/a")
-    whole_copy(reference, tmp_path / "runs/b")
-    return tmp_path
+    whole_copy(reference, here / "runs/a")
+    whole_copy(reference, here / "runs/b")
+    return here
 
 
 def change_rows(path: Path, change: Callable[[dict], dict | None]) -> None:
     rows = [change(row) for row in jsonl(path)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows if row is not None))
+    write_jsonl(path, (row for row in rows if row is not None))
 
 
 def change_config(run: Path, **sections: dict) -> None:
@@ -37,13 +35,19 @@ def change_config(run: Path, **sections: dict) -> None:
     write_config(config, run / "config.yaml")
 
 
-def compared(capsys, *given: str) -> dict:
-    return json.loads(app_in_process(capsys, "compare")(*given, "--json", code=0).out)
+@pytest.fixture
+def compare(app) -> Command:
+    return partial(app, "compare")
 
 
-def test_figures_at_equal_samples_and_at_the_end(runs, capsys):
+@pytest.fixture
+def compared(compare) -> Callable[..., dict]:
+    return lambda *given: json.loads(compare(*given, "--json", code=0).out)
+
+
+def test_figures_at_equal_samples_and_at_the_end(runs, compared):
     change_rows(runs / "runs/b/metrics.jsonl", lambda row: None if row["step"] > 3 else row)
-    found = compared(capsys, "a", "b")
+    found = compared("a", "b")
     rows = {row["step"]: row for row in jsonl(runs / "runs/a/metrics.jsonl")}
     assert found["episodes"] == rows[3]["episode"]
     a, b = found["runs"]
@@ -60,18 +64,18 @@ def test_figures_at_equal_samples_and_at_the_end(runs, capsys):
     assert (a["best"], a["best_step"], a["best_metric"]) == (best[0], -best[1], "reward_mean")
 
 
-def test_settings_that_differ_and_only_these(runs, capsys):
+def test_settings_that_differ_and_only_these(runs, compared):
     change_config(runs / "runs/b", ppo={"init_kl_coef": 0.7}, eval={"every_steps": 9})
-    found = compared(capsys, "a", "b")["config_differences"]
+    found = compared("a", "b")["config_differences"]
     assert found == {"eval.every_steps": {"a": 2, "b": 9},
                      "ppo.init_kl_coef": {"a": read_config(
                          runs / "runs/a/config.yaml").ppo.init_kl_coef, "b": 0.7}}
 
 
-def test_wins_count_ties_half_and_leave_out_what_has_no_score(runs, capsys):
+def test_wins_count_ties_half_and_leave_out_what_has_no_score(runs, compared):
     # called otherwise, the same reward scores them
     change_config(runs / "runs/b", reward={"timeout": 9.0, "overlap": "never", "ranks": "first"})
-    assert compared(capsys, "a", "b")["win_rates"] == [
+    assert compared("a", "b")["win_rates"] == [
         {"run": "b", "against": "a", "prompts": 4, "rate": 0.5, "reason": None}]
     count = iter(range(4))
 
@@ -81,29 +85,29 @@ def test_wins_count_ties_half_and_leave_out_what_has_no_score(runs, capsys):
         return row
 
     change_rows(runs / "runs/b/samples.jsonl", change)
-    (wins,) = compared(capsys, "a", "b")["win_rates"]
+    (wins,) = compared("a", "b")["win_rates"]
     assert (wins["prompts"], wins["rate"]) == (3, (0.5 + 1 + 1) / 3)
-    (wins,) = compared(capsys, "b", "a")["win_rates"]
+    (wins,) = compared("b", "a")["win_rates"]
     assert wins["rate"] == pytest.approx(0.5 / 3)
 
 
-def test_without_shared_prompts_or_rewards_there_is_no_win_rate(runs, capsys):
+def test_without_shared_prompts_or_rewards_there_is_no_win_rate(runs, compared):
     whole_copy(runs / "runs/a", runs / "runs/c")
     whole_copy(runs / "runs/a", runs / "runs/d")
     change_rows(runs / "runs/b/samples.jsonl", lambda row: {**row, "prompt": row["prompt"] + "!"})
     change_config(runs / "runs/c", reward={"fn": "length"})
     (runs / "runs/d/samples.jsonl").unlink()
-    wins = compared(capsys, "a", "b", "c", "d")["win_rates"]
+    wins = compared("a", "b", "c", "d")["win_rates"]
     assert [each["rate"] for each in wins] == [None] * 3
     assert [each["reason"] for each in wins] == [
         "the evaluation prompts aren't shared", "other rewards score them (reward.fn differ)",
         "there are no evaluation samples of d"]
 
 
-def test_the_table(runs, capsys):
+def test_the_table(runs, compare):
     change_config(runs / "runs/b", ppo={"init_kl_coef": 0.7})
-    done = app_in_process(capsys)("compare", "runs/a", "runs/b")
-    assert (done.code, done.err) == (0, "")
+    done = compare("runs/a", "runs/b", code=0)
+    assert done.err == ""
     lines = done.out.splitlines()
     assert lines[0].split() == ["a", "b"]
     assert "after 48 episodes, the end of all" in lines
@@ -114,41 +118,39 @@ def test_the_table(runs, capsys):
     assert lines[-1] == "win rate of b over a: 50.0 % on 4 shared prompts, ties half"
 
 
-def test_a_run_that_has_just_begun(runs, capsys):
+def test_a_run_that_has_just_begun(runs, compare, compared):
     (runs / "runs/b/metrics.jsonl").write_text("")
-    found = compared(capsys, "a", "b")
+    found = compared("a", "b")
     assert found["episodes"] == 0
     assert found["runs"][1]["end"]["figures"]["reward/mean"] is None
-    assert code_of(lambda: compare(["a", "b"], "", None, False, False)) == 0
+    compare("a", "b", code=0)
 
 
-def test_two_are_needed(runs, capsys):
-    assert code_of(lambda: compare(["a", "runs/a"], "", None, False, False)) == 2
-    assert capsys.readouterr().err == (
+def test_two_are_needed(runs, compare):
+    assert compare("a", "runs/a", code=2).err == (
         "Error: Comparing needs two or more different runs.\n  where: command line\n"
         "  fix:   ppocli compare runs/ONE runs/OTHER\n")
 
 
-def test_given_figures_are_compared_and_drawn_over_one_another(runs, capsys):
+def test_given_figures_are_compared_and_drawn_over_one_another(runs, compare, compared):
     change_rows(runs / "runs/b/metrics.jsonl",
                 lambda row: {**row, "policy/grad_norm": 7.0 * row["step"] if row["step"] else None})
-    typed = app_in_process(capsys, "compare")
-    found = compared(capsys, "a", "b", "--metric", "kl,policy/grad_norm")
+    found = compared("a", "b", "--metric", "kl,policy/grad_norm")
     assert list(found["runs"][0]["end"]["figures"]) == ["objective/kl", "policy/grad_norm"]
     assert found["runs"][1]["end"]["figures"]["policy/grad_norm"] == 28.0
     drawn = {(curve["run"], curve["metric"]): curve["values"] for curve in found["curves"]}
     assert drawn["b", "policy/grad_norm"] == [7.0, 14.0, 21.0, 28.0]
     assert len(drawn) == 4
-    said = typed("a", "b", "-m", "policy/grad_norm", code=0).out
+    said = compare("a", "b", "-m", "policy/grad_norm", code=0).out
     table, chart = said.split("win rate of b over a")
     assert "policy/grad_norm" in table
     assert "objective/kl" not in table
     assert "policy/grad_norm" in chart
     assert "28" in chart
     assert "* a" in chart
-    typed("a", "b", "-o", "curves.svg", code=0)
+    compare("a", "b", "-o", "curves.svg", code=0)
     assert (runs / "curves.svg").read_text().startswith("<svg")
-    assert "exists already" in typed("a", "b", "-o", "curves.svg", code=2).err
-    typed("a", "b", "-o", "curves.svg", "-m", "kl", "--overwrite", code=0)
+    assert "exists already" in compare("a", "b", "-o", "curves.svg", code=2).err
+    compare("a", "b", "-o", "curves.svg", "-m", "kl", "--overwrite", code=0)
     assert "Reward" not in (runs / "curves.svg").read_text()
-    assert "there is no such figure" in typed("a", "b", "-m", "grad_norm", code=2).err
+    assert "there is no such figure" in compare("a", "b", "-m", "grad_norm", code=2).err

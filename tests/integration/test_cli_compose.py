@@ -100,8 +100,7 @@ def test_files_and_defaults_give_way_to_typed_words_that_they_contradict():
     sft = checked("+recipe=arithmetic_sft", "sft.num_updates=3").config.sft
     assert (sft.epochs, sft.num_updates) == (None, 3)
     assert checked("+recipe=hh_sft", "sft.mini_batch_size=2").config.sft.micro_batch_size == 2
-    assert "contradict each other" in refused("+recipe=hh_sft", "sft.epochs=1",
-                                              "sft.num_updates=3")
+    assert "contradict each other" in refused("+recipe=hh_sft", "sft.epochs=1", "sft.num_updates=3")
 
 
 def test_groups_are_chosen_added_and_removed():

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import jsonl
+from helpers import jsonl, read_json
 
 import ppocli
 from ppocli.config.resolved import read_config
@@ -96,7 +96,7 @@ def test_exports_tell_what_was_trained(app, run, kind, how, tag):
 
 def test_an_evaluation_is_that_of_the_training(app, data_runs, monkeypatch):
     for run, names in (("sft", ("loss", "perplexity")), ("rm", ("accuracy", "loss", "ece"))):
-        noted = json.loads((data_runs / "runs" / run / "env.json").read_text())["linear_layers"]
+        noted = read_json(data_runs / "runs" / run / "env.json")["linear_layers"]
         # what would be measured now
         now = (0.5, 0.5) if noted == onednn.ONEDNN else (2.0, 2.0)
         monkeypatch.setattr(onednn, "_gains", lambda _, now=now: now)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import played
 import pytest
-from helpers import jsonl
+from helpers import jsonl, read_json
 from runs import (
     assert_equal_runs,
     copied,
@@ -90,7 +90,7 @@ def test_a_run_has_turns_in_its_samples_and_figures_of_its_episodes(plays):
         assert row["env/done_share"] == sum(one["ended"] == "done" for one in own) / 12
         assert row["env/truncated_share"] == pytest.approx(1 - row["env/done_share"])
         assert row["env/errors"] == row["env/tool_errors"] == 0
-    after = json.loads((plays / "summary.json").read_text())["eval_after"]
+    after = read_json(plays / "summary.json")["eval_after"]
     last = [row for row in rows if row["kind"] == "eval" and row["step"] == 4]
     assert after["turns_mean"] == sum(len(one["turns"]) for one in last) / len(last)
 
@@ -168,8 +168,8 @@ def test_a_loop_of_ones_own_has_no_environment(stage):
 
 def test_eval_plays_the_same_episodes_as_the_run(place, app):
     app("eval", RUN, code=0)
-    figures = json.loads((place / RUN / "eval" / STEP / "eval.json").read_text())["figures"]
-    own = json.loads((place / RUN / "summary.json").read_text())["eval_after"]
+    figures = read_json(place / RUN / "eval" / STEP / "eval.json")["figures"]
+    own = read_json(place / RUN / "summary.json")["eval_after"]
     assert {"turns_mean", "done_share"} < own.keys()
     assert {name: figures[name] for name in own} == own
     kept = jsonl(place / RUN / "eval" / STEP / "samples.jsonl")

@@ -5,7 +5,6 @@ import json
 import pytest
 import torch
 from helpers import model_config, save_lm, write_prompts
-from runs import app_in_process
 from safetensors.torch import save_file
 
 
@@ -26,10 +25,10 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def typed(place, capsys, monkeypatch):
+def typed(place, app, monkeypatch):
     """A command in this process, in :func:`place`."""
     monkeypatch.chdir(place)
-    return app_in_process(capsys)
+    return app
 
 
 RUN = ("prompts.path=prompts.jsonl", "reward.fn=length", "reward.kwargs.target=4",

@@ -8,7 +8,7 @@ import shutil
 import sys
 
 import pytest
-from helpers import jsonl, save_lm, write_prompts
+from helpers import jsonl, read_json, save_lm, write_prompts
 from judged import NAME, RUN, result
 from runs import PLANTED, run, signed_again
 
@@ -26,7 +26,7 @@ def test_defaults_give_the_runs_own_figures(place, uninterrupted):
     report = result(folder)
     for figures, name in ((report["figures"], "eval_after"),
                           (report["against"]["figures"], "eval_before")):
-        own = json.loads((place / RUN / "summary.json").read_text())[name]
+        own = read_json(place / RUN / "summary.json")[name]
         assert len(own) >= 9
         assert {key: figures[key] for key in own} == own
     rows = jsonl(folder / "samples.jsonl")
@@ -145,7 +145,7 @@ def test_a_base_that_has_changed_since_the_training_is_told(place, evaluate):
 
 def test_another_tokenizer_has_no_kl_but_wins_or_loses(place, evaluate):
     other = save_lm(place / "other", seed=3)
-    inner = json.loads((other / "tokenizer.json").read_text())
+    inner = read_json(other / "tokenizer.json")
     vocabulary = inner["model"]["vocab"]
     vocabulary["good"], vocabulary["bad"] = vocabulary["bad"], vocabulary["good"]
     (other / "tokenizer.json").write_text(json.dumps(inner))

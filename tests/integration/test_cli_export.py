@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from helpers import environment, jsonl, save_lm
+from helpers import environment, jsonl, read_json, save_lm, write_jsonl
 from huggingface_hub import ModelCard
 from runs import PLANTED, STEPS, run
 from safetensors.torch import load_file
@@ -59,8 +59,8 @@ def test_a_finished_run_becomes_a_folder_that_needs_no_ppocli(finished, export, 
                     for place in (folder, finished / "model"))
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    own = json.loads((finished / "model/generation_config.json").read_text())
-    assert json.loads((folder / "generation_config.json").read_text()) == own
+    own = read_json(finished / "model/generation_config.json")
+    assert read_json(folder / "generation_config.json") == own
     script = here / "script.py"
     script.write_text(WITHOUT_PPOCLI)
     alone = subprocess.run(
@@ -69,7 +69,7 @@ def test_a_finished_run_becomes_a_folder_that_needs_no_ppocli(finished, export, 
     assert (alone.returncode, alone.stdout) == (0, "2 []\n"), alone.stderr
     # what the card tells
     text = (folder / "README.md").read_text()
-    summary = json.loads((finished / "summary.json").read_text())
+    summary = read_json(finished / "summary.json")
     before, after = (summary[name]["reward_mean"] for name in ("eval_before", "eval_after"))
     assert f"| `reward_mean` | {before:.3f} | {after:.3f} |" in text
     assert "ppo.num_steps=4" in text
@@ -82,10 +82,10 @@ def test_a_finished_run_becomes_a_folder_that_needs_no_ppocli(finished, export, 
 
 
 def test_best_step_and_checkpoint(finished, export):
-    best = json.loads((finished / "summary.json").read_text())["best"]["step"]
+    best = read_json(finished / "summary.json")["best"]["step"]
     folder = finished / "export" / f"step-{best:06d}"
     assert export("mine", "--best").out == f"{folder}\n"
-    assert json.loads((folder / "export.json").read_text())["step"] == best
+    assert read_json(folder / "export.json")["step"] == best
     done = export("mine", "--step", 1)
     assert done.out.endswith("export/step-000001\n")
     assert "There was no evaluation at step 1." in (
@@ -136,11 +136,11 @@ def test_a_bare_model_folder(here, export):
     done = export("./lm", "--dtype", "fp16", "--output", "half")
     assert (done.code, done.out) == (0, f"{here}/half\n"), done.err
     assert names(here / "half") == FILES - {"curve.svg", "training_config.yaml"}
-    told = json.loads((here / "half/config.json").read_text())
+    told = read_json(here / "half/config.json")
     (here / "half/config.json").write_text(json.dumps({**told, "dtype": "float32"}))
     mistold = export("./half", "-o", "again")  # as models are whose weights were cast by hand
     assert mistold.code == 0, mistold.err
-    assert json.loads((here / "again/config.json").read_text())["dtype"] == "float16"
+    assert read_json(here / "again/config.json")["dtype"] == "float16"
     headless = export("./lm", "--include-value-head", "-o", "x")
     assert (headless.code, headless.err.splitlines()[0]) == (
         3, "Error: ./lm has no value head: only the checkpoints of a run have one.")
@@ -152,7 +152,7 @@ def test_own_code_of_a_bare_model_runs_where_it_is_trusted(here, export):
     (lm / "own.py").write_text("from transformers import LlamaConfig, LlamaForCausalLM as Llama\n"
                                "class Config(LlamaConfig):\n    model_type = 'own'\n"
                                "class LM(Llama):\n    config_class = Config\n")
-    told = json.loads((lm / "config.json").read_text())
+    told = read_json(lm / "config.json")
     (lm / "config.json").write_text(json.dumps({**told, "model_type": "own", "auto_map": {
         "AutoConfig": "own.Config", "AutoModelForCausalLM": "own.LM"}}))
     with pytest.raises(InputError) as refused:
@@ -235,14 +235,14 @@ def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeyp
     config["reward"]["kwargs"] = {"url": f"https://me:{secret}@host", "other": PLANTED[:-1]}
     # while the configuration can still be evaluated
     path = ppocli.evaluate(finished, name="mine").folder / "eval.json"
-    told = json.loads(path.read_text()) | {"note": f"{secret} {here}/x"}
+    told = read_json(path) | {"note": f"{secret} {here}/x"}
     told["settings"]["reward"] = {key: config["reward"][key] for key in told["settings"]["reward"]}
     path.write_text(json.dumps(told))
     (finished / "config.yaml").write_text(yaml.safe_dump(config))
     planted = f"{secret} {PLANTED}"
     rows = [{"kind": "eval", "step": step, "prompt": planted, "response": planted}
             for step in (0, STEPS)] + jsonl(finished / "samples.jsonl")
-    (finished / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(finished / "samples.jsonl", rows)
     done = export("mine", "--json", code=0)
     folder = finished / "export" / LAST
     for text in (done.out.replace(str(folder), ""), done.err,
@@ -250,7 +250,7 @@ def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeyp
         for planted in (PLANTED[:-1], secret, str(here)):
             assert planted not in text
     assert "*** ***" in (folder / "README.md").read_text().replace("\\", "")
-    assert json.loads((folder / "eval.json").read_text())["note"] == "*** ~/x"
+    assert read_json(folder / "eval.json")["note"] == "*** ~/x"
     config = yaml.safe_load((folder / "training_config.yaml").read_text())
     assert config["reward"]["kwargs"] == {"url": "https://me:***@host", "other": "***"}
     assert config["output_dir"] == "~/runs"
@@ -293,7 +293,7 @@ def test_no_file_names_attention_or_activations_that_others_lack(finished, expor
     assert finished / "model/config.json" in configs
     assert len(configs) == 2 + len(list((finished / "checkpoints").glob("step-*")))
     for path in configs:
-        config = json.loads(path.read_text())
+        config = read_json(path)
         assert NAME not in map(str, config.values()), path
         assert not any("attn_implementation" in name for name in config), path
         assert config["activation_function"] == "gelu_new", path

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import environment, jsonl, save_lm, save_talker
+from helpers import environment, jsonl, read_json, save_lm, save_talker, write_jsonl
 from hub_double import TOKEN, HubDouble
 from runs import STEPS, Command, Ended, run
 from transformers import AutoTokenizer
@@ -36,7 +36,7 @@ def test_evaluations_of_something_else_are_not_the_cards(finished, export):
               {"overrides": ["generation.stop_token_ids=[5]"]})
     first, *_ = [ppocli.evaluate(finished, name=str(n), **asked).folder / "eval.json"
                  for n, asked in enumerate(others)]
-    told = json.loads(first.read_text())
+    told = read_json(first)
     told["model"]["digest"] = "0" * 64  # of other weights
     first.write_text(json.dumps(told))
     assert export("mine").code == 0
@@ -49,7 +49,7 @@ def test_the_own_evaluation_comes_along_without_folders(finished, export, here):
     done = ppocli.evaluate(finished, name="zz", num_samples=3, seed=7)
     assert export("mine").code == 0
     folder = finished / "export" / LAST
-    told = json.loads((folder / "eval.json").read_text())
+    told = read_json(folder / "eval.json")
     assert told["figures"] == done.figures
     assert (told["run"], told["model"]["path"], told["settings"]["targets"]) == (
         "mine", "model", ["model"])
@@ -123,8 +123,7 @@ def test_an_export_of_an_export_tells_what_the_first_told(finished, export, here
         "stored as fp32", "stored as bf16")
     for name in ("training_config.yaml", "curve.svg", "eval.json", "value_head.safetensors"):
         assert (here / "two" / name).read_bytes() == (here / "one" / name).read_bytes(), name
-    first, second = (json.loads((here / place / "export.json").read_text())
-                     for place in ("one", "two"))
+    first, second = (read_json(here / place / "export.json") for place in ("one", "two"))
     for name in ("source", "run", "step", "evaluation", "run_id", "versions"):
         assert second[name] == first[name], name
     assert second["dtype"] == "bf16"
@@ -140,7 +139,7 @@ def test_an_export_of_an_export_tells_what_the_first_told(finished, export, here
 
 def test_an_export_with_other_weights_tells_nothing_of_its_training(finished, export, here):
     assert export("mine", "-o", "one").code == 0
-    config = json.loads((here / "one/config.json").read_text())
+    config = read_json(here / "one/config.json")
     (here / "one/config.json").write_text(json.dumps(config | {"mine": 1}))
     done = export("./one", "-o", "two", code=0)
     assert "config.json in " in done.err
@@ -153,8 +152,7 @@ def test_a_card_without_a_kl_explains_none(finished, export):
     config["model"]["reference"]["kind"] = "none"
     (finished / "config.yaml").write_text(yaml.safe_dump(config))
     rows = jsonl(finished / "metrics.jsonl")
-    (finished / "metrics.jsonl").write_text("".join(
-        json.dumps(row | {"eval/kl_mean": None}) + "\n" for row in rows))
+    write_jsonl(finished / "metrics.jsonl", (row | {"eval/kl_mean": None} for row in rows))
     assert export("mine").code == 0
     card = (finished / "export" / LAST / "README.md").read_text()
     assert "| `reward_mean` |" in card

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 from helpers import ppocli, save_talker, write_prompts
-from runs import PLANTED, Ended, app_in_process, assert_no_process_left, spawn, whole_copy
+from runs import PLANTED, Ended, assert_no_process_left, spawn, whole_copy
 
 from ppocli.cli.generate import ResponsePrinter, side_by_side
 from ppocli.sampling.prompting import Answer
@@ -26,12 +26,12 @@ def here(reference, world):
 
 
 @pytest.fixture
-def generate(capsys, monkeypatch):
+def generate(app, monkeypatch):
     """The command in this process."""
     def command(*words: str, stdin: bytes | None = None, code: int | None = None) -> Ended:
         if stdin is not None:
             monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        return app_in_process(capsys, "generate")(*words, code=code)
+        return app("generate", *words, code=code)
 
     return command
 

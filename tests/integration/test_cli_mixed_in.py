@@ -1,19 +1,9 @@
 """A run that mixes supervised examples into its updates (``ppo.ptx``), by the command."""
 
-import json
 
 import pytest
-from helpers import stable_rows
-from runs import (
-    app_in_process,
-    assert_equal_runs,
-    command_in_process,
-    copied,
-    make_world,
-    resumed,
-    run,
-    words,
-)
+from helpers import stable_rows, write_jsonl
+from runs import assert_equal_runs, copied, make_world, resumed, run, words
 
 PTX = ("ppo.ptx.coef=0.5", "ppo.ptx.data.path=texts.jsonl", "ppo.ptx.mini_batch_size=2",
        "ppo.num_steps=3", "generation.max_new_tokens=5")
@@ -23,8 +13,8 @@ PTX = ("ppo.ptx.coef=0.5", "ppo.ptx.data.path=texts.jsonl", "ppo.ptx.mini_batch_
 def trained(tmp_path_factory):
     """A run of three steps with 2 examples in each of 4 updates a step, out of 5."""
     world = make_world(tmp_path_factory.mktemp("world"))
-    (world / "texts.jsonl").write_text("".join(
-        json.dumps({"prompt": "the film", "completion": " good" * n}) + "\n" for n in range(1, 6)))
+    write_jsonl(world / "texts.jsonl", (
+        {"prompt": "the film", "completion": " good" * n} for n in range(1, 6)))
     run("train", *words(*PTX, "run_name=r"), cwd=world, code=0)
     return world / "runs/r"
 
@@ -36,10 +26,11 @@ def test_resuming_at_a_step_equals_the_straight_run(trained, tmp_path):
     assert_equal_runs(trained, stopped)
 
 
-def test_it_is_checked_beforehand_and_again_on_resume(trained, tmp_path, capsys, monkeypatch):
-    world, command = trained.parents[1], command_in_process(capsys)
+def test_it_is_checked_beforehand_and_again_on_resume(trained, tmp_path, command, validate,
+                                                                monkeypatch):
+    world = trained.parents[1]
     monkeypatch.chdir(world)
-    told = app_in_process(capsys, "validate")(*words(*PTX), "--deep", code=0).out
+    told = validate(*words(*PTX), "--deep", code=0).out
     assert "ppo.ptx.data:\nline 1 of texts.jsonl:\n" in told
     assert "5 examples, 30 tokens, 20 of them trained on" in told
     # the weight may change, the examples may not

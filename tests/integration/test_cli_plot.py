@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from helpers import environment, jsonl, ppocli
-from runs import Command, app_in_process, whole_copy
+from helpers import environment, jsonl, ppocli, write_jsonl
+from runs import Command, whole_copy
 
 from ppocli.report.curves import smoothed
 from ppocli.storage.run_folder import lock
@@ -19,14 +20,14 @@ def runs(reference, here) -> Path:
     """The current folder, with two runs in it."""
     whole_copy(reference, here / "runs/one")
     other = whole_copy(reference, here / "runs/other")
-    (other / "metrics.jsonl").write_text("".join(
-        json.dumps({**row, "lr": 7.0}) + "\n" for row in jsonl(other / "metrics.jsonl")))
+    write_jsonl(other / "metrics.jsonl", (
+        {**row, "lr": 7.0} for row in jsonl(other / "metrics.jsonl")))
     return here
 
 
 @pytest.fixture
-def plot(runs, capsys) -> Command:
-    return app_in_process(capsys, "plot")
+def plot(runs, app) -> Command:
+    return partial(app, "plot")
 
 
 def test_the_newest_run_is_drawn_in_dots_as_wide_as_the_terminal_and_else_in_ascii(runs):

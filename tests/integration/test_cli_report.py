@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, ppocli
+from helpers import jsonl, ppocli, read_json, write_jsonl
 from hostile import hostile_run
 from reported import Page, outside_fences
 from runs import PLANTED, last_checkpoint, whole_copy
@@ -132,7 +132,7 @@ def test_samples_of_every_evaluation_are_there_but_only_two_are_seen_at_first(ru
 def test_many_evaluations_are_chosen_evenly(run):
     rows = [{"kind": "eval", "step": step, "prompt": "p", "response": str(step), "score": 1.0}
             for step in range(101)]
-    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(run / "samples.jsonl", rows)
     found = samples_of(read_run(run), 0, 100, list(range(101)))
     between, pair = found["between"], found["pairs"][0]
     assert len(between) == 22
@@ -239,7 +239,7 @@ def test_equal_warnings_are_counted_once_and_dated(run, say):
     ("stopped", "Stopped at step 4 of 4."), ("failed", "Failed at step 4 of 4."),
     ("interrupted", "Ended at step 4 of 4 without saying why")])
 def test_an_unfinished_run_gets_a_report_that_says_so(run, say, status, said):
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_json(run / "summary.json")
     summary |= {"status": status, "error": "the <disk> was full", "eval_after": None}
     (run / "summary.json").write_text(json.dumps(summary))
     if status == "interrupted":
@@ -276,7 +276,7 @@ def test_a_run_that_has_only_begun_gets_a_report(run, say):
 
 @pytest.mark.parametrize("lost", ["", "profile", "phases"])
 def test_where_the_time_went_is_the_summarys_profile_or_else_that_of_the_steps(run, say, lost):
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_json(run / "summary.json")
     profile = summary["profile"]["phases"]
     if lost:
         summary["profile"] = None if lost == "profile" else {"phases": ["what"]}
@@ -338,7 +338,7 @@ def test_changes_of_a_resume_are_named_and_the_promise_is_dropped(run, say):
     promise, warned = "on a CPU in fp32, byte for byte", "it need not give the same numbers"
     assert say(run)[0] == 0
     assert promise in Page(run / "report.html").text
-    told = json.loads((run / "run.json").read_text())
+    told = read_json(run / "run.json")
     told["changes"] = [{"step": 2, "key": "reward.kwargs.<i>", "before": "a|b", "after": "0.25"}]
     (run / "run.json").write_text(json.dumps(told))
     page, text = texts(say, run)
@@ -364,7 +364,7 @@ def test_modules_that_the_command_has_to_find_are_named(run, say):
     (lambda row: row["step"] > 2, "after step 4")])
 def test_a_lone_evaluation_says_of_when_it_is(run, say, kept, said):
     rows = [row for row in jsonl(run / "metrics.jsonl") if kept(row)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(run / "metrics.jsonl", rows)
     reward = f"{next(r['eval/reward_mean'] for r in rows if 'eval/reward_mean' in r):.3f}"
     page, text = texts(say, run)
     assert f"Reward on the evaluation prompts {said}: **{reward}**" in text
@@ -379,7 +379,7 @@ def test_markdown_tells_how_the_scores_are_distributed(run, say):
     rows = [{"kind": "eval", "step": step, "prompt": str(n), "response": "", "score": score}
             for step, scores in ((0, [0, 0, 1, 10]), (4, [10, 10, 10, 10]))
             for n, score in enumerate(scores)]
-    (run / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(run / "samples.jsonl", rows)
     assert say(run, form="md")[0] == 0
     text = (run / "report.md").read_text()
     assert "shares of them in equal ranges from 0 to 10:" in text
@@ -428,6 +428,6 @@ def test_what_is_refused(run, say, options, code, what):
 
 def test_the_parts_of_a_reward_follow_the_reward(run, say):
     rows = [{**row, "reward/penalty/short": 0.1} for row in jsonl(run / "metrics.jsonl")]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(run / "metrics.jsonl", rows)
     titles = [curve["title"] for curve in say_data(say, run)["curves"]]
     assert titles[:3] == ["Reward", "Rewards by name", "KL to the reference"]

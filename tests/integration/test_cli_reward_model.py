@@ -1,10 +1,9 @@
 """``ppocli reward-model`` as a command: a whole run, what it leaves, and what takes it up."""
 
-import json
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, write_prompts
+from helpers import jsonl, read_json, write_prompts
 from runs import RM_WORDS, assert_equal_runs, run, write_pairs
 
 
@@ -19,8 +18,8 @@ def test_a_run_trains_evaluates_saves_and_is_taken_up_as_a_model(pairs, command,
     assert done.out.splitlines()[-1] == str(pairs / "runs/rm/model")
     rows = jsonl(pairs / "runs/rm/metrics.jsonl")
     assert [row["step"] for row in rows if "loss/total" in row] == [1, 2, 3, 4, 5]
-    summary = json.loads((pairs / "runs/rm/summary.json").read_text())
-    config = json.loads((pairs / "runs/rm/model/config.json").read_text())
+    summary = read_json(pairs / "runs/rm/summary.json")
+    config = read_json(pairs / "runs/rm/model/config.json")
     assert summary["eval_after"]["accuracy"] > summary["eval_after"]["accuracy_stderr"]
     assert (config["score_mean"], config["score_std"]) == (
         summary["score_mean"], summary["score_std"])

@@ -9,13 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import environment, jsonl, save_lm
-from runs import app_in_process, copied, whole_copy
+from helpers import environment, jsonl, read_json, save_lm
+from runs import copied, whole_copy
 
 from ppocli.cli.follow import find_watched
-from ppocli.cli.output import code_of, split_words
-from ppocli.cli.runs import print_runs, report
-from ppocli.cli.sweep_show import show_sweep
+from ppocli.cli.output import split_words
 from ppocli.cli.train import resume_words
 from ppocli.errors import CheckpointError, InputError
 from ppocli.runs.record import read_run
@@ -70,11 +68,10 @@ def twice(place) -> Path:
 
 
 @pytest.mark.parametrize("command", ["export", "eval", "generate", "resume", "watch"])
-def test_a_name_of_a_path_and_of_a_run_is_refused(twice, capsys, command):
+def test_a_name_of_a_path_and_of_a_run_is_refused(twice, app, command):
     more = ("-p", "the film") if command == "generate" else ()
-    ended = app_in_process(capsys, command)("lm", *more, code=2)
-    assert ended.err == ("Error: lm is both ./lm and runs/lm.\n"
-                         "  fix:   write ./lm or runs/lm\n")
+    ended = app(command, "lm", *more, code=2)
+    assert ended.err == ("Error: lm is both ./lm and runs/lm.\n" "  fix:   write ./lm or runs/lm\n")
     assert find_run("lm") == Path("runs/lm")  # ./lm is no run that could be reported on
     assert find_target("./lm", say=print).run_dir is None
     shutil.rmtree("lm")
@@ -85,17 +82,16 @@ def test_a_name_of_a_path_and_of_a_run_is_refused(twice, capsys, command):
 @pytest.mark.parametrize(("answer", "code", "out"), [
     ("1\n", 0, "would export:  ./lm ("), ("runs/lm\n", 0, "would export:  runs/lm, step 4 ("),
     ("\n", 2, "")])
-def test_on_a_terminal_it_is_asked_which(twice, capsys, monkeypatch, answer, code, out):
+def test_on_a_terminal_it_is_asked_which(twice, export, monkeypatch, answer, code, out):
     monkeypatch.setattr(sys, "stdin", Typed(answer))
-    ended = app_in_process(capsys, "export")("lm", "--dry-run", "-o", "out", code=code)
+    ended = export("lm", "--dry-run", "-o", "out", code=code)
     assert "lm is both ./lm and runs/lm. Which one? [1: ./lm, 2: runs/lm] " in ended.err
     assert ended.out.startswith(out)
 
 
-def test_near_names_are_told_before_anything_loads(place, capsys):
-    typed = app_in_process(capsys)
-    assert "There is no run don; did you mean done?" in typed("resume", "don", code=5).err
-    assert "did you mean base?" in typed("eval", "done", "--against", "bse", code=3).err
+def test_near_names_are_told_before_anything_loads(place, app):
+    assert "There is no run don; did you mean done?" in app("resume", "don", code=5).err
+    assert "did you mean base?" in app("eval", "done", "--against", "bse", code=3).err
 
 
 def test_hints_name_jobs_of_sweeps_as_the_list_does(place):
@@ -106,19 +102,17 @@ def test_hints_name_jobs_of_sweeps_as_the_list_does(place):
 @pytest.mark.parametrize(("given", "fix"), [
     ("runs/kk", "name one of runs/kl; did you mean runs/kl?"),
     ("kl/0", "it is a job of a sweep: name runs/kl")])
-def test_what_is_no_sweep_leads_to_those_that_are(place, capsys, given, fix):
-    assert code_of(lambda: show_sweep(given, "reward", None, False, False)) == 5
-    err = capsys.readouterr().err
+def test_what_is_no_sweep_leads_to_those_that_are(place, app, given, fix):
+    err = app("sweep", "show", given, code=5).err
     assert err.startswith(f"Error: {given} is no sweep (it holds no sweep.json).\n")
     assert fix in err
 
 
-def test_without_any_run_the_first_is_proposed(here, capsys):
+def test_without_any_run_the_first_is_proposed(here, app):
     for name, fix in (("report", "name a run's folder; or train one first"),
                       ("plot", "name a run's folder; or train one first"),
                       ("watch", "start one")):
-        ended = app_in_process(capsys)(name, code=2)
-        assert f"  fix:   {fix}: ppocli train +recipe=quickstart\n" in ended.err
+        assert f"  fix:   {fix}: ppocli train +recipe=quickstart\n" in app(name, code=2).err
 
 
 # ------------------------------------------------------------------------------------ damage
@@ -168,7 +162,7 @@ def test_folders_that_cannot_be_read_are_passed_over(place):
     assert "closed" not in done.stdout + done.stderr
 
 
-def test_a_damaged_summary_and_damaged_rows_spoil_no_list(place, capsys):
+def test_a_damaged_summary_and_damaged_rows_spoil_no_list(place, app):
     run = place / "runs/done"
     rows = jsonl(run / "metrics.jsonl")
     rows[-1].update({"episode": "many", "reward/mean": [1], "time/step": "long",
@@ -179,27 +173,24 @@ def test_a_damaged_summary_and_damaged_rows_spoil_no_list(place, capsys):
     record = read_run(run)
     assert (record.status, record.step, record.episodes) == ("interrupted", 4, 0)
     assert record.series("val/ratio")[-1][0] == 3
-    command = app_in_process(capsys)
     for given in (["runs", "list"], ["compare", "done", "kl/0"], ["report", "done"],
                   ["watch", "done", "--no-progress"]):
-        command(*given, code=0)
+        app(*given, code=0)
     assert find_target("done", say=print).step == 4
 
 
-def test_a_step_that_was_saved_without_a_row_counts(place, capsys):
+def test_a_step_that_was_saved_without_a_row_counts(place, app):
     """As a stop in the evaluation of a step leaves it."""
     run = place / "runs/done"
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:-1]))
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_json(run / "summary.json")
     (run / "summary.json").write_text(json.dumps({**summary, "status": "stopped"}))
     record = read_run(run)
     assert (record.status, record.step) == ("stopped", 4)
     assert (record.episodes, record.updates) == (summary["episodes"], summary["updates"])
-    assert code_of(lambda: print_runs(None, True)) == 0
-    assert {row["name"]: row["step"] for row in json.loads(capsys.readouterr().out)} == {
-        "done": 4, "kl/0": 4}
-    assert code_of(lambda: report("done", None, None, None, False, True)) == 0
-    told = json.loads(capsys.readouterr().out)
+    listed = json.loads(app("list", "--json", code=0).out)
+    assert {row["name"]: row["step"] for row in listed} == {"done": 4, "kl/0": 4}
+    told = json.loads(app("report", "done", "--json", code=0).out)
     assert (told["step"], told["episodes"]) == (4, summary["episodes"])
     assert told["sentence"] == "Stopped at step 4 of 4."

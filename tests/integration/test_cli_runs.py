@@ -6,15 +6,16 @@ import pty
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers import environment, jsonl, ppocli
-from runs import app_in_process, copied, whole_copy
+from runs import Command, copied, whole_copy
 
 from ppocli.cli.output import code_of
-from ppocli.cli.runs import print_runs, prune_runs
+from ppocli.cli.runs import prune_runs
 from ppocli.config.compose import Checked, Composed
 from ppocli.config.resolved import read_config
 from ppocli.errors import CheckpointError
@@ -47,10 +48,14 @@ def runs(reference, here) -> Path:
     return root
 
 
-def listed(capsys, folder: Path | None = None) -> list[dict]:
-    capsys.readouterr()
-    assert code_of(lambda: print_runs(folder, True)) == 0
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def typed(app) -> Command:
+    return partial(app, "runs")
+
+
+@pytest.fixture
+def listed(typed) -> Callable[..., list[dict]]:
+    return lambda *given: json.loads(typed("list", *given, "--json", code=0).out)
 
 
 def prune(root: Path | None = None, **options) -> int:
@@ -64,8 +69,8 @@ def snapshot(folder: Path) -> dict[str, bytes | None]:
             for path in sorted(folder.rglob("*")) if path.name != ".lock"}
 
 
-def test_the_list_of_runs(runs, capsys):
-    found = listed(capsys)
+def test_the_list_of_runs(runs, listed):
+    found = listed()
     assert [run["name"] for run in found] == ["done", "sweep-1/0", "cut", "failed"]
     assert [run["status"] for run in found] == ["finished", "finished", "interrupted", "failed"]
     rows = jsonl(runs / "done/metrics.jsonl")
@@ -80,33 +85,33 @@ def test_the_list_of_runs(runs, capsys):
     assert done["written"] == "2023-11-14T22:13:23+00:00"
     assert done["model"] == "lm"
     assert done["reward"] == "rewards.py:score"
-    assert listed(capsys, runs / "sweep-1")[0]["name"] == "0"
-    assert listed(capsys, runs / "done")[0]["name"] == "done"
+    assert listed(runs / "sweep-1")[0]["name"] == "0"
+    assert listed(runs / "done")[0]["name"] == "done"
 
 
-def test_a_running_and_a_damaged_run(runs, capsys):
+def test_a_running_and_a_damaged_run(runs, listed):
     (runs / "failed/config.yaml").write_text("{")
     with lock(runs / "cut"):
-        by_name = {run["name"]: run for run in listed(capsys)}
+        by_name = {run["name"]: run for run in listed()}
     assert (by_name["cut"]["status"], by_name["cut"]["pid"]) == ("running", os.getpid())
     assert by_name["failed"]["status"] == "damaged"
 
 
-def test_the_table_and_the_alias(runs, capsys):
+def test_the_table_and_the_alias(runs, typed):
     done = ppocli("runs", "list", cwd=runs.parent, code=0)
     assert done.stderr == ""
     lines = [line.split() for line in done.stdout.splitlines()]
     assert lines[0][:4] == ["run", "status", "step", "reward"]
     assert lines[1][:3] == ["done", "finished", "4/4"]
     assert len(lines) == 5
-    assert app_in_process(capsys, "runs")("ls", "--json", code=0).out.startswith("[")
+    assert typed("ls", "--json", code=0).out.startswith("[")
 
 
-def test_an_empty_place_says_how_to_start(here, capsys):
-    assert code_of(lambda: print_runs(None, False)) == 0
-    assert capsys.readouterr() == (
+def test_an_empty_place_says_how_to_start(here, typed, listed):
+    ended = typed("list", code=0)
+    assert (ended.out, ended.err) == (
         "", "There are no runs in runs yet. Start one: ppocli train +recipe=quickstart\n")
-    assert listed(capsys) == []
+    assert listed() == []
 
 
 def test_ages():
@@ -333,20 +338,18 @@ def test_on_a_terminal_it_asks(runs, answer, deleted):
 
 # ------------------------------------------------------------------------ show, rename, rm
 
-def test_one_run_is_shown_and_its_command_trains_it_again(runs, capsys):
-    typed = app_in_process(capsys, "runs")
+def test_one_run_is_shown_and_its_command_trains_it_again(runs, typed, listed):
     facts = json.loads(typed("show", "done", "--json", code=0).out)
     assert facts["checkpoints"] == [str(runs / f"done/checkpoints/step-{step:06d}")
                                     for step in (1, 2, 3, 4)]
     assert {key: facts[key] for key in ("status", "step", "reward")} == {
-        key: listed(capsys)[0][key] for key in ("status", "step", "reward")}
+        key: listed()[0][key] for key in ("status", "step", "reward")}
     shown = typed("show", "done", code=0).out
     assert shown.endswith(facts["command"] + "\n")
     assert "checkpoints  step-000001, step-000002" in shown
 
 
-def test_a_renamed_run_is_the_same_run(runs, capsys):
-    typed = app_in_process(capsys, "runs")
+def test_a_renamed_run_is_the_same_run(runs, typed):
     before = snapshot(runs / "done")
     assert typed("rename", "done", "kept", code=0).out == "runs/kept\n"
     assert snapshot(runs / "kept") == before
@@ -361,14 +364,13 @@ def test_a_renamed_run_is_the_same_run(runs, capsys):
         typed("rename", "kept", "other", code=5)
 
 
-def test_a_command_to_paste_is_quoted(runs, capsys):
+def test_a_command_to_paste_is_quoted(runs, app):
     (runs / "failed").rename(runs / "fail [1]")
-    said = app_in_process(capsys)("generate", "fail [1]", "-p", "the film", code=5).err
+    said = app("generate", "fail [1]", "-p", "the film", code=5).err
     assert said.endswith("fix:   go on with the run: ppocli resume 'runs/fail [1]'\n")
 
 
-def test_whole_runs_are_deleted_and_nothing_else(runs, capsys):
-    typed = app_in_process(capsys, "runs")
+def test_whole_runs_are_deleted_and_nothing_else(runs, typed):
     before = snapshot(runs)
     assert "no terminal to ask on" in typed("rm", "done", code=2).err
     assert "runs/done" in typed("rm", "runs/done/model", "--yes", code=2).err

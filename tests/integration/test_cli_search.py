@@ -5,15 +5,15 @@ import os
 import shlex
 import signal
 import sys
-import time
 from pathlib import Path
 
 import optuna
 import pytest
+from helpers import read_json
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.trial import TrialState, create_trial
-from runs import app_in_process, run, spawn, words
+from runs import run, spawn, wait_for, words
 
 from ppocli.config.schema import SweepConfig, TrainConfig
 from ppocli.errors import ConfigError
@@ -42,7 +42,7 @@ def search(*more: str) -> list[str]:
 
 
 def drawn(world: Path, sweep: str = "s") -> list[list[str]]:
-    jobs = json.loads((world / "runs" / sweep / "sweep.json").read_text())["jobs"]
+    jobs = read_json(world / "runs" / sweep / "sweep.json")["jobs"]
     return [job["varied"] for job in jobs]
 
 
@@ -73,12 +73,11 @@ def test_a_range_with_nothing_to_choose_from_is_refused(word):
 
 @pytest.mark.parametrize("aim", ["sweep.metric=kl_mean", "sweep.direction=minimize",
                                  "sweep.metric=[reward_mean,kl_mean]"])
-def test_a_search_has_one_aim(world, capsys, monkeypatch, aim):
-    monkeypatch.chdir(world)
+def test_a_search_has_one_aim(world, app, aim):
     folder = world / "runs/s"
     folder.mkdir(parents=True)
     open_study(folder, ["maximize"]).set_user_attr(METRICS, ["reward_mean"])
-    said = app_in_process(capsys)(*search("sweep.search=random", "sweep.trials=1", aim), code=2).err
+    said = app(*search("sweep.search=random", "sweep.trials=1", aim), code=2).err
     assert "this search is for reward_mean (maximize), not " in said
     assert open_study(folder).user_attrs == {METRICS: ["reward_mean"]}
 
@@ -93,11 +92,7 @@ def test_a_search_goes_on_exactly_after_a_kill(world: Path, trials):
     assert len({tuple(each) for each in whole}) == trials
     (world / "runs/s").rename(world / "runs/whole")
     process = spawn(*given, cwd=world)
-    deadline = time.monotonic() + 120
-    book = world / "runs/s/sweep.json"
-    while not book.exists() or len(json.loads(book.read_text())["jobs"]) < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: (world / "runs/s/sweep.json").exists() and len(drawn(world)) > 1, process)
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     study = open_study(world / "runs/s")
@@ -112,13 +107,11 @@ def test_a_search_goes_on_exactly_after_a_kill(world: Path, trials):
 
 
 @pytest.mark.slow
-def test_several_objectives_importance_and_the_best_command(world: Path, capsys, monkeypatch):
+def test_several_objectives_importance_and_the_best_command(world: Path, app):
     run(*search("sweep.search=random", "sweep.trials=5", "sweep.metric=[reward_mean,kl_mean]"),
         cwd=world, code=0)
-    monkeypatch.chdir(world)
-    typed = app_in_process(capsys)
-    found = json.loads(typed("sweep", "show", "s", "--json", code=0).out)
-    after = {job["job"]: json.loads((world / f"runs/s/{job['job']}/summary.json").read_text())
+    found = json.loads(app("sweep", "show", "s", "--json", code=0).out)
+    after = {job["job"]: read_json(world / f"runs/s/{job['job']}/summary.json")
              ["eval_after"] for job in found["jobs"]}
     points = {number: (-one["reward_mean"], one["kl_mean"]) for number, one in after.items()}
     front = {number for number, (reward, kl) in points.items() if not any(
@@ -128,13 +121,13 @@ def test_several_objectives_importance_and_the_best_command(world: Path, capsys,
     assert found["best"][0]["job"] == min(front, key=points.__getitem__)
     assert set(found["importance"]) == {"reward_mean", "kl_mean"}
     assert sum(found["importance"]["kl_mean"].values()) == pytest.approx(1, abs=0.01)
-    shown = typed("sweep", "show", "s", "--output", "s.svg", code=0).out
+    shown = app("sweep", "show", "s", "--output", "s.svg", code=0).out
     drawn = (world / "s.svg").read_text()
     assert all(name in drawn for name in ("5 jobs", "share of each key in kl_mean", "epochs"))
     assert shown.endswith(found["command"] + "\n")
-    typed(*shlex.split(found["command"])[1:], "run_name=again", code=0)
+    app(*shlex.split(found["command"])[1:], "run_name=again", code=0)
     best = found["best"][0]["job"]
-    again, first = (json.loads((RunFolder(world / "runs" / name).summary).read_text())
+    again, first = (read_json(RunFolder(world / "runs" / name).summary)
                     ["eval_after"] for name in ("again", f"s/{best}"))
     assert again == first
 
@@ -151,28 +144,28 @@ def test_a_job_that_is_worse_than_half_of_the_earlier_is_ended(world: Path):
     own = words("ppo.num_steps=2000", "eval.every_steps=1")
     run("train", "-m", *own, "hydra.sweep.dir=runs/s", "ppo.gamma=interval(0.1,0.2)",
         "sweep.search=optuna", "sweep.trials=6", "sweep.prune=true", cwd=world, code=0)
-    job, = json.loads((folder / "sweep.json").read_text())["jobs"]
+    job, = read_json(folder / "sweep.json")["jobs"]
     assert (job["number"], job["status"]) == (5, "pruned")
-    assert json.loads((folder / "5/summary.json").read_text())["steps"] < 2000
+    assert read_json(folder / "5/summary.json")["steps"] < 2000
     assert open_study(folder).trials[5].state == TrialState.PRUNED
 
 
-@pytest.mark.parametrize(("more", "code", "said"), [
-    (["ppo.gamma=interval(0.1,0.2)"], 2, "add sweep.search=optuna or sweep.search=random"),
-    (["sweep.search=optuna"], 2, "there is nothing to search"),
-    (["seed=range(3,3)"], 2, "there is nothing in that range"),
-    (["sweep.search=optun", "ppo.gamma=1,0.9"], 2, "did you mean optuna?"),
+@pytest.mark.parametrize(("more", "said"), [
+    (["ppo.gamma=interval(0.1,0.2)"], "add sweep.search=optuna or sweep.search=random"),
+    (["sweep.search=optuna"], "there is nothing to search"),
+    (["seed=range(3,3)"], "there is nothing in that range"),
+    (["sweep.search=optun", "ppo.gamma=1,0.9"], "did you mean optuna?"),
     (["sweep.search=optuna", "ppo.gamma=1,0.9", "sweep.metric=[reward_mean,kl_mean]",
-      "sweep.direction=maximize"], 2, "1 direction for 2 metrics"),
+      "sweep.direction=maximize"], "1 direction for 2 metrics"),
     (["sweep.search=optuna", "ppo.gamma=1,0.9", "sweep.metric=[reward_mean,kl_mean]",
-      "sweep.prune=true"], 2, "sweep.prune=true goes by one metric, and there are 2")])
-def test_what_is_wrong_with_a_search_is_told_before_a_job(more, code, said, world, capsys,
-                                                           monkeypatch):
-    monkeypatch.chdir(world)
-    typed = app_in_process(capsys)
-    assert said in typed("train", "-m", *words(), *more, code=code).err
+      "sweep.prune=true"], "sweep.prune=true goes by one metric, and there are 2")])
+def test_what_is_wrong_with_a_search_is_told_before_a_job(more, said, world, command):
+    assert said in command("-m", *words(), *more, code=2).err
     assert not list(world.glob("runs/*/[0-9]"))
-    assert "add -m" in typed("train", *words(), "sweep.trials=3", code=2).err
+
+
+def test_a_number_of_trials_needs_a_sweep(world, command):
+    assert "add -m" in command(*words(), "sweep.trials=3", code=2).err
 
 
 @pytest.mark.parametrize(("value", "high", "shown"), [
@@ -206,7 +199,7 @@ def test_a_figure_that_no_job_has_ends_the_search(tmp_path):
     assert [trial.value for trial in study.trials] == [2.0, None]
 
 
-def test_the_command_of_the_best_job_is_a_run_of_its_own(tmp_path, capsys):
+def test_the_command_of_the_best_job_is_a_run_of_its_own(tmp_path, app):
     study = open_study(tmp_path, ["maximize"])
     study.set_user_attr(METRICS, ["reward_mean"])
     study.tell(study.ask(), 1.0)
@@ -217,14 +210,12 @@ def test_the_command_of_the_best_job_is_a_run_of_its_own(tmp_path, capsys):
     assert findings(read_sweep(tmp_path))["command"] == \
         "ppocli train +recipe=mine seed=1 --config-dir other"
     write_sweep(SweepRecord(tmp_path, (), str(tmp_path), False, jobs[1:]))
-    assert "go on with" not in app_in_process(capsys)("sweep", "show", tmp_path, code=0).err
+    assert "go on with" not in app("sweep", "show", tmp_path, code=0).err
 
 
-def test_without_optuna(world, capsys, monkeypatch):
-    monkeypatch.chdir(world)
+def test_without_optuna(world, command, monkeypatch):
     monkeypatch.setitem(sys.modules, "optuna", None)
-    said = app_in_process(capsys)("train", "-m", *words(), "ppo.gamma=1,0.9",
-                                  "sweep.search=random", code=2).err
+    said = command("-m", *words(), "ppo.gamma=1,0.9", "sweep.search=random", code=2).err
     assert "pip install 'ppocli[sweep]'" in said
 
 
@@ -241,22 +232,20 @@ def test_values_that_the_words_do_not_allow_are_refused(world: Path):
     assert "values outside of its ranges" in said
 
 
-def test_a_sweep_has_a_name_and_keys_of_free_mappings_need_no_plus(world, capsys, monkeypatch):
-    monkeypatch.chdir(world)
-    typed = app_in_process(capsys)
+def test_a_sweep_has_a_name_and_keys_of_free_mappings_need_no_plus(world, app, command):
     (world / "rewards.py").write_text("def scaled(outputs, by):\n"
                                       "    return [by * len(text) for text in outputs]\n")
     own = [*words("ppo.num_steps=1", "reward.fn=rewards.py:scaled"), "reward.kwargs.by=1,3"]
-    typed("train", "-m", *own, "run_name=mine", code=0)
-    jobs = json.loads((world / "runs/mine/sweep.json").read_text())["jobs"]
+    command("-m", *own, "run_name=mine", code=0)
+    jobs = read_json(world / "runs/mine/sweep.json")["jobs"]
     assert [job["varied"] for job in jobs] == [["reward.kwargs.by=1"], ["reward.kwargs.by=3"]]
     assert jobs[1]["reward_mean"] > jobs[0]["reward_mean"] > 0
-    assert "2 jobs" in typed("sweep", "resume", "mine", code=0).err
-    assert "holds a sweep already" in typed("train", "-m", *own, "run_name=mine", code=5).err
-    assert "is a run's" in typed("train", "-m", *own, "hydra.sweep.dir=runs/mine/0", code=5).err
+    assert "2 jobs" in app("sweep", "resume", "mine", code=0).err
+    assert "holds a sweep already" in command("-m", *own, "run_name=mine", code=5).err
+    assert "is a run's" in command("-m", *own, "hydra.sweep.dir=runs/mine/0", code=5).err
     for wrong in ("run_name=a,b", "run_name=x-${seed}"):
-        assert "a sweep has one name" in typed("train", "-m", *own, wrong, code=2).err
-    assert "lie in one folder" in typed("train", "-m", *own, "hydra.sweep.dir=${seed}", code=2).err
-    first = typed("train", "-m", *own, "seed=7,8", "ppo.gamma=interval(0.5,1)", "--cfg", "job",
-                  "-p", "reward.kwargs", code=0)
+        assert "a sweep has one name" in command("-m", *own, wrong, code=2).err
+    assert "lie in one folder" in command("-m", *own, "hydra.sweep.dir=${seed}", code=2).err
+    first = command("-m", *own, "seed=7,8", "ppo.gamma=interval(0.5,1)", "--cfg", "job", "-p",
+                    "reward.kwargs", code=0)
     assert first.out == "# @package reward.kwargs\nby: 1\n"

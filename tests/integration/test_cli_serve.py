@@ -14,7 +14,7 @@ from urllib.request import urlopen
 
 import pytest
 from helpers import stable_rows
-from runs import app_in_process, spawn, wait_for, words
+from runs import spawn, wait_for, words
 from warm import Process
 
 LENGTH = ["reward.fn=length", "reward.kwargs.target=3"]
@@ -102,18 +102,17 @@ def test_ctrl_c_while_scoring_answers_what_is_under_way(world):
     ([*LENGTH, "--host", ""], 2, "--host 127.0.0.1"),
     ([*LENGTH, "--tokenizer", "nowhere"], 3, "give a folder: --tokenizer /path"),
     ([*LENGTH, "--tokenizer", "./nowhere"], 3, "--tokenizer")])
-def test_what_is_wrong_is_told_before_anything_listens(given, code, said, capsys):
-    ended = app_in_process(capsys, "serve-reward")("--port", 0, *given, code=code)
+def test_what_is_wrong_is_told_before_anything_listens(given, code, said, app):
+    ended = app("serve-reward", "--port", 0, *given, code=code)
     assert said in ended.err
     assert ended.out == ""
 
 
-def test_an_open_server_is_warned_of_and_a_taken_port_is_told(tmp_path, capsys):
+def test_an_open_server_is_warned_of_and_a_taken_port_is_told(tmp_path, app):
     with server(*LENGTH, "--host", "0.0.0.0", "--port", "0", "--token-env", "MY_REWARD_VALUE",
                 cwd=tmp_path, MY_REWARD_VALUE="abc") as (process, address):
         port = address.rpartition(":")[2]
-        ended = app_in_process(capsys, "serve-reward")(*LENGTH, "--host", "0.0.0.0", "--port", port,
-                                                       code=2)
+        ended = app("serve-reward", *LENGTH, "--host", "0.0.0.0", "--port", port, code=2)
         assert f"0.0.0.0:{port} can't be listened on: Address already in use" in ended.err
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=30)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import WORDS, jsonl, save_lm, stable_rows
-from runs import app_in_process, assert_equal_runs, copied, resumed, run, signed_again
+from runs import assert_equal_runs, copied, resumed, run, signed_again
 
 KEYS = ("model.path=lm", "data.path=data.jsonl", "data.val=val.jsonl", "sft.mini_batch_size=4",
         "sft.epochs=2", "sft.optimizer.lr=1e-2", "sft.scheduler.name=cosine",
@@ -114,8 +114,7 @@ def test_an_evaluation_out_of_memory_halves_its_rows(trained, world, inject, com
     assert first == pytest.approx(whole, rel=1e-5)
 
 
-def test_validate_shows_the_data_and_the_plan(world, capsys):
-    validate = app_in_process(capsys, "validate")
+def test_validate_shows_the_data_and_the_plan(world, validate):
     done = validate("task=sft", *KEYS, "data.max_length=8", code=0)
     first, *lines = done.out.splitlines()
     assert first.startswith("valid: lm, sft, 10 examples, 5 steps of 4 examples (20 in all), "
@@ -134,9 +133,8 @@ def test_validate_shows_the_data_and_the_plan(world, capsys):
     assert "HF_HUB_OFFLINE=1 forbids downloading" in away.err
 
 
-def test_the_rehearsal_finds_the_first_gradient(trained, world, capsys):
-    done = app_in_process(capsys, "validate")("task=sft", *KEYS, "--deep", "--json", code=0)
-    found = json.loads(done.out)["rehearsal"]
+def test_the_rehearsal_finds_the_first_gradient(trained, world, validate):
+    found = json.loads(validate("task=sft", *KEYS, "--deep", "--json", code=0).out)["rehearsal"]
     row = stable_rows(trained / "metrics.jsonl")[1]
     assert found["terms"]["total"] == pytest.approx(row["loss/total"], rel=1e-6)
     assert found["terms"]["grad_norm"] == pytest.approx(row["policy/grad_norm"], rel=1e-5)
@@ -144,15 +142,15 @@ def test_the_rehearsal_finds_the_first_gradient(trained, world, capsys):
     assert not (world / "runs").exists()
 
 
-def test_the_estimate_has_no_reference_and_no_value(world, capsys):
-    estimate = app_in_process(capsys, "estimate")
-    found = json.loads(estimate("task=sft", *KEYS, "--json", code=0).out)
+def test_the_estimate_has_no_reference_and_no_value(world, app):
+    found = json.loads(app("estimate", "task=sft", *KEYS, "--json", code=0).out)
     assert [part["kind"] for part in found["parts"]] == ["policy"]
     assert found["prompt_tokens"] + found["new_tokens"] - 1 <= 16
     assert found["samples_a_pass"] == 4
-    pairs = json.loads(estimate("task=reward_model", "model.path=lm", "hardware.device=cpu",
-                                "--prompt-tokens", "20", "--json", code=0).out)
+    pairs = json.loads(app("estimate", "task=reward_model", "model.path=lm", "hardware.device=cpu",
+                           "--prompt-tokens", "20", "--json", code=0).out)
     assert pairs["samples_a_pass"] == 64  # of 32 pairs
     assert not pairs["generation_bytes"] > pairs["update_bytes"]
-    told = estimate("task=sft", *KEYS, "sft.mini_batch_size=512", "--memory", "0.001", code=8)
+    told = app("estimate", "task=sft", *KEYS, "sft.mini_batch_size=512", "--memory", "0.001",
+               code=8)
     assert "sft.micro_batch_size=1" in told.err

@@ -2,8 +2,8 @@
 
 import json
 
-from helpers import jsonl, stable_rows
-from runs import app_in_process, words
+from helpers import jsonl, read_json, stable_rows
+from runs import words
 from test_cli_serve import server
 
 STEPS = '''\
@@ -20,10 +20,10 @@ KEYS = ("ppo.num_steps=1", "reward.step_separator=' '", "tracking.log_rollouts=t
         "tracking.rollout_tokens=true", "generation.stop_sequences=[film]")
 
 
-def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(command, world, capsys):
+def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(command, app, world):
     (world / "steps.py").write_text(STEPS)
     given = words("reward.fn=steps.py:words", "reward.metric_fn=steps.py:count", *KEYS)
-    told = app_in_process(capsys, "validate")("--deep", *given, code=0).out
+    told = app("validate", "--deep", *given, code=0).out
     command(*given, "run_name=here", code=0)
     rows = jsonl(world / "runs/here/samples.jsonl")
     assert {row["kind"] for row in rows} == {"rollout", "eval"}
@@ -38,7 +38,7 @@ def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(command, w
                 wanted[places[i + (i < count - 1 or row["response"].endswith(" "))]] += 0.5
             assert row["token_rewards"] == wanted
     assert any(0 < row["score"] < 0.5 * row["response_tokens"] for row in rows)
-    figures = json.loads((world / "runs/here/summary.json").read_text())["eval_after"]
+    figures = read_json(world / "runs/here/summary.json")["eval_after"]
     assert figures["metrics/steps"] == 2 * figures["reward_mean"]
     with server("reward.fn=steps.py:words", "--port", "0", cwd=world) as (_, address):
         command(*words("reward.metric_fn=steps.py:count", *KEYS, "reward.fn=http",
@@ -47,18 +47,16 @@ def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(command, w
         world / "runs/there/metrics.jsonl")
     assert "score" in told
     # the judge of single responses
-    said = app_in_process(capsys, "generate")(
-        world / "runs/here", "--prompt", "the film was", "--score", "--json", code=0).out
-    found = json.loads(said)
+    found = json.loads(app("generate", world / "runs/here", "--prompt", "the film was", "--score",
+                           "--json", code=0).out)
     assert found["score"] == 0.5 * len(found["response"].split())
 
 
-def test_steps_without_ends_are_refused_before_a_model_is_loaded(command, world, capsys):
+def test_steps_without_ends_are_refused_before_a_model_is_loaded(command, validate, world):
     (world / "steps.py").write_text(STEPS)
     ended = command(*words("reward.fn=steps.py:words", "run_name=r"), code=7)
     assert "asks for the steps of responses, and nothing says what they are" in ended.err
     assert "reward.step_separator or reward.step_fn" in ended.err
-    ended = app_in_process(capsys, "validate")(
-        *words("reward.fn=steps.py:words", "reward.step_fn=steps.py:gone"), code=7)
+    ended = validate(*words("reward.fn=steps.py:words", "reward.step_fn=steps.py:gone"), code=7)
     assert "steps.py" in ended.err
     assert "gone" in ended.err

@@ -1,19 +1,17 @@
 """Jobs of a sweep beside one another: ``sweep.jobs``, and Slurm's queue through submitit."""
 
-import json
 import os
 import re
 import select
 import signal
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import slurm_double
-from helpers import jsonl
-from runs import app_in_process, run, spawn, wait_for, words
+from helpers import jsonl, read_json
+from runs import run, spawn, wait_for, words
 
 from ppocli.cli.job import start
 from ppocli.cli.sweep_jobs import _Queued
@@ -27,11 +25,19 @@ TWO = ("hydra.sweep.dir=runs/s", "sweep.jobs=2")
 
 
 def book(world: Path, sweep: str = "s") -> list[dict]:
-    return json.loads((world / "runs" / sweep / "sweep.json").read_text())["jobs"]
+    return read_json(world / "runs" / sweep / "sweep.json")["jobs"]
 
 
-def weights(folder: Path) -> bytes:
-    return (folder / "model/model.safetensors").read_bytes()
+def both_saved(world: Path) -> bool:
+    return all((world / f"runs/s/{n}/checkpoints/step-000001").exists() for n in (0, 1))
+
+
+def assert_same_weights(world: Path, *numbers: int) -> None:
+    """Jobs beside one another came to what those of ``runs/turn`` came to."""
+    for number in numbers:
+        one, other = (world / f"runs/{sweep}/{number}/model/model.safetensors"
+                      for sweep in ("s", "turn"))
+        assert one.read_bytes() == other.read_bytes()
 
 
 def both_run(world: Path, *numbers: int) -> list[int] | None:
@@ -57,8 +63,7 @@ def test_jobs_run_together_and_come_to_what_they_come_to_in_turn(world: Path):
     for one, other in zip(jobs, turn, strict=True):
         assert (one["varied"], one["status"], one["figures"]) == \
             (other["varied"], other["status"], other["figures"])
-    for number in (0, 2, 4):
-        assert weights(world / f"runs/s/{number}") == weights(world / f"runs/turn/{number}")
+    assert_same_weights(world, 0, 2, 4)
 
 
 def test_a_job_takes_no_file_of_the_current_folder_for_pythons_own(tmp_path: Path):
@@ -68,8 +73,7 @@ def test_a_job_takes_no_file_of_the_current_folder_for_pythons_own(tmp_path: Pat
     os.close(lifeline)
 
 
-def test_groups_and_recipes_say_what_jobs_share(world: Path, monkeypatch):
-    monkeypatch.chdir(world)
+def test_groups_and_recipes_say_what_jobs_share(world: Path):
     (world / "recipes").mkdir()
     (world / "recipes/mine.yaml").write_text("sweep: {jobs: 3}\noutput_dir: elsewhere\n")
     shared, jobs = [], []
@@ -88,12 +92,10 @@ def test_groups_and_recipes_say_what_jobs_share(world: Path, monkeypatch):
 
 
 @pytest.mark.long
-def test_what_a_job_says_of_its_failure_is_told(world: Path, capsys, monkeypatch):
+def test_what_a_job_says_of_its_failure_is_told(world: Path, command):
     (world / "bad.py").write_text("def score(outputs):\n    raise ValueError('no such luck')\n")
-    monkeypatch.chdir(world)
-    said = app_in_process(capsys)(
-        "train", "-m", *words("reward.fn=bad.py:score", "ppo.num_steps=1"), "seed=1,2", *TWO,
-        code=11).err
+    said = command("-m", *words("reward.fn=bad.py:score", "ppo.num_steps=1"), "seed=1,2", *TWO,
+                   code=11).err
     assert said.count("no such luck") == 2
     assert [job["exit_code"] for job in book(world)] == [7, 7]
     assert "no such luck" in book(world)[0]["error"]
@@ -103,8 +105,7 @@ def test_what_a_job_says_of_its_failure_is_told(world: Path, capsys, monkeypatch
 def test_sigterm_stops_all_and_the_sweep_goes_on(world: Path):
     given = ["train", "-m", *words("ppo.num_steps=4"), "seed=1,2,3"]
     process = spawn(*given, *TWO, cwd=world, PPOCLI_FAULTS="score.before@14:sleep=3")
-    wait_for(lambda: all((world / f"runs/s/{n}/checkpoints/step-000001").exists()
-                         for n in (0, 1)), process)
+    wait_for(lambda: both_saved(world), process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
@@ -112,8 +113,7 @@ def test_sigterm_stops_all_and_the_sweep_goes_on(world: Path):
     assert "ppocli sweep resume" in err
     run("sweep", "resume", "s", cwd=world, code=0)
     run(*given, "hydra.sweep.dir=runs/turn", cwd=world, code=0)
-    for number in range(3):
-        assert weights(world / f"runs/s/{number}") == weights(world / f"runs/turn/{number}")
+    assert_same_weights(world, 0, 1, 2)
 
 
 @pytest.mark.slow
@@ -124,14 +124,13 @@ def test_kill_9_of_the_sweep_stops_all_its_jobs(world: Path):
     pids = both_run(world, 0, 1)
     assert pids is not None
     ended = [os.pidfd_open(pid) for pid in pids]
-    wait_for(lambda: all((world / f"runs/s/{n}/checkpoints/step-000001").exists()
-                         for n in (0, 1)), process)
+    wait_for(lambda: both_saved(world), process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
     for descriptor in ended:
         assert select.select([descriptor], [], [], 60)[0], "a job outlives its sweep"
         os.close(descriptor)
-    assert [json.loads((world / f"runs/s/{n}/summary.json").read_text())["status"]
+    assert [read_json(world / f"runs/s/{n}/summary.json")["status"]
             for n in (0, 1)] == ["stopped", "stopped"]
 
 
@@ -150,10 +149,7 @@ def test_a_search_chooses_alike_whichever_job_ends_first(world: Path):
     wait_for((world / "runs/s/6").exists, process)
     os.kill(process.pid, signal.SIGKILL)
     process.communicate()
-    deadline = time.monotonic() + 60
-    while any(live_owner(world / f"runs/s/{number}") for number in range(9)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_for(lambda: not any(live_owner(world / f"runs/s/{number}") for number in range(9)))
     run("sweep", "resume", "s", cwd=world, code=0)
     trials = [[(trial.params, trial.value) for trial in open_study(world / "runs" / name).trials]
               for name in ("s", "whole")]
@@ -162,9 +158,8 @@ def test_a_search_chooses_alike_whichever_job_ends_first(world: Path):
 
 
 @pytest.mark.long
-def test_each_job_has_its_gpus(world: Path, capsys, monkeypatch):
+def test_each_job_has_its_gpus(world: Path, command, monkeypatch):
     """No GPU is needed to see which ones a job is given."""
-    monkeypatch.chdir(world)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     own = [word for word in words("ppo.num_steps=1", "reward.fn=seen.py:score")
            if not word.startswith("hardware.device")]
@@ -172,12 +167,11 @@ def test_each_job_has_its_gpus(world: Path, capsys, monkeypatch):
         "import os, pathlib\ndef score(outputs):\n    with open('seen', 'a') as file:\n"
         "        file.write(os.environ['CUDA_VISIBLE_DEVICES'])\n"
         "    return [float(len(text)) for text in outputs]\n")
-    typed = app_in_process(capsys)
-    said = typed("train", "-m", *own, "seed=1,2,3", "sweep.jobs=3", code=2).err
+    said = command("-m", *own, "seed=1,2,3", "sweep.jobs=3", code=2).err
     assert "sweep.jobs=3: each job has GPUs of its own" in said
     assert "fix:   sweep.jobs=2" in said
     assert not list(world.glob("runs/*/*"))
-    typed("train", "-m", *own, "seed=1,2", *TWO, code=0)
+    command("-m", *own, "seed=1,2", *TWO, code=0)
     assert set((world / "seen").read_text()) == {"5", "7"}
 
 
@@ -212,8 +206,8 @@ def test_slurm_runs_the_jobs_and_goes_on_with_one_that_it_has_preempted(world: P
     assert "#SBATCH --time=30" in script
     assert "#SBATCH --partition=long" in script
     run(*given, "hydra.sweep.dir=runs/turn", cwd=world, code=0)
+    assert_same_weights(world, 0, 1)
     for number in (0, 1):
-        assert weights(world / f"runs/s/{number}") == weights(world / f"runs/turn/{number}")
         steps = [row["step"] for row in jsonl(world / f"runs/s/{number}/metrics.jsonl")]
         assert steps == sorted(set(steps))
 
@@ -222,8 +216,7 @@ def test_slurm_runs_the_jobs_and_goes_on_with_one_that_it_has_preempted(world: P
 def test_a_stopped_sweep_cancels_slurms_jobs(world: Path, slurm: Path):
     process = spawn("train", "-m", *words("ppo.num_steps=4"), "seed=1,2", *ON_SLURM, cwd=world,
                     PPOCLI_FAULTS="score.before@8:sleep=3", PATH=os.environ["PATH"])
-    wait_for(lambda: all((world / f"runs/s/{n}/checkpoints/step-000001").exists()
-                         for n in (0, 1)), process)
+    wait_for(lambda: both_saved(world), process)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 143, err
@@ -238,19 +231,16 @@ def test_a_stopped_sweep_cancels_slurms_jobs(world: Path, slurm: Path):
     (("sweep.slurm.timeout_min=5", "sweep.trials=3"), "a grid runs every combination"),
     (("sweep.slurm.timeout_min=5",), "Slurm can't be used: Could not detect \"srun\""),
     (("sweep.slurm.timeout_min=5", "hydra/sweeper=basic", "sweep.jobs=0"), "sweep.jobs")])
-def test_what_is_wrong_with_slurm_is_told_before_a_job(more, said, world, capsys, monkeypatch):
-    monkeypatch.chdir(world)
+def test_what_is_wrong_with_slurm_is_told_before_a_job(more, said, world, command, monkeypatch):
     monkeypatch.setenv("PATH", str(world))  # where no srun is
-    given = ["train", "-m", *words("sweep.launcher=slurm", *more), "seed=1,2"]
-    assert said in app_in_process(capsys)(*given, code=2).err
+    assert said in command("-m", *words("sweep.launcher=slurm", *more), "seed=1,2", code=2).err
     assert not list(world.glob("runs/*/[0-9]"))
 
 
-def test_without_submitit(world, capsys, monkeypatch):
-    monkeypatch.chdir(world)
+def test_without_submitit(world, command, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
-    said = app_in_process(capsys)("train", "-m", *words(), "seed=1,2", "sweep.launcher=slurm",
-                                  "sweep.slurm.timeout_min=5", code=2).err
+    said = command("-m", *words(), "seed=1,2", "sweep.launcher=slurm", "sweep.slurm.timeout_min=5",
+                   code=2).err
     assert "pip install 'ppocli[slurm]'" in said
 
 

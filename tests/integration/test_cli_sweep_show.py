@@ -6,21 +6,13 @@ import select
 import shutil
 import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from helpers import jsonl, ppocli
-from runs import (
-    Command,
-    app_in_process,
-    copied,
-    signed_again,
-    spawn,
-    wait_for,
-    whole_copy,
-    words,
-)
+from helpers import jsonl, ppocli, read_json
+from runs import Command, copied, signed_again, spawn, wait_for, whole_copy, words
 
 from ppocli.cli import sweep_jobs as module
 from ppocli.cli.output import code_of
@@ -62,8 +54,8 @@ def shown(capsys, given: str | None = None, sort: str = "reward") -> dict:
 
 
 @pytest.fixture
-def resume(capsys) -> Command:
-    return app_in_process(capsys, "sweep", "resume")
+def resume(app) -> Command:
+    return partial(app, "sweep", "resume")
 
 
 def test_status_is_told_even_of_jobs_that_nobody_wrote_down(sweep, capsys):
@@ -192,8 +184,8 @@ def test_finished_jobs_are_kept_without_being_loaded(sweep, reference, resume, m
     assert ended.err.count("finished already, kept") == 4
     rows = [line.split() for line in ended.out.splitlines()]
     assert rows[1][:5] == ["0", "finished", "0", "0.5", "0.25"]  # as it was written down
-    jobs = json.loads((sweep / "sweep.json").read_text())["jobs"]
-    after = json.loads((sweep / "3/summary.json").read_text())["eval_after"]
+    jobs = read_json(sweep / "sweep.json")["jobs"]
+    after = read_json(sweep / "3/summary.json")["eval_after"]
     assert jobs[3]["reward_mean"] == after["reward_mean"]  # was known to its folder alone
     assert [each["status"] for each in jobs] == ["finished"] * 4
 
@@ -267,7 +259,7 @@ def test_kill_9_of_a_sweep_stops_its_job_and_the_sweep_goes_on(world, capsys, re
     process = spawn("train", "-m", *given, "hydra.sweep.dir=s", cwd=world,
                     PPOCLI_FAULTS="score.before@8:sleep=12")
     wait_for((world / "s/0/checkpoints/step-000001").exists, process)
-    planned = json.loads((world / "s/sweep.json").read_text())
+    planned = read_json(world / "s/sweep.json")
     assert [each["status"] for each in planned["jobs"]] == ["running", "planned"]
     worker = live_owner(world / "s/0")
     assert worker is not None
@@ -280,7 +272,7 @@ def test_kill_9_of_a_sweep_stops_its_job_and_the_sweep_goes_on(world, capsys, re
     finally:
         os.close(ended)
     process.communicate()
-    assert json.loads((world / "s/0/summary.json").read_text())["status"] == "stopped"
+    assert read_json(world / "s/0/summary.json")["status"] == "stopped"
     found = shown(capsys, "s", "job")["jobs"]
     assert [each["status"] for each in found] == ["stopped", "planned"]
     done = ppocli("sweep", "resume", "s", cwd=world, code=0)

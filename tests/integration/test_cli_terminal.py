@@ -1,11 +1,10 @@
 """``ppocli train`` on real pseudo terminals: the live view, a window that changes, Ctrl-C."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
-from helpers import stable_rows
+from helpers import read_json, stable_rows
 from runs import STEPS, words
 from terminal import Terminal
 
@@ -76,7 +75,7 @@ def test_ctrl_c_prints_below_the_view_which_is_gone(world: Path):
     assert len(said) - at <= 4
     assert not any("── training" in line for line in said)
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", terminal.raw), "colours"
-    assert json.loads((world / "runs/r/summary.json").read_text())["status"] == "stopped"
+    assert read_json(world / "runs/r/summary.json")["status"] == "stopped"
 
 
 @pytest.mark.slow

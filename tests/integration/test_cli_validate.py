@@ -7,16 +7,11 @@ from pathlib import Path
 
 import pytest
 from helpers import environment, jsonl, ppocli
-from runs import Command, app_in_process, words
+from runs import words
 
 from ppocli.errors import RewardError
 from ppocli.rewards.resolve import REWARD
 from ppocli.user_code import Wanted, refuse_absent
-
-
-@pytest.fixture
-def validate(capsys: pytest.CaptureFixture[str]) -> Command:
-    return app_in_process(capsys, "validate")
 
 
 def everything(folder: Path) -> dict[str, int]:

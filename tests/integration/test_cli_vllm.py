@@ -11,14 +11,13 @@ from pathlib import Path
 import pytest
 import vllm_double
 from helpers import jsonl, save_lm, save_talker
-from runs import app_in_process, command_in_process, run, spawn, wait_for, words
-from vllm_double import dying, engine_of, free_port, serving
+from runs import free_port, run, spawn, wait_for, words
+from vllm_double import dying, engine_of, serving
 
 GENERATE = "/inference/v1/generate"
 
 
-def test_a_run_stops_when_no_server_is_left_and_goes_on(world, capsys):
-    command = command_in_process(capsys)
+def test_a_run_stops_when_no_server_is_left_and_goes_on(world, command, app):
     keys = words("rollout.engine=vllm", "run_name=served")
     with serving(engine_of(world), dying(30)) as url:
         ended = command(*keys, f"rollout.urls=[{url}]", code=12)
@@ -30,39 +29,36 @@ def test_a_run_stops_when_no_server_is_left_and_goes_on(world, capsys):
     rows = jsonl(world / "runs/served/metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(0 <= row["rollout/logprob_gap_max"] < 1e-4 for row in rows[1:])
-    ppocli, found = app_in_process(capsys), []
     greedy = ["eval", "runs/served", "generation.eval.do_sample=false", "--json"]
-    found.append(ppocli(*greedy, code=0).out)  # the run's servers are gone
+    ours = json.loads(app(*greedy, code=0).out)  # the run's servers are gone
     with serving(engine := engine_of(world)) as url:
-        found.append(ppocli(*greedy, "rollout.engine=vllm", f"rollout.urls=[{url}]", code=0).out)
+        theirs = json.loads(app(*greedy, "rollout.engine=vllm", f"rollout.urls=[{url}]",
+                                code=0).out)
     assert engine.asked[GENERATE] > 4
-    ours, theirs = (json.loads(text) for text in found)
     assert theirs["figures"]["reward_mean"] == ours["figures"]["reward_mean"]
 
 
-def test_generate_takes_servers_when_told(world, capsys, tmp_path):
-    ppocli = app_in_process(capsys)
+def test_generate_takes_servers_when_told(world, app):
     ask = ["generate", "lm", "-p", "the", "-p", "a film", "-n", "3", "--max-new-tokens", "6",
            "--json"]
     with serving(engine := engine_of(world)) as url:
         served = ["rollout.engine=vllm", f"rollout.urls=[{url}]"]
-        mine, theirs = (ppocli(*ask, "--greedy", *more, code=0).out for more in ([], served))
+        mine, theirs = (app(*ask, "--greedy", *more, code=0).out for more in ([], served))
         assert theirs == mine
         assert engine.asked[GENERATE] >= 6
-        drawn = [ppocli(*ask, "--seed", seed, "--batch-size", batch, *served, code=0).out
+        drawn = [app(*ask, "--seed", seed, "--batch-size", batch, *served, code=0).out
                  for seed, batch in (("3", "64"), ("3", "2"), ("4", "64"))]
         assert drawn[0] == drawn[1] != drawn[2]
-        assert "Servers have the weights of one model" in ppocli(
+        assert "Servers have the weights of one model" in app(
             *ask, "--against", "./lm", *served, code=2).err
-    assert "ppocli eval takes all of them" in ppocli(
+    assert "ppocli eval takes all of them" in app(
         *ask, "rollout.engine=transformers", code=2).err
     with serving(engine_of(world), dying(6)) as url:
-        assert "No server is left" in ppocli(*ask, "rollout.engine=vllm", f"rollout.urls=[{url}]",
-                                             code=12).err
+        assert "No server is left" in app(*ask, "rollout.engine=vllm", f"rollout.urls=[{url}]",
+                                          code=12).err
 
 
-def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, capsys):
-    command = command_in_process(capsys)
+def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, command):
     keys = words("rollout.engine=vllm", "run_name=ahead", "rollout.ahead=1",
                  "ppo.optimizer.lr=1e-2")
     engine = engine_of(world)
@@ -103,16 +99,18 @@ shift 2
 PYTHONPATH={Path(vllm_double.__file__).parent} exec {sys.executable} {vllm_double.__file__} "$@"
 """)
     python.chmod(0o755)
-    port = free_port()
-    return words("rollout.engine=vllm", f"rollout.urls=[http://127.0.0.1:{port}]",
+    return words("rollout.engine=vllm", f"rollout.urls=[http://127.0.0.1:{free_port()}]",
                  "rollout.launch=true", f"rollout.python={python}", "run_name=launched",
                  "eval.at_start=false")
 
 
+def port_of(keys: list[str]) -> int:
+    return int(next(key for key in keys if "urls" in key).rpartition(":")[2].rstrip("]"))
+
+
 def nobody_listens(keys: list[str]) -> bool:
-    port = int(next(key for key in keys if "urls" in key).rpartition(":")[2].rstrip("]"))
     with socket.socket() as one:
-        return one.connect_ex(("127.0.0.1", port)) != 0
+        return one.connect_ex(("127.0.0.1", port_of(keys))) != 0
 
 
 def test_a_launched_server_ends_with_the_run_however_that_ends(world):
@@ -127,8 +125,7 @@ def test_a_launched_server_ends_with_the_run_however_that_ends(world):
     wait_for(lambda: nobody_listens(keys), seconds=30)
 
 
-def test_a_python_without_vllm_and_a_server_that_ends_are_told(world, capsys):
-    command = command_in_process(capsys)
+def test_a_python_without_vllm_and_a_server_that_ends_are_told(world, command):
     keys = launched(world)
     told = command(*keys, f"rollout.python={sys.executable}", code=12).err
     assert "has no vLLM" in told
@@ -139,20 +136,18 @@ def test_a_python_without_vllm_and_a_server_that_ends_are_told(world, capsys):
     assert (world / "runs/launched/vllm-0.log").read_text().endswith("no room\n")
 
 
-def test_an_address_that_somebody_answers_at_is_not_taken(world, capsys, tmp_path):
+def test_an_address_that_somebody_answers_at_is_not_taken(world, command, tmp_path):
     keys = launched(world)
-    port = int(next(key for key in keys if "urls" in key).rpartition(":")[2].rstrip("]"))
-    with serving(engine_of(tmp_path / "other"), port=port):
-        assert "answers at" in command_in_process(capsys)(*keys, code=12).err
+    with serving(engine_of(tmp_path / "other"), port=port_of(keys)):
+        assert "answers at" in command(*keys, code=12).err
     assert not (world / "runs/launched/vllm-0.log").exists()
 
 
-def test_a_recipe_can_not_name_a_program(world, capsys):
+def test_a_recipe_can_not_name_a_program(world, command):
     (world / "recipes").mkdir()
     (world / "recipes/theirs.yaml").write_text(
         "# @package _global_\nrollout:\n  engine: vllm\n  urls: ['http://127.0.0.1:1']\n"
         "  launch: true\n  python: ./python\n")
-    command = command_in_process(capsys)
     told = command(*words("+recipe=theirs", "run_name=named"), code=2).err
     assert "type it: rollout.python=./python" in told
     told = command(*words("+recipe=theirs", "run_name=named", "rollout.python=./python"),
@@ -160,9 +155,9 @@ def test_a_recipe_can_not_name_a_program(world, capsys):
     assert "can't be started" in told
 
 
-def test_the_command_that_starts_a_server(world, capsys):
+def test_the_command_that_starts_a_server(world, app):
     save_talker(world / "lm", max_position_embeddings=48)
-    ended = app_in_process(capsys)(
+    ended = app(
         "vllm-command", "model.path=lm", "rollout.engine=vllm", "prompts.max_length=10",
         "generation.max_new_tokens=7", "rollout.urls=[http://10.0.0.2:81,http://h]", code=0)
     first, second = ended.out.splitlines()
@@ -171,11 +166,10 @@ def test_the_command_that_starts_a_server(world, capsys):
     assert f"--model {world / 'lm'}" in first
     assert "--host h --port 8000" in second
     assert json.dumps({"tie_word_embeddings": False}) in first
-    bounded = app_in_process(capsys)(
-        "vllm-command", "model.path=lm", "rollout.engine=vllm", "prompts.max_length=45",
-        "rollout.urls=[http://h]", code=0)
+    bounded = app("vllm-command", "model.path=lm", "rollout.engine=vllm", "prompts.max_length=45",
+                  "rollout.urls=[http://h]", code=0)
     assert "--max-model-len 48 " in bounded.out  # no more than the model has positions
     save_lm(world / "t5", "t5")
-    assert "vLLM serves no encoder-decoder" in app_in_process(capsys)(
+    assert "vLLM serves no encoder-decoder" in app(
         "vllm-command", "model.path=t5", "rollout.engine=vllm", "rollout.urls=[http://h]",
         code=2).err

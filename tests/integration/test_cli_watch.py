@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from helpers import environment, jsonl
+from helpers import environment, jsonl, read_json
 from runs import copied, spawn, wait_for, whole_copy, words
 from terminal import Terminal
 
@@ -151,7 +151,7 @@ def test_rows_with_what_is_no_number_are_shown_all_the_same(finished, capsys):
 
 
 def test_every_end_has_its_words_and_the_way_on(finished, reference, tmp_path, capsys):
-    summary = json.loads((finished / "summary.json").read_text())
+    summary = read_json(finished / "summary.json")
     for change, said in (
             ({"status": "stopped"}, "runs/done was stopped at step 4 of 4; resume with: ppocli "
                                     "resume runs/done\n"),

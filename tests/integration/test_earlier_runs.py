@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from helpers import VOLATILE, jsonl, mostly_slow, stable_rows
-from runs import app_in_process, last_checkpoint
+from runs import last_checkpoint
 
 EARLIER = Path(__file__).parent.parent / "fixtures/earlier"
 
@@ -29,12 +29,12 @@ def stopped(kind: str, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kind", mostly_slow(
     ["stateful", "lora", "shared", "zero2"], quick=lambda kind: kind == "stateful"))
-def test_a_run_of_an_earlier_version_goes_on_to_the_same_end(kind, stopped, capsys, monkeypatch):
+def test_a_run_of_an_earlier_version_goes_on_to_the_same_end(kind, stopped, app, monkeypatch):
     expected = [{name: value for name, value in row.items() if not name.startswith(VOLATILE)}
                 for row in jsonl(EARLIER / kind / "metrics.jsonl")]
     # it carries no signature of whoever started it
     monkeypatch.chdir(stopped.parent)
-    app_in_process(capsys)("resume", stopped, "--trust", code=0)
+    app("resume", stopped, "--trust", code=0)
     found = stable_rows(stopped / "metrics.jsonl")
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for row, wanted in zip(found, expected, strict=True):

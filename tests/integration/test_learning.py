@@ -1,13 +1,11 @@
 """That it learns: a short run in the quick suite, the whole promise of one seed in the slow one; a
 run without a critic as users see it."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from helpers import jsonl
-from runs import app_in_process
+from helpers import jsonl, read_json
 
 
 @pytest.fixture
@@ -22,7 +20,7 @@ def train(command, here: Path) -> Callable[..., Path]:
 
 def test_a_part_of_the_quickstart_raises_the_reward(train):
     run = train("ppo.total_episodes=1536", "prompts.eval.repeat=2")
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_json(run / "summary.json")
     before, after = summary["eval_before"], summary["eval_after"]
     assert before["reward_mean"] <= 0.6
     assert after["reward_mean"] >= before["reward_mean"] + 0.2
@@ -46,19 +44,17 @@ NOTHING_DENSE = "[[0.0] * len(ids) for ids in response_ids]"
     (("ppo.logprobs_from=decode", *AS_USUAL), ALWAYS),
     (("ppo.logprobs_from=decode", "ppo.advantage=reinforce_pp", *AS_USUAL), NOTHING_DENSE),
     (("ppo.advantage=grpo", "ppo.n=4"), ALWAYS), ((), NOTHING), ((), ALWAYS)])
-def test_a_reward_that_never_differs_leaves_the_policy_where_it_was(words, scores, tmp_path, capsys,
-                                                                    monkeypatch):
+def test_a_reward_that_never_differs_leaves_the_policy_where_it_was(words, scores, here, command):
     """Neither rounding nor what the critic doesn't know yet is whitened into steps, nor do Adam's
     steps come of it."""
-    monkeypatch.chdir(tmp_path)
     Path("rare.py").write_text(f"def score(responses, response_ids, **_):\n    return {scores}\n")
-    app_in_process(capsys)(
-        "train", "+recipe=quickstart", "~reward", "reward.fn=rare.py:score", *words, "run_name=r",
+    command(
+        "+recipe=quickstart", "~reward", "reward.fn=rare.py:score", *words, "run_name=r",
         "ppo.total_episodes=null", "ppo.num_steps=6", "ppo.num_rollouts=32",
         "ppo.mini_batch_size=12",
         "generation.max_new_tokens=8", "eval.every_steps=null", "eval.at_start=false",
         "checkpoint.every_steps=null", "hardware.device=cpu", code=0)
-    kl = [row["objective/kl"] for row in jsonl(tmp_path / "runs/r/metrics.jsonl")
+    kl = [row["objective/kl"] for row in jsonl(here / "runs/r/metrics.jsonl")
           if "objective/kl" in row]
     assert len(kl) == 6
     assert max(map(abs, kl)) < 1e-3
@@ -68,7 +64,7 @@ def test_a_reward_that_never_differs_leaves_the_policy_where_it_was(words, score
 @pytest.mark.timeout(900)
 def test_the_quickstart_keeps_its_promise(train):
     run = train("seed=7")
-    after = json.loads((run / "summary.json").read_text())["eval_after"]
+    after = read_json(run / "summary.json")["eval_after"]
     assert after["reward_mean"] >= 0.92
     assert after["kl_mean"] <= 2.0
 
@@ -115,7 +111,7 @@ def test_a_player_learns_to_use_its_tool(played):
     assert after["eval/reward_mean"] >= 0.9
 
 
-def test_a_run_without_a_critic_has_no_figures_of_one_and_saves_no_value_head(train, here, capsys):
+def test_a_run_without_a_critic_has_no_figures_of_one_and_saves_no_value_head(train, here, app):
     run = train("ppo.total_episodes=64", "ppo.num_rollouts=32", "prompts.eval.limit=4",
                 "prompts.eval.repeat=1", "hardware.device=cpu", "ppo.advantage=grpo", "ppo.n=4")
     row = jsonl(run / "metrics.jsonl")[-1]
@@ -123,10 +119,9 @@ def test_a_run_without_a_critic_has_no_figures_of_one_and_saves_no_value_head(tr
     assert row["objective/non_score_reward"] == 0
     assert row["objective/rlhf_reward"] == row["objective/scores"]
     assert not {"loss/value_avg", "val/error", "val/returns_mean"} & set(row)
-    assert json.loads((run / "summary.json").read_text())["updates"] == 2 * 2
+    assert read_json(run / "summary.json")["updates"] == 2 * 2
     assert not list(run.rglob("value_*"))
-    command = app_in_process(capsys)
-    ended = command("export", run, "--include-value-head", "--output", here / "x", code=3)
+    ended = app("export", run, "--include-value-head", "--output", here / "x", code=3)
     assert "has no value head: it was trained without a critic" in ended.err
     assert not (here / "x").exists()
-    command("report", run, code=0)
+    app("report", run, code=0)

@@ -1,6 +1,5 @@
 """A loop of one's own is the same training: same numbers, same checks, same files."""
 
-import json
 import logging
 import math
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import VOLATILE, environment, jsonl, ppocli, stable_rows
+from helpers import VOLATILE, environment, jsonl, ppocli, read_json, stable_rows
 from runs import WORDS
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -243,7 +242,7 @@ def test_a_resumed_loop_goes_on_as_if_never_stopped(loop_words, tmp_path):
         run_steps(first, 1)
         saved = first.save_checkpoint()
         run_steps(first, 1)  # lost
-    assert json.loads((saved.parent.parent / "summary.json").read_text())["status"] == "stopped"
+    assert read_json(saved.parent.parent / "summary.json")["status"] == "stopped"
     with PPOTrainer([f"resume={saved.parent.parent}"]) as second:
         assert second.steps == 1
         run_steps(second, 2)
@@ -277,7 +276,7 @@ def test_each_of_two_trainers_writes_into_its_own_log(loop_words):
 def test_a_failure_is_noted_and_a_closed_trainer_says_so(loop_words):
     with pytest.raises(ZeroDivisionError), PPOTrainer(loop_words) as trainer:
         raise ZeroDivisionError("mine")
-    summary = json.loads((trainer.run_dir / "summary.json").read_text())
+    summary = read_json(trainer.run_dir / "summary.json")
     assert (summary["status"], summary["error"]) == ("failed", "ZeroDivisionError: mine")
     with pytest.raises(ConfigError, match="closed"):
         trainer.generate(QUERIES)

@@ -1,12 +1,11 @@
 """The recipes of the whole road, each run reading the one before it, with a few updates; those for
 models of the Hub with the built-in ones in their place."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
-from helpers import ppocli
+from helpers import ppocli, read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))  # scripts, no package
@@ -42,7 +41,7 @@ def test_the_whole_road_of_a_family_of_recipes(family, tmp_path):
                timeout=180)
     runs = {kind: tmp_path / f"runs/{family}-{kind}" for kind in ("sft", "reward", "ppo")}
     assert all((run / "model/config.json").is_file() for run in runs.values())
-    accuracy = json.loads((runs["reward"] / "summary.json").read_text())["eval_after"]["accuracy"]
+    accuracy = read_json(runs["reward"] / "summary.json")["eval_after"]["accuracy"]
     assert 0 <= accuracy <= 1
     if family == "pipeline":
         ppocli("eval", str(runs["ppo"]), "--name", "best-of-n", *pipeline.SAMPLES, "--limit", "2",

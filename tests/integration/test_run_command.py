@@ -1,11 +1,10 @@
 """A user's own model, prompts and reward, from a folder of their own, through the command."""
 
-import json
 from pathlib import Path
 
 import pytest
-from helpers import jsonl
-from runs import STEPS, app_in_process, last_checkpoint, run, scalars
+from helpers import jsonl, read_json, write_jsonl
+from runs import STEPS, last_checkpoint, run, scalars
 
 
 def test_the_last_line_is_the_model_and_everything_is_there(reference, shared_world):
@@ -49,14 +48,14 @@ def test_metrics_samples_and_events_agree(reference):
     counts = [len(row["response"].split()) for row in samples if row["kind"] == "eval"
              and row["step"] == 4]
     assert rows[4]["eval/metrics/words"] == pytest.approx(sum(counts) / len(counts))
-    summary = json.loads((reference / "summary.json").read_text())
+    summary = read_json(reference / "summary.json")
     assert summary["status"] == "finished"
     assert summary["eval_before"]["reward_mean"] == pytest.approx(rows[0]["eval/reward_mean"])
     assert summary["eval_after"]["reward_mean"] == pytest.approx(rows[4]["eval/reward_mean"])
 
 
 @pytest.mark.long
-def test_epochs_are_passes_over_the_prompts_and_a_resume_may_add_some(world, command, capsys):
+def test_epochs_are_passes_over_the_prompts_and_a_resume_may_add_some(world, command, app):
     (world / "prompts.txt").write_text("the film\ni saw\nit was\n")
     (world / "own.py").write_text("def score(outputs, **_):\n    return [0.0] * len(outputs)\n")
     words = ("model.path=lm", "prompts.path=prompts.txt", "reward.fn=own.py:score", "ppo.epochs=2",
@@ -66,7 +65,7 @@ def test_epochs_are_passes_over_the_prompts_and_a_resume_may_add_some(world, com
     command(*words[:3], "ppo.epochs=3", *words[4:], "resume=auto", code=0)
     rows = [row for row in jsonl(world / "runs/r/metrics.jsonl") if row["step"]]
     assert [row["episode"] for row in rows] == [8, 12, 18]  # 3 prompts, 2 samples of each
-    assert app_in_process(capsys, "runs")("list", code=0).out.split("\n")[1].split()[2] == "3/3"
+    assert app("list", code=0).out.split("\n")[1].split()[2] == "3/3"
 
 
 def test_a_foreign_folder_with_few_words(world):
@@ -75,7 +74,7 @@ def test_a_foreign_folder_with_few_words(world):
         "def score(samples, prompts, outputs, label, **kwargs):\n"
         "    return [float(word in text) for word, text in zip(label, outputs)]\n")
     rows = [{"prompt": text, "label": "good"} for text in ("the film", "i saw", "it was")]
-    (world / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_jsonl(world / "prompts.jsonl", rows)
     done = run("train", "model.path=./lm", "prompts.path=./prompts.jsonl", "prompts.column=prompt",
                "reward.fn=my_rewards:score", "ppo.total_episodes=20", "ppo.num_rollouts=8",
                "ppo.mini_batch_size=4", "generation.max_new_tokens=6", cwd=world, code=0)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import jsonl, stable_rows
-from runs import WORDS, app_in_process, last_checkpoint, run, whole_copy
+from helpers import jsonl, read_json, stable_rows, write_jsonl
+from runs import WORDS, last_checkpoint, run, whole_copy
 from safetensors.torch import load_file
 
 OUTSIDE = Path(__file__).parent.parent / "outside"
@@ -33,7 +33,7 @@ def add_outside_code(folder: Path) -> None:
     for file in OUTSIDE.glob("*.py"):
         shutil.copy(file, folder)
     (folder / "odd.py").write_text("def number(setup):\n    return 3\n")
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    write_jsonl(folder / "pairs.jsonl", PAIRS)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def test_a_task_of_ones_own_trains_is_evaluated_and_is_saved_as_a_model(straight
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     assert rows[-1]["loss/total"] < rows[1]["loss/total"]
     assert rows[-1]["eval/margin_mean"] > rows[0]["eval/margin_mean"] == 0.0
-    summary = json.loads((straight / "summary.json").read_text())
+    summary = read_json(straight / "summary.json")
     assert summary["eval_after"]["accuracy"] == rows[-1]["eval/accuracy"]
     assert summary["seen"] == summary["episodes"] == 32
     assert summary["best"]["name"] == "accuracy"
@@ -103,15 +103,15 @@ def test_a_task_of_ones_own_trains_is_evaluated_and_is_saved_as_a_model(straight
 
 
 @pytest.mark.parametrize("kind", ["sampler"])
-def test_a_sampler_of_ones_own_is_measured_by_forward_passes(kind, straight, here):
+def test_a_sampler_of_ones_own_is_measured_by_forward_passes(kind, straight, here, command):
     rows = jsonl(straight / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
     # its logprobs are zeros: had they been taken, the ratio would be e^logprob
     assert rows[1]["val/ratio"] == pytest.approx(1.0, abs=0.05)
     assert rows[1]["objective/kl"] == pytest.approx(0.0, abs=1e-5)
     assert rows[0]["eval/kl_mean"] == pytest.approx(0.0, abs=1e-5)
-    run("train", *(word for word in words(kind, "run_name=ours", "rollout.engine=decode")
-                          if not word.startswith("rollout.kwargs")), cwd=here, code=0)
+    command(*(word for word in words(kind, "run_name=ours", "rollout.engine=decode")
+              if not word.startswith("rollout.kwargs")), code=0)
     assert jsonl(here / "runs/ours/metrics.jsonl")[1]["reward/mean"] != rows[1]["reward/mean"]
 
 
@@ -169,15 +169,14 @@ def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here, comma
     ("task.fn=absent.py:Pairs", "no file 'absent.py'"),
     ("task.fn=pairs_task.py:Paris", "no 'Paris' in 'pairs_task.py'"),
     ("rollout.engine=slow_sampler.py:Hole", "no 'Hole' in 'slow_sampler.py'")])
-def test_validate_looks_for_a_task_and_a_sampler_of_one_s_own(here, word, says, capsys):
-    validate = app_in_process(capsys, "validate")
+def test_validate_looks_for_a_task_and_a_sampler_of_one_s_own(here, word, says, validate):
     said = validate(*words("sampler", word), code=2).err
     assert says in said
     assert word.partition("=")[0] in said
     validate(*words("sampler"), code=0)
 
 
-def test_what_a_task_minimises_is_best_where_it_is_lowest(here, command, capsys):
+def test_what_a_task_minimises_is_best_where_it_is_lowest(here, command, app):
     (here / "least.py").write_text(
         "from pairs_task import Pairs\n\n\nclass Least(Pairs):\n"
         "    lower_is_better = frozenset({'margin_mean'})\n")
@@ -186,10 +185,10 @@ def test_what_a_task_minimises_is_best_where_it_is_lowest(here, command, capsys)
     told = {row["step"]: row["eval/margin_mean"]
             for row in jsonl(here / "runs/least/metrics.jsonl")}
     assert min(told.values()) < max(told.values())
-    [listed] = json.loads(app_in_process(capsys)("runs", "list", "--json", code=0).out)
+    [listed] = json.loads(app("runs", "list", "--json", code=0).out)
     assert (listed["best"], listed["best_step"]) == min((told[step], step) for step in told)
     # the start has no checkpoint
-    summary = json.loads((here / "runs/least/summary.json").read_text())
+    summary = read_json(here / "runs/least/summary.json")
     assert summary["best"]["metric"] == min(told[step] for step in told if step)
 
 

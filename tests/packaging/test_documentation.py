@@ -21,7 +21,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import checked, environment
+from helpers import checked, environment, read_json
 from warm import Process, begin
 
 from ppocli.builtin.names import resolve_builtin
@@ -366,7 +366,7 @@ def test_every_figure_of_a_run_is_explained_and_no_other(here, command, inject):
     figures = {name for row in rows for name in json.loads(row)}
     own = {name.removeprefix("eval/metrics/") for name in figures if "eval/metrics/" in name}
     assert own
-    summary = json.loads((here / "runs/x/summary.json").read_text(encoding="utf-8"))
+    summary = read_json(here / "runs/x/summary.json")
     own |= {"brief", "praise", "logs", "told", "missing_eos"}
     found = {without_names(name, own) for name in figures}
     elsewhere = {"time/gather", "rollout/drawn", "rollout/uniform_groups", "eval/turns_mean",

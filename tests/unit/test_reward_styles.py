@@ -13,7 +13,7 @@ import pytest
 import torch
 from data_tokenizers import CHATML, utf8_bytes, words
 from helpers import jsonl, refused, running, save_talker
-from runs import app_in_process, signed_again
+from runs import signed_again
 from runs import words as run_words
 
 from ppocli.config import resolved
@@ -391,15 +391,14 @@ def test_a_run_from_before_styles_is_called_as_it_was(world):
     assert with_styles(RewardConfig(fn="elsewhere.py:ends")).style == "trlx"
 
 
-def test_validate_shows_the_style(world, command, capsys):
+def test_validate_shows_the_style(world, validate):
     (world / "elsewhere.py").write_text(EXAMPLES.read_text())
-    app = app_in_process(capsys, "validate")
-    assert "reward elsewhere.py:dense_reward_fn (style trlx)" in app(
+    assert "reward elsewhere.py:dense_reward_fn (style trlx)" in validate(
         *run_words("reward.fn=elsewhere.py:dense_reward_fn"), code=0).out
-    assert "did you mean trlx" in app(*run_words("reward.style=trlxx"), code=2).said
-    assert "give reward.style=trl to ppocli serve-reward" in app(
+    assert "did you mean trlx" in validate(*run_words("reward.style=trlxx"), code=2).said
+    assert "give reward.style=trl to ppocli serve-reward" in validate(
         *run_words("reward.fn=http", "reward.style=trl"), code=2).said
-    assert "must be one of auto, ppocli, trl" in app(
+    assert "must be one of auto, ppocli, trl" in validate(
         *run_words("~reward.fn", "reward.fns.a.fn=length", "reward.fns.a.style=TRL"),
         code=2).said
 

@@ -16,9 +16,9 @@ import httpx2
 import pytest
 import torch
 from helpers import environment, jsonl, make_lm, make_tokenizer, refused, write_prompts
-from runs import run, spawn, wait_for, words
+from runs import free_port, run, spawn, wait_for, words
 from sessions import rollout_of, session_of, small_config
-from vllm_double import assert_same, break_off, disturb, drawn, free_port, ours
+from vllm_double import assert_same, break_off, disturb, drawn, ours
 
 from ppocli.errors import SamplerError
 from ppocli.sampling.vllm.transfer import GroupTransfer
