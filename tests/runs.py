@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -166,6 +166,14 @@ def shell(line: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
                           env=environment(**env), timeout=200, check=False)
 
 
+def imported_by(code: str, cwd: Path) -> set[str]:
+    """The packages that are loaded once this code has run in a fresh interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys; print('MODULES', *sys.modules)"], cwd=cwd,
+        text=True, capture_output=True, env=environment(), timeout=60, check=True)
+    return {name.split(".")[0] for name in done.stdout.rpartition("MODULES")[2].split()}
+
+
 def assert_no_process_left(group: int) -> None:
     """No process of the group lives on (it is ended if it does)."""
     deadline = time.monotonic() + 5
@@ -219,6 +227,17 @@ def signed_again(run_dir: Path) -> Path:
         atomic.write_json_atomic(run_dir / "run.json",
                                  signature.sign_run(told, run_dir / "config.yaml"))
     return run_dir
+
+
+def rewrite(run_dir: Path, changes: Mapping[str, str]) -> Path:
+    """The run, as if it had been started with a configuration that reads otherwise."""
+    config = run_dir / "config.yaml"
+    text = config.read_text(encoding="utf-8")
+    for before, after in changes.items():
+        assert before in text
+        text = text.replace(before, after)
+    config.write_text(text, encoding="utf-8")
+    return signed_again(run_dir)
 
 
 def copied(source: Path, target: Path, last_step: int) -> Path:

@@ -34,6 +34,16 @@ def config(tmp_path_factory) -> dict:
             "hardware.gemm": "default"}
 
 
+def one_and_two(folder: Path, config: dict, stage: int, tolerance: float, *more: str
+                ) -> tuple[dict, dict]:
+    """What one process and two under a stage come to, which is the same."""
+    one = run_job(folder, "one", config, world=1, script=SCRIPT)
+    many = run_job(folder, "many", {**config, **under(stage, folder)}, world=2, script=SCRIPT)
+    for prefix in ("losses", "eval", "weight/", *more):
+        assert largest_difference(one, many, prefix) < tolerance, prefix
+    return one, many
+
+
 @pytest.mark.parametrize(("stage", "keys"), [
     (3, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         (0, {}), (1, {}), (2, {}), (3, {"hardware.gather_for_generation": False}),
@@ -41,11 +51,7 @@ def config(tmp_path_factory) -> dict:
         (3, {"sft.neftune": 5.0}), (2, {"sft.micro_batch_size": None, "data.packing": False}),
         (0, {"sft.micro_batch_tokens": 20})])])
 def test_two_ranks_give_the_numbers_of_one_process(config, tmp_path, stage, keys):
-    config = {**config, **keys}
-    one = run_job(tmp_path, "one", config, world=1, script=SCRIPT)
-    many = run_job(tmp_path, "many", {**config, **under(stage, tmp_path)}, world=2, script=SCRIPT)
-    for prefix in ("losses", "eval", "weight/"):
-        assert largest_difference(one, many, prefix) < 1e-6, prefix
+    one, many = one_and_two(tmp_path, {**config, **keys}, stage, 1e-6)
     assert many["shown"].tolist() == one["shown"].tolist()
 
 
@@ -64,10 +70,7 @@ def as_reward_model(config: dict) -> dict:
         (2, {"sft.micro_batch_size": None, "data.packing": False})]])
 def test_two_ranks_give_the_reward_model_of_one_process(config, tmp_path, stage, keys):
     config = as_reward_model({**config, **keys})
-    one = run_job(tmp_path, "one", config, world=1, script=SCRIPT)
-    many = run_job(tmp_path, "many", {**config, **under(stage, tmp_path)}, world=2, script=SCRIPT)
-    for prefix in ("losses", "eval", "weight/", "closing"):
-        assert largest_difference(one, many, prefix) < 2e-6, prefix
+    one_and_two(tmp_path, config, stage, 2e-6, "closing")
     merged = sorted(tmp_path.glob("*.model/model.safetensors"))
     if "model.peft" in config:
         left, right = map(load_file, merged)

@@ -28,13 +28,15 @@ def task(rank: int, *, nodes: int = 1, world: int = 2) -> dict[str, str]:
             "SLURM_NODEID": str(rank // each)}
 
 
-def srun(*given: str, cwd: Path, nodes: int = 1) -> list[tuple[int, str, str]]:
-    """Exit code, output and messages of each of two tasks."""
+def srun(*given: str, cwd: Path, nodes: int = 1, codes: tuple[int, int] = (0, 0)) -> list[Ended]:
+    """What each of two tasks came to, which have to end with these codes."""
     port = str(free_port())
     tasks = [spawn(*given, cwd=cwd, **{**task(rank, nodes=nodes), "MASTER_PORT": port})
              for rank in (1, 0)]
-    ended = [(*process.communicate(timeout=200), process.returncode) for process in tasks]
-    return [(code, out, err) for out, err, code in reversed(ended)]
+    said = [process.communicate(timeout=200) for process in tasks]
+    assert tuple(process.returncode for process in reversed(tasks)) == codes, said
+    return [Ended(process.returncode, *each)
+            for process, each in zip(reversed(tasks), reversed(said), strict=True)]
 
 
 def start(*given: str, cwd: Path, **env: str) -> subprocess.Popen[str]:
@@ -83,11 +85,10 @@ def assert_same_as_alone(world: Path, name: str) -> None:
 
 def test_two_tasks_of_srun_are_the_ranks_of_one_run(world):
     first, second = srun("train", *words(*ONE), cwd=world)
-    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     [folder] = (world / "runs").iterdir()
-    assert first[1].splitlines()[-1] == str(folder / "model")
-    assert second[1] == ""
-    assert "Error" not in second[2]
+    assert first.out.splitlines()[-1] == str(folder / "model")
+    assert second.out == ""
+    assert "Error" not in second.err
     settings = (folder / "config.yaml").read_text()
     assert "num_processes: 2\n" in settings
     checkpoint = folder / "checkpoints/step-000001"
@@ -97,26 +98,23 @@ def test_two_tasks_of_srun_are_the_ranks_of_one_run(world):
 
 
 def test_wrong_words_are_told_once_and_end_all_tasks_alike(world):
-    first, second = srun("train", *words(*ONE, "hardware.num_processes=3", "run_name=x"), cwd=world)
-    assert (first[0], second[0]) == (2, 2)
-    assert "hardware.num_processes is 3, but srun has started 2 processes" in first[2]
-    assert len(errors_in(first[2] + second[2])) == 1
+    first, second = srun("train", *words(*ONE, "hardware.num_processes=3", "run_name=x"), cwd=world,
+                         codes=(2, 2))
+    assert "hardware.num_processes is 3, but srun has started 2 processes" in first.err
+    assert len(errors_in(first.err + second.err)) == 1
     assert not (world / "runs").exists()
 
 
 @pytest.mark.slow
 def test_one_task_a_node_starts_ranks_of_its_own(world):
-    first, second = srun("train", *words(*ONE, "hardware=ddp", "hardware.num_processes=1"),
-                         cwd=world, nodes=2)
-    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
+    srun("train", *words(*ONE, "hardware=ddp", "hardware.num_processes=1"), cwd=world, nodes=2)
     first, second = srun("train", *words(*ONE, "hardware=zero2", "ppo.num_rollouts=16"), cwd=world,
                          nodes=2)
-    assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     folder = max((world / "runs").iterdir())
     settings = (folder / "config.yaml").read_text()
     assert "num_processes: 2\n  num_nodes: 2\n" in settings
     assert len(list(folder.glob("checkpoints/step-000001/optimizer-*-of-00004.*"))) == 4
-    assert len([line for line in (first[1] + second[1]).splitlines()
+    assert len([line for line in (first.out + second.out).splitlines()
                 if line.endswith("/model")]) == 1
 
 
@@ -126,13 +124,11 @@ def test_what_needs_one_process_says_so_once(world):
     for given, text in ((["eval", "runs/done"], "This command works in one process"),
                         (["train", "-m", *words(*ONE), "seed=1,2"], "A sweep works in one"),
                         (["train", *words(*ONE), "--dry-run"], "This command works in one")):
-        first, second = srun(*given, cwd=world)
-        assert (first[0], second[0]) == (2, 2), first[2]
-        assert text in first[2]
-        assert len(errors_in(first[2] + second[2])) == 1
+        first, second = srun(*given, cwd=world, codes=(2, 2))
+        assert text in first.err
+        assert len(errors_in(first.err + second.err)) == 1
     first, second = srun("train", *words(*ONE), "--cfg", "job", "-p", "seed", cwd=world)
-    assert (first[0], second[0], second[1]) == (0, 0, "")
-    assert first[1] == "0\n"
+    assert (first.out, second.out) == ("0\n", "")
     assert [path.name for path in (world / "runs").iterdir()] == ["done"]
 
 
@@ -187,10 +183,9 @@ def test_a_failure_on_one_rank_is_told_once(world, function, codes, text):
     (world / "odd.py").write_text(REWARD)
     started = time.monotonic()
     first, second = srun("train", *words("run_name=bad", *ONE, f"reward.fn=odd.py:{function}"),
-                         cwd=world)
-    assert (first[0], second[0]) == codes, first[2] + second[2]
-    assert text in first[2] + second[2]
-    assert len(errors_in(first[2] + second[2])) == 1
+                         cwd=world, codes=codes)
+    assert text in first.err + second.err
+    assert len(errors_in(first.err + second.err)) == 1
     assert time.monotonic() - started < 120
 
 

@@ -118,6 +118,13 @@ def start_nodes(link: Link, world: Path, *more: str) -> list[subprocess.Popen[st
             for node in (0, 1)]
 
 
+def long_run(link: Link, world: Path, *more: str) -> list[subprocess.Popen[str]]:
+    """Nodes in the midst of a run."""
+    processes = start_nodes(link, world, "ppo.num_steps=400", "eval.every_steps=100", *more)
+    wait_for(lambda: rows_of(world / "runs/nodes") >= 2, processes[0], seconds=240)
+    return processes
+
+
 @pytest.mark.parametrize("stage", [2, 0, 3])
 def test_two_namespaces_come_to_what_one_process_comes_to(world, link, stage):
     """The smallest true run of several machines: addresses of their own, nothing shared but files,
@@ -142,9 +149,7 @@ def test_two_namespaces_come_to_what_one_process_comes_to(world, link, stage):
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_node_that_dies_ends_the_other_with_one_message(world, link, killed):
-    processes = start_nodes(link, world, "ppo.num_steps=400", "eval.every_steps=100",
-                            "hardware.timeout_seconds=20")
-    wait_for(lambda: rows_of(world / "runs/nodes") >= 2, processes[0], seconds=240)
+    processes = long_run(link, world, "hardware.timeout_seconds=20")
     spaces = {pid: os.stat(f"/proc/{pid}/ns/net").st_ino
               for pid in [*launchers_of(world / "runs/nodes"), *ranks_of(world / "runs/nodes")]}
     own = os.stat(f"/proc/{processes[killed].pid}/ns/net").st_ino
@@ -166,9 +171,7 @@ def test_a_node_that_dies_ends_the_other_with_one_message(world, link, killed):
 
 def test_a_link_that_falls_silent_ends_both_within_the_timeout(world, link):
     """No connection is closed: each side only hears nothing any more."""
-    processes = start_nodes(link, world, "ppo.num_steps=400", "eval.every_steps=100",
-                            "hardware.timeout_seconds=10")
-    wait_for(lambda: rows_of(world / "runs/nodes") >= 2, processes[0], seconds=240)
+    processes = long_run(link, world, "hardware.timeout_seconds=10")
     _ip("-n", link.names[0], "link", "set", "link0", "down")
     started = time.monotonic()
     ended = assert_end(processes, 1)
@@ -180,8 +183,7 @@ def test_a_link_that_falls_silent_ends_both_within_the_timeout(world, link):
 
 
 def test_sigterm_to_one_node_stops_both_and_both_resume(world, link):
-    processes = start_nodes(link, world, "ppo.num_steps=400", "eval.every_steps=100")
-    wait_for(lambda: rows_of(world / "runs/nodes") >= 2, processes[0], seconds=240)
+    processes = long_run(link, world)
     # `ip netns exec` has become the command
     processes[1].send_signal(signal.SIGTERM)
     assert_end(processes, 143)

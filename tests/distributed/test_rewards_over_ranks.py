@@ -50,6 +50,9 @@ KEYS = ("ppo.num_steps=1", "ppo.num_rollouts=7", "ppo.chunk_size=4", "prompts.ev
         "prompts.shuffle=false", "eval.every_steps=1", "eval.at_start=false",
         "reward.metric_fn=odd.py:measure")
 pytestmark = pytest.mark.timeout(300)
+WAYS = {"one": [], "first": ["hardware=ddp", "reward.ranks=first"],
+        "all": ["hardware=ddp", "reward.ranks=all"]}
+"""in one process, and on two that ask for all samples on one of them or each for its own"""
 
 
 def test_a_stateful_reward_sees_whole_chunks_on_one_rank(world):
@@ -91,8 +94,7 @@ def test_the_key_says_it_for_any_function(world):
     (world / "odd.py").write_text(STATEFUL)
     given = ["reward.fn=odd.py:ranked", "tracking.log_rollouts=true", *KEYS, "ppo.chunk_size=8"]
     found = {}
-    for name, more in (("one", []), ("first", ["hardware=zero2", "reward.ranks=first"]),
-                       ("all", ["hardware=ddp", "reward.ranks=all"])):
+    for name, more in {**WAYS, "first": ["hardware=zero2", "reward.ranks=first"]}.items():
         run("train", *words(f"run_name={name}", *given, *more), cwd=world, code=0)
         rows = jsonl(world / f"runs/{name}/samples.jsonl")
         summary = read_json(world / f"runs/{name}/summary.json")
@@ -114,8 +116,7 @@ def test_steps_are_the_same_on_several_ranks(world):
              "tracking.log_rollouts=true", "tracking.rollout_tokens=true",
              "reward.metric_fn=steps.py:measure"]
     found = []
-    for name, more in (("one", []), ("first", ["hardware=ddp", "reward.ranks=first"]),
-                       ("all", ["hardware=ddp", "reward.ranks=all"])):
+    for name, more in WAYS.items():
         run("train", *words(f"run_name={name}", *given, *more), cwd=world, code=0)
         summary = read_json(world / f"runs/{name}/summary.json")
         found.append(([(row["score"], row["token_rewards"])
@@ -136,8 +137,7 @@ def test_functions_of_other_libraries_are_called_alike_on_several_ranks(world):
     given = ["tracking.log_rollouts=true", *KEYS, "ppo.chunk_size=8", "ppo.num_steps=2",
              *(f"reward.fns.{name}.fn=elsewhere.py:{fn}" for name, fn in fns.items())]
     found = {}
-    for name, more in (("one", []), ("first", ["hardware=ddp", "reward.ranks=first"]),
-                       ("all", ["hardware=ddp", "reward.ranks=all"])):
+    for name, more in WAYS.items():
         told = [word for word in words(f"run_name={name}", *given, *more)
                 if not word.startswith(("reward.fn=", "reward.metric_fn="))]
         run("train", *told, cwd=world, code=0)

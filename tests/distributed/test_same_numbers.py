@@ -2,8 +2,10 @@
 
 
 import pytest
-from helpers import write_jsonl
+from helpers import mostly_slow, write_jsonl
 from ranks import assert_same_update, largest_difference, odd_config, run_job, under
+
+slow = pytest.mark.slow
 
 LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn", "c_fc"]}
 ADAPTERS = [LORA, {"type": "prefix", "num_virtual_tokens": 3},
@@ -23,31 +25,33 @@ def alone(config, tmp_path_factory) -> dict:
     return run_job(tmp_path_factory.mktemp("alone"), "alone", config, world=1)
 
 
-QUICK = [(2, 3)]
-SLOW = [(2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2), (4, 3), (1, 1), (1, 2), (1, 3)]
+def one_and_two(folder, config: dict, more: dict) -> tuple[dict, dict]:
+    """What one process and two come to, of which only the two have the settings ``more``."""
+    one = run_job(folder, "one", config, world=1)
+    many = run_job(folder, "many", {**config, **more}, world=2)
+    assert_same_update(one, many)
+    return one, many
 
 
-@pytest.mark.parametrize(("world", "stage"), [
-    *QUICK, *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW)])
+@pytest.mark.parametrize(("world", "stage"), [(2, 3), *(
+    pytest.param(*pair, marks=slow) for pair in [
+        (2, 0), (2, 1), (2, 2), (4, 0), (4, 1), (4, 2), (4, 3), (1, 1), (1, 2), (1, 3)])])
 def test_one_update_is_the_same_on_any_ranks(config, alone, tmp_path, world, stage):
     found = run_job(tmp_path, "many", {**config, **under(stage, tmp_path)}, world=world)
     assert_same_update(alone, found)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("peft", ADAPTERS)
 def test_an_adapter_learns_the_same_on_two_ranks(config, tmp_path, peft, stage):
-    settings = {**config, "model.peft": peft}
-    one = run_job(tmp_path, "one", settings, world=1)
-    many = run_job(tmp_path, "many", {**settings, **under(stage, tmp_path)}, world=2)
-    assert_same_update(one, many)
+    one, _ = one_and_two(tmp_path, {**config, "model.peft": peft}, under(stage, tmp_path))
     trained = {name for name in one if name.startswith("weight/lm.")}
     assert trained
     assert all("lora_" in name or "prompt_encoder" in name for name in trained)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("keys", [
     {"ppo.micro_batch_size": 1}, {"ppo.micro_batch_size": 5}, {"ppo.micro_batch_tokens": 23},
@@ -57,7 +61,7 @@ def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, keys):
     assert_same_update(alone, found)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("changes", [
     {"hardware.zero_stage": 3, "hardware.offload_optimizer": True, "hardware.offload_param": True},
     {"hardware.zero_stage": 2, "hardware.offload_optimizer": True},
@@ -72,37 +76,31 @@ def test_the_micro_batch_changes_nothing(config, alone, tmp_path, stage, keys):
     {"ppo.kl_in": "loss", "ppo.kl_estimator": "full", "hardware.zero_stage": 3,
      "model.reference.shard": False}])
 def test_settings_that_move_weights_elsewhere(config, tmp_path, changes):
-    base = {**config, **{name: value for name, value in changes.items()
-                         if not name.startswith("hardware.")}}
-    one = run_job(tmp_path, "one", base, world=1)
-    assert_same_update(one, run_job(tmp_path, "many", {**base, **changes}, world=2))
+    one_and_two(tmp_path, {**config, **{name: value for name, value in changes.items()
+                                        if not name.startswith("hardware.")}}, changes)
 
 
-@pytest.mark.parametrize("stage", [0, *(
-    pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2, 3))])
-@pytest.mark.parametrize("keys", [{}, *(pytest.param(keys, marks=pytest.mark.slow) for keys in (
-    {"model.value.kind": "model"}, {"ppo.micro_batch_size": 5}))])
+@pytest.mark.parametrize(("stage", "keys"), mostly_slow(
+    range(4), [{}, {"model.value.kind": "model"}, {"ppo.micro_batch_size": 5}],
+    quick=lambda stage, keys: stage == 0 and not keys))
 def test_examples_that_are_mixed_in_are_the_same_on_two_ranks(config, tmp_path, stage, keys):
     """3 examples an update, of which one rank gets two micro-batches less than samples."""
     write_jsonl(tmp_path / "texts.jsonl", (
         {"prompt": "the film", "completion": " good" * n} for n in range(1, 8)))
     base = {**config, "ppo.ptx.coef": 0.5, "ppo.ptx.mini_batch_size": 3,
             "ppo.ptx.data.path": str(tmp_path / "texts.jsonl"), **keys}
-    one = run_job(tmp_path, "one", base, world=1)
-    assert_same_update(one, run_job(tmp_path, "many", {**base, **under(stage, tmp_path)}, world=2))
+    one_and_two(tmp_path, base, under(stage, tmp_path))
 
 
 @pytest.mark.parametrize(("advantage", "stage"), [("grpo", 0), *(
-    pytest.param(name, stage, marks=pytest.mark.slow)
+    pytest.param(name, stage, marks=slow)
     for name, stage in [("grpo", 2), ("grpo", 3), ("rloo", 0), ("rloo", 3), ("reinforce_pp", 0)])])
 def test_estimators_without_a_critic_are_the_same_on_any_ranks(config, tmp_path, advantage, stage):
     """14 samples in groups of two, which chunks of 3 and shares of the ranks cut through."""
     base = {**config, "ppo.advantage": advantage, "ppo.n": 2, "ppo.num_rollouts": 14}
     if (advantage, stage) == ("grpo", 0):  # whose KL is in the loss
         base |= {"ppo.kl_estimator": "full", "ppo.dynamic_sampling": 4}
-    one = run_job(tmp_path, "one", base, world=1)
-    many = run_job(tmp_path, "many", {**base, **under(stage, tmp_path)}, world=2)
-    assert_same_update(one, many)
+    one, many = one_and_two(tmp_path, base, under(stage, tmp_path))
     assert one["drawn"] == many["drawn"]
     assert (one["drawn"] > 14) == ("ppo.dynamic_sampling" in base)
 
@@ -113,18 +111,16 @@ GROUPS = {"ppo.advantage": "grpo", "ppo.n": 2, "ppo.num_rollouts": 14, "ppo.gae_
 
 
 @pytest.mark.parametrize(("keys", "stage"), [({}, 0), *(
-    pytest.param(keys, stage, marks=pytest.mark.slow) for keys, stage in [
+    pytest.param(keys, stage, marks=slow) for keys, stage in [
         ({}, 1), ({}, 2), ({}, 3), ({"model.peft": LORA}, 0), ({"model.peft": LORA}, 3),
         ({"model.num_layers_unfrozen": 1}, 0), ({"model.num_layers_unfrozen": 1}, 2),
         (GROUPS, 0), (GROUPS, 3)])])
 def test_episodes_of_several_turns_are_the_same_on_two_ranks(config, tmp_path, keys, stage):
-    base = {**config, **PLAYS, **keys}
-    one = run_job(tmp_path, "one", base, world=1)
-    assert_same_update(one, run_job(tmp_path, "many", {**base, **under(stage, tmp_path)}, world=2))
+    one, _ = one_and_two(tmp_path, {**config, **PLAYS, **keys}, under(stage, tmp_path))
     assert int(one["experience/response_mask"].sum(1).max()) > 5, "no episode has a second turn"
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_skipped_minibatch_changes_nothing_on_any_rank(config, tmp_path, stage):
     """The second of four updates is not finite, and the ratio guard refuses none."""
@@ -136,7 +132,7 @@ def test_a_skipped_minibatch_changes_nothing_on_any_rank(config, tmp_path, stage
     assert largest_difference(one, many, "state/") < 1e-6
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_the_ratio_guard_and_the_early_stop_are_of_all_ranks(config, tmp_path, stage):
     # in one process the ratios are 1 + 1e-7, 0.9987, 0.9950, 1.0072 and the KLs 2e-8, 1.4e-3, ...:
@@ -152,7 +148,7 @@ def test_the_ratio_guard_and_the_early_stop_are_of_all_ranks(config, tmp_path, s
 
 # Checkpoints --------------------------------------------------------------------------------------
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(("stage", "peft"), [
     *((stage, peft) for stage in range(4) for peft in (None, LORA)), *((3, peft) for peft in (
         *ADAPTERS[1:], {**ADAPTERS[1], "prefix_projection": True, "encoder_hidden_size": 8}))])
@@ -175,7 +171,7 @@ def test_a_checkpoint_goes_on_exactly_and_on_other_ranks(config, tmp_path, stage
     assert largest_difference(through, one, "state/") < 1e-6
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_checkpoint_of_one_process_goes_on_under_every_stage(config, tmp_path, stage):
     config, saved = {**config, **ADAM}, tmp_path / "checkpoint"

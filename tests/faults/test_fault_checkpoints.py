@@ -199,19 +199,14 @@ def test_a_refused_change_leaves_the_run_as_it_was(words_, code, said, command, 
     assert tree(folder) == before
 
 
-def test_a_finished_run_says_so(command, reference, tmp_path):
+def test_a_finished_run_says_so_and_takes_no_settings_that_no_step_is_trained_with(
+        command, reference, tmp_path):
     folder = whole_copy(reference, tmp_path / "run")
     before = tree(folder)
     ended = command(f"resume={folder}", code=0)
     assert "already finished (4/4 steps)" in ended.said
     assert ended.out.splitlines()[-1] == str(folder / "model")
     assert tree(folder) == before
-
-
-def test_a_finished_run_takes_no_settings_that_no_step_is_trained_with(command, reference,
-                                                                       tmp_path):
-    folder = whole_copy(reference, tmp_path / "run")
-    before = tree(folder)
     ended = command(f"resume={folder}", "ppo.vf_coef=0.5", "reward.timeout=9", code=5)
     assert "run is finished, and was not trained with:\n  ppo.vf_coef: 0.1 -> 0.5\n" in ended.err
     assert tree(folder) == before

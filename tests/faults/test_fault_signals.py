@@ -89,14 +89,6 @@ def test_a_server_that_hangs_up_ends_no_command_and_a_reader_that_left_does(tmp_
     assert done.stderr == "went on141\n"
 
 
-def test_a_token_in_the_environment_is_in_no_file_and_not_printed(reference, shared_world):
-    """The reference run was made with it; everything the run left is read."""
-    files = [path for path in shared_world.rglob("*") if path.is_file()]
-    assert shared_world / "stdout" in files
-    assert reference / "config.yaml" in files
-    assert [path for path in files if PLANTED.encode() in path.read_bytes()] == []
-
-
 @pytest.mark.parametrize("word", [
     f"+hub_token={PLANTED}", f"reward.kwargs.token={PLANTED}", f"run_name={PLANTED}",
     "model.path=${oc.env:HF_TOKEN}", f"model.path=https://user:{PLANTED}@huggingface.co/x"])

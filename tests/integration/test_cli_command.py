@@ -3,14 +3,12 @@ this one: quiet, verbose, without colours, a dry run."""
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from helpers import ppocli
-from runs import Command, shell, words
+from runs import Command, imported_by, shell, words
 
 from ppocli.cli import output
 from ppocli.cli.app import app
@@ -24,16 +22,10 @@ def typed(app: Command, here: Path) -> Command:
     return app
 
 
-def imported_by(code: str, cwd: Path) -> set[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys\n{code}\nprint('MODULES', *sys.modules)"],
-        cwd=cwd, text=True, capture_output=True, timeout=60, check=True)
-    line = next(line for line in done.stdout.splitlines() if line.startswith("MODULES"))
-    return {name.split(".")[0] for name in line.split()[1:]}
-
-
-def test_the_command_line_imports_nothing_heavy(tmp_path):
+def test_the_command_line_and_the_package_import_nothing_heavy(tmp_path):
     assert not imported_by("import ppocli.cli.app", tmp_path) & {*HEAVY, "hydra", "omegaconf"}
+    assert not imported_by("import ppocli; ppocli.PPOTrainer; ppocli.Batch", tmp_path) & {
+        *HEAVY, "hydra"}
     words = "['+recipe=quickstart', '--cfg', 'job', '--resolve']"
     assert not imported_by(f"from ppocli.cli.train import run_words; run_words({words})",
                            tmp_path) & set(HEAVY)

@@ -7,16 +7,7 @@ from pathlib import Path
 import played
 import pytest
 from helpers import jsonl, read_json
-from runs import (
-    assert_equal_runs,
-    copied,
-    make_world,
-    resumed,
-    run,
-    signed_again,
-    whole_copy,
-    words,
-)
+from runs import assert_equal_runs, copied, make_world, resumed, rewrite, run, whole_copy, words
 from terminal import Terminal
 
 from ppocli import PPOTrainer
@@ -39,6 +30,12 @@ def playing(*more: str) -> list[str]:
     given = {word.partition("=")[0] for word in more}
     return [word for word in words(*PLAYS, *more)
             if not word.startswith("reward.fn=") or "reward.fn" in given]
+
+
+def last_of(run_dir: Path) -> list[dict]:
+    """The samples of the last evaluation."""
+    return [row for row in jsonl(run_dir / "samples.jsonl")
+            if row["kind"] == "eval" and row["step"] == 4]
 
 
 def with_environments(folder: Path) -> Path:
@@ -64,9 +61,7 @@ def stage(world) -> Path:
 def place(plays, stage) -> Path:
     """The same with a copy of the run."""
     (stage / "runs").mkdir()
-    config = whole_copy(plays, stage / RUN) / "config.yaml"
-    config.write_text(config.read_text().replace(str(plays.parents[1]), str(stage)))
-    signed_again(stage / RUN)
+    rewrite(whole_copy(plays, stage / RUN), {str(plays.parents[1]): str(stage)})
     return stage
 
 
@@ -91,7 +86,7 @@ def test_a_run_has_turns_in_its_samples_and_figures_of_its_episodes(plays):
         assert row["env/truncated_share"] == pytest.approx(1 - row["env/done_share"])
         assert row["env/errors"] == row["env/tool_errors"] == 0
     after = read_json(plays / "summary.json")["eval_after"]
-    last = [row for row in rows if row["kind"] == "eval" and row["step"] == 4]
+    last = last_of(plays)
     assert after["turns_mean"] == sum(len(one["turns"]) for one in last) / len(last)
 
 
@@ -155,8 +150,7 @@ def test_what_the_environment_does_in_its_rehearsal_ends_the_run(stage, command)
     ("sft", ["data.path=prompts.jsonl", "data.format=text", "data.text_column=prompt"]),
     ("reward-model", ["data.path=prompts.jsonl"])])
 def test_tasks_on_data_have_no_environment(name, more, stage, app):
-    ended = app(name, "model.path=./lm", *more, "env.fn=env.py:Words", code=2)
-    assert "env.fn" in ended.err
+    assert "env.fn" in app(name, "model.path=./lm", *more, "env.fn=env.py:Words", code=2).err
 
 
 def test_a_loop_of_ones_own_has_no_environment(stage):
@@ -173,9 +167,7 @@ def test_eval_plays_the_same_episodes_as_the_run(place, app):
     assert {"turns_mean", "done_share"} < own.keys()
     assert {name: figures[name] for name in own} == own
     kept = jsonl(place / RUN / "eval" / STEP / "samples.jsonl")
-    trained = [row for row in jsonl(place / RUN / "samples.jsonl")
-               if row["kind"] == "eval" and row["step"] == 4]
-    assert [row["turns"] for row in kept] == [row["turns"] for row in trained]
+    assert [row["turns"] for row in kept] == [row["turns"] for row in last_of(place / RUN)]
 
 
 def test_an_evaluation_goes_on_only_with_the_same_environment(place, app):
@@ -215,18 +207,15 @@ def test_eval_plays_a_model_without_a_run(stage, app):
 def test_generate_plays_what_evaluation_plays(place, app):
     done = app("generate", RUN, "--env", "--json", code=0)
     told = [json.loads(line) for line in done.out.splitlines()]
-    trained = [row for row in jsonl(place / RUN / "samples.jsonl")
-               if row["kind"] == "eval" and row["step"] == 4]
+    trained = last_of(place / RUN)
     for name in ("prompt", "turns", "ended", "score"):
         assert [row[name] for row in told] == [row[name] for row in trained]
 
 
 def test_generate_prints_who_said_what(place, app):
-    done = app("generate", RUN, "--env", "-p", "the film", "-p", "i saw", "-n", "2", "--seed", "3",
-               code=0)
-    told = [json.loads(line) for line in app(
-        "generate", RUN, "--env", "-p", "the film", "-p", "i saw", "-n", "2", "--seed", "3",
-        "--json", code=0).out.splitlines()]
+    asked = ["generate", RUN, "--env", "-p", "the film", "-p", "i saw", "-n", "2", "--seed", "3"]
+    done = app(*asked, code=0)
+    told = [json.loads(line) for line in app(*asked, "--json", code=0).out.splitlines()]
     blocks = done.out.strip().split("\n\n")
     assert [block.splitlines()[0] for block in blocks] == [
         "== prompt 1: the film", "== prompt 2: i saw", "== prompt 1, sample 2: the film",
@@ -274,8 +263,7 @@ def test_chat_seats_a_person_or_looks_on(watch, place):
 
 
 def test_every_view_tells_the_words_apart(place, app):
-    row = next(row for row in jsonl(place / RUN / "samples.jsonl") if row["kind"] == "eval"
-               and row["step"] == 4 and row["turns"][0]["observation"])
+    row = next(row for row in last_of(place / RUN) if row["turns"][0]["observation"])
     first = row["turns"][0]
     heard = f"[{first['reward']:+g}] {first['observation'].strip()}"
     app("report", RUN, code=0)

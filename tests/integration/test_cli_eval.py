@@ -10,7 +10,7 @@ import sys
 import pytest
 from helpers import jsonl, read_json, save_lm, write_prompts
 from judged import NAME, RUN, result
-from runs import PLANTED, run, signed_again
+from runs import PLANTED, rewrite, run
 
 import ppocli
 from ppocli.cli import eval as command
@@ -69,10 +69,7 @@ def test_the_table_shows_what_eval_json_holds(place, evaluate):
 
 
 def test_settings_of_generation_count_where_the_run_has_others_for_evaluation(place, evaluate):
-    config = place / RUN / "config.yaml"
-    head, tail = config.read_text().split("  eval:\n    max_new_tokens: null")
-    config.write_text(head + "  eval:\n    max_new_tokens: 7" + tail)
-    signed_again(place / RUN)
+    rewrite(place / RUN, {"  eval:\n    max_new_tokens: null": "  eval:\n    max_new_tokens: 7"})
     told = json.loads(evaluate(RUN, "prompts.limit=3", "generation.max_new_tokens=2", "--json").out)
     assert (told["prompts"]["count"], told["generation"]["max_new_tokens"]) == (3, 2)
     assert told["figures"]["response_tokens_mean"] <= 2
@@ -96,13 +93,11 @@ def test_other_prompts_with_their_own_columns(place, evaluate, monkeypatch):
 
 
 def test_a_model_brings_neither_reward_nor_prompts(place, evaluate):
-    done = evaluate("./lm", code=2)
-    assert done.err == (
+    assert evaluate("./lm", code=2).err == (
         "Error: ./lm is a model and brings no reward of its own.\n  where: --reward\n"
         "  fix:   --reward module:function, or a built-in such as --reward length (arguments: "
         "reward.kwargs.NAME=VALUE)\n")
-    done = evaluate("./lm", "--reward", "length", code=2)
-    assert "brings no prompts of its own" in done.err
+    assert "brings no prompts of its own" in evaluate("./lm", "--reward", "length", code=2).err
     both = ["./lm", "--reward", "length", "--prompts", "prompts.jsonl", "--limit", "2"]
     done = evaluate(*both, "reward.kwargs.target=3", code=0)
     assert "no KL: the base of this model is not known; to name it: model.path=FOLDER" in done.err
@@ -112,15 +107,11 @@ def test_a_model_brings_neither_reward_nor_prompts(place, evaluate):
     assert "KL to the base" in done.out
     for words, said in ((["--frontier"], "there is no reference"),
                         (["--against", "base"], "its base is not known")):
-        done = evaluate(*both, *words, code=2)
-        assert said in done.err
+        assert said in evaluate(*both, *words, code=2).err
 
 
 def test_without_a_reference_the_way_to_a_kl_is_said(place, evaluate):
-    config = place / RUN / "config.yaml"
-    config.write_text(config.read_text().replace("kind: auto", "kind: none").replace(
-        "init_kl_coef: 0.05", "init_kl_coef: 0"))
-    signed_again(place / RUN)
+    rewrite(place / RUN, {"kind: auto": "kind: none", "init_kl_coef: 0.05": "init_kl_coef: 0"})
     done = evaluate(RUN, "--limit", "2", "--name", "none", code=0)
     assert ("the run has no reference, so there is no KL; to measure it: "
                                "model.reference.kind=copy") in done.err
@@ -130,14 +121,12 @@ def test_without_a_reference_the_way_to_a_kl_is_said(place, evaluate):
     assert math.isfinite(result(folder / "copy")["figures"]["kl_mean"])
 
 
-def test_a_base_that_has_changed_since_the_training_is_told(place, evaluate):
+def test_a_base_that_has_changed_since_the_training_is_told(place, shared_world, evaluate):
     assert "have changed" not in evaluate(RUN, "--limit", "2", "--name", "same", code=0).err
     base = save_lm(place / "base", seed=3)
-    done = evaluate(RUN, "--limit", "2", "--name", "said", f"model.path={base}", code=0)
-    assert "have changed" not in done.err
-    config = place / RUN / "config.yaml"
-    config.write_text(re.sub("(?m)^  path: .*/lm$", f"  path: {base}", config.read_text()))
-    signed_again(place / RUN)
+    assert "have changed" not in evaluate(RUN, "--limit", "2", "--name", "said",
+                                          f"model.path={base}", code=0).err
+    rewrite(place / RUN, {f"  path: {shared_world / 'lm'}\n": f"  path: {base}\n"})
     done = evaluate(RUN, "--limit", "2", code=0)
     assert (f"the weights of {base} have changed since {place / RUN} was trained against them: "
             "the KL is to what they are now") in " ".join(done.err.split())
@@ -280,9 +269,7 @@ def test_one_text_is_no_list_of_texts(place):
 
 
 def test_a_run_is_asked_as_its_model_was_loaded(place):
-    config = place / RUN / "config.yaml"
-    config.write_text(config.read_text().replace("attn_implementation: null",
-                                                 "attn_implementation: eager"))
+    rewrite(place / RUN, {"attn_implementation: null": "attn_implementation: eager"})
     lm = ppocli.load_run(place / RUN)._player.loaded.lm
     assert lm.config._attn_implementation == "eager"
 

@@ -5,6 +5,8 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -12,67 +14,55 @@ import pytest
 from helpers import jsonl, ppocli, read_json, write_jsonl
 from hostile import hostile_run
 from reported import Page, outside_fences
-from runs import PLANTED, last_checkpoint, whole_copy
+from runs import PLANTED, Command, last_checkpoint, whole_copy
 
-from ppocli.cli.output import code_of
-from ppocli.cli.runs import report
 from ppocli.report.samples import samples_of
 from ppocli.runs.record import read_run
 from ppocli.storage.run_folder import lock
 
 
 @pytest.fixture
-def run(reference: Path, tmp_path: Path) -> Path:
+def run(reference: Path, here: Path) -> Path:
     """A finished run of one's own."""
-    return whole_copy(reference, tmp_path / "runs" / "one")
-
-
-def say_data(say, run: Path) -> dict:
-    """What ``--json`` prints."""
-    code, out, _ = say(run, as_json=True)
-    assert code == 0
-    return json.loads(out)
+    return whole_copy(reference, here / "runs" / "one")
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str]):
-    """The command in this process: (exit code, stdout, stderr)."""
-    def command(run=None, output=None, form=None, overwrite=False, as_json=False, others=None):
-        capsys.readouterr()
-        code = code_of(lambda: report(run and str(run), output and Path(output), form, others,
-                                      overwrite, as_json))
-        return code, *capsys.readouterr()
-    return command
+def report(app: Command) -> Command:
+    return partial(app, "report")
 
 
-def texts(say, run: Path) -> tuple[str, str]:
+@pytest.fixture
+def data_of(report: Command) -> Callable[[Path], dict]:
+    """What ``--json`` prints."""
+    return lambda run: json.loads(report(run, "--json", code=0).out)
+
+
+@pytest.fixture
+def texts_of(report: Command) -> Callable[[Path], tuple[str, str]]:
     """What its page and its Markdown say, which are written."""
-    assert say(run)[0] == 0
-    return Page(run / "report.html").text, (run / "report.md").read_text(encoding="utf-8")
+    def texts_of(run: Path) -> tuple[str, str]:
+        report(run, code=0)
+        return Page(run / "report.html").text, (run / "report.md").read_text(encoding="utf-8")
+
+    return texts_of
 
 
-def test_the_command_writes_a_page_and_markdown_into_the_newest_run(run, tmp_path):
-    done = ppocli("report", cwd=tmp_path, HF_TOKEN=PLANTED, code=0)
+@pytest.fixture(scope="module")
+def written(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with the reports that the command writes into the newest run."""
+    folder = tmp_path_factory.mktemp("written")
+    run = whole_copy(reference, folder / "runs/one")
+    done = ppocli("report", cwd=folder, HF_TOKEN=PLANTED, code=0)
     assert done.stdout == "runs/one/report.html\nruns/one/report.md\n"
     assert done.stderr == "using runs/one (the newest run)\n"
-    rows = jsonl(run / "metrics.jsonl")
-    before, after = rows[0]["eval/reward_mean"], rows[-1]["eval/reward_mean"]
-    page = Page(run / "report.html")
-    for text in (page.text, (run / "report.md").read_text(encoding="utf-8")):
-        assert f"{before:.3f} → {after:.3f}" in text.replace("**", "")
-        for part in ("ppo.kl_controller", "adaptive", "rewards.py:score", "ppo.horizon", "10000",
-                     "ppocli train", "before (step 0)", "after (step 4)", "transformers",
-                     "All 4 steps are done.", "newest"):
-            assert part in text, part
-        assert PLANTED not in text
-    drawn = drawn_data(run / "report.html")
-    assert [curve["title"] for curve in drawn["curves"]][:2] == ["Reward", "KL to the reference"]
-    assert len(drawn["curves"]) > 10
-    rollouts, evaluation = drawn["curves"][0]["lines"]
-    assert evaluation["points"][0] == [row["step"] for row in rows if "eval/reward_mean" in row]
-    assert rollouts["points"][1] == pytest.approx([row["reward/mean"] for row in rows[1:]],
-                                                  rel=1e-5)
-    assert {"img", "iframe", "object", "base"} & set(page.tags) == set()
+    return run
+
+
+@pytest.fixture(scope="module")
+def html(written: Path) -> str:
+    """Its page as it lies there."""
+    return (written / "report.html").read_text(encoding="utf-8")
 
 
 def drawn_data(page: Path) -> dict:
@@ -82,11 +72,30 @@ def drawn_data(page: Path) -> dict:
     return json.loads(data)
 
 
-def test_only_the_script_that_the_page_names_may_run(run, say):
-    assert say(run)[0] == 0
-    text = (run / "report.html").read_text(encoding="utf-8")
-    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', text)
-    [script] = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+def test_a_page_and_markdown_tell_of_the_run(written):
+    rows = jsonl(written / "metrics.jsonl")
+    before, after = rows[0]["eval/reward_mean"], rows[-1]["eval/reward_mean"]
+    page = Page(written / "report.html")
+    for text in (page.text, (written / "report.md").read_text(encoding="utf-8")):
+        assert f"{before:.3f} → {after:.3f}" in text.replace("**", "")
+        for part in ("ppo.kl_controller", "adaptive", "rewards.py:score", "ppo.horizon", "10000",
+                     "ppocli train", "before (step 0)", "after (step 4)", "transformers",
+                     "All 4 steps are done.", "newest"):
+            assert part in text, part
+        assert PLANTED not in text
+    drawn = drawn_data(written / "report.html")
+    assert [curve["title"] for curve in drawn["curves"]][:2] == ["Reward", "KL to the reference"]
+    assert len(drawn["curves"]) > 10
+    rollouts, evaluation = drawn["curves"][0]["lines"]
+    assert evaluation["points"][0] == [row["step"] for row in rows if "eval/reward_mean" in row]
+    assert rollouts["points"][1] == pytest.approx([row["reward/mean"] for row in rows[1:]],
+                                                  rel=1e-5)
+    assert {"img", "iframe", "object", "base"} & set(page.tags) == set()
+
+
+def test_only_the_script_that_the_page_names_may_run(html):
+    [policy] = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]+)"', html)
+    [script] = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     assert policy == (f"default-src 'none'; script-src 'sha256-{digest}'; style-src "
                       "'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'")
@@ -95,38 +104,58 @@ def test_only_the_script_that_the_page_names_may_run(run, say):
     assert re.search(r"uPlot \(v1\.\d+\.\d+\)", script)
 
 
-def test_without_scripts_the_page_has_the_figures_in_a_table(run, say):
-    assert say(run)[0] == 0
-    text = (run / "report.html").read_text(encoding="utf-8")
-    assert "doesn't run. The table holds their figures." in text
-    first = next(row for row in jsonl(run / "metrics.jsonl") if "reward/mean" in row)
-    assert f"Reward: rollouts {first['reward/mean']:.3f}" in re.sub(r"<[^>]+>", " ", text).replace(
+def test_curves_come_first_with_a_table_for_who_runs_no_scripts_and_settings_are_folded(written,
+                                                                                        html):
+    assert "doesn't run. The table holds their figures." in html
+    first = next(row for row in jsonl(written / "metrics.jsonl") if "reward/mean" in row)
+    assert f"Reward: rollouts {first['reward/mean']:.3f}" in re.sub(r"<[^>]+>", " ", html).replace(
         "  ", " ")
-
-
-def test_outcome_and_curves_come_first_and_settings_are_folded(run, say):
-    assert say(run)[0] == 0
-    text = (run / "report.html").read_text(encoding="utf-8")
-    places = [text.index(f'<h2 id="{name}"') for name in (
+    places = [html.index(f'<h2 id="{name}"') for name in (
         "outcome", "curves", "samples", "warnings", "asked", "environment")]
     assert places == sorted(places)
-    assert "<details open" not in text
+    assert "<details open" not in html
 
 
-def test_samples_of_every_evaluation_are_there_but_only_two_are_seen_at_first(run, say):
-    data = say_data(say, run)["samples"]
-    rows = [row for row in jsonl(run / "samples.jsonl") if row["kind"] == "eval"]
-    steps = sorted({row["step"] for row in rows})
-    assert data["between"] == steps[1:-1] != []
-    for pair in data["pairs"]:
-        for step, response in zip(data["between"], pair["between"], strict=True):
-            row = next(r for r in rows if r["step"] == step and r["prompt"] == pair["prompt"])
+def test_a_page_refers_to_nothing_outside_itself(written, html):
+    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|WebSocket|import\(", html)
+    assert set(re.findall(r"https?://[^\"'<\s]+", html)) == {
+        "https://github.com/leeoniya/uPlot"}, "where the library says it is from"
+    page = Page(written / "report.html")
+    loading = {value for name, value in page.attributes
+               if name in ("src", "href", "srcset", "action", "data", "poster")}
+    assert {value for value in loading if value[0] != "#"} == {"data:,"}
+    ids = [value for name, value in page.attributes if name == "id"]
+    links = {value[1:] for name, value in page.attributes if name == "href" and value[0] == "#"}
+    assert len(ids) == len(set(ids))
+    assert links <= set(ids)
+    assert len(links) == len({"asked", "outcome", "curves", "samples", "warnings", "checkpoints",
+                              "environment", "reproduce"})
+
+
+def test_samples_of_one_prompt_stand_together_but_only_two_are_seen_at_first(written, html,
+                                                                             data_of):
+    data = data_of(written)
+    shown = data["samples"]
+    rows = {(row["step"], row["prompt"]): row for row in reversed(jsonl(written / "samples.jsonl"))
+            if row["kind"] == "eval"}
+    steps = sorted({step for step, _ in rows})
+    assert shown["between"] == steps[1:-1] != []
+    for pair in shown["pairs"]:
+        told = [(0, pair["before"]), (4, pair["after"]),
+                *zip(shown["between"], pair["between"], strict=True)]
+        for step, response in told:
+            row = rows[step, pair["prompt"]]
             assert (response["text"], response["score"]) == (row["response"], row["score"])
-    assert say(run)[0] == 0
-    text = (run / "report.html").read_text(encoding="utf-8")
+        for step, response in told[:2]:
+            assert response["kl"] == rows[step, pair["prompt"]]["kl"]
     for step in steps[1:]:
         hidden = " hidden" if step != steps[-1] else ""
-        assert text.count(f'<section data-step="{step}"{hidden}>') == len(data["pairs"])
+        assert html.count(f'<section data-step="{step}"{hidden}>') == len(shown["pairs"])
+    scores = [row["score"] for row in jsonl(written / "samples.jsonl")
+              if row["kind"] == "eval" and row["step"] == 4]
+    assert shown["scores_after"] == scores
+    assert {row["name"]: row["after"] for row in data["outcome"]}["reward_mean"] == pytest.approx(
+        sum(scores) / len(scores))
 
 
 def test_many_evaluations_are_chosen_evenly(run):
@@ -140,9 +169,9 @@ def test_many_evaluations_are_chosen_evenly(run):
     assert [each["text"] for each in pair["between"]] == list(map(str, between))
 
 
-def test_other_runs_lie_over_the_curves(run, say, reference, tmp_path):
-    other = whole_copy(reference, tmp_path / "runs" / "<b>other")
-    assert say(run, others=[str(other), str(run)])[0] == 0
+def test_other_runs_lie_over_the_curves(run, report):
+    other = whole_copy(run, run.parent / "<b>other")
+    report(run, "--with", other, "--with", run, code=0)
     assert "The curves also show <b>other (finished)." in Page(run / "report.html").text
     assert "The curves also show \\<b\\>other (finished)." in (run / "report.md").read_text()
     curves = {curve["title"]: curve for curve in drawn_data(run / "report.html")["curves"]}
@@ -152,47 +181,18 @@ def test_other_runs_lie_over_the_curves(run, say, reference, tmp_path):
     assert {line["run"] for line in curves["Time of a step"]["lines"]} == {-1}
 
 
-def test_a_page_refers_to_nothing_outside_itself(run, say):
-    assert say(run)[0] == 0
-    text = (run / "report.html").read_text(encoding="utf-8")
-    assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|WebSocket|import\(", text)
-    assert set(re.findall(r"https?://[^\"'<\s]+", text)) == {
-        "https://github.com/leeoniya/uPlot"}, "where the library says it is from"
-    assert "default-src 'none'" in text
-    page = Page(run / "report.html")
-    loading = {value for name, value in page.attributes
-               if name in ("src", "href", "srcset", "action", "data", "poster")}
-    assert {value for value in loading if value[0] != "#"} == {"data:,"}
-    ids = [value for name, value in page.attributes if name == "id"]
-    links = {value[1:] for name, value in page.attributes if name == "href" and value[0] == "#"}
-    assert len(ids) == len(set(ids))
-    assert links <= set(ids)
-    assert len(links) == len({"asked", "outcome", "curves", "samples", "warnings", "checkpoints",
-                              "environment", "reproduce"})
+@pytest.fixture(scope="module")
+def hostile(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hostile run with its reports."""
+    run = hostile_run(reference, tmp_path_factory.mktemp("reports") / "hostile")
+    ppocli("report", str(run), cwd=run, code=0)
+    return run
 
 
-def test_the_samples_are_those_of_the_same_prompts(run, say):
-    data = say_data(say, run)
-    rows = [row for row in jsonl(run / "samples.jsonl") if row["kind"] == "eval"]
-    for pair in data["samples"]["pairs"]:
-        for side, step in (("before", 0), ("after", 4)):
-            row = next(r for r in rows if r["step"] == step and r["prompt"] == pair["prompt"])
-            assert pair[side]["text"] == row["response"]
-            assert pair[side]["score"] == row["score"]
-            assert pair[side]["kl"] == row["kl"]
-    scores = [row["score"] for row in rows if row["step"] == 4]
-    assert data["samples"]["scores_after"] == scores
-    assert {row["name"]: row["after"] for row in data["outcome"]}["reward_mean"] == pytest.approx(
-        sum(scores) / len(scores))
-    assert not (run / "report.html").exists()
-
-
-def test_hostile_texts_stay_texts_on_the_page(reference, tmp_path, say):
-    run = hostile_run(reference, tmp_path / "hostile")
-    assert say(run)[0] == 0
-    raw = (run / "report.html").read_text(encoding="utf-8")
+def test_hostile_texts_stay_texts_on_the_page(hostile):
+    raw = (hostile / "report.html").read_text(encoding="utf-8")
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2066\u2069\ud800-\udfff]", raw)
-    page = Page(run / "report.html")
+    page = Page(hostile / "report.html")
     assert "img" not in page.tags
     assert page.tags.count("script") == 2, "the data, and what draws it"
     assert "<script>document" not in raw
@@ -204,10 +204,8 @@ def test_hostile_texts_stay_texts_on_the_page(reference, tmp_path, say):
     assert PLANTED not in raw
 
 
-def test_hostile_texts_stay_texts_in_markdown(reference, tmp_path, say):
-    run = hostile_run(reference, tmp_path / "hostile")
-    assert say(run, form="md")[0] == 0
-    raw = (run / "report.md").read_text(encoding="utf-8")
+def test_hostile_texts_stay_texts_in_markdown(hostile):
+    raw = (hostile / "report.md").read_text(encoding="utf-8")
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e\u2066\ud800-\udfff]", raw)
     lines = outside_fences(raw)
     assert [line for line in lines if line.startswith("#")] == [
@@ -225,12 +223,12 @@ def test_hostile_texts_stay_texts_in_markdown(reference, tmp_path, say):
     assert PLANTED not in raw
 
 
-def test_equal_warnings_are_counted_once_and_dated(run, say):
+def test_equal_warnings_are_counted_once_and_dated(run, data_of):
     with (run / "ppocli.log").open("a") as log:
         for step in (5, 6, 7):
             log.write(f"2026-01-31 12:00:0{step},000 INFO step {step}/9  reward 0.1\n"
                       f"2026-01-31 12:00:0{step},500 WARNING Mean ratio 1{step}.5 exceeds.\nmore\n")
-    assert say_data(say, run)["complaints"][-1] == {
+    assert data_of(run)["complaints"][-1] == {
         "level": "warning", "text": "Mean ratio 15.5 exceeds.\nmore",
         "time": "2026-01-31 12:00:05", "step": 5, "count": 3}
 
@@ -238,7 +236,7 @@ def test_equal_warnings_are_counted_once_and_dated(run, say):
 @pytest.mark.parametrize(("status", "said"), [
     ("stopped", "Stopped at step 4 of 4."), ("failed", "Failed at step 4 of 4."),
     ("interrupted", "Ended at step 4 of 4 without saying why")])
-def test_an_unfinished_run_gets_a_report_that_says_so(run, say, status, said):
+def test_an_unfinished_run_gets_a_report_that_says_so(run, texts_of, status, said):
     summary = read_json(run / "summary.json")
     summary |= {"status": status, "error": "the <disk> was full", "eval_after": None}
     (run / "summary.json").write_text(json.dumps(summary))
@@ -246,42 +244,41 @@ def test_an_unfinished_run_gets_a_report_that_says_so(run, say, status, said):
         (run / "summary.json").unlink()
     shutil.rmtree(run / "model")
     shutil.rmtree(run / "checkpoints")
-    for found in texts(say, run):
+    for found in texts_of(run):
         assert said in found
         assert f"ppocli resume {run}" in found
         assert "None are kept." in found
         assert ("the <disk> was full" in found) == (status == "failed")
 
 
-def test_a_running_run_gets_a_report_that_says_so(run, say):
+def test_a_running_run_gets_a_report_that_says_so(run, texts_of):
     (run / "summary.json").unlink()
     lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
     (run / "metrics.jsonl").write_text("".join(lines[:2]) + '{"step": 2, "rew')
     with lock(run):
-        assert say(run)[0] == 0
-    page = Page(run / "report.html").text
+        page, _ = texts_of(run)
     assert "Still running, at step 1 of 4: this is what there is so far." in page
     assert "ppocli resume" not in page
 
 
-def test_a_run_that_has_only_begun_gets_a_report(run, say):
+def test_a_run_that_has_only_begun_gets_a_report(run, texts_of):
     for path in run.iterdir():
         if path.name not in ("config.yaml", "run.json"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for found in texts(say, run):
+    for found in texts_of(run):
         for part in ("No evaluation has ended yet", "No step has ended yet.",
                      "No evaluation samples were written.", "None are kept."):
             assert part in found, part
 
 
 @pytest.mark.parametrize("lost", ["", "profile", "phases"])
-def test_where_the_time_went_is_the_summarys_profile_or_else_that_of_the_steps(run, say, lost):
+def test_where_the_time_went_is_the_summarys_profile_or_else_that_of_the_steps(run, data_of, lost):
     summary = read_json(run / "summary.json")
     profile = summary["profile"]["phases"]
     if lost:
         summary["profile"] = None if lost == "profile" else {"phases": ["what"]}
         (run / "summary.json").write_text(json.dumps(summary))
-    found = {phase["name"]: phase for phase in say_data(say, run)["phases"]}
+    found = {phase["name"]: phase for phase in data_of(run)["phases"]}
     steps = {"rollout", "reward", "scoring", "optimize", "other", "eval"}
     assert set(found) == (steps if lost else {*steps, "startup", "between", "saving"})
     assert sum(phase["share"] for phase in found.values()) == pytest.approx(1)
@@ -291,9 +288,9 @@ def test_where_the_time_went_is_the_summarys_profile_or_else_that_of_the_steps(r
         assert phase["tokens_per_second"] == (None if lost else profile[name]["tokens_per_second"])
 
 
-def test_an_unusable_checkpoint_is_called_so(run, say):
+def test_an_unusable_checkpoint_is_called_so(run, data_of):
     (last_checkpoint(run) / "value_head.safetensors").unlink()
-    kept = {entry["step"]: entry for entry in say_data(say, run)["checkpoints"]}
+    kept = {entry["step"]: entry for entry in data_of(run)["checkpoints"]}
     assert kept[4]["problem"] == "value_head.safetensors is missing"
     assert (kept[3]["latest"], kept[4]["latest"]) == (True, False)
 
@@ -303,21 +300,21 @@ def set_key(run: Path, key: str, value: str) -> None:
     (run / "config.yaml").write_text(re.sub(f"(?m)^(  {key}:) .*$", rf"\1 {value}", config))
 
 
-def test_a_run_of_python_objects_has_no_command(run, say):
+def test_a_run_of_python_objects_has_no_command(run, texts_of):
     set_key(run, "fn", "<python object>")
-    for found in texts(say, run):
+    for found in texts_of(run):
         assert "started from Python with Python objects" in found
         assert "ppocli train" not in found
 
 
-def test_ten_thousand_steps_are_thinned_and_said_to_be(run, say):
+def test_ten_thousand_steps_are_thinned_and_said_to_be(run, texts_of, data_of):
     row = jsonl(run / "metrics.jsonl")[-1]
     with (run / "metrics.jsonl").open("w") as file:
         for step in range(1, 10_001):
             file.write(json.dumps({**row, "step": step, "reward/mean": step % 97,
                                    "val/var_explained": -5.0 - (step in (1, 9_999)),
                                    "lr": 0.5 if step in (1, 10_000) else step % 7}) + "\n")
-    _, text = texts(say, run)
+    _, text = texts_of(run)
     assert (run / "report.html").stat().st_size < 1_000_000
     said = "Of about every 20 neighbouring steps the lowest and the highest value are drawn."
     drawn = {curve["title"]: curve for curve in drawn_data(run / "report.html")["curves"]}
@@ -327,33 +324,32 @@ def test_ten_thousand_steps_are_thinned_and_said_to_be(run, say):
     assert drawn["Explained variance of the returns"]["floor"] == -1
     _, means = drawn["Reward"]["lines"][0]["means"]  # 0 to 96 over and over
     assert sum(means) / len(means) == pytest.approx(48, abs=0.5)
-    lines = [line for curve in say_data(say, run)["curves"] for line in curve["lines"]]
+    lines = [line for curve in data_of(run)["curves"] for line in curve["lines"]]
     assert max(len(line["points"]) for line in lines) == 1000
     assert "| Explained variance of the returns | -6 | -5 | -6 | -5 | ▅" in text
     assert "Explained variance of the returns: Values below -1 are drawn at -1.\n" in text
     assert "| Learning rate | 0.500 | 0.500 | 0 | 6 |" in text
 
 
-def test_changes_of_a_resume_are_named_and_the_promise_is_dropped(run, say):
+def test_changes_of_a_resume_are_named_and_the_promise_is_dropped(written, run, texts_of):
     promise, warned = "on a CPU in fp32, byte for byte", "it need not give the same numbers"
-    assert say(run)[0] == 0
-    assert promise in Page(run / "report.html").text
+    assert promise in Page(written / "report.html").text
     told = read_json(run / "run.json")
     told["changes"] = [{"step": 2, "key": "reward.kwargs.<i>", "before": "a|b", "after": "0.25"}]
     (run / "run.json").write_text(json.dumps(told))
-    page, text = texts(say, run)
+    page, text = texts_of(run)
     assert promise not in page + text
     assert all(warned in found for found in (page, text))
     assert "| `reward.kwargs.<i>` | `a\\|b` | `0.25` | 2 |" in text
     assert "reward.kwargs.<i>" in page
 
 
-def test_modules_that_the_command_has_to_find_are_named(run, say):
-    assert say_data(say, run)["modules"] == []
+def test_modules_that_the_command_has_to_find_are_named(run, texts_of, data_of):
+    assert data_of(run)["modules"] == []
     set_key(run, "fn", "ok:score")
     set_key(run, "metric_fn", "pkg.more.f")
     (run / "summary.json").unlink()
-    for found in texts(say, run):
+    for found in texts_of(run):
         text = found.replace("`", "")
         assert f"To go on (where ok, pkg.more can be imported): ppocli resume {run}" in text
         assert "Run it in the folder that ok, pkg.more are imported from, unless installed" in text
@@ -362,11 +358,11 @@ def test_modules_that_the_command_has_to_find_are_named(run, say):
 @pytest.mark.parametrize(("kept", "said"), [
     (lambda row: row["step"] == 0, "before training"),
     (lambda row: row["step"] > 2, "after step 4")])
-def test_a_lone_evaluation_says_of_when_it_is(run, say, kept, said):
+def test_a_lone_evaluation_says_of_when_it_is(run, texts_of, kept, said):
     rows = [row for row in jsonl(run / "metrics.jsonl") if kept(row)]
     write_jsonl(run / "metrics.jsonl", rows)
     reward = f"{next(r['eval/reward_mean'] for r in rows if 'eval/reward_mean' in r):.3f}"
-    page, text = texts(say, run)
+    page, text = texts_of(run)
     assert f"Reward on the evaluation prompts {said}: **{reward}**" in text
     assert f"Reward on the evaluation prompts {said}{reward}" in page
     alone = "| Reward: evaluation |" in text and "| Reward: rollouts |" not in text
@@ -375,59 +371,60 @@ def test_a_lone_evaluation_says_of_when_it_is(run, say, kept, said):
     assert ("Reward: evaluation" in titles) == alone
 
 
-def test_markdown_tells_how_the_scores_are_distributed(run, say):
+def test_markdown_tells_how_the_scores_are_distributed(run, report):
     rows = [{"kind": "eval", "step": step, "prompt": str(n), "response": "", "score": score}
             for step, scores in ((0, [0, 0, 1, 10]), (4, [10, 10, 10, 10]))
             for n, score in enumerate(scores)]
     write_jsonl(run / "samples.jsonl", rows)
-    assert say(run, form="md")[0] == 0
+    report(run, "--format", "md", code=0)
     text = (run / "report.md").read_text()
     assert "shares of them in equal ranges from 0 to 10:" in text
     assert f"| before | 4 | 0 | 0 | 0.500 | 3.250 | 10 | ▅·▃{'·' * 16}▃ |\n" in text
     assert f"| after | 4 | 10 | 10 | 10 | 10 | 10 | {'·' * 19}█ |\n" in text
 
 
-def test_only_files_that_are_reports_are_replaced(run, say):
+def test_only_files_that_are_reports_are_replaced(run, report):
     mine = run / "report.md"
     mine.write_text("# my own notes\n")
-    code, out, err = say(run)
-    assert (code, out) == (2, "")
-    assert err == (f"Error: {mine} exists and was not written by ppocli report.\n"
+    ended = report(run, code=2)
+    assert ended.out == ""
+    assert ended.err == (f"Error: {mine} exists and was not written by ppocli report.\n"
                    f"  where: {mine}\n  fix:   choose another file with --output, or replace it "
                    "with --overwrite\n")
     assert not (run / "report.html").exists(), "nothing was written before it was refused"
     assert mine.read_text() == "# my own notes\n"
-    assert say(run, overwrite=True)[0] == 0
-    assert say(run)[0] == 0, "its own files it replaces"
+    report(run, "--overwrite", code=0)
+    report(run, code=0)  # its own files it replaces
 
 
-def test_the_file_name_tells_the_format(run, say, tmp_path):
-    code, out, _ = say(run, output=tmp_path / "new/place/talk.html")
-    assert (code, out) == (0, f"{tmp_path}/new/place/talk.html\n")
+def test_the_file_name_tells_the_format(run, report, here):
+    assert report(run, "-o", "new/place/talk.html", code=0).out == "new/place/talk.html\n"
     assert not (run / "report.html").exists()
-    code, out, _ = say(run, output=tmp_path / "both.html", form="both")
-    assert out.split() == [f"{tmp_path}/both.html", f"{tmp_path}/both.md"]
-    assert (tmp_path / "both.md").read_text().startswith("<!-- generator: ppocli report ")
-    code, out, _ = say(run, output=tmp_path, form="md")
-    assert out == f"{tmp_path}/report.md\n"
+    assert report(run, "-o", "both.html", "--format", "both").out.split() == [
+        "both.html", "both.md"]
+    assert (here / "both.md").read_text().startswith("<!-- generator: ppocli report ")
+    assert report(run, "-o", here, "--format", "md").out == f"{here}/report.md\n"
 
 
 @pytest.mark.parametrize(("options", "code", "what"), [
-    ({"output": "x.pdf"}, 2, "x.pdf doesn't tell the format of the report."),
-    ({"output": "x.md", "form": "html"}, 2, "x.md ends like another format than --format html."),
-    ({"form": "pdf"}, 2, "--format pdf is unknown."),
-    ({"as_json": True, "form": "md"}, 2, "--json prints the report's data and writes no file."),
-    ({"run": "."}, 3, ". is not a run folder."),
-    ({"output": f"{'n' * 300}.md"}, 6, "Path too long")])
-def test_what_is_refused(run, say, options, code, what):
-    found, out, err = say(**{"run": run, **options})
-    assert (found, out) == (code, "")
-    assert err.startswith(f"Error: {what}"), err
-    assert "  fix:   " in err
+    (["-o", "x.pdf"], 2, "x.pdf doesn't tell the format of the report."),
+    (["-o", "x.md", "--format", "html"], 2, "x.md ends like another format than --format html."),
+    (["--format", "pdf"], 2, "--format pdf is unknown."),
+    (["--json", "--format", "md"], 2, "--json prints the report's data and writes no file."),
+    (["-o", f"{'n' * 300}.md"], 6, "Path too long")])
+def test_what_is_refused(run, report, options, code, what):
+    ended = report(run, *options, code=code)
+    assert ended.out == ""
+    assert ended.err.startswith(f"Error: {what}"), ended.err
+    assert "  fix:   " in ended.err
 
 
-def test_the_parts_of_a_reward_follow_the_reward(run, say):
+def test_a_folder_that_is_no_run_is_refused(here, report):
+    assert report(".", code=3).err.startswith("Error: . is not a run folder.")
+
+
+def test_the_parts_of_a_reward_follow_the_reward(run, data_of):
     rows = [{**row, "reward/penalty/short": 0.1} for row in jsonl(run / "metrics.jsonl")]
     write_jsonl(run / "metrics.jsonl", rows)
-    titles = [curve["title"] for curve in say_data(say, run)["curves"]]
+    titles = [curve["title"] for curve in data_of(run)["curves"]]
     assert titles[:3] == ["Reward", "Rewards by name", "KL to the reference"]

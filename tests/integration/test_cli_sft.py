@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from helpers import WORDS, jsonl, save_lm, stable_rows
-from runs import assert_equal_runs, copied, resumed, run, signed_again
+from runs import assert_equal_runs, copied, resumed, rewrite, run, whole_copy
 
 KEYS = ("model.path=lm", "data.path=data.jsonl", "data.val=val.jsonl", "sft.mini_batch_size=4",
         "sft.epochs=2", "sft.optimizer.lr=1e-2", "sft.scheduler.name=cosine",
@@ -85,10 +85,7 @@ def test_an_end_by_a_signal_then_auto_resume(fault, trained, world, app):
 
 
 def test_more_epochs_go_on_and_other_data_are_refused(trained, world, app):
-    shutil.copytree(trained, world / "runs/straight", symlinks=True)
-    text = world / "runs/straight/config.yaml"
-    text.write_text(text.read_text().replace(str(trained.parents[1]), str(world)))
-    signed_again(world / "runs/straight")
+    rewrite(whole_copy(trained, world / "runs/straight"), {str(trained.parents[1]): str(world)})
     app("resume", "runs/straight", "sft.epochs=3", code=0)
     found = stable_rows(world / "runs/straight/metrics.jsonl")
     assert [row["step"] for row in found] == list(range(9))

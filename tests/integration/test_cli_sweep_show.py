@@ -12,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 from helpers import jsonl, ppocli, read_json
-from runs import Command, copied, signed_again, spawn, wait_for, whole_copy, words
+from runs import Command, copied, rewrite, spawn, wait_for, whole_copy, words
 
 from ppocli.cli import sweep_jobs as module
 from ppocli.cli.output import code_of
@@ -234,9 +234,7 @@ def test_the_same_words_keep_a_finished_job_of_the_same_settings_only(sweep, ref
         raise CheckpointError("no")
 
     monkeypatch.setattr(module, "launch", refuse)
-    config = sweep / "0/config.yaml"
-    config.write_text(config.read_text().replace(str(reference.parents[1]), str(Path.cwd())))
-    signed_again(config.parent)
+    rewrite(sweep / "0", {str(reference.parents[1]): str(Path.cwd())})
     given = words("seed=0", "hydra.sweep.dir=runs/sweep-1", "resume=auto", stateful=True)
     ended = command("-m", *given)
     assert (ended.code, started) == (0, []), ended.err
