@@ -51,10 +51,9 @@ def slow(case: str) -> object:
 def rewrite(run: Path, change: Callable[[dict], object]) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text())
     change(config)
-    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "config.yaml").write_text(text := yaml.safe_dump(config))
     told = read_json(run / "run.json")
-    told["config"] = (run / "config.yaml").read_text()
-    (run / "run.json").write_text(json.dumps(told))
+    (run / "run.json").write_text(json.dumps({**told, "config": text}))
 
 
 @pytest.fixture

@@ -107,8 +107,7 @@ def test_a_failed_check_is_1_and_says_what_to_do_and_env_goes_without_torch(tmp_
     assert "torch can't be imported: ImportError: libcudart.so.9: cannot open" in done.stdout
     assert "checks failed: output, torch, devices, bf16, " in done.stderr
     assert "Traceback" not in done.stdout + done.stderr
-    done = ppocli("env", "--json", cwd=tmp_path, PYTHONPATH=path, code=0)
-    facts = json.loads(done.stdout)
+    facts = json.loads(ppocli("env", "--json", cwd=tmp_path, PYTHONPATH=path, code=0).stdout)
     assert facts["torch"] == {"error": "ImportError libcudart.so.9: cannot open"}
     assert facts["packages"]["torch"]
 
@@ -317,8 +316,9 @@ def test_a_hub_out_of_reach_and_an_address_that_is_none(around, monkeypatch):
 def test_env_is_a_block_to_paste(tmp_path):
     done = ppocli("env", cwd=tmp_path, HF_TOKEN=PLANTED, HF_HOME=f"{Path.home()}/hf",
                   HF_ENDPOINT="https://me:pw@mirror.example/",
-                  HF_HUB_ETAG_TIMEOUT="7", ACCELERATE_LOG_LEVEL="loud", HF_HUB_CACHE=PLANTED)
-    assert (done.returncode, done.stderr) == (0, "")
+                  HF_HUB_ETAG_TIMEOUT="7", ACCELERATE_LOG_LEVEL="loud", HF_HUB_CACHE=PLANTED,
+                  code=0)
+    assert done.stderr == ""
     lines = done.stdout.splitlines()
     assert all(line.startswith("- ") for line in lines)
     facts = dict(line[2:].split(": ", 1) for line in lines)
@@ -339,8 +339,8 @@ def test_a_run_keeps_what_it_ran_on(reference):
     text = (reference / "env.json").read_text()
     facts = json.loads(text)
     expected = describe()
-    assert {name: facts[name] for name in ("ppocli", "python", "packages", "nvidia_driver")} == {
-        name: expected[name] for name in ("ppocli", "python", "packages", "nvidia_driver")}
+    for name in ("ppocli", "python", "packages", "nvidia_driver"):
+        assert facts[name] == expected[name]
     assert facts["torch"]["threads"] == 1
     assert facts["variables"]["HF_HUB_OFFLINE"] == "1"
     assert facts["variables"]["HF_TOKEN"] == "set"

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -80,11 +79,11 @@ class Watched:
         self._thread.start()
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
+        def met() -> bool:
             self.read()
-            assert time.monotonic() < deadline, (self.out, self.err)
-            time.sleep(0.02)
+            return condition()
+
+        wait_for(met, seconds=30)
 
     def read(self) -> None:
         out, err = self._capsys.readouterr()
