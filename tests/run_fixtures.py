@@ -7,10 +7,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from helpers import write_jsonl
-from runs import PLANTED, Command, app_in_process, make_world, run, whole_copy, words
+from runs import PLANTED, WORDS, Command, app_in_process, make_world, run, whole_copy, words
+
+if TYPE_CHECKING:
+    from ppocli import PPOTrainer
 
 
 @pytest.fixture(scope="session")
@@ -90,6 +94,16 @@ def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(faults, "point", faults.Point(faults.parse(text)))
 
     return arm
+
+
+@pytest.fixture(scope="module")
+def idle(shared_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPOTrainer]:
+    """A trainer that makes no step."""
+    from ppocli import PPOTrainer
+
+    runs = tmp_path_factory.mktemp("idle")
+    with PPOTrainer([f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={runs}"]) as trainer:
+        yield trainer
 
 
 @pytest.fixture(scope="session")

@@ -124,8 +124,7 @@ def test_three_ranks_sum_in_one_order_in_every_process(world):
     run("train", *words("run_name=three", "hardware=ddp", "hardware.num_processes=3",
                         "ppo.mini_batch_size=12", "ppo.micro_batch_size=2"), cwd=world, code=0)
     again = copied(world / "runs/three", world / "again/three", last_step=2)
-    done = run("resume", str(again), cwd=world, code=0)
-    assert "find_unused" not in done.said
+    assert "find_unused" not in run("resume", str(again), cwd=world, code=0).said
     assert stable_rows(again / "metrics.jsonl") == stable_rows(world / "runs/three/metrics.jsonl")
     one, other = (path / "model/model.safetensors" for path in (world / "runs/three", again))
     assert one.read_bytes() == other.read_bytes()

@@ -67,8 +67,7 @@ def test_a_folder_without_checkpoint_is_refused_or_with_auto_begun(command, refe
     folder = copied(reference, world / "runs/r", 0)
     shutil.rmtree(folder / "checkpoints")
     before = tree(folder)
-    ended = command(f"resume={folder}", code=5)
-    assert "resume=auto" in ended.err
+    assert "resume=auto" in command(f"resume={folder}", code=5).err
     assert tree(folder) == before
     assert "the same words and resume=auto" in command(*words("run_name=r"), code=5).err
     own = reference.parents[1]
@@ -81,8 +80,7 @@ def test_a_folder_without_checkpoint_is_refused_or_with_auto_begun(command, refe
 def test_a_damaged_run_id_is_refused(command, reference, tmp_path):
     folder = copied(reference, tmp_path / "run", 2)
     (folder / "run.json").write_text("{")
-    ended = command(f"resume={folder}", "--trust", code=5)
-    assert "run.json is damaged" in ended.err
+    assert "run.json is damaged" in command(f"resume={folder}", "--trust", code=5).err
 
 
 CHANGES = {"init_kl_coef: 0.05": "init_kl_coef: 0.3", "cliprange: 0.2\n": "cliprange: 0.3\n"}
@@ -109,8 +107,7 @@ def test_a_config_changed_by_hand_is_refused_by_name_or_accepted(command, refere
         "ppo.num_steps", "ppo.init_kl_coef", "ppo.cliprange"}
     command(f"resume={folder}", "ppo.num_steps=3", code=0)  # they are the run's own now
     config.write_text(config.read_text()[:config.read_text().index("eval:")])  # cut, and still YAML
-    ended = command(f"resume={folder}", code=5)
-    assert "  eval.every_steps: 2 -> " in ended.err
+    assert "  eval.every_steps: 2 -> " in command(f"resume={folder}", code=5).err
 
 
 def test_what_vanishes_from_a_run_is_put_back_or_said(command, reference, tmp_path):

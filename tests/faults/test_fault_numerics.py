@@ -21,8 +21,7 @@ def finite_checkpoints(run_dir: Path) -> list[str]:
 
 def test_one_non_finite_update_is_skipped_and_counted(command, inject, world):
     inject("optimize.minibatch@5:nan")
-    ended = command(*words("run_name=r"), code=0)
-    assert "the update is skipped (1 in a row" in ended.err
+    assert "the update is skipped (1 in a row" in command(*words("run_name=r"), code=0).err
     rows = jsonl(world / "runs/r/metrics.jsonl")
     assert [row["updates_skipped"] for row in rows[1:]] == [0, 1, 0, 0]
     assert rows[-1]["updates"] == 15
@@ -78,8 +77,7 @@ def push_eos(lm: Path, logit: float) -> None:
 def test_responses_that_end_at_once_or_never_stay_finite_and_are_told(logit, length, hint, command,
                                                                       world):
     push_eos(world / "lm", logit)
-    ended = command(*words("run_name=r", "ppo.optimizer.lr=1e-6"), code=0)
-    assert hint in ended.err
+    assert hint in command(*words("run_name=r", "ppo.optimizer.lr=1e-6"), code=0).err
     for row in jsonl(world / "runs/r/metrics.jsonl")[1:]:
         assert row["rollout/response_tokens_mean"] == length
         # of returns without any spread nothing can be explained
@@ -96,5 +94,4 @@ def test_a_clock_that_jumps_back_disturbs_nothing(command, world, monkeypatch):
 
 def test_out_of_memory_names_what_to_lower(command, inject, world):
     inject("score.before@6:oom")
-    ended = command(*words("run_name=r"), code=8)
-    assert "ppo.micro_batch_size" in ended.err
+    assert "ppo.micro_batch_size" in command(*words("run_name=r"), code=8).err

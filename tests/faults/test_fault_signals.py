@@ -85,8 +85,7 @@ def test_a_server_that_hangs_up_ends_no_command_and_a_reader_that_left_does(tmp_
     "model.path=${oc.env:HF_TOKEN}", f"model.path=https://user:{PLANTED}@huggingface.co/x"])
 def test_a_token_in_a_word_is_refused_unshown(word, command, world, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", PLANTED)
-    ended = command(*words(word), code=2)
-    assert PLANTED not in ended.said
+    assert PLANTED not in command(*words(word), code=2).said
     assert not (world / "runs").exists()
 
 

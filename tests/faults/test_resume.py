@@ -276,8 +276,7 @@ def test_a_step_that_a_resume_makes_the_last_is_evaluated(command, reference, wo
     stopped, saved = copied(reference, world / "runs/r", 3), "checkpoints/step-000003"
     row = jsonl(reference / "metrics.jsonl")[3]
     for _ in range(2):
-        ended = command(f"resume={stopped}", "ppo.num_steps=3", code=0)
-        assert "before and after" in ended.out
+        assert "before and after" in command(f"resume={stopped}", "ppo.num_steps=3", code=0).out
         rows = jsonl(stopped / "metrics.jsonl")
         assert len(rows) == 4
         assert rows[3].items() >= row.items()

@@ -56,8 +56,7 @@ def test_an_export_is_merged_or_an_adapter(here, trained, export):
     from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
-    dry = export("lora", "--dry-run")
-    assert "model.safetensors" in dry.out
+    assert "model.safetensors" in export("lora", "--dry-run").out
     assert not (here / "runs/lora/export").exists()
     assert export("lora").code == 0
     folder = here / "runs/lora/export" / LAST
@@ -79,8 +78,7 @@ def test_an_export_is_merged_or_an_adapter(here, trained, export):
     assert done["model"].base_model.model.generation_config.max_new_tokens == 8
     refused = export("lora", "--adapter", "--dtype", "bf16", "-o", "x", code=2)
     assert "--dtype is about a whole model" in refused.err
-    whole = export("lm", "--merge", "-o", "y")
-    assert "is no adapter but a whole model" in whole.err
+    assert "is no adapter but a whole model" in export("lm", "--merge", "-o", "y").err
     assert export("small", "--merge", "-o", "again").code == 0
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(here / "again")), merged)
 

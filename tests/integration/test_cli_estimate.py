@@ -74,10 +74,9 @@ def test_kinds_of_models_and_what_is_unknown_of_them(typed):
 
 
 def test_what_is_wrong_is_told(typed):
-    done = typed("estimate", "model.path=./lm", "ppo.gamma=2", code=2)
-    assert "ppo.gamma" in done.err
-    done = typed("estimate", "model.path=./nowhere", code=3)
-    done = typed("estimate", "model.path=./lm", "--memory", "1", "--available", code=2)
+    assert "ppo.gamma" in typed("estimate", "model.path=./lm", "ppo.gamma=2", code=2).err
+    typed("estimate", "model.path=./nowhere", code=3)
+    typed("estimate", "model.path=./lm", "--memory", "1", "--available", code=2)
 
 
 def test_a_run_that_can_not_fit_is_refused_before_weights_are_loaded(place, typed):
@@ -86,6 +85,5 @@ def test_a_run_that_can_not_fit_is_refused_before_weights_are_loaded(place, type
     assert "model.num_layers_unfrozen" in done.err
     assert "hardware.memory_check=warn" in done.err
     assert not (place / "runs/big").exists()
-    done = typed("train", "model.path=./huge", *RUN, "run_name=big", "hardware.memory_check=warn",
-                  "--dry-run", code=3)
-    assert "Memory is short" in done.err
+    assert "Memory is short" in typed("train", "model.path=./huge", *RUN, "run_name=big",
+                                      "hardware.memory_check=warn", "--dry-run", code=3).err

@@ -56,8 +56,7 @@ def test_a_stopped_evaluation_goes_on_with_the_command_it_names(
     goes_on = shlex.split(re.search(r"fix:   go on with: ppocli eval (.*)", done.err)[1])
     assert goes_on == [RUN, *BEGUN, "--resume"]
     inject("")
-    done = evaluate(*goes_on, code=0)
-    assert "21 of 32 samples are there" in done.err
+    assert "21 of 32 samples are there" in evaluate(*goes_on, code=0).err
     assert_same_result(folder, uninterrupted)
 
 
@@ -107,8 +106,7 @@ def test_a_failing_reward_leaves_what_was_scored_or_nothing(place, evaluate):
         "calls = []\n\ndef score(outputs, first=1, **_):\n    calls.append(1)\n"
         "    if len(calls) >= first:\n        raise ValueError('no more')\n"
         "    return [0.0] * len(outputs)\n")
-    done = evaluate(RUN, "--reward", "failing.py:score", code=7)
-    assert "no more" in done.err
+    assert "no more" in evaluate(RUN, "--reward", "failing.py:score", code=7).err
     assert not (place / RUN / "eval").exists()
     done = evaluate(RUN, "--reward", "failing.py:score", "reward.kwargs.first=3", code=7)
     folder = place / RUN / "eval" / NAME

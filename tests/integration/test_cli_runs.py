@@ -14,8 +14,6 @@ import pytest
 from helpers import environment, jsonl, ppocli
 from runs import Command, copied, whole_copy
 
-from ppocli.cli.output import code_of
-from ppocli.cli.runs import prune_runs
 from ppocli.config.compose import Checked, Composed
 from ppocli.config.resolved import read_config
 from ppocli.errors import CheckpointError
@@ -58,10 +56,9 @@ def listed(typed) -> Callable[..., list[dict]]:
     return lambda *given: json.loads(typed("list", *given, "--json", code=0).out)
 
 
-def prune(root: Path | None = None, **options) -> int:
-    given = {"checkpoints": False, "failed": False, "keep_best": False, "older_than": None,
-             "dry_run": False, "yes": True, "as_json": False, **options}
-    return code_of(lambda: prune_runs(root, **given))
+@pytest.fixture
+def prune(app) -> Command:
+    return lambda *given, code=0: app("runs", "prune", "--yes", *given, code=code)
 
 
 def snapshot(folder: Path) -> dict[str, bytes | None]:
@@ -120,18 +117,17 @@ def test_ages():
         assert age(1000.0, 1000.0 + seconds) == shown
 
 
-def test_checkpoints_of_finished_runs_go_and_all_else_stays(runs, capsys):
+def test_checkpoints_of_finished_runs_go_and_all_else_stays(runs, prune):
     (runs / "done/checkpoints/superseded/step-000009").mkdir(parents=True)
     (runs / "done/checkpoints/.discarded-step-000001-1234").mkdir()
     (runs / "done/nonfinite-dump/step-000001").mkdir(parents=True)
     before = snapshot(runs)
-    assert prune(dry_run=True) == 0
+    told = prune("--dry-run")
     assert snapshot(runs) == before
-    out, err = capsys.readouterr()
-    assert [line.split()[:2] for line in out.splitlines()[1:]] == [["done", "finished"],
-                                                                   ["sweep-1/0", "finished"]]
-    assert err.endswith("could be given back; nothing was deleted.\n")
-    assert prune() == 0
+    assert [line.split()[:2] for line in told.out.splitlines()[1:]] == [["done", "finished"],
+                                                                        ["sweep-1/0", "finished"]]
+    assert told.err.endswith("could be given back; nothing was deleted.\n")
+    prune()
     after = snapshot(runs)
     finished = ("done", "sweep-1/0")
     assert after.keys() - before.keys() == {f"{name}/checkpoints/pruned.json" for name in finished}
@@ -139,29 +135,27 @@ def test_checkpoints_of_finished_runs_go_and_all_else_stays(runs, capsys):
     assert gone == {*finished, "done/nonfinite-dump", "done/nonfinite-dump/step-000001"}
     assert os.listdir(runs / "done/checkpoints") == ["pruned.json"]
     assert all(after[name] == before[name] for name in after.keys() & before.keys())
-    assert prune() == 0
-    assert "There is nothing to delete in runs." in capsys.readouterr().err
+    assert "There is nothing to delete in runs." in prune().err
 
 
-def test_what_is_given_back_is_what_was_promised(runs, capsys):
+def test_what_is_given_back_is_what_was_promised(runs, prune):
     size = folder_size(runs)
-    assert prune(dry_run=True, as_json=True) == 0
-    promised = sum(each["bytes"] for each in json.loads(capsys.readouterr().out))
-    assert prune(as_json=True) == 0
-    assert sum(each["bytes"] for each in json.loads(capsys.readouterr().out)) == promised > 0
+    promised, given = (sum(each["bytes"] for each in json.loads(prune(*more, "--json").out))
+                       for more in (["--dry-run"], []))
+    assert given == promised > 0
     notes = sum(p.stat().st_size for p in runs.rglob("pruned.json"))
     assert size - (folder_size(runs) - notes) == promised
 
 
-def test_the_best_checkpoint_can_stay(runs):
+def test_the_best_checkpoint_can_stay(runs, prune):
     best = os.readlink(runs / "done/checkpoints/best")
-    assert prune(keep_best=True) == 0
+    prune("--keep-best")
     assert sorted(os.listdir(runs / "done/checkpoints")) == ["best", "pruned.json", best]
     assert find_target("done", say=print, best=True).step == int(best.removeprefix("step-"))
 
 
-def test_a_pruned_run_still_loads_and_says_why_it_cannot_go_on(runs, command):
-    assert prune() == 0
+def test_a_pruned_run_still_loads_and_says_why_it_cannot_go_on(runs, prune, command):
+    prune()
     target = find_target("done", say=print)
     assert (target.step, target.model) == (4, str(runs / "done/model"))
     with pytest.raises(CheckpointError, match="deleted by ppocli runs prune") as refused:
@@ -198,17 +192,16 @@ def test_a_run_does_not_go_back_to_the_best_checkpoint_that_pruning_left(runs, c
     refuse_pruned(whole, 2)
 
 
-def test_runs_that_failed_before_a_checkpoint_go_whole(runs, capsys):
-    assert prune(failed=True) == 0
+def test_runs_that_failed_before_a_checkpoint_go_whole(runs, prune):
+    told = prune("--failed").out
     assert sorted(os.listdir(runs)) == ["cut", "done", "notes", "paper.txt", "sweep-1"]
     assert len(os.listdir(runs / "done/checkpoints")) > 2
-    assert "failed  failed before a checkpoint  the whole folder" in capsys.readouterr().out
+    assert "failed  failed before a checkpoint  the whole folder" in told
 
 
-def test_a_running_run_is_never_touched(runs, capsys):
+def test_a_running_run_is_never_touched(runs, prune):
     with lock(runs / "done"), lock(runs / "failed"):
-        assert prune(checkpoints=True, failed=True) == 0
-        assert "sweep-1/0" in capsys.readouterr().out
+        assert "sweep-1/0" in prune("--checkpoints", "--failed").out
     assert (runs / "failed").exists()
     assert (runs / "done/checkpoints/step-000004").exists()
 
@@ -229,7 +222,7 @@ def test_a_run_that_began_again_after_the_plan_is_left_alone(runs):
 
 
 @pytest.mark.parametrize("process", ["shared", pytest.param("fresh", marks=pytest.mark.slow)])
-def test_a_run_that_is_being_resumed_is_kept(runs, process):
+def test_a_run_that_is_being_resumed_is_kept(runs, prune, process):
     """From the first word about loading on, before the libraries are there."""
     (plan,) = plan_pruning(runs / "done", checkpoints=True, failed=False)
     config = read_config(runs / "done/config.yaml")
@@ -240,7 +233,7 @@ def test_a_run_that_is_being_resumed_is_kept(runs, process):
     def disturb(text: str) -> None:
         if "loading" not in text:
             return
-        tried.append(prune())
+        tried.append(prune().code)
         with pytest.raises(CheckpointError, match="is in use by process"):
             carry_out(plan)
         with pytest.raises(CheckpointError, match="is in use by process"):
@@ -255,45 +248,43 @@ def test_a_run_that_is_being_resumed_is_kept(runs, process):
     assert (runs / "done/.lock").read_bytes() == b""
 
 
-def test_a_run_on_another_machine_is_left_alone(runs, capsys):
+def test_a_run_on_another_machine_is_left_alone(runs, prune):
     (runs / "failed/.lock").write_text(json.dumps({
         "pid": 1, "host": "elsewhere", "boot": "b", "started": 1}))
-    assert prune(failed=True) == 0
+    assert "it may be running on elsewhere (.lock says so)" in prune("--failed").err
     assert (runs / "failed").exists()
-    assert "it may be running on elsewhere (.lock says so)" in capsys.readouterr().err
 
 
-def test_links_are_left_alone(runs, here):
+def test_links_are_left_alone(runs, prune, here):
     elsewhere = whole_copy(runs / "done", here / "elsewhere/kept")
     (runs / "link").symlink_to(elsewhere)
     shutil.move(runs / "done/checkpoints", here / "big")
     (runs / "done/checkpoints").symlink_to(here / "big")
     before = snapshot(here / "big")
-    assert prune() == 0
+    prune()
     assert (elsewhere / "checkpoints/step-000004").exists()
     assert snapshot(here / "big") == before
 
 
-def test_only_old_ones(runs, capsys):
+def test_only_old_ones(runs, prune):
     os.utime(runs / "done/metrics.jsonl")
-    assert prune(older_than="1d") == 0
+    prune("--older-than", "1d")
     assert (runs / "done/checkpoints/step-000004").exists()
     assert not (runs / "sweep-1/0/checkpoints/step-000004").exists()
-    assert prune(older_than="7 weeks") == 2
-    assert "--older-than 7 weeks: must be a number with s, min, h, d or w" in \
-        capsys.readouterr().err
+    assert "--older-than 7 weeks: must be a number with s, min, h, d or w" in prune(
+        "--older-than", "7 weeks", code=2).err
 
 
-def test_leftovers_of_a_killed_prune_go(runs):
+def test_leftovers_of_a_killed_prune_go(runs, prune):
     left = runs / ".discarded-gone-0123abcd"
     shutil.copytree(runs / "failed", left)
     (runs / ".discarded-mine").mkdir()
-    assert prune(failed=True) == 0
+    prune("--failed")
     assert not left.exists()
     assert (runs / ".discarded-mine").exists()
 
 
-def test_what_cannot_be_deleted_is_told_and_the_rest_goes(runs, capsys, monkeypatch):
+def test_what_cannot_be_deleted_is_told_and_the_rest_goes(runs, prune, monkeypatch):
     owners = []
 
     def refuse(part: Path) -> None:
@@ -303,16 +294,14 @@ def test_what_cannot_be_deleted_is_told_and_the_rest_goes(runs, capsys, monkeypa
         shutil.rmtree(part)
 
     monkeypatch.setattr(listing.retention, "discard", refuse)
-    assert prune(checkpoints=True, failed=True) == 6
-    assert "No permission" in capsys.readouterr().err
+    assert "No permission" in prune("--checkpoints", "--failed", code=6).err
     assert not (runs / "failed").exists()
     assert {owner.pid for owner in owners} == {os.getpid()}, "a run being pruned is locked"
 
 
-def test_without_a_terminal_yes_is_needed(runs, capsys, monkeypatch):
+def test_without_a_terminal_yes_is_needed(runs, typed, monkeypatch):
     monkeypatch.setattr(sys, "stdin", None)
-    assert prune(yes=False) == 2
-    assert capsys.readouterr().err == (
+    assert typed("prune", code=2).err == (
         "Error: Nothing was deleted: there is no terminal to ask on.\n  where: command line\n"
         "  fix:   look at the list, then add --yes\n")
     assert (runs / "done/checkpoints/step-000004").exists()

@@ -148,6 +148,5 @@ def test_the_estimate_has_no_reference_and_no_value(world, app):
                            "--prompt-tokens", "20", "--json", code=0).out)
     assert pairs["samples_a_pass"] == 64  # of 32 pairs
     assert not pairs["generation_bytes"] > pairs["update_bytes"]
-    told = app("estimate", "task=sft", *KEYS, "sft.mini_batch_size=512", "--memory", "0.001",
-               code=8)
-    assert "sft.micro_batch_size=1" in told.err
+    assert "sft.micro_batch_size=1" in app("estimate", "task=sft", *KEYS, "sft.mini_batch_size=512",
+                                           "--memory", "0.001", code=8).err

@@ -5,6 +5,7 @@ import os
 import select
 import shutil
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,6 @@ from helpers import jsonl, ppocli, read_json
 from runs import Command, copied, rewrite, spawn, wait_for, whole_copy, words
 
 from ppocli.cli import sweep_jobs as module
-from ppocli.cli.output import code_of
-from ppocli.cli.sweep_show import show_sweep
 from ppocli.config.resolved import read_config
 from ppocli.errors import CheckpointError
 from ppocli.runs.sweeps import JobRecord, SweepRecord, read_sweep, write_sweep
@@ -47,10 +46,16 @@ def sweep(reference, world) -> Path:
     return folder
 
 
-def shown(capsys, given: str | None = None, sort: str = "reward") -> dict:
-    capsys.readouterr()
-    assert code_of(lambda: show_sweep(given, sort, None, False, True)) == 0
-    return json.loads(capsys.readouterr().out)
+@pytest.fixture
+def show(app) -> Command:
+    return partial(app, "sweep", "show")
+
+
+@pytest.fixture
+def shown(show) -> Callable[..., dict]:
+    """The newest sweep or that of a name, in an order."""
+    return lambda *given, sort="reward": json.loads(
+        show(*given, "--sort", sort, "--json", code=0).out)
 
 
 @pytest.fixture
@@ -58,15 +63,15 @@ def resume(app) -> Command:
     return partial(app, "sweep", "resume")
 
 
-def test_status_is_told_even_of_jobs_that_nobody_wrote_down(sweep, capsys):
-    found = {each["job"]: each for each in shown(capsys)["jobs"]}
+def test_status_is_told_even_of_jobs_that_nobody_wrote_down(sweep, shown):
+    found = {each["job"]: each for each in shown()["jobs"]}
     assert [found[n]["status"] for n in range(4)] == ["finished", "failed", "interrupted",
                                                       "planned"]
     assert [found[n]["step"] for n in range(4)] == [4, None, 4, None]
     assert found[0]["reward_mean"] == jsonl(sweep / "0/metrics.jsonl")[-1]["eval/reward_mean"]
     assert found[3]["varied"] == {"seed": "1", "ppo.init_kl_coef": "0.2"}
     with lock(sweep / "2"):
-        assert shown(capsys, "sweep-1", "job")["jobs"][2]["status"] == "running"
+        assert shown("sweep-1", sort="job")["jobs"][2]["status"] == "running"
     record = read_sweep(sweep)
     config = read_config(sweep / "0/config.yaml")
     top = f"generation.top_p={config.generation.top_p:e}"
@@ -74,13 +79,13 @@ def test_status_is_told_even_of_jobs_that_nobody_wrote_down(sweep, capsys):
                            ("+recipe=other", "failed"), (f"seed={config.seed}", "finished")):
         refused = job(sweep, 0, "failed", [top, varied], code=5)
         write_sweep(replace(record, jobs=(refused, *record.jobs[1:])))
-        assert shown(capsys, "sweep-1", "job")["jobs"][0]["status"] == status
+        assert shown("sweep-1", sort="job")["jobs"][0]["status"] == status
     write_sweep(record)
     (sweep / "0").rename(sweep / "away")
-    assert shown(capsys, "runs/sweep-1", "job")["jobs"][0]["status"] == "gone"
+    assert shown("runs/sweep-1", sort="job")["jobs"][0]["status"] == "gone"
 
 
-def test_order_and_means_of_every_value(sweep, capsys, reference):
+def test_order_and_means_of_every_value(sweep, shown, reference):
     for number in (1, 3):
         whole_copy(reference, sweep / str(number))
     for number, reward, kl in ((0, 0.1, 3.0), (1, 0.4, 1.0), (3, 0.2, 2.0)):
@@ -89,42 +94,39 @@ def test_order_and_means_of_every_value(sweep, capsys, reference):
     (sweep / "2/metrics.jsonl").write_text("")
     write_sweep(SweepRecord(sweep, ("-m",), str(sweep), True, tuple(
         job(sweep, n, "finished", [f"seed={n // 2}", KEYS[n % 2]]) for n in range(4))))
-    assert [e["job"] for e in shown(capsys)["jobs"]] == [1, 3, 0, 2]
-    assert [e["job"] for e in shown(capsys, sort="kl")["jobs"]] == [1, 3, 0, 2]
-    assert [e["job"] for e in shown(capsys, sort="job")["jobs"]] == [0, 1, 2, 3]
-    means = {(m["key"], m["value"]): m for m in shown(capsys)["marginal_means"]}
+    assert [e["job"] for e in shown()["jobs"]] == [1, 3, 0, 2]
+    assert [e["job"] for e in shown(sort="kl")["jobs"]] == [1, 3, 0, 2]
+    assert [e["job"] for e in shown(sort="job")["jobs"]] == [0, 1, 2, 3]
+    means = {(m["key"], m["value"]): m for m in shown()["marginal_means"]}
     assert means["seed", "0"]["jobs"] == 2
     assert means["seed", "0"]["reward_mean"] == pytest.approx(0.25)
     assert means["seed", "1"]["reward_mean"] == 0.2  # the interrupted job doesn't count
     assert means["ppo.init_kl_coef", "0.2"]["kl_mean"] == 1.5
 
 
-def test_the_table(sweep, capsys):
-    assert code_of(lambda: show_sweep(None, "job", None, False, False)) == 0
-    out, err = capsys.readouterr()
-    lines = out.splitlines()
+def test_the_table(sweep, show):
+    ended = show("--sort", "job", code=0)
+    lines = ended.out.splitlines()
     assert lines[0].split() == ["job", "status", "step", "reward", "KL", "seconds", "seed",
                                 "ppo.init_kl_coef", "folder"]
     assert lines[1].split()[:3] == ["0", "finished", "4/4"]
     assert lines[4].split() == ["3", "planned", "-", "-", "-", "-", "1", "0.2", "-"]
     assert lines[6].split() == ["value", "jobs", "reward", "KL"]
-    assert err.startswith("using runs/sweep-1 (the newest sweep)\n")
-    assert err.endswith("3 of 4 jobs are not finished; go on with: ppocli sweep resume "
-                        "runs/sweep-1\n")
+    assert ended.err.startswith("using runs/sweep-1 (the newest sweep)\n")
+    assert ended.err.endswith("3 of 4 jobs are not finished; go on with: ppocli sweep resume "
+                              "runs/sweep-1\n")
 
 
-def test_a_sweep_that_was_moved_is_read_where_it_is(sweep, capsys, world):
+def test_a_sweep_that_was_moved_is_read_where_it_is(sweep, shown, world):
     moved = sweep.rename(world / "elsewhere")
     assert read_sweep(moved).jobs[0].folder == str(moved / "0")
-    assert shown(capsys, "elsewhere", "job")["jobs"][0]["status"] == "finished"
+    assert shown("elsewhere", sort="job")["jobs"][0]["status"] == "finished"
 
 
-def test_no_sweep(world, capsys):
-    assert code_of(lambda: show_sweep(None, "reward", None, False, False)) == 2
-    assert "There is no sweep in runs yet." in capsys.readouterr().err
+def test_no_sweep(world, show):
+    assert "There is no sweep in runs yet." in show(code=2).err
     Path("sweep.json").write_text('{"jobs": 3}')
-    assert code_of(lambda: show_sweep(".", "reward", None, False, False)) == 5
-    assert "sweep.json is damaged" in capsys.readouterr().err
+    assert "sweep.json is damaged" in show(".", code=5).err
 
 
 def test_what_is_no_figure_in_a_sweep_of_somebody_else_is_left_out(world, capsys):
@@ -190,7 +192,7 @@ def test_finished_jobs_are_kept_without_being_loaded(sweep, reference, resume, m
     assert [each["status"] for each in jobs] == ["finished"] * 4
 
 
-def test_a_job_is_never_kept_as_the_run_of_another(sweep, reference, resume, monkeypatch, capsys):
+def test_a_job_is_never_kept_as_the_run_of_another(sweep, reference, resume, monkeypatch, shown):
     """One that was refused for it, one that was killed first, and one that was not reached."""
     for number in (1, 2, 3):
         shutil.rmtree(sweep / str(number), ignore_errors=True)
@@ -204,7 +206,7 @@ def test_a_job_is_never_kept_as_the_run_of_another(sweep, reference, resume, mon
     write_sweep(replace(record, jobs=tuple(jobs)))
     monkeypatch.setattr(module, "launch", Mock(side_effect=CheckpointError("another's")))
     assert "finished already" not in resume(sweep, code=11).err
-    assert [each["status"] for each in shown(capsys)["jobs"]] == ["failed"] * 4
+    assert [each["status"] for each in shown()["jobs"]] == ["failed"] * 4
 
 
 def test_a_setting_counts_from_the_job_on_that_takes_it(sweep, resume, monkeypatch):
@@ -251,7 +253,7 @@ def test_a_sweep_never_replaces_another(sweep, command):
 
 
 @pytest.mark.slow
-def test_kill_9_of_a_sweep_stops_its_job_and_the_sweep_goes_on(world, capsys, resume):
+def test_kill_9_of_a_sweep_stops_its_job_and_the_sweep_goes_on(world, shown, resume):
     """What was planned is on the disk, the job saves and ends, and nothing is done twice."""
     given = [*words("ppo.num_steps=3"), "seed=1,2"]
     process = spawn("train", "-m", *given, "hydra.sweep.dir=s", cwd=world,
@@ -271,9 +273,9 @@ def test_kill_9_of_a_sweep_stops_its_job_and_the_sweep_goes_on(world, capsys, re
         os.close(ended)
     process.communicate()
     assert read_json(world / "s/0/summary.json")["status"] == "stopped"
-    found = shown(capsys, "s", "job")["jobs"]
+    found = shown("s", sort="job")["jobs"]
     assert [each["status"] for each in found] == ["stopped", "planned"]
     done = ppocli("sweep", "resume", "s", cwd=world, code=0)
     assert "resuming step" in done.stderr
-    assert [each["status"] for each in shown(capsys, "s")["jobs"]] == ["finished"] * 2
+    assert [each["status"] for each in shown("s")["jobs"]] == ["finished"] * 2
     assert all((world / f"s/{number}/model/config.json").is_file() for number in (0, 1))

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers import environment, jsonl, read_json
-from runs import copied, spawn, wait_for, whole_copy, words
+from runs import Command, copied, spawn, wait_for, whole_copy, words
 from terminal import Terminal
 
 from ppocli.cli.follow import Tail
@@ -30,17 +30,14 @@ def finished(reference: Path, here: Path) -> Path:
     return whole_copy(reference, here / "runs/done")
 
 
-def code_of_watch(given: str | None, **how: object) -> int:
-    options = {"interval": 0.1, "from_start": False, "plain": True, "as_json": False, **how}
-    return code_of(lambda: watch(given, **options))
+@pytest.fixture
+def look(app: Command) -> Callable[..., tuple[list[str], str]]:
+    """``ppocli watch`` of a run that has ended: lines, messages."""
+    def look(*given: str, code: int = 0) -> tuple[list[str], str]:
+        ended = app("watch", *given, code=code)
+        return ended.out.splitlines(), ended.err
 
-
-def look(capsys: pytest.CaptureFixture[str], given: str | None = None, **how: object
-         ) -> tuple[int, list[str], str]:
-    """``ppocli watch`` of a run that has ended: code, lines, messages."""
-    code = code_of_watch(given, **how)
-    out, err = capsys.readouterr()
-    return code, out.splitlines(), err
+    return look
 
 
 def steps_in(out: list[str]) -> list[str]:
@@ -68,12 +65,14 @@ def hold(run: Path) -> None:
 class Watched:
     """``watch`` in a thread, on a run that this process plays."""
 
-    def __init__(self, capsys: pytest.CaptureFixture[str], run: Path, **how: object) -> None:
+    def __init__(self, capsys: pytest.CaptureFixture[str], run: Path, as_json: bool = False
+                 ) -> None:
         self._capsys, self._run, self.out, self.err = capsys, run, "", ""
         self.code: int | None = None
 
         def call() -> None:
-            self.code = code_of_watch(str(run), **how)
+            self.code = code_of(lambda: watch(
+                str(run), interval=0.1, from_start=False, plain=True, as_json=as_json))
 
         self._thread = threading.Thread(target=call, daemon=True)
         self._thread.start()
@@ -98,9 +97,8 @@ class Watched:
         assert self.code is not None
 
 
-def test_a_finished_run_shows_its_last_steps_and_how_it_ended(finished, capsys):
-    code, out, err = look(capsys, "done")
-    assert code == 0
+def test_a_finished_run_shows_its_last_steps_and_how_it_ended(finished, look):
+    out, err = look("done")
     log = [line.split(" INFO ", 1)[1] for line in (finished / "ppocli.log").read_text().splitlines()
            if " INFO step " in line or " INFO eval at" in line]
     assert out == log[-len(out):]
@@ -109,19 +107,19 @@ def test_a_finished_run_shows_its_last_steps_and_how_it_ended(finished, capsys):
     assert err.endswith("; model: runs/done/model\n")
 
 
-def test_from_start_shows_every_step_and_json_the_rows(finished, capsys):
+def test_from_start_shows_every_step_and_json_the_rows(finished, look):
     rows = jsonl(finished / "metrics.jsonl")
     more = [{**rows[-1], "step": step} for step in range(5, 20)]
     add_rows(finished, more)
-    _, out, _ = look(capsys, "runs/done")
+    out, _ = look("runs/done")
     assert sum(line.startswith("step") for line in out) == 5
-    _, out, _ = look(capsys, "runs/done", from_start=True)
+    out, _ = look("runs/done", "--from-start")
     assert steps_in(out) == [f"{step}/19" for step in range(1, 20)]
-    _, out, _ = look(capsys, as_json=True, from_start=True)
+    out, _ = look("--json", "--from-start")
     assert [json.loads(line) for line in out] == jsonl(finished / "metrics.jsonl")
 
 
-def test_steps_are_counted_from_what_was_done_in_steps_of_another_size(finished, capsys):
+def test_steps_are_counted_from_what_was_done_in_steps_of_another_size(finished, look):
     config = (finished / "config.yaml").read_text()
     for was, now in (("num_steps: 4", "num_steps: null"), ("num_rollouts: 12", "num_rollouts: 6"),
                      ("total_episodes: null", "total_episodes: 48")):
@@ -130,26 +128,25 @@ def test_steps_are_counted_from_what_was_done_in_steps_of_another_size(finished,
     (finished / "config.yaml").write_text(config)
     rows = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
     (finished / "metrics.jsonl").write_text("".join(rows[:3]))
-    _, out, _ = look(capsys, "runs/done")
+    out, _ = look("runs/done")
     assert steps_in(out) == ["1/6", "2/6"]  # 24 of 48 samples are left, 6 in each step
 
 
-def test_rows_with_what_is_no_number_are_shown_all_the_same(finished, capsys):
+def test_rows_with_what_is_no_number_are_shown_all_the_same(finished, look):
     rows = jsonl(finished / "metrics.jsonl")
     odd = [{**rows[-1], "step": 5, "lr": math.nan, "reward/mean": "abc"},
            {**rows[-1], "step": 6, "lr": None, "time/step": math.inf}]
     add_rows(finished, odd)
-    code, out, _ = look(capsys, "runs/done")
+    out, _ = look("runs/done")
     lines = {line.split("  ")[0]: line for line in out}
-    assert code == 0
     assert "reward -±" in lines["step 5/6"]
     assert all("  lr -  " in lines[f"step {step}/6"] for step in (5, 6))
-    _, out, _ = look(capsys, "runs/done", as_json=True)
+    out, _ = look("runs/done", "--json")
     assert [json.loads(line)["lr"] for line in out[-2:]] == [None, None]
     assert json.loads(out[-1])["time/step"] is None
 
 
-def test_every_end_has_its_words_and_the_way_on(finished, reference, tmp_path, capsys):
+def test_every_end_has_its_words_and_the_way_on(finished, reference, tmp_path, look):
     summary = read_json(finished / "summary.json")
     for change, said in (
             ({"status": "stopped"}, "runs/done was stopped at step 4 of 4; resume with: ppocli "
@@ -158,23 +155,22 @@ def test_every_end_has_its_words_and_the_way_on(finished, reference, tmp_path, c
              "runs/done failed at step 4 of 4: no \\x1b[2Jdisk\n  at all\n  fix:   buy one\n"
              "  log:   runs/done/ppocli.log\n  resume with: ppocli resume runs/done\n")):
         (finished / "summary.json").write_text(json.dumps({**summary, **change}))
-        code, _, err = look(capsys, "runs/done")
-        assert (code, err) == (0, said)
+        assert look("runs/done")[1] == said
     copied(reference, tmp_path / "runs/killed", 2)
-    assert look(capsys, "killed")[2] == (
+    assert look("killed")[1] == (
         "runs/killed was interrupted at step 4 of 4: its process is gone; resume with: ppocli "
         "resume runs/killed\n")
     begin(finished)
     os.utime(finished / "config.yaml", (1e9, 1e9))
-    assert look(capsys, "done")[2] == "runs/done ended before its first step\n"
+    assert look("done")[1] == "runs/done ended before its first step\n"
 
 
-def test_what_is_no_run_is_refused(finished, capsys):
+def test_what_is_no_run_is_refused(finished, look):
     for given, code, *said in (
             ("runs/dome", 3, "There is no run runs/dome", "did you mean runs/done?"),
             ("runs/done/model", 5, "runs/done/model is not a run folder", "no config.yaml")):
-        ended, out, err = look(capsys, given)
-        assert (ended, out) == (code, [])
+        out, err = look(given, code=code)
+        assert out == []
         assert all(part in err for part in said), err
 
 

@@ -1,6 +1,5 @@
 """Loops and objects as TRL's classic PPOTrainer (up to 0.11) took them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -142,15 +141,6 @@ def test_response_masks_leave_tokens_out_as_in_trl(shared_world, tmp_path):
         assert stats["rollout/response_tokens_mean"] == (3 + 2 + 3) / 3
         for name, parameter in policy.named_parameters():
             torch.testing.assert_close(parameter.detach(), expected[name], rtol=1e-4, atol=1e-6)
-
-
-@pytest.fixture(scope="module")
-def idle(shared_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPOTrainer]:
-    """A trainer that makes no step."""
-    words = [f"model.path={shared_world / 'lm'}", *WORDS,
-             f"output_dir={tmp_path_factory.mktemp('idle')}"]
-    with PPOTrainer(words) as trainer:
-        yield trainer
 
 
 def test_tensors_come_back_as_they_went_in(idle, tokenizer):

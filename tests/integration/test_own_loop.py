@@ -100,14 +100,6 @@ def test_a_loop_too_has_its_logprobs_from_forward_passes_once_decoding_errs(
     assert [figures["policy/max_log_ratio"] < 1e-3 for figures in found] == [False, True]
 
 
-@pytest.fixture(scope="module")
-def idle(shared_world: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PPOTrainer]:
-    """A trainer that makes no step."""
-    runs = tmp_path_factory.mktemp("idle")
-    with PPOTrainer([f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={runs}"]) as trainer:
-        yield trainer
-
-
 @pytest.fixture
 def trainer(loop_words: list[str]) -> Iterator[PPOTrainer]:
     with PPOTrainer(loop_words) as trainer:
