@@ -89,12 +89,12 @@ def test_a_token_in_a_word_is_refused_unshown(word, command, world, monkeypatch)
     assert not (world / "runs").exists()
 
 
-def test_a_sweep_with_a_failing_and_an_invalid_job_runs_the_others(world):
+def test_a_sweep_with_a_failing_and_an_invalid_job_runs_the_others(world, command):
     (world / "bad.py").write_text("def score(outputs):\n    raise ValueError('nothing')\n")
     given = words("ppo.num_steps=1", "hydra.sweep.dir=sweep")
     given = [word for word in given if not word.startswith(("reward.fn", "seed"))]
-    ended = run("train", "-m", *given, "reward.fn=bad.py:score,rewards.py:plain",
-                "ppo.cliprange=0.2,5", cwd=world, code=11)
+    ended = command("-m", *given, "reward.fn=bad.py:score,rewards.py:plain", "ppo.cliprange=0.2,5",
+                    code=11)
     jobs = read_json(world / "sweep/sweep.json")["jobs"]
     assert [(job["status"], job["exit_code"]) for job in jobs] == [
         ("failed", 7), ("failed", 2), ("finished", 0), ("failed", 2)]

@@ -253,7 +253,6 @@ def test_what_a_module_makes_of_itself_is_asked_when_it_runs(world):
 
 
 @pytest.mark.parametrize(("more", "code", "said"), [
-    (["reward.fn=rewards"], 7, "fix:   reward.fn=rewards:score or reward.fn=rewards:plain"),
     (["reward.fn=rewards.py"], 7, "fix:   reward.fn=rewards.py:score or"),
     (["reward.fn=broken"], 7, "fix:   reward.fn=broken:FUNCTION"),
     (["ppo.num_rollouts=4", "ppo.mini_batch_size=8"], 2, "at most num_rollouts 4\n  "

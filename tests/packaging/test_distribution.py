@@ -155,7 +155,8 @@ def trained(installed) -> Path:
     done = installed.run("ppocli", "train", "+recipe=quickstart", "run_name=tiny", *SMALL)
     assert done.returncode == 0, done.stderr
     assert PLANTED not in done.stdout + done.stderr
-    return Path(done.stdout.splitlines()[-1])
+    assert done.stdout.splitlines()[-1] == str(installed.home / "runs/tiny/model")
+    return installed.home / "runs/tiny/model"
 
 
 def test_the_installed_command_answers(installed):
@@ -171,22 +172,6 @@ def test_the_installed_command_answers(installed):
     assert done.returncode == 0, done.stderr
     assert "path: builtin:reviews" in done.stdout
     assert list(installed.home.iterdir()) == []
-
-
-def test_the_installed_command_trains_a_model_that_transformers_loads(installed, trained):
-    assert trained == installed.home / "runs/tiny/model"
-    code = ("import sys\n"
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-            "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
-            "model = AutoModelForCausalLM.from_pretrained(sys.argv[1])\n"
-            "batch = tokenizer('The music', return_tensors='pt')\n"
-            "out = model.generate(**batch, max_new_tokens=8, do_sample=False)\n"
-            "assert 'ppocli' not in sys.modules\n"
-            "print(tokenizer.decode(out[0], skip_special_tokens=True))\n")
-    loaded = installed.run("python", "-c", code, str(trained))
-    assert loaded.returncode == 0, loaded.stderr
-    assert loaded.stdout.startswith("The music")
-    assert len(loaded.stdout.split()) > 2
 
 
 # the words of each command, its exit code, and what its standard output holds
