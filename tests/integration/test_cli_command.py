@@ -72,6 +72,15 @@ def test_closed_and_full_streams(line, code, tmp_path):
 
 
 def test_recipes_are_listed_shown_and_copied(typed):
+    folder = Path("recipes")
+    (folder / "folder.yaml").mkdir(parents=True)
+    (folder / "link.yaml").symlink_to("nowhere")
+    (folder / "latin.yaml").write_bytes(b"# caf\xe9\n")
+    head = "# @package _global_\n# Mine\n"
+    for name, entry in (("number", "5"), ("no_fn", "{weight: 1}"),
+                        ("kwargs", "{fn: length, kwargs: 7}")):
+        (folder / f"{name}.yaml").write_text(f"{head}reward: {{fns: {{a: {entry}}}}}\n")
+    (folder / "styled.yaml").write_text(f"{head}reward: {{fn: 'x.py:f', style: trl}}\n")
     by_name = {row["name"]: row for row in json.loads(typed("recipes", "list", "--json").out)}
     assert by_name["imdb_sentiment"]["needs_network"] is True
     assert by_name["quickstart"]["needs_network"] is False
@@ -83,6 +92,15 @@ def test_recipes_are_listed_shown_and_copied(typed):
     assert by_name["tldr_reward"]["prompts"] == "trl-lib/tldr-preference"
     assert by_name["tldr_reward"]["reward"] is None
     assert all(row["purpose"] for row in by_name.values())
+    # one that can't be told of is listed with the reason
+    for name, why in (("folder", "Is a directory"), ("link", "No such file"),
+                      ("latin", "is not UTF-8 text"), ("number", "a: 5 must be a mapping"),
+                      ("no_fn", "a: needs fn"), ("kwargs", "kwargs 7 must be a mapping")):
+        assert by_name[name]["purpose"].startswith("broken: ")
+        assert why in by_name[name]["purpose"]
+    styled = by_name["styled"]
+    assert (styled["purpose"], styled["needs_network"]) == ("Mine", False)
+    assert "save the file as UTF-8" in typed("recipes", "show", "latin", code=2).err
     table = typed("recipes", "list").out.splitlines()
     assert [line.split()[0] for line in table] == ["name", *by_name]
     shown = typed("recipes", "show", "quickstart").out
@@ -99,26 +117,6 @@ def test_recipes_are_listed_shown_and_copied(typed):
     elsewhere = typed("recipes", "copy", "quickstart", "lib/")
     assert elsewhere.out == "lib/quickstart.yaml\n"
     assert "--config-dir lib +recipe=quickstart" in elsewhere.err
-
-
-def test_a_recipe_that_can_not_be_told_of_is_listed_with_the_reason(typed):
-    folder = Path("recipes")
-    (folder / "folder.yaml").mkdir(parents=True)
-    (folder / "link.yaml").symlink_to("nowhere")
-    (folder / "latin.yaml").write_bytes(b"# caf\xe9\n")
-    head = "# @package _global_\n# Mine\n"
-    for name, entry in (("number", "5"), ("no_fn", "{weight: 1}"),
-                        ("kwargs", "{fn: length, kwargs: 7}")):
-        (folder / f"{name}.yaml").write_text(f"{head}reward: {{fns: {{a: {entry}}}}}\n")
-    (folder / "styled.yaml").write_text(f"{head}reward: {{fn: 'x.py:f', style: trl}}\n")
-    rows = {row["name"]: row for row in json.loads(typed("recipes", "list", "--json").out)}
-    for name, why in (("folder", "Is a directory"), ("link", "No such file"),
-                      ("latin", "is not UTF-8 text"), ("number", "a: 5 must be a mapping"),
-                      ("no_fn", "a: needs fn"), ("kwargs", "kwargs 7 must be a mapping")):
-        assert rows[name]["purpose"].startswith("broken: ")
-        assert why in rows[name]["purpose"]
-    assert (rows["styled"]["purpose"], rows["styled"]["needs_network"]) == ("Mine", False)
-    assert "save the file as UTF-8" in typed("recipes", "show", "latin", code=2).err
 
 
 # Options before the command, and of ``train``

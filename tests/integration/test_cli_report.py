@@ -16,6 +16,8 @@ from hostile import hostile_run
 from reported import Page, outside_fences
 from runs import PLANTED, Command, last_checkpoint, whole_copy
 
+from ppocli.cli.app import app
+from ppocli.cli.output import code_of
 from ppocli.report.samples import samples_of
 from ppocli.runs.record import read_run
 from ppocli.storage.run_folder import lock
@@ -185,7 +187,7 @@ def test_other_runs_lie_over_the_curves(run, report):
 def hostile(reference: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A hostile run with its reports."""
     run = hostile_run(reference, tmp_path_factory.mktemp("reports") / "hostile")
-    ppocli("report", str(run), cwd=run, code=0)
+    assert code_of(lambda: app(["report", str(run)], prog_name="ppocli")) == 0
     return run
 
 

@@ -1,10 +1,9 @@
 """A user's own model, prompts and reward, from a folder of their own, through the command."""
 
-from pathlib import Path
 
 import pytest
-from helpers import jsonl, read_json, write_jsonl
-from runs import STEPS, last_checkpoint, run, scalars
+from helpers import jsonl, read_json
+from runs import STEPS, last_checkpoint, scalars
 
 
 def test_the_last_line_is_the_model_and_everything_is_there(reference, shared_world):
@@ -66,21 +65,3 @@ def test_epochs_are_passes_over_the_prompts_and_a_resume_may_add_some(world, com
     rows = [row for row in jsonl(world / "runs/r/metrics.jsonl") if row["step"]]
     assert [row["episode"] for row in rows] == [8, 12, 18]  # 3 prompts, 2 samples of each
     assert app("list", code=0).out.split("\n")[1].split()[2] == "3/3"
-
-
-def test_a_foreign_folder_with_few_words(world):
-    """The line of the README, and no more."""
-    (world / "my_rewards.py").write_text(
-        "def score(samples, prompts, outputs, label, **kwargs):\n"
-        "    return [float(word in text) for word, text in zip(label, outputs)]\n")
-    rows = [{"prompt": text, "label": "good"} for text in ("the film", "i saw", "it was")]
-    write_jsonl(world / "prompts.jsonl", rows)
-    done = run("train", "model.path=./lm", "prompts.path=./prompts.jsonl", "prompts.column=prompt",
-               "reward.fn=my_rewards:score", "ppo.total_episodes=20", "ppo.num_rollouts=8",
-               "ppo.mini_batch_size=4", "generation.max_new_tokens=6", cwd=world, code=0)
-    model = Path(done.out.splitlines()[-1])
-    assert model.parent.parent == world / "runs"
-    assert (model / "model.safetensors").is_file()
-    episodes = [row["episode"] for row in jsonl(model.parent / "metrics.jsonl")]
-    assert episodes == [0, 8, 16, 20]
-    assert "3 prompts are fewer than the 8 of a rollout" in done.out
