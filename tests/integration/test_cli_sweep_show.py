@@ -129,16 +129,16 @@ def test_no_sweep(world, show):
     assert "sweep.json is damaged" in show(".", code=5).err
 
 
-def test_what_is_no_figure_in_a_sweep_of_somebody_else_is_left_out(world, capsys):
+def test_what_is_no_figure_in_a_sweep_of_somebody_else_is_left_out(world, show):
     job = {"overrides": [], "varied": ["seed=1"], "status": "finished", "folder": "",
            "reward_mean": "x", "objective": [1], "seconds": "long",
            "figures": {"reward": "high", "KL": 10**400}}
     Path("sweep.json").write_text(json.dumps(
         {"words": [], "jobs": [{**job, "number": number} for number in (0, 1)]}))
-    for as_json in (False, True):
-        assert code_of(lambda told=as_json: show_sweep(".", "best", None, False, told)) == 0
+    for more in ([], ["--json"]):
+        show(".", *more, code=0)
     Path("sweep.json").write_text(json.dumps({"words": [], "jobs": [{**job, "number": "?"}]}))
-    assert code_of(lambda: show_sweep(".", "best", None, False, False)) == 5
+    show(".", code=5)
 
 
 @pytest.mark.parametrize(("given", "said"), [
