@@ -21,7 +21,7 @@ from ppocli.runs.record import is_run, read_run, said, whole
 from ppocli.runs.target import RUNS, known_names, list_runs, run_named, written
 from ppocli.storage import environment, run_logs
 from ppocli.storage.run_folder import LOCK, RunFolder, live_owner, other_host
-from ppocli.text import did_you_mean, figure, pasted
+from ppocli.text import counted, did_you_mean, figure, pasted
 
 LAST = 5
 """steps of the past that are shown first"""
@@ -92,7 +92,8 @@ class Follower:
                              for found in map(summary.get, ("eval_before", "eval_after")))
             start = "" if before is None else f"{figure(before, 3)} -> "
             change = "" if after is None else f", {label} {start}{figure(after, 3)}"
-            return f"{path} finished: {record.step} steps{change}; model: {path}/model"
+            steps = counted(record.step, "step")
+            return f"{path} finished: {steps}{change}; model: {path}/model"
         if record.status == "stopped":
             return f"{path} was stopped {at}; {resume}"
         if record.status == "failed":
