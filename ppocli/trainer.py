@@ -44,6 +44,7 @@ class PPOTrainer:
         PpocliError: something can't be loaded or written, as in ``ppocli train``.
     """
 
+    @own_modes()
     def __init__(self, overrides: Sequence[str] | Mapping[str, Any] = (), model: Any = None,
                  ref_model: Any = None, tokenizer: Any = None, *, optimizer: Any = None,
                  lr_scheduler: Any = None, prompts: Sequence[Any] | None = None) -> None:

@@ -112,8 +112,9 @@ def _note_tools(read: Read, tokenizer: Any) -> None:
     rows: list[Example | Pair] = [*read.examples, *read.pairs]
     if (row := next((row for row in rows if row.tools), None)) is None:
         return
-    without, told = (rendered_chat([{"role": "user", "content": "?"}], row.place, tokenizer,
-                                   tools=tools) for tools in (None, row.tools))
+    messages: Any = row.prompt or (row.completion if isinstance(row, Example) else row.chosen)
+    without, told = (rendered_chat(messages, row.place, tokenizer, tools=tools)
+                     for tools in (None, row.tools))
     if without == told:
         read.notes.append("the chat template leaves out what the column tools describes")
 

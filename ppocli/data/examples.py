@@ -252,7 +252,7 @@ class _Reader:
             self._refuse(f"message {number} of {here} has no role and content: "
                          f"{cut(repr(message), 60)}",
                          'a message looks like {"role": "user", "content": "..."}')
-        found = without_nulls(message)
+        found = {str(key): value for key, value in message.items() if value is not None}
         role, content = found.get("role"), found.get("content")
         if role not in _ROLES:
             self._refuse(f"message {number} of {here} has the role {cut(repr(role), 40)}",
@@ -267,15 +267,16 @@ class _Reader:
     def _tools(self, row: Row, said: Cell) -> list[Any] | None:
         """What the column ``tools`` holds for a conversation: a list of descriptions, or JSON."""
         cell = without_nulls(row.values.get("tools"))
-        if isinstance(said, str) or cell in (None, "", []):
-            return None
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             cell = json.loads(cell) if isinstance(cell, str) else cell
+        # pandas has NaN where there is none
+        if isinstance(said, str) or cell in (None, "", []) or cell != cell:  # noqa: PLR0124
+            return None
         if not isinstance(cell, list) or not all(isinstance(one, dict) for one in cell):
             self._refuse(f"column 'tools' in {row.place} holds {cut(repr(cell), 40)}, not a list "
                          "of descriptions of functions", "give JSON schemas, as a list or in "
                          "JSON; data.columns.tools=null leaves the column out")
-        return cell or None
+        return cell
 
     def _prompt(self, row: Row) -> Cell | None:
         cell = self._cell(row, "prompt")

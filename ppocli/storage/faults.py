@@ -83,9 +83,9 @@ class Point:
         if not self._faults:
             return False
         self._passes[name] += 1
-        return True in [
-            _fire(fault) for fault in self._faults if fault.point == name and rows > fault.rows
-            and fault.first <= self._passes[name] <= fault.last]
+        poisons = [_fire(fault) for fault in self._faults if fault.point == name
+                   and rows > fault.rows and fault.first <= self._passes[name] <= fault.last]
+        return any(poisons)
 
 
 def _fire(fault: Fault) -> bool:

@@ -158,7 +158,8 @@ def odd(world: Path, body: str) -> None:
 
 
 def test_the_rehearsal_in_words(validate, world):
-    odd(world, "return [1.5] * len(samples)")
+    (world / "odd.py").write_text("def score(completions, trainer_state, **columns):\n"
+                                  "    return [6 / trainer_state.max_steps for _ in completions]\n")
     done = validate(*words("reward.fn=odd.py:score", "prompts.template='\x1b[31m{prompt}'"),
                     "--deep", code=0)
     lines = done.out.splitlines()

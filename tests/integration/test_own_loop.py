@@ -299,8 +299,8 @@ def test_a_loop_within_autocast_learns_with_the_weights_of_now(loop_words):
     """Torch keeps rounded weights until the outermost context ends, which is the script's."""
     found = []
     for name, on in (("apart", False), ("within", True)):
-        with PPOTrainer([*loop_words, f"run_name={name}", "hardware.precision=bf16"]) as trainer, \
-                torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on), PPOTrainer(
+                [*loop_words, f"run_name={name}", "hardware.precision=bf16"]) as trainer:
             for _ in range(2):
                 batch = trainer.generate()
                 found.append(trainer.step(batch, [float(len(text)) for text in batch.responses]))

@@ -1,6 +1,7 @@
 """Training data as tokens: what is trained on, cut, left out and held back."""
 
 import json
+import math
 
 import numpy as np
 import pytest
@@ -74,7 +75,7 @@ def test_the_chat_template_is_told_of_tools(template, tools):
     data = load([pair], tokenizer, "pairs")
     assert all(tokenizer.decode(answer[0]).startswith("film <s> user")
                for answer in (data.chosen, data.rejected))
-    for without in ({**one, "tools": None}, {**one, "tools": []}):
+    for without in ({**one, "tools": absent} for absent in (None, [], "", "null", math.nan)):
         assert shown(load([without], tokenizer), tokenizer).startswith("<s> user")
     hidden = load([one], tokenizer, columns={"tools": None})
     assert shown(hidden, tokenizer).startswith("<s> user")
@@ -88,7 +89,12 @@ def test_tools_that_are_none_and_a_template_that_leaves_them_out():
         "the chat template leaves out what the column tools describes",)
     assert not load([row], words(chat=TOLD + CHATML)).notes
     assert not load([{"text": "good", "tools": "of another kind"}], words()).notes
-    for wrong in ("film", ["film"], '{"name": "film"}', 3):
+    # what a template wants in front of a question is there
+    strict = ("{% if messages[0].role != 'system' %}{{ raise_exception('no') }}{% endif %}"
+              + TOLD + CHATML)
+    asked = [{"role": "system", "content": "so"}, *row["messages"]]
+    assert not load([{**row, "messages": asked}], words(chat=strict)).notes
+    for wrong in ("film", ["film"], '{"name": "film"}', 3, "[" * 100_000):
         with pytest.raises(InputError, match="Column 'tools' in item 1"):
             load([{**row, "tools": wrong}], words(chat=TOLD + CHATML))
 

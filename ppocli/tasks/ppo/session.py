@@ -338,7 +338,8 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
                    sampling=sampling, eval_sampling=eval_sampling, sampler=sampler,
                    passes=PassRows(backend, PASSES), trained=trained, prompts=prompts,
                    clock=PhaseClock(backend.device), examples=examples,
-                   packs=_take_packed(policy, reference))
+                   packs=_take_packed(policy, reference),
+                   progress=(0, tasks.planned_steps(cfg, len(prompts)) or 0, 0.0))
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
