@@ -150,7 +150,7 @@ def test_samples_and_data_from_python(shared_world, capsys):
 def test_jobs_are_ranked_by_what_they_minimise(data_runs):
     folder = data_runs / "runs/sft"
     jobs = [sweeps.JobRecord(i, (), (), "finished", **sweeps.figures_of(
-        read_config(folder / "config.yaml"), folder, {"loss": loss, "perplexity": 2.0}.get))
+        read_config(folder / "config.yaml"), folder, {"loss": loss, "perplexity": 2.0}))
         for i, loss in enumerate((2.0, 1.0, None))]
     assert [job.objective for job in jobs] == [2.0, 1.0, None]  # as Hydra's optimizers are told
     assert sorted(jobs[:2], key=lambda job: job.rank) == [jobs[1], jobs[0]]
@@ -158,5 +158,5 @@ def test_jobs_are_ranked_by_what_they_minimise(data_runs):
     assert sweeps.labels_of(jobs) == ["loss", "perplexity"]
     accuracy = read_config(data_runs / "runs/rm/config.yaml")
     job = sweeps.JobRecord(0, (), (), "finished", **sweeps.figures_of(accuracy, data_runs, {
-        "accuracy": 0.75}.get))
+        "accuracy": 0.75}))
     assert (job.rank, job.shown) == (-0.75, {"accuracy": 0.75, "loss": None})
