@@ -127,6 +127,19 @@ def make_lm(kind: str = "gpt2", *, seed: int = 0, gain: float = 4.0, **over):
     return model
 
 
+def snapshots(monkeypatch: pytest.MonkeyPatch, cache: Path, name: str, *branches: str
+              ) -> list[Path]:
+    """Offline, with a repository of the Hub in the cache: the folders to fill, one a branch."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(cache))
+    repository = cache / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    for number, branch in enumerate(branches):
+        (repository / "refs" / branch).write_text(str(number) * 40)
+    return [repository / "snapshots" / (str(number) * 40) for number in range(len(branches))]
+
+
 def save_lm(folder: Path, kind: str = "gpt2", *, pad: bool = True, **over) -> Path:
     """A folder of :func:`make_lm`'s model with a tokenizer."""
     make_lm(kind, **over).save_pretrained(folder)

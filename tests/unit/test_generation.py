@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from helpers import make_lm, make_tokenizer, save_lm
+from helpers import make_lm, make_tokenizer, save_lm, snapshots
 from sessions import generate, refused_session, rolled, rollout_of, session_of, small_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -306,13 +306,7 @@ def test_a_tokenizer_with_a_damaged_setting_is_refused(tmp_path):
 
 
 def test_the_revision_of_a_model_is_none_of_another_tokenizer(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "models--some--words"
-    save_lm(repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
+    folder, = snapshots(monkeypatch, tmp_path, "some/words", "main")
+    save_lm(folder)
     cfg = ModelConfig(path="some/model", revision="v1", tokenizer_path="some/words")
     assert load_tokenizer(cfg).get_vocab() == make_tokenizer().get_vocab()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import refused
+from helpers import refused, snapshots
 from sessions import session_of, small_config
 from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
@@ -348,15 +348,11 @@ def test_missing_models(tmp_path, monkeypatch, offline):
         RewardModel("adapter")
 
 
-def test_a_cached_hub_model_is_found_offline(tmp_path, monkeypatch, offline):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    commit = "0123456789abcdef0123456789abcdef01234567"
-    repository = tmp_path / "models--someone--classifier"
-    bert(repository / "snapshots" / commit)
-    (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text(commit)
+def test_a_cached_hub_model_is_found_offline(tmp_path, monkeypatch):
+    folder, = snapshots(monkeypatch, tmp_path, "someone/classifier", "main")
+    bert(folder)
     scores = call(TextClassifier("someone/classifier"), TEXTS)
-    assert scores == call(TextClassifier(str(repository / "snapshots" / commit)), TEXTS)
+    assert scores == call(TextClassifier(str(folder)), TEXTS)
 
 
 @pytest.mark.parametrize(("kwargs", "words"), [

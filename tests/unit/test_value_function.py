@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import DECODERS, SPECIAL, WORDS, model_config, save_lm
+from helpers import DECODERS, SPECIAL, WORDS, model_config, save_lm, snapshots
 from sessions import (
     count_letters,
     experience_of,
@@ -175,15 +175,10 @@ def test_what_does_not_fit_the_policy_is_refused_before_the_first_pass(
 
 
 def test_tokens_are_compared_in_the_revision_that_the_value_model_has(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    repository = tmp_path / "models--some--model"
-    (repository / "refs").mkdir(parents=True)
-    for branch, commit in (("main", "0" * 40), ("v1", "1" * 40)):
-        (repository / "refs" / branch).write_text(commit)
-        save_lm(repository / "snapshots" / commit)
-    other_words(repository / "snapshots" / ("0" * 40))
+    main, mine = snapshots(monkeypatch, tmp_path, "some/model", "main", "v1")
+    for folder in (main, mine):
+        save_lm(folder)
+    other_words(main)
     cfg = small_config(tmp_path, model__path="some/model", model__revision="v1", **CRITICS["model"])
     with session_of(cfg) as session:
         assert isinstance(session.policy.value_trunk, ValueModel)
