@@ -211,13 +211,22 @@ def test_a_request_that_comes_byte_by_byte_is_not_waited_for(said, monkeypatch):
 
 def test_bodies_wait_for_room_in_memory_and_it_is_given_back(monkeypatch):
     monkeypatch.setattr(serving_module, "BODIES", 1)
-    given_back = threading.Event()
+    given_back, held = threading.Event(), threading.Event()
     monkeypatch.setattr(serving_module, "_LARGE", 9_000)
     monkeypatch.setattr(serving_module.host_memory, "give_back_memory", given_back.set)
+    expect = serving_module._Arriving.expect
+
+    def expecting(arriving, size, seconds):
+        expect(arriving, size, seconds)
+        if size == 10_000:
+            held.set()
+
+    monkeypatch.setattr(serving_module._Arriving, "expect", expecting)
     body = json.dumps(SAMPLE).encode()
     with serving(ones) as address:
         with opened(address, b"POST /score HTTP/1.1\r\nContent-Length: 10000\r\n\r\n{"):
-            monkeypatch.setattr(serving_module, "IDLE", 0.2)
+            assert held.wait(20)  # the body has its sixty seconds; those who wait for room have one
+            monkeypatch.setattr(serving_module, "IDLE", 1.0)
             assert post(f"{address}/score", body)[0] == 503
         monkeypatch.setattr(serving_module, "IDLE", 20.0)
         assert post(f"{address}/score", body)[0] == 200
