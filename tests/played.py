@@ -58,6 +58,16 @@ class Shared(Words):
         return None, 1.0, False
 
 
+class Meeting(Words):
+    """Fifty of them go on when all are there."""
+
+    barrier = asyncio.Barrier(50)
+
+    async def step(self, response, rng):
+        await self.barrier.wait()
+        return None, 1.0, True
+
+
 class Working(Words):
     """Async, and keeps the processor busy after it has waited."""
 

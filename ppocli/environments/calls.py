@@ -136,7 +136,7 @@ class Calls:
                 environment, result = self._begun(call, stream)
                 if inspect.isawaitable(result):
                     result = await self._in_time(result)
-                return Answered(environment, spelled(result) if call.turn == 0 else as_step(result))
+                return Answered(environment, self._told(call, result))
             except BaseException as error:
                 if (outcome := self._given_up(call, error, left)) is not None:
                     return outcome
@@ -156,11 +156,19 @@ class Calls:
         for left in range(self.cfg.retries, -1, -1):
             try:
                 environment, result = self._limited(partial(self._begun, call, stream))
-                return Answered(environment, spelled(result) if call.turn == 0 else as_step(result))
+                return Answered(environment, self._told(call, result))
             except BaseException as error:
                 if (outcome := self._given_up(call, error, left)) is not None:
                     return outcome
         raise AssertionError
+
+    @staticmethod
+    def _told(call: Called, result: Any) -> Any:
+        if call.turn:
+            return as_step(result)
+        if not can_be_said(result):
+            raise TypeError(f"reset returned {shorten(repr(result))}, neither text nor messages")
+        return spelled(result)
 
     def _given_up(self, call: Called, error: BaseException, left: int) -> Answered | None:
         """What comes of a call that failed; None: it is tried again. One past its time limit is
@@ -231,6 +239,8 @@ def as_step(result: Any) -> Step:
     if not all(hasattr(result, name) for name in ("observation", "reward", "done")):
         raise TypeError(f"step returned {shorten(repr(result))}, not a Step or "
                         "(observation, reward, done)")
+    if isinstance(result.done, str):  # "False" is true
+        raise TypeError(f"done is the text {shorten(repr(result.done))}, neither True nor False")
     reward = float(result.reward)
     if not math.isfinite(reward) or abs(reward) > 3e38:
         raise ValueError(f"the reward is {reward:g}, which is no finite number")

@@ -96,15 +96,11 @@ class ChatWords:
         last message, messages follow it.
 
         Raises:
-            RewardError: it is neither.
+            RewardError: it is a text, and the last message holds none.
             InputError: the prompt was cut, which its messages aren't.
         """
         if said is None and not self.tools:
             return prompt, Said([])
-        if not can_be_said(said):
-            raise RewardError(f"reset returned {shorten(repr(said))}, neither text nor messages.",
-                              where="env.fn", fix="return a text, or a list of {role, content} "
-                              "messages")
         # what differs otherwise is the template's, which may say the date
         whole, count = self._ids(self._render(messages, ask=True, tools=())), len(prompt)
         if count < len(whole) and (whole[:count] == prompt or whole[1 - count:] == prompt[1:]):

@@ -72,7 +72,7 @@ def test_long_prompts_are_cut_with_a_count_and_few_are_cycled(command, world):
     ended = command(*words("run_name=r", "ppo.num_steps=1"), code=0)
     assert "1 " in ended.out
     assert "cut" in ended.out or "truncated" in ended.out, ended.out
-    assert "2 prompts are fewer than the 12 of a rollout: they are cycled" in ended.out
+    assert "A rollout takes 12 prompts and there are 2: they are cycled" in ended.out
 
 
 @contextmanager

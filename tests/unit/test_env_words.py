@@ -47,12 +47,6 @@ def test_a_template_that_rewrites_history_is_refused():
         ChatWords(chat_tokenizer(FORGETS))
 
 
-@pytest.mark.parametrize("said", [5, {"role": "user", "content": "a"}, ["a"], [{"content": "a"}]])
-def test_reset_returns_text_or_messages(said):
-    with refused(RewardError, "neither text nor messages", "env.fn"):
-        ChatWords(chat_tokenizer()).opening([2], [{"role": "user", "content": "hello"}], said)
-
-
 def test_messages_of_reset_follow_the_prompt():
     tokenizer, asked = chat_tokenizer(), [{"role": "user", "content": "hello"}]
     more = [{"role": "user", "content": "the film"}]

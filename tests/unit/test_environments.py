@@ -1,7 +1,5 @@
 """Environments: what is asked of them, what they may answer, and what is refused."""
 
-import time
-
 import numpy as np
 import played
 import pytest
@@ -82,11 +80,17 @@ def test_what_is_known_of_a_prompt_is_no_column_of_that_name():
 
 
 def test_awaited_calls_wait_together():
-    calls = calls_of("Slow")
-    games = begun(calls, *range(50))
-    start = time.monotonic()
-    stepped(calls, games, 1)
-    assert time.monotonic() - start < 0.4  # one after another: half a second
+    calls = calls_of("Meeting", timeout=20.0)
+    assert len(stepped(calls, begun(calls, *range(50)), 1)) == 50
+
+
+@pytest.mark.parametrize("given", [5, {"role": "user", "content": "a"}, ["a"],
+                                   [{"content": "a"}], iter(["a"])])
+def test_reset_returns_text_or_messages(given, monkeypatch):
+    monkeypatch.setattr(played.Words, "reset", lambda self, prompt: given)
+    with refused(RewardError, "reset of episode 3: TypeError: reset returned", "neither text nor",
+                 "env.fn"):
+        begun(calls_of("Words"), 3)
 
 
 @pytest.mark.parametrize(("name", "keys", "said"), [
@@ -148,7 +152,8 @@ def test_what_a_step_may_be(given, wanted):
 
 
 @pytest.mark.parametrize("given", [None, "text", ("a", "b", False), (3, 1.0, False),
-                                   ("a", float("inf"), False), ([{"role": "tool"}], 0.0, False)])
+                                   ("a", float("inf"), False), ([{"role": "tool"}], 0.0, False),
+                                   ("a", 1.0, "False")])
 def test_what_it_may_not_be(given):
     with pytest.raises((TypeError, ValueError)):
         as_step(given)

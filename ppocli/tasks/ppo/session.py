@@ -200,8 +200,8 @@ def _warn_about_samples(cfg: TrainConfig, spec: SamplingSpec, sampler: Sampler, 
         log.warning("The gradient of k1 is zero on average: as a term of the loss it holds nothing "
                     "to the reference. ppo.kl_estimator=k3+, k2 or k3 does.")
     if prompts < cfg.ppo.num_rollouts // cfg.ppo.n:
-        log.info("%d prompts are fewer than the %d of a rollout: they are cycled.", prompts,
-                 cfg.ppo.num_rollouts // cfg.ppo.n)
+        log.info("A rollout takes %d prompts and there are %d: they are cycled.",
+                 cfg.ppo.num_rollouts // cfg.ppo.n, prompts)
 
 
 def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tuple[Any, Any]:
