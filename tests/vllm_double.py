@@ -24,7 +24,7 @@ from safetensors.torch import load_file
 from sessions import session_of, small_config
 
 from ppocli.config.schema import ModelConfig, TrainConfig
-from ppocli.models.loading.language_model import load_tokenizer
+from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.decoder import Decoder

@@ -250,11 +250,12 @@ def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
     if any(path is not None and sources.names_hub_dataset(path) for path in named):
         return None
     from ppocli.data import encoding
-    from ppocli.models.loading import language_model, model_config
+    from ppocli.models.loading import model_config
+    from ppocli.models.loading.tokenizer import load_tokenizer
     from ppocli.tasks import supervised
 
     with found.taking():
-        tokenizer = language_model.load_tokenizer(config.model)
+        tokenizer = load_tokenizer(config.model)
         unloaded = model_config.read_lm(config.model)
         if not on_data:
             mixed_in: Any = supervised.read_mixed_in(config, tokenizer, unloaded)

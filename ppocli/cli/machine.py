@@ -143,8 +143,8 @@ def _example_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[i
     is known."""
     from ppocli.config import tasks
     from ppocli.data.sources import names_hub_dataset
-    from ppocli.models.loading.language_model import load_tokenizer
     from ppocli.models.loading.model_config import max_positions, model_facts
+    from ppocli.models.loading.tokenizer import load_tokenizer
     from ppocli.tasks.supervised import pass_tokens, read_rows
 
     lm, scores = model_facts(cfg.model, config), tasks.task_name(cfg) == "reward_model"
@@ -165,7 +165,7 @@ def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
     """Of the prompts of a run, if they and the tokenizer are on this machine."""
     from ppocli.data.prompt_set import load_eval_prompts, load_prompts
     from ppocli.data.sources import names_hub_dataset
-    from ppocli.models.loading.language_model import load_tokenizer
+    from ppocli.models.loading.tokenizer import load_tokenizer
 
     prompts = cfg.prompts
     if (prompts.path is None and prompts.items is None) or any(

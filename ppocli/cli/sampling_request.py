@@ -28,6 +28,8 @@ _IDLE = ("ppo", "data", "sft", "reward_model", "task", "eval", "checkpoint", "tr
 """sections that say how to train"""
 _READ_OF_PROMPTS = ("prompts.chat", "prompts.max_length")
 """how prompts are worded, and what servers that are started have room for"""
+_OF_START = ("model.path", "model.revision", "model.tokenizer_path", "model.chat_template")
+"""of the model that a run started from; what it has trained has its own"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +104,7 @@ def find_models(request: SamplingRequest) -> ChosenModels:
         raise ConfigError("Responses are sampled by our own loop here, or by vLLM servers.",
                           where="rollout", fix="rollout.engine=vllm rollout.urls=[URL], or no "
                           "words that begin with rollout.; ppocli eval takes all of them")
-    _refuse_idle(request)
+    _refuse_idle(request, () if target.run_dir is None else _OF_START)
     models = [(target, cfg.model)]
     if (other := judged.find_against(target, cfg, output.say)) is not None:
         if cfg.rollout.engine == "vllm":
@@ -113,12 +115,13 @@ def find_models(request: SamplingRequest) -> ChosenModels:
     return ChosenModels(cfg, tuple(models))
 
 
-def _refuse_idle(request: SamplingRequest) -> None:
-    """Refuse words that change nothing of responses to prompts that are given."""
+def _refuse_idle(request: SamplingRequest, idle: tuple[str, ...]) -> None:
+    """Refuse words that change nothing of responses to prompts that are given, and those that are
+    ``idle``."""
     for key in (word.lstrip("+~").partition("=")[0] for word in request.words):
         section, dot, _ = key.partition(".")
         unscored = section == "reward" and not request.scored
-        if (unscored or section in _IDLE or key.startswith("generation.eval.")
+        if (unscored or section in _IDLE or key in idle or key.startswith("generation.eval.")
                 or (section == "prompts" and dot and key not in _READ_OF_PROMPTS)):
             raise ConfigError(f"{key} would change nothing of the responses.", where="command line",
                               fix="leave it out" + ("; --score has them scored" if unscored else

@@ -106,7 +106,7 @@ def _reward(cfg: TrainConfig, hands_tokenizer: bool) -> Reward:
 
 
 def _load_tokenizer(cfg: TrainConfig, name: str) -> Any:
-    from ppocli.models.loading.language_model import load_tokenizer
+    from ppocli.models.loading.tokenizer import load_tokenizer
 
     try:
         return load_tokenizer(replace(cfg.model, path=name, tokenizer_path=None, revision=None))

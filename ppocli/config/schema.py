@@ -83,6 +83,11 @@ class ModelConfig:
     (auto: what the model's files say)"""
     tokenizer_path: Optional[str] = key(None, on_resume="refused", holds="path")
     """tokenizer folder or Hub name (default: model.path)"""
+    chat_template: Optional[str] = key(None, on_resume="refused", holds="path")
+    """file with a Jinja template for conversations (default: the tokenizer's own)"""
+    chat_template_kwargs: dict[str, Any] = key({}, on_resume="refused")
+    """values that the chat template reads, such as {enable_thinking: false}; exported models keep
+    them"""
     dtype: Optional[str] = key(None, choices=("fp32", "bf16"), on_resume="refused")
     """storage type of what never trains: the reference and, with model.peft, the policy's base
     (default: hardware.precision)"""

@@ -34,8 +34,8 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: i
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InputError("The tokenizer has no chat template, which conversations need.",
-                         where=place, fix="model.tokenizer_path= a tokenizer that has one; or give "
-                                          "texts, with data.chat=false")
+                         where=place, fix="give it one (model.chat_template=FILE), or give texts, "
+                         "with data.chat=false")
     spans: list[tuple[int, int]] = []
     if _MARKS.search(str(tokenizer.get_chat_template(tools=tools))):
         whole, marks = _marked(messages, place, tokenizer, tools)

@@ -130,7 +130,7 @@ def prompt_texts(cells: Sequence[Any], rows: Sequence[Row], spec: Source, tokeni
     if spec.chat and not getattr(tokenizer, "chat_template", None):
         raise InputError("The tokenizer has no chat template.", where=f"{spec.key}.chat=true",
                          fix=f"{spec.key}.chat=false (with {spec.key}.template=... if the model "
-                             "expects a form), or model.tokenizer_path= a tokenizer that has one")
+                             "expects a form), or model.chat_template=FILE")
     return [encodable(cell if isinstance(cell, str) else rendered_chat(
         cell, row.place, tokenizer, prompt=True, where=f"{spec.key}.chat=true"), row, spec)
             for row, cell in zip(rows, cells, strict=True)]

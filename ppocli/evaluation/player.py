@@ -15,7 +15,8 @@ from ppocli.data.files import Row
 from ppocli.data.render import prompt_cells, prompt_texts
 from ppocli.data.sources import training_spec
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
-from ppocli.models.loading.language_model import LoadedLM, check_vocabulary, load_tokenizer
+from ppocli.models.loading.language_model import LoadedLM, check_vocabulary
+from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.models.policy import Policy
 from ppocli.parallel.backend import Backend
 from ppocli.rewards.records import RewardRequest

@@ -21,7 +21,7 @@ from ppocli.evaluation.identity import check_same, choose, identity_of
 from ppocli.evaluation.request import EvalRequest, Row, base_target
 from ppocli.models.loading import model_config
 from ppocli.models.loading.adapters import tensors_digest
-from ppocli.models.loading.language_model import load_tokenizer
+from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag, StopRequested
 from ppocli.runs import pictures
@@ -171,8 +171,10 @@ def _session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, role: s
     session = build_eval_session(cfg, backend, objects, policy=target.model, judges=judges)
     if role == "base":
         return replace(session, reference=None)  # its KL to itself would only cost time
+    # a template's file may be gone since, and counts for nothing here
+    bare = replace(cfg.model, chat_template=None, chat_template_kwargs={})
     if (session.reference is not None and target.model != cfg.model.path
-            and load_tokenizer(cfg.model).get_vocab() != session.tokenizer.get_vocab()):
+            and load_tokenizer(bare).get_vocab() != session.tokenizer.get_vocab()):
         log.info("no KL of %s: its tokenizer is not that of %s", target.name, cfg.model.path)
         return replace(session, reference=None)
     return session

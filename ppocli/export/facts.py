@@ -209,12 +209,13 @@ def _asked(prompts: dict[str, Any]) -> dict[str, Any]:
 def _loaded(target: Target, config: schema.TrainConfig) -> tuple[str, dict[str, Any]]:
     """Digest of the weights and the run's sampling at evaluation, as an evaluation tells them."""
     from ppocli.models.loading import adapters, language_model, model_config
+    from ppocli.models.loading.tokenizer import load_tokenizer
     from ppocli.tasks.building import sampling_specs
 
     quiet_transformers()
     own = model_config.policy_config(config.model, target.model)
     loaded = language_model.load_lm(own)
-    spec = sampling_specs(config.generation, language_model.load_tokenizer(own), loaded)[1]
+    spec = sampling_specs(config.generation, load_tokenizer(own), loaded)[1]
     return adapters.tensors_digest(loaded.lm.state_dict()), json.loads(json.dumps(asdict(spec)))
 
 

@@ -200,7 +200,8 @@ def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_co
     """
     import torch
 
-    from ppocli.models.loading.language_model import load_lm, load_tokenizer, merged
+    from ppocli.models.loading.language_model import load_lm, merged
+    from ppocli.models.loading.tokenizer import load_tokenizer
     from ppocli.training.saved_model import SavedModel
 
     if not torch.cuda.is_available():

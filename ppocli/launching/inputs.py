@@ -11,6 +11,7 @@ from ppocli.config import algorithm, hub, keys, resolved, sampling, schema, task
 from ppocli.data import render, sources
 from ppocli.environments.resolve import ENVIRONMENT, TOOL, TOOLS
 from ppocli.errors import ConfigError, InputError
+from ppocli.models.loading.chat_template import read_template
 from ppocli.rewards.resolve import MODEL_REWARDS, REWARD, STEPS
 from ppocli.storage import checkpoints, environment, model_files
 from ppocli.user_code import Kind, Wanted, refuse_absent
@@ -122,6 +123,11 @@ def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
         except InputError as error:
             named = error.where is not None and error.where.startswith(key)
             yield error if named else error.reworded(where=key)
+    if cfg.model.chat_template is not None:
+        try:
+            read_template(cfg.model.chat_template)
+        except InputError as error:
+            yield error
 
 
 def _missing_data(cfg: schema.TrainConfig) -> Iterator[InputError]:

@@ -17,6 +17,7 @@ from ppocli.data.render import tokens_around
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
 from ppocli.models.loading import adapters, language_model, model_config
+from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
 from ppocli.rewards.reward_model import SCORE_END, SCORE_FRONT, SCORE_MEAN, SCORE_STD
@@ -200,7 +201,7 @@ def build_task(setup: task.TaskSetup) -> RewardModelTask:
     if cfg.model.peft and cfg.model.peft.get("type", "lora") != "lora":
         raise ConfigError("A reward model takes no virtual tokens.", where="model.peft.type",
                           fix="model.peft.type=lora, or leave model.peft out")
-    tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
+    tokenizer, unloaded = load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     tokenizer.padding_side = "right"  # as positions that are counted from the left need it
     loaded, train, val = supervised.load(setup, tokenizer, unloaded, scores=True)
     return RewardModelTask(setup, tokenizer, loaded, train, val)

@@ -17,6 +17,7 @@ from ppocli.data.prompt_set import PromptSet
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
 from ppocli.models.loading import language_model, model_config
+from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.parallel.ranks import woven
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
@@ -169,7 +170,7 @@ def build_task(setup: task.TaskSetup) -> SFTTask:
         ConfigError, InputError: each naming the key and the fix.
     """
     cfg = setup.cfg
-    tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
+    tokenizer, unloaded = load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     if cfg.sft.neftune is not None and trunk.has_encoder(unloaded):
         raise ConfigError("NEFTune's noise is for models that read one text, not for an "
                           "encoder-decoder.", where="sft.neftune", fix="leave it out")

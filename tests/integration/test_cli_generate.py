@@ -4,10 +4,11 @@ import io
 import json
 import signal
 import sys
+from pathlib import Path
 
 import pytest
-from helpers import ppocli, save_talker, write_prompts
-from runs import PLANTED, Ended, assert_no_process_left, spawn, whole_copy
+from helpers import jsonl, ppocli, save_talker, write_prompts
+from runs import PLANTED, Ended, assert_no_process_left, run, spawn, whole_copy, words
 
 from ppocli.cli.generate import ResponsePrinter, side_by_side
 from ppocli.sampling.prompting import Answer
@@ -163,6 +164,35 @@ def test_a_chat_template_is_used_on_demand_or_as_in_the_run(here, generate):
     assert "fix:   --chat" in generate("./talker", "--prompts", "talks.jsonl").err
 
 
+def test_the_template_of_a_run_goes_with_its_model(world, app, generate):
+    file = world / "t.jinja"
+    file.write_text("{% for m in messages %}{{ tone }} {{ m.content }} . {% endfor %}")
+    run("train", *words("run_name=toned", "ppo.num_steps=1", "prompts.chat=true",
+                        "model.chat_template=t.jinja", "model.chat_template_kwargs={tone: warm}"),
+        cwd=world, code=0)
+    assert "warm the film . " in prompts(world / "runs/toned/samples.jsonl")
+    file.unlink()
+    warm, cold = (rows(generate("toned", "-p", f"{tone} the film . ", "--no-chat", "--json",
+                                "--num-samples", "9")) for tone in ("warm", "cold"))
+    asked = ["toned", "-p", "the film", "--json", "--num-samples", "9"]
+    assert responses(rows(generate(*asked))) == responses(warm) != responses(cold)
+    assert responses(rows(generate(*asked, "model.chat_template_kwargs={tone: cold}"))) \
+        == responses(cold)
+    assert "model.chat_template would change nothing" in generate(
+        *asked, "model.chat_template=t.jinja", code=2).err
+    app("eval", "toned", code=0)
+    judged, = (world / "runs/toned").glob("*/*/samples.jsonl")
+    assert "warm the film . " in prompts(judged)
+
+
+def prompts(path: Path) -> list[str]:
+    return [row["prompt"] for row in jsonl(path)]
+
+
+def responses(found: list[dict]) -> list[str]:
+    return [row["response"] for row in found]
+
+
 def test_checkpoints_and_sampling_of_a_model(here, generate):
     earlier = rows(generate("first", "-p", "the film", "--step", "1", "--json"))
     assert earlier[0]["model"] == "runs/first, step 1"
@@ -202,7 +232,7 @@ def test_a_stop_text_ends_a_response(here, generate):
 
 def test_wrong_prompts_and_settings_are_told(here, generate):
     (here / "odd.csv").write_text("text,n\nhello,1\n")
-    for words, code, message in (
+    for asked, code, message in (
             (("--prompts", "nope"), 3, "Prompt file or folder nope does not exist"),
             (("--prompts", "odd.csv"), 3, "  where: --column prompt\n  fix:   --column text"),
             (("-p", "x", "--prompts", "odd.csv"), 2, "can't be combined"),
@@ -223,7 +253,7 @@ def test_wrong_prompts_and_settings_are_told(here, generate):
             (("-p", "x", "prompts.path=odd.csv"), 2, "prompts.path would change nothing"),
             (("-p", "x", "seed=7"), 2, "leave it out; --seed N is theirs"),
             (("-p", "x", "reward.fn=nowhere.py:f"), 2, "leave it out; --score has them scored")):
-        ended = generate("first", *words, code=code)
+        ended = generate("first", *asked, code=code)
         assert message in ended.err, ended.err
         assert ended.out == ""
     asked = generate("./lm", "-p", "x", "--score")

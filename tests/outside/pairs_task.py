@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppocli.models.loading.language_model import load_lm, load_tokenizer
+from ppocli.models.loading.language_model import load_lm
+from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.training.optimizers import build_optimizer
 from ppocli.training.saved_model import SavedModel
 from ppocli.training.task import (

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import ConfigError, InputError
-from ppocli.models.loading.language_model import load_tokenizer
+from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.ppo.noise import uniform
 from ppocli.sampling import token_choice as sampling
 from ppocli.sampling.decoder import Decoder

@@ -24,7 +24,7 @@ from ppocli.data.prompt_set import load_prompts
 from ppocli.episode import Episode, Turn
 from ppocli.errors import RewardError
 from ppocli.launching.opened_folder import open_folder
-from ppocli.models.loading.language_model import load_tokenizer
+from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.resolve import BUILTIN_REWARDS, locate_reward
 from ppocli.rewards.scoring import build_reward, with_styles

@@ -27,7 +27,7 @@ from vllm_double import (
 
 from ppocli.errors import ConfigError, SamplerError
 from ppocli.models.loading.language_model import DTYPES
-from ppocli.sampling.vllm import plugin
+from ppocli.sampling.vllm import plugin, transfer
 from ppocli.sampling.vllm.transfer import GroupTransfer
 
 GLOO = {"rollout__transfer": "gloo"}
@@ -136,7 +136,8 @@ def test_two_workers_of_one_rank_are_one_clear_error(tmp_path):
         drawn(session)
 
 
-def test_a_server_that_another_run_takes_says_so(tmp_path):
+def test_a_server_that_another_run_takes_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(transfer, "SAYS_WHY", 60.0)
     engine = engine_of(tmp_path)
     with (serving(engine) as url, session_of(config(tmp_path, url, **GLOO)) as one,
           session_of(config(tmp_path, url, **GLOO)) as other):

@@ -1,5 +1,5 @@
-"""From a name or a folder to a tokenizer and a language model. What transformers lets pass is
-checked: a tokenizer without vocabulary, missing weights, ids beyond the embedding."""
+"""From a name or a folder to a language model. What transformers lets pass is checked: missing
+weights, ids beyond the embedding."""
 
 import copy
 import logging
@@ -52,40 +52,6 @@ class LoadedLM:
     """the token that the decoder of an encoder-decoder starts from; None for a causal LM"""
     adapter: adapters.Adapter | None = None
     """what trains on it in its place"""
-
-
-def load_tokenizer(cfg: ModelConfig) -> Any:
-    """The policy's tokenizer, padding side and pad token set.
-
-    Raises:
-        InputError: none found, empty, or unreadable.
-    """
-    key = "model.tokenizer_path" if cfg.tokenizer_path else "model.path"
-    name = cfg.tokenizer_path or cfg.path
-    revision = cfg.revision if cfg.tokenizer_path is None else None
-    source = model_files.find_model(name, key=key, revision=revision, needs="tokenizer",
-                                    adapters=True)
-    if Path(source).is_dir() and not model_files.has_tokenizer(source):
-        source, revision = model_files.find_whole(name, key=key, revision=revision,
-                                                  needs="tokenizer")
-    with model_config.loading(f"tokenizer of {name}", key,
-                              fix="give a tokenizer folder: model.tokenizer_path=/path"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            source, revision=revision, trust_remote_code=cfg.trust_remote_code)
-        tokenizer("")  # a damaged setting of it shows in use alone
-    if len(tokenizer) == 0 or tokenizer.vocab_size == 0:
-        raise InputError(f"No tokenizer in {name} (expected tokenizer.json or a vocabulary file).",
-                         where=key, fix="save the tokenizer there, or set "
-                         "model.tokenizer_path=/path")
-    tokenizer.padding_side = "left"
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise InputError(f"The tokenizer of {name} has neither a pad nor an EOS token.",
-                             where=key, fix="add one with tokenizer.add_special_tokens and save it")
-        tokenizer.pad_token = tokenizer.eos_token
-        log.info("The tokenizer has no pad token: its EOS %r pads (masks come from lengths).",
-                 tokenizer.eos_token)
-    return tokenizer
 
 
 def without_dropout(config: Any) -> Any:

@@ -18,7 +18,7 @@ def policy_config(cfg: schema.ModelConfig, policy: str) -> schema.ModelConfig:
     """How to load ``policy``, a model trained from the one that ``cfg`` names."""
     if policy == cfg.path:
         return cfg
-    return replace(cfg, path=policy, tokenizer_path=None, revision=None)
+    return replace(cfg, path=policy, tokenizer_path=None, revision=None, chat_template=None)
 
 
 @contextmanager

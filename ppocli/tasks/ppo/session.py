@@ -15,6 +15,7 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models import passes
 from ppocli.models.fast import attention
 from ppocli.models.loading import adapters, language_model, model_config
+from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.models.policy import Policy
 from ppocli.models.reference import AdapterReference, Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
@@ -309,7 +310,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     reward, metric = _build_judges(cfg, objects, backend.ranks.first)
     # with the style of each function; the first rank alone may have built it
     cfg = replace(cfg, reward=backend.ranks.first_does(lambda: _with_stored_scale(reward)))
-    tokenizer, unloaded = language_model.load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
+    tokenizer, unloaded = load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
     plays = building.environment_of(cfg, prompts, eval_prompts)
     examples = supervised.read_mixed_in(cfg, tokenizer, unloaded)
@@ -358,7 +359,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
                       else (judges.reward, judges.metric))
     cfg = replace(cfg, reward=reward.cfg)
     own = model_config.policy_config(cfg.model, policy)
-    tokenizer = language_model.load_tokenizer(own)
+    tokenizer = load_tokenizer(own)
     loaded = decoding.load_judged(own, cfg.hardware)
     language_model.check_vocabulary(tokenizer, loaded.lm, own)
     _, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric,
