@@ -87,7 +87,8 @@ def generate(
         from ppocli.evaluation.player import scores_of
 
         messages = with_system(cells, system)
-        texts = [player.render(messages, chat=chat) for player in players]
+        texts = [player.render(messages, chat=chat, tools=columns.get(
+            chosen.cfg.prompts.tools or "")) for player in players]
         tokens = [player.tokens(rendered, generation, chat=chat)
                   for player, rendered in zip(players, texts, strict=True)]
         shown = [cell if isinstance(cell, str) else text

@@ -13,7 +13,8 @@ from ppocli.config.schema_training import DataConfig
 from ppocli.data.conversations import Piece, chat_pieces
 from ppocli.data.data_set import Examples, Ids, Mask, Pairs
 from ppocli.data.examples import Example, Pair, Read, Wants, read_examples
-from ppocli.data.render import note_count, rendered_chat, token_ids_of, tokens_around
+from ppocli.data.render import note_count, note_tools, rendered_chat
+from ppocli.data.tokens import token_ids_of, tokens_around
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import counted, printable
 
@@ -59,7 +60,7 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
                     ) -> Examples:
     """Tokenise, mark what is trained on, cut what is too long at its end.
 
-    A prompt is tokenised as PPO does it (:func:`ppocli.data.render.encode`): BOS in front where
+    A prompt is tokenised as PPO does it (:func:`ppocli.data.tokens.encode`): BOS in front where
     the tokenizer puts it, none where a chat template wrote the text. Where prompt and response
     share no token, they are tokenised as one text, else apart. A response or text gets the EOS
     token behind it unless it ends in it; a turn of a conversation ends as its template says.
@@ -108,15 +109,10 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
 
 
 def _note_tools(read: Read, tokenizer: Any) -> None:
-    """Note that the chat template leaves out the tools that rows describe."""
     rows: list[Example | Pair] = [*read.examples, *read.pairs]
-    if (row := next((row for row in rows if row.tools), None)) is None:
-        return
-    messages: Any = row.prompt or (row.completion if isinstance(row, Example) else row.chosen)
-    without, told = (rendered_chat(messages, row.place, tokenizer, tools=tools)
-                     for tools in (None, row.tools))
-    if without == told:
-        read.notes.append("the chat template leaves out what the column tools describes")
+    note_tools(read.notes, (
+        (row.place, row.prompt or (row.completion if isinstance(row, Example) else row.chosen),
+         row.tools) for row in rows), tokenizer)
 
 
 def _longer(cfg: DataConfig, max_tokens: int) -> str:

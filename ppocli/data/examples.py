@@ -3,10 +3,8 @@ dataset formats: ``text``, ``messages``, ``prompt`` and ``completion``; ``prompt
 ``rejected``, or the latter two alone with the prompt in both. A cell is a text, or a list of
 messages with a role and a content."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, Literal, NoReturn
@@ -266,17 +264,8 @@ class _Reader:
 
     def _tools(self, row: Row, said: Cell) -> list[Any] | None:
         """What the column ``tools`` holds for a conversation: a list of descriptions, or JSON."""
-        cell = without_nulls(row.values.get("tools"))
-        with suppress(ValueError, RecursionError):
-            cell = json.loads(cell) if isinstance(cell, str) else cell
-        # pandas has NaN where there is none
-        if isinstance(said, str) or cell in (None, "", []) or cell != cell:  # noqa: PLR0124
-            return None
-        if not isinstance(cell, list) or not all(isinstance(one, dict) for one in cell):
-            self._refuse(f"column 'tools' in {row.place} holds {cut(repr(cell), 40)}, not a list "
-                         "of descriptions of functions", "give JSON schemas, as a list or in "
-                         "JSON; data.columns.tools=null leaves the column out")
-        return cell
+        return None if isinstance(said, str) else render.described_tools(
+            row, "tools", self.source.where, "data.columns.tools=null")
 
     def _prompt(self, row: Row) -> Cell | None:
         cell = self._cell(row, "prompt")
@@ -334,14 +323,6 @@ class _Reader:
             self._refuse(f"column 'margin' in {row.place} holds {cut(repr(cell), 40)}, not a "
                          "finite number", "give a number in every row, or drop the column")
         return value
-
-
-def without_nulls(value: Any) -> Any:
-    """Plain data without what is null in mappings: Parquet gives each every key that any has."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # numpy's arrays, from pandas
-    if isinstance(value, Mapping):
-        return {str(key): without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _repeats(prompt: Any, chosen: Any) -> bool:

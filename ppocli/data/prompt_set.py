@@ -19,6 +19,7 @@ from ppocli.config.schema import PromptsConfig
 from ppocli.data import render
 from ppocli.data.files import Row
 from ppocli.data.sources import Source, evaluation_spec, open_rows, training_spec
+from ppocli.data.tokens import encode
 from ppocli.errors import InputError
 
 
@@ -218,8 +219,8 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
            max_prompt_tokens: int, notes: list[str], whole: bool, num_eval: int = 0) -> PromptSet:
     columns = render.metadata(rows, spec)
     cells = render.prompt_cells(rows, spec)
-    encoded = render.encode(render.prompt_texts(cells, rows, spec, tokenizer), spec, tokenizer,
-                            seed=seed, max_prompt_tokens=max_prompt_tokens, whole=whole)
+    encoded = encode(render.prompt_texts(cells, rows, spec, tokenizer), spec, tokenizer,
+                     seed=seed, max_prompt_tokens=max_prompt_tokens, whole=whole)
     drops = spec.overlong == "drop"
     if not encoded.kept and encoded.overlong:
         raise InputError(f"All prompts are longer than {encoded.longest} tokens "
@@ -236,6 +237,8 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
     render.note_count(notes, encoded.overlong, f"{{was}} longer than {encoded.longest} tokens: " + (
         "dropped" if drops else f"cut on the {spec.truncation_side}"))
     render.note_count(notes, same, "{was} the same as an earlier one: kept")
+    render.note_tools(notes, ((row.place, cell, render.row_tools(row, spec))
+                              for row, cell in zip(rows, cells, strict=True)), tokenizer)
     return PromptSet(
         token_ids=encoded.token_ids, texts=encoded.texts,
         columns={name: [values[i] for i in encoded.kept] for name, values in columns.items()},

@@ -1,13 +1,10 @@
-"""From raw rows to the texts of their prompts (first words, template, chat template), and on to
-token ids, cut to the lengths that were asked for."""
+"""From raw rows to the texts of their prompts: first words, template, chat template."""
 
+import json
 import string
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
-
-import numpy as np
 
 from ppocli.data.files import Row
 from ppocli.data.sources import Source, with_prompt
@@ -16,8 +13,6 @@ from ppocli.text import counted, cut, nearest, pasted, suggestion
 
 Piece = tuple[str, str | None]
 """literal text, then the name of the placeholder that follows it (None at the end)"""
-_CHUNK = 4096
-"""texts tokenised at once: the tokens of all uncut texts may be many times those that are kept"""
 
 
 def take_rows(rows: Iterable[Row], spec: Source, notes: list[str], *,
@@ -132,8 +127,56 @@ def prompt_texts(cells: Sequence[Any], rows: Sequence[Row], spec: Source, tokeni
                          fix=f"{spec.key}.chat=false (with {spec.key}.template=... if the model "
                              "expects a form), or model.chat_template=FILE")
     return [encodable(cell if isinstance(cell, str) else rendered_chat(
-        cell, row.place, tokenizer, prompt=True, where=f"{spec.key}.chat=true"), row, spec)
-            for row, cell in zip(rows, cells, strict=True)]
+        cell, row.place, tokenizer, prompt=True, where=f"{spec.key}.chat=true",
+        tools=row_tools(row, spec)), row, spec) for row, cell in zip(rows, cells, strict=True)]
+
+
+def row_tools(row: Row, spec: Source) -> list[Any] | None:
+    """:func:`described_tools` of a prompt."""
+    return None if spec.tools is None or not spec.chat else described_tools(
+        row, spec.tools, f"{spec.key}.tools={spec.tools}", "prompts.tools=null")
+
+
+def described_tools(row: Row, column: str, where: str, without: str) -> list[Any] | None:
+    """The descriptions of functions in a row, a list or that in JSON; None where it has none.
+
+    Args:
+        without: the words that leave the column out.
+
+    Raises:
+        InputError: the column holds something else.
+    """
+    cell = without_nulls(row.values.get(column))
+    with suppress(ValueError, RecursionError):
+        cell = json.loads(cell) if isinstance(cell, str) else cell
+    # pandas has NaN where there is none
+    if cell in (None, "", []) or cell != cell:  # noqa: PLR0124
+        return None
+    if not isinstance(cell, list) or not all(isinstance(one, dict) for one in cell):
+        raise InputError(f"Column {column!r} in {row.place} holds {cut(repr(cell), 40)}, not a "
+                         "list of descriptions of functions.", where=where, fix="give JSON schemas,"
+                         f" as a list or in JSON; {without} leaves the column out")
+    return cell
+
+
+def note_tools(notes: list[str], told: Iterable[tuple[str, Any, list[Any] | None]],
+               tokenizer: Any) -> None:
+    """Note that the chat template leaves out tools: of places, conversations and what they are told
+    of, the first with tools stands for all."""
+    for place, messages, tools in told:
+        if tools:
+            without = rendered_chat(messages, place, tokenizer)
+            if without == rendered_chat(messages, place, tokenizer, tools=tools):
+                notes.append("the chat template leaves out what the column tools describes")
+            return
+
+
+def without_nulls(value: Any) -> Any:
+    """Plain data without what is null in mappings: Parquet gives each every key that any has."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # numpy's arrays, from pandas
+    if isinstance(value, Mapping):
+        return {str(key): without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def prompt_cells(rows: Sequence[Row], spec: Source) -> list[Any]:
@@ -259,118 +302,3 @@ def fill(pieces: list[Piece], prompt: str, row: Row, spec: Source) -> str:
                              fix=f"fill it in, or leave {{{name}}} out of the template")
         parts += [literal, str(value)]
     return "".join(parts)
-
-
-# Tokens -------------------------------------------------------------------------------------------
-
-@dataclass(slots=True)
-class Encoded:
-    """n prompts as tokens. Made by :func:`encode`, read by :mod:`ppocli.data.prompt_set`."""
-
-    longest: int
-    """tokens a prompt may have"""
-    token_ids: list[list[int]] = field(default_factory=list)
-    """n lists, none empty"""
-    texts: list[str] = field(default_factory=list)
-    """n texts; of a prompt that was cut, what its tokens still say"""
-    kept: list[int] = field(default_factory=list)
-    """which of the given texts these are: those without any token were dropped"""
-    overlong: int = 0
-    """how many were longer than ``longest``, and were cut to it or dropped"""
-    ended: list[int] = field(default_factory=list)
-    """which of the given texts that were kept end in an EOS token of their own"""
-
-
-def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_prompt_tokens: int,
-           whole: bool) -> Encoded:
-    """Tokenise, draw lengths, cut or (``overlong=drop``) leave out.
-
-    Text is given the tokens that the tokenizer puts in front of a text (BOS), and none behind it,
-    so that the response continues the prompt; the prompts of an encoder are whole texts and get
-    those behind it (EOS) too. Chat text is taken as its template wrote it. Lengths
-    count all tokens; what stands in front survives a cut on the left. A length sampler keeps the
-    first tokens, as TRL's ``LengthSampler`` examples do; ``truncation_side`` is for the rest.
-
-    Args:
-        texts: rendered prompts.
-        seed: of the length sampler; the length of the i-th prompt is a function of (seed, i).
-        max_prompt_tokens: what fits the model beside the response; at least 1.
-        whole: whether prompts are read by an encoder.
-
-    Raises:
-        InputError: the tokenizer fails on a text.
-    """
-    found = Encoded(longest=min(spec.max_length or max_prompt_tokens, max_prompt_tokens))
-    front, behind = ([], []) if spec.chat else tokens_around(tokenizer)
-    behind = behind if whole else []
-    room = max(found.longest - len(behind), 1)
-    lengths = None
-    if spec.length_sampler is not None:
-        shortest, most = spec.length_sampler
-        lengths = np.random.default_rng(seed).integers(shortest, most + 1, size=len(texts)).tolist()
-    for i, body in enumerate(token_ids_of(texts, tokenizer)):
-        if not body:
-            continue
-        ids = front + body
-        fixed = len(front) or int(ids[0] == tokenizer.bos_token_id)
-        uncut = len(ids)
-        if lengths is not None:
-            ids = ids[:lengths[len(found.kept) + found.overlong * (spec.overlong == "drop")]]
-        if len(ids) > room:
-            found.overlong += 1
-            if spec.overlong == "drop":
-                continue
-            # on the left, what is fixed (BOS) stays
-            head = room if spec.truncation_side == "right" else min(fixed, room)
-            ids = ids[:head] + ids[len(ids) - (room - head):]
-        if ids[-1] == tokenizer.eos_token_id and len(ids) > len(front):
-            found.ended.append(i)
-        found.kept.append(i)
-        found.token_ids.append(ids + behind)
-        found.texts.append(texts[i] if len(ids) == uncut else str(tokenizer.decode(
-            ids[len(front):], skip_special_tokens=False, clean_up_tokenization_spaces=False)))
-    return found
-
-
-def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer puts in front of every text by itself, most often BOS or none, and
-    those behind it, most often EOS or none."""
-    text = "a"
-    try:
-        bare = _bare_ids([text], tokenizer)[0]
-        full = list(tokenizer(text)["input_ids"])
-    except Exception:  # closed vocabularies, such as one of digits alone
-        bare, full = [], list(tokenizer("")["input_ids"])
-    for start in range(len(full) - len(bare) + 1):
-        if bare and full[start:start + len(bare)] == bare:
-            return full[:start], full[start + len(bare):]
-    if full and full[0] == tokenizer.bos_token_id:  # no vocabulary for the probe
-        return full[:1], full[1:]
-    return [], full
-
-
-def token_ids_of(texts: list[str], tokenizer: Any, size: int = _CHUNK) -> Iterator[list[int]]:
-    """The ids of each text, without those that the tokenizer puts around it.
-
-    Raises:
-        InputError: the tokenizer fails on a text.
-    """
-    for start in range(0, len(texts), size):
-        chunk = texts[start:start + size]
-        try:
-            ids = _bare_ids(chunk, tokenizer)
-        except Exception as error:  # what tokenizers raises, say where it has no unknown token
-            if len(chunk) > 1:  # one by one, to find the text
-                ids = list(token_ids_of(chunk, tokenizer, 1))
-            else:
-                raise InputError(f"The tokenizer cannot encode {chunk[0][:80]!r}: {error}",
-                                 where="model.tokenizer_path", fix="is it the tokenizer of this "
-                                 "model, and has it an unknown token?") from error
-        yield from ids
-
-
-def _bare_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    # verbose=False: the warning about long texts is premature, they are cut later
-    return tokenizer(texts, add_special_tokens=False, return_attention_mask=False,
-                     verbose=False)["input_ids"]
-

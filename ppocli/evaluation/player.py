@@ -54,22 +54,25 @@ class Player:
         """Whether prompts can be rendered as a conversation."""
         return bool(getattr(self.tokenizer, "chat_template", None))
 
-    def render(self, prompts: Sequence[Any], *, chat: bool) -> list[str]:
+    def render(self, prompts: Sequence[Any], *, chat: bool, tools: Sequence[Any] | None = None
+               ) -> list[str]:
         """The text of each prompt as the model sees it.
 
         Args:
             prompts: texts; with ``chat`` also lists of ``{"role": ..., "content": ...}``.
             chat: render them with the tokenizer's chat template, ready for the answer.
+            tools: what it is told of with each, as of the column ``tools``.
 
         Raises:
-            InputError: there is no chat template, it refuses a conversation, or a text holds half
-                of a UTF-16 pair.
+            InputError: there is no chat template, it refuses a conversation, tools are none, or a
+                text holds half of a UTF-16 pair.
         """
         if chat and not self.has_chat_template:
             raise InputError(f"The tokenizer of {self.name} has no chat template.", where="--chat",
                              fix="--no-chat takes prompts as they are")
-        rows = [Row(f"prompt {number}", {"prompt": prompt})
-                for number, prompt in enumerate(prompts, start=1)]
+        rows = [Row(f"prompt {number}", {"prompt": prompt, "tools": told}) for number, (
+            prompt, told) in enumerate(zip(prompts, tools or [None] * len(prompts), strict=True),
+                                       start=1)]
         spec = training_spec(schema.PromptsConfig(items=list(prompts), chat=chat), None)
         try:
             return prompt_texts(prompt_cells(rows, spec), rows, spec, self.tokenizer)

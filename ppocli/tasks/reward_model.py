@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 
 from ppocli.config import tasks
 from ppocli.data.data_set import Ids, Pairs
-from ppocli.data.render import tokens_around
+from ppocli.data.tokens import tokens_around
 from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
 from ppocli.models.loading import adapters, language_model, model_config

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, ppocli, save_talker, write_prompts
+from helpers import jsonl, ppocli, save_talker, write_jsonl, write_prompts
 from runs import PLANTED, Ended, assert_no_process_left, run, spawn, whole_copy, words
 
 from ppocli.cli.generate import ResponsePrinter, side_by_side
@@ -166,7 +166,8 @@ def test_a_chat_template_is_used_on_demand_or_as_in_the_run(here, generate):
 
 def test_the_template_of_a_run_goes_with_its_model(world, app, generate):
     file = world / "t.jinja"
-    file.write_text("{% for m in messages %}{{ tone }} {{ m.content }} . {% endfor %}")
+    file.write_text("{% for m in messages %}{{ tone }} {{ m.content }} . {% endfor %}"
+                    "{% for tool in tools or [] %}{{ tool.name }}{% endfor %}")
     run("train", *words("run_name=toned", "ppo.num_steps=1", "prompts.chat=true",
                         "model.chat_template=t.jinja", "model.chat_template_kwargs={tone: warm}"),
         cwd=world, code=0)
@@ -180,6 +181,9 @@ def test_the_template_of_a_run_goes_with_its_model(world, app, generate):
         == responses(cold)
     assert "model.chat_template would change nothing" in generate(
         *asked, "model.chat_template=t.jinja", code=2).err
+    write_jsonl(world / "tools.jsonl", [{"prompt": "the film", "tools": [{"name": "it"}]}])
+    assert responses(rows(generate("toned", "--prompts", "tools.jsonl", "--json"))) == responses(
+        rows(generate("toned", "-p", "warm the film . it", "--no-chat", "--json")))
     app("eval", "toned", code=0)
     judged, = (world / "runs/toned").glob("*/*/samples.jsonl")
     assert "warm the film . " in prompts(judged)

@@ -10,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from data_tokenizers import CHATML, ids, utf8_bytes, words
+from helpers import refused
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
+from ppocli.config.schema import EnvConfig, EvalPromptsConfig, PromptsConfig, TrainConfig
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts, prompt_indices
+from ppocli.data.sources import run_prompts
 from ppocli.errors import ConfigError, InputError
 
 LONG = "the film was very very good and i was not so"  # 11 words
@@ -91,6 +93,32 @@ def test_chat_with_template_cuts_and_keeps_bos():
     assert prompts.token_ids == [ids("<s> good ? </s> assistant :")]
     assert prompts.texts == ["<s> good ? </s> assistant :"]
     assert prompts.notes == ("1 prompt was longer than 6 tokens: cut on the left",)
+
+
+TOLD = "{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + CHATML
+TOOL = {"type": "function", "function": {"name": "film"}}
+
+
+@pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
+def test_the_chat_template_is_told_of_tools(tools):
+    items, told = ["so", {"prompt": "is it ?", "tools": tools, "calls": None}], words(chat=TOLD)
+    prompts = load(items, told, chat=True)
+    assert [text.split("<s>")[0] for text in prompts.texts] == ["", "film "]
+    assert prompts.columns["tools"] == [None, tools]  # for rewards
+    assert prompts.notes == ()
+    assert load(items, told, chat=True, tools=None).texts[1].startswith("<s>")
+    assert load(items, told, chat=True, tools="calls").texts[1].startswith("<s>")
+    assert load(items, told).texts == ["so", "is it ?"]
+    assert load(items, words(chat=CHATML), chat=True).notes == (
+        "the chat template leaves out what the column tools describes",)
+    with refused(InputError, "Column 'calls' in item 1", "prompts.tools=calls",
+                 "prompts.tools=null"):
+        load([{"prompt": "so", "calls": ["film"]}], told, chat=True, tools="calls")
+
+
+def test_where_an_environment_plays_tools_are_its_own():
+    assert run_prompts(TrainConfig()).tools == "tools"
+    assert run_prompts(TrainConfig(env=EnvConfig(fn="guess_number"))).tools is None
 
 
 def test_chat_that_cannot_work():

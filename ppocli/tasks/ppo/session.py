@@ -251,12 +251,12 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
                       ) -> tuple[prompt_set.PromptSet, prompt_set.PromptSet]:
     """Training and evaluation prompts, checked against what reward and metric ask for. Without
     ``training`` the former are read only where the latter are taken from them."""
-    prompts = prompt_set.PromptSet([], [], {}, ())
+    keys, prompts = sources.run_prompts(cfg), prompt_set.PromptSet([], [], {}, ())
     how: Any = {"seed": cfg.seed, "max_prompt_tokens": max_prompt_tokens(cfg, lm),
                 "whole": has_encoder(lm)}
-    if training or not sources.evaluation_spec(cfg.prompts, objects.eval_prompts).has_source:
-        prompts = prompt_set.load_prompts(cfg.prompts, tokenizer, items=objects.prompts, **how)
-    eval_prompts = prompt_set.load_eval_prompts(cfg.prompts, tokenizer, training=prompts,
+    if training or not sources.evaluation_spec(keys, objects.eval_prompts).has_source:
+        prompts = prompt_set.load_prompts(keys, tokenizer, items=objects.prompts, **how)
+    eval_prompts = prompt_set.load_eval_prompts(keys, tokenizer, training=prompts,
                                                 items=objects.eval_prompts, **how)
     for found in (prompts, eval_prompts):
         if len(found):
