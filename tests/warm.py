@@ -292,4 +292,6 @@ def _run(argv: list[str]) -> None:
 if __name__ == "__main__":
     _load()
     gc.freeze()  # what is shared with each command stays so
+    if "triton" in sys.modules:  # whose objects would count as leaked, with a message
+        atexit.register(gc.unfreeze)
     _run(_serve(sys.argv[1])["argv"])
