@@ -26,7 +26,7 @@ SHAPING = ("temperature", "top_k", "top_p", "min_p")
 """sampling settings that count only where something is drawn"""
 _IDLE = ("ppo", "data", "sft", "reward_model", "task", "eval", "checkpoint", "tracking", "seed")
 """sections that say how to train"""
-_READ_OF_PROMPTS = ("prompts.chat", "prompts.max_length")
+_READ_OF_PROMPTS = ("prompts.chat", "prompts.tools", "prompts.max_length")
 """how prompts are worded, and what servers that are started have room for"""
 _OF_START = ("model.path", "model.revision", "model.tokenizer_path", "model.chat_template")
 """of the model that a run started from; what it has trained has its own"""

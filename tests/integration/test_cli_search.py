@@ -83,7 +83,7 @@ def test_a_search_has_one_aim(world, app, aim):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("trials", [3, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("trials", [2, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_search_goes_on_exactly_after_a_kill(world: Path, trials):
     given = search("sweep.search=optuna", f"sweep.trials={trials}", "sweep.seed=5000")
     run(*given, cwd=world, code=0)

@@ -40,10 +40,11 @@ NOTHING_DENSE = "[[0.0] * len(ids) for ids in response_ids]"
 
 
 @pytest.mark.parametrize(("words", "scores"), [
-    (("ppo.logprobs_from=decode", *AS_USUAL), NOTHING_DENSE),
-    (("ppo.logprobs_from=decode", *AS_USUAL), ALWAYS),
+    (("ppo.logprobs_from=decode", *AS_USUAL), NOTHING_DENSE), ((), ALWAYS),
     (("ppo.logprobs_from=decode", "ppo.advantage=reinforce_pp", *AS_USUAL), NOTHING_DENSE),
-    (("ppo.advantage=grpo", "ppo.n=4"), ALWAYS), ((), NOTHING), ((), ALWAYS)])
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        (("ppo.logprobs_from=decode", *AS_USUAL), ALWAYS),
+        (("ppo.advantage=grpo", "ppo.n=4"), ALWAYS), ((), NOTHING)))])
 def test_a_reward_that_never_differs_leaves_the_policy_where_it_was(words, scores, here, command):
     """Neither rounding nor what the critic doesn't know yet is whitened into steps, nor do Adam's
     steps come of it."""

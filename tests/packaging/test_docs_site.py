@@ -92,6 +92,7 @@ def test_pictures_are_small_and_ask_for_nothing():
         assert not re.search(r"https?://|@font-face|@import|<image|<script|url\((?!#)", text)
 
 
+@pytest.mark.slow
 def test_a_recorded_run_shows_the_output_and_not_the_machine(tmp_path):
     out = tmp_path / "run.svg"
     words = ["train", "+recipe=quickstart", "run_name=first", "ppo.total_episodes=64",

@@ -28,7 +28,7 @@ def test_ratios_are_taken_round_by_round_from_median_iterations():
     assert str(Spread.of([1.5])) == "1.5"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_ours_is_measured_as_a_whole_run(tmp_path):
     work = replace(WORKLOADS["tiny"], batch=4, mini_batch=2, new_tokens=4, epochs=1, warmup=0,
                    iterations=2)
