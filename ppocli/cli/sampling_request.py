@@ -13,7 +13,7 @@ from ppocli.cli import options, output
 from ppocli.config import resolved, schema
 from ppocli.config.schema_training import MAX_SEED
 from ppocli.errors import ConfigError
-from ppocli.evaluation.request import EvalRequest
+from ppocli.evaluation.request import BASE, EvalRequest
 from ppocli.launching.target_config import target_config
 from ppocli.runs import trust
 from ppocli.runs.target import Target, find_target
@@ -104,7 +104,8 @@ def find_models(request: SamplingRequest) -> ChosenModels:
         raise ConfigError("Responses are sampled by our own loop here, or by vLLM servers.",
                           where="rollout", fix="rollout.engine=vllm rollout.urls=[URL], or no "
                           "words that begin with rollout.; ppocli eval takes all of them")
-    _refuse_idle(request, () if target.run_dir is None else _OF_START)
+    _refuse_idle(request, () if target.run_dir is None or request.against == BASE
+                 else _OF_START)
     models = [(target, cfg.model)]
     if (other := judged.find_against(target, cfg, output.say)) is not None:
         if cfg.rollout.engine == "vllm":

@@ -109,7 +109,8 @@ def _load_tokenizer(cfg: TrainConfig, name: str) -> Any:
     from ppocli.models.loading.tokenizer import load_tokenizer
 
     try:
-        return load_tokenizer(replace(cfg.model, path=name, tokenizer_path=None, revision=None))
+        return load_tokenizer(replace(cfg.model, path=name, tokenizer_path=None, revision=None,
+                                      chat_template=None, chat_template_kwargs={}))
     except InputError as error:
         fix = (error.fix or "").replace("model.tokenizer_path=", "--tokenizer ")
         raise error.reworded(where="--tokenizer",

@@ -31,6 +31,8 @@ def prompt_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.
         yield ((prompts.chat or prompts.length_sampler) and chat
                and (prompts.length_sampler or inherited.length_sampler),
                f"{prefix}.length_sampler", "would cut off the end of the chat template")
+        yield (prompts.tools is not None and not chat, f"{prefix}.tools",
+               "is told to the chat template: set prompts.chat=true")
         yield (prompts.path is not None and prompts.items is not None,
                f"{prefix}.path, {prefix}.items",
                f"give a source or inline prompts, not both: {prefix}.items=null")
@@ -157,6 +159,8 @@ def env_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Rul
         yield (config.ppo.gae_unit == "turn", "ppo.gae_unit, env.fn",
                "only an environment (env.fn) makes several turns")
         return
+    yield (config.prompts.tools or config.prompts.eval.tools, "prompts.tools, env.fn",
+           "an environment tells the chat template of tools of its own: env.tools")
     yield (config.prompts.eval.chat not in (None, config.prompts.chat), "prompts.eval.chat, env.fn",
            "an environment speaks as prompts.chat says: leave prompts.eval.chat out")
     tools = env.fn == "tools"

@@ -241,9 +241,8 @@ class PromptsConfig:
     """text with {prompt} and {column} placeholders"""
     chat: bool = key(False)
     """render with the tokenizer's chat template"""
-    tools: Optional[str] = key("tools")
-    """with chat, column of descriptions of functions (JSON schemas), which the template is told of;
-    where an environment plays, it has its own"""
+    tools: Optional[str] = key(None)
+    """column of descriptions of functions (JSON schemas), which the chat template is told of"""
     max_length: Optional[int] = key(None, ge=1)
     """longest prompt in tokens (default: what fits the model beside max_new_tokens)"""
     overlong: str = key("cut", choices=("cut", "drop"))

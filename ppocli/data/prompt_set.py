@@ -219,6 +219,8 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
            max_prompt_tokens: int, notes: list[str], whole: bool, num_eval: int = 0) -> PromptSet:
     columns = render.metadata(rows, spec)
     cells = render.prompt_cells(rows, spec)
+    if spec.tools is not None and spec.tools not in render.column_names(rows):
+        raise render.no_column(spec.tools, rows[0], f"{spec.key}.tools={spec.tools}")
     encoded = encode(render.prompt_texts(cells, rows, spec, tokenizer), spec, tokenizer,
                      seed=seed, max_prompt_tokens=max_prompt_tokens, whole=whole)
     drops = spec.overlong == "drop"
@@ -237,8 +239,8 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
     render.note_count(notes, encoded.overlong, f"{{was}} longer than {encoded.longest} tokens: " + (
         "dropped" if drops else f"cut on the {spec.truncation_side}"))
     render.note_count(notes, same, "{was} the same as an earlier one: kept")
-    render.note_tools(notes, ((row.place, cell, render.row_tools(row, spec))
-                              for row, cell in zip(rows, cells, strict=True)), tokenizer)
+    render.note_tools(notes, ((row.place, cell, render.row_tools(row, spec)) for row, cell in zip(
+        rows, cells, strict=True)), tokenizer, prompt=True, column=spec.tools or "")
     return PromptSet(
         token_ids=encoded.token_ids, texts=encoded.texts,
         columns={name: [values[i] for i in encoded.kept] for name, values in columns.items()},

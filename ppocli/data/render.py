@@ -134,7 +134,7 @@ def prompt_texts(cells: Sequence[Any], rows: Sequence[Row], spec: Source, tokeni
 def row_tools(row: Row, spec: Source) -> list[Any] | None:
     """:func:`described_tools` of a prompt."""
     return None if spec.tools is None or not spec.chat else described_tools(
-        row, spec.tools, f"{spec.key}.tools={spec.tools}", "prompts.tools=null")
+        row, spec.tools, f"{spec.key}.tools={spec.tools}", f"{spec.key}.tools=null")
 
 
 def described_tools(row: Row, column: str, where: str, without: str) -> list[Any] | None:
@@ -149,8 +149,8 @@ def described_tools(row: Row, column: str, where: str, without: str) -> list[Any
     cell = without_nulls(row.values.get(column))
     with suppress(ValueError, RecursionError):
         cell = json.loads(cell) if isinstance(cell, str) else cell
-    # pandas has NaN where there is none
-    if cell in (None, "", []) or cell != cell:  # noqa: PLR0124
+    # pandas has NaN or NA where there is none
+    if not cell if isinstance(cell, list) else str(cell).strip() in ("None", "", "nan", "<NA>"):
         return None
     if not isinstance(cell, list) or not all(isinstance(one, dict) for one in cell):
         raise InputError(f"Column {column!r} in {row.place} holds {cut(repr(cell), 40)}, not a "
@@ -160,14 +160,20 @@ def described_tools(row: Row, column: str, where: str, without: str) -> list[Any
 
 
 def note_tools(notes: list[str], told: Iterable[tuple[str, Any, list[Any] | None]],
-               tokenizer: Any) -> None:
+               tokenizer: Any, *, prompt: bool = False, column: str = "tools") -> None:
     """Note that the chat template leaves out tools: of places, conversations and what they are told
-    of, the first with tools stands for all."""
+    of, the first with tools stands for all.
+
+    Args:
+        prompt: whether an answer is to follow.
+        column: that describes them.
+    """
     for place, messages, tools in told:
         if tools:
-            without = rendered_chat(messages, place, tokenizer)
-            if without == rendered_chat(messages, place, tokenizer, tools=tools):
-                notes.append("the chat template leaves out what the column tools describes")
+            without, with_tools = (rendered_chat(messages, place, tokenizer, tools=each,
+                                                 prompt=prompt) for each in (None, tools))
+            if without == with_tools:
+                notes.append(f"the chat template leaves out what the column {column} describes")
             return
 
 

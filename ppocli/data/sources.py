@@ -5,7 +5,7 @@ folders, saved data sets, the Hub, inline lists."""
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -47,11 +47,6 @@ class Source(schema.PromptsConfig):
     def has_source(self) -> bool:
         """False if the prompts are the BOS token alone."""
         return self.path is not None or self.items is not None
-
-
-def run_prompts(cfg: schema.TrainConfig) -> schema.PromptsConfig:
-    """The keys of a run's prompts: where an environment plays, tools are its own."""
-    return cfg.prompts if cfg.env.fn is None else replace(cfg.prompts, tools=None)
 
 
 def training_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Source:

@@ -36,7 +36,9 @@ log = logging.getLogger("ppocli")
 
 _REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid", "style",
                 "step_separator", "step_fn")
-_LATER = (("style", "ppocli"), ("step_separator", None), ("step_fn", None))
+_LATER: tuple[tuple[str, Any], ...] = (
+    ("style", "ppocli"), ("step_separator", None), ("step_fn", None), ("tools", None),
+    ("chat_template", None), ("chat_template_kwargs", {}))
 """what evaluations have as they were made before there was the key"""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 30
@@ -63,7 +65,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "seed": cfg.seed, **plays,
         "targets": [target.model for target in targets], "frontier": frontier,
         "generation": json.loads(json.dumps(asdict(session.eval_sampling))),
-        "prompts": {**asdict(cfg.prompts), "digest": session.eval_prompts.digest(),
+        "prompts": {**_as_before(asdict(cfg.prompts)), "digest": session.eval_prompts.digest(),
                     "count": len(session.eval_prompts)},
         "reward": {key: value for key, value in asdict(cfg.reward).items()
                    if key in _REWARD_KEYS and (key, value) not in _LATER},
@@ -71,11 +73,17 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "code": {path: atomic.sha256_file(Path(path)) if Path(path).is_file() else None
                  for path in dict.fromkeys(code)},
         "judges": judge_digests(session, objects),
-        "model": asdict(cfg.model), "base_digest": session.reference_digest(),
+        "model": _as_before(asdict(cfg.model)), "base_digest": session.reference_digest(),
         "chunk_size": session.chunk_size, "forward_rows": session.forward_rows,
         "logprobs_from": cfg.ppo.logprobs_from,
         "device": session.backend.device.type, "precision": session.backend.precision,
         "models": {"policy": tensors_digest(session.policy.lm.state_dict())}}
+
+
+def _as_before(section: dict[str, Any]) -> dict[str, Any]:
+    """Without keys that later versions have brought, where they say nothing."""
+    return {key: _as_before(value) if key == "eval" else value for key, value in section.items()
+            if (key, value) not in _LATER}
 
 
 def choose(default: Path, request: EvalRequest, identity: dict[str, Any]) -> Path:

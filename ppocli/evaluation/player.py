@@ -73,7 +73,8 @@ class Player:
         rows = [Row(f"prompt {number}", {"prompt": prompt, "tools": told}) for number, (
             prompt, told) in enumerate(zip(prompts, tools or [None] * len(prompts), strict=True),
                                        start=1)]
-        spec = training_spec(schema.PromptsConfig(items=list(prompts), chat=chat), None)
+        spec = training_spec(schema.PromptsConfig(items=list(prompts), chat=chat, tools="tools"),
+                             None)
         try:
             return prompt_texts(prompt_cells(rows, spec), rows, spec, self.tokenizer)
         except InputError as error:

@@ -168,6 +168,8 @@ def _session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, role: s
     """What judges one model; ``judges`` lends reward, metric and reference."""
     if role == "base":
         cfg = resolved.with_values(cfg, {"prompts.eval.repeat": figures.BASE_SAMPLES})
+    if role == "against" and target.model != cfg.model.path:  # which may have another template
+        cfg = resolved.with_values(cfg, {"model.chat_template_kwargs": {}})
     session = build_eval_session(cfg, backend, objects, policy=target.model, judges=judges)
     if role == "base":
         return replace(session, reference=None)  # its KL to itself would only cost time

@@ -182,12 +182,13 @@ def test_the_template_of_a_run_goes_with_its_model(world, app, generate):
     assert "model.chat_template would change nothing" in generate(
         *asked, "model.chat_template=t.jinja", code=2).err
     write_jsonl(world / "tools.jsonl", [{"prompt": "the film", "tools": [{"name": "it"}]}])
-    for keys, rendered in (((), "warm the film . it"),
-                           (("prompts.tools=null",), "warm the film . ")):
+    for keys, rendered in (((), "warm the film . "),
+                           (("prompts.tools=tools",), "warm the film . it")):
         found = generate("toned", "--prompts", "tools.jsonl", "--json", *keys)
         assert responses(rows(found)) == responses(rows(generate(
             "toned", "-p", rendered, "--no-chat", "--json")))
-    app("eval", "toned", code=0)
+    save_talker(world / "talker")  # whose template reads no tone
+    app("eval", "toned", "--against", "./talker", code=0)
     judged, = (world / "runs/toned").glob("*/*/samples.jsonl")
     assert "warm the film . " in prompts(judged)
 

@@ -1,5 +1,7 @@
 """Chat templates of the user's, and values for what a template reads."""
 
+from datetime import date
+
 import pytest
 from helpers import refused, save_lm, save_talker
 from played import chat_tokenizer
@@ -24,11 +26,13 @@ def rendered(template: str, **values) -> str:
                                                         add_generation_prompt=True, **values)
 
 
-def test_a_template_sets_the_values_itself_unless_its_caller_does():
-    own = with_values(THINKS, VALUES, ["eos_token"])
-    assert rendered(THINKS) != rendered(own) == rendered(THINKS, **VALUES)
+@pytest.mark.parametrize("front", ["", "\n.", "    .", "\n    {# so #}\n.",
+                                   "{%+ generation +%}.{%+ endgeneration %}"])
+def test_a_template_sets_the_values_itself_unless_its_caller_does(front):
+    own = with_values(given := front + THINKS, VALUES, ["eos_token"])
+    assert rendered(given) != rendered(own) == rendered(given, **VALUES)
     other = {"enable_thinking": True, "tone": ""}
-    assert rendered(own, **other) == rendered(THINKS, **other)
+    assert rendered(own, **other) == rendered(given, **other)
     assert with_values(own, VALUES, []) == own
 
 
@@ -38,6 +42,8 @@ def test_a_template_sets_the_values_itself_unless_its_caller_does():
     (THINKS, {"messages": []}, ["reads no 'messages'"]),
     ("{{ messages }}{{ eos_token }}", {"eos_token": "x"}, ["but messages alone"]),
     (THINKS, {"tone": float("inf")}, ["can't say inf"]),
+    (THINKS, {"tone": date(2026, 1, 1)}, ["can't say datetime.date"]),
+    ("{% for m in messages %}", {"tone": 1}, ["malformed", "line 1"]),
     (None, {"tone": 1}, ["no chat template that could read"])])
 def test_values_that_no_template_takes_are_refused(template, values, words):
     with refused(InputError, *words, "model.chat_template_kwargs"):
@@ -71,8 +77,10 @@ def test_a_tokenizer_gets_the_template_that_is_asked_for(tmp_path):
 
 
 def test_each_of_several_templates_gets_the_values(tmp_path):
-    tokenizer = chat_tokenizer({"default": THINKS, "tool_use": f"{THINKS} tools"})
+    other = "{{ messages }} tools"  # reads none
+    tokenizer = chat_tokenizer({"default": THINKS, "tool_use": other})
     tokenizer.save_pretrained(save_lm(tmp_path / "lm"))
     found = load_tokenizer(ModelConfig(path=str(tmp_path / "lm"), chat_template_kwargs=VALUES))
-    assert found.chat_template == {"default": with_values(THINKS, VALUES, []),
-                                   "tool_use": with_values(f"{THINKS} tools", VALUES, [])}
+    lines = with_values(THINKS, VALUES, []).removesuffix(THINKS)
+    assert lines.count("set") == 2
+    assert found.chat_template == {"default": lines + THINKS, "tool_use": lines + other}

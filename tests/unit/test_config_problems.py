@@ -214,6 +214,8 @@ SERVED = {"rollout__engine": "vllm", "rollout__urls": ["http://h"]}
     (TOOLS, "set prompts.chat=true"),
     ({**PLAYED, "env__on_error": "drop"}, "set reward.on_invalid=skip"),
     ({**PLAYED, "prompts__eval__chat": True}, "an environment speaks as prompts.chat"),
+    ({**PLAYED, "prompts__chat": True, "prompts__eval__tools": "tools"}, "tools of its own"),
+    ({"prompts__tools": "tools"}, "prompts.tools: is told to the chat template"),
     ({**PLAYED, "ppo__staleness": 1}, "samples that wait keep no episodes"),
     ({**PLAYED, "env__max_tokens": 8}, "doesn't fit an episode of 8"),
     ({"ppo__gae_unit": "turn"}, "only an environment"),

@@ -15,9 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import normalizers
 
-from ppocli.config.schema import EnvConfig, EvalPromptsConfig, PromptsConfig, TrainConfig
+from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
 from ppocli.data.prompt_set import PromptSet, load_eval_prompts, load_prompts, prompt_indices
-from ppocli.data.sources import run_prompts
 from ppocli.errors import ConfigError, InputError
 
 LONG = "the film was very very good and i was not so"  # 11 words
@@ -102,23 +101,19 @@ TOOL = {"type": "function", "function": {"name": "film"}}
 @pytest.mark.parametrize("tools", [[TOOL], json.dumps([TOOL])])
 def test_the_chat_template_is_told_of_tools(tools):
     items, told = ["so", {"prompt": "is it ?", "tools": tools, "calls": None}], words(chat=TOLD)
-    prompts = load(items, told, chat=True)
+    prompts = load(items, told, chat=True, tools="tools")
     assert [text.split("<s>")[0] for text in prompts.texts] == ["", "film "]
     assert prompts.columns["tools"] == [None, tools]  # for rewards
     assert prompts.notes == ()
-    assert load(items, told, chat=True, tools=None).texts[1].startswith("<s>")
+    assert load(items, told, chat=True).texts[1].startswith("<s>")
     assert load(items, told, chat=True, tools="calls").texts[1].startswith("<s>")
-    assert load(items, told).texts == ["so", "is it ?"]
-    assert load(items, words(chat=CHATML), chat=True).notes == (
+    assert load(items, words(chat=CHATML), chat=True, tools="tools").notes == (
         "the chat template leaves out what the column tools describes",)
+    with refused(InputError, "no column 'tool'", "prompts.tools=tool"):
+        load(items, told, chat=True, tools="tool")
     with refused(InputError, "Column 'calls' in item 1", "prompts.tools=calls",
                  "prompts.tools=null"):
         load([{"prompt": "so", "calls": ["film"]}], told, chat=True, tools="calls")
-
-
-def test_where_an_environment_plays_tools_are_its_own():
-    assert run_prompts(TrainConfig()).tools == "tools"
-    assert run_prompts(TrainConfig(env=EnvConfig(fn="guess_number"))).tools is None
 
 
 def test_chat_that_cannot_work():

@@ -6,13 +6,14 @@ import json
 import logging
 import math
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ppocli.config.schema import EvalGenerationConfig, TrainConfig
+from ppocli.config.schema import EvalGenerationConfig, ModelConfig, PromptsConfig, TrainConfig
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.evaluation.figures import (
     best_of_n,
@@ -23,7 +24,7 @@ from ppocli.evaluation.figures import (
     frontier_of,
     frontier_svg,
 )
-from ppocli.evaluation.identity import _described, _digest, _weights, choose
+from ppocli.evaluation.identity import _as_before, _described, _digest, _weights, choose
 from ppocli.evaluation.request import EvalRequest, read_result, refuse_taken, take_up
 from ppocli.runs.target import Target
 
@@ -317,3 +318,14 @@ def test_models_are_found_in_what_loaded_them():
     judge = Judge(1.0)
     assert len(_weights(lambda: judge, [])) == 1
     assert _weights(scores, []) == []
+
+
+def test_keys_that_have_come_since_are_no_other_settings():
+    """An evaluation that was begun before there were these is gone on with."""
+    prompts, model = PromptsConfig(), ModelConfig(path="lm")
+    before = _as_before(asdict(prompts)), _as_before(asdict(model))
+    assert not {"tools", "chat_template", "chat_template_kwargs"} & {
+        *before[0], *before[0]["eval"], *before[1]}
+    prompts.eval.tools, model.chat_template_kwargs = "tools", {"thinks": False}
+    assert _as_before(asdict(prompts))["eval"]["tools"] == "tools"
+    assert _as_before(asdict(model))["chat_template_kwargs"] == {"thinks": False}

@@ -50,8 +50,6 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     if cfg.chat_template is not None:
         tokenizer.chat_template = read_template(cfg.chat_template)
     if cfg.chat_template_kwargs:
-        own, values = tokenizer.chat_template, cfg.chat_template_kwargs
-        special = tokenizer.special_tokens_map
-        tokenizer.chat_template = with_values(own, values, special) if not isinstance(own, dict) \
-            else {name: with_values(each, values, special) for name, each in own.items()}
+        tokenizer.chat_template = with_values(
+            tokenizer.chat_template, cfg.chat_template_kwargs, tokenizer.special_tokens_map)
     return tokenizer

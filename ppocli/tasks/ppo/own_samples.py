@@ -13,7 +13,6 @@ import torch
 from ppocli import columns
 from ppocli.config.schema import GenerationConfig
 from ppocli.data.prompt_set import PromptBatch, PromptSet, load_prompts
-from ppocli.data.sources import run_prompts
 from ppocli.errors import ConfigError
 from ppocli.models import layout
 from ppocli.models.loading.model_config import max_positions
@@ -85,7 +84,7 @@ def prompts_of(session: Session, items: list[Any]) -> PromptBatch:
         raise ConfigError("There are no prompts.", where="prompts", fix="give at least one")
     longest = max_prompt_tokens(session.cfg, session.policy.lm)
     if all(isinstance(item, (str, dict)) for item in items):
-        found = load_prompts(replace(run_prompts(session.cfg), limit=None), session.tokenizer,
+        found = load_prompts(replace(session.cfg.prompts, limit=None), session.tokenizer,
                              seed=session.cfg.seed, max_prompt_tokens=longest, items=items,
                              whole=has_encoder(session.policy.lm))
         if len(found) != len(items):

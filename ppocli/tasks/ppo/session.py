@@ -251,7 +251,7 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
                       ) -> tuple[prompt_set.PromptSet, prompt_set.PromptSet]:
     """Training and evaluation prompts, checked against what reward and metric ask for. Without
     ``training`` the former are read only where the latter are taken from them."""
-    keys, prompts = sources.run_prompts(cfg), prompt_set.PromptSet([], [], {}, ())
+    keys, prompts = cfg.prompts, prompt_set.PromptSet([], [], {}, ())
     how: Any = {"seed": cfg.seed, "max_prompt_tokens": max_prompt_tokens(cfg, lm),
                 "whole": has_encoder(lm)}
     if training or not sources.evaluation_spec(keys, objects.eval_prompts).has_source:
@@ -263,6 +263,9 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
             reward.check_columns(list(found.columns))
     if metric is not None:
         metric.check_columns(list(eval_prompts.columns))
+    if keys.chat and keys.tools is None and cfg.env.fn is None and "tools" in prompts.columns:
+        log.info("prompts: the chat template is not told of the column tools; prompts.tools=tools "
+                 "does so")
     for name, found in (("prompts", prompts), ("evaluation prompts", eval_prompts)):
         for note in found.notes if training or found is eval_prompts else ():
             log.info("%s: %s", name, note)
