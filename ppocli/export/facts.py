@@ -201,9 +201,12 @@ def _own_settings(evaluation: dict[str, Any], config: schema.TrainConfig, digest
 
 
 def _asked(prompts: dict[str, Any]) -> dict[str, Any]:
-    """Settings of prompts without what says how many responses there are to each."""
-    kept = {name: value for name, value in prompts.items() if name not in ("digest", "count")}
-    return kept | {"eval": dict(kept["eval"]) | {"repeat": None}}
+    """Settings of prompts without what says how many responses there are to each, and without those
+    that say nothing, which are absent where an evaluation is older than a key."""
+    def said(section: dict[str, Any], *without: str) -> dict[str, Any]:
+        return {name: value for name, value in section.items()
+                if value is not None and name not in without}
+    return said(prompts, "digest", "count") | {"eval": said(prompts["eval"], "repeat")}
 
 
 def _loaded(target: Target, config: schema.TrainConfig) -> tuple[str, dict[str, Any]]:
