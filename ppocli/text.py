@@ -243,3 +243,13 @@ def raised_at(error: BaseException, file: str | None = None) -> str | None:
         return None
     frame = (own or frames)[-1]
     return f"{short_path(frame.filename)}:{frame.lineno}"
+
+
+def own_line(error: BaseException) -> str | None:
+    """``FILE:LINE`` of the innermost frame that is neither ours nor a library's; None where the
+    error came through none."""
+    ours, python = (os.path.dirname(os.path.realpath(file)) for file in (__file__, os.__file__))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not frame.filename.startswith("<") and "site-packages" not in frame.filename
+              and not os.path.realpath(frame.filename).startswith((ours + os.sep, python + os.sep))]
+    return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else None
