@@ -126,6 +126,17 @@ def figure(value: object, digits: int, kind: Literal["f", "e"] = "f") -> str:
     return text.removeprefix("-") if float(text) == 0 else text  # no minus before a rounded zero
 
 
+def share_error(error: float, count: int) -> float:
+    """The standard error to state of a share over ``count`` independent outcomes: never less than
+    half of Wilson's interval (1927) at one standard error where all outcomes are alike, which is
+    ``1 / (2 (count + 1))``. Ten of ten is no certainty.
+
+    Args:
+        error: as the outcomes themselves have it, 0 where all are alike.
+    """
+    return max(error, 0.5 / (count + 1))
+
+
 def each_text(value: Any, change: Callable[[str], str],
               change_key: Callable[[Any], Any] = lambda key: key) -> Any:
     """Plain data with every text in it changed, keys of mappings by a function of their own."""

@@ -89,9 +89,8 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
     changes = changes_on_resume(run_dir, config, objects, checked.accept_changes)
     check_inputs(config)
     check_deepspeed(config)
-    for key, line in changes:
-        say(f"changed on resume: {line}" + ("" if resolved.classify_change(key) == "harmless" else
-                                           " (from here on the run differs)"))
+    for change in changes:
+        say(kept.change_line(*change))
     run_folder.probe_writable(run_dir)
     # loading takes seconds, in which nobody else may delete or resume what is here
     with run_folder.reserved(run_dir):
@@ -226,8 +225,8 @@ def new_folder(base: Path, name: str) -> Path:
 
 def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
                       objects: PythonObjects | None = None, accept_changes: bool = False
-                      ) -> list[tuple[str, str]]:
-    """(key, ``key: before -> after``) of what ``config`` changes in a run.
+                      ) -> list[tuple[str, Any, Any]]:
+    """(key, before, after) of what ``config`` changes in a run.
 
     Raises:
         CheckpointError: a changed key forbids to resume, Python objects are missing, or the run's
@@ -235,9 +234,9 @@ def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
     """
     old = kept.settings_before(run_dir, accept_changes=accept_changes)
     _ask_for_objects(config, objects, run_dir)
-    changes = [(key, f"{key}: {shown(before)} -> {shown(after)}")
-               for key, before, after in resolved.config_differences(old, config)]
-    refused = [line for key, line in changes if resolved.classify_change(key) == "refused"]
+    changes = resolved.config_differences(old, config)
+    refused = [f"{key}: {shown(before)} -> {shown(after)}" for key, before, after in changes
+               if resolved.classify_change(key) == "refused"]
     if refused:
         raise CheckpointError(
             "\n".join(["these settings can't change when a run is resumed:",

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import jsonl, read_json, stable_rows, write_jsonl
 from runs import WORDS, last_checkpoint, run, whole_copy
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 OUTSIDE = Path(__file__).parent.parent / "outside"
 PAIRS = [{"chosen": f"the {noun} was {good}", "rejected": f"the {noun} was {bad}"}
@@ -240,7 +240,7 @@ def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here, comma
     ("reward.fn=odd.py:Partial", 7, "Partial lacks measure"),
     ("reward.metric_fn=odd.py:Partial", 7, "Partial lacks measure")])
 def test_what_a_class_lacks_is_said_before_a_model_loads(word, code, said, here, command, validate):
-    (here / "lm/model.safetensors").write_bytes(b"no weights")
+    save_file({"other": torch.zeros(1)}, here / "lm/model.safetensors")
     tried = words("sampler", "run_name=r", *(["rollout.engine=decode"] * word.startswith("reward")),
                   word)
     tried = [one for one in tried if word.startswith("rollout") or "kwargs" not in one]

@@ -113,7 +113,13 @@ def test_swapped_pairs_give_one_less_the_accuracy_and_a_tie_is_one_half(tmp_path
         ties = task.evaluation_figures(torch.zeros(four, 2, dtype=torch.float64))
         sure = task.evaluation_figures(torch.tensor([[1.0, 0.0]] * four, dtype=torch.float64))
         assert (ties["accuracy"], ties["accuracy_longer"], sure["accuracy"]) == (0.5, 0.5, 1.0)
-        assert caplog.messages[-1].startswith("The accuracy on held-back pairs is 0.500 +- 0.000")
+        # half of Wilson's interval for four alike, of which one more could have been another
+        assert sure["accuracy_stderr"] == ties["accuracy_stderr"] == 0.5 / 5
+        assert sure["accuracy_pairs"] == four
+        assert row_lines({"step": 0, "eval/accuracy": 1.0, "eval/accuracy_stderr": 0.1,
+                          "eval/accuracy_pairs": 4.0}, 9) == ["eval at step 0  accuracy 1.000±0.100 "
+                                                              "of 4"]
+        assert caplog.messages[-1].startswith("The accuracy on held-back pairs is 0.500 +- 0.100")
     with task_of(tmp_path, val=SWAPPED[:four]) as task:
         swapped = task.evaluate(StopFlag()).figures
     assert swapped["accuracy"] == 1 - found["accuracy"]
