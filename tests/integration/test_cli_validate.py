@@ -188,6 +188,18 @@ def test_samples_without_scores_are_told(validate, world):
     assert "gradient: not tried, no sample has a score" in done.out
 
 
+@pytest.mark.parametrize(("more", "notes"), [
+    ((), ["the scores of all 2 samples are equal (1)", "the gradient is 0, so that an"]),
+    (("ppo.advantage=grpo", "ppo.n=2"), ["the scores of all 2 samples are", "the gradient is 0"]),
+    (("reward.missing_eos_penalty=3", "ppo.init_kl_coef=1"), ["the scores of all 2 samples are"]),
+    (("reward.fn=length", "reward.kwargs.target=3"), [])])
+def test_a_rehearsal_says_what_nothing_can_be_learnt_from(more, notes, validate, world):
+    odd(world, "return [1.0] * len(samples)")
+    out = validate(*words("reward.fn=odd.py:score", *more), "--deep", code=0).out
+    said = [line.removeprefix("note: ") for line in out.splitlines() if line.startswith("note: ")]
+    assert [one[:len(note)] for one, note in zip(said, notes, strict=True)] == notes
+
+
 @pytest.mark.parametrize(("body", "more", "code", "said"), [
     ("raise RuntimeError('bad day')", [], 7, "bad day"),
     ("return [0.0]", [], 7, "1"),
