@@ -317,7 +317,9 @@ def _examine_folder(composed: compose.Composed, folder: Path, found: Examined, *
     with found.taking():
         if not goes_on:
             opened_folder.refuse_taken(folder, config)
-        elif settled:
+        else:
+            opened_folder.refuse_running(folder)
+        if goes_on and settled:
             opened_folder.changes_on_resume(folder.absolute(), resolved.with_absolute_paths(config),
                                             accept_changes=composed.accept_changes)
     if not resume_from:

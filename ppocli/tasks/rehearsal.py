@@ -116,8 +116,9 @@ def _first_samples(session: Session) -> dict[str, Any]:
 def _notes(terms: dict[str, float] | None, scores: list[float]) -> list[str]:
     """What such figures say of the run to come, where nothing could be learnt from them."""
     equal = len(scores) > 1 and max(scores) - min(scores) <= 1e-6 * abs(scores[0])
-    notes = [f"the scores of all {len(scores)} samples are equal ({scores[0]:g}): a run whose "
-             "rewards are all equal learns nothing; does the reward read the response?"] * equal
+    notes = [] if not equal else [
+        f"the scores of all {len(scores)} samples are equal ({scores[0]:g}): a run whose rewards "
+        "are all equal learns nothing; does the reward read the response?"]
     if terms is not None and terms["grad_norm"] < 1e-7:  # up to rounding
         notes.append("the gradient is 0, so that an update from this would change nothing: " + (
             "scores that are equal don't say which response is better" if equal else
