@@ -256,7 +256,7 @@ def raised_at(error: BaseException, file: str | None = None) -> str | None:
     return f"{short_path(frame.filename)}:{frame.lineno}"
 
 
-def own_line(error: BaseException) -> str | None:
+def user_line(error: BaseException) -> str | None:
     """``FILE:LINE`` of the innermost frame that is neither ours nor a library's; None where the
     error came through none."""
     ours, python = (os.path.dirname(os.path.realpath(file)) for file in (__file__, os.__file__))

@@ -58,22 +58,23 @@ def _problems(cls: Any, base: type, required: frozenset[str] | None) -> Iterator
         required = frozenset(getattr(base, "__abstractmethods__", ()) or methods)
     abstract: frozenset[str] = getattr(cls, "__abstractmethods__", frozenset())
     for name, method in methods.items():
-        own = inspect.getattr_static(cls, name, None)
-        if own is None or own is method or name in abstract:
-            if name in required and not (own is None and hasattr(cls, "__getattr__")):
+        override = inspect.getattr_static(cls, name, None)
+        if override is None or override is method or name in abstract:
+            if name in required and not (override is None and hasattr(cls, "__getattr__")):
                 yield f"lacks {name}{_shown(method)}"
-        elif not callable(getattr(cls, name)):
+        elif not callable(override) and not hasattr(override, "__get__"):
             yield f"has {name}, which is no method, in place of {name}{_shown(method)}"
         else:
-            yield from _misfits(name, own, method)
+            yield from _misfits(name, override, method)
     for name in sorted(abstract - methods.keys()):
         yield f"lacks {name}, which a base class of it leaves abstract"
 
 
-def _misfits(name: str, own: Any, method: Any) -> Iterator[str]:
+def _misfits(name: str, override: Any, method: Any) -> Iterator[str]:
     """In what way a method can't be called as the one that it replaces."""
-    function = getattr(own, "__func__", own)  # of a static method or one of the class
-    receiver = () if isinstance(own, staticmethod) else (None,)
+    function = getattr(override, "__func__", override)  # of a static method or one of the class
+    # an object that can be called, such as a partial, is no method and gets no ``self``
+    receiver = (None,) * (hasattr(function, "__get__") and not isinstance(override, staticmethod))
     _, *parameters = inspect.signature(method).parameters.values()
     positional = [one.name for one in parameters if one.kind in _POSITIONAL]
     named = {one.name: None for one in parameters if one.kind is Parameter.KEYWORD_ONLY}
@@ -112,12 +113,12 @@ def check_class(wanted: Wanted, base: type) -> Located:
     return located
 
 
-def build(wanted: Wanted, base: type, *given: Any, kwargs: Mapping[str, Any], key: str) -> Any:
+def build(wanted: Wanted, base: type, *arguments: Any, kwargs: Mapping[str, Any], key: str) -> Any:
     """What comes of calling what ``wanted`` names.
 
     Args:
         base: that the result stands for: it has its methods and what its annotations name.
-        given: what we hand over.
+        arguments: what we hand over.
         kwargs: the user's further arguments.
         key: that holds ``kwargs``, for messages.
 
@@ -127,14 +128,14 @@ def build(wanted: Wanted, base: type, *given: Any, kwargs: Mapping[str, Any], ke
     """
     target = (located := check_class(wanted, base)).target
     try:
-        inspect.signature(target).bind(*given, **kwargs)
+        inspect.signature(target).bind(*arguments, **kwargs)
     except TypeError as error:
         raise wanted.refused(f"{wanted.spec} can't be called with what it would get: {error}.",
                              where=f"{wanted.key}, {key}",
                              fix="it gets one argument from ppocli, and those of "
                              f"{key}={dict(kwargs)} by name") from error
     try:
-        made = target(*given, **kwargs)
+        made = target(*arguments, **kwargs)
     except TypeError as error:
         if not str(error).startswith("Can't instantiate abstract class"):
             raise

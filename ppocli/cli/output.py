@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ppocli.errors import AmbiguousError, ConfigError, DiskError, PpocliError, StoppedError
 from ppocli.parallel.launchers import Launched, find_launch
 from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals, signal_handlers
-from ppocli.text import clean, own_line, printable, printable_json
+from ppocli.text import clean, printable, printable_json, user_line
 
 if TYPE_CHECKING:
     from ppocli.config.schema import RewardConfig
@@ -227,10 +227,10 @@ def code_of(run: Callable[[], object]) -> int:
             complain(f"Error: the disk is full: {error}")
             return DiskError.exit_code
         complain(traceback.format_exc().rstrip())
-        own = own_line(error)
-        complain("This is a bug in ppocli; please report it with the lines above." if own is None
-                 else f"It came through code that ppocli was given: {own}. If that is right, this "
-                 "is a bug in ppocli; please report it with the lines above.")
+        origin = user_line(error)
+        complain(("This is" if origin is None else "It came through code that ppocli was given: "
+                  f"{origin}. If that is right, this is")
+                 + " a bug in ppocli; please report it with the lines above.")
         return 1
     return 0
 

@@ -339,6 +339,6 @@ def _print_table(records: list[sweeps.JobRecord]) -> None:
     rows += [(str(r.number), r.status, str(r.exit_code),
               *(output.shown_figure(r.shown.get(label)) for label in labels),
               short_path(r.folder) if Path(r.folder).exists() else "-",
-              " ".join([*r.varied, *(f"{key}: {sweeps.told_changes(changes)}" for key, changes in
+              " ".join([*r.varied, *(f"{key}: {sweeps.format_changes(changes)}" for key, changes in
                                      sweeps.changed_on_resume(r).items())])) for r in records]
     output.print_table(rows)

@@ -155,9 +155,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _print_jobs(jobs: Sequence[dict[str, Any]], labels: Sequence[str], sweep: Path) -> None:
-    from ppocli.runs.sweeps import told_changes
+    from ppocli.runs.sweeps import format_changes
 
-    values = [job["varied"] | {key: told_changes(changes)
+    values = [job["varied"] | {key: format_changes(changes)
                                for key, changes in job["changed"].items()} for job in jobs]
     keys = list(dict.fromkeys(key for each in values for key in each))
     rows = [("job", "status", "step", *labels, "seconds", *keys, "folder")]

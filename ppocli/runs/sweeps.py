@@ -251,14 +251,14 @@ def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | 
 def changed_on_resume(job: JobRecord) -> dict[str, list[dict[str, Any]]]:
     """What a job was resumed with beside its words, by key: changes as
     :func:`~ppocli.runs.record.read_changes` gives them, without those that change no result."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    changes: dict[str, list[dict[str, Any]]] = {}
     for change in read_changes(Path(job.folder)) if job.folder else ():
         if resolved.classify_change(change["key"]) != "harmless":
-            found.setdefault(change["key"], []).append(change)
-    return found
+            changes.setdefault(change["key"], []).append(change)
+    return changes
 
 
-def told_changes(changes: Iterable[dict[str, Any]]) -> str:
+def format_changes(changes: Iterable[dict[str, Any]]) -> str:
     """``0.001 -> 0.0005 (from step 5)`` of the changes of one key."""
     first, *more = changes
     return " -> ".join([first["before"], *(
