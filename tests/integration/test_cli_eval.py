@@ -55,7 +55,7 @@ def test_the_table_shows_what_eval_json_holds(place, evaluate):
     lines = done.out.splitlines()
     report = result(place / RUN / "eval" / NAME)
     assert report["win_rate"] == {
-        "compared": 8, "wins": 0, "ties": 8, "losses": 0, "win_rate": 0.5, "stderr": 0.1,  # 4 prompts
+        "compared": 8, "wins": 0, "ties": 8, "losses": 0, "win_rate": 0.5, "stderr": 0.1,
         "difference": 0.0, "difference_stderr": 0.0}
     assert "win rate 0.5 ± 0.1 of 8: 0 wins, 8 ties, 0 losses; reward higher by 0 ± 0" in lines
     names = [line.split("  ")[0].strip() for line in lines]
