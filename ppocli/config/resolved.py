@@ -4,6 +4,7 @@ change in it when the run is resumed; and words with which it can be started aga
 import copy
 import dataclasses
 import functools
+import glob
 import io
 import json
 import operator
@@ -202,7 +203,8 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
                 if key.metadata["holds"] == what]
 
     return with_values(config, {
-        **{key: _absolute(value, key == "output_dir") for key, value in those("path")
+        **{key: _absolute(value, key == "output_dir" or (
+            glob.has_magic(value) and "://" not in value)) for key, value in those("path")
            if isinstance(value, str) and value != MISSING},
         **{key: _absolute_function(value) for key, value in those("code")},
         **{key: _absolute_values(value) for key, value in those("arguments")},

@@ -1,0 +1,387 @@
+"""Files as people have them: each gives the rows that the same as JSON lines would."""
+
+import functools
+import http.server
+import json
+import re
+import shutil
+import subprocess
+
+import datasets
+import pandas
+import pyarrow
+import pyarrow.parquet
+import pytest
+from data_tokenizers import words
+from helpers import running, write_jsonl
+from test_data_hub import closed_port, run_python
+from test_examples import data_config
+
+from ppocli.config.schema import PromptsConfig
+from ppocli.data.examples import read_examples
+from ppocli.data.prompt_set import load_prompts
+from ppocli.data.sources import as_list, open_rows, training_spec
+from ppocli.errors import InputError
+
+
+class QuietFiles(http.server.SimpleHTTPRequestHandler):
+    """Serves a folder."""
+
+    def log_message(self, *args):
+        pass
+
+
+def rows_of(path, items=None, **keys):
+    """Raw rows of a source."""
+    cfg = PromptsConfig(path=None if path is None else str(path), **keys)
+    return [row.values for row in open_rows(training_spec(cfg, items), [])]
+
+
+def load(path, **keys):
+    return load_prompts(PromptsConfig(path=str(path), **keys), words(), seed=0,
+                        max_prompt_tokens=64)
+
+
+# Arrow --------------------------------------------------------------------------------------------
+
+def call(name, **arguments):
+    return {"role": "assistant", "content": None,
+            "tool_calls": [{"type": "function", "function": {"name": name,
+                                                             "arguments": arguments}}]}
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+DEEP = {"a": [{"b": {"c": [{"d": 1}, {"e": [1, None]}]}}, {"f": "x"}]}
+NESTED = {  # no two rows have the same keys anywhere
+    "messages": [
+        {"messages": [turn("user", "it is"), call("find", place="Oslo"),
+                      turn("tool", "so") | {"name": "find"}, turn("assistant", "good")]},
+        {"messages": [turn("user", "so"), call("sum", a=1, b=[{"x": 1}, {"y": {"z": 2}}]),
+                      turn("assistant", "bad")], "tools": [{"name": "sum"}]},
+        {"messages": [turn("user", "so"), call("none"), turn("assistant", "bad")]}],
+    "pairs": [
+        {"prompt": [turn("user", "it is")], "chosen": [call("find", place="Oslo")],
+         "rejected": [turn("assistant", "bad")]},
+        {"prompt": [turn("user", "so") | {"name": "Ann"}], "chosen": [turn("assistant", "good")],
+         "rejected": [call("sum", a=1)]}],
+    "prompts": [
+        {"prompt": [turn("user", "it is"), call("find", place="Oslo"), turn("tool", "so")],
+         "meta": DEEP, "label": 1},
+        {"prompt": [turn("user", "so")], "meta": {"a": [{"g": 2}], "h": "y"},
+         "label": None},
+        {"prompt": [turn("user", "so")], "meta": {}, "label": 3}]}
+
+
+def store(kind, rows, path):
+    """Write ``rows`` as Arrow in one of its forms; returns what is read."""
+    typed = datasets.Features({name: datasets.Json() if name == "meta" else (
+        datasets.List(datasets.Json())) for name in {key for row in rows for key in row}
+        - {"label"}} | ({"label": datasets.Value("int64")} if "label" in rows[0] else {}))
+    full = [{name: row.get(name) for name in typed} for row in rows]
+    table = datasets.Dataset.from_list(full)
+    if kind == "saved":
+        table.save_to_disk(path)
+    elif kind in ("saved-json", "json-type"):
+        table = datasets.Dataset.from_list(full, features=typed)
+        (table.save_to_disk if kind == "saved-json" else table.to_parquet)(path)
+    elif kind == "json-extension":  # the type without the features of `datasets` beside it
+        table = datasets.Dataset.from_list(full, features=typed).data.table
+        pyarrow.parquet.write_table(table.replace_schema_metadata(None), path)
+    elif kind == "pyarrow":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        table.to_parquet(path)
+    return {"python-pyarrow": lambda: pyarrow.Table.from_pylist(rows),
+            "python-datasets": lambda: table,
+            "python-pandas": lambda: pandas.read_parquet(path)}.get(kind, lambda: path)()
+
+
+KINDS = ["parquet", "pyarrow", "saved", "saved-json", "json-type", "json-extension",
+         "python-pyarrow", "python-datasets", "python-pandas"]
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    (name, kind) for name in NESTED for kind in KINDS
+    if (name, kind) != ("prompts", "python-pandas")])  # there numbers in structs become floats
+def test_arrow_gives_the_rows_of_json_lines(tmp_path, name, kind):
+    """What it fills in with null, at any depth, is left out again: in training data, pairs, prompts
+    and their metadata."""
+    rows = NESTED[name]
+    lines = write_jsonl(tmp_path / "rows.jsonl", rows)
+    stored = store(kind, rows, tmp_path / f"rows{'' if 'saved' in kind else '.parquet'}")
+    source = {"path": str(stored)} if not kind.startswith("python") else {}
+    items = None if source else as_list(stored)
+    if name == "prompts":
+        expected = rows_of(lines)
+        assert rows_of(stored if source else None, items) == expected == rows
+        return
+    wants = "pairs" if name == "pairs" else "completions"
+    expected = read_examples(data_config(path=str(lines)), wants=wants)
+    found = read_examples(data_config(**source), wants=wants, items=items)
+    strip = [[(one.prompt, one.completion) if wants == "completions" else
+              (one.prompt, one.chosen, one.rejected) for one in getattr(
+                  read, "examples" if wants == "completions" else "pairs")]
+             for read in (found, expected)]
+    assert len(strip[0]) == len(rows)
+    assert strip[0] == strip[1]
+
+
+def test_null_that_was_written_stays(tmp_path):
+    """In JSON lines and in Json() cells; in other Arrow types it can't be told from what is filled
+    in."""
+    rows = [{"prompt": "it", "meta": {"a": None, "b": [None, {"c": None}]}}]
+    typed = datasets.Features({"prompt": datasets.Value("string"), "meta": datasets.Json()})
+    datasets.Dataset.from_list(rows, features=typed).to_parquet(tmp_path / "p.parquet")
+    for path in (write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "p.parquet"):
+        assert rows_of(path) == rows
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    assert rows_of(tmp_path / "p.parquet") == [{"prompt": "it", "meta": {"b": [None, {}]}}]
+
+
+def test_maps_are_mappings_and_media_stay_stored(tmp_path):
+    path = tmp_path / "p.parquet"
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    pyarrow.parquet.write_table(pyarrow.table(
+        {"prompt": ["it"], "m": pyarrow.array([[("a", 1), ("b", None)]], kind)}), path)
+    assert rows_of(path) == [{"prompt": "it", "m": {"a": 1, "b": None}}]
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    datasets.Dataset.from_dict({"prompt": ["it"], "image": [{"bytes": b"x", "path": "x.png"}]},
+                               features=features).to_parquet(path)
+    assert rows_of(path) == [{"prompt": "it", "image": {"bytes": b"x", "path": "x.png"}}]
+
+
+# CSV ----------------------------------------------------------------------------------------------
+
+CELLS = [["prompt", "int", "zeros", "gaps", "float", "bool", "mixed", "null", "date", "big", "inf"],
+         ["12", "1", "007", "1", "1.50", "True", "1", "NA", "2020-01-01", "12345678901234567890",
+          "inf"],
+         ["13", "-2", "008", "", "1e3", "false", "x", "null", "2021-01-01", "1", "-inf"],
+         ["14", "3", "9", "3", ".5", "TRUE", "", "", "", "2", "1"]]
+
+
+@pytest.mark.parametrize(("form", "name"), [
+    (",", "p.csv"), (";", "p.csv"), ("\t", "p.csv"), ("|", "p.csv"), ("\t", "p.tsv"),
+    ("sep=;", "p.csv"), ("sep=\t", "p.csv"), ('"sep=;"', "p.csv")])
+def test_csv_cells_reach_rewards_with_the_types_that_datasets_infers(tmp_path, form, name):
+    """Prompts and templates have the texts as they are written."""
+    mark = form.strip('"')[-1]
+    lines = [mark.join(cells) for cells in CELLS]
+    path = tmp_path / name
+    path.write_text("\r\n".join([*[form] * ("sep" in form), *lines]) + "\r\n")
+    commas = tmp_path / "commas.csv"
+    commas.write_text("\n".join(map(",".join, CELLS)))
+    expected = datasets.load_dataset("csv", data_files=str(commas), split="train",
+                                     cache_dir=str(tmp_path / "cache")).to_dict()
+    prompts = load(path, template="{prompt} {zeros} {float}")
+    assert prompts.texts == ["12 007 1.50", "13 008 1e3", "14 9 .5"]
+    del expected["prompt"]
+    assert prompts.columns == expected
+    assert [(type(cell), cell) for cell in prompts.columns["gaps"]] == [
+        (float, 1.0), (type(None), None), (float, 3.0)]
+    assert prompts.columns["int"] == [1, -2, 3]
+    assert prompts.columns["bool"] == [True, False, True]
+    assert [row.typed["zeros"] for row in prompts.eval_rows] == [7, 8, 9]
+    path.write_text(path.read_text() + "x\n")
+    with pytest.raises(InputError, match=f"Line {5 + ('sep' in form)} of .* has 1 fields"):
+        load(path)
+
+
+def test_csv_cells_of_training_data_are_texts(tmp_path):
+    path = tmp_path / "p.csv"
+    path.write_text("prompt,completion\n2+2,4\n1+6,07\n")
+    read = read_examples(data_config(path=str(path)), wants="completions")
+    assert [(each.prompt, each.completion) for each in read.examples] == [("2+2", "4"),
+                                                                          ("1+6", "07")]
+
+
+# JSON ---------------------------------------------------------------------------------------------
+
+ROWS = [{"prompt": "it is", "label": 1}, {"prompt": "so good", "label": 0}]
+CHATS = [{"messages": [turn("user", "a"), turn("assistant", "b")]},
+         {"messages": [turn("user", "c"), turn("assistant", "d")]}]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+@pytest.mark.parametrize(("rows", "form"), [
+    *((rows, form) for rows in (ROWS, CHATS)
+      for form in ("columns", "index", "list", "split", "table", "records", "data", "rows")),
+    (ROWS, "beside"), (CHATS, "beside"), (CHATS, "conversations"), (ROWS[:1], "columns"),
+    (ROWS[:1], "object"), (CHATS[:1], "object"), (CHATS[:1], "data")])
+def test_json_objects_that_hold_rows(tmp_path, rows, form, suffix):
+    """What pandas' ``to_json`` writes, a list under a key, and one row alone."""
+    frame, path = pandas.DataFrame(rows), tmp_path / f"p{suffix}"
+    if form in ("columns", "index", "list", "split", "table", "records"):
+        text = json.dumps(frame.to_dict("list")) if form == "list" else frame.to_json(orient=form)
+    else:
+        text = json.dumps({"object": lambda: rows[0], "beside": lambda: {
+            "version": "1.0", "info": {"a": 1}, "instances": rows}}.get(
+                form, lambda: {form: rows})())
+    path.write_text(text)
+    found = rows_of(path)
+    assert [{name: row[name] for name in rows[0]} for row in found] == rows
+
+
+def test_several_lists_of_rows_are_named(tmp_path):
+    path = tmp_path / "two lists.json"
+    path.write_text(json.dumps({"train set": ROWS, "test": ROWS}))
+    with pytest.raises(InputError, match="several lists of rows: train set, test") as caught:
+        rows_of(path)
+    if shutil.which("jq"):
+        subprocess.run(caught.value.fix.partition(": ")[2], shell=True, check=True, cwd=tmp_path)
+        assert rows_of(tmp_path / "train set.json") == ROWS
+
+
+# A downloaded data set ----------------------------------------------------------------------------
+
+def card(folder, *lines):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "README.md").write_text("\n".join(["---", "license: mit", *lines, "---", "# Rows"]))
+
+
+CONFIGS = ["configs:", "- config_name: main", "  data_files:", "  - split: train",
+           "    path: main/train-*", "  - split: test", "    path: main/odd name.jsonl",
+           "- config_name: socratic", "  data_files: socratic/*.jsonl"]
+
+
+def gsm(folder, *more):
+    card(folder, *CONFIGS, *more)
+    for name in ("main/train-0", "main/train-1", "main/odd name", "socratic/s", "stray"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_jsonl(folder / f"{name}.jsonl", [{"prompt": f"{name} {i}"} for i in range(2)])
+    return folder
+
+
+@pytest.mark.parametrize(("name", "split"), [
+    ("main", "train"), ("main", "test"), ("main", "test+train"), ("socratic", "train"),
+    (None, "train")])
+def test_a_readme_lists_configurations_and_splits(tmp_path, name, split):
+    """They are read as `datasets` reads them; without a name, the default one."""
+    folder = gsm(tmp_path / "gsm", *["  default: true"] * (name is None))
+    rows = rows_of(folder, name=name, split=split)
+    assert rows == datasets.load_dataset(str(folder), name, split=split,
+                                         cache_dir=str(tmp_path / "cache")).to_list()
+    assert len(rows) == {("main", "train"): 4, ("main", "test+train"): 6}.get((name, split), 2)
+    (folder / "main" / "train-0.jsonl").write_text('{"prompt": "it"}\n{"prompt": \n')
+    if (name, split) == ("main", "train"):
+        with pytest.raises(InputError, match=r"Line 2 of train-0\.jsonl is not valid JSON"):
+            rows_of(folder, name=name)
+
+
+@pytest.mark.parametrize(("key", "wants"), [("prompts", None), ("data", "completions")])
+def test_configurations_are_never_mixed(tmp_path, key, wants):
+    folder = gsm(tmp_path / "gsm")
+
+    def read(**keys):
+        return load(folder, **keys) if wants is None else read_examples(
+            data_config(path=str(folder), **keys), wants=wants)
+    with pytest.raises(InputError, match="has several configurations: main, socratic") as caught:
+        read()
+    assert caught.value.fix == f"name one: {key}.name=main"
+    with pytest.raises(InputError, match=r"no configuration 'socratc'; it has main, soc") as caught:
+        read(name="socratc")
+    assert caught.value.fix == f"name one: {key}.name=socratic"
+    assert caught.value.where == f"{key}.name=socratc"
+    with pytest.raises(InputError, match=r"no split 'tset' .* it has train, test") as caught:
+        read(name="main", split="tset")
+    assert caught.value.fix == f"{key}.split=test"
+
+
+@pytest.mark.parametrize("lines", [
+    ["configs:", "- config_name: default", "  data_files: a.csv", "  sep: '&'"],
+    ["dataset_info:", "  features:", "  - {name: prompt, dtype: string}",
+     "  - {name: n, dtype: string}", "configs:", "- {config_name: default, data_files: b.csv}"]])
+def test_options_and_types_of_a_readme_count(tmp_path, lines):
+    card(tmp_path / "set", *lines)
+    (tmp_path / "set" / "a.csv").write_text("prompt&n\nit&007\n")
+    (tmp_path / "set" / "b.csv").write_text("prompt,n\nit,007\n")
+    expected = datasets.load_dataset(str(tmp_path / "set"), split="train",
+                                     cache_dir=str(tmp_path / "cache")).to_list()
+    assert list(map(type, expected[0].values())) == [str, str if "dataset" in lines[0] else int]
+    assert rows_of(tmp_path / "set") == expected
+
+
+def test_a_configuration_may_be_a_saved_data_set(tmp_path):
+    for name in ("main", "socratic"):
+        datasets.DatasetDict({"train": datasets.Dataset.from_dict({"prompt": [name]})}
+                             ).save_to_disk(tmp_path / "set" / name)
+    assert rows_of(tmp_path / "set", name="socratic") == [{"prompt": "socratic"}]
+    with pytest.raises(InputError, match="saved data sets: main, socratic") as caught:
+        rows_of(tmp_path / "set")
+    assert caught.value.fix == "name one: prompts.name=main"
+
+
+# Encodings ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("encoding", "text"), [
+    ("cp1252", "prompt\nna\xefve \u201cfilm\u201d \u20ac\n"), ("iso-8859-1", "prompt\n\xef \x81\n"),
+    ("utf-16", "prompt\nit is \u201cso\u201d\n"), ("utf-16-le", "prompt\nit is\n"),
+    ("utf-16-be", "prompt\nit is\n"), ("utf-32", "prompt\nit is\n")])
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_the_advice_for_another_encoding_works(tmp_path, encoding, text, suffix):
+    path = tmp_path / f"my file{suffix}"
+    text = text if suffix == ".csv" else json.dumps({"prompt": text}, ensure_ascii=False)
+    path.write_bytes(text.encode(encoding))
+    with pytest.raises(InputError) as caught:
+        rows_of(path)
+    command = "iconv" + caught.value.fix.partition("iconv")[2]
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert (tmp_path / f"utf8{suffix}").read_text("utf-8").removeprefix("\ufeff") == text
+
+
+# Patterns and addresses ---------------------------------------------------------------------------
+
+def test_patterns_read_all_that_matches(tmp_path, monkeypatch):
+    for name in ("b/2.jsonl", "b/1.jsonl", "a.csv", "b/c/3.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f'{{"prompt": "{name}"}}\n' if "json" in name
+                                     else f"prompt\n{name}\n")
+    (tmp_path / "b" / "README.md").write_text("# none")
+    monkeypatch.chdir(tmp_path)
+    for pattern, expected in (("b/*", ["b/1.jsonl", "b/2.jsonl"]), ("[a].csv", ["a.csv"]),
+                              (f"{tmp_path}/b/?.jsonl", ["b/1.jsonl", "b/2.jsonl"]),
+                              ("**/*.jsonl", ["b/1.jsonl", "b/2.jsonl", "b/c/3.jsonl"])):
+        assert [row["prompt"] for row in rows_of(pattern)] == expected, pattern
+    with pytest.raises(InputError, match=r"No \.json, .* file matches b/x\*"):
+        rows_of("b/x*")
+
+
+URLS = """
+import sys
+from ppocli.config.schema import PromptsConfig
+from ppocli.data.sources import open_rows, training_spec
+from ppocli.errors import InputError
+for path in sys.argv[1:]:
+    try:
+        print([(row.place, row.values) for row in
+               open_rows(training_spec(PromptsConfig(path=path), None), [])])
+    except InputError as error:
+        print(error)
+"""
+
+
+def test_addresses_are_downloaded_as_datasets_does(tmp_path):
+    """Each kind of address that can't be read is one error with its fix."""
+    (tmp_path / "www").mkdir()
+    write_jsonl(tmp_path / "www" / "my rows.jsonl", ROWS)
+    (tmp_path / "www" / "bad.jsonl").write_text('{"prompt": "it"}\n{"prompt"\n')
+    handler = functools.partial(QuietFiles, directory=str(tmp_path / "www"))
+    with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)) as url:
+        asked = [f"{url}/my%20rows.jsonl?download=true", f"{url}/bad.jsonl", f"{url}/none.jsonl",
+                 f"{url}/rows", "https://huggingface.co/datasets/openai/gsm8k",
+                 "https://huggingface.co/datasets/openai/gsm8k/blob/main/rows.jsonl",
+                 "hf://datasets/openai/gsm8k/rows.jsonl"]
+        done = run_python(URLS, tmp_path, *asked, HF_ENDPOINT=f"http://127.0.0.1:{closed_port()}")
+    assert done.returncode == 0, done.stderr
+    rows, bad, none, rest, page, blob, hub = re.split(r"\n(?=\S)", done.stdout.rstrip())
+    assert rows == str([(f"line {number} of my rows.jsonl", row)
+                        for number, row in enumerate(ROWS, start=1)])
+    assert bad.startswith("Line 2 of bad.jsonl is not valid JSON")
+    assert f"where: prompts.path={url}/bad.jsonl" in bad
+    assert none.startswith(f"{url}/none.jsonl cannot be downloaded: ")
+    assert "is no .json, .jsonl" in rest
+    assert page.endswith("fix:   prompts.path=openai/gsm8k")
+    assert blob.endswith("/datasets/openai/gsm8k/resolve/main/rows.jsonl")
+    assert "cannot be downloaded: the Hub cannot be reached." in hub
