@@ -2,6 +2,7 @@
 
 import glob
 import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ from ppocli.config import hub
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
 from ppocli.data.folders import configuration_error, named_rows
 from ppocli.errors import InputError
-from ppocli.text import first_line
+from ppocli.text import first_line, pasted
 
 if TYPE_CHECKING:
     from ppocli.data.sources import Source
@@ -106,6 +107,10 @@ def _downloaded(spec: "Source", url: str) -> Path:
 
 
 def _not_downloaded(spec: "Source", url: str, reason: str) -> InputError:
-    return InputError(f"{url} cannot be downloaded: {reason or 'no answer'}.",
-                      where=spec.where, fix="check the address, or download the file by other "
-                      f"means and name that: {spec.path_key}=FILE")
+    name = Path(unquote(urlsplit(url).path)).name
+    fetch = (f"curl -L -o {shlex.quote(name)} {shlex.quote(url)}" if url.startswith("http")
+             else "download the file by other means")
+    lacks = "pip install aiohttp requests; or " if "aiohttp" in reason else ""
+    return InputError(f"{url} cannot be downloaded: {reason.rstrip('.') or 'no answer'}.",
+                      where=spec.where, fix=f"{lacks}{fetch}, then "
+                      f"{pasted(f'{spec.path_key}={name}')}")

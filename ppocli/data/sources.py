@@ -7,11 +7,13 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config import schema
+from ppocli.config.row_paths import row_paths
 from ppocli.data.arrow_rows import batch_rows, dataset_rows, without_nulls
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
 from ppocli.data.folders import folder_rows, matching_rows, note_ignored
@@ -115,7 +117,8 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
     ``spec.path`` is a path on this machine if it starts with ``.``, ``/`` or ``~``, exists, ends
     like a prompt file, or cannot be a Hub name; relative paths start from the current directory.
     ``builtin:NAME`` names prompts that come with ppocli; a pattern such as ``data/*.jsonl`` all
-    files that match, in the order of their names; ``https://`` and ``hf://`` what is downloaded.
+    files that match, in the order of their names; ``{a,b}`` one after the other; ``https://`` and
+    ``hf://`` what is downloaded.
     Anything else is a data set on the Hub.
 
     Args:
@@ -133,6 +136,8 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
             if spec.noun == "prompt" else (spec.noun, "")
         raise InputError(f"The path of the {what} is empty.", where=f"{spec.path_key}=''",
                          fix=f"{spec.path_key}=FILE{none}")
+    if len(paths := row_paths(spec.path)) > 1:
+        return chain.from_iterable(open_rows(replace(spec, path=path), notes) for path in paths)
     if "://" in spec.path:
         return url_rows(spec, spec.path)
     if names_hub_dataset(spec.path):
@@ -150,9 +155,10 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
 
 
 def names_hub_dataset(path: str) -> bool:
-    """Whether ``prompts.path`` names a Hub data set: no builtin, and nothing that means a file."""
-    return (_REPO_ID.fullmatch(path) is not None and Path(path).suffix.lower() not in SUFFIXES
-            and not Path(path).exists())
+    """Whether ``prompts.path`` names a Hub data set: no builtin, and nothing that means a file. Of
+    several paths, whether one does."""
+    return any(_REPO_ID.fullmatch(each) is not None and Path(each).suffix.lower() not in SUFFIXES
+               and not Path(each).exists() for each in row_paths(path))
 
 
 def _missing(path: Path, spec: Source) -> NoReturn:

@@ -2,7 +2,9 @@
 
 import functools
 import http.server
+import importlib.util
 import json
+import operator
 import re
 import shutil
 import subprocess
@@ -13,15 +15,16 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from data_tokenizers import words
-from helpers import running, write_jsonl
+from helpers import checked, refused, running, write_jsonl
 from test_data_hub import closed_port, run_python
 from test_examples import data_config
 
+from ppocli.config.resolved import with_absolute_paths
 from ppocli.config.schema import PromptsConfig
 from ppocli.data.examples import read_examples
 from ppocli.data.prompt_set import load_prompts
-from ppocli.data.sources import as_list, open_rows, training_spec
-from ppocli.errors import InputError
+from ppocli.data.sources import as_list, names_hub_dataset, open_rows, training_spec
+from ppocli.errors import ConfigError, InputError
 
 
 class QuietFiles(http.server.SimpleHTTPRequestHandler):
@@ -348,6 +351,27 @@ def test_patterns_read_all_that_matches(tmp_path, monkeypatch):
         rows_of("b/x*")
 
 
+@pytest.mark.parametrize("key", ["prompts.path", "prompts.eval.path", "ppo.ptx.data.path"])
+def test_lists_of_paths(tmp_path, monkeypatch, key):
+    """Typed or in a file a list is one text, ``{a,b}``, and reads one after the other."""
+    monkeypatch.chdir(tmp_path)
+    for name in "abc":
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"prompt": name}])
+    words = ["model=reviews", "reward.fn=length", "reward.kwargs.target=3", "ppo.num_steps=1",
+             "ppo.ptx.coef=1"] + ["ppo.ptx.data.path=a.jsonl"] * ("ptx" not in key)
+    config = checked(*words, f"{key}=[b.jsonl,'[a]*.jsonl',who/rows]").config
+    path = operator.attrgetter(key)(config)
+    assert path == "{b.jsonl,[a]*.jsonl,who/rows}"
+    assert operator.attrgetter(key)(with_absolute_paths(config)) == (
+        f"{{{tmp_path}/b.jsonl,{tmp_path}/[a]*.jsonl,who/rows}}")
+    assert [row["prompt"] for row in rows_of("{b.jsonl,[a]*.jsonl}")] == ["b", "a"]
+    assert names_hub_dataset(path)
+    assert not names_hub_dataset("{b.jsonl,[a]*.jsonl}")
+    for wrong in ("[]", "[a.jsonl,'b,c.jsonl']"):
+        with refused(ConfigError, f"{key}: ", "a list of paths must have some"):
+            checked(*words, f"{key}={wrong}")
+
+
 URLS = """
 import sys
 from ppocli.config.schema import PromptsConfig
@@ -362,25 +386,34 @@ for path in sys.argv[1:]:
 """
 
 
+@pytest.mark.long
 def test_addresses_are_downloaded_as_datasets_does(tmp_path):
     """Each kind of address that can't be read is one error with its fix."""
     (tmp_path / "www").mkdir()
     write_jsonl(tmp_path / "www" / "my rows.jsonl", ROWS)
     (tmp_path / "www" / "bad.jsonl").write_text('{"prompt": "it"}\n{"prompt"\n')
     handler = functools.partial(QuietFiles, directory=str(tmp_path / "www"))
+    read = str([(f"line {number} of my rows.jsonl", row)
+                for number, row in enumerate(ROWS, start=1)])
     with running(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)) as url:
-        asked = [f"{url}/my%20rows.jsonl?download=true", f"{url}/bad.jsonl", f"{url}/none.jsonl",
-                 f"{url}/rows", "https://huggingface.co/datasets/openai/gsm8k",
-                 "https://huggingface.co/datasets/openai/gsm8k/blob/main/rows.jsonl",
-                 "hf://datasets/openai/gsm8k/rows.jsonl"]
-        done = run_python(URLS, tmp_path, *asked, HF_ENDPOINT=f"http://127.0.0.1:{closed_port()}")
+        done = run_python(
+            URLS, tmp_path, f"{(tmp_path / 'www').as_uri()}/my*.jsonl",
+            f"{(tmp_path / 'www').as_uri()}/bad.jsonl", f"{url}/my%20rows.jsonl?download=true",
+            f"{url}/none.jsonl", f"{url}/rows", "https://huggingface.co/datasets/openai/gsm8k",
+            "https://huggingface.co/datasets/openai/gsm8k/blob/main/rows.jsonl",
+            "hf://datasets/openai/gsm8k/rows.jsonl", HF_ENDPOINT=f"http://127.0.0.1:{closed_port()}")
     assert done.returncode == 0, done.stderr
-    rows, bad, none, rest, page, blob, hub = re.split(r"\n(?=\S)", done.stdout.rstrip())
-    assert rows == str([(f"line {number} of my rows.jsonl", row)
-                        for number, row in enumerate(ROWS, start=1)])
+    rows, bad, over_http, none, rest, page, blob, hub = re.split(r"\n(?=\S)", done.stdout.rstrip())
+    assert rows == read
     assert bad.startswith("Line 2 of bad.jsonl is not valid JSON")
-    assert f"where: prompts.path={url}/bad.jsonl" in bad
+    assert f"where: prompts.path={(tmp_path / 'www').as_uri()}/bad.jsonl" in bad
+    if importlib.util.find_spec("aiohttp"):
+        assert over_http == read
+    else:
+        assert "fix:   pip install aiohttp requests; or curl -L -o 'my rows.jsonl'" in over_http
+        assert over_http.endswith("then 'prompts.path=my rows.jsonl'")
     assert none.startswith(f"{url}/none.jsonl cannot be downloaded: ")
+    assert none.endswith(f"curl -L -o none.jsonl {url}/none.jsonl, then prompts.path=none.jsonl")
     assert "is no .json, .jsonl" in rest
     assert page.endswith("fix:   prompts.path=openai/gsm8k")
     assert blob.endswith("/datasets/openai/gsm8k/resolve/main/rows.jsonl")
