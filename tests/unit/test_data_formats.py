@@ -192,6 +192,12 @@ def test_csv_cells_reach_rewards_with_the_types_that_datasets_infers(tmp_path, f
         load(path)
 
 
+def test_prompts_out_of_pairs_keep_the_types_of_cells(tmp_path):
+    (tmp_path / "p.csv").write_text("chosen,rejected,n\nit is so,it is not,007\n")
+    prompts = load(tmp_path / "p.csv", columns=["n"])
+    assert (prompts.texts, prompts.columns) == (["it is"], {"n": [7]})
+
+
 def test_csv_cells_of_training_data_are_texts(tmp_path):
     path = tmp_path / "p.csv"
     path.write_text("prompt,completion\n2+2,4\n1+6,07\n")
