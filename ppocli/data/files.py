@@ -39,6 +39,12 @@ class Row:
     as they are written"""
 
 
+def holds_rows(path: Path) -> bool:
+    """Whether a file is one of rows by its name: not what `datasets` and transformers write of
+    them."""
+    return path.suffix.lower() in SUFFIXES and path.name not in _NO_ROWS and path.is_file()
+
+
 def read_file(path: Path, column: str, noun: str = "prompt") -> Iterator[Row]:
     """The rows of one file.
 
@@ -221,14 +227,14 @@ def _typed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     if not rows or not rows[0]:
         return rows
     import pandas as pd
-    import pyarrow as pa
 
     with io.StringIO(newline="") as text:
         writer = csv.writer(text, quoting=csv.QUOTE_ALL)
         writer.writerows([rows[0], *(row.values() for row in rows)])
         text.seek(0)
         frame = pd.read_csv(text, low_memory=False, skip_blank_lines=False)
-    return list(pa.Table.from_pandas(frame, preserve_index=False).to_pylist())
+    cells = frame.astype(object).where(frame.notna(), None)
+    return [{str(name): cell for name, cell in row.items()} for row in cells.to_dict("records")]
 
 
 def _csv_rows(path: Path, noun: str) -> Iterator[Row]:
@@ -293,4 +299,6 @@ def _read_parquet(path: Path, column: str, noun: str) -> Iterator[Row]:
 _READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".tsv": _read_csv,
             ".parquet": _read_parquet, ".txt": _read_txt}
 SUFFIXES = tuple(_READERS)
+_NO_ROWS = frozenset({"config.json", "dataset_info.json", "dataset_infos.json",
+                      "dataset_dict.json", "state.json"})
 SUFFIX_WORDS = ", ".join(SUFFIXES[:-1]) + f" or {SUFFIXES[-1]}"

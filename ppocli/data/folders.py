@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppocli.data.arrow_rows import dataset_rows
-from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
+from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, holds_rows, read_file
 from ppocli.errors import InputError
 from ppocli.text import first_line, nearest, pasted
 
@@ -56,7 +56,7 @@ def matching_rows(pattern: Path, spec: "Source", notes: list[str]) -> Iterator[R
         InputError: none does.
     """
     matches = [Path(name) for name in sorted(glob.glob(str(pattern), recursive=True))]
-    files = [file for file in matches if file.suffix.lower() in SUFFIXES and file.is_file()]
+    files = [file for file in matches if holds_rows(file)]
     if not files:
         raise InputError(f"No {SUFFIX_WORDS} file matches {pattern} (looked in {Path.cwd()}).",
                          where=spec.where, fix="quote the pattern, so that the shell leaves it as "
@@ -84,7 +84,7 @@ def _file_rows(folder: Path, spec: "Source", notes: list[str]) -> Iterator[Row]:
         root = folder
         note_ignored(folder, spec, notes, name=True)
     files = sorted(file for file in root.rglob("*")
-                   if file.suffix.lower() in SUFFIXES and file.is_file()
+                   if holds_rows(file)
                    and not any(part.startswith(".") for part in file.relative_to(root).parts))
     if not files:
         raise InputError(f"Folder {root} has no {spec.noun} files.",

@@ -36,6 +36,7 @@ def write_folder(path):
     write_jsonl(path / "one.jsonl", ROWS[:2])
     write_jsonl(path / "two" / "more.jsonl", ROWS[2:])
     (path / "README.md").write_text("# not prompts")
+    (path / "dataset_infos.json").write_text('{"default": {"features": {}}}')
     write_jsonl(path / ".cache" / "old.jsonl")
 
 
