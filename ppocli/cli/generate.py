@@ -23,7 +23,7 @@ from ppocli.text import clean, cut, figure, printable
 if TYPE_CHECKING:
     from ppocli.sampling.prompting import Answer
 
-HOW = ("give --prompt TEXT, --prompts FILE (json, jsonl, csv, parquet or txt), or prompts on "
+HOW = ("give --prompt TEXT, --prompts FILE (json, jsonl, csv, tsv, parquet or txt), or prompts on "
        "standard input, one per line")
 _OPTIONS = (("prompts.path=", "--prompts "), ("prompts.column=", "--column "),
             ("prompts.chat=true", "--chat"), ("prompts.items", "standard input"))
@@ -34,7 +34,8 @@ def generate(
         ctx: typer.Context, run: Run = None, overrides: Overrides = None,
         prompt: list[str] | None = option("TEXT", "A prompt (repeatable).", "--prompt", "-p"),
         prompts_file: str | None = option(
-            "FILE", "Prompts: txt (one per line), json, jsonl, csv or parquet; -: standard input.",
+            "FILE", "Prompts: txt (one per line), json, jsonl, csv, tsv, parquet; -: standard "
+            "input.",
             "--prompts"),
         column: str = option("NAME", "Column of the file with the prompts.", default="prompt"),
         num_samples: int = option(
@@ -209,13 +210,16 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
     Raises:
         InputError: the file is missing, unreadable or empty, or lacks the column.
     """
+    from ppocli.config.row_paths import joined_paths, row_paths
     from ppocli.config.schema import PromptsConfig
     from ppocli.data import render, sources
 
     notes: list[str] = []
     path = None if lines is not None else file
-    if path and not path.startswith((BUILTIN_PREFIX, "~", "/")):
-        path = f"./{path}"  # a file, never a data set on the Hub
+    if path:  # of files, never of data sets on the Hub
+        path = joined_paths([
+            each if each.startswith((BUILTIN_PREFIX, "~", "/")) or "://" in each else f"./{each}"
+            for each in row_paths(path)])
     cfg = PromptsConfig(column=column, chat=chat, items=lines, path=path)
     try:
         spec = sources.training_spec(cfg, None)
@@ -223,6 +227,8 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
         columns = render.metadata(rows, spec)
         cells = [render.with_system_turn(row.values[column], row, spec, notes) for row in rows]
     except PpocliError as error:
+        if error.fix and ("prompts.name=" in error.fix or "prompts.split=" in error.fix):
+            error.fix = f"name the files: --prompts '{file}/*.jsonl', or whatever they are called"
         for key, option in _OPTIONS:
             error.where = error.where and error.where.replace(key, option)
             error.fix = error.fix and error.fix.replace(

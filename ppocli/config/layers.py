@@ -25,6 +25,7 @@ from ppocli.builtin.names import config_groups
 from ppocli.config import keys, resolved
 from ppocli.config.hydra_bridge import SCHEMA, config_name
 from ppocli.config.problems import Problem
+from ppocli.config.row_paths import joined_paths
 from ppocli.config.tasks import DATA_TASKS
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
@@ -242,6 +243,11 @@ def _merge(node: DictConfig, entry: Entry) -> str | None:
             node, entry.key, throw_on_missing=False) is not None:
         return "there is such an item already, + can't add it: leave the + out"
     items = entry.value if isinstance(entry.value, list) else [entry.value]
+    if key.metadata["holds"] == "rows" and isinstance(entry.value, list):
+        try:
+            entry = replace(entry, value=joined_paths([str(item) for item in items]))
+        except ValueError as error:
+            return f"{shown(entry.value)} can't be read: {error}"
     if (key.item in (int, float) and any(isinstance(item, bool) for item in items)) or (
             key.item is int and isinstance(entry.value, float) and not math.isfinite(entry.value)):
         return f"{shown(entry.value)} must be {key.expected}"

@@ -4,6 +4,7 @@ change in it when the run is resumed; and words with which it can be started aga
 import copy
 import dataclasses
 import functools
+import glob
 import io
 import json
 import operator
@@ -23,6 +24,7 @@ from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config import bounded
 from ppocli.config.keys import free_mapping_of, key_for, schema_keys
 from ppocli.config.problems import range_problems
+from ppocli.config.row_paths import joined_paths, row_paths
 from ppocli.config.schema import TrainConfig
 from ppocli.config.tasks import DATA_TASKS, is_read, task_name
 from ppocli.errors import CheckpointError
@@ -204,6 +206,9 @@ def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     return with_values(config, {
         **{key: _absolute(value, key == "output_dir") for key, value in those("path")
            if isinstance(value, str) and value != MISSING},
+        **{key: joined_paths([_absolute(each, "://" not in each and glob.has_magic(each))
+                              for each in row_paths(value)])
+           for key, value in those("rows") if isinstance(value, str)},
         **{key: _absolute_function(value) for key, value in those("code")},
         **{key: _absolute_values(value) for key, value in those("arguments")},
         "reward.fns": {

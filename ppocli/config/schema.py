@@ -183,8 +183,8 @@ class RewardConfig:
 class EvalPromptsConfig:
     """Evaluation prompts. A key left null takes the value of the same key in ``prompts``."""
 
-    path: Optional[str] = key(None, holds="path")
-    """file, folder or Hub data set (default: prompts.path)"""
+    path: Optional[str] = key(None, holds="rows")
+    """file, folder or Hub data set, as of prompts.path, which is the default"""
     name: Optional[str] = key(None)
     """Hub data set configuration"""
     split: Optional[str] = key(None)
@@ -219,10 +219,11 @@ class EvalPromptsConfig:
 
 @dataclass
 class PromptsConfig:
-    path: Optional[str] = key(None, holds="path")
-    """json, jsonl, csv, parquet or txt file, a folder saved by `datasets`, or a Hub data set"""
+    path: Optional[str] = key(None, holds="rows")
+    """json, jsonl, csv, tsv, parquet or txt file, a pattern or list of such, an address of one, a
+    folder, also one saved by `datasets`, or a Hub data set"""
     name: Optional[str] = key(None)
-    """Hub data set configuration"""
+    """configuration of a data set on the Hub, or of a folder"""
     split: str = key("train")
     """split of the data set; splits can be added: train+test"""
     column: str = key("prompt")

@@ -16,7 +16,7 @@ MAX_SEED = 2**63
 def key(default: Any, *, choices: tuple[str, ...] | None = None, ge: float | None = None,
         gt: float | None = None, le: float | None = None, lt: float | None = None,
         each: type | None = None, import_path: bool = False,
-        holds: Literal["path", "code", "arguments"] | None = None,
+        holds: Literal["path", "rows", "code", "arguments"] | None = None,
         on_resume: Literal["harmless", "refused"] | None = None) -> Any:
     """A dataclass field with its allowed values; the docstring under it says what it means.
 
@@ -28,8 +28,9 @@ def key(default: Any, *, choices: tuple[str, ...] | None = None, ge: float | Non
         each: type of a value that may be one or a list of several, which OmegaConf's own types
             can't say: the field's type is then ``Any``, and null is allowed.
         import_path: beside the ``choices``, an import path names something of the user's own.
-        holds: what may have to be found from another folder: a path on the disk, the import path of
-            code of the user's own, or its arguments.
+        holds: what may have to be found from another folder: a path on the disk, the paths of rows
+            (:func:`ppocli.config.row_paths.row_paths`), the import path of code of the user's own,
+            or its arguments.
         on_resume: what a change means to a run that goes on
             (:func:`ppocli.config.resolved.classify_change`), unless its section says it.
     """
@@ -143,11 +144,11 @@ class ImportanceConfig:
 
 @dataclass
 class ExamplesConfig:
-    path: Optional[str] = key(None, holds="path")
-    """json, jsonl, csv, parquet or txt file, a folder saved by `datasets`, or a Hub data set; its
-    columns say what it holds"""
+    path: Optional[str] = key(None, holds="rows")
+    """json, jsonl, csv, tsv, parquet or txt file, a pattern or list of such, an address of one, a
+    folder, also one saved by `datasets`, or a Hub data set; its columns say what it holds"""
     name: Optional[str] = key(None)
-    """Hub data set configuration"""
+    """configuration of a data set on the Hub, or of a folder"""
     split: str = key("train")
     """split of the data set; splits can be added: train+test"""
     columns: dict[str, Any] = key({})
@@ -327,7 +328,7 @@ class PPOConfig:
 
 @dataclass
 class DataConfig(ExamplesConfig):
-    val: Optional[str] = key(None, holds="path")
+    val: Optional[str] = key(None, holds="rows")
     """what evaluations are made on: a path as of data.path, or the share of the rows that is held
     back, such as 0.05 (drawn by seed)"""
 

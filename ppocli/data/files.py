@@ -1,18 +1,24 @@
-"""Rows out of files of prompts or training data: json, jsonl, csv, parquet and txt.
+"""Rows out of files of prompts or training data: json, jsonl, csv, tsv, parquet and txt.
 
-Each reader is a generator, so that a limit stops it early, and each error names the file
-and the line (text formats) or the row (parquet, json lists), counted from 1.
+Each reader is a generator, so that a limit stops it early, but for json and the cells of a csv file
+that rewards get, whose types are those of a whole column. Each error names the file and the line
+(text formats) or the row (parquet, json lists), counted from 1.
 """
 
 import csv
+import io
 import itertools
 import json
+import re
+import shlex
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ppocli.data.arrow_rows import batch_rows
+from ppocli.data.json_shapes import object_rows
 from ppocli.errors import InputError
 from ppocli.text import first_line
 
@@ -28,6 +34,15 @@ class Row:
     """where it came from, as in ``line 3 of prompts.jsonl``"""
     values: dict[str, Any]
     """cells by column name"""
+    typed: dict[str, Any] | None = None
+    """the cells as rewards get them, where those differ: of a csv file, whose ``values`` are texts
+    as they are written"""
+
+
+def holds_rows(path: Path) -> bool:
+    """Whether a file is one of rows by its name: not what `datasets` and transformers write of
+    them."""
+    return path.suffix.lower() in SUFFIXES and path.name not in _NO_ROWS and path.is_file()
 
 
 def read_file(path: Path, column: str, noun: str = "prompt") -> Iterator[Row]:
@@ -61,15 +76,34 @@ def _malformed(path: Path, place: str, problem: str, fix: str | None = None) -> 
 
 def _decode(path: Path, raw: bytes, first_line: int) -> str:
     try:
-        return raw.decode("utf-8")
+        text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         line = first_line + raw.count(b"\n", 0, error.start)
         column = error.start - (raw.rfind(b"\n", 0, error.start) + 1) + 1
-        utf16 = first_line == 1 and raw[:2] in (b"\xff\xfe", b"\xfe\xff")
-        encoding = "utf-16" if utf16 else "latin-1"
         byte = f"byte 0x{raw[error.start]:02x} at byte {column} of the line"
-        _malformed(path, f"Line {line}", f"is not UTF-8: {byte}", "save the file as UTF-8, e.g. "
-                   f"iconv -f {encoding} -t utf-8 {path.name} > utf8{path.suffix}")
+        _malformed(path, f"Line {line}", f"is not UTF-8: {byte}", _recode(path))
+    if (at := text.find("\0")) >= 0:
+        utf16 = "UTF-16" in (fix := _recode(path))
+        _malformed(path, f"Line {first_line + text.count(chr(10), 0, at)}", "holds a NUL byte: "
+                   f"this is {'UTF-16' if utf16 else 'not a text file'}", fix if utf16 else None)
+    return text
+
+
+def _recode(path: Path) -> str:
+    """The command that writes a text file as UTF-8, by what its first bytes tell."""
+    with path.open("rb") as file:
+        head = file.read(2**20)
+    marks = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16",
+             b"\xfe\xff": "UTF-16"}
+    # without a mark, Latin letters leave every second byte zero
+    encoding = next((name for mark, name in marks.items() if head.startswith(mark)), None) or (
+        "UTF-16LE" if 2 * head[1::2].count(0) > len(head[1::2])
+        else "UTF-16BE" if 2 * head[::2].count(0) > len(head[::2])
+        # Windows' encoding is ISO-8859-1 with characters at 0x80 to 0x9f, but for these five
+        else "ISO-8859-1" if any(byte in head for byte in b"\x81\x8d\x8f\x90\x9d") else "CP1252")
+    likely = f" if it is {encoding}, as files from Windows are" if encoding == "CP1252" else ""
+    return (f"save the file as UTF-8{likely}: iconv -f {encoding} -t UTF-8 "
+            f"{shlex.quote(str(path))} > utf8{path.suffix}")
 
 
 def _lines(path: Path, noun: str) -> Iterator[tuple[int, str]]:
@@ -83,10 +117,7 @@ def _lines(path: Path, noun: str) -> Iterator[tuple[int, str]]:
                            f"one {noun} is one line; is this a text file?")
             if number == 1:
                 raw = raw.removeprefix(b"\xef\xbb\xbf")
-            line = _decode(path, raw, number)
-            if "\0" in line:
-                _malformed(path, f"Line {number}", "holds a NUL byte: this is not a text file")
-            yield number, line
+            yield number, _decode(path, raw, number)
 
 
 def _read_txt(path: Path, column: str, noun: str) -> Iterator[Row]:
@@ -115,11 +146,21 @@ def _json_row(path: Path, place: str, value: Any, column: str) -> Row:
 
 
 def _read_jsonl(path: Path, column: str, noun: str) -> Iterator[Row]:
-    for number, line in _lines(path, noun):
-        if line.strip():
-            value = _parsed(path, line.rstrip(), number,
-                            f'each line is one object, like {{"{column}": "..."}}')
-            yield _json_row(path, f"line {number}", value, column)
+    first = next((line for _, line in _lines(path, noun) if line.strip()), "")
+    if first.lstrip().startswith("["):
+        yield from _read_json(path, column, noun)  # a list under the wrong suffix
+    else:
+        yield from _json_lines(path, column, noun)
+
+
+def _json_lines(path: Path, column: str, noun: str) -> Iterator[Row]:
+    lines = ((number, line) for number, line in _lines(path, noun) if line.strip())
+    head = list(itertools.islice(lines, 2))
+    for number, line in itertools.chain(head, lines):
+        value = _parsed(path, line.rstrip(), number,
+                        f'each line is one object, like {{"{column}": "..."}}')
+        whole = _object_rows(path, value, column) if len(head) == 1 else None
+        yield from whole or [_json_row(path, f"line {number}", value, column)]
 
 
 def _read_json(path: Path, column: str, noun: str) -> Iterator[Row]:
@@ -135,14 +176,31 @@ def _read_json(path: Path, column: str, noun: str) -> Iterator[Row]:
     except InputError as error:
         if ": Extra data (" not in error.what:
             raise
-        yield from _read_jsonl(path, column, noun)  # JSON lines under the wrong suffix are common
+        yield from _json_lines(path, column, noun)  # under the wrong suffix, which is common
         return
-    rows = [content] if isinstance(content, dict) else content
-    if not isinstance(rows, list):
+    if isinstance(content, dict):
+        yield from (_object_rows(path, content, column)
+                    or [_json_row(path, "row 1", content, column)])
+        return
+    if not isinstance(content, list):
         raise InputError(f"{path.name} holds a JSON {type(content).__name__}, not a list of rows.",
                          where=str(path), fix=f'it should look like [{{"{column}": "..."}}, ...]')
-    for number, value in enumerate(rows, start=1):
+    for number, value in enumerate(content, start=1):
         yield _json_row(path, f"row {number}", value, column)
+
+
+def _object_rows(path: Path, value: Any, column: str) -> list[Row] | None:
+    """The rows that a JSON object holds, None where it is one."""
+    try:
+        rows = object_rows(value, column) if isinstance(value, dict) else None
+    except ValueError as error:
+        key = str(error).partition(", ")[0]
+        raise InputError(f"{path.name} is an object with several lists of rows: {error}.",
+                         where=str(path), fix="write the one to read to a file of its own: "
+                         f"jq {shlex.quote(f'.[{json.dumps(key)}]')} {shlex.quote(str(path))} "
+                         f"> {shlex.quote(key)}.json") from error
+    return None if rows is None else [
+        _json_row(path, f"row {number}", row, column) for number, row in enumerate(rows, start=1)]
 
 
 def _check_names(path: Path, place: str, names: list[str]) -> None:
@@ -152,13 +210,43 @@ def _check_names(path: Path, place: str, names: list[str]) -> None:
 
 
 def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
-    """Columns without a name (such as the index that pandas writes) are left out. A header without
-    commas may have semicolons, as spreadsheets of many countries write them, or tabs."""
-    previous_limit = csv.field_size_limit(MAX_LINE_BYTES)
+    """Columns without a name (such as the index that pandas writes) are left out. Cells are texts;
+    of prompts they have the types that `datasets` infers of whole columns besides."""
+    rows = _csv_rows(path, noun)
+    if noun != "prompt":
+        yield from rows
+        return
+    texts = list(rows)
+    for row, cells in zip(texts, _typed([row.values for row in texts]), strict=True):
+        yield replace(row, typed=cells)
+
+
+def _typed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Cells as numbers, truth values, texts or None, as pandas, with which `datasets` reads csv
+    files, infers them of whole columns."""
+    if not rows or not rows[0]:
+        return rows
+    import pandas as pd
+
+    with io.StringIO(newline="") as text:
+        writer = csv.writer(text, quoting=csv.QUOTE_ALL)
+        writer.writerows([rows[0], *(row.values() for row in rows)])
+        text.seek(0)
+        frame = pd.read_csv(text, low_memory=False, skip_blank_lines=False)
+    cells = frame.astype(object).where(frame.notna(), None)
+    return [{str(name): cell for name, cell in row.items()} for row in cells.to_dict("records")]
+
+
+def _csv_rows(path: Path, noun: str) -> Iterator[Row]:
     lines = (line for _, line in _lines(path, noun))
     head = next(lines, "")
-    delimiter = next((mark for mark in ",;\t" if mark in head), ",")
+    named = _SEPARATOR.fullmatch(head.rstrip("\r\n"))
+    if named:  # Excel's own first line
+        head = next(lines, "")
+    delimiter = named["mark"] if named else _delimiter(path, head)
+    previous_limit = csv.field_size_limit(MAX_LINE_BYTES)
     reader = csv.reader(itertools.chain([head], lines), delimiter=delimiter, strict=True)
+    skipped = 1 if named else 0
     try:
         if (header := next(reader, None)) is None:
             return
@@ -166,7 +254,7 @@ def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
         _check_names(path, "The header", names)
         line = reader.line_num
         for cells in reader:
-            first_line, line = line + 1, reader.line_num
+            first_line, line = line + 1 + skipped, reader.line_num
             if not cells:
                 continue
             if len(cells) != len(names):
@@ -176,9 +264,20 @@ def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
             values = {name: cell for name, cell in zip(names, cells, strict=True) if name}
             yield Row(f"line {first_line} of {path.name}", values)
     except csv.Error as error:
-        _malformed(path, f"Line {reader.line_num}", f"is not valid CSV: {error}")
+        _malformed(path, f"Line {reader.line_num + skipped}", f"is not valid CSV: {error}")
     finally:
         csv.field_size_limit(previous_limit)
+
+
+_SEPARATOR = re.compile(r'"?sep=(?P<mark>[^"])"?', re.IGNORECASE)
+
+
+def _delimiter(path: Path, head: str) -> str:
+    """What separates the names of a header: the commonest outside quotes of comma, semicolon, as
+    spreadsheets of many countries write, tab and bar."""
+    bare = re.sub(r'"[^"]*"', "", head)
+    marks = "\t,;|" if path.suffix.lower() == ".tsv" else ",;\t|"
+    return max(marks, key=bare.count)
 
 
 def _read_parquet(path: Path, column: str, noun: str) -> Iterator[Row]:
@@ -188,17 +287,18 @@ def _read_parquet(path: Path, column: str, noun: str) -> Iterator[Row]:
     try:
         with pq.ParquetFile(path) as file:
             _check_names(path, "The schema", file.schema_arrow.names)
-            batches = file.iter_batches(batch_size=1024)
-            rows = (values for batch in batches for values in batch.to_pylist())
+            rows = batch_rows(file.iter_batches(batch_size=1024), file.schema_arrow)
             for number, values in enumerate(rows, start=1):
                 yield Row(f"row {number} of {path.name}", values)
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+    except (pa.ArrowException, ValueError) as error:
         reason = first_line(error).rstrip(".")
         raise InputError(f"{path.name} is not a readable parquet file: {reason}.",
                          where=str(path)) from error
 
 
-_READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv,
+_READERS = {".json": _read_json, ".jsonl": _read_jsonl, ".csv": _read_csv, ".tsv": _read_csv,
             ".parquet": _read_parquet, ".txt": _read_txt}
 SUFFIXES = tuple(_READERS)
+_NO_ROWS = frozenset({"config.json", "dataset_info.json", "dataset_infos.json",
+                      "dataset_dict.json", "state.json"})
 SUFFIX_WORDS = ", ".join(SUFFIXES[:-1]) + f" or {SUFFIXES[-1]}"

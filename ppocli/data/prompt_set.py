@@ -266,7 +266,7 @@ def _spread(rows: list[Row], most: int) -> list[Row]:
     """At most ``most`` rows, evenly spread, each with every column of the whole (None if empty)."""
     names = render.column_names(rows)
     picked = (rows[i] for i in _evenly(len(rows), most))
-    return [Row(row.place, {name: row.values.get(name) for name in names}) for row in picked]
+    return [replace(row, values={name: row.values.get(name) for name in names}) for row in picked]
 
 
 def _evenly(count: int, most: int) -> list[int]:

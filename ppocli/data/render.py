@@ -2,10 +2,11 @@
 
 import json
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from ppocli.data.arrow_rows import without_nulls
 from ppocli.data.calls import names_of, with_arguments
 from ppocli.data.files import Row
 from ppocli.data.shapes import Shapes, with_prompt
@@ -114,7 +115,8 @@ def metadata(rows: Sequence[Row], spec: Source) -> dict[str, list[Any]]:
                              f"are {', '.join(present)}. {suggestion(name, present)}".rstrip(),
                              where=f"{spec.key}.columns={wanted}",
                              fix=f"take it out of {spec.key}.columns")
-    return {name: [row.values.get(name) for row in rows] for name in wanted}
+    cells = [row.values if row.typed is None else row.typed for row in rows]
+    return {name: [values.get(name) for values in cells] for name in wanted}
 
 
 def prompt_texts(cells: Sequence[Any], rows: Sequence[Row], spec: Source, tokenizer: Any
@@ -188,14 +190,6 @@ def note_tools(notes: list[str], told: Iterable[tuple[str, Any, list[Any] | None
             if not any(name in text for name in names):
                 notes.append("the chat template leaves out the calls of tools (tool_calls)")
             break
-
-
-def without_nulls(value: Any) -> Any:
-    """Plain data without what is null in mappings: Parquet gives each every key that any has."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # numpy's arrays, from pandas
-    if isinstance(value, Mapping):
-        return {str(key): without_nulls(item) for key, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def prompt_cells(rows: Sequence[Row], spec: Source, notes: list[str] | None = None) -> list[Any]:

@@ -4,6 +4,7 @@ ShareGPT, OpenAI and LLaMA-Factory have them, and Alpaca's instructions."""
 import json
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from ppocli.data.files import Row
@@ -285,7 +286,7 @@ def with_prompt(row: Row, source: Source, shapes: Shapes) -> Row:
         return row
     if "messages" not in values and (names := shapes.recognised(values, pairs=pairs)):
         name, column = next(iter(names.items()))
-        row = Row(row.place, values | {name: alpaca_prompt(values) if column == "instruction"
+        row = replace(row, values=values | {name: alpaca_prompt(values) if column == "instruction"
                                        else values[column]})
         if name == "prompt":
             return _with_messages(row, "prompt", shapes)
@@ -297,14 +298,14 @@ def with_prompt(row: Row, source: Source, shapes: Shapes) -> Row:
             raise InputError(f"Column 'messages' in {row.place} has no turn before an answer of "
                              "the assistant, so there is no prompt.", where=source.where,
                              fix="begin it with a turn of the user, or leave the row out")
-        return Row(row.place, values | {"prompt": prompt})
+        return replace(row, values=values | {"prompt": prompt})
     chosen, rejected = (listed(values.get(name)) for name in ("chosen", "rejected"))
     if isinstance(chosen, str) and isinstance(rejected, str):
-        return Row(row.place, values | {"prompt": chosen[:shared_text(chosen, rejected)]})
+        return replace(row, values=values | {"prompt": chosen[:shared_text(chosen, rejected)]})
     if isinstance(chosen, list) and isinstance(rejected, list):
         one, other = (shapes.messages(cell, f"column {name!r} in {row.place}") for name, cell in (
             ("chosen", chosen), ("rejected", rejected)))
-        return Row(row.place, values | {"prompt": shared_turns(one, other, row, source)})
+        return replace(row, values=values | {"prompt": shared_turns(one, other, row, source)})
     return row
 
 
@@ -312,7 +313,7 @@ def _with_messages(row: Row, column: str, shapes: Shapes) -> Row:
     cell = listed(row.values[column])
     if not isinstance(cell, list) or not cell or not all(isinstance(one, Mapping) for one in cell):
         return row
-    return Row(row.place, row.values | {
+    return replace(row, values=row.values | {
         column: shapes.messages(cell, f"column {column!r} in {row.place}")})
 
 

@@ -135,8 +135,9 @@ def _from_hub(name: str, file: str, revision: str | None, *, network: bool) -> P
 
 def hub_name(path: str | None) -> str | None:
     """The Hub name that a path of a run's configuration is; None for folders, which are absolute
-    there, built-ins and Python objects."""
-    if path == resolved.PYTHON_OBJECT or (path or "/").startswith((".", "/", "~", BUILTIN_PREFIX)):
+    there, lists, addresses, built-ins and Python objects."""
+    if path == resolved.PYTHON_OBJECT or "://" in (path or "") or (
+            path or "/").startswith((".", "/", "~", "{", BUILTIN_PREFIX)):
         return None
     return path
 

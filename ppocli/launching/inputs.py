@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from ppocli.config import algorithm, hub, keys, resolved, sampling, schema, tasks
+from ppocli.config.row_paths import row_paths
 from ppocli.data import render, sources
 from ppocli.environments.resolve import ENVIRONMENT, TOOL, TOOLS
 from ppocli.errors import ConfigError, InputError
@@ -131,11 +132,12 @@ def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
 
 
 def _missing_data(cfg: schema.TrainConfig) -> Iterator[InputError]:
-    for key, path in (("prompts.path", cfg.prompts.path),
-                      ("prompts.eval.path", cfg.prompts.eval.path),
-                      ("ppo.ptx.data.path", cfg.ppo.ptx.data.path),
-                      ("data.path", cfg.data.path), ("data.val", tasks.val_source(cfg.data))):
-        if path is None or path.startswith("<") or not sources.names_hub_dataset(path):
+    sets = {"prompts.path": cfg.prompts.path, "prompts.eval.path": cfg.prompts.eval.path,
+            "ppo.ptx.data.path": cfg.ppo.ptx.data.path, "data.path": cfg.data.path,
+            "data.val": tasks.val_source(cfg.data)}
+    for key, path in ((key, path) for key, value in sets.items() if value is not None
+                      for path in row_paths(value)):
+        if path.startswith("<") or not sources.names_hub_dataset(path):
             continue
         if not hub.hub_reachable() and not _in_cache(path):
             yield InputError(f"Data set {path!r} is not on this machine and {hub.offline_hint()}.",

@@ -79,8 +79,9 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
         if needs_prompts and not given & {"prompts.path", "prompts.items", "prompts.eval.path",
                                           "prompts.eval.items"}:
             raise ConfigError(f"{target.name} is a model and brings no prompts of its own.",
-                              where="--prompts", fix="--prompts FILE (json, jsonl, csv, parquet or "
-                              "txt), a folder or a Hub data set (column: prompts.column=NAME)")
+                              where="--prompts", fix="--prompts FILE (json, jsonl, csv, tsv, "
+                              "parquet or txt), a folder or a Hub data set (column: "
+                              "prompts.column=NAME)")
         if not needs_reward:
             base.append("reward.fn=length")
     config = _allowed([*base, *words], target, JUDGED if needs_reward else ("model.",), run, words,

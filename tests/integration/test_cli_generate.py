@@ -124,7 +124,7 @@ def test_standard_input_holds_a_prompt_a_line(world, generate):
     assert empty.err == (
         "Error: There are no prompts: standard input is empty.\n"
         "  where: command line\n"
-        "  fix:   give --prompt TEXT, --prompts FILE (json, jsonl, csv, parquet or txt), or "
+        "  fix:   give --prompt TEXT, --prompts FILE (json, jsonl, csv, tsv, parquet or txt), or "
         "prompts on standard input, one per line\n")
 
 

@@ -105,11 +105,12 @@ def test_a_proxy_is_asked_for_the_endpoint(monkeypatch, status, reachable):
 
 # In processes of their own, since they switch libraries offline -----------------------------------
 
-def run_python(code: str, tmp_path: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_python(code: str, tmp_path: Path, *words: str, **environment: str
+               ) -> subprocess.CompletedProcess[str]:
     kept = {name: value for name, value in os.environ.items() if name not in CLEARED}
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=120,
-        check=False, cwd=tmp_path,
+        [sys.executable, "-W", "error", "-c", code, *words], capture_output=True, text=True,
+        timeout=120, check=False, cwd=tmp_path,
         env={**kept, "OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path / "home"),
              "PYTHONPATH": str(Path(__file__).parent), **environment})
 

@@ -36,6 +36,7 @@ def write_folder(path):
     write_jsonl(path / "one.jsonl", ROWS[:2])
     write_jsonl(path / "two" / "more.jsonl", ROWS[2:])
     (path / "README.md").write_text("# not prompts")
+    (path / "dataset_infos.json").write_text('{"default": {"features": {}}}')
     write_jsonl(path / ".cache" / "old.jsonl")
 
 
@@ -46,7 +47,7 @@ def write_folder(path):
 def test_each_format_gives_prompts_and_metadata(tmp_path, name, write):
     write(tmp_path / name)
     prompts = load(tmp_path / name)
-    labels = [str(row["label"]) if name == "p.csv" else row["label"] for row in ROWS]
+    labels = [row["label"] for row in ROWS]
     assert prompts.texts == TEXTS
     assert prompts.token_ids == [ids(text) for text in TEXTS]
     assert prompts.columns == {"label": labels, "tag": ["x", "y", "z"]}
@@ -70,7 +71,7 @@ def test_csv_quotes_line_breaks_nameless_columns_and_long_cells(tmp_path):
     limit = csv.field_size_limit()
     prompts = load(path)
     assert prompts.texts[0] == 'the\nfilm, "good"'
-    assert prompts.columns == {"n": ["1", "2"]}
+    assert prompts.columns == {"n": [1, 2]}
     assert csv.field_size_limit() == limit
 
 
@@ -222,7 +223,7 @@ BAD_FILES = [
     ("p.json", b'[{"prompt": "it is"},\n {"prompt" "so"}]',
      "Line 2 of p.json is not valid JSON: Expecting ':' delimiter (character 12)."),
     ("p.json", b"3", "p.json holds a JSON int, not a list of rows."),
-    ("p.jsonl", b'[["it is"]]', "Line 1 of p.jsonl is a JSON list, not an object or a text."),
+    ("p.jsonl", b'[["it is"]]', "Row 1 of p.jsonl is a JSON list, not an object or a text."),
     ("p.json", b"[" * 100_000, "Line 1 of p.json is not valid JSON: nested too deeply."),
     ("p.jsonl", b'{"prompt": "it", "n": ' + b"9" * 5000 + b"}", "Line 1 of p.jsonl is not valid"),
     ("p.jsonl", b'{"promt": "it is"}\n', "There is no column 'prompt' in line 1 of p.jsonl: its "

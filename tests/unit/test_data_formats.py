@@ -1,0 +1,247 @@
+"""Files as people have them: each gives the rows that the same as JSON lines would."""
+
+import json
+import shutil
+import subprocess
+
+import datasets
+import pandas
+import pyarrow
+import pyarrow.parquet
+import pytest
+from data_tokenizers import words
+from helpers import write_jsonl
+from test_examples import data_config
+
+from ppocli.config.schema import PromptsConfig
+from ppocli.data.examples import read_examples
+from ppocli.data.prompt_set import load_prompts
+from ppocli.data.sources import as_list, open_rows, training_spec
+from ppocli.errors import InputError
+
+
+def rows_of(path, items=None, **keys):
+    """Raw rows of a source."""
+    cfg = PromptsConfig(path=None if path is None else str(path), **keys)
+    return [row.values for row in open_rows(training_spec(cfg, items), [])]
+
+
+def load(path, **keys):
+    return load_prompts(PromptsConfig(path=str(path), **keys), words(), seed=0,
+                        max_prompt_tokens=64)
+
+
+# Arrow --------------------------------------------------------------------------------------------
+
+def call(name, **arguments):
+    return {"role": "assistant", "content": None,
+            "tool_calls": [{"type": "function", "function": {"name": name,
+                                                             "arguments": arguments}}]}
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
+DEEP = {"a": [{"b": {"c": [{"d": 1}, {"e": [1, None]}]}}, {"f": "x"}]}
+NESTED = {  # no two rows have the same keys anywhere
+    "messages": [
+        {"messages": [turn("user", "it is"), call("find", place="Oslo"),
+                      turn("tool", "so") | {"name": "find"}, turn("assistant", "good")]},
+        {"messages": [turn("user", "so"), call("sum", a=1, b=[{"x": 1}, {"y": {"z": 2}}]),
+                      turn("assistant", "bad")], "tools": [{"name": "sum"}]},
+        {"messages": [turn("user", "so"), call("none"), turn("assistant", "bad")]}],
+    "pairs": [
+        {"prompt": [turn("user", "it is")], "chosen": [call("find", place="Oslo")],
+         "rejected": [turn("assistant", "bad")]},
+        {"prompt": [turn("user", "so") | {"name": "Ann"}], "chosen": [turn("assistant", "good")],
+         "rejected": [call("sum", a=1)]}],
+    "prompts": [
+        {"prompt": [turn("user", "it is"), call("find", place="Oslo"), turn("tool", "so")],
+         "meta": DEEP, "label": 1},
+        {"prompt": [turn("user", "so")], "meta": {"a": [{"g": 2}], "h": "y"},
+         "label": None},
+        {"prompt": [turn("user", "so")], "meta": {}, "label": 3}]}
+
+
+def store(kind, rows, path):
+    """Write ``rows`` as Arrow in one of its forms; returns what is read."""
+    typed = datasets.Features({name: datasets.Json() if name == "meta" else (
+        datasets.List(datasets.Json())) for name in {key for row in rows for key in row}
+        - {"label"}} | ({"label": datasets.Value("int64")} if "label" in rows[0] else {}))
+    full = [{name: row.get(name) for name in typed} for row in rows]
+    table = datasets.Dataset.from_list(full)
+    if kind == "saved":
+        table.save_to_disk(path)
+    elif kind in ("saved-json", "json-type"):
+        table = datasets.Dataset.from_list(full, features=typed)
+        (table.save_to_disk if kind == "saved-json" else table.to_parquet)(path)
+    elif kind == "json-extension":  # the type without the features of `datasets` beside it
+        table = datasets.Dataset.from_list(full, features=typed).data.table
+        pyarrow.parquet.write_table(table.replace_schema_metadata(None), path)
+    elif kind == "pyarrow":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        table.to_parquet(path)
+    return {"python-pyarrow": lambda: pyarrow.Table.from_pylist(rows),
+            "python-datasets": lambda: table,
+            "python-pandas": lambda: pandas.read_parquet(path)}.get(kind, lambda: path)()
+
+
+KINDS = ["parquet", "pyarrow", "saved", "saved-json", "json-type", "json-extension",
+         "python-pyarrow", "python-datasets", "python-pandas"]
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    (name, kind) for name in NESTED for kind in KINDS
+    if (name, kind) != ("prompts", "python-pandas")])  # there numbers in structs become floats
+def test_arrow_gives_the_rows_of_json_lines(tmp_path, name, kind):
+    """What it fills in with null, at any depth, is left out again: in training data, pairs, prompts
+    and their metadata."""
+    rows = NESTED[name]
+    lines = write_jsonl(tmp_path / "rows.jsonl", rows)
+    stored = store(kind, rows, tmp_path / f"rows{'' if 'saved' in kind else '.parquet'}")
+    source = {"path": str(stored)} if not kind.startswith("python") else {}
+    items = None if source else as_list(stored)
+    if name == "prompts":
+        expected = rows_of(lines)
+        assert rows_of(stored if source else None, items) == expected == rows
+        return
+    wants = "pairs" if name == "pairs" else "completions"
+    expected = read_examples(data_config(path=str(lines)), wants=wants)
+    found = read_examples(data_config(**source), wants=wants, items=items)
+    strip = [[(one.prompt, one.completion) if wants == "completions" else
+              (one.prompt, one.chosen, one.rejected) for one in getattr(
+                  read, "examples" if wants == "completions" else "pairs")]
+             for read in (found, expected)]
+    assert len(strip[0]) == len(rows)
+    assert strip[0] == strip[1]
+
+
+def test_null_that_was_written_stays(tmp_path):
+    """In JSON lines and in Json() cells; in other Arrow types it can't be told from what is filled
+    in."""
+    rows = [{"prompt": "it", "meta": {"a": None, "b": [None, {"c": None}]}}]
+    typed = datasets.Features({"prompt": datasets.Value("string"), "meta": datasets.Json()})
+    datasets.Dataset.from_list(rows, features=typed).to_parquet(tmp_path / "p.parquet")
+    for path in (write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "p.parquet"):
+        assert rows_of(path) == rows
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    assert rows_of(tmp_path / "p.parquet") == [{"prompt": "it", "meta": {"b": [None, {}]}}]
+
+
+def test_maps_are_mappings_and_media_stay_stored(tmp_path):
+    path = tmp_path / "p.parquet"
+    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
+    pyarrow.parquet.write_table(pyarrow.table(
+        {"prompt": ["it"], "m": pyarrow.array([[("a", 1), ("b", None)]], kind)}), path)
+    assert rows_of(path) == [{"prompt": "it", "m": {"a": 1, "b": None}}]
+    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
+    datasets.Dataset.from_dict({"prompt": ["it"], "image": [{"bytes": b"x", "path": "x.png"}]},
+                               features=features).to_parquet(path)
+    assert rows_of(path) == [{"prompt": "it", "image": {"bytes": b"x", "path": "x.png"}}]
+
+
+# CSV ----------------------------------------------------------------------------------------------
+
+CELLS = [["prompt", "int", "zeros", "gaps", "float", "bool", "mixed", "null", "date", "big", "inf"],
+         ["12", "1", "007", "1", "1.50", "True", "1", "NA", "2020-01-01", "12345678901234567890",
+          "inf"],
+         ["13", "-2", "008", "", "1e3", "false", "x", "null", "2021-01-01", "1", "-inf"],
+         ["14", "3", "9", "3", ".5", "TRUE", "", "", "", "2", "1"]]
+
+
+@pytest.mark.parametrize(("form", "name"), [
+    (",", "p.csv"), (";", "p.csv"), ("\t", "p.csv"), ("|", "p.csv"), ("\t", "p.tsv"),
+    ("sep=;", "p.csv"), ("sep=\t", "p.csv"), ('"sep=;"', "p.csv")])
+def test_csv_cells_reach_rewards_with_the_types_that_datasets_infers(tmp_path, form, name):
+    """Prompts and templates have the texts as they are written."""
+    mark = form.strip('"')[-1]
+    lines = [mark.join(cells) for cells in CELLS]
+    path = tmp_path / name
+    path.write_text("\r\n".join([*[form] * ("sep" in form), *lines]) + "\r\n")
+    commas = tmp_path / "commas.csv"
+    commas.write_text("\n".join(map(",".join, CELLS)))
+    expected = datasets.load_dataset("csv", data_files=str(commas), split="train",
+                                     cache_dir=str(tmp_path / "cache")).to_dict()
+    prompts = load(path, template="{prompt} {zeros} {float}")
+    assert prompts.texts == ["12 007 1.50", "13 008 1e3", "14 9 .5"]
+    del expected["prompt"]
+    assert prompts.columns == expected
+    assert [(type(cell), cell) for cell in prompts.columns["gaps"]] == [
+        (float, 1.0), (type(None), None), (float, 3.0)]
+    assert prompts.columns["int"] == [1, -2, 3]
+    assert prompts.columns["bool"] == [True, False, True]
+    assert [row.typed["zeros"] for row in prompts.eval_rows] == [7, 8, 9]
+    path.write_text(path.read_text() + "x\n")
+    with pytest.raises(InputError, match=f"Line {5 + ('sep' in form)} of .* has 1 fields"):
+        load(path)
+
+
+def test_prompts_out_of_pairs_keep_the_types_of_cells(tmp_path):
+    (tmp_path / "p.csv").write_text("chosen,rejected,n\nit is so,it is not,007\n")
+    prompts = load(tmp_path / "p.csv", columns=["n"])
+    assert (prompts.texts, prompts.columns) == (["it is"], {"n": [7]})
+
+
+def test_csv_cells_of_training_data_are_texts(tmp_path):
+    path = tmp_path / "p.csv"
+    path.write_text("prompt,completion\n2+2,4\n1+6,07\n")
+    read = read_examples(data_config(path=str(path)), wants="completions")
+    assert [(each.prompt, each.completion) for each in read.examples] == [("2+2", "4"),
+                                                                          ("1+6", "07")]
+
+
+# JSON ---------------------------------------------------------------------------------------------
+
+ROWS = [{"prompt": "it is", "label": 1}, {"prompt": "so good", "label": 0}]
+CHATS = [{"messages": [turn("user", "a"), turn("assistant", "b")]},
+         {"messages": [turn("user", "c"), turn("assistant", "d")]}]
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl"])
+@pytest.mark.parametrize(("rows", "form"), [
+    *((rows, form) for rows in (ROWS, CHATS)
+      for form in ("columns", "index", "list", "split", "table", "records", "data", "rows")),
+    (ROWS, "beside"), (CHATS, "beside"), (CHATS, "conversations"), (ROWS[:1], "columns"),
+    (ROWS[:1], "object"), (CHATS[:1], "object"), (CHATS[:1], "data")])
+def test_json_objects_that_hold_rows(tmp_path, rows, form, suffix):
+    """What pandas' ``to_json`` writes, a list under a key, and one row alone."""
+    frame, path = pandas.DataFrame(rows), tmp_path / f"p{suffix}"
+    if form in ("columns", "index", "list", "split", "table", "records"):
+        text = json.dumps(frame.to_dict("list")) if form == "list" else frame.to_json(orient=form)
+    else:
+        text = json.dumps({"object": lambda: rows[0], "beside": lambda: {
+            "version": "1.0", "info": {"a": 1}, "instances": rows}}.get(
+                form, lambda: {form: rows})())
+    path.write_text(text)
+    found = rows_of(path)
+    assert [{name: row[name] for name in rows[0]} for row in found] == rows
+
+
+def test_several_lists_of_rows_are_named(tmp_path):
+    path = tmp_path / "two lists.json"
+    path.write_text(json.dumps({"train set": ROWS, "test": ROWS}))
+    with pytest.raises(InputError, match="several lists of rows: train set, test") as caught:
+        rows_of(path)
+    if shutil.which("jq"):
+        subprocess.run(caught.value.fix.partition(": ")[2], shell=True, check=True, cwd=tmp_path)
+        assert rows_of(tmp_path / "train set.json") == ROWS
+
+
+# Encodings ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize(("encoding", "text"), [
+    ("cp1252", "prompt\nna\xefve \u201cfilm\u201d \u20ac\n"), ("iso-8859-1", "prompt\n\xef \x81\n"),
+    ("utf-16", "prompt\nit is \u201cso\u201d\n"), ("utf-16-le", "prompt\nit is\n"),
+    ("utf-16-be", "prompt\nit is\n"), ("utf-32", "prompt\nit is\n")])
+@pytest.mark.parametrize("suffix", [".csv", ".json"])
+def test_the_advice_for_another_encoding_works(tmp_path, encoding, text, suffix):
+    path = tmp_path / f"my file{suffix}"
+    text = text if suffix == ".csv" else json.dumps({"prompt": text}, ensure_ascii=False)
+    path.write_bytes(text.encode(encoding))
+    with pytest.raises(InputError) as caught:
+        rows_of(path)
+    command = "iconv" + caught.value.fix.partition("iconv")[2]
+    subprocess.run(command, shell=True, check=True, cwd=tmp_path)
+    assert (tmp_path / f"utf8{suffix}").read_text("utf-8").removeprefix("\ufeff") == text
