@@ -327,6 +327,10 @@ class Task(ABC):
         """
         return {}
 
+    def tokenizers(self) -> list[Any]:
+        """Those whose chat templates render what the training reads."""
+        return [self.saved.tokenizer]
+
     def write_model(self, folder: Path, weights: saved_model.Tensors | None) -> None:
         """Write ``model/``, on the first of several ranks.
 
