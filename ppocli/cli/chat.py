@@ -61,11 +61,14 @@ class Conversation:
     """What was said between the user and one model.
 
     Args:
-        chat: whether the chat template renders it.
+        chat: False leaves the chat template out; without it each text is a prompt of its own.
     """
 
-    def __init__(self, player: Player, chat: bool, system: str | None = None) -> None:
-        self.player, self.chat = player, chat
+    def __init__(self, player: Player, system: str | None = None, *, chat: bool | None = None
+                 ) -> None:
+        self.player = player
+        self.chat = player.has_chat_template and chat is not False
+        """whether the chat template renders it"""
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[list[dict[str, str]]] = []
         """messages of user and assistant, the oldest first; always empty without ``chat``"""
@@ -118,9 +121,8 @@ class Chat:
 
     def _forget(self) -> None:
         self._asked = 0
-        self._conversations = [
-            Conversation(player, player.has_chat_template and self._chat is not False, self._system)
-            for player in self._players]
+        self._conversations = [Conversation(player, self._system, chat=self._chat)
+                               for player in self._players]
 
     def greet(self) -> None:
         """Say with whom one chats and how."""

@@ -58,7 +58,7 @@ class ChosenModels:
     """how the first model was trained, or the defaults for a model that came from elsewhere"""
     models: tuple[tuple[Target, schema.ModelConfig], ...]
     """each policy, and the configuration of the model that it is or was trained from"""
-    chat: bool | None
+    chat: bool | None = None
     """whether prompts are rendered with the chat template; None where nothing decides it"""
 
 
