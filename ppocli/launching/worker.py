@@ -167,8 +167,9 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
         settled = resolved.with_values(settled, {"model.chat_template_date": date})
         if start.resume:
             log.warning("The chat template tells the date, and this run did not keep the one that "
-                        "it began with: it is taken to be %s, by the first line of ppocli.log. "
-                        "model.chat_template_date=... gives another.", date)
+                        "it began with: it is taken to be %s, by the first line of ppocli.log%s. "
+                        "model.chat_template_date=... gives another.", date,
+                        "" if first_start(folder.path) else ", which is gone, so the present")
     if settled != cfg:
         ranks.first_does(lambda: settle(folder.path, settled))
     if ranks.first:
