@@ -15,7 +15,7 @@ from ppocli.config.schema_training import MAX_SEED
 from ppocli.errors import ConfigError
 from ppocli.evaluation.request import BASE, EvalRequest
 from ppocli.launching.target_config import dated, target_config
-from ppocli.models.loading.chat_template import decide_chat, present
+from ppocli.models.loading.chat_template import decide_chat, present, stop_clock, tokenizers_of
 from ppocli.runs import trust
 from ppocli.runs.target import Target, find_target
 from ppocli.storage.model_files import trained_with_template
@@ -188,6 +188,8 @@ def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str
     run_dir = chosen.models[0][0].run_dir
     generation = None if run_dir is None else sampling_of(request, chosen, None)
     reward = build_judge(chosen.cfg.reward, list(columns)) if request.scored else None
+    for tokenizer in [] if reward is None else tokenizers_of(reward):
+        stop_clock(tokenizer, chosen.cfg.model.chat_template_date)
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(chosen.cfg.hardware, run_dir))
         players = [load_player(policy_config(cfg, target.model), target.name, backend)

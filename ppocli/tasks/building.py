@@ -299,9 +299,10 @@ def build_sampler(setup: SamplerSetup, calls: Calls | None = None) -> Sampler:
 def note_wording(tokenizer: Any, chat: bool | None) -> None:
     """Write with the tokenizer whether the model was trained on what its chat template rendered, as
     of :func:`~ppocli.storage.model_files.trained_with_template`; None: nothing is known."""
-    tokenizer.init_kwargs.pop(WITH_TEMPLATE, None)
+    saved = tokenizer.init_kwargs  # what transformers writes into tokenizer_config.json
+    saved.pop(WITH_TEMPLATE, None)
     if chat is not None and getattr(tokenizer, "chat_template", None):
-        tokenizer.init_kwargs[WITH_TEMPLATE] = chat
+        saved[WITH_TEMPLATE] = chat
 
 
 def saved_policy(loaded: LoadedLM, spec: SamplingSpec, tokenizer: Any) -> SavedModel:
