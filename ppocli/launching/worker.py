@@ -163,7 +163,8 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
         ranks.first_does(lambda: accept_settings(folder.path, since))
     # how rewards are called and prompts are rendered, so that a resume does it too
     settled = replace(cfg, reward=task.cfg.reward, prompts=task.cfg.prompts)
-    if cfg.model.chat_template_date is None and any(map(tells_date, task.tokenizers())):
+    if cfg.model.chat_template_date is None and any(
+            map(tells_date, (task.saved.tokenizer, *task.judging))):
         settled = resolved.with_values(settled, {"model.chat_template_date": date})
         if start.resume:
             log.warning("The chat template tells the date, and this run did not keep the one that "

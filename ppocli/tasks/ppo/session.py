@@ -75,6 +75,11 @@ class EvalSession:
         return decoding_scores(self.cfg) and (matches or self.cfg.ppo.logprobs_from == "decode")
 
     @property
+    def judging(self) -> list[Any]:
+        """The tokenizers of reward models."""
+        return chat_template.tokenizers_of(self.reward)
+
+    @property
     def frozen_states_bytes(self) -> int:
         """Most memory for what enters the policy's lowest layer that trains, of one rollout."""
         return 0 if self.policy.split is None else self.cfg.hardware.frozen_states_mib * 2**20

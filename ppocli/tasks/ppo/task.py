@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from ppocli.config import algorithm, sampling, schema
 from ppocli.episode import Sample, spoken
 from ppocli.models import head, layer_stack, layout, passes
-from ppocli.models.loading.chat_template import tokenizers_of
 from ppocli.models.reference import CopyReference, follow
 from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
@@ -47,7 +46,7 @@ class PPOTask(task.Task):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.cfg, self.backend = session.cfg, session.backend
-        self.trained, self.passes = session.trained, session.passes
+        self.trained, self.passes, self.judging = session.trained, session.passes, session.judging
         self.saved = saved_policy(session.loaded, session.sampling, session.tokenizer)
         self.examples = len(session.prompts) if self.cfg.ppo.epochs else None
         if session.examples is not None:
@@ -255,10 +254,6 @@ class PPOTask(task.Task):
         judge = [reward, asdict(self.cfg.generation), self.cfg.checkpoint.metric,
                  self.cfg.prompts.eval.repeat, *more]
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
-
-    def tokenizers(self) -> list[Any]:
-        """As :class:`Task`: the policy's, and those of reward models."""
-        return [self.session.tokenizer, *tokenizers_of(self.session.reward)]
 
     def modules(self) -> dict[str, torch.nn.Module]:
         """As :class:`Task`: what the value function is made of, and a reference that follows the
