@@ -25,7 +25,7 @@ from ppocli.parallel.stop import StopFlag, catch_signals
 from ppocli.runs import trust as trust_of
 from ppocli.runs.target import find_target
 from ppocli.storage.atomic import read_json
-from ppocli.storage.model_files import quiet_transformers
+from ppocli.storage.model_files import quiet_transformers, trained_with_template
 from ppocli.text import Say
 from ppocli.user_code import join_working_directory
 
@@ -57,12 +57,14 @@ class TrainedRun:
         trust_of.check_run(self.run_dir, cfg, ("model.",), trusts=self.trusts)
         return load_player(policy_config(cfg.model, str(self.model_dir)), str(self.run_dir))
 
-    def generate(self, prompts: Sequence[str], *, seed: int = 0, **sampling: Any) -> list[str]:
+    def generate(self, prompts: Sequence[str], *, seed: int = 0, chat: bool | None = None,
+                 **sampling: Any) -> list[str]:
         """One response for each prompt, sampled as in training.
 
         Args:
             prompts: texts.
             seed: of the sampling; equal seeds give equal responses.
+            chat: whether the chat template renders prompts (default: as in training).
             sampling: overrides: max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p,
                 repetition_penalty, do_sample, stop_sequences, ignore_eos.
 
@@ -71,11 +73,14 @@ class TrainedRun:
         """
         from ppocli.evaluation.player import changed_sampling
 
-        generation = changed_sampling(resolved.read_config(self.run_dir / "config.yaml"), sampling)
+        cfg = resolved.read_config(self.run_dir / "config.yaml")
+        generation = changed_sampling(cfg, sampling)
         texts = list_of_texts(prompts, "prompts")
         if not texts:
             raise ConfigError("There are no prompts.", fix="give at least one text")
-        tokens = self._player.tokens(texts, generation)
+        if chat is None:
+            chat = bool(cfg.prompts.chat or trained_with_template(str(self.model_dir)))
+        tokens = self._player.tokens(self._player.render(texts, chat=chat), generation, chat=chat)
         return [answer.text for batch in self._player.answers(tokens, generation, seed=seed)
                 for answer in batch]
 

@@ -39,9 +39,14 @@ def converse(request: sampling_request.SamplingRequest) -> None:
     """
     chosen = sampling_request.find_models(request)
     with working(), sampling_request.loaded(request, chosen) as (players, generation, judge):
-        if request.system is not None and not players[0].has_chat_template:
-            raise ConfigError(f"The tokenizer of {players[0].name} has no chat template for a "
-                              "system message.", where="--system", fix="leave it out")
+        for player in players:
+            if chosen.chat and not player.has_chat_template:
+                raise ConfigError(f"The tokenizer of {player.name} has no chat template.",
+                                  where="--chat", fix="--no-chat takes each text as it is")
+        if request.system is not None and not (chosen.chat is not False
+                                               and players[0].has_chat_template):
+            raise ConfigError(f"{players[0].name} is asked without a chat template, which a "
+                              "system message needs.", where="--system", fix="leave it out")
         talk = Chat(request, chosen, players, generation, judge)
         with awaiting_lines(SIGTERM=_leave, SIGHUP=_leave):
             talk.greet()
@@ -53,13 +58,20 @@ def converse(request: sampling_request.SamplingRequest) -> None:
 
 
 class Conversation:
-    """What was said between the user and one model."""
+    """What was said between the user and one model.
 
-    def __init__(self, player: Player, system: str | None = None) -> None:
+    Args:
+        chat: False leaves the chat template out; without it each text is a prompt of its own.
+    """
+
+    def __init__(self, player: Player, system: str | None = None, *, chat: bool | None = None
+                 ) -> None:
         self.player = player
+        self.chat = player.has_chat_template and chat is not False
+        """whether the chat template renders it"""
         self._opening = [] if system is None else [{"role": "system", "content": system}]
         self.turns: list[list[dict[str, str]]] = []
-        """messages of user and assistant, the oldest first; always empty without a chat template"""
+        """messages of user and assistant, the oldest first; always empty without ``chat``"""
         self.dropped = 0
         """turns that no longer fit the model"""
         self.asked: list[Any] = []
@@ -74,7 +86,7 @@ class Conversation:
             ConfigError: the text alone is too long, or empty.
             InputError: the chat template refuses it.
         """
-        chat = self.player.has_chat_template
+        chat = self.chat
         while True:
             self.asked = [*self._opening, *chain(*self.turns), {"role": "user", "content": text}]
             rendered = self.player.render([self.asked if chat else text], chat=chat)
@@ -90,8 +102,8 @@ class Conversation:
             self.dropped += 1
 
     def keep(self, text: str, answer: str) -> None:
-        """Remember a turn, where there is a template to tell turns apart."""
-        if self.player.has_chat_template:
+        """Remember a turn, where the chat template tells turns apart."""
+        if self.chat:
             self.turns.append([{"role": "user", "content": text},
                                {"role": "assistant", "content": answer}])
 
@@ -104,20 +116,23 @@ class Chat:
                  generation: GenerationConfig, reward: Reward | None) -> None:
         self._cfg, self._generation, self._reward = chosen.cfg, generation, reward
         self._players, self._seed, self._system = players, request.seed or 0, request.system
+        self._chat = chosen.chat
         self._forget()
 
     def _forget(self) -> None:
         self._asked = 0
-        self._conversations = [Conversation(player, self._system) for player in self._players]
+        self._conversations = [Conversation(player, self._system, chat=self._chat)
+                               for player in self._players]
 
     def greet(self) -> None:
         """Say with whom one chats and how."""
         names = " and ".join(clean(player.name) for player in self._players)
         say(f"chatting with {names}: {self._sampling()}")
-        for player in self._players:
-            if not player.has_chat_template:
-                say(f"{clean(player.name)} has no chat template: each text is a prompt of its own, "
-                    "and the answer continues it")
+        for talk in self._conversations:
+            if not talk.chat:
+                why = "is asked without its" if talk.player.has_chat_template else "has no"
+                say(f"{clean(talk.player.name)} {why} chat template: each text is a prompt of its "
+                    "own, and the answer continues it")
         say("/help lists the commands, /quit leaves")
 
     def take(self, line: str) -> bool:
@@ -205,7 +220,7 @@ class Chat:
                     print(flush=True)
                 if self._reward is not None:
                     score, = scores_of(self._reward, player, [rendered], answers, {},
-                                       [conversation.asked] if player.has_chat_template else [])
+                                       [conversation.asked] if conversation.chat else [])
                     complain(f"score {figure(score, 3)}")
                 stop.check()
             except StopRequested as stopped:

@@ -57,12 +57,13 @@ def chat(request: SamplingRequest, *, watch: bool) -> None:
     Raises:
         StoppedError: left by Ctrl-C.
     """
-    with working() as stop, _session(request, ["ppo.chunk_size=1"]) as session:
+    with working() as stop, _session(request, ["ppo.chunk_size=1", *(
+            [] if request.chat is None else [f"prompts.chat={request.chat}"])]) as session:
         sampler: Any = session.sampler
         calls = ShownCalls(sampler.calls, echo=watch)
         inner: Any = sampler.inner if watch else Person(session)
         plays = replace(session, sampler=EpisodeSampler(
-            inner, calls, session.tokenizer, chat=session.cfg.prompts.chat))
+            inner, calls, session.tokenizer, chat=bool(session.cfg.prompts.chat)))
         with awaiting_lines():
             for row in _played(plays, stop):
                 _show(spoken({**row, "opening": "", "turns": []}))  # how it was cut off

@@ -18,6 +18,7 @@ from ppocli.data import render, sources
 from ppocli.environments.resolve import resolve
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
 from ppocli.launching import inputs, opened_folder, target_config
+from ppocli.models.loading.chat_template import decided
 from ppocli.rewards.scoring import check_reward_config, with_styles
 from ppocli.storage import model_files, run_folder
 from ppocli.storage.checkpoints import find_latest, refuse_pruned
@@ -232,6 +233,8 @@ def _examine_prompts(config: schema.TrainConfig, found: Examined
     where that isn't known without the Hub."""
     count: int | None = None
     columns: list[str] | None = None
+    with found.taking():
+        config = decided(config, config.model.path, config.model.revision)
     for spec_of in (sources.training_spec, sources.evaluation_spec):
         with found.taking():
             spec = spec_of(config.prompts, None)

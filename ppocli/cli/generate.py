@@ -44,9 +44,7 @@ def generate(
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
         min_p: opt.MinP = None, repetition_penalty: opt.Penalty = None,
         ignore_eos: opt.IgnoreEos = False, greedy: opt.Greedy = False, stop: opt.Stop = None,
-        seed: opt.Seed = 0, trust: opt.Trust = False,
-        chat: bool | None = option(None, "Render prompts with the chat template, or use them as "
-            "they are (default: as in the run).", "--chat/--no-chat"),
+        seed: opt.Seed = 0, trust: opt.Trust = False, chat: opt.Chat = None,
         system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
         score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None,
         batch_size: int = option("N", "Samples decoded together.", default=64, min=1),
@@ -76,7 +74,7 @@ def generate(
         return
     lines = given_lines(prompt, prompts_file)
     chosen = find_models(request)
-    chat = chosen.cfg.prompts.chat if chat is None else chat
+    chat = bool(chosen.chat)
     if system is not None and not chat:
         raise ConfigError("--system needs a conversation, but prompts are used as plain texts.",
                           where="--system", fix="add --chat")
@@ -115,15 +113,16 @@ def chat(
         temperature: opt.Temperature = None, top_k: opt.TopK = None, top_p: opt.TopP = None,
         min_p: opt.MinP = None, repetition_penalty: opt.Penalty = None,
         ignore_eos: opt.IgnoreEos = False, greedy: opt.Greedy = False, stop: opt.Stop = None,
-        seed: opt.Seed = 0, trust: opt.Trust = False, system: opt.System = None,
-        step: opt.Step = None, best: opt.Best = False, score: opt.Score = False,
-        reward: opt.Reward = None, against: opt.Against = None, env: opt.Env = False,
+        seed: opt.Seed = 0, trust: opt.Trust = False, chat: opt.Chat = None,
+        system: opt.System = None, step: opt.Step = None, best: opt.Best = False,
+        score: opt.Score = False, reward: opt.Reward = None, against: opt.Against = None,
+        env: opt.Env = False,
         watch: bool = opt.flag("With --env: the policy plays, and you look on.")) -> None:
     """Chat with a run, a checkpoint or a model in the terminal.
 
-    Answers appear as they are sampled. With a chat template the conversation is kept; without one
-    each text is a separate prompt. /help lists the commands; /quit or Ctrl-D leaves, Ctrl-C stops
-    an answer.
+    Answers appear as they are sampled. With a chat template the conversation is kept; without one,
+    and with a model that was trained without it, each text is a separate prompt. /help lists the
+    commands; /quit or Ctrl-D leaves, Ctrl-C stops an answer.
 
     \b
     Examples:

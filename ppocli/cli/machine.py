@@ -165,9 +165,10 @@ def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
     """Of the prompts of a run, if they and the tokenizer are on this machine."""
     from ppocli.data.prompt_set import load_eval_prompts, load_prompts
     from ppocli.data.sources import names_hub_dataset
+    from ppocli.models.loading.chat_template import decided
     from ppocli.models.loading.tokenizer import load_tokenizer
 
-    prompts = cfg.prompts
+    prompts = decided(cfg, cfg.model.path, cfg.model.revision).prompts
     if (prompts.path is None and prompts.items is None) or any(
             path is not None and names_hub_dataset(path)
             for path in (prompts.path, prompts.eval.path)):

@@ -222,6 +222,9 @@ Score = Annotated[bool, typer.Option("--score", help="Score each response with t
 Env = Annotated[bool, typer.Option("--env", help="Play the run's environment (env.fn); prompts are "
                                    "those of its evaluation unless others are given.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, help="Equal seeds give equal responses.")]
+Chat = Annotated[bool | None, typer.Option(
+    "--chat/--no-chat", show_default=False, help="Render prompts with the chat template, or use "
+    "them as they are (default: as the model was trained).")]
 System = Annotated[str | None, typer.Option(
     metavar="TEXT", help="A system message before each conversation.")]
 MaxNew = Annotated[int | None, typer.Option(

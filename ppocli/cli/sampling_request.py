@@ -14,9 +14,11 @@ from ppocli.config import resolved, schema
 from ppocli.config.schema_training import MAX_SEED
 from ppocli.errors import ConfigError
 from ppocli.evaluation.request import BASE, EvalRequest
-from ppocli.launching.target_config import target_config
+from ppocli.launching.target_config import dated, target_config
+from ppocli.models.loading.chat_template import decide_chat, present, stop_clock, tokenizers_of
 from ppocli.runs import trust
 from ppocli.runs.target import Target, find_target
+from ppocli.storage.model_files import trained_with_template
 
 if TYPE_CHECKING:
     from ppocli.evaluation.player import Player
@@ -38,6 +40,7 @@ class SamplingRequest(EvalRequest):
 
     score: bool = False
     system: str | None = None
+    chat: bool | None = None
     flags: Mapping[str, Any] = field(default_factory=dict)
     """sampling settings that options give"""
 
@@ -55,6 +58,8 @@ class ChosenModels:
     """how the first model was trained, or the defaults for a model that came from elsewhere"""
     models: tuple[tuple[Target, schema.ModelConfig], ...]
     """each policy, and the configuration of the model that it is or was trained from"""
+    chat: bool | None = None
+    """whether prompts are rendered with the chat template; None where nothing decides it"""
 
 
 def sampling_request(ctx: typer.Context) -> SamplingRequest:
@@ -106,6 +111,8 @@ def find_models(request: SamplingRequest) -> ChosenModels:
                           "words that begin with rollout.; ppocli eval takes all of them")
     _refuse_idle(request, () if target.run_dir is None or request.against == BASE
                  else _OF_START)
+    cfg = resolved.with_values(cfg, {
+        "model.chat_template_date": cfg.model.chat_template_date or present()})
     models = [(target, cfg.model)]
     if (other := judged.find_against(target, cfg, output.say)) is not None:
         if cfg.rollout.engine == "vllm":
@@ -113,7 +120,29 @@ def find_models(request: SamplingRequest) -> ChosenModels:
                               fix="leave --against out, and ask for the other one by itself")
         models.append((other, cfg.model if other.model == cfg.model.path
                        else _trained_from(other, request.trust)))
-    return ChosenModels(cfg, tuple(models))
+    return ChosenModels(cfg, tuple(models), _chat(request, cfg, models))
+
+
+def _chat(request: SamplingRequest, cfg: schema.TrainConfig,
+          models: Sequence[tuple[Target, schema.ModelConfig]]) -> bool | None:
+    """Whether prompts are rendered with the chat template: the option or key that says so, else as
+    the run's were, else as ppocli trained the first model. What decided is said."""
+    if request.chat is not None and request.sets("prompts.chat"):
+        raise ConfigError("--chat, --no-chat and prompts.chat set the same thing.",
+                          where="command line", fix="give one of them")
+    explicit = request.chat is not None or request.sets("prompts.chat")
+    chat = cfg.prompts.chat if request.chat is None else request.chat
+    for number, (target, model) in enumerate(models):
+        revision = model.revision if target.model == model.path else None
+        trained = trained_with_template(target.model, revision)
+        decided, why = decide_chat(bool(chat) if number else chat, trained, target.name,
+                                   on="--chat", off="--no-chat")
+        if why is not None:
+            output.say(why)
+        if not number:
+            # of prompts that bring the template's words with them a run knows no more
+            chat = None if decided is False and trained is None and not explicit else decided
+    return chat
 
 
 def _refuse_idle(request: SamplingRequest, idle: tuple[str, ...]) -> None:
@@ -132,10 +161,10 @@ def _refuse_idle(request: SamplingRequest, idle: tuple[str, ...]) -> None:
 def _trained_from(target: Target, trusts: bool) -> schema.ModelConfig:
     """The model's part of the target's own run, or the defaults."""
     if target.run_dir is None:
-        return schema.ModelConfig(path=target.model)
+        return schema.ModelConfig(path=target.model, chat_template_date=present())
     cfg = resolved.read_config(target.run_dir / resolved.CONFIG_FILE)
     trust.check_run(target.run_dir, cfg, ("model.",), trusts=trusts)
-    return cfg.model
+    return dated(cfg.model, target)
 
 
 @contextmanager
@@ -159,6 +188,8 @@ def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str
     run_dir = chosen.models[0][0].run_dir
     generation = None if run_dir is None else sampling_of(request, chosen, None)
     reward = build_judge(chosen.cfg.reward, list(columns)) if request.scored else None
+    for tokenizer in [] if reward is None else tokenizers_of(reward):
+        stop_clock(tokenizer, chosen.cfg.model.chat_template_date)
     with ExitStack() as stack:
         backend = stack.enter_context(open_backend(chosen.cfg.hardware, run_dir))
         players = [load_player(policy_config(cfg, target.model), target.name, backend)

@@ -16,7 +16,7 @@ from pathlib import Path
 from ppocli import errors
 from ppocli.cli import output, sweep_jobs
 from ppocli.config import compose, resolved, schema
-from ppocli.config.kept import keeping_styles
+from ppocli.config.kept import keeping_settled
 from ppocli.config.layers import LENGTHS
 from ppocli.config.sweep import Grid, SweepJob, run_sweep_jobs, sweep_dir
 from ppocli.config.words import Words, read_setting, read_words
@@ -311,7 +311,7 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
         # another job's run may lie there, where the words of the sweep have changed
         if book.going_on is None or not (told or sweeps.has_values(run.config, job.varied)):
             now = resolved.with_absolute_paths(compose.check(job.composed).config)
-            if resolved.config_differences(run.config, keeping_styles(now, run.config)):
+            if resolved.config_differences(run.config, keeping_settled(now, run.config)):
                 return None
     except errors.PpocliError:
         return None  # the job itself will say what is wrong

@@ -119,7 +119,7 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     merged = layers.merge_entries(entries)
     config = typed(merged.node)
     if run is not None:
-        config = kept.keeping_styles(resolved.in_place(config, run),
+        config = kept.keeping_settled(resolved.in_place(config, run),
                                      resolved.read_config(run / CONFIG_FILE),
                                      {setting.key for setting in words.settings})
     name = Path(words.value("recipe") or "run").name

@@ -20,6 +20,8 @@ OBJECT_KEYS = {"reward_fn": "reward.fn", "metric_fn": "reward.metric_fn",
                "prompts": "prompts.path", "eval_prompts": "prompts.eval.path",
                "data": "data.path", "val_data": "data.val"}
 """the key whose place each Python object takes"""
+SETTLED = ("model.chat_template_date", "prompts.chat")
+"""keys that a run whose configuration leaves them open settles at its first start"""
 RUN_FILE = "run.json"
 """identity of a run, who started it, what it was last started with, and what a resume changed"""
 KEPT, BEFORE = "config", "config_before"
@@ -73,13 +75,14 @@ def change_line(key: str, before: object, after: object) -> str:
             + " (from here on the run differs)" * differs)
 
 
-def keeping_styles(config: schema.TrainConfig, own: schema.TrainConfig,
+def keeping_settled(config: schema.TrainConfig, own: schema.TrainConfig,
                    given: Collection[str] | None = None) -> schema.TrainConfig:
-    """A copy in which rewards that a run's ``own`` configuration names too have the style that the
-    run found for them; that of others is to be found.
+    """A copy with what a run settled for itself at its start, as its ``own`` configuration says:
+    the style of each reward that both name (that of others is still ``auto``), and of
+    :data:`SETTLED` what ``config`` leaves open.
 
     Args:
-        given: keys whose value stays as it is; None: of all styles that ``config`` names.
+        given: keys whose value stays as it is; None: all that ``config`` sets.
     """
     if given is None:
         given = {key for key, style in resolved.flat(config).items()
@@ -95,6 +98,11 @@ def keeping_styles(config: schema.TrainConfig, own: schema.TrainConfig,
                 entry["style"] = "auto"
             elif "style" in old:
                 entry["style"] = old["style"]
+    for name in SETTLED:
+        section, key = name.split(".")
+        if name not in given and getattr(getattr(config, section), key) is None:
+            config = replace(config, **{section: replace(getattr(config, section), **{
+                key: getattr(getattr(own, section), key)})})
     return replace(config, reward=reward)
 
 

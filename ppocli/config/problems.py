@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from operator import attrgetter, ge, gt, le, lt
 from pathlib import Path
 from typing import Any, Self
@@ -106,6 +107,7 @@ def _rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
         yield from sampling.generation_rules(config)
     yield (config.task.kwargs and config.task.fn is None, "task.kwargs",
            "these belong to task.fn, which is not given")
+    yield from _date(config)
     yield from sampling.engine_rules(config)
     yield from algorithm.algorithm_rules(config)
     yield from adapters.adapter_rules(config)
@@ -155,6 +157,16 @@ def _allowed(metadata: Mapping[str, Any], item: Any) -> bool:
         return item in metadata["choices"] or (metadata["import_path"] and is_import_path(item))
     return all(test(item, metadata[test.__name__]) for test in (gt, ge, lt, le)
                if metadata[test.__name__] is not None)
+
+
+def _date(config: schema.TrainConfig) -> Rules:
+    date = config.model.chat_template_date
+    try:
+        fine = date is None or datetime.fromisoformat(date).tzinfo is None
+    except ValueError:
+        fine = False
+    yield (not fine, "model.chat_template_date", f"{shown(date)} must be a local date, such as "
+           "2026-01-31 or 2026-01-31T12:00:00")
 
 
 def _sizes(config: schema.TrainConfig) -> Rules:

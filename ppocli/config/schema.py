@@ -88,6 +88,10 @@ class ModelConfig:
     chat_template_kwargs: dict[str, Any] = key({}, on_resume="refused")
     """values that the chat template reads, such as {enable_thinking: false}; exported models keep
     them"""
+    chat_template_date: Optional[str] = key(None)
+    """the moment that strftime_now of a chat template tells in place of the present: 2026-01-31 or
+    2026-01-31T12:00:00, local time (default: when the run was first started, which config.yaml
+    keeps if a template tells the date); exported models tell the present"""
     dtype: Optional[str] = key(None, choices=("fp32", "bf16"), on_resume="refused")
     """storage type of what never trains: the reference and, with model.peft, the policy's base
     (default: hardware.precision)"""
@@ -240,8 +244,8 @@ class PromptsConfig:
     """[min, max] tokens kept, drawn per prompt"""
     template: Optional[str] = key(None)
     """text with {prompt} and {column} placeholders"""
-    chat: bool = key(False)
-    """render with the tokenizer's chat template"""
+    chat: Optional[bool] = key(None)
+    """render with the tokenizer's chat template (default: if ppocli trained the model that way)"""
     tools: Optional[str] = key(None)
     """column of descriptions of functions (JSON schemas), which the chat template is told of"""
     max_length: Optional[int] = key(None, ge=1)

@@ -67,6 +67,8 @@ class Examples(_Rows):
     prompt_lengths: list[int]
     """n numbers of tokens: ``tokens[i][:prompt_lengths[i]]`` is that prompt, as PPO would see it;
     0 where there is none, and for an encoder-decoder"""
+    chat: bool | None = None
+    """whether the chat template rendered them; None: it may have, before they were read"""
 
     def prompt_tokens(self, place: int) -> list[int]:
         """The ids of a prompt: what PPO would let the model continue, or its encoder read. Empty
@@ -93,6 +95,8 @@ class Pairs(_Rows):
     prompt_lengths: list[int]
     """n numbers of tokens that both begin with: ``len(chosen[i]) - prompt_lengths[i]`` is the
     length of an answer"""
+    chat: bool | None = None
+    """as of :class:`Examples`"""
 
     def digest(self) -> str:
         """SHA-256 (hex) over ids and margins: equal exactly if a resumed run sees the same."""

@@ -13,7 +13,7 @@ from ppocli.config.schema_training import DataConfig
 from ppocli.data.conversations import Piece, chat_pieces
 from ppocli.data.data_set import Examples, Ids, Mask, Pairs
 from ppocli.data.examples import Example, Pair, Read, Wants, read_examples
-from ppocli.data.render import note_count, note_tools
+from ppocli.data.render import by_template, note_count, note_tools
 from ppocli.data.tokens import token_ids_of, tokens_around
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import counted, printable
@@ -109,7 +109,13 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
                          f"within {longest} tokens.", where="data.max_length",
                          fix=f"{_longer(cfg, max_tokens)}, or another data.train_on")
     _note_tools(read, tokenizer)
-    return replace(found, notes=tuple(read.notes))
+    return replace(found, notes=tuple(read.notes), chat=_by_template(
+        [pieces for _, pieces in taught], tokenizer, plain))
+
+
+def _by_template(pieces: list[list[Piece]], tokenizer: Any, plain: bool) -> bool | None:
+    return not plain or by_template(["".join(text for text, _ in parts)
+                                     for parts in pieces[:_CHUNK]], tokenizer)
 
 
 def _check_template(read: Read, tokenizer: Any) -> None:
@@ -266,7 +272,8 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
     longest = min(cfg.max_length or max_tokens, max_tokens)
     both = [_pair_pieces(pair, answer, tokenizer)
             for pair in read.pairs for answer in (pair.chosen, pair.rejected)]
-    lines = _lines(both, tokenizer, plain=isinstance(read.pairs[0].chosen, str))
+    plain = isinstance(read.pairs[0].chosen, str)
+    lines = _lines(both, tokenizer, plain=plain)
     found = Pairs([], (), [], [], [], [])
     overlong, identical = 0, read.identical
     for pair, chosen, rejected in zip(read.pairs, lines, lines, strict=True):
@@ -289,7 +296,7 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
                          fix=_longer(cfg, max_tokens) if overlong else
                          "give pairs whose answers differ")
     _note_tools(read, tokenizer)
-    return replace(found, notes=tuple(read.notes))
+    return replace(found, notes=tuple(read.notes), chat=_by_template(both, tokenizer, plain))
 
 
 def _pair_pieces(pair: Pair, answer: Any, tokenizer: Any) -> list[Piece]:

@@ -268,6 +268,20 @@ def rendered_chat(messages: list[dict[str, Any]], place: str, tokenizer: Any, *,
             conversation, tools=tools, tokenize=False, add_generation_prompt=prompt)), str)
 
 
+def by_template(texts: Sequence[str], tokenizer: Any) -> bool | None:
+    """False for texts that no chat template has rendered; None where they hold what this one writes
+    between a question and its answer, so that it may have."""
+    if getattr(tokenizer, "chat_template", None):
+        question = "a question"
+        with suppress(InputError):
+            text = rendered_chat([{"role": "user", "content": question}], question, tokenizer,
+                                 prompt=True)
+            between = text.rpartition(question)[2].strip()
+            if between and all(between in text for text in texts if text):
+                return None
+    return False
+
+
 @contextmanager
 def template_errors(place: str, where: str = "model.tokenizer_path") -> Iterator[None]:
     """Name the conversation that a chat template refuses inside the block."""

@@ -14,7 +14,7 @@ import re
 import sysconfig
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import Any
@@ -26,6 +26,7 @@ from ppocli.errors import CheckpointError
 from ppocli.evaluation import request as files
 from ppocli.evaluation.request import EvalRequest
 from ppocli.models.loading.adapters import tensors_digest
+from ppocli.models.loading.chat_template import tells_date, tokenizers_of
 from ppocli.runs.target import Target
 from ppocli.storage import atomic, run_folder
 from ppocli.tasks.ppo.session import EvalSession
@@ -38,7 +39,7 @@ _REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid", "style",
                 "step_separator", "step_fn")
 _LATER: tuple[tuple[str, Any], ...] = (
     ("style", "ppocli"), ("step_separator", None), ("step_fn", None), ("tools", None),
-    ("chat_template", None), ("chat_template_kwargs", {}))
+    ("chat_template", None), ("chat_template_kwargs", {}), ("chat_template_date", None))
 """what evaluations have as they were made before there was the key"""
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
 _DEEPEST = 30
@@ -61,11 +62,14 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
     plays = {} if cfg.env.fn is None else {"env": asdict(cfg.env)}
     code = [file for judge in _judges(session) for file in judge.code_files]
     code += code_files(cfg.env) if plays else []
+    dated = any(map(tells_date, (session.tokenizer, *tokenizers_of(session.reward))))
+    model = replace(cfg.model, chat_template_date=cfg.model.chat_template_date if dated else None)
+    prompts = replace(cfg.prompts, chat=bool(cfg.prompts.chat))
     return {
         "seed": cfg.seed, **plays,
         "targets": [target.model for target in targets], "frontier": frontier,
         "generation": json.loads(json.dumps(asdict(session.eval_sampling))),
-        "prompts": {**_as_before(asdict(cfg.prompts)), "digest": session.eval_prompts.digest(),
+        "prompts": {**_as_before(asdict(prompts)), "digest": session.eval_prompts.digest(),
                     "count": len(session.eval_prompts)},
         "reward": {key: value for key, value in asdict(cfg.reward).items()
                    if key in _REWARD_KEYS and (key, value) not in _LATER},
@@ -73,7 +77,7 @@ def identity_of(session: EvalSession, targets: Sequence[Target], frontier: bool,
         "code": {path: atomic.sha256_file(Path(path)) if Path(path).is_file() else None
                  for path in dict.fromkeys(code)},
         "judges": judge_digests(session, objects),
-        "model": _as_before(asdict(cfg.model)), "base_digest": session.reference_digest(),
+        "model": _as_before(asdict(model)), "base_digest": session.reference_digest(),
         "chunk_size": session.chunk_size, "forward_rows": session.forward_rows,
         "logprobs_from": cfg.ppo.logprobs_from,
         "device": session.backend.device.type, "precision": session.backend.precision,
@@ -97,11 +101,7 @@ def choose(default: Path, request: EvalRequest, identity: dict[str, Any]) -> Pat
         DiskError: the folder can't be made.
     """
     if request.resume:
-        pattern = re.compile(re.escape(default.name) + r"(?:-([1-9][0-9]+|[2-9]))?")
-        numbers = {path: int(match[1] or 1) for path in default.parent.glob("*")
-                   if path.is_dir() and (match := pattern.fullmatch(path.name))}
-        candidates = [path for path in sorted(numbers, key=numbers.__getitem__)
-                      if path == default or not request.name]
+        candidates = [path for path in _numbered(default) if path == default or not request.name]
         unfinished = [folder for folder in candidates if not files.is_finished(folder)]
         for folder in (*reversed(unfinished), *reversed(candidates)):
             if not differences(folder, identity):
@@ -123,6 +123,24 @@ def choose(default: Path, request: EvalRequest, identity: dict[str, Any]) -> Pat
                 log.info("%s holds an unfinished evaluation; to go on with it: the same command "
                          "with --resume --name %s", path, path.name)
     raise AssertionError("unreachable")
+
+
+def _numbered(default: Path) -> list[Path]:
+    """The folders that are there under that name, the one without a number first."""
+    pattern = re.compile(re.escape(default.name) + r"(?:-([1-9][0-9]+|[2-9]))?")
+    numbers = {path: int(match[1] or 1) for path in default.parent.glob("*")
+               if path.is_dir() and (match := pattern.fullmatch(path.name))}
+    return sorted(numbers, key=numbers.__getitem__)
+
+
+def begun_at(default: Path) -> str | None:
+    """``model.chat_template_date`` of the newest evaluation under that name, None where no template
+    told the date."""
+    for folder in reversed(_numbered(default)):
+        settings = _flat((atomic.read_json(folder / files.SETTINGS) or {}).get("identity"))
+        if isinstance(date := settings.get("model.chat_template_date"), str):
+            return date
+    return None
 
 
 def differences(folder: Path, identity: dict[str, Any]) -> list[str]:

@@ -17,10 +17,11 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, OutOfMemoryError, PpocliError, StoppedError
 from ppocli.evaluation import figures, player
 from ppocli.evaluation import request as files
-from ppocli.evaluation.identity import check_same, choose, identity_of
+from ppocli.evaluation.identity import begun_at, check_same, choose, identity_of
 from ppocli.evaluation.request import EvalRequest, Row, base_target
 from ppocli.models.loading import model_config
 from ppocli.models.loading.adapters import tensors_digest
+from ppocli.models.loading.chat_template import present
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag, StopRequested
@@ -87,6 +88,9 @@ def run_evaluation(request: EvalRequest, target: Target, cfg: TrainConfig, objec
         run_folder.refuse_links(target.run_dir)
     files.refuse_taken(default, request)
     cfg = _without_own_reference(cfg, target)
+    if cfg.model.chat_template_date is None:
+        date = (begun_at(default) if request.resume else None) or present()
+        cfg = resolved.with_values(cfg, {"model.chat_template_date": date})
     targets = _targets(request, target, cfg)
     try:
         with open_backend(cfg.hardware, target.run_dir) as backend:
@@ -315,7 +319,8 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
     """
     begun, started = monotonic(), figures.now()
     cfg = resolved.with_values(cfg, {  # what is said, and refused, of a training
-        "checkpoint.keep_best": False, "hardware.memory_check": "off"})
+        "checkpoint.keep_best": False, "hardware.memory_check": "off",
+        "model.chat_template_date": cfg.model.chat_template_date or present()})
     default = files.folder_of(request, target)
     files.refuse_taken(default, request)
     targets = _targets(request, target, cfg)

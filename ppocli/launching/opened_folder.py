@@ -88,7 +88,7 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
         atomic.write_atomic(own, texts[0])
         say(f"{own} was gone; it is written again as {kept.RUN_FILE} keeps it")
     if not checked.resume_from:  # else the run's own configuration is the base
-        config = kept.keeping_styles(config, resolved.read_config(own))
+        config = kept.keeping_settled(config, resolved.read_config(own))
     config = resolved.in_place(resolved.with_values(config, {  # resume=auto
         key: str(path) for key, path in _models_in(run_dir, config)}), run_dir)
     changes = changes_on_resume(run_dir, config, objects, checked.accept_changes)

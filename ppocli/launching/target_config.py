@@ -10,6 +10,7 @@ from ppocli.config.words import ACCEPT_CHANGES, read_words
 from ppocli.errors import ConfigError
 from ppocli.own_code import TRUST, limit
 from ppocli.runs import trust
+from ppocli.runs.record import first_start
 from ppocli.runs.target import Target
 from ppocli.storage.model_files import is_adapter, is_scorer, named_base
 from ppocli.text import short_path
@@ -90,7 +91,7 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
     # the run's own servers may be gone, or be another run's
     told = any(name.startswith("rollout.") for name in given)
     rollout = config.rollout if told else schema.RolloutConfig()
-    return replace(config, resume="never", rollout=rollout)
+    return replace(config, resume="never", rollout=rollout, model=dated(config.model, target))
 
 
 def trained_on_data(target: Target) -> bool:
@@ -128,7 +129,15 @@ def data_config(target: Target, words: Sequence[str], *, trusts: bool = False
         data = replace(data, path=source, limit=None)
     if source == data.val or whole:
         data = replace(data, val=None)
-    return replace(config, resume="never", data=data)
+    return replace(config, resume="never", data=data, model=dated(config.model, target))
+
+
+def dated(model: schema.ModelConfig, target: Target) -> schema.ModelConfig:
+    """``model`` with the date that chat templates told in a run, also of earlier versions, which
+    didn't keep it."""
+    if model.chat_template_date is None and target.run_dir is not None:
+        return replace(model, chat_template_date=first_start(target.run_dir))
+    return model
 
 
 def _trained_on_data(target: Target) -> schema.TrainConfig | None:

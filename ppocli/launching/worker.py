@@ -25,12 +25,13 @@ from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.launching.child_process import RunOutcome, Start, outcome_of
 from ppocli.launching.ending import ending_well, publish
+from ppocli.models.loading.chat_template import present, tells_date
 from ppocli.own_code import limit
 from ppocli.parallel import host_memory, launchers
 from ppocli.parallel.backend import Backend, open_ranks
 from ppocli.parallel.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
 from ppocli.rewards import guard
-from ppocli.runs.record import accept_settings, begin_record, settle, whole
+from ppocli.runs.record import accept_settings, begin_record, first_start, settle, whole
 from ppocli.storage import atomic, environment, model_files, retention, run_folder
 from ppocli.tracking.trackers import check_trackers
 from ppocli.training import clock, loop
@@ -150,7 +151,10 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
     ranks.first_does(lambda: check_trackers(cfg.tracking))
     ranks.first_does(lambda: check_own_classes(cfg))
     objects = objects or PythonObjects()
-    task = build_task(TaskSetup(cfg, backend, objects))
+    date = cfg.model.chat_template_date or ranks.first_does(
+        lambda: (first_start(folder.path) if start.resume else None) or present())
+    task = build_task(TaskSetup(resolved.with_values(
+        cfg, {"model.chat_template_date": date}), backend, objects))
     fresh = loop.initial_state(task)
     state = fresh = replace(fresh, digests=fresh.digests | objects.noted())
     run_id = ranks.first_does(lambda: _run_id(folder))
@@ -158,8 +162,18 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
         state = restore(task, folder, run_id, fresh)
         since = None if state is fresh else state.step
         ranks.first_does(lambda: accept_settings(folder.path, since))
-    if task.cfg.reward != cfg.reward:  # how its functions are called, so that a resume does it too
-        ranks.first_does(lambda: settle(folder.path, replace(cfg, reward=task.cfg.reward)))
+    # how rewards are called and prompts are rendered, so that a resume does it too
+    settled = replace(cfg, reward=task.cfg.reward, prompts=task.cfg.prompts)
+    if cfg.model.chat_template_date is None and any(
+            map(tells_date, (task.saved.tokenizer, *task.judging))):
+        settled = resolved.with_values(settled, {"model.chat_template_date": date})
+        if start.resume:
+            log.warning("The chat template tells the date, and this run did not keep the one that "
+                        "it began with: it is taken to be %s, by the first line of ppocli.log%s. "
+                        "model.chat_template_date=... gives another.", date,
+                        "" if first_start(folder.path) else ", which is gone, so the present")
+    if settled != cfg:
+        ranks.first_does(lambda: settle(folder.path, settled))
     if ranks.first:
         keep_log()
         atomic.write_json_atomic(folder.path / environment.ENV_FILE, {

@@ -1,9 +1,11 @@
 """What ppocli uses of transformers beyond its public classes: the registry of attention functions,
-the layers of its cache, and two of its building blocks. Nothing else touches them."""
+the layers of its cache, two of its building blocks, and how it compiles chat templates. Nothing
+else touches them."""
 
 import inspect
 from collections.abc import Callable, Mapping
 from copy import copy
+from datetime import datetime
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +21,9 @@ _PARTS = ("transformers:AttentionInterface.register",
           "transformers:DynamicCache.batch_select_indices", "transformers.cache_utils:DynamicLayer",
           "transformers.pytorch_utils:Conv1D", "transformers.activations:NewGELUActivation",
           "transformers.activations:FastGELUActivation",
-          "transformers.core_model_loading:revert_weight_conversion")
+          "transformers.core_model_loading:revert_weight_conversion",
+          "transformers.utils.chat_template_utils:_compile_jinja_template",
+          "transformers:PreTrainedTokenizerBase.get_chat_template")
 
 
 @cache
@@ -55,6 +59,21 @@ def fuse_activations(lm: torch.nn.Module) -> None:
         for name, child in module.named_children():
             if type(child) in (NewGELUActivation, FastGELUActivation):
                 setattr(module, name, torch.nn.GELU(approximate="tanh"))
+
+
+def template_at(template: str, moment: datetime) -> str:
+    """A chat template whose ``strftime_now`` tells that moment, for transformers to render: the
+    same text behind a comment, so that whoever else renders the template is told the present.
+
+    No caller can hand the function over as a value: transformers makes texts of functions.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    # transformers takes out the line break behind a comment
+    dated = f"{{# {moment} #}}\n{template}"
+    compiled: Any = _compile_jinja_template(dated)  # kept by its text
+    compiled.globals["strftime_now"] = moment.strftime
+    return dated
 
 
 # Attention ----------------------------------------------------------------------------------------

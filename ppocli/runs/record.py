@@ -104,6 +104,16 @@ class RunRecord:
                 zip(parts[::3], parts[1::3], parts[2::3], strict=True)]
 
 
+def first_start(run_dir: Path) -> str | None:
+    """When a run was first started, by the first line of its log, as ``model.chat_template_date``
+    has it; None where there is no such line."""
+    with suppress(OSError), run_folder.RunFolder(run_dir).log.open(encoding="utf-8",
+                                                                   errors="replace") as file:
+        if (head := _LOG_HEAD.match(file.readline(100))) is not None:
+            return head[1].replace(" ", "T")
+    return None
+
+
 def eval_samples(run: run_folder.RunFolder, *steps: int | None) -> list[list[dict[str, Any]]]:
     """The evaluation samples of each step, in the order of the prompts; none of step None."""
     rows = [row for row in run_logs.read_jsonl(run.samples)

@@ -21,6 +21,7 @@ from ppocli.text import pasted
 Needs = Literal["model and tokenizer", "model", "tokenizer"]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.txt", "vocab.json",
                    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+TOKENIZER_CONFIG = "tokenizer_config.json"
 SAFETENSORS = "model.safetensors"
 WEIGHTS = (SAFETENSORS, "pytorch_model.bin")
 ADAPTER_CONFIG = "adapter_config.json"
@@ -31,6 +32,9 @@ MODEL = "model"
 """folder of a run that holds what it has trained, a plain Hugging Face folder"""
 POLICY = "policy"
 """folder of a checkpoint that holds the policy as a plain Hugging Face folder"""
+WITH_TEMPLATE = "trained_with_chat_template"
+"""in tokenizer_config.json: whether what ppocli trained the model on was rendered with the chat
+template that lies beside it; transformers keeps the entry"""
 VALUE_HEAD = "value_head.safetensors"
 VALUE_TRUNK = "value_trunk.safetensors"
 """beside the head where the value function has layers of its own"""
@@ -92,9 +96,24 @@ def eos_text(model: str, revision: str | None = None) -> str:
     """What a tokenizer on this machine calls EOS, of its files alone; "" where that isn't said."""
     with suppress(PpocliError, OSError, ValueError, TypeError, KeyError):
         folder = Path(find_model(model, key="", revision=revision, needs="tokenizer"))
-        eos = bounded.read_json(folder / "tokenizer_config.json")["eos_token"]
+        eos = bounded.read_json(folder / TOKENIZER_CONFIG)["eos_token"]
         return str(eos if isinstance(eos, str) else eos["content"])
     return ""
+
+
+def trained_with_template(model: str, revision: str | None = None) -> bool | None:
+    """Whether ppocli trained ``model`` on what its chat template rendered; None where that isn't
+    known, as of models from elsewhere."""
+    with suppress(Exception):  # whoever loads it says what is wrong
+        source = find_model(model, key="", revision=revision, needs="tokenizer", adapters=True)
+        file = Path(source) / TOKENIZER_CONFIG
+        if not Path(source).is_dir():
+            from huggingface_hub import hf_hub_download
+
+            file = Path(hf_hub_download(source, TOKENIZER_CONFIG, revision=revision))
+        found = bounded.read_json(file).get(WITH_TEMPLATE)
+        return found if isinstance(found, bool) else None
+    return None
 
 
 def _is_setting(key: str) -> bool:

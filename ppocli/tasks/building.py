@@ -30,7 +30,13 @@ from ppocli.sampling.sampler import DecodeSampler, Sampler, SamplerSetup, Transf
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.sampling.vllm.sampler import VllmSampler
 from ppocli.storage.checkpoints import saved_critic
-from ppocli.storage.model_files import VALUE_HEAD, VALUE_TRUNK, adapter_at, named_base
+from ppocli.storage.model_files import (
+    VALUE_HEAD,
+    VALUE_TRUNK,
+    WITH_TEMPLATE,
+    adapter_at,
+    named_base,
+)
 from ppocli.text import first_line
 from ppocli.training.resume import fill_module
 from ppocli.training.saved_model import SavedModel
@@ -288,7 +294,16 @@ def build_sampler(setup: SamplerSetup, calls: Calls | None = None) -> Sampler:
         raise ConfigError("An encoder-decoder answers a prompt once; episodes of several turns "
                           "need a causal model.", where="env.fn, model.path",
                           fix="leave env.fn out, or use another model")
-    return EpisodeSampler(sampler, calls, setup.tokenizer, chat=setup.cfg.prompts.chat)
+    return EpisodeSampler(sampler, calls, setup.tokenizer, chat=bool(setup.cfg.prompts.chat))
+
+
+def note_wording(tokenizer: Any, chat: bool | None) -> None:
+    """Write with the tokenizer whether the model was trained on what its chat template rendered, as
+    of :func:`~ppocli.storage.model_files.trained_with_template`; None: nothing is known."""
+    saved = tokenizer.init_kwargs  # what transformers writes into tokenizer_config.json
+    saved.pop(WITH_TEMPLATE, None)
+    if chat is not None and getattr(tokenizer, "chat_template", None):
+        saved[WITH_TEMPLATE] = chat
 
 
 def saved_policy(loaded: LoadedLM, spec: SamplingSpec, tokenizer: Any) -> SavedModel:

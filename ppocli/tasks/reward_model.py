@@ -206,4 +206,5 @@ def build_task(setup: task.TaskSetup) -> RewardModelTask:
     tokenizer, unloaded = load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     tokenizer.padding_side = "right"  # as positions that are counted from the left need it
     loaded, train, val = supervised.load(setup, tokenizer, unloaded, scores=True)
+    building.note_wording(tokenizer, train.chat)
     return RewardModelTask(setup, tokenizer, loaded, train, val)

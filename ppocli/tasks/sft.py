@@ -175,4 +175,5 @@ def build_task(setup: task.TaskSetup) -> SFTTask:
         raise ConfigError("NEFTune's noise is for models that read one text, not for an "
                           "encoder-decoder.", where="sft.neftune", fix="leave it out")
     loaded, train, val = supervised.load(setup, tokenizer, unloaded)
+    building.note_wording(tokenizer, train.chat)
     return SFTTask(setup, tokenizer, loaded, train, val)

@@ -196,6 +196,8 @@ class Task(ABC):
     """how what is trained becomes a Hugging Face folder; its ``lm`` is ``trained.module.lm``"""
     passes: PassRows
     """how many rows passes have had to be cut down to"""
+    judging: Sequence[Any] = ()
+    """tokenizers of reward models, beside that of ``saved``"""
     examples: int | None = None
     """rows of the data set, or prompts, where the run's length depends on how many there are"""
     step: int = 0

@@ -1,15 +1,24 @@
-"""Chat templates that the user gives, and values for what a template reads."""
+"""Chat templates that the user gives, and values for what a template reads, the date among them;
+and whether prompts are rendered with the template."""
 
+import logging
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
+from types import MethodType
 from typing import Any
 
 import jinja2.defaults
 import jinja2.meta
 
-from ppocli.errors import InputError
-from ppocli.text import first_line, suggestion
+from ppocli.config import sampling, schema
+from ppocli.errors import ConfigError, InputError
+from ppocli.storage.model_files import trained_with_template
+from ppocli.text import first_line, short_path, suggestion
+
+log = logging.getLogger("ppocli")
 
 FILE, VALUES = "model.chat_template", "model.chat_template_kwargs"
 _GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
@@ -93,3 +102,83 @@ def _variables(template: str) -> set[str]:
     """What a template reads beside what it sets itself."""
     jinja = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     return jinja2.meta.find_undeclared_variables(jinja.parse(_MARKS.sub("", template)))
+
+
+# The date -----------------------------------------------------------------------------------------
+
+def tells_date(tokenizer: Any) -> bool:
+    """Whether a chat template of this tokenizer reads the date."""
+    template = getattr(tokenizer, "chat_template", None)
+    return "strftime_now" in str(template.values() if isinstance(template, dict) else template)
+
+
+def stop_clock(tokenizer: Any, date: str | None) -> None:
+    """Let this tokenizer's chat templates tell ``date``, as of ``model.chat_template_date``,
+    whoever renders them; None: the present. What is saved of the tokenizer stays as it is."""
+    if date is None or not tells_date(tokenizer):
+        return
+    moment = datetime.fromisoformat(date)
+
+    def get_chat_template(self: Any, chat_template: str | None = None, tools: Any = None) -> str:
+        from ppocli.models.transformers_internals import template_at
+
+        return template_at(type(self).get_chat_template(self, chat_template, tools), moment)
+
+    tokenizer.get_chat_template = MethodType(get_chat_template, tokenizer)
+
+
+def tokenizers_of(reward: Any) -> list[Any]:
+    """The tokenizers that reward models bring."""
+    return [tokenizer for part in reward.parts
+            if (tokenizer := getattr(part.call, "tokenizer", None)) is not None]
+
+
+def present() -> str:
+    """The date and time of this machine, for ``model.chat_template_date``."""
+    return datetime.now().isoformat(timespec="seconds")
+
+
+# Whether prompts are rendered ---------------------------------------------------------------------
+
+def decide_chat(chat: bool | None, trained: bool | None, name: str, *,
+                on: str = "prompts.chat=true", off: str = "prompts.chat=false"
+                ) -> tuple[bool | None, str | None]:
+    """Whether a model's prompts are rendered with its chat template, and a sentence on why.
+
+    Args:
+        chat: what somebody set; None leaves it to how the model was trained.
+        trained: as of :func:`~ppocli.storage.model_files.trained_with_template`.
+        name: of the model.
+        on, off: what turns it on and off.
+
+    Returns:
+        None where neither says anything; no sentence where there is nothing to explain.
+    """
+    how = {True: "with its chat template", False: "without its chat template"}
+    if trained is None or chat == trained:
+        return chat, None
+    if chat is None:
+        use = "are rendered with the chat template" if trained else "are used as they are"
+        return trained, (f"prompts {use}: {name} was trained {how[trained]} "
+                         f"({off if trained else on} changes that)")
+    return chat, (f"{name} was trained {how[trained]}, and {on if chat else off} "
+                  f"{'renders prompts with it' if chat else 'uses prompts as they are'}")
+
+
+def decided(cfg: schema.TrainConfig, model: str, revision: str | None = None) -> schema.TrainConfig:
+    """``cfg`` with ``prompts.chat`` decided as of :func:`decide_chat`, which the log is told.
+
+    Raises:
+        ConfigError: another setting of prompts forbids the chat template.
+    """
+    chat, why = decide_chat(cfg.prompts.chat, trained_with_template(model, revision),
+                            short_path(model))
+    if why is not None:
+        log.info("%s", why)
+    if chat == cfg.prompts.chat:
+        return cfg
+    found = replace(cfg, prompts=replace(cfg.prompts, chat=chat))
+    for broken, key, what in sampling.prompt_rules(found, frozenset({"prompts.path"})):
+        if broken:
+            raise ConfigError(f"{why}; but {key} {what}.", where=key, fix="prompts.chat=false")
+    return found

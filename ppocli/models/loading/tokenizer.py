@@ -10,7 +10,7 @@ import transformers
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
 from ppocli.models.loading import model_config
-from ppocli.models.loading.chat_template import read_template, with_values
+from ppocli.models.loading.chat_template import read_template, stop_clock, with_values
 from ppocli.storage import model_files
 
 log = logging.getLogger("ppocli")
@@ -52,4 +52,5 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
     if cfg.chat_template_kwargs:
         tokenizer.chat_template = with_values(
             tokenizer.chat_template, cfg.chat_template_kwargs, tokenizer.special_tokens_map)
+    stop_clock(tokenizer, cfg.chat_template_date)
     return tokenizer

@@ -11,10 +11,11 @@ from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, refere
 from ppocli.config.sampling import longest_response
 from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
 from ppocli.data import data_set, prompt_set, sources
+from ppocli.data.render import by_template
 from ppocli.errors import ConfigError, InputError
 from ppocli.models import passes
 from ppocli.models.fast import attention
-from ppocli.models.loading import adapters, language_model, model_config
+from ppocli.models.loading import adapters, chat_template, language_model, model_config
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.models.policy import Policy
 from ppocli.models.reference import AdapterReference, Reference
@@ -72,6 +73,11 @@ class EvalSession:
         """Whether old logprobs and values are taken from the sampler."""
         matches = self.sampler.logprobs_match and not self.decoding_differs
         return decoding_scores(self.cfg) and (matches or self.cfg.ppo.logprobs_from == "decode")
+
+    @property
+    def judging(self) -> list[Any]:
+        """The tokenizers of reward models."""
+        return chat_template.tokenizers_of(self.reward)
 
     @property
     def frozen_states_bytes(self) -> int:
@@ -211,6 +217,8 @@ def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tupl
     from ppocli.rewards.scoring import build_metric, build_reward
 
     reward = build_reward(cfg.reward, reward_fn=objects.reward_fn, first=first, env=cfg.env)
+    for tokenizer in chat_template.tokenizers_of(reward):
+        chat_template.stop_clock(tokenizer, cfg.model.chat_template_date)
     metric = build_metric(cfg.reward, objects.metric_fn, first=first)
     for path in dict.fromkeys([*reward.code_files, *(metric.code_files if metric else [])]):
         log.info("running code from %s", path)
@@ -313,12 +321,15 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     reward, metric = _build_judges(cfg, objects, backend.ranks.first)
     # with the style of each function; the first rank alone may have built it
     cfg = replace(cfg, reward=backend.ranks.first_does(lambda: _with_stored_scale(reward)))
+    cfg = chat_template.decided(cfg, cfg.model.path, cfg.model.revision)
     tokenizer, unloaded = load_tokenizer(cfg.model), model_config.read_lm(cfg.model)
     prompts, eval_prompts = _load_prompt_sets(cfg, tokenizer, unloaded, objects, reward, metric)
     plays = building.environment_of(cfg, prompts, eval_prompts)
     examples = supervised.read_mixed_in(cfg, tokenizer, unloaded)
     for note in () if examples is None else examples.notes:
         log.info("ppo.ptx.data: %s", note)
+    building.note_wording(tokenizer,
+                          bool(cfg.prompts.chat) or by_template(prompts.texts, tokenizer))
     token_ids = [*prompts.token_ids, *eval_prompts.token_ids]
     longest = max(map(len, token_ids))
     building.check_memory(cfg, backend, unloaded.config, prompt_tokens=longest)
@@ -362,6 +373,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
                       else (judges.reward, judges.metric))
     cfg = replace(cfg, reward=reward.cfg)
     own = model_config.policy_config(cfg.model, policy)
+    cfg = chat_template.decided(cfg, policy, own.revision)
     tokenizer = load_tokenizer(own)
     loaded = decoding.load_judged(own, cfg.hardware)
     language_model.check_vocabulary(tokenizer, loaded.lm, own)

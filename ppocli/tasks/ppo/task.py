@@ -46,7 +46,7 @@ class PPOTask(task.Task):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.cfg, self.backend = session.cfg, session.backend
-        self.trained, self.passes = session.trained, session.passes
+        self.trained, self.passes, self.judging = session.trained, session.passes, session.judging
         self.saved = saved_policy(session.loaded, session.sampling, session.tokenizer)
         self.examples = len(session.prompts) if self.cfg.ppo.epochs else None
         if session.examples is not None:

@@ -1,0 +1,209 @@
+"""Chat templates of runs: how a model was trained decides whether prompts are rendered, and the
+date that a template tells is that of the run's first start."""
+
+import json
+import shutil
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+from helpers import TEMPLATE, jsonl, read_json, save_talker, write_jsonl
+from runs import rewrite, run
+from terminal import Terminal
+
+SPIES = '''\
+def rendered(prompts, outputs, **columns):
+    return [float(" . i" in prompt) + i / 100 for i, prompt in enumerate(prompts)]
+'''
+ASKED = [{"role": "user", "content": "the film"}]
+ANSWER = [{"role": "assistant", "content": "very good"}]
+DATA = {"messages": {"messages": ASKED + ANSWER},
+        "turns": {"prompt": ASKED, "completion": ANSWER},
+        "plain": {"prompt": "the film", "completion": "very good"},
+        "text": {"text": "the film was very good"},
+        "by itself": {"text": "you the film . i very good ."}}
+SHORT = ("hardware.device=cpu", "hardware.num_threads=1", "hardware.gemm=default",
+         "generation.max_new_tokens=3", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
+SFT = ("sft", "data.path=data.jsonl", "sft.mini_batch_size=2", "sft.optimizer.lr=1e-3", *SHORT)
+PPO = ("train", "prompts.path=prompts.jsonl", "reward.fn=spies.py:rendered", "ppo.num_rollouts=4",
+       "ppo.mini_batch_size=4", "eval.every_steps=1", "prompts.eval.limit=2", *SHORT)
+RECORD = "trained_with_chat_template"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a model that has a chat template, prompts and a reward that is 1 for
+    what the template has rendered."""
+    save_talker(tmp_path / "talker", max_position_embeddings=128)
+    write_jsonl(tmp_path / "prompts.jsonl", [{"prompt": f"the {one}"} for one in (
+        "film", "plot", "actor", "story")])
+    (tmp_path / "spies.py").write_text(SPIES)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def record(folder: str) -> bool | None:
+    return read_json(Path(folder) / "tokenizer_config.json").get(RECORD)
+
+
+@pytest.mark.parametrize(("kind", "more", "trained"), [
+    ("messages", [], True), ("turns", [], True), ("plain", ["data.chat=true"], True),
+    ("plain", [], False), ("text", [], False), ("by itself", [], None)])
+def test_how_a_model_was_trained_decides_how_it_is_prompted(kind, more, trained, here, app):
+    write_jsonl(here / "data.jsonl", [DATA[kind]] * 4)
+    app(*SFT, "model.path=talker", "sft.epochs=1", "run_name=s", *more, code=0)
+    shutil.copytree("runs/s/model", "model")
+    assert (record("model"), record("talker")) == (trained, None)
+    app("export", "runs/s", "-o", "exported", code=0)
+    asks = ["-p", "the film", "--reward", "spies.py:rendered", "--json"]
+    why = {True: "prompts are rendered with the chat template: {} was trained with its",
+           False: "prompts are used as they are: {} was trained without its", None: ""}[trained]
+
+    def scored(*words: str) -> tuple[float, str]:
+        done = app("generate", *words, *asks, code=0)
+        return json.loads(done.out)["score"], done.err
+
+    for model, name in (("runs/s", "runs/s, step 2"), ("model", "model"), ("exported", "exported")):
+        score, told = scored(model)
+        assert score == bool(trained)
+        assert why.format(name) in told
+    assert scored("model", "--no-chat")[0] == scored("model", "prompts.chat=false")[0] == 0.0
+    assert scored("model", "--chat")[0] == 1.0
+    assert ("was trained with its chat template, and --no-chat" in scored(
+        "model", "--no-chat")[1]) is bool(trained)
+    done = app("eval", "model", "--prompts", "prompts.jsonl", "--reward", "spies.py:rendered",
+               "--json", code=0)
+    assert round(json.loads(done.out)["figures"]["reward_mean"]) == bool(trained)
+    assert "model was trained with" in done.err or trained is None
+
+
+def test_ppo_goes_on_as_the_model_was_trained(here, app):
+    write_jsonl(here / "data.jsonl", [DATA["messages"]] * 4)
+    app(*SFT, "model.path=talker", "sft.epochs=1", "run_name=s", code=0)
+    for name, words, chat in (("auto", [], True), ("plain", ["prompts.chat=false"], False)):
+        done = app(*PPO, "model.path=runs/s", "ppo.num_steps=1", f"run_name={name}", *words, code=0)
+        assert "was trained with its chat template" in done.said
+        shown = jsonl(Path(f"runs/{name}/samples.jsonl"))[0]["prompt"]
+        assert shown == ("you the film . i " if chat else "the film")
+        assert record(f"runs/{name}/model") is chat
+        assert f"\n  chat: {str(chat).lower()}\n" in Path(f"runs/{name}/config.yaml").read_text()
+        score = app("generate", f"runs/{name}", "-p", "the film", "--score", "--json", code=0).out
+        assert json.loads(score)["score"] == chat
+        app("resume", f"runs/{name}", "ppo.num_steps=2", code=0)
+    app(*PPO, "model.path=runs/s", "ppo.num_steps=2", "run_name=auto", "resume=auto", code=0)
+    done = app(*PPO, "model.path=runs/s", "ppo.num_steps=1", "prompts.length_sampler=[2,4]", code=2)
+    assert "would cut off the end of the chat template" in done.err
+    # without a record it is as it ever was: plain, and chat renders
+    app(*PPO, "model.path=talker", "ppo.num_steps=1", "run_name=other", code=0)
+    assert jsonl(Path("runs/other/samples.jsonl"))[0]["prompt"] == "the film"
+    assert "chat: null" in Path("runs/other/config.yaml").read_text()
+
+
+def test_a_chat_with_a_model_trained_on_plain_text_renders_nothing(here, app):
+    write_jsonl(here / "data.jsonl", [DATA["plain"]] * 4)
+    app(*SFT, "model.path=talker", "sft.epochs=1", "run_name=s", code=0)
+    for more, chats in (([], False), (["--chat"], True)):
+        with Terminal("chat", "runs/s", *more, cwd=here) as talk:
+            talk.wait_for(lambda talk=talk: "/quit leaves" in talk.raw)
+            assert ("is asked without its chat template" in talk.raw) is not chats
+            talk.type(b"/quit\n")
+            assert talk.end() == 0
+
+
+# The date -----------------------------------------------------------------------------------------
+
+NOW = ('on {{ strftime_now("%Y-%m-%dT%H:%M:%S") }} '
+       '{% for _ in range(strftime_now("%S") | int) %}the {% endfor %}')
+"""as words that the tokenizer has, so that other seconds are other ids"""
+
+
+@pytest.fixture
+def dated(here: Path) -> Path:
+    """The same, with data, and a template that tells the second."""
+    (here / "t.jinja").write_text(NOW + TEMPLATE)
+    write_jsonl(here / "data.jsonl", [DATA["messages"]] * 4)
+    write_jsonl(here / "pairs.jsonl", [{"prompt": ASKED, "chosen": ANSWER, "rejected": [
+        {"role": "assistant", "content": bad}]} for bad in ("bad", "dull", "cold", "hated")])
+    return here
+
+
+def date_of(name: str) -> str | None:
+    from ppocli.config.resolved import read_config
+
+    return read_config(Path(f"runs/{name}/config.yaml")).model.chat_template_date
+
+
+TRAININGS = {
+    "sft": (SFT, "sft.epochs"),
+    "train": ((*PPO, "prompts.chat=true"), "ppo.num_steps"),
+    "reward-model": (("reward-model", "data.path=pairs.jsonl", "reward_model.mini_batch_size=4",
+                      "reward_model.optimizer.lr=1e-3", *SHORT[:3], *SHORT[4:]),
+                     "reward_model.epochs")}
+
+
+@pytest.mark.parametrize("kind", TRAININGS)
+def test_a_template_tells_when_the_run_was_first_started(kind, dated, app):
+    words, length = TRAININGS[kind]
+    words = (*words, "model.path=talker", "model.chat_template=t.jinja", "run_name=r")
+    begun = datetime.now().replace(microsecond=0)
+    app(*words, f"{length}=1", code=0)
+    date = date_of("r")
+    assert begun <= datetime.fromisoformat(date) <= datetime.now()
+    # seconds later, in another time zone
+    run("resume", "runs/r", f"{length}=2", cwd=dated, code=0, TZ="Asia/Tokyo")
+    app(*words, f"{length}=3", "resume=auto", code=0)
+    assert date_of("r") == date
+    other = datetime.fromisoformat(date).second ^ 1
+    done = app("resume", "runs/r", f"{length}=4",
+               f"model.chat_template_date=2026-01-05T10:00:{other:02}", code=5)
+    assert "Not what the run was started with" in done.err
+    # whoever loads the model tells the present
+    assert (dated / "runs/r/model/chat_template.jinja").read_text() == NOW + TEMPLATE
+    if kind == "train":
+        assert {row["prompt"].split()[1] for row in jsonl(dated / "runs/r/samples.jsonl")} == {date}
+        app("eval", "runs/r", "--name", "e", code=0)
+        assert {row["prompt"].split()[1]
+                for row in jsonl(dated / "runs/r/eval/e/samples.jsonl")} == {date}
+
+
+def test_runs_without_a_date_go_on_by_their_log(dated, app):
+    words, length = TRAININGS["train"]
+    given = "2026-01-05T10:11:12"
+    app(*words, "model.path=talker", "model.chat_template=t.jinja", "run_name=r", f"{length}=1",
+        f"model.chat_template_date={given}", code=0)
+    shown = jsonl(dated / "runs/r/samples.jsonl")[0]["prompt"]
+    assert shown.startswith(f"on {given} the the")
+    # as versions left it that kept no date
+    rewrite(dated / "runs/r", {f"  chat_template_date: '{given}'\n": ""})
+    log = dated / "runs/r/ppocli.log"
+    text = log.read_text()
+    log.write_text(given.replace("T", " ") + text[19:])
+    app("eval", "runs/r", "--name", "e", code=0)
+    assert jsonl(dated / "runs/r/eval/e/samples.jsonl")[0]["prompt"].startswith(f"on {given} ")
+    done = app("resume", "runs/r", f"{length}=2", code=0)
+    assert f"taken to be {given}, by the first line of ppocli.log" in done.said
+    assert date_of("r") == given
+
+
+def test_values_of_a_template_and_wrong_dates(dated, app):
+    (dated / "t.jinja").write_text("{%- if day is not defined %}{% set day = strftime_now('%d') %}"
+                                   "{% endif %}day {{ day }} " + TEMPLATE)
+    words = (*PPO, "prompts.chat=true", "model.path=talker", "model.chat_template=t.jinja",
+             "ppo.num_steps=1")
+    app(*words, "run_name=r", "model.chat_template_kwargs.day=26 Jul 2024", code=0)
+    assert jsonl(dated / "runs/r/samples.jsonl")[0]["prompt"].startswith("day 26 Jul 2024 you")
+    for wrong in ("tomorrow", "2026-01-05T10:00:00+01:00", "2026-13-01"):
+        assert "must be a local date, such as" in app(
+            *words, f"model.chat_template_date={wrong}", code=2).err
+
+
+def test_an_evaluation_that_goes_on_tells_the_date_it_was_begun_at(dated, app):
+    app(*SFT, "model.path=talker", "model.chat_template=t.jinja", "sft.epochs=1", "run_name=s",
+        code=0)
+    shutil.copytree("runs/s/model", "model")
+    asks = ("eval", "model", "--prompts", "prompts.jsonl", "--reward", "spies.py:rendered",
+            "--name", "x", "-n", "2", "ppo.chunk_size=2")
+    run(*asks, cwd=dated, PPOCLI_FAULTS="score.before@2:kill9", code=-9)
+    app(*asks, "--resume", code=0)
+    told = {row["prompt"].split()[1] for row in jsonl(dated / "eval/x/samples.jsonl")}
+    assert len(told) == 1
