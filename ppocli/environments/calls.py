@@ -19,7 +19,7 @@ from ppocli.environments.resolve import EnvironmentClass
 from ppocli.environments.wording import can_be_said, spelled
 from ppocli.episode import Step
 from ppocli.errors import RewardError
-from ppocli.ppo.noise import USER
+from ppocli.ppo.noise import ROLLOUT, USER
 from ppocli.rewards import guard
 from ppocli.text import error_line, raised_at, said, short_path
 from ppocli.user_code import shorten
@@ -60,10 +60,13 @@ class Calls:
 
     Args:
         seed: what random numbers of environments depend on beside stream, episode and turn.
+        group_size: how many rollouts of one prompt are compared (``ppo.n``): ``reset`` gets the
+            same random numbers in all of them, so that they play the same game.
     """
 
-    def __init__(self, what: EnvironmentClass, cfg: EnvConfig, seed: int) -> None:
-        self.what, self.cfg, self.seed = what, cfg, seed
+    def __init__(self, what: EnvironmentClass, cfg: EnvConfig, seed: int, group_size: int = 1
+                 ) -> None:
+        self.what, self.cfg, self.seed, self.group_size = what, cfg, seed, group_size
 
     @property
     def waits(self) -> bool:
@@ -181,8 +184,11 @@ class Calls:
 
     def _begun(self, call: Called, stream: int) -> tuple[Any, Any]:
         """The environment, and what its method returned."""
+        number = call.episode
+        if call.turn == 0 and stream == ROLLOUT:
+            number //= self.group_size
         what, rng = self.what, partial(np.random.default_rng,
-                                       [self.seed, stream, call.episode, call.turn])
+                                       [self.seed, stream, number, call.turn])
         if call.turn == 0:
             environment, takes = what.make(), what.reset_names
             known = {**call.given, "rng": rng()}

@@ -320,7 +320,7 @@ def environment_of(cfg: schema.TrainConfig, prompts: PromptSet,
     for path in code_files(cfg.env):
         log.info("running code from %s", path)
     found = [resolve(cfg.env, list(one.columns)) for one in (prompts, *others)]
-    calls = Calls(found[0], cfg.env, cfg.seed)
+    calls = Calls(found[0], cfg.env, cfg.seed, cfg.ppo.n)
     calls.rehearse(prompts)
     if not calls.what.deterministic:
         log.warning("%s says that it keeps state outside (deterministic = False): a resumed run "

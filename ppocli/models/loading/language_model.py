@@ -339,8 +339,8 @@ def fit_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
     vocabulary = Vocabulary.of(tokenizer, lm)
     set_vocabulary(lm, vocabulary)
     if vocabulary.absent:
-        log.info("%s has %d output rows and its tokenizer %d of these ids: the other %d are never "
-                 "sampled, and have no probability", cfg.path, vocabulary.rows,
+        log.info("%s has %d output rows and its tokenizer %d ids: the other %d stand for no token "
+                 "and are never sampled", cfg.path, vocabulary.rows,
                  vocabulary.rows - len(vocabulary.absent), len(vocabulary.absent))
 
 
