@@ -142,6 +142,16 @@ class Counter:
         return Step(done=True, reward=1.0)
 
 
+class Reports:
+    """Earns the number that ``reset`` has drawn, and answers with one that ``step`` draws."""
+
+    def reset(self, prompt, *, rng):
+        self.number = int(rng.integers(10**6))
+
+    def step(self, response, rng):
+        return Step(f" {rng.integers(10**9)}", reward=self.number)
+
+
 class Needy:
     def reset(self, prompt, secret):
         return None
