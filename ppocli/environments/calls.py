@@ -184,19 +184,24 @@ class Calls:
 
     def _begun(self, call: Called, stream: int) -> tuple[Any, Any]:
         """The environment, and what its method returned."""
-        number = call.episode
-        if call.turn == 0 and stream == ROLLOUT:
-            number //= self.group_size
-        what, rng = self.what, partial(np.random.default_rng,
-                                       [self.seed, stream, number, call.turn])
+        what, numbers = self.what, [self.seed, stream, call.episode, call.turn]
+        shared = call.turn == 0 and stream == ROLLOUT and self.group_size > 1
+        rng = np.random.default_rng(
+            [self.seed, stream, call.episode // self.group_size, 0] if shared else numbers)
         if call.turn == 0:
             environment, takes = what.make(), what.reset_names
-            known = {**call.given, "rng": rng()}
+            known = {**call.given, "rng": rng}
             result = environment.reset(**{name: value for name, value in known.items()
                                           if takes is None or name in takes})
         else:
-            environment, named = call.environment, {"rng": rng()} if what.step_takes_rng else {}
+            environment, named = call.environment, {"rng": rng} if what.step_takes_rng else {}
             result = environment.step(call.given["response"], **named)
+        if shared:  # a generator that reset keeps goes on with the episode's own numbers
+            own = np.random.default_rng([*numbers, 1]).bit_generator.state
+            if inspect.isawaitable(result):
+                result = _before(result, partial(setattr, rng.bit_generator, "state", own))
+            else:
+                rng.bit_generator.state = own
         if inspect.isawaitable(result) and not what.waits:
             result = awaited(_awaited(result), "environments")
         return environment, result
@@ -232,6 +237,13 @@ def known_of(prompts: PromptSet | PromptBatch, place: int) -> dict[str, Any]:
 
 async def _awaited(result: Any) -> Any:
     return await result
+
+
+async def _before(result: Any, work: Callable[[], None]) -> Any:
+    """What is awaited, with some work done behind it."""
+    found = await result
+    work()
+    return found
 
 
 def as_step(result: Any) -> Step:

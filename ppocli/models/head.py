@@ -141,7 +141,8 @@ KEPT_BYTES = 256 * 2**20
 def _logits(head: HeadWeights, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
     """[n, V] fp32 logits / temperature, a tensor of its own."""
     logits = head.logit_map.tempered(head.products(hidden).float(), temperature)
-    return logits if head.gaps is None else logits.index_fill_(1, head.gaps, ABSENT)
+    return logits if head.gaps is None else logits.index_fill_(
+        1, head.gaps.to(logits.device), ABSENT)
 
 
 def _entropy(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
