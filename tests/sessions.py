@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from helpers import SPECIAL, WORDS, mask_of, refused, save_lm, write_prompts
+from helpers import mask_of, refused, save_lm, write_prompts
 
 from ppocli.columns import joined
 from ppocli.config.schema import TrainConfig
@@ -128,11 +128,9 @@ def own_logits(lm: Any, rollout: Rollout, row: int) -> tuple[Any, Any]:
 
 
 def own_logprobs(lm: Any, rollout: Rollout, row: int, temperature: float = 1.0) -> Any:
-    """Logprobs of a response's tokens by :func:`own_logits`, in float64, without rows behind those
-    of ``make_tokenizer``."""
+    """Logprobs of a response's tokens by :func:`own_logits`, in float64."""
     logits, response = own_logits(lm, rollout, row)
-    logits = logits[:, :len(SPECIAL) + len(WORDS)] / temperature
-    return torch.log_softmax(logits, -1).gather(-1, response[:, None])[:, 0]
+    return torch.log_softmax(logits / temperature, -1).gather(-1, response[:, None])[:, 0]
 
 
 def assert_own_logprobs(lm: Any, rollout: Rollout, temperature: float = 1.0) -> None:

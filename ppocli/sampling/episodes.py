@@ -132,12 +132,11 @@ class EpisodeSampler:
             return
         self._warned_of_silence = True
         log.warning("The policy says nothing for %d turns in a row in %d of %d episodes (the "
-                    "first: episode %d): its turns are a stop token or special tokens alone, and "
-                    "the environment gets an empty text. samples.jsonl shows the turns. Usual "
-                    "causes: the prompt or the observations don't end where the model is used to "
-                    "beginning its turn (prompts.chat=true for a chat model; a line break or a "
-                    "space at the end for others), generation.stop_sequences has a text that a "
-                    "turn begins with, or a start that ends at once (ppocli sft first, or "
+                    "first: episode %d): these turns are a stop token or special tokens alone, and "
+                    "the environment gets an empty text. Look at the turns in samples.jsonl. Usual "
+                    "causes: the prompt or the observations don't end where the model begins its "
+                    "turns (a chat model needs prompts.chat=true); generation.stop_sequences has a "
+                    "text that turns begin with; the model hasn't learnt to answer (ppocli sft, or "
                     "generation.min_new_tokens).", SILENT_TURNS, len(silent), len(games), silent[0])
 
     def _groups(self, games: list[Game]) -> list[list[Game]]:

@@ -36,6 +36,7 @@ GAPS = (4, 5, 6)
 def save_padded(folder, kind="gpt2", gaps=(), **over):
     """A model of 45 rows; its tokenizer has the ids 0 to 36, or such that leave gaps."""
     save_lm(folder, kind, **{"vocab_size": ROWS, **over})
+    make_tokenizer().save_pretrained(folder)
     if gaps:
         path = folder / "tokenizer.json"
         tokenizer = json.loads(path.read_text())
