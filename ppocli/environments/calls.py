@@ -190,18 +190,18 @@ class Calls:
             [self.seed, stream, call.episode // self.group_size, 0] if shared else numbers)
         if call.turn == 0:
             environment, takes = what.make(), what.reset_names
-            known = {**call.given, "rng": rng}
-            result = environment.reset(**{name: value for name, value in known.items()
+            arguments = {**call.given, "rng": rng}
+            result = environment.reset(**{name: value for name, value in arguments.items()
                                           if takes is None or name in takes})
         else:
             environment, named = call.environment, {"rng": rng} if what.step_takes_rng else {}
             result = environment.step(call.given["response"], **named)
         if shared:  # a generator that reset keeps goes on with the episode's own numbers
-            own = np.random.default_rng([*numbers, 1]).bit_generator.state
+            state = np.random.default_rng([*numbers, 1]).bit_generator.state
             if inspect.isawaitable(result):
-                result = _before(result, partial(setattr, rng.bit_generator, "state", own))
+                result = _then(result, partial(setattr, rng.bit_generator, "state", state))
             else:
-                rng.bit_generator.state = own
+                rng.bit_generator.state = state
         if inspect.isawaitable(result) and not what.waits:
             result = awaited(_awaited(result), "environments")
         return environment, result
@@ -239,11 +239,11 @@ async def _awaited(result: Any) -> Any:
     return await result
 
 
-async def _before(result: Any, work: Callable[[], None]) -> Any:
-    """What is awaited, with some work done behind it."""
-    found = await result
+async def _then(result: Any, work: Callable[[], None]) -> Any:
+    """What an awaitable gives; ``work`` is done once it is there."""
+    value = await result
     work()
-    return found
+    return value
 
 
 def as_step(result: Any) -> Step:

@@ -82,24 +82,24 @@ def test_ids_without_a_token_are_never_sampled_and_probabilities_are_of_the_othe
         assert not set(absent(gaps)) & set(rollout.response_tokens[rollout.response_mask].tolist())
         for row in range(len(rollout)):
             logits, response = own_pass(lm, rollout, row, session.loaded.decoder_start)
-            wanted = torch.log_softmax(masked(logits, gaps) / 0.7, -1).gather(
+            expected = torch.log_softmax(masked(logits, gaps) / 0.7, -1).gather(
                 -1, response[:, None])[:, 0]
-            for found in (rollout.logprobs, rollout.ref_logprobs):
-                torch.testing.assert_close(found[row, :len(wanted)].double(), wanted, rtol=0,
+            for result in (rollout.logprobs, rollout.ref_logprobs):
+                torch.testing.assert_close(result[row, :len(expected)].double(), expected, rtol=0,
                                            atol=3e-5)
 
 
 @pytest.mark.parametrize("gaps", [(), GAPS], ids=["rows behind", "and gaps"])
 def test_tokens_that_are_fed_as_recorded_are_the_same(tmp_path, monkeypatch, gaps):
     save_padded(tmp_path / "lm", "llama", gaps)
-    found = []
+    result = []
     for records in (False, True):
         work = record_on_cpu(monkeypatch) if records else []
         with session_of(small_config(tmp_path)) as session:
-            found.append(rollout_of(session))
+            result.append(rollout_of(session))
         assert bool(work) == records
-    assert found[0].sequences.action_tokens.tolist() == found[1].sequences.action_tokens.tolist()
-    torch.testing.assert_close(found[0].logprobs, found[1].logprobs, rtol=0, atol=2e-5)
+    assert result[0].sequences.action_tokens.tolist() == result[1].sequences.action_tokens.tolist()
+    torch.testing.assert_close(result[0].logprobs, result[1].logprobs, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("gaps", [(), GAPS], ids=["rows behind", "and gaps"])
@@ -162,12 +162,12 @@ def test_supervised_losses_are_of_all_rows_as_everybody_s(tmp_path):
         _, plan = planned(task)
         group = plan.groups[0]
         assert isinstance(group, UpdateGroup)
-        found = task.loss(plan.atoms, group.rows, group.weights, group).total
+        result = task.loss(plan.atoms, group.rows, group.weights, group).total
         ids = torch.from_numpy(task.train.tokens[0]).long()
         labels = ids.masked_fill(~torch.from_numpy(task.train.trained[0]), -100)
         lm = AutoModelForCausalLM.from_pretrained(tmp_path / "lm").eval()
-        wanted = lm(input_ids=ids[None], labels=labels[None]).loss
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        expected = lm(input_ids=ids[None], labels=labels[None]).loss
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
         assert vocabulary_of(task.loaded.lm).absent == absent(())
 
 
@@ -179,10 +179,10 @@ def test_servers_sample_the_same_distribution(tmp_path):
     with one_server(tmp_path, engine=engine) as (session, _):
         with torch.no_grad():
             session.policy.lm.lm_head.weight[IDS:] *= 8
-        found, own = drawn(session), ours(session, do_sample=False)
-        assert drawn(session, do_sample=False).action_ids == own.action_ids
+        result, greedy = drawn(session), ours(session, do_sample=False)
+        assert drawn(session, do_sample=False).action_ids == greedy.action_ids
         rollout = rollout_of(session)
-        assert max(map(max, found.action_ids)) < IDS
+        assert max(map(max, result.action_ids)) < IDS
         # their logprobs beside our own: ratios are of the same distribution
         assert float((rollout.sampler_logprobs - rollout.logprobs).abs().max()) < 1e-3
 
@@ -231,8 +231,8 @@ class Names:
 
 
 def test_ids_that_get_vocab_leaves_out_may_have_a_token():
-    found = Vocabulary.of(Names(), make_lm(vocab_size=ROWS))
-    assert found == Vocabulary(ROWS, 7, (4, 5))
+    result = Vocabulary.of(Names(), make_lm(vocab_size=ROWS))
+    assert result == Vocabulary(ROWS, 7, (4, 5))
 
 
 def test_a_run_says_so_and_trains_beside_a_smaller_reference_and_critic(tmp_path):
@@ -254,9 +254,9 @@ def test_a_run_says_so_and_trains_beside_a_smaller_reference_and_critic(tmp_path
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/a/model")
     assert after.lm_head.weight.shape[0] == 128
     for model in ("runs/a", "big"):
-        said = ppocli("generate", model, "--prompt", "the film", "-n", "20", "--json",
+        printed = ppocli("generate", model, "--prompt", "the film", "-n", "20", "--json",
                       "--ignore-eos", "--max-new-tokens", "8", cwd=tmp_path, code=0)
-        rows = [json.loads(line) for line in said.stdout.splitlines()]
+        rows = [json.loads(line) for line in printed.stdout.splitlines()]
         # four of the 37 are special
         assert sum(len(row["response"].split()) for row in rows) > 0.7 * sum(
             row["response_tokens"] for row in rows)
