@@ -41,12 +41,15 @@ def checked(*words: str, handed_in: frozenset[str] = frozenset()):
     return check(compose(read_words(words)), handed_in)
 
 
-def make_tokenizer(*, pad: bool = True, bos: bool = False):
-    """A word-level tokenizer of ``WORDS``; without ``pad`` its EOS has to pad."""
+def make_tokenizer(*, pad: bool = True, bos: bool = False, size: int = 0):
+    """A word-level tokenizer of ``WORDS``, filled up to ``size`` ids; without ``pad`` its EOS has
+    to pad."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {word: i for i, word in enumerate((*SPECIAL, *WORDS))}
+    words = (*SPECIAL, *WORDS)
+    words += tuple(f"word{i}" for i in range(len(words), size))
+    vocabulary = {word: i for i, word in enumerate(words)}
     inner = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.decoder = decoders.WordPiece(prefix="##", cleanup=False)
@@ -141,9 +144,9 @@ def snapshots(monkeypatch: pytest.MonkeyPatch, cache: Path, name: str, *branches
 
 
 def save_lm(folder: Path, kind: str = "gpt2", *, pad: bool = True, **over) -> Path:
-    """A folder of :func:`make_lm`'s model with a tokenizer."""
+    """A folder of :func:`make_lm`'s model with a tokenizer of as many ids."""
     make_lm(kind, **over).save_pretrained(folder)
-    make_tokenizer(pad=pad).save_pretrained(folder)
+    make_tokenizer(pad=pad, size=over.get("vocab_size", 0)).save_pretrained(folder)
     return folder
 
 

@@ -143,6 +143,33 @@ class Counter:
         return Step(done=True, reward=1.0)
 
 
+class Reports:
+    """Earns the number that ``reset`` has drawn, and answers with one that ``step`` draws."""
+
+    def reset(self, prompt, *, rng):
+        self.number = int(rng.integers(10**6))
+
+    def step(self, response, rng):
+        return Step(f" {rng.integers(10**9)}", reward=self.number)
+
+
+class Keeps(Reports):
+    """Goes on with the generator of ``reset``."""
+
+    def reset(self, prompt, *, rng):
+        self.rng = rng
+        super().reset(prompt, rng=rng)
+
+    def step(self, response):
+        return Step(reward=float(self.rng.integers(10**6)))
+
+
+class AsyncKeeps(Keeps):
+    async def reset(self, prompt, *, rng):
+        await asyncio.sleep(0)
+        super().reset(prompt, rng=rng)
+
+
 class Needy:
     def reset(self, prompt, secret):
         return None

@@ -119,7 +119,11 @@ class Engine:
             do_sample=params["temperature"] > 0, stop_sequences=tuple(params.get("stop", ())))
         noise = np.random.default_rng(params.get("seed", 0)).random((1, spec.max_new_tokens))
         tokens = torch.tensor([ids])
-        with torch.no_grad(), self.lock:
+        bias = torch.zeros(len(self.head))
+        for one, value in params.get("logit_bias", {}).items():
+            bias[int(one)] = value
+        with torch.no_grad(), self.lock, self.lm.get_output_embeddings().register_forward_hook(
+                lambda *given: given[-1] + bias):
             out, = decode(Decoder(self.lm, spec, self.tokenizer), tokens, torch.ones_like(
                 tokens).bool(), noise)
         said, logprobs = out.tokens[0].tolist(), out.logprobs[0].tolist()

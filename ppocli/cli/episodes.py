@@ -147,7 +147,7 @@ class ShownCalls(Calls):
     """
 
     def __init__(self, calls: Calls, *, echo: bool) -> None:
-        super().__init__(calls.what, calls.cfg, calls.seed)
+        super().__init__(calls.what, calls.cfg, calls.seed, calls.group_size)
         self._echo = echo
 
     def answers(self, calls: Sequence[Called], stream: int) -> list[Answered]:

@@ -19,7 +19,7 @@ from ppocli.environments.resolve import EnvironmentClass
 from ppocli.environments.wording import can_be_said, spelled
 from ppocli.episode import Step
 from ppocli.errors import RewardError
-from ppocli.ppo.noise import USER
+from ppocli.ppo.noise import ROLLOUT, USER
 from ppocli.rewards import guard
 from ppocli.text import error_line, raised_at, said, short_path
 from ppocli.user_code import shorten
@@ -60,10 +60,13 @@ class Calls:
 
     Args:
         seed: what random numbers of environments depend on beside stream, episode and turn.
+        group_size: how many rollouts of one prompt are compared (``ppo.n``): ``reset`` gets the
+            same random numbers in all of them, so that they play the same game.
     """
 
-    def __init__(self, what: EnvironmentClass, cfg: EnvConfig, seed: int) -> None:
-        self.what, self.cfg, self.seed = what, cfg, seed
+    def __init__(self, what: EnvironmentClass, cfg: EnvConfig, seed: int, group_size: int = 1
+                 ) -> None:
+        self.what, self.cfg, self.seed, self.group_size = what, cfg, seed, group_size
 
     @property
     def waits(self) -> bool:
@@ -181,16 +184,24 @@ class Calls:
 
     def _begun(self, call: Called, stream: int) -> tuple[Any, Any]:
         """The environment, and what its method returned."""
-        what, rng = self.what, partial(np.random.default_rng,
-                                       [self.seed, stream, call.episode, call.turn])
+        what, numbers = self.what, [self.seed, stream, call.episode, call.turn]
+        shared = call.turn == 0 and stream == ROLLOUT and self.group_size > 1
+        rng = np.random.default_rng(
+            [self.seed, stream, call.episode // self.group_size, 0] if shared else numbers)
         if call.turn == 0:
             environment, takes = what.make(), what.reset_names
-            known = {**call.given, "rng": rng()}
-            result = environment.reset(**{name: value for name, value in known.items()
+            arguments = {**call.given, "rng": rng}
+            result = environment.reset(**{name: value for name, value in arguments.items()
                                           if takes is None or name in takes})
         else:
-            environment, named = call.environment, {"rng": rng()} if what.step_takes_rng else {}
+            environment, named = call.environment, {"rng": rng} if what.step_takes_rng else {}
             result = environment.step(call.given["response"], **named)
+        if shared:  # a generator that reset keeps goes on with the episode's own numbers
+            state = np.random.default_rng([*numbers, 1]).bit_generator.state
+            if inspect.isawaitable(result):
+                result = _then(result, partial(setattr, rng.bit_generator, "state", state))
+            else:
+                rng.bit_generator.state = state
         if inspect.isawaitable(result) and not what.waits:
             result = awaited(_awaited(result), "environments")
         return environment, result
@@ -226,6 +237,13 @@ def known_of(prompts: PromptSet | PromptBatch, place: int) -> dict[str, Any]:
 
 async def _awaited(result: Any) -> Any:
     return await result
+
+
+async def _then(result: Any, work: Callable[[], None]) -> Any:
+    """What an awaitable gives; ``work`` is done once it is there."""
+    value = await result
+    work()
+    return value
 
 
 def as_step(result: Any) -> Step:

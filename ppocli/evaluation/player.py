@@ -16,7 +16,7 @@ from ppocli.data.render import prompt_cells, prompt_texts
 from ppocli.data.shapes import Shapes, with_prompt
 from ppocli.data.sources import training_spec
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
-from ppocli.models.loading.language_model import LoadedLM, check_vocabulary
+from ppocli.models.loading.language_model import LoadedLM, fit_vocabulary
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.models.policy import Policy
 from ppocli.parallel.backend import Backend
@@ -137,7 +137,7 @@ def load_player(cfg: schema.ModelConfig, name: str, backend: Backend | None = No
         InputError: model or tokenizer are missing or unusable.
     """
     tokenizer, loaded = load_tokenizer(cfg), decoding.load_decodable(cfg)
-    check_vocabulary(tokenizer, loaded.lm, cfg)
+    fit_vocabulary(tokenizer, loaded.lm, cfg)
     decoding.say_decoding(loaded.lm)
     if backend is None:
         return Player(name, tokenizer, loaded)

@@ -214,12 +214,14 @@ def _loaded(target: Target, config: schema.TrainConfig) -> tuple[str, dict[str, 
     """Digest of the weights and the run's sampling at evaluation, as an evaluation tells them."""
     from ppocli.models.loading import adapters, language_model, model_config
     from ppocli.models.loading.tokenizer import load_tokenizer
+    from ppocli.models.vocabulary import Vocabulary, set_vocabulary
     from ppocli.tasks.building import sampling_specs
 
     quiet_transformers()
     own = model_config.policy_config(config.model, target.model)
-    loaded = language_model.load_lm(own)
-    spec = sampling_specs(config.generation, load_tokenizer(own), loaded)[1]
+    loaded, tokenizer = language_model.load_lm(own), load_tokenizer(own)
+    set_vocabulary(loaded.lm, Vocabulary.of(tokenizer, loaded.lm))
+    spec = sampling_specs(config.generation, tokenizer, loaded)[1]
     return adapters.tensors_digest(loaded.lm.state_dict()), json.loads(json.dumps(asdict(spec)))
 
 

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from ppocli.models.fast.gemm import Product, product_of
 from ppocli.models.trunk import state_scale
+from ppocli.models.vocabulary import ABSENT, vocabulary_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +63,26 @@ class HeadWeights(NamedTuple):
     logit_map: LogitMap = LogitMap()
     product: Product = torch.nn.functional.linear
     spare: int = 0
-    """rows of zeros behind the weight's own, see :meth:`to`"""
+    """rows at the end of the weight whose logits are left out: they stand for no token, or are
+    zeros, see :meth:`to`"""
+    gaps: torch.Tensor | None = None
+    """[n] other rows that stand for no token, which get the probability 0"""
 
     @staticmethod
-    def of(lm: Any) -> HeadWeights:
-        """Of a language model."""
+    def of(lm: Any, *, all_rows: bool = False) -> HeadWeights:
+        """Of a language model.
+
+        Args:
+            all_rows: also count those that stand for no token.
+        """
         layer = lm.get_output_embeddings()
-        return HeadWeights(layer.weight, getattr(layer, "bias", None), LogitMap.of(lm),
+        head = HeadWeights(layer.weight, getattr(layer, "bias", None), LogitMap.of(lm),
                            product_of(layer))
+        if all_rows:
+            return head
+        vocabulary = vocabulary_of(lm)
+        return head._replace(spare=vocabulary.spare,
+                             gaps=vocabulary.gaps_on(layer.weight.device))
 
     def as_now(self) -> HeadWeights:
         """The same without gradients; stays when the layer's own tensors are swapped."""
@@ -80,20 +93,21 @@ class HeadWeights(NamedTuple):
         """The same in another type. In half precision on a GPU zeros fill it up to a multiple of 8
         rows: for other numbers, such as the 50257 of GPT-2, cuBLAS takes kernels of older GPUs."""
         count, width = self.weight.shape
-        spare = -count % ALIGNED if self.weight.device.type != "cpu" and dtype.itemsize == 2 else 0
-        if spare:
-            weight = self.weight.new_empty(count + spare, width, dtype=dtype)
+        fill = -count % ALIGNED if self.weight.device.type != "cpu" and dtype.itemsize == 2 else 0
+        if fill:
+            weight = self.weight.new_empty(count + fill, width, dtype=dtype)
             weight[:count], weight[count:] = self.weight.detach(), 0
         else:
             weight = self.weight.to(dtype)
-        return self._replace(weight=weight, spare=spare,
+        return self._replace(weight=weight, spare=self.spare + fill,
                              bias=None if self.bias is None else self.bias.to(dtype))
 
     def products(self, hidden: torch.Tensor) -> torch.Tensor:
-        """[n, V] of [n, D] states: the logits before anything is made of them."""
+        """[n, V] of [n, D] states: the logits before anything is made of them; V without what is
+        spare."""
         out = self.product(hidden, self.weight)
         out = out[:, :out.shape[1] - self.spare] if self.spare else out
-        return out if self.bias is None else out.add_(self.bias)
+        return out if self.bias is None else out.add_(self.bias[:out.shape[1]])
 
 
 class OtherHead(NamedTuple):
@@ -126,7 +140,9 @@ KEPT_BYTES = 256 * 2**20
 
 def _logits(head: HeadWeights, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
     """[n, V] fp32 logits / temperature, a tensor of its own."""
-    return head.logit_map.tempered(head.products(hidden).float(), temperature)
+    logits = head.logit_map.tempered(head.products(hidden).float(), temperature)
+    return logits if head.gaps is None else logits.index_fill_(
+        1, head.gaps.to(logits.device), ABSENT)
 
 
 def _entropy(logits: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
@@ -268,7 +284,8 @@ def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tens
 
 
 class DecodingHead:
-    """[b, V] logits of [b, D] states without gradients, for as long as the weights stay."""
+    """[b, V] logits of [b, D] states without gradients, for as long as the weights stay; ids that
+    stand for no token may be among them."""
 
     def __init__(self, lm: Any) -> None:
         self.layer, self.weights = lm.get_output_embeddings(), HeadWeights.of(lm)

@@ -170,7 +170,7 @@ class Policy(nn.Module):
 
     def forward(self, batch: SequenceBatch, *, temperature: float, want_entropy: bool = False,
                 value_only: bool = False, want_values: bool = True,
-                reference: OtherHead | None = None) -> TokenFigures:
+                reference: OtherHead | None = None, all_rows: bool = False) -> TokenFigures:
         """Logprobs, values and (on demand) entropies of the batch's response tokens.
 
         Args:
@@ -178,12 +178,14 @@ class Policy(nn.Module):
             value_only: train nothing but the value function (critic warm-up): logprobs and the
                 policy's hidden states carry no gradient.
             want_values: run the value function, where there is one.
+            all_rows: probabilities are of all rows of the output embedding, also those that stand
+                for no token.
         """
         with torch.set_grad_enabled(torch.is_grad_enabled() and not value_only):
             hidden, shared = self.trunk(batch)
             found = token_logprobs(
-                hidden, HeadWeights.of(self.lm), batch.targets, temperature=temperature,
-                want_entropy=want_entropy, other=reference)
+                hidden, HeadWeights.of(self.lm, all_rows=all_rows), batch.targets,
+                temperature=temperature, want_entropy=want_entropy, other=reference)
         values = self.values(batch, hidden, shared) if want_values else None
         return found._replace(values=values)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ppocli.models.layer_stack import SplitPoint
+from ppocli.models.vocabulary import vocabulary_of
 from ppocli.parallel.backend import to_device, to_host
 from ppocli.sampling import samples, token_choice
 
@@ -72,7 +73,11 @@ class Drawn:
         self.finished = torch.zeros(count, dtype=torch.bool, device=device)
         self.limits = torch.full((count,), self.steps, device=device) if limits is None else \
             to_device(torch.as_tensor(limits, dtype=torch.long), device)
-        self.stops = to_device(torch.tensor(decoder.spec.stop_ids, dtype=torch.long), device)
+        self.vocabulary = vocabulary_of(decoder.lm)
+        self.gaps = self.vocabulary.gaps_on(device)
+        self.stops = to_device(torch.tensor(
+            [i for i in decoder.spec.stop_ids if i < self.vocabulary.size], dtype=torch.long),
+            device)
         self.before: list[list[int]] = [[]] * count
         """what the text of each response stands behind: the last tokens of its prompt"""
         if decoder.spec.stop_sequences and decoder.start is None:
@@ -94,13 +99,14 @@ class Drawn:
             rows: [b] their places among all.
             at: [b] how many tokens each has.
             done: [b] bool, true where the response has ended before.
-            logits: [b, V].
+            logits: [b, V] of all rows of the output embedding.
             hidden: [b, D] the states before the token; not needed without a value head.
 
         Returns:
             The tokens [b], and bool [b] that is true where the response has ended now.
         """
         spec, value_head, alive = self.decoder.spec, self.decoder.value_head, ~done
+        logits = self.vocabulary.cut(logits, self.gaps)
         seen = self._seen(rows, logits.shape[1]) if self.penalises else None
         chosen, logprobs = token_choice.choose(logits, self.noise[rows, at], spec, at, self.stops,
                                                seen)

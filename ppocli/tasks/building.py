@@ -21,8 +21,8 @@ from ppocli.models.fast.gemm import route_linears
 from ppocli.models.loading import model_config, reference_and_value
 from ppocli.models.loading.language_model import LoadedLM, empty_lm, stop_rules
 from ppocli.models.reference import AdapterReference, CopyReference, Reference, share_trunk
+from ppocli.models.vocabulary import output_rows, set_vocabulary, vocabulary_of
 from ppocli.parallel.backend import Backend
-from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.parallel.launchers import launched_here
 from ppocli.sampling.decoding import load_decodable, load_policy
 from ppocli.sampling.episodes import EpisodeSampler
@@ -91,12 +91,13 @@ def copy_reference(cfg: schema.TrainConfig, backend: Backend, tokenizer: Any, po
     if wanted.path is not None:
         source = replace(cfg.model, path=wanted.path, revision=None)
         reference_and_value.check_same_tokens(tokenizer, policy, lm, source, "model.reference.path")
-        ours, theirs = (whole_shape(model.get_output_embeddings().weight)[0]
-                        for model in (policy, lm))
-        if algorithm.kl_estimator(cfg.ppo) == "full" and ours != theirs:
-            raise InputError(f"The full KL compares whole distributions, and {wanted.path} has "
-                             f"{theirs} logits, the policy {ours}.", where="model.reference.path",
-                             fix="use ppo.kl_estimator=k1, or another reference")
+        ours, theirs = vocabulary_of(policy), output_rows(lm)
+        if theirs < ours.size:
+            raise InputError(f"The policy samples ids up to {ours.size - 1}, {wanted.path} has "
+                             f"logits for only {theirs}.", where="model.reference.path",
+                             fix="give a model of the policy's own family and vocabulary")
+    # the same ids as the policy's, however many rows either has
+    set_vocabulary(lm, vocabulary_of(policy))
     route_linears(lm, backend.products)
     if in_parts:
         return sharded_copy(cfg, lm)
@@ -335,7 +336,7 @@ def environment_of(cfg: schema.TrainConfig, prompts: PromptSet,
     for path in code_files(cfg.env):
         log.info("running code from %s", path)
     found = [resolve(cfg.env, list(one.columns)) for one in (prompts, *others)]
-    calls = Calls(found[0], cfg.env, cfg.seed)
+    calls = Calls(found[0], cfg.env, cfg.seed, cfg.ppo.n)
     calls.rehearse(prompts)
     if not calls.what.deterministic:
         log.warning("%s says that it keeps state outside (deterministic = False): a resumed run "

@@ -96,7 +96,8 @@ class SFTTask(supervised.SupervisedTask):
         samples = self.sequences(data, rows)
         with self._noise(samples, first + rows):
             total, tokens = supervised.weighted_nll(self.trained.engine, samples, weights,
-                                                    self.backend.device, pack=self.packs)
+                                                    self.backend.device, pack=self.packs,
+                                                    all_rows=True)
         return task.LossTerms(total, total.detach().reshape(1), tokens)
 
     def _noise(self, samples: layout.Sequences, numbers: torch.Tensor
@@ -129,7 +130,7 @@ class SFTTask(supervised.SupervisedTask):
         """As :class:`SupervisedTask`: sum of the negative logprobs, and how many tokens."""
         samples = self.sequences(data, rows)
         batch = layout.lay_out(samples, pack=self.packs).to(self.backend.device)
-        out = self._acting(batch, temperature=1.0, want_entropy=False)
+        out = self._acting(batch, temperature=1.0, all_rows=True)
         count = samples.mask.sum(1)
         row = torch.repeat_interleave(torch.arange(len(rows)), count)
         sums = torch.zeros(len(rows), dtype=torch.float64)

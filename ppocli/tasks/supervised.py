@@ -125,7 +125,7 @@ def load(setup: task.TaskSetup, tokenizer: Any, unloaded: Any, *, scores: bool =
     if val is None and setup.cfg.checkpoint.keep_best:
         log.info("data.val is not given: nothing is evaluated, and no checkpoint is the best")
     loaded = building.load_start(setup.cfg, setup.backend, setup.objects.model, scores=scores)
-    language_model.check_vocabulary(tokenizer, loaded.lm, setup.cfg.model)
+    language_model.fit_vocabulary(tokenizer, loaded.lm, setup.cfg.model)
     return loaded, train, val
 
 

@@ -38,6 +38,19 @@ def test_random_numbers_are_those_of_seed_stream_episode_and_turn():
         int(np.random.default_rng([7, ROLLOUT, episode, 1]).integers(4))] for episode in (0, 1)]
 
 
+@pytest.mark.parametrize("name", ["Keeps", "AsyncKeeps"])
+def test_a_generator_that_reset_keeps_goes_on_with_the_episode_s_own_numbers(name):
+    calls = calls_of(name)
+    calls.group_size = 3
+    games = begun(calls, 2, 3, 4, 5)  # any ranks' share of two groups
+    assert [game.number for game in games] == [int(np.random.default_rng(
+        [7, ROLLOUT, group, 0]).integers(10**6)) for group in (0, 1, 1, 1)]
+    later = [one.told.reward for one in stepped(calls, games, 1)]
+    assert len({*later, *(game.number for game in games)}) == 6
+    again = [one.told.reward for one in stepped(calls, begun(calls, 2, 3, 4, 5), 1)]
+    assert again == later
+
+
 @pytest.mark.parametrize(("name", "keys"), [("Words", {"workers": 3}), ("Slow", {}),
                                             ("Words", {"timeout": 20.0})])
 def test_calls_in_threads_and_awaited_ones_answer_the_same(name, keys):

@@ -12,6 +12,7 @@ from helpers import make_lm, save_lm
 from played import chat_tokenizer
 from sessions import (
     assert_same_responses,
+    fresh_state,
     gradients,
     record_on_cpu,
     rolled,
@@ -26,12 +27,14 @@ from ppocli.episode import Episode, Turn, turn_numbers
 from ppocli.models.fast.attention import use_kernels
 from ppocli.models.trunk import Decoding
 from ppocli.ppo import advantages
+from ppocli.ppo.noise import EVALUATION, ROLLOUT
 from ppocli.sampling.conversation import KeptKeys, decoded_turns
 from ppocli.sampling.decoder import Decoder
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.figures import episode_figures, rollout_samples
 from ppocli.tasks.ppo.records import PPOState
+from ppocli.tasks.ppo.rollout import sample_policy
 
 PLAYS = {"env__fn": "played:Words", "env__max_tokens": 40, "env__max_turns": 3,
          "generation__max_new_tokens": 5}
@@ -115,6 +118,39 @@ def test_episodes_depend_on_nothing_but_seed_and_number(tmp_path, keys):
     assert found.episodes == wanted.episodes
     assert later.episodes == wanted.episodes[5:9]
     torch.testing.assert_close(found.logprobs, wanted.logprobs, rtol=0, atol=1e-5)
+
+
+def test_a_group_plays_one_game_and_differs_in_what_follows(tmp_path):
+    cfg = config(tmp_path, env__fn="played:Reports", env__max_turns=1, ppo__n=4,
+                 ppo__advantage="grpo", ppo__init_kl_coef=0.0)
+    with session_of(cfg, None) as session:
+        rollout = rollout_of(session)
+        later = rollout_of(session, start=6, count=4)  # as on a rank, or behind what was left out
+        evaluated = torch.cat([torch.tensor([one.score for one in part.episodes]) for part in (
+            sample_policy(session, rollout.prompts, session.eval_sampling, EVALUATION))])
+        experience = to_experience(rollout, fresh_state(session), cfg)
+    numbers = [int(np.random.default_rng([cfg.seed, ROLLOUT, group, 0]).integers(10**6))
+               for group in range(4)]
+    assert rollout.scores == [numbers[i // 4] for i in range(16)]
+    assert later.scores == rollout.scores[6:10]
+    assert len({one.turns[0].observation for one in rollout.episodes}) == 16
+    assert len(set(rollout.responses)) == 16
+    assert not experience.advantages.any(), "what a group is compared by is the same game"
+    assert len(set(evaluated.tolist())) == 16, "prompts.eval.repeat plays as many games"
+
+
+def test_a_policy_that_says_nothing_is_warned_of_once(tmp_path, caplog):
+    with session_of(config(tmp_path, env__fn="played:Reports"), None) as session:
+        rollout_of(session)
+        assert "says nothing" not in caplog.text
+        lm = session.policy.lm.transformer
+        with torch.no_grad():  # ends each turn at once
+            lm.ln_f.weight.zero_()
+            lm.ln_f.bias.copy_(torch.eye(32)[0])
+            lm.wte.weight[:, 0] = 50 * torch.eye(37)[1]
+        for _ in range(2):
+            rollout_of(session)
+    assert caplog.text.count("says nothing for 3 turns in a row in 16 of 16 episodes") == 1
 
 
 def test_limits_of_turns_and_tokens_hold(tmp_path):

@@ -25,20 +25,25 @@ def test_logprobs_are_those_of_the_model_s_own_logits(tmp_path, kind, source):
         assert_own_logprobs(lm, rollout)
 
 
+@pytest.mark.parametrize(("spare", "gaps"), [(0, []), (2, []), (0, [0, 4]), (2, [3])])
 @pytest.mark.parametrize("with_entropy", [True, False])
 @pytest.mark.parametrize("with_kl", [True, False])
 @pytest.mark.parametrize("kept", [True, False], ids=["logits kept", "computed again"])
 @pytest.mark.parametrize("logit_map", [
     LogitMap(), LogitMap(0.5), LogitMap(0.5, 3.0), LogitMap(cap=0.7)])
 def test_logprobs_entropy_full_kl_and_gradients_are_those_of_their_definitions(
-        monkeypatch, logit_map, kept, with_kl, with_entropy):
-    """In float64; nothing between a model and itself."""
+        monkeypatch, logit_map, kept, with_kl, with_entropy, spare, gaps):
+    """In float64; nothing between a model and itself. Rows without a token are as if they weren't
+    there."""
     monkeypatch.setattr("ppocli.models.head.KEPT_BYTES", 2**20 if kept else 0)
     monkeypatch.setattr("ppocli.models.head.CHUNK_BYTES", 4 * 11 * 3)
     torch.manual_seed(0)
     weight, bias, hidden = torch.randn(11, 6), torch.randn(11), torch.randn(8, 6)
-    targets, weights = torch.randint(0, 11, (8,)), torch.randn(8)
-    there, their_states = HeadWeights(torch.randn(11, 5), None), torch.randn(8, 5)
+    rows = torch.tensor([i for i in range(11 - spare) if i not in gaps])
+    places, weights = torch.randint(0, len(rows), (8,)), torch.randn(8)
+    targets, gap_rows = rows[places], torch.tensor(gaps) if gaps else None
+    there = HeadWeights(torch.randn(11 + spare, 5), None, spare=2 * spare, gaps=gap_rows)
+    their_states = torch.randn(8, 5)
 
     def graded(tensors, figures):
         logprobs, entropy, kl = figures[:3]
@@ -47,15 +52,16 @@ def test_logprobs_entropy_full_kl_and_gradients_are_those_of_their_definitions(
         return torch.autograd.grad(total + 0.3 * entropy.sum() if with_entropy else total, tensors)
 
     ours = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
-    found = token_logprobs(ours[0], HeadWeights(ours[1], ours[2], logit_map), targets,
-                           temperature=0.7, want_entropy=with_entropy,
+    head = HeadWeights(ours[1], ours[2], logit_map, spare=spare, gaps=gap_rows)
+    found = token_logprobs(ours[0], head, targets, temperature=0.7, want_entropy=with_entropy,
                            other=OtherHead(their_states, there) if with_kl else None)
     exact = [x.double().requires_grad_() for x in (hidden, weight, bias)]
     scaled = logit_map.scale * (exact[0] @ exact[1].T + exact[2])
     capped = scaled if logit_map.cap is None else logit_map.cap * torch.tanh(scaled / logit_map.cap)
-    log_p = torch.log_softmax(capped / 0.7, -1)
-    log_q = torch.log_softmax(their_states.double() @ there.weight.double().T / 0.7, -1)
-    wanted = (log_p[range(8), targets], -(log_p.exp() * log_p).sum(-1),
+    log_p = torch.log_softmax(capped[:, rows] / 0.7, -1)
+    log_q = torch.log_softmax(
+        (their_states.double() @ there.weight.double().T)[:, rows] / 0.7, -1)
+    wanted = (log_p[range(8), places], -(log_p.exp() * log_p).sum(-1),
               (log_p.exp() * (log_p - log_q)).sum(-1))
     for mine, theirs in zip(found, wanted, strict=False):
         if mine is not None:
@@ -66,7 +72,6 @@ def test_logprobs_entropy_full_kl_and_gradients_are_those_of_their_definitions(
     for mine, theirs in zip(graded(ours, found), graded(exact, wanted), strict=True):
         torch.testing.assert_close(mine.double(), theirs, rtol=1e-4, atol=1e-5)
 
-    head = HeadWeights(ours[1], ours[2], logit_map)
     told = full_kl(hidden, head.as_now(), their_states, there, temperature=0.7)
     torch.testing.assert_close(told.double(), wanted[2], rtol=1e-4, atol=1e-5)
     own = token_logprobs(ours[0], head, targets, temperature=0.7, want_entropy=False,

@@ -22,6 +22,7 @@ from ppocli.models.head import LogitMap
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.loading import adapters, model_config
 from ppocli.models.trunk import decoder_start, has_encoder, response_hidden
+from ppocli.models.vocabulary import Vocabulary, set_vocabulary, vocabulary_of
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.storage import model_files
 
@@ -320,8 +321,12 @@ def _logits_agree(lm: Any) -> bool:
     return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=off)
 
 
-def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
-    """Refuse a tokenizer that can produce ids the model has no embedding for."""
+def fit_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
+    """Let a language model sample the ids of its tokenizer alone, and say so where it has others.
+
+    Raises:
+        InputError: the tokenizer can produce ids that the model has no embedding for.
+    """
     highest = max(tokenizer.get_vocab().values(), default=-1)
     rows = whole_shape(lm.get_input_embeddings().weight)[0]
     if highest >= rows:
@@ -329,6 +334,14 @@ def check_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
                          f"{highest}, the model {cfg.path} embeds only {rows}.",
                          where="model.tokenizer_path" if cfg.tokenizer_path else "model.path",
                          fix="use the tokenizer the model was trained with")
+    if lm.get_output_embeddings() is None:  # it scores texts
+        return
+    vocabulary = Vocabulary.of(tokenizer, lm)
+    set_vocabulary(lm, vocabulary)
+    if vocabulary.absent:
+        log.info("%s has %d output rows and its tokenizer %d ids: the other %d stand for no token "
+                 "and are never sampled", cfg.path, vocabulary.rows,
+                 vocabulary.rows - len(vocabulary.absent), len(vocabulary.absent))
 
 
 def stop_rules(tokenizer: Any, loaded: LoadedLM, generation: GenerationConfig
@@ -340,14 +353,16 @@ def stop_rules(tokenizer: Any, loaded: LoadedLM, generation: GenerationConfig
     left out of decoded text, where it would never be found.
 
     Raises:
-        ConfigError: an id is not in the vocabulary, or a text has a special token within.
+        ConfigError: an id is never sampled, or a text has a special token within.
     """
     own, declared = tokenizer.get_added_vocab(), loaded.generation_config.eos_token_id
     sequences = generation.stop_sequences
-    vocabulary = whole_shape(loaded.lm.get_output_embeddings().weight)[0]
-    if (highest := max(generation.stop_token_ids, default=0)) >= vocabulary:
-        raise ConfigError(f"Token {highest} would never end a response: the model has {vocabulary} "
-                          "tokens.", where="generation.stop_token_ids", fix="take it out")
+    vocabulary = vocabulary_of(loaded.lm)
+    absent = set(vocabulary.absent)
+    if never := [i for i in generation.stop_token_ids if i >= vocabulary.rows or i in absent]:
+        raise ConfigError(f"Token {never[0]} would never end a response: the model has "
+                          f"{vocabulary.rows - len(absent)} tokens, and that id is none of them.",
+                          where="generation.stop_token_ids", fix="take it out")
     for token, number in own.items():
         odd = [text for text in sequences if token in text and text not in own]
         if odd and not tokenizer.decode([number], skip_special_tokens=True):
@@ -359,5 +374,5 @@ def stop_rules(tokenizer: Any, loaded: LoadedLM, generation: GenerationConfig
     if not generation.ignore_eos:
         ids |= {tokenizer.eos_token_id,
                 *(declared if isinstance(declared, list) else [declared])} - {None}
-    return (tuple(sorted(i for i in ids if 0 <= i < vocabulary)),
+    return (tuple(sorted(i for i in ids if 0 <= i < vocabulary.size and i not in absent)),
             tuple(s for s in sequences if s not in own))

@@ -21,8 +21,8 @@ from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.policy import Policy
+from ppocli.models.vocabulary import vocabulary_of
 from ppocli.parallel.backend import Backend
-from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
 from ppocli.sampling.conversation import Conversation
@@ -57,7 +57,7 @@ class VllmSampler(DecodeSampler):
                               fix="set rollout.transfer=gloo")
         self.logprobs_match = False
         self.name = launch.served_name(cfg, setup.loaded.export_config)
-        self._vocabulary = whole_shape(setup.loaded.lm.get_input_embeddings().weight)[0]
+        self._vocabulary = vocabulary_of(setup.loaded.lm)
         self.servers = [Server(url, cfg.rollout, self._vocabulary) for url in cfg.rollout.urls]
         self.version = ""
         """of the weights that responses have to come from"""
@@ -146,13 +146,14 @@ class VllmSampler(DecodeSampler):
             Lost, SamplerError.
         """
         room = max_positions(lm) or 2**31
-        ids = [(17 * i + 5) % self._vocabulary for i in range(min(PROBE, room // 2))]
+        ids = [(17 * i + 5) % self._vocabulary.size for i in range(min(PROBE, room // 2))]
         answer = server.generate(ids, {"temperature": 0.0, "ignore_eos": True, "detokenize": False,
                                        "max_tokens": min(PROBED, room - len(ids))})
         with self.setup.backend.autocast():
             tokens = torch.tensor([ids + answer.ids[:-1]], device=self.setup.backend.device)
             logits = lm(input_ids=tokens, use_cache=False).logits[0, len(ids) - 1:].float()
-        ours = logits.log_softmax(-1).cpu()
+        ours = self._vocabulary.cut(
+            logits, self._vocabulary.gaps_on(logits.device)).log_softmax(-1).cpu()
         said = ours.gather(-1, torch.tensor(answer.ids)[:, None]).squeeze(-1)
         off = (said - torch.tensor(answer.logprobs)).abs() + ours.amax(-1) - said
         most = MOST_OFF[self.setup.cfg.hardware.precision]

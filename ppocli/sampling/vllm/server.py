@@ -14,12 +14,15 @@ from typing import Any
 from ppocli.config.schema import RolloutConfig
 from ppocli.errors import SamplerError
 from ppocli.http_client import Client, asked_pause, from_environment
+from ppocli.models.vocabulary import Vocabulary
 from ppocli.user_code import shorten
 
 log = logging.getLogger(__name__)
 
 ANSWER, A_TOKEN = 2**20, 2**10
 """bytes that an answer may have at any rate, and those for each token with its logprob"""
+NEVER = -1e9
+"""what is added to the logits of ids that must not be sampled"""
 BUSY, TRIES, LONGEST_PAUSE = (429, 503), 4, 30.0
 """statuses that are tried again, how often, and the most seconds before"""
 LOOK = 10.0
@@ -50,13 +53,15 @@ class Answer:
 class Server:
     """A server's address, and what has become of it."""
 
-    def __init__(self, url: str, cfg: RolloutConfig, vocabulary: int = 2**31) -> None:
+    def __init__(self, url: str, cfg: RolloutConfig, vocabulary: Vocabulary | None = None) -> None:
         token = cfg.token_env and from_environment(cfg.token_env, "Authorization",
                                                    "rollout.token_env", SamplerError)
         self.url, self.lost = url.rstrip("/"), ""
         """why it can't be used"""
-        self._vocabulary = vocabulary
-        """ids that its model can say are below this"""
+        absent = [] if vocabulary is None else vocabulary.absent
+        self._rows, self._absent = 2**31 if vocabulary is None else vocabulary.rows, set(absent)
+        self._bias = {"logit_bias": dict.fromkeys(map(str, absent), NEVER)} if absent else {}
+        """of ids without a token, which the server's model has rows for"""
         self._client = Client(url, timeout=cfg.timeout, keep=cfg.concurrency,
                               headers={"Authorization": f"Bearer {token}"} if token else {})
 
@@ -165,7 +170,8 @@ class Server:
         """
         limit = int(params["max_tokens"])
         found = self.ask("/inference/v1/generate", most=ANSWER + A_TOKEN * limit, body={
-            "token_ids": list(ids), "sampling_params": {"n": 1, "logprobs": 0, **params}})
+            "token_ids": list(ids),
+            "sampling_params": {"n": 1, "logprobs": 0, **self._bias, **params}})
         try:
             choice, = found["choices"]
             said = [int(one) for one in choice["token_ids"]]
@@ -184,7 +190,8 @@ class Server:
                            f"{len(logprobs)} logprobs ({reason}).")
         for one, logprob in zip(said, logprobs, strict=True):
             # NaN is in no range; what is certain may be rounded to a little more than 0
-            if not (0 <= one < self._vocabulary and -math.inf < logprob < 1e-2):
+            if (one in self._absent or not 0 <= one < self._rows
+                    or not -math.inf < logprob < 1e-2):
                 raise _refused(f"{self.url} answered token {one} with logprob {logprob}, which its "
                                "model can't have said.")
         return Answer(said, logprobs, reason == "stop", versions)

@@ -17,6 +17,7 @@ from ppocli.errors import ConfigError
 from ppocli.models import layout
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
+from ppocli.models.vocabulary import vocabulary_of
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardRequest
@@ -121,8 +122,11 @@ def dealt(session: Session, prompts: PromptBatch, first: int) -> tuple[PromptBat
     return replace(prompts.rows(rows), episodes=[start + i for i in rows]), sum(counts)
 
 
-def token_ids(session: Session, given: Any, where: str) -> list[int]:
+def token_ids(session: Session, given: Any, where: str, *, sampled: bool = False) -> list[int]:
     """Token ids as a list of numbers that the model knows.
+
+    Args:
+        sampled: whether they are the policy's own choice, so that each needs a token.
 
     Raises:
         ConfigError: no list, array or tensor of them, or an empty one.
@@ -130,12 +134,16 @@ def token_ids(session: Session, given: Any, where: str) -> list[int]:
     # a single id may be squeezed
     values = [_plain(given)] if getattr(given, "ndim", None) == 0 else _plain(given)
     size = whole_shape(session.policy.lm.get_input_embeddings().weight)[0]
+    absent = set[int]()
+    if sampled:
+        vocabulary = vocabulary_of(session.policy.lm)
+        size, absent = vocabulary.size, set(vocabulary.gaps)
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"{str(given)[:60]!r} is no list of token ids.", where=where,
                           fix="give texts alone, or token ids alone")
     ids = list(values)
     wrong = next((i for i in ids if isinstance(i, bool) or not isinstance(i, int)
-                  or not 0 <= i < size), None)
+                  or not 0 <= i < size or i in absent), None)
     if wrong is not None or not ids:
         what = "It has no token" if not ids else f"{wrong!r} is no token id of this model"
         raise ConfigError(f"{what}.", where=where, fix="ids are whole numbers from 0 to "
@@ -183,7 +191,7 @@ def _responses_as_ids(session: Session, prompts: PromptBatch, responses: list[An
         if isinstance(response, str):
             ids = list(session.tokenizer(response, add_special_tokens=False)["input_ids"])
             ids += [end] * (end is not None)
-        row = token_ids(session, ids, f"responses[{i}]")
+        row = token_ids(session, ids, f"responses[{i}]", sampled=True)
         if limit is not None and len(row) + length > limit:
             raise ConfigError(f"A query of {length} tokens and a response of {len(row)} are more "
                               f"than the {limit} that the model takes.", where=f"responses[{i}]",

@@ -21,6 +21,7 @@ from ppocli.episode import told_alone
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models import passes
 from ppocli.models.head import HeadWeights
+from ppocli.models.vocabulary import vocabulary_of
 from ppocli.ppo.kl import kl_per_token
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardScores
@@ -147,8 +148,10 @@ def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec
     Raises:
         DivergedError: the policy's probabilities are no longer finite.
         OutOfMemoryError: there is no room for one response.
+        ConfigError: a sampler of the user's own chose an id without a token.
     """
     policy = session.policy.eval()
+    vocabulary = vocabulary_of(policy.lm)
     head = policy.value_head if policy.values_while_decoding else None
     speaker = Speaker(policy.lm, head)
     # in fp32 they are what a forward pass gives; half of the room is for those without padding
@@ -163,6 +166,12 @@ def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec
             raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
                                 fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
                                 "hardware.precision=fp32")
+        ids = out.sequences.action_tokens[out.mask]
+        if bool((absent := vocabulary.lacks(ids)).any()):
+            raise ConfigError(f"{type(session.sampler).__name__} sampled id "
+                              f"{int(ids[absent][0])}, for which the tokenizer has no token.",
+                              where="rollout.engine", fix="sample from the tokenizer's ids alone: "
+                              "a model may have more rows than those")
         yield out
 
 

@@ -335,7 +335,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     building.check_memory(cfg, backend, unloaded.config, prompt_tokens=longest)
     check_engine(cfg, backend, unloaded, longest)
     loaded = building.load_start(cfg, backend, objects.model)
-    language_model.check_vocabulary(tokenizer, loaded.lm, cfg.model)
+    language_model.fit_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = building.sampling_specs(cfg.generation, tokenizer, loaded)
     policy = building.build_policy(cfg, backend, loaded, tokenizer)
     optimizer = (optimizers.build_optimizer(policy, cfg.ppo) if objects.optimizer is None else
@@ -376,7 +376,7 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     cfg = chat_template.decided(cfg, policy, own.revision)
     tokenizer = load_tokenizer(own)
     loaded = decoding.load_judged(own, cfg.hardware)
-    language_model.check_vocabulary(tokenizer, loaded.lm, own)
+    language_model.fit_vocabulary(tokenizer, loaded.lm, own)
     _, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric,
                                         training=False)
     wrapped = building.placed(backend, Policy(loaded.lm, None))

@@ -1,0 +1,262 @@
+"""Models with more rows than their tokenizer has ids (Qwen2.5, T5, any padded to a multiple of 64):
+what is sampled, its probabilities and gradients are of the tokenizer's ids alone. The oracle is
+transformers' own logits without the others."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import WORDS, make_lm, make_tokenizer, ppocli, refused, save_lm, write_prompts
+from sessions import (
+    data_task_of,
+    experience_of,
+    gradients,
+    planned,
+    record_on_cpu,
+    refused_session,
+    rollout_of,
+    session_of,
+    small_config,
+)
+from transformers import AutoModelForCausalLM
+from vllm_double import drawn, engine_of, one_server, ours
+
+from ppocli.errors import ConfigError, InputError, SamplerError
+from ppocli.models.loading.language_model import stop_rules
+from ppocli.models.vocabulary import Vocabulary, vocabulary_of
+from ppocli.tasks.ppo import own_samples
+from ppocli.training.task import UpdateGroup
+
+OUTSIDE = Path(__file__).parent.parent / "outside"
+ROWS, IDS = 45, len(make_tokenizer())
+GAPS = (4, 5, 6)
+
+
+def save_padded(folder, kind="gpt2", gaps=(), **over):
+    """A model of 45 rows; its tokenizer has the ids 0 to 36, or such that leave gaps."""
+    save_lm(folder, kind, **{"vocab_size": ROWS, **over})
+    make_tokenizer().save_pretrained(folder)
+    if gaps:
+        path = folder / "tokenizer.json"
+        tokenizer = json.loads(path.read_text())
+        vocabulary = tokenizer["model"]["vocab"]
+        vocabulary.update({word: i + len(gaps) for word, i in vocabulary.items() if word in WORDS})
+        path.write_text(json.dumps(tokenizer))
+    return folder
+
+
+def absent(gaps):
+    return [*gaps, *range(IDS + len(gaps), ROWS)]
+
+
+def masked(logits, gaps=()):
+    """Without the ids that have no token: of probability 0."""
+    return logits.double().index_fill(-1, torch.tensor(absent(gaps)), float("-inf"))
+
+
+def own_pass(lm, rollout, row, start=None):
+    """transformers' logits at each token of a response, and those tokens."""
+    prompt = rollout.prompts.tokens[row][rollout.prompts.mask[row]]
+    response = rollout.response_tokens[row][rollout.response_mask[row]]
+    if start is None:
+        return lm(input_ids=torch.cat([prompt, response])[None]).logits[0][-len(response) - 1:-1], \
+            response
+    before = torch.cat([torch.tensor([start]), response[:-1]])
+    return lm(input_ids=prompt[None], decoder_input_ids=before[None]).logits[0], response
+
+
+@pytest.mark.parametrize("gaps", [(), GAPS], ids=["rows behind", "and gaps"])
+@pytest.mark.parametrize(("kind", "keys"), [
+    ("gpt2", {}), ("gpt2", {"ppo__logprobs_from": "forward", "ppo__chunk_size": 3}),
+    ("llama", {"rollout__engine": "transformers"}), ("t5", {}), ("mamba", {}),
+    ("gemma2", {"generation__top_k": 40, "generation__repetition_penalty": 1.3}),
+    ("gpt2", {"generation__top_p": 0.9, "generation__min_new_tokens": 2})])
+def test_ids_without_a_token_are_never_sampled_and_probabilities_are_of_the_others(
+        tmp_path, kind, keys, gaps):
+    # T5 doesn't scale its attention: large weights would make it jump
+    save_padded(tmp_path / "lm", kind, gaps, gain=1.0 if kind == "t5" else 4.0)
+    cfg = small_config(tmp_path, generation__temperature=0.7, **keys)
+    with session_of(cfg) as session, torch.no_grad():
+        rollout, lm = rollout_of(session), session.policy.lm
+        assert not set(absent(gaps)) & set(rollout.response_tokens[rollout.response_mask].tolist())
+        for row in range(len(rollout)):
+            logits, response = own_pass(lm, rollout, row, session.loaded.decoder_start)
+            expected = torch.log_softmax(masked(logits, gaps) / 0.7, -1).gather(
+                -1, response[:, None])[:, 0]
+            for result in (rollout.logprobs, rollout.ref_logprobs):
+                torch.testing.assert_close(result[row, :len(expected)].double(), expected, rtol=0,
+                                           atol=3e-5)
+
+
+@pytest.mark.parametrize("gaps", [(), GAPS], ids=["rows behind", "and gaps"])
+def test_tokens_that_are_fed_as_recorded_are_the_same(tmp_path, monkeypatch, gaps):
+    save_padded(tmp_path / "lm", "llama", gaps)
+    result = []
+    for records in (False, True):
+        work = record_on_cpu(monkeypatch) if records else []
+        with session_of(small_config(tmp_path)) as session:
+            result.append(rollout_of(session))
+        assert bool(work) == records
+    assert result[0].sequences.action_tokens.tolist() == result[1].sequences.action_tokens.tolist()
+    torch.testing.assert_close(result[0].logprobs, result[1].logprobs, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("gaps", [(), GAPS], ids=["rows behind", "and gaps"])
+@pytest.mark.parametrize("kl", ["k1", "full"])
+def test_rows_without_a_token_have_no_gradient(tmp_path, gaps, kl):
+    """With entropy, and a KL in the loss; the output embedding is one of its own."""
+    save_padded(tmp_path / "lm", "llama", gaps, tie_word_embeddings=False)
+    cfg = small_config(tmp_path, ppo__ent_coef=0.1, ppo__kl_in="loss", ppo__kl_estimator=kl)
+    with session_of(cfg) as session:
+        grads, terms = gradients(session, experience_of(session))
+    grad = grads["lm.lm_head.weight"]
+    assert not grad[absent(gaps)].any()
+    assert grad[:4].any()
+    assert all(torch.isfinite(torch.tensor(value)) for value in terms.values())
+
+
+@pytest.mark.parametrize("rows", [IDS, ROWS, 60])
+@pytest.mark.parametrize("theirs", [IDS, ROWS, 60])
+def test_a_reference_and_a_critic_may_have_other_numbers_of_rows(tmp_path, rows, theirs):
+    save_padded(tmp_path / "lm", vocab_size=rows)
+    save_padded(tmp_path / "other", "llama", seed=3, vocab_size=theirs)
+    other = str(tmp_path / "other")
+    cfg = small_config(tmp_path, model__reference__path=other, ppo__kl_estimator="full",
+                       model__value__kind="model", model__value__path=other)
+    with session_of(cfg) as session, torch.no_grad():
+        rollout, reference = rollout_of(session), AutoModelForCausalLM.from_pretrained(other)
+        for row in range(len(rollout)):
+            logits, response = own_pass(session.policy.lm, rollout, row)
+            log_p, log_q = (torch.log_softmax(one[:, :IDS].double(), -1) for one in (
+                logits, own_pass(reference, rollout, row)[0]))
+            count = len(response)
+            torch.testing.assert_close(rollout.ref_logprobs[row, :count].double(), log_q.gather(
+                -1, response[:, None])[:, 0], rtol=0, atol=3e-5)
+            torch.testing.assert_close(rollout.kl[row, :count].double(),
+                                       (log_p.exp() * (log_p - log_q)).sum(-1), rtol=0, atol=3e-5)
+
+
+@pytest.mark.parametrize("role", ["reference", "value"])
+def test_one_with_fewer_rows_than_the_tokenizer_has_ids_is_refused(tmp_path, role):
+    save_padded(tmp_path / "lm")
+    save_lm(tmp_path / "other", vocab_size=IDS - 1)
+    cfg = small_config(tmp_path, model__value__kind="model",
+                       **{f"model__{role}__path": str(tmp_path / "other")})
+    assert refused_session(cfg, InputError, f"ids up to {IDS - 1}", f"embeds only {IDS - 1}"
+                           ).where == f"model.{role}.path"
+
+
+def test_a_tokenizer_with_tokens_that_the_model_lacks_is_refused(tmp_path):
+    save_padded(tmp_path / "lm")
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<new{i}>" for i in range(ROWS - IDS + 1)])
+    tokenizer.save_pretrained(tmp_path / "lm")
+    refused_session(small_config(tmp_path), InputError, f"ids up to {ROWS}", f"only {ROWS}")
+
+
+def test_supervised_losses_are_of_all_rows_as_everybody_s(tmp_path):
+    save_padded(tmp_path / "lm")
+    rows = [{"prompt": "the film", "completion": " was good"}]
+    with data_task_of(tmp_path / "lm", rows, rows, {"task.fn": "sft"}) as task:
+        _, plan = planned(task)
+        group = plan.groups[0]
+        assert isinstance(group, UpdateGroup)
+        result = task.loss(plan.atoms, group.rows, group.weights, group).total
+        ids = torch.from_numpy(task.train.tokens[0]).long()
+        labels = ids.masked_fill(~torch.from_numpy(task.train.trained[0]), -100)
+        lm = AutoModelForCausalLM.from_pretrained(tmp_path / "lm").eval()
+        expected = lm(input_ids=ids[None], labels=labels[None]).loss
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
+        assert vocabulary_of(task.loaded.lm).absent == absent(())
+
+
+def test_servers_sample_the_same_distribution(tmp_path):
+    save_padded(tmp_path / "lm", "llama", tie_word_embeddings=False)
+    engine = engine_of(tmp_path)
+    with torch.no_grad():  # which they would sample all the time
+        engine.head[IDS:] *= 8
+    with one_server(tmp_path, engine=engine) as (session, _):
+        with torch.no_grad():
+            session.policy.lm.lm_head.weight[IDS:] *= 8
+        result, greedy = drawn(session), ours(session, do_sample=False)
+        assert drawn(session, do_sample=False).action_ids == greedy.action_ids
+        rollout = rollout_of(session)
+        assert max(map(max, result.action_ids)) < IDS
+        # their logprobs beside our own: ratios are of the same distribution
+        assert float((rollout.sampler_logprobs - rollout.logprobs).abs().max()) < 1e-3
+
+
+def test_a_server_that_samples_ids_without_a_token_is_refused(tmp_path):
+    save_padded(tmp_path / "lm", "llama", tie_word_embeddings=False)
+
+    def spoil(path, number, body):
+        body.get("sampling_params", {}).pop("logit_bias", None)
+
+    engine = engine_of(tmp_path)
+    with one_server(tmp_path, spoil, engine) as (session, _):
+        with torch.no_grad():
+            session.policy.lm.lm_head.weight[IDS:] *= 8
+        with refused(SamplerError, "rollout.urls"):
+            drawn(session)
+
+
+def test_what_names_ids_without_a_token_is_refused(tmp_path):
+    save_padded(tmp_path / "lm", gaps=GAPS)
+    with session_of(small_config(tmp_path)) as session:
+        for token in (4, ROWS - 1):
+            session.cfg.generation.stop_token_ids = [token]
+            with refused(ConfigError, f"Token {token} would never end", "stop_token_ids"):
+                stop_rules(session.tokenizer, session.loaded, session.cfg.generation)
+            with refused(ConfigError, f"{token} is no token id", "responses[0]"):
+                own_samples.given(session, ["the film"], [[9, token]], 0)
+    # a sampler of the user's own that takes logits as they come
+    cfg = small_config(tmp_path, rollout__engine=f"{OUTSIDE / 'slow_sampler.py'}:Whole")
+    with session_of(cfg) as session, refused(ConfigError, "Whole sampled id", "no token"):
+        rollout_of(session)
+
+
+class Names:
+    """A tokenizer whose ``get_vocab`` lists one of two ids with the same token."""
+
+    unk_token, all_special_ids = "<unk>", (0,)
+
+    def get_vocab(self):
+        return {"<unk>": 0, "a": 1, "filler": 3, "b": 6}
+
+    def convert_ids_to_tokens(self, token_id):
+        if token_id == 5:
+            raise IndexError(token_id)
+        return {0: "<unk>", 1: "a", 2: "filler", 3: "filler", 6: "b"}.get(token_id, "<unk>")
+
+
+def test_ids_that_get_vocab_leaves_out_may_have_a_token():
+    result = Vocabulary.of(Names(), make_lm(vocab_size=ROWS))
+    assert result == Vocabulary(ROWS, 7, (4, 5))
+
+
+def test_a_run_says_so_and_trains_beside_a_smaller_reference_and_critic(tmp_path):
+    """Rows without a token that would be sampled nearly always."""
+    save_padded(tmp_path / "small", "llama", seed=3)
+    lm = make_lm("llama", vocab_size=128, tie_word_embeddings=False)
+    with torch.no_grad():
+        lm.lm_head.weight[IDS:] *= 8
+    lm.save_pretrained(tmp_path / "big")
+    make_tokenizer().save_pretrained(tmp_path / "big")
+    write_prompts(tmp_path / "p.jsonl")
+    (tmp_path / "r.py").write_text("def f(outputs): return [float(len(o)) for o in outputs]\n")
+    done = ppocli("train", "model.path=big", "model.reference.path=small", "model.value.kind=model",
+                  "model.value.path=small", "prompts.path=p.jsonl", "reward.fn=r.py:f",
+                  "ppo.total_episodes=64", "ppo.num_rollouts=32", "ppo.mini_batch_size=16",
+                  "generation.max_new_tokens=8", "hardware.device=cpu", "run_name=a",
+                  cwd=tmp_path, code=0)
+    assert done.stdout.count("128 output rows and its tokenizer 37 ids: the other 91") == 1
+    after = AutoModelForCausalLM.from_pretrained(tmp_path / "runs/a/model")
+    assert after.lm_head.weight.shape[0] == 128
+    for model in ("runs/a", "big"):
+        printed = ppocli("generate", model, "--prompt", "the film", "-n", "20", "--json",
+                      "--ignore-eos", "--max-new-tokens", "8", cwd=tmp_path, code=0)
+        rows = [json.loads(line) for line in printed.stdout.splitlines()]
+        # four of the 37 are special
+        assert sum(len(row["response"].split()) for row in rows) > 0.7 * sum(
+            row["response_tokens"] for row in rows)
