@@ -219,10 +219,11 @@ def from_object(target: Any, wanted: Wanted) -> Located:
 
 
 def join_working_directory() -> None:
-    """Put the current folder in front of ``sys.path``, once, as ``python -m`` does."""
+    """Put the current folder at the end of ``sys.path``, once: what lies there must not hide an
+    installed library (``wandb`` makes a folder of that name)."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
+        sys.path.append(here)
 
 
 def _refuse_standard_library(module_name: str, wanted: Wanted) -> None:

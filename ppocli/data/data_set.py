@@ -93,6 +93,8 @@ class Pairs(_Rows):
     prompt_lengths: list[int]
     """n numbers of tokens that both begin with: ``len(chosen[i]) - prompt_lengths[i]`` is the
     length of an answer"""
+    chat: bool = False
+    """whether they are conversations, which the chat template has rendered"""
 
     def digest(self) -> str:
         """SHA-256 (hex) over ids and margins: equal exactly if a resumed run sees the same."""

@@ -251,8 +251,9 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
     longest = min(cfg.max_length or max_tokens, max_tokens)
     both = [_pair_pieces(pair, answer, tokenizer)
             for pair in read.pairs for answer in (pair.chosen, pair.rejected)]
-    lines = _lines(both, tokenizer, plain=isinstance(read.pairs[0].chosen, str))
-    found = Pairs([], (), [], [], [], [])
+    plain = isinstance(read.pairs[0].chosen, str)
+    lines = _lines(both, tokenizer, plain=plain)
+    found = Pairs([], (), [], [], [], [], chat=not plain)
     overlong, identical = 0, read.identical
     for pair, chosen, rejected in zip(read.pairs, lines, lines, strict=True):
         if max(len(chosen.tokens), len(rejected.tokens)) > longest:

@@ -20,7 +20,8 @@ from ppocli.models.loading import adapters, language_model, model_config
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
-from ppocli.rewards.reward_model import SCORE_END, SCORE_FRONT, SCORE_MEAN, SCORE_STD
+from ppocli.rewards.reading import SCORE_CHAT, SCORE_END, SCORE_FRONT
+from ppocli.rewards.reward_model import SCORE_MEAN, SCORE_STD
 from ppocli.tasks import building, supervised
 from ppocli.training import saved_model, task
 
@@ -126,7 +127,8 @@ class RewardModelTask(supervised.SupervisedTask):
         stored = {SCORE_MEAN: float(found.mean()), SCORE_STD: float(found.std(unbiased=False))}
         front, _ = tokens_around(self.tokenizer)  # a chat template may leave it out
         self.saved.config.update({**stored, SCORE_FRONT: all(
-            ids[:len(front)].tolist() == front for ids in self.train.chosen)})
+            ids[:len(front)].tolist() == front for ids in self.train.chosen),
+            SCORE_CHAT: self.train.chat})
         ends = {int(ids[-1]) for ids in (*self.train.chosen, *self.train.rejected)}
         if len(ends) == 1 and ends != {self.tokenizer.pad_token_id}:
             setattr(self.saved.config, SCORE_END, ends.pop())

@@ -188,6 +188,6 @@ def test_without_bitsandbytes_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(algorithm, "find_spec", lambda name: None)
     cfg = small_config(tmp_path, ppo__optimizer__name="adamw_8bit")
     (problem,) = missing_inputs(cfg)
-    assert 'pip install "ppocli[8bit]"' in problem.fix
+    assert "pip install 'ppocli[8bit]'" in problem.fix
     with pytest.raises(InputError, match="bitsandbytes"):
         build_optimizer(torch.nn.Linear(1, 1), cfg.ppo)
