@@ -114,8 +114,8 @@ def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
         if name == resolved.PYTHON_OBJECT:
             continue
         try:
-            find = (model_files.find_whole if key in ("model.path", "model.reference.path")
-                    else model_files.find_model)
+            find = (model_files.find_model if key in ("model.tokenizer_path", "model.value.path")
+                    else model_files.find_whole)
             find(name, key=key, revision=revision, needs=needs)
         except InputError as error:
             named = error.where is not None and error.where.startswith(key)

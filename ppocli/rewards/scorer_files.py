@@ -11,14 +11,11 @@ from typing import Any
 import torch
 import transformers
 
-from ppocli.config import extras
 from ppocli.errors import InputError
 from ppocli.storage import atomic, model_files
 from ppocli.text import counted, error_line
 
 MODEL_KEY = "reward.kwargs.model"
-HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight", "out_proj.weight")
-"""ends of names of the weight that makes a classifier's outputs, one row a label"""
 UNBOUNDED = 1_000_000
 """a tokenizer without a limit reports one far above this"""
 
@@ -78,7 +75,8 @@ def _load_tokenizer(name: str, source: str, options: dict[str, Any]) -> Any:
 
 def _load_model(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
     model, info = _from_files(name, source, dtype, options)
-    head = next((found for found in info["mismatched_keys"] if found[0].endswith(HEADS)), None)
+    head = next((sizes for sizes in info["mismatched_keys"]
+                 if sizes[0].endswith(model_files.HEADS)), None)
     if head is not None:
         rows = int(head[1][0])
         if _names_labels(source, options):
@@ -134,7 +132,6 @@ def _refuse_absent(name: str, info: dict[str, Any], new: set[str]) -> None:
 def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, options: dict[str, Any]
                   ) -> Any:
     """The base with the adapter merged into it, in fp32 until it is."""
-    extras.require("peft", f"The adapter {name}", MODEL_KEY)
     import peft
     from safetensors.torch import load_file
 
@@ -145,7 +142,7 @@ def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, option
                          "of a classifier")
     try:
         tensors = load_file(folder / model_files.ADAPTER_WEIGHTS)
-        heads = {key: tensor for key, tensor in tensors.items() if key.endswith(HEADS)}
+        heads = {key: tensor for key, tensor in tensors.items() if key.endswith(model_files.HEADS)}
         labels = {"num_labels": len(next(iter(heads.values())))} if heads else {}
         model, info = _from_files(name, base, torch.float32, {**options, **labels})
         stored = {key.removeprefix("base_model.model.") for key in tensors}

@@ -20,7 +20,7 @@ from ppocli.models import transformers_internals
 from ppocli.models.fast.attention import use_kernels
 from ppocli.models.head import LogitMap
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.loading import adapters, model_config
+from ppocli.models.loading import adapters, model_config, peft_internals
 from ppocli.models.trunk import decoder_start, has_encoder, response_hidden
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.storage import model_files
@@ -271,7 +271,20 @@ def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype,
                               "on: its weights have changed.",
                               where=str(folder / model_files.ADAPTER_BASE),
                               fix="put the model back, or name it there as it is called now")
+    if goes_on is None and score_seed is None and adapters.changes_embeddings(loaded.lm, folder):
+        # logits are made of the output embedding's own weights, which the adapter is to be part of
+        if dtype != torch.float32:
+            loaded = load_lm(replace(cfg, path=path, revision=revision))
+        return _with_weights(loaded, adapters.merged_from(loaded.lm, folder).to(dtype))
     return replace(loaded, adapter=adapters.load_adapter(loaded.lm, folder, base, goes_on))
+
+
+def _with_weights(loaded: LoadedLM, lm: Any) -> LoadedLM:
+    """What an adapter's base has become by a merge."""
+    config = copy.deepcopy(loaded.export_config)
+    if not lm.config.get_text_config(decoder=True).tie_word_embeddings:
+        peft_internals.untie(config)
+    return replace(loaded, lm=lm.requires_grad_(True), adapter=None, export_config=config)
 
 
 def merged(loaded: LoadedLM) -> LoadedLM:
@@ -286,7 +299,7 @@ def merged(loaded: LoadedLM) -> LoadedLM:
         raise ConfigError("Virtual tokens can't be merged into the weights that are to train.",
                           where="model.path, model.peft", fix="go on with the adapter: "
                           "model.peft.type=prefix (or prompt) model.peft.num_virtual_tokens=N")
-    return replace(loaded, lm=model.merge_and_unload().requires_grad_(True), adapter=None)
+    return _with_weights(loaded, peft_internals.merge(model))
 
 
 @torch.no_grad()
