@@ -386,9 +386,12 @@ def _no_attribute(part: str, home: str, names: list[str], wanted: Wanted) -> Ppo
     """The error for a module without that function, with the nearest that it has."""
     hint = suggestion(part, names) or (
         f"It has: {', '.join(sorted(names)[:10])}." if names else "It has no functions.")
+    fix, file = f"name a {wanted.kind.noun} that the module has", wanted.spec.split(":")[0]
+    file = f"{file.split('.')[0]}.py"
+    if home != file and Path(file).is_file():
+        fix = f"an installed package hides {file}; name the file: {wanted.key}={file}:{part}"
     return wanted.refused(f"There is no {part!r} in {home!r}. {hint}",
-                          where=f"{wanted.key}={wanted.spec}",
-                          fix=f"name a {wanted.kind.noun} that the module has")
+                          where=f"{wanted.key}={wanted.spec}", fix=fix)
 
 
 def shorten(text: str) -> str:

@@ -3,7 +3,6 @@ base. Weights that the files lack, such as an untrained head, are refused."""
 
 import json
 import warnings
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ def _load_model(name: str, source: str, dtype: torch.dtype, options: dict[str, A
                  if sizes[0].endswith(model_files.HEADS)), None)
     if head is not None:
         rows = int(head[1][0])
-        if _names_labels(source, options):
+        if model_files.states_labels(source, options["revision"]):
             raise InputError(
                 f"The head of {name} ({head[0]}) has {counted(rows, 'row')}, one an output, and "
                 f"its config.json tells of {model.config.num_labels} labels.", where=MODEL_KEY,
@@ -101,15 +100,6 @@ def _from_files(name: str, source: str, dtype: torch.dtype, options: dict[str, A
         raise InputError(f"The model in {name} can't be loaded: {error_line(error)}",
                          where=MODEL_KEY, fix="give a folder or Hub name of a "
                                               "sequence-classification model") from error
-
-
-def _names_labels(source: str, options: dict[str, Any]) -> bool:
-    """Whether config.json itself tells of labels; transformers takes two for granted."""
-    with suppress(Exception):
-        stated, _ = transformers.PretrainedConfig.get_config_dict(
-            source, revision=options["revision"])
-        return not {"id2label", "num_labels"}.isdisjoint(stated)
-    return True
 
 
 def _refuse_absent(name: str, info: dict[str, Any], new: set[str]) -> None:

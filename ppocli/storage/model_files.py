@@ -248,6 +248,16 @@ def scores(config: Any) -> bool:
     return any("ForSequenceClassification" in name for name in config.architectures or [])
 
 
+def states_labels(source: str, revision: str | None) -> bool:
+    """Whether a model's config.json itself tells of labels; transformers takes two for granted."""
+    from transformers import PretrainedConfig
+
+    with suppress(Exception):
+        stated, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+        return not {"id2label", "num_labels"}.isdisjoint(stated)
+    return True
+
+
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder holds an adapter instead of a model."""
     folder = Path(folder)

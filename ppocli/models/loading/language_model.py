@@ -137,14 +137,30 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
     hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     with model_config.loading(f"{what} {cfg.path}", key):
         config = transformers.AutoConfig.from_pretrained(source, **hub)
-        model, info = class_of(config).from_pretrained(
-            source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
-            **hub, **model_config.attention_wanted(cfg, config), **how)
+
+        def read() -> tuple[Any, Any]:
+            model, info = class_of(config).from_pretrained(
+                source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                **hub, **model_config.attention_wanted(cfg, config), **how)
+            return model, info
+
+        model, info = read()
+        if [rows for name, (rows, *_), _ in info["mismatched_keys"]
+                if name.endswith(model_files.HEADS)] == [1] and not model_files.states_labels(
+                    source, cfg.revision):
+            config.num_labels = 1
+            model, info = read()
     for lacking in new.keys() & info["missing_keys"]:
         new[lacking](model.get_parameter(lacking).data)
-    missing = sorted(set(info["missing_keys"]) - new.keys()) + sorted(
-        str(m) for m in info["mismatched_keys"])
-    if missing:
+    for name, there, here in sorted(info["mismatched_keys"]):
+        raise InputError(f"{cfg.path} does not fit its config.json: {name} is {list(there)} in the "
+                         f"files, {list(here)} by the configuration.", where=key,
+                         fix="mend config.json, or give a complete checkpoint"
+                         if not name.endswith(model_files.HEADS) else "mend id2label in "
+                         "config.json, which has an entry for each row of this head; a reward "
+                         "model and a value have one")
+    if missing := sorted(set(info["missing_keys"]) - new.keys()):
         raise InputError(f"{cfg.path} lacks {len(missing)} weights that {type(model).__name__} "
                          f"needs (the first: {missing[0]}); they would be random.", where=key,
                          fix="give a complete checkpoint")
