@@ -219,8 +219,7 @@ def from_object(target: Any, wanted: Wanted) -> Located:
 
 
 def join_working_directory() -> None:
-    """Put the current folder at the end of ``sys.path``, once: what lies there must not hide an
-    installed library (``wandb`` makes a folder of that name)."""
+    """Put the current folder at the end of ``sys.path``, once: it must hide no library."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -356,8 +355,7 @@ def _no_function(wanted: Wanted) -> PpocliError:
 
 
 def _defined(module: str, noun: str) -> list[str]:
-    """The public functions or classes that a file of the user's defines, read without running it;
-    none of what is no file."""
+    """The public functions or classes that a file of the user's defines; it isn't run."""
     path = Path(module if module.endswith(".py") else module.replace(".", "/") + ".py")
     try:
         body = ast.parse(path.read_bytes()).body
@@ -386,10 +384,10 @@ def _no_attribute(part: str, home: str, names: list[str], wanted: Wanted) -> Ppo
     """The error for a module without that function, with the nearest that it has."""
     hint = suggestion(part, names) or (
         f"It has: {', '.join(sorted(names)[:10])}." if names else "It has no functions.")
-    fix, file = f"name a {wanted.kind.noun} that the module has", wanted.spec.split(":")[0]
-    file = f"{file.split('.')[0]}.py"
-    if home != file and Path(file).is_file():
-        fix = f"an installed package hides {file}; name the file: {wanted.key}={file}:{part}"
+    file = f"{wanted.spec.split(':')[0].split('.')[0]}.py"
+    fix = (f"an installed package hides {file}; name the file: {wanted.key}={file}:{part}"
+           if file != home and Path(file).is_file() else
+           f"name a {wanted.kind.noun} that the module has")
     return wanted.refused(f"There is no {part!r} in {home!r}. {hint}",
                           where=f"{wanted.key}={wanted.spec}", fix=fix)
 

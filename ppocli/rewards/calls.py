@@ -176,8 +176,9 @@ def _check_shape(bound: BoundCallable, request: RewardRequest, returned: Any, no
         return
     units = request.steps if noun == "step" and request.steps is not None else request.response_ids
     counts = [len(row) for row in units]
-    if len(shape) < 2 or shape[0] != len(request) or (len(shape) == 2 and shape[1] in (
-            counts if shape[1] > 1 else counts[:1 if {*counts} == {1} else 0])):
+    if len(shape) < 2 or shape[0] != len(request):
+        return
+    if len(shape) == 2 and ({*counts} == {1} if shape[1] == 1 else shape[1] in counts):
         return
     form, squeezed = (f"[{', '.join(map(str, sizes))}]" for sizes in (shape, shape[:-1]))
     outputs = math.prod(shape[1:])
