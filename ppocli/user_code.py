@@ -22,7 +22,13 @@ from typing import Any
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
-from ppocli.own_code import ENTRY_POINTS, limited, may_name, refuse_other_neighbours
+from ppocli.own_code import (
+    ENTRY_POINTS,
+    join_working_directory,
+    limited,
+    may_name,
+    refuse_other_neighbours,
+)
 from ppocli.text import error_line, pasted, raised_at, short_path, suggestion
 
 SHOWN_CHARS = 100
@@ -216,13 +222,6 @@ def from_object(target: Any, wanted: Wanted) -> Located:
     with suppress(TypeError, OSError):
         file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
     return Located(wanted.spec, wanted.key, target, file, line, module_name)
-
-
-def join_working_directory() -> None:
-    """Put the current folder at the end of ``sys.path``, once: it must hide no library."""
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.append(here)
 
 
 def _refuse_standard_library(module_name: str, wanted: Wanted) -> None:
