@@ -114,7 +114,7 @@ def merge(peft_model: Any) -> Any:
     ``config.tie_word_embeddings`` says so: PEFT would change both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    lm = peft_model.base_model.model
+    lm: Any = peft_model.base_model.model
     shared = Counter(id(p) for _, p in lm.named_parameters(remove_duplicate=False))
     for module in lm.modules():
         layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
