@@ -117,7 +117,7 @@ def merge(peft_model: Any) -> Any:
     lm: Any = peft_model.base_model.model
     shared = Counter(id(p) for _, p in lm.named_parameters(remove_duplicate=False))
     for module in lm.modules():
-        layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
+        layer: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
         weight = getattr(layer, "weight", None)
         if weight is not None and shared[id(weight)] > 1:
             layer.weight = torch.nn.Parameter(weight.detach().clone(), weight.requires_grad)
