@@ -26,7 +26,8 @@ def installed(library: str) -> bool:
 
 def pip_line(library: str) -> str:
     """What installs a library."""
-    return f"pip install 'ppocli[{EXTRAS[library]}]'"
+    return f"pip install 'ppocli[{EXTRAS[library]}]'" if library in EXTRAS else (
+        f"pip install {library}")
 
 
 def require(library: str, need: str, where: str) -> None:
