@@ -2,7 +2,12 @@
 
 import os
 import site
+import sys
 from pathlib import Path
+
+if not sys.flags.safe_path and os.path.realpath(sys.path[0] or ".") == os.path.realpath("."):
+    # a file or folder in the current folder must not hide an installed library of its name
+    sys.path.append(sys.path.pop(0))
 
 from ppocli.cli.app import main
 

@@ -21,13 +21,13 @@ from ppocli.data.sources import as_list
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.evaluation.request import SAMPLES, EvalRequest
 from ppocli.launching import launch, opened_folder, target_config
+from ppocli.own_code import join_working_directory
 from ppocli.parallel.stop import StopFlag, catch_signals
 from ppocli.runs import trust as trust_of
 from ppocli.runs.target import find_target
 from ppocli.storage.atomic import read_json
 from ppocli.storage.model_files import quiet_transformers, trained_with_template
 from ppocli.text import Say
-from ppocli.user_code import join_working_directory
 
 if TYPE_CHECKING:
     from ppocli.evaluation.work import Watch

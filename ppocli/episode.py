@@ -34,6 +34,8 @@ class Turn:
     observation_tokens: int = 0
     failed: str | None = None
     """as of :class:`Step`"""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """the observation as messages, where the chat template rendered it"""
 
 
 DONE, TURNS, TOKENS, ERROR = "done", "turns", "tokens", "error"
@@ -53,11 +55,26 @@ class Episode:
     """of ``ended="error"``: what the environment raised"""
     environment: Any = None
     """the user's own object, on the process that has played it, until rewards have seen it"""
+    context: tuple[Mapping[str, Any], ...] = ()
+    """the messages before the first turn, where ``reset`` added to those of the prompt"""
 
     @property
     def transcript(self) -> str:
         """All that follows the prompt, as one text."""
         return self.opening + "".join(turn.response + turn.observation for turn in self.turns)
+
+    def conversation(self, prompt: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The whole episode as messages, through the last turn of the policy.
+
+        Args:
+            prompt: its messages.
+        """
+        messages = [dict(message) for message in self.context or prompt]
+        for i, turn in enumerate(self.turns):
+            messages.append({"role": "assistant", "content": turn.response})
+            if i + 1 < len(self.turns):
+                messages += map(dict, turn.messages)
+        return messages
 
     @property
     def score(self) -> float:

@@ -3,6 +3,8 @@ rewards, and ours. Everything else has to be typed on the command line.
 
 A recipe is passed on as data, and ``reward.fn: numpy:load`` with arguments of its own choice would
 make it a program. Checked where a path is followed, for what it leads to may be another module's.
+
+And how the current folder, where code of the user's own lies, joins what Python imports from.
 """
 
 import ast
@@ -11,11 +13,13 @@ import os
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import FrameType, ModuleType
 
 ENTRY_POINTS = "ppocli.rewards"
 """group of entry points with which an installed package says that it is made for configurations"""
@@ -96,3 +100,37 @@ def refuse_other_neighbours(path: Path, refused: Callable[..., Exception]) -> No
             if os.path.dirname(file) in others and path.with_name(f"{name}.py").is_file():
                 raise refused(f"{path} imports {name}, which is loaded already, from {file}.",
                               fix="give one of the two another name, and the import of it")
+
+
+def join_working_directory() -> None:
+    """Put the current folder at the end of ``sys.path``, once, for imports of the user's code: what
+    lies there hides no library, nor stands for one that isn't installed."""
+    here = os.getcwd()
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+    sys.meta_path[:] = [_Finder if finder is PathFinder else finder for finder in sys.meta_path]
+
+
+class _Finder(PathFinder):
+    """Finds modules on ``sys.path`` as Python does, but for an installed library none in the
+    current folder: some look there for others that they can do without (peft for bitsandbytes)."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Sequence[str] | None = None,
+                  target: ModuleType | None = None) -> ModuleSpec | None:
+        """As Python's."""
+        if path is None and _imports_for_library():
+            here = os.getcwd()
+            path = [place for place in sys.path if place not in ("", here)]
+        return PathFinder.find_spec(fullname, path, target)
+
+
+def _imports_for_library() -> bool:
+    """Whether the code that imports something now is an installed library's, not ppocli's or the
+    user's own."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and "importlib" in frame.f_code.co_filename:
+        frame = frame.f_back
+    file = "" if frame is None else frame.f_code.co_filename
+    return {"site-packages", "dist-packages"} & {*Path(file).parts} != set() and not Path(
+        file).is_relative_to(os.path.dirname(__file__))

@@ -22,7 +22,13 @@ from typing import Any
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import PpocliError
-from ppocli.own_code import ENTRY_POINTS, limited, may_name, refuse_other_neighbours
+from ppocli.own_code import (
+    ENTRY_POINTS,
+    join_working_directory,
+    limited,
+    may_name,
+    refuse_other_neighbours,
+)
 from ppocli.text import error_line, pasted, raised_at, short_path, suggestion
 
 SHOWN_CHARS = 100
@@ -196,13 +202,6 @@ def from_object(target: Any, wanted: Wanted) -> Located:
     return Located(wanted.spec, wanted.key, target, file, line, module_name)
 
 
-def join_working_directory() -> None:
-    """Put the current folder in front of ``sys.path``, once, as ``python -m`` does."""
-    here = os.getcwd()
-    if here not in sys.path and "" not in sys.path:
-        sys.path.insert(0, here)
-
-
 def _refuse_standard_library(module_name: str, wanted: Wanted) -> None:
     if module_name.partition(".")[0] in sys.stdlib_module_names:
         raise wanted.refused(
@@ -333,8 +332,7 @@ def _no_function(wanted: Wanted) -> PpocliError:
 
 
 def _defined(module: str, noun: str) -> list[str]:
-    """The public functions or classes that a file of the user's defines, read without running it;
-    none of what is no file."""
+    """The public functions or classes that a file of the user's defines; it isn't run."""
     path = Path(module if module.endswith(".py") else module.replace(".", "/") + ".py")
     try:
         body = ast.parse(path.read_bytes()).body
@@ -363,9 +361,12 @@ def _no_attribute(part: str, home: str, names: list[str], wanted: Wanted) -> Ppo
     """The error for a module without that function, with the nearest that it has."""
     hint = suggestion(part, names) or (
         f"It has: {', '.join(sorted(names)[:10])}." if names else "It has no functions.")
+    file = f"{wanted.spec.split(':')[0].split('.')[0]}.py"
+    fix = (f"an installed package hides {file}; name the file: {wanted.key}={file}:{part}"
+           if file != home and Path(file).is_file() else
+           f"name a {wanted.kind.noun} that the module has")
     return wanted.refused(f"There is no {part!r} in {home!r}. {hint}",
-                          where=f"{wanted.key}={wanted.spec}",
-                          fix=f"name a {wanted.kind.noun} that the module has")
+                          where=f"{wanted.key}={wanted.spec}", fix=fix)
 
 
 def shorten(text: str) -> str:

@@ -335,8 +335,8 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
                 say(record.getMessage())
 
     from ppocli.display.console import logging_to
+    from ppocli.own_code import join_working_directory
     from ppocli.storage.model_files import quiet_transformers
-    from ppocli.user_code import join_working_directory
 
     quiet_transformers()
     join_working_directory()

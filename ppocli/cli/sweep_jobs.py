@@ -17,7 +17,7 @@ from typing import Any
 from ppocli import errors
 from ppocli.cli import job as job_process
 from ppocli.cli import output
-from ppocli.config import compose, resolved, schema, secrets
+from ppocli.config import compose, extras, resolved, schema, secrets
 from ppocli.config.sweep import SweepJob
 from ppocli.launching.launch import Caller, launch
 from ppocli.parallel.stop import StopRequested, heeded, signal_handlers
@@ -292,12 +292,11 @@ class _Slurm:
     """Jobs in Slurm's queue, as many at a time as there are places."""
 
     def __init__(self, plan: schema.SweepConfig, folder: Path) -> None:
-        try:
-            import submitit
-        except ImportError:
+        if not extras.installed("submitit"):
             raise errors.ConfigError("Jobs on Slurm need submitit, which is not installed.",
-                                     where="sweep.launcher",
-                                     fix="pip install 'ppocli[slurm]'") from None
+                                     where="sweep.launcher", fix=extras.pip_line("submitit"))
+        import submitit
+
         # a cluster without accounting is no reason to warn each time a job is asked for
         logging.getLogger("submitit").setLevel(logging.ERROR)
         try:

@@ -1,12 +1,11 @@
 """``model.peft``: which adapter trains in place of the model, checked against a table of PEFT's
 fields: importing PEFT loads torch, which takes seconds."""
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
 from ppocli.builtin.names import shipped_table
-from ppocli.config import keys, schema
+from ppocli.config import extras, keys, schema
 from ppocli.text import did_you_mean
 
 _CLASSES = {"lora": "LoraConfig", "prefix": "PrefixTuningConfig", "prompt": "PromptTuningConfig"}
@@ -55,13 +54,13 @@ def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
                f"{model.quantization} weights can't be trained: train an adapter on them, e.g. "
                "model.peft.type=lora")
         return
-    if (kind := adapter_kind(model)) is None or importlib.util.find_spec("peft") is None:
+    if (kind := adapter_kind(model)) is None or not extras.installed("peft"):
         key, given = _type(model)
         yield (not given, "model.peft", "type is missing; it must be given: model.peft.type=lora "
                "(or prefix, prompt)")
         yield (given and kind is None, f"model.peft.{key}",
                f"{given} must be one of {', '.join(_CLASSES)}{did_you_mean(given, _CLASSES)}")
-        yield kind, "model.peft", 'needs the library PEFT: pip install "ppocli[peft]"'
+        yield kind, "model.peft", f"needs the library PEFT: {extras.pip_line('peft')}"
     else:
         yield from _fields(kind, model)
     yield from _beside_adapter(model)
@@ -130,8 +129,8 @@ def _beside_adapter(model: schema.ModelConfig) -> keys.Rules:
 
 def _quantization(config: schema.TrainConfig) -> keys.Rules:
     model, hardware = config.model, config.hardware
-    yield (importlib.util.find_spec("bitsandbytes") is None, "model.quantization",
-           'needs the library bitsandbytes: pip install "ppocli[8bit]"')
+    yield (not extras.installed("bitsandbytes"), "model.quantization",
+           f"needs the library bitsandbytes: {extras.pip_line('bitsandbytes')}")
     yield (hardware.device == "cpu", "model.quantization, hardware.device",
            f"a {model.quantization} base is computed with on a GPU: set hardware.device=cuda")
     yield (hardware.zero_stage == 3, "model.quantization, hardware.zero_stage",

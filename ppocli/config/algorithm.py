@@ -4,10 +4,9 @@ which of the algorithm's contradict each other."""
 import os
 import re
 from dataclasses import fields, replace
-from importlib.util import find_spec
 from typing import Any
 
-from ppocli.config import keys, schema, schema_training, tasks
+from ppocli.config import extras, keys, schema, schema_training, tasks
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
 from ppocli.ppo.off_policy import CRITERIA, why_no_bound
@@ -312,10 +311,10 @@ def require_optimizer(optimizer: schema_training.OptimizerConfig, section: str =
     Raises:
         InputError: bitsandbytes is missing.
     """
-    if optimizer.name == "adamw_8bit" and find_spec("bitsandbytes") is None:
+    if optimizer.name == "adamw_8bit" and not extras.installed("bitsandbytes"):
         raise InputError("The 8-bit AdamW comes from bitsandbytes, which is not installed.",
                          where=f"{section}.optimizer.name=adamw_8bit",
-                         fix='pip install "ppocli[8bit]", or use adamw')
+                         fix=f"{extras.pip_line('bitsandbytes')}, or use adamw")
 
 
 def value_optimizer(ppo: schema.PPOConfig) -> schema_training.PPOOptimizerConfig:

@@ -39,7 +39,7 @@ class Problem:
     def parted(self) -> tuple[Self, str | None]:
         """The problem without the words to paste that its text ends with, and these."""
         what, colon, words = self.text.rpartition(": ")
-        if not colon or _ASSIGNMENT.search(words) is None:
+        if not colon or not (_ASSIGNMENT.search(words) or words.startswith("pip install ")):
             return self, None
         return replace(self, text=what), words
 

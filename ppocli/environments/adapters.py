@@ -9,7 +9,6 @@
   ``label`` and answers ``environment_feedback``, ``rewards`` and ``done``.
 """
 
-import importlib.util
 import inspect
 import json
 import re
@@ -19,6 +18,7 @@ from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
+from ppocli.config import extras
 from ppocli.daemon import awaited
 from ppocli.episode import Step
 from ppocli.text import error_line
@@ -136,7 +136,7 @@ class _AgentInstanceBase:
 def openrlhf_names() -> Iterator[None]:
     """The base classes that an agent's file imports can be imported within the block, also where
     OpenRLHF, which needs Ray and a GPU, isn't installed: it is we who play."""
-    if importlib.util.find_spec("openrlhf") is not None:
+    if extras.installed("openrlhf"):
         yield
         return
     names = ("openrlhf", "openrlhf.utils", "openrlhf.utils.agent")

@@ -24,6 +24,8 @@ class Said:
 
     ids: list[int]
     text: str = ""
+    messages: tuple[Any, ...] = ()
+    """the text's messages where a chat template rendered them; of an opening the prompt's too"""
 
 
 class PlainWords:
@@ -110,14 +112,16 @@ class ChatWords:
                              "prompts.length_sampler)")
         if not isinstance(said, str):
             added = list(said or ())
-            return self._ids(self._render([*messages, *added], ask=True)), Said([], text_of(added))
+            whole_messages = (*messages, *added)
+            return (self._ids(self._render(whole_messages, ask=True)),
+                    Said([], text_of(added), whole_messages))
         *before, last = messages
         if not isinstance(last["content"], str):
             raise RewardError("reset returned a text, which can't go behind a message that holds "
                               f"{shorten(repr(last['content']))}.", where="env.fn",
                               fix="return a list of {role, content} messages")
         told = {**last, "content": f"{last['content']}{said}"}
-        return self._ids(self._render([*before, told], ask=True)), Said([], said)
+        return self._ids(self._render([*before, told], ask=True)), Said([], said, (*before, told))
 
     def between(self, said: Any, *, ended: bool, last: int) -> Said:
         """As :meth:`PlainWords.between`: the end of the policy's own message, as far as it has not
@@ -128,7 +132,7 @@ class ChatWords:
         before = self._render(_ASKED, ask=True) + _SAID[0]["content"]
         rest = whole[len(before):]
         own = self.tokenizer.decode([last]) if ended else ""
-        return Said(self._ids(rest.removeprefix(own)), text_of(messages))
+        return Said(self._ids(rest.removeprefix(own)), text_of(messages), tuple(messages))
 
 
 def can_be_said(value: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.config.resolved import yaml_text
 from ppocli.errors import CheckpointError, InputError
-from ppocli.export import weights
+from ppocli.export import plain_models, weights
 from ppocli.export.card import CARD, CURVE, curve, render_again, render_card
 from ppocli.export.facts import Facts, Mask
 from ppocli.storage import atomic, faults, model_files
@@ -84,7 +84,8 @@ class ExportPlan:
     @cached_property
     def tensors(self) -> dict[str, weights.StoredTensor]:
         """Of the source, or of the base that it is merged into."""
-        return weights.stored_tensors(weights.base_of(self.source) if self.merge else self.source)
+        folder = plain_models.base_of(self.source) if self.merge else self.source
+        return weights.stored_tensors(folder)
 
     @cached_property
     def shards(self) -> "StateDictSplit":
@@ -154,7 +155,8 @@ def write_export(plan: ExportPlan, mask: Mask, check: Callable[[], None]) -> dic
         return _publish(plan, mask, check)
     atomic.make_dirs(plan.target.parent)
     with TemporaryDirectory(dir=plan.target.parent, prefix=".merged-") as place:
-        weights.write_merged(plan.source, Path(place), plan.prompts, plan.trust_remote_code, check)
+        plain_models.write_merged(plan.source, Path(place), plan.prompts, plan.trust_remote_code,
+                                  check)
         gc.collect()
         return _publish(replace(plan, source=Path(place), merge=False, dtype=plan.written), mask,
                         check)
@@ -213,8 +215,8 @@ def _contents(plan: ExportPlan, mask: Mask) -> dict[str, Path | str]:
     found: dict[str, Path | str] = {**_copied(plan), **{file.name: file for file in plan.critic}}
     if not plan.adapter:
         found["config.json"] = _json(_model_config(plan))
-        if weights.GENERATION not in found:
-            found[weights.GENERATION] = _derived_generation_config(plan)
+        if plain_models.GENERATION not in found:
+            found[plain_models.GENERATION] = _derived_generation_config(plan)
     tokenizer = atomic.read_json(source / "tokenizer_config.json") or {}
     if tokenizer.pop("name_or_path", None) is not None:  # the folder that it was once loaded from
         found["tokenizer_config.json"] = _json(tokenizer)
@@ -251,7 +253,7 @@ def _copied(plan: ExportPlan) -> dict[str, Path]:
     adapter, what an earlier export tells, and code that the model ships with."""
     ours = (model_files.ADAPTER_CONFIG, model_files.ADAPTER_BASE) if plan.adapter else ()
     told = _TOLD if plan.facts.earlier is not None else ()
-    names = [*TOKENIZER, weights.GENERATION, *ours, *told]
+    names = [*TOKENIZER, plain_models.GENERATION, *ours, *told]
     if any("auto_map" in (atomic.read_json(plan.source / name) or {})
            for name in ("config.json", "tokenizer_config.json")):
         names.append("*.py")

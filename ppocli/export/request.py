@@ -20,6 +20,9 @@ from ppocli.text import Say, first_line, short_path
 DEFAULT_SHARD = "5GB"
 _LONGEST_NAME = 96
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_VIRTUAL = ("PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING",
+            "ADAPTION_PROMPT", "CPT", "CARTRIDGE")
+"""PEFT's kinds of adapters that no weight takes in"""
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.py", *exports.TOKENIZER, CARD,
              exports.TRAINING_CONFIG, CURVE]
 """of a Hub repository, what an export reads"""
@@ -199,7 +202,7 @@ def _merges(request: ExportRequest, source: Path, name: str, say: Say) -> bool:
                               fix=f"leave {option} out")
         return False
     kind = (atomic.read_json(source / model_files.ADAPTER_CONFIG) or {}).get("peft_type")
-    if kind == "LORA" and request.merge is not False:
+    if kind not in _VIRTUAL and request.merge is not False:
         return True
     if request.merge:
         raise ConfigError(f"{name} has virtual tokens ({kind}), which no weights of the base can "

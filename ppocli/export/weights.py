@@ -8,17 +8,20 @@ tensor by tensor, and as a model that plain transformers reads back from the fol
 import gc
 import json
 import math
-import os
-import shutil
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config.schema import ModelConfig
 from ppocli.errors import CheckpointError, InputError, PpocliError
+from ppocli.export.plain_models import (
+    GENERATION,
+    largest_difference,
+    load_model,
+    logits_of,
+    prompt_ids,
+)
 from ppocli.storage import atomic, faults, model_files
 from ppocli.text import first_line
 
@@ -26,20 +29,12 @@ if TYPE_CHECKING:
     from huggingface_hub import StateDictSplit
 
 INDEX = f"{model_files.SAFETENSORS}.index.json"
-GENERATION = "generation_config.json"
 _SHORT_DTYPES = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 """floating types in safetensors files and what users call them; only these are cast"""
 TORCH_DTYPES = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """what torch and config.json call them"""
 _DIGITS = {"bf16": 8, "fp16": 11}
 """bits of the significand, the hidden one included"""
-_MERGED_TOLERANCE = 1e-5
-"""how far logits may be from those of base and adapter apart (relative RMS, in fp32)"""
-
-
-def base_of(folder: Path) -> Path:
-    """The folder of an adapter's base; an InputError where it names none, or that isn't there."""
-    return Path(model_files.find_whole(str(folder), key=str(folder))[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,44 +182,6 @@ def _differs(what: str, fix: str = "please report this with the model's config.j
                            fix=fix)
 
 
-def write_merged(source: Path, folder: Path, prompts: list[str], trust_remote_code: bool,
-                 check: Callable[[], None]) -> None:
-    """Write a whole model: the adapter in ``source`` merged into its base, in fp32.
-
-    Args:
-        prompts: to compare the logits before and after on.
-        check: called between the parts; may raise to stop.
-
-    Raises:
-        CheckpointError: the merged model says something else than base and adapter.
-    """
-    import torch
-
-    from ppocli.models.loading.language_model import load_lm, merged
-    from ppocli.models.loading.tokenizer import load_tokenizer
-    from ppocli.training.saved_model import SavedModel
-
-    if not torch.cuda.is_available():
-        # transformers imports deepspeed when it saves, which would guess and say so on stdout
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    cfg = ModelConfig(path=str(source), trust_remote_code=trust_remote_code)
-    loaded = load_lm(cfg)
-    tokenizer = load_tokenizer(cfg)
-    ids = prompt_ids(tokenizer, prompts)
-    expected = logits_of(loaded.lm, ids)
-    check()
-    lm = merged(loaded).lm
-    worst = largest_difference(expected, logits_of(lm, ids))
-    if not worst <= _MERGED_TOLERANCE:
-        raise CheckpointError(f"The merged model's logits are off by {worst:.3g} (relative RMS; "
-                              f"allowed: {_MERGED_TOLERANCE:g}). Nothing was published.",
-                              fix="write the adapter's own folder: --adapter")
-    check()
-    SavedModel(lm, loaded.export_config, loaded.generation_config, tokenizer).write(folder)
-    if (source / GENERATION).is_file():  # of the training; what is loaded has that of the base
-        shutil.copyfile(source / GENERATION, folder / GENERATION)
-
-
 def tolerance(dtype: str, layers: int) -> float:
     """How much rounding the weights to ``dtype`` may change logits, as relative RMS.
 
@@ -266,7 +223,7 @@ def verify_model(source: Path, folder: Path, prompts: list[str], *, cast: str | 
         try:
             tokenizers.append(transformers.AutoTokenizer.from_pretrained(place, **hub))
             ids = prompt_ids(tokenizers[0], prompts)  # where settings of a tokenizer are damaged
-            model = _load_policy(place, hub)
+            model = load_model(place, hub)
         except PpocliError:
             raise
         except Exception as error:  # of many kinds, all about the folder
@@ -315,69 +272,3 @@ def compare_tokenizers(own: Any, ours: Any, prompts: list[str]) -> None:
             b = ours(text, add_special_tokens=plain)["input_ids"]
             if a != b or own.decode(a) != ours.decode(b):
                 raise _differs(f"the tokenizer gives other ids for {text[:60]!r}")
-
-
-def prompt_ids(tokenizer: Any, prompts: list[str]) -> list[list[int]]:
-    """Token ids of each prompt; of one without any, a single token."""
-    return [list(tokenizer(prompt)["input_ids"]) or [tokenizer.eos_token_id or 0]
-            for prompt in prompts]
-
-
-def _load_policy(folder: Path, hub: dict[str, Any]) -> Any:
-    """The model in a folder, or the adapter there on its base, by transformers and PEFT alone."""
-    import transformers
-
-    adapter = model_files.is_adapter(folder)
-    place = base_of(folder) if adapter else folder
-    config = transformers.AutoConfig.from_pretrained(place, **hub)
-    scores = model_files.is_scorer(folder)
-    kind: Any = (transformers.AutoModelForSequenceClassification if scores else
-                 transformers.AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False)
-                 else transformers.AutoModelForCausalLM)
-    model, info = kind.from_pretrained(place, output_loading_info=True, dtype="auto",
-                                       **({"num_labels": 1} if adapter and scores else {}), **hub)
-    wrong = [*info["missing_keys"], *map(str, info["mismatched_keys"])]
-    if wrong and not (adapter and scores):  # whose adapter has the head that its base lacks
-        raise ValueError(f"the weights do not fit the model: {min(wrong)}")
-    if adapter:
-        from peft import PeftModel
-
-        with warnings.catch_warnings():
-            # PEFT asks transformers by names that are going to be dropped
-            warnings.filterwarnings("ignore", category=FutureWarning)
-            model = PeftModel.from_pretrained(model, str(folder))
-    # Tensors may be views of the file, aligned as it happens; kernels round by alignment.
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    return model.eval()
-
-
-def logits_of(model: Any, ids: list[list[int]]) -> list[Any]:
-    """Logits [T, V] of each prompt, fp32, those of virtual tokens left out."""
-    import torch
-
-    found = []
-    with torch.inference_mode():
-        for row in ids:
-            given = {"input_ids": torch.tensor([row])}
-            if getattr(model.config, "is_encoder_decoder", False):
-                # what the decoder says after its start and the same tokens
-                start = int(getattr(model.config, "decoder_start_token_id", None) or 0)
-                given["decoder_input_ids"] = torch.tensor([[start, *row[:-1]]])
-            found.append(model(**given).logits[0][-len(row):].float().clone())
-    return found
-
-
-def largest_difference(expected: list[Any], found: list[Any]) -> float:
-    """The largest relative root-mean-square difference of two lists of tensors; infinite where
-    shapes differ or one isn't finite."""
-    import torch
-
-    worst = 0.0
-    for a, b in zip(expected, found, strict=True):
-        if a.shape != b.shape:
-            return math.inf
-        if not torch.equal(a, b):
-            gap = float((a - b).double().norm() / a.double().norm().clamp_min(1e-30))
-            worst = max(worst, gap if math.isfinite(gap) else math.inf)
-    return worst

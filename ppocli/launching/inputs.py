@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
-from ppocli.config import algorithm, hub, keys, resolved, sampling, schema, tasks
+from ppocli.config import algorithm, extras, hub, keys, resolved, sampling, schema, tasks
 from ppocli.config.row_paths import row_paths
 from ppocli.data import render, sources
 from ppocli.environments.resolve import ENVIRONMENT, TOOL, TOOLS
@@ -83,11 +82,9 @@ def _missing_packages(cfg: schema.TrainConfig) -> Iterator[InputError]:
     for name in cfg.tracking.trackers:
         if keys.is_import_path(name):
             continue
-        found = find_spec(name)
-        # a folder of that name, as wandb makes one for its files, is no package of that name
-        if found is None or found.origin is None:
+        if not extras.installed(name):
             yield InputError(f"The tracker {name} is not installed.", where="tracking.trackers",
-                             fix=f'pip install "ppocli[{name}]", or leave it out')
+                             fix=f"{extras.pip_line(name)}, or leave it out")
 
 
 def _named_models(cfg: schema.TrainConfig
@@ -118,8 +115,8 @@ def _missing_models(cfg: schema.TrainConfig) -> Iterator[InputError]:
         if name == resolved.PYTHON_OBJECT:
             continue
         try:
-            find = (model_files.find_whole if key in ("model.path", "model.reference.path")
-                    else model_files.find_model)
+            find = (model_files.find_model if key in ("model.tokenizer_path", "model.value.path")
+                    else model_files.find_whole)
             find(name, key=key, revision=revision, needs=needs)
         except InputError as error:
             named = error.where is not None and error.where.startswith(key)

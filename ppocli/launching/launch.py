@@ -22,10 +22,10 @@ from ppocli.config import algorithm, resolved, schema
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.launching import adopted_ranks, opened_folder, target_config
 from ppocli.launching.child_process import RunOutcome, Start, run_process
+from ppocli.own_code import join_working_directory
 from ppocli.parallel.launchers import find_launch, launched_world
 from ppocli.parallel.torch_modes import own_modes
 from ppocli.storage.atomic import read_json
-from ppocli.user_code import join_working_directory
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked

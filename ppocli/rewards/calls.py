@@ -138,6 +138,7 @@ def read_scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> 
     expected = EXPECTED + ("it has steps" if per_step else "its response has tokens")
     returned = styles.scores_in(returned, bound.style, request, lambda what: _error(
         bound, f" returned {what}.", expected))
+    _check_shape(bound, request, returned, noun)
     dense: bool | None = None
 
     def read(index: int, value: Any) -> Score:
@@ -159,6 +160,38 @@ def read_scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> 
         return score
 
     return _each(bound, request, returned, read, expected)
+
+
+def _check_shape(bound: BoundCallable, request: RewardRequest, returned: Any, noun: str) -> None:
+    """Refuse a rectangle [N, C] of numbers where samples haven't C tokens or steps: a model's raw
+    outputs, not the scores made of them.
+
+    Raises:
+        RewardError: names the shape, and how [N] comes of it.
+    """
+    try:
+        plain = _plain(returned)
+        shape = np.shape([_plain(row) for row in plain] if isinstance(plain, list) else plain)
+    except (ValueError, TypeError, RuntimeError, _BadValue):  # rows of several lengths; no numbers
+        return
+    units = request.steps if noun == "step" and request.steps is not None else request.response_ids
+    counts = [len(row) for row in units]
+    if len(shape) < 2 or shape[0] != len(request):
+        return
+    if len(shape) == 2 and ({*counts} == {1} if shape[1] == 1 else shape[1] in counts):
+        return
+    form, squeezed = (f"[{', '.join(map(str, sizes))}]" for sizes in (shape, shape[:-1]))
+    outputs = math.prod(shape[1:])
+    if shape[-1] == 1:
+        raise _error(bound, f" returned scores of shape {form}: each number is in a list of its "
+                     f"own, not one for each of the {noun}s.",
+                     f"squeeze them to shape {squeezed}: scores.squeeze(-1) of a tensor, [score "
+                     "for [score] in scores] of a list")
+    if bound.style != "trlx" or len(shape) > 2:  # whose numbers are of its own tokens
+        raise _error(bound, f" returned scores of shape {form}: {outputs} numbers a sample, and "
+                     f"the first response has {counted(counts[0], noun)}.",
+                     f"return shape [{len(request)}], one number a sample, such as scores[:, 1] of "
+                     f"a model's outputs; or one number a {noun}")
 
 
 def _on_tokens(score: list[float], request: RewardRequest, index: int) -> list[float]:

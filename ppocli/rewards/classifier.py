@@ -4,7 +4,8 @@
 """
 
 from ppocli.errors import RewardError
-from ppocli.rewards.reward_model import SequenceReward, check_choice
+from ppocli.rewards.reading import check_choice
+from ppocli.rewards.reward_model import Chats, SequenceReward
 from ppocli.text import suggestion
 
 
@@ -20,6 +21,7 @@ class TextClassifier(SequenceReward):
             model) or ``logit``, the label's raw output.
         on: what is classified: the ``sample`` (prompt + response), the ``response`` alone, or the
             ``pair`` of both for models trained on pairs.
+        chat, end: as of :class:`~ppocli.rewards.reward_model.RewardModel`.
         batch_size: texts per forward pass.
         max_length: longest input in tokens (default: what the model allows).
         truncation_side: which end of a longer text is cut.
@@ -34,19 +36,21 @@ class TextClassifier(SequenceReward):
     """
 
     def __init__(self, model: str, label: str = "POSITIVE", *, output: str = "probability",
-                 on: str = "sample", batch_size: int = 64, max_length: int | None = None,
+                 on: str = "sample", chat: bool | str = "auto", end: str | None = None,
+                 batch_size: int = 64, max_length: int | None = None,
                  truncation_side: str = "right", device: str = "auto", dtype: str = "fp32",
                  revision: str | None = None, trust_remote_code: bool = False) -> None:
         check_choice("output", output, ("probability", "logit"))
-        super().__init__(model, on=on, batch_size=batch_size, max_length=max_length,
-                         truncation_side=truncation_side, device=device, dtype=dtype,
-                         revision=revision, trust_remote_code=trust_remote_code)
+        super().__init__(model, on=on, chat=chat, end=end, batch_size=batch_size,
+                         max_length=max_length, truncation_side=truncation_side, device=device,
+                         dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
         self.position = label_position(label, self.labels, model)
         self.output = output
 
-    def __call__(self, samples: list[str], prompts: list[str], responses: list[str]) -> list[float]:
+    def __call__(self, samples: list[str], prompts: list[str], responses: list[str],
+                 chats: Chats = None) -> list[float]:
         """[N] scores of the label, in [0, 1] for ``output=probability``."""
-        logits = self.logits(samples, prompts, responses)
+        logits = self.logits(samples, prompts, responses, chats)
         if self.output == "probability":
             multi_label = self.model.config.problem_type == "multi_label_classification"
             single = multi_label or len(self.labels) == 1

@@ -7,6 +7,7 @@ a list with one number a response token, or null. Failures have another status t
 ``{"error": text}``.
 
 Where they are known the request also has ``"ended": [N booleans]``, ``"messages": [N lists]``,
+``"chats": [N lists]`` (of episodes),
 ``"progress": [steps done, steps in all, passes over the prompts]``, and ``"steps"`` with
 ``"step_ends"``: N lists as in :class:`RewardRequest`. The answer may also have ``"logs"``, N
 objects as in :attr:`RewardScores.logs`, and ``"per_step": true``: its lists have one number a step.
@@ -95,6 +96,8 @@ class RewardRequest:
     """whether a stop token or stop sequence ended each response; None where nobody knows"""
     messages: Sequence[list[dict[str, Any]]] = ()
     """prompts as conversations, where ``prompts.chat`` rendered them; else none"""
+    chats: Sequence[list[dict[str, Any]]] = ()
+    """prompts and responses as conversations, of episodes whose messages are known; else none"""
     progress: Sequence[float] = (0.0, 0.0, 0.0)
     """steps done, steps of the whole run and passes over the prompts; zeros outside of a run"""
     logs: RewardLogs = field(default_factory=RewardLogs)
@@ -111,6 +114,14 @@ class RewardRequest:
 
     def __len__(self) -> int:
         return len(self.responses)
+
+    @property
+    def conversations(self) -> list[list[dict[str, Any]]] | None:
+        """[N] prompts and responses as conversations; None where prompts were plain text."""
+        if self.chats or not self.messages:
+            return [list(chat) for chat in self.chats] or None
+        return [[*messages, {"role": "assistant", "content": response}]
+                for messages, response in zip(self.messages, self.responses, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +177,7 @@ def on_tokens(numbers: Sequence[float], places: Sequence[int], count: int) -> li
 
 _SENT = ("prompts", "responses", "response_ids")
 _LISTS = {"prompts": str, "responses": str, "response_ids": list, "ended": bool, "messages": list,
-          "progress": object, "steps": list, "step_ends": list}
+          "chats": list, "progress": object, "steps": list, "step_ends": list}
 """what lists of a request's body hold; those that are sent are always there"""
 
 

@@ -4,53 +4,37 @@ it shares with the classifier, a sequence-classification model run frozen over t
     reward.fn=reward_model reward.kwargs.model=/path/to/reward-model
 """
 
-import logging
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
 import torch
-import transformers
 from torch.nn.utils.rnn import pad_sequence
 
-from ppocli.errors import InputError, RewardError
+from ppocli.errors import RewardError
+from ppocli.rewards import scorer_files
+from ppocli.rewards.reading import SampleReader, check_choice
 from ppocli.rewards.records import differences
 from ppocli.rewards.resolve import wrong_argument
-from ppocli.storage.model_files import find_model, quiet_transformers
-from ppocli.text import error_line, pasted, suggestion
+from ppocli.rewards.scorer_files import MODEL_KEY
+from ppocli.text import error_line, pasted
 
-log = logging.getLogger(__name__)
-
+Chats = Sequence[list[dict[str, Any]]] | None
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MODEL_KEY = "reward.kwargs.model"
-SCORE_END, SCORE_MEAN, SCORE_STD = "score_end", "score_mean", "score_std"
-SCORE_FRONT = "score_front"
-"""in config.json of a model that ``ppocli reward-model`` has trained: the token behind whose texts
-scores are read (none where that token also pads), their moments on its training data, and whether
-what the tokenizer puts in front of a text stood there in training"""
-UNBOUNDED = 1_000_000
-"""a tokenizer without a limit reports one far above this"""
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    """Refuse an argument that is not one of ``choices``.
-
-    Raises:
-        RewardError: names the nearest choice.
-    """
-    if value not in choices:
-        raise RewardError(f"{name}={value!r} is unknown. {suggestion(str(value), choices)}"
-                          .rstrip(), where=f"reward.kwargs.{name}",
-                          fix=f"one of: {', '.join(choices)}")
+SCORE_MEAN, SCORE_STD = "score_mean", "score_std"
+"""in config.json of a model that ``ppocli reward-model`` has trained: moments of the scores on its
+training data"""
 
 
 class SequenceReward:
-    """A sequence-classification model with the tokenizer that lies beside it, loaded whole.
+    """A sequence-classification model with the tokenizer that lies beside it, loaded whole; an
+    adapter is merged into its base.
 
     Args:
         model: a folder, a Hub name, or ``builtin:NAME``.
         on: what it reads: the ``sample`` (prompt + response), the ``response`` alone, or the
             ``pair`` of both as two segments.
+        chat, end: as of :class:`~ppocli.rewards.reading.SampleReader`.
         batch_size: texts per forward pass.
         max_length: longest input in tokens (None: what the model allows).
         truncation_side: which end of a longer input is cut, ``left`` or ``right``.
@@ -65,10 +49,10 @@ class SequenceReward:
         RewardError: an argument is out of range.
     """
 
-    def __init__(self, model: str, *, on: str = "sample", batch_size: int = 32,
-                 max_length: int | None = None, truncation_side: str = "left",
-                 device: str = "auto", dtype: str = "fp32", revision: str | None = None,
-                 trust_remote_code: bool = False) -> None:
+    def __init__(self, model: str, *, on: str = "sample", chat: bool | str = "auto",
+                 end: str | None = None, batch_size: int = 32, max_length: int | None = None,
+                 truncation_side: str = "left", device: str = "auto", dtype: str = "fp32",
+                 revision: str | None = None, trust_remote_code: bool = False) -> None:
         check_choice("on", on, ("sample", "response", "pair"))
         check_choice("dtype", dtype, tuple(DTYPES))
         check_choice("truncation_side", truncation_side, ("left", "right"))
@@ -76,36 +60,30 @@ class SequenceReward:
                             ("max_length", 1 if max_length is None else max_length)):
             if type(value) is not int or value < 1:
                 raise wrong_argument(name, value, "a positive whole number")
-        self.name, self.on, self.batch_size = model, on, batch_size
+        self.name, self.batch_size = model, batch_size
         self.device = _device(device)
-        source = find_model(model, key=MODEL_KEY, revision=revision)
-        options = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
-        quiet_transformers()
-        self.tokenizer = _load_tokenizer(model, source, options)
+        scorer = scorer_files.load_scorer(model, DTYPES[dtype], revision=revision,
+                                          trust_remote_code=trust_remote_code)
+        self.model, self.tokenizer = scorer.model, scorer.tokenizer
         self.tokenizer.truncation_side = truncation_side
-        self.model = _load_model(model, source, DTYPES[dtype], options)
         self.model.to(self.device).eval().requires_grad_(False)
-        config, embeddings = self.model.config, self.model.get_input_embeddings()
-        if embeddings is not None and len(self.tokenizer) > embeddings.weight.shape[0]:
-            raise InputError(f"The tokenizer in {model} knows {len(self.tokenizer)} tokens, "
-                             f"but its model has only {embeddings.weight.shape[0]} embeddings.",
-                             where=MODEL_KEY, fix="put the model's own tokenizer into its folder")
+        config = self.model.config
         self.labels = tuple(str(config.id2label[i]) for i in range(config.num_labels))
-        limit = _position_limit(self.model, self.tokenizer)
-        if max_length is not None and limit is not None and max_length > limit:
+        if max_length is not None and scorer.limit is not None and max_length > scorer.limit:
             raise RewardError(
-                f"max_length={max_length} is longer than {model} can read ({limit}).",
-                where="reward.kwargs.max_length", fix=f"reward.kwargs.max_length={limit}")
-        self.max_length = max_length or limit
-        self.end: int | None = getattr(config, SCORE_END, None)
-        self.front = bool(getattr(config, SCORE_FRONT, True))
-        self._said_cut = False
+                f"max_length={max_length} is longer than {model} can read ({scorer.limit}).",
+                where="reward.kwargs.max_length", fix=f"reward.kwargs.max_length={scorer.limit}")
+        self.max_length = max_length or scorer.limit
         self.check_outputs()
+        self.reader = SampleReader(
+            model, self.tokenizer, config, on=on, chat=chat, end=end, max_length=self.max_length,
+            decoder=hasattr(self.model, "score"))
 
     def check_outputs(self) -> None:
         """Refuse a model whose outputs are of another kind; here any will do."""
 
-    def logits(self, samples: list[str], prompts: list[str], responses: list[str]) -> torch.Tensor:
+    def logits(self, samples: list[str], prompts: list[str], responses: list[str],
+               chats: Chats = None) -> torch.Tensor:
         """Raw outputs of the model, independent of how the texts are batched (1e-5 in fp32).
 
         Texts are sorted by length, so that a batch holds little padding, and the order is restored.
@@ -113,8 +91,7 @@ class SequenceReward:
         Returns:
             [N, labels] float32 on CPU. A decoder's score is read at its last attended token.
         """
-        encoded = self._encode(*{"sample": (samples, None), "response": (responses, None),
-                                 "pair": (prompts, responses)}[self.on])
+        encoded = self.reader.read(samples, prompts, responses, chats)
         ids = encoded["input_ids"]
         order = sorted(range(len(ids)), key=lambda row: len(ids[row]))
         logits = torch.empty(len(ids), len(self.labels), dtype=torch.float32)
@@ -125,36 +102,6 @@ class SequenceReward:
             with torch.no_grad():
                 logits[rows] = self.model(**batch).logits.to("cpu", torch.float32)
         return logits
-
-    def _encode(self, texts: list[str], pairs: list[str] | None) -> dict[str, list[list[int]]]:
-        tokenizer, room = self.tokenizer, self.max_length
-        if room is not None and self.end is not None:
-            room -= 1
-        encoded = tokenizer(texts, pairs, truncation=room is not None, max_length=room,
-                            return_attention_mask=True, add_special_tokens=self.front)
-        # a tokenizer of the fast kind tells which texts it has cut
-        num_cut = sum(bool(encoding.overflowing) for encoding in encoded.encodings or ())
-        if num_cut and not self._said_cut:
-            self._said_cut = True
-            log.warning("%s reads at most %d tokens: %d of %d texts were cut on the %s (said once)",
-                        self.name, self.max_length, num_cut, len(texts), tokenizer.truncation_side)
-        # The model reads at least one token: some tokenizers make none of an empty text.
-        filler = next((token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id,
-                                           tokenizer.pad_token_id) if token is not None), 0)
-        least = {"input_ids": [filler], "attention_mask": [1]}
-        found = {key: [row or least.get(key, [0]) for row in rows] for key, rows in encoded.items()}
-        bos = tokenizer.bos_token_id
-        for i, ids in enumerate(found["input_ids"]):
-            if len(ids) > 1 and ids[0] == ids[1] == bos:  # a chat template has written one, too
-                for rows in found.values():
-                    rows[i] = rows[i][1:]
-        if self.end is not None:
-            for i, ids in enumerate(found["input_ids"]):
-                if ids[-1] != self.end:
-                    for key, end in (("input_ids", self.end), ("attention_mask", 1)):
-                        found[key][i] = [*found[key][i], end]
-            found.pop("token_type_ids", None)  # decoders have no use for it
-        return found
 
     def _padded(self, rows: dict[str, list[list[int]]]) -> dict[str, torch.Tensor]:
         """One batch of tensors [B, T] on the model's device, padded."""
@@ -187,64 +134,22 @@ def _device(device: str) -> torch.device:
     return target
 
 
-def _load_tokenizer(name: str, source: str, options: dict[str, Any]) -> Any:
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-    except Exception as error:  # transformers raises many kinds here, all about the files
-        raise InputError(f"The tokenizer of {name} can't be loaded: {error_line(error)}",
-                         where=MODEL_KEY, fix="save the model's own tokenizer into its folder"
-                         ) from error
-    if len(tokenizer) == 0 or tokenizer.vocab_size == 0:
-        raise InputError(f"No tokenizer in {name} (expected tokenizer.json, or a vocabulary file).",
-                         where=MODEL_KEY, fix="save the model's own tokenizer into its folder")
-    return tokenizer
-
-
-def _load_model(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
-    try:
-        model, info = transformers.AutoModelForSequenceClassification.from_pretrained(
-            source, dtype=dtype, output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused below, by name
-            **options)
-    except Exception as error:  # as above
-        raise InputError(f"The model in {name} can't be loaded: {error_line(error)}",
-                         where=MODEL_KEY, fix="give a folder or Hub name of a "
-                                              "sequence-classification model") from error
-    mismatched = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
-    if absent := sorted({*info["missing_keys"], *mismatched}):
-        shown = ", ".join(absent[:5]) + (", ..." if len(absent) > 5 else "")
-        raise InputError(
-            f"{name} has no fitting weights for {shown}; they would be random numbers.",
-            where=MODEL_KEY, fix="give a model trained for sequence classification, not its base")
-    return model
-
-
-def _position_limit(model: Any, tokenizer: Any) -> int | None:
-    """Longest input that both tokenizer and position embeddings allow; None when neither says."""
-    limits = [tokenizer.model_max_length] if tokenizer.model_max_length < UNBOUNDED else []
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and positions > 0:
-        for name, module in model.named_modules():
-            # RoBERTa counts positions from padding_idx + 1 and so loses that many
-            if name.endswith("position_embeddings") and getattr(
-                    module, "padding_idx", None) is not None:
-                positions -= module.padding_idx + 1
-        limits.append(positions)
-    return min(limits) if limits else None
-
-
 class RewardModel(SequenceReward):
     """Score of the text under an ``AutoModelForSequenceClassification`` with a single output.
 
-    The reward model keeps its own tokenizer and sees text, so it may come from another family than
-    the policy. A decoder's score is read at the last token of the text. Behind the text of a model
-    that ``ppocli reward-model`` has trained stands the token that ended every answer in its
-    training, whether the response ended in it or was cut off.
+    The reward model keeps its own tokenizer and its own chat template, so it may come from another
+    family than the policy. A decoder's score is read at the last token of the text. Behind the text
+    of a model that ``ppocli reward-model`` has trained stands the token that ended every answer in
+    its training, whether the response ended in it or was cut off.
 
     Args:
         model: folder, Hub name or ``builtin:NAME``.
         on: what is scored: the ``sample`` (prompt + response), the ``response`` alone, or the
             ``pair`` of both.
+        chat: whether conversations are rendered by the model's own chat template (``auto``: where
+            it has one and prompts are conversations).
+        end: text behind each sample, "" for none (default: what ended texts in training, where the
+            model's files tell).
         batch_size: texts per forward pass.
         max_length: longest input in tokens (default: what the model allows).
         truncation_side: which end of a longer text is cut; ``left`` keeps the response.
@@ -278,9 +183,10 @@ class RewardModel(SequenceReward):
         return (mean, std) if isinstance(mean, float) and isinstance(std, float) and std > 0 \
             else None
 
-    def __call__(self, samples: list[str], prompts: list[str], responses: list[str]) -> list[float]:
+    def __call__(self, samples: list[str], prompts: list[str], responses: list[str],
+                 chats: Chats = None) -> list[float]:
         """[N] raw scores."""
-        return self.logits(samples, prompts, responses)[:, 0].tolist()
+        return self.logits(samples, prompts, responses, chats)[:, 0].tolist()
 
 
 class StepRewardModel(RewardModel):
@@ -291,29 +197,39 @@ class StepRewardModel(RewardModel):
         model: folder, Hub name or ``builtin:NAME``.
         difference: give each step after the first what it adds to the score of the text before it,
             so that the sum over the steps is the score of the last.
-        on, batch_size, max_length, truncation_side, device, dtype, revision, trust_remote_code: as
-            of :class:`RewardModel`.
+        on, chat, end, batch_size, max_length, truncation_side, device, dtype, revision,
+            trust_remote_code: as of :class:`RewardModel`.
 
     Raises:
         InputError, RewardError: as :class:`RewardModel`.
     """
 
     def __init__(self, model: str, *, difference: bool = False, on: str = "sample",
-                 batch_size: int = 32, max_length: int | None = None,
-                 truncation_side: str = "left", device: str = "auto", dtype: str = "fp32",
-                 revision: str | None = None, trust_remote_code: bool = False) -> None:
-        super().__init__(model, on=on, batch_size=batch_size, max_length=max_length,
-                         truncation_side=truncation_side, device=device, dtype=dtype,
-                         revision=revision, trust_remote_code=trust_remote_code)
+                 chat: bool | str = "auto", end: str | None = None, batch_size: int = 32,
+                 max_length: int | None = None, truncation_side: str = "left",
+                 device: str = "auto", dtype: str = "fp32", revision: str | None = None,
+                 trust_remote_code: bool = False) -> None:
+        super().__init__(model, on=on, chat=chat, end=end, batch_size=batch_size,
+                         max_length=max_length, truncation_side=truncation_side, device=device,
+                         dtype=dtype, revision=revision, trust_remote_code=trust_remote_code)
         self.difference = difference
 
     def __call__(self, samples: list[str], prompts: list[str],  # type: ignore[override]
-                 responses: list[str], steps: list[list[str]]) -> list[list[float]]:
+                 responses: list[str], steps: list[list[str]], chats: Chats = None
+                 ) -> list[list[float]]:
         """[N] lists of one number a step."""
-        before = [prompt for prompt, own in zip(prompts, steps, strict=True) for _ in own]
-        if not (until := [text for own in steps for text in accumulate(own)]):
+        until = [list(accumulate(one)) for one in steps]
+        if not any(until):
             return [[] for _ in steps]
-        whole = [prompt + text for prompt, text in zip(before, until, strict=True)]
-        flat = self.logits(whole, before, until)[:, 0]
-        found = [scores.tolist() for scores in flat.split([len(own) for own in steps])]
-        return [differences(scores) for scores in found] if self.difference else found
+        before = [prompt for prompt, one in zip(prompts, until, strict=True) for _ in one]
+        flat = [text for one in until for text in one]
+        if chats is not None and all(chat[-1]["content"] == response for chat, response in zip(
+                chats, responses, strict=True)):  # steps of an episode go through all its turns
+            chats = [[*chat[:-1], {**chat[-1], "content": text}]
+                     for chat, one in zip(chats, until, strict=True) for text in one]
+        else:
+            chats = None
+        whole = [prompt + text for prompt, text in zip(before, flat, strict=True)]
+        scores = self.logits(whole, before, flat, chats)[:, 0]
+        rows = [row.tolist() for row in scores.split([len(one) for one in steps])]
+        return [differences(row) for row in rows] if self.difference else rows

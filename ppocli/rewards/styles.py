@@ -37,6 +37,7 @@ KNOWN_ARGUMENTS: Mapping[str, Source] = {
     **dict.fromkeys(("outputs", "responses", "completions"), lambda r: list(r.responses)),
     **dict.fromkeys(("completion_ids", "response_ids", "output_ids"),
                     lambda r: [list(ids) for ids in r.response_ids]),
+    "chats": lambda r: r.conversations and fresh(r.conversations),
     "tokenizer": lambda r: r.tokenizer}
 """What a function may ask for by name. Every call gets fresh lists, which it may change."""
 

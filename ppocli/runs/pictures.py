@@ -11,10 +11,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from math import log10
 from typing import Any, Literal
 
+from ppocli.config import extras
 from ppocli.errors import ConfigError
 from ppocli.runs import sweeps
 from ppocli.text import clean, finite_number
@@ -63,7 +63,7 @@ class Panel:
 
 def installed() -> bool:
     """Whether there is a matplotlib to draw with."""
-    return find_spec("matplotlib") is not None
+    return extras.installed("matplotlib")
 
 
 def draw(panels: Sequence[Panel], form: str = "svg") -> bytes:
@@ -101,12 +101,12 @@ def drawing_as(form: str, paint: Callable[[Any], None]) -> bytes:
     Raises:
         ConfigError: matplotlib isn't installed.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError:
+    if not installed():
         raise ConfigError(f"Drawing a .{form} needs matplotlib, which is not installed.",
-                          where="--output", fix="pip install 'ppocli[plot]'") from None
+                          where="--output", fix=extras.pip_line("matplotlib"))
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
     buffer = io.BytesIO()
     with warnings.catch_warnings(), rc_context(_STYLE):  # type: ignore[arg-type]
         warnings.simplefilter("ignore")  # letters of a run's name that the font hasn't got

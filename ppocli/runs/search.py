@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import keys, schema, tasks
+from ppocli.config import extras, keys, schema, tasks
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.runs.sweeps import JOURNAL, JobRecord, SweepRecord
 from ppocli.storage import atomic, run_folder, run_logs
@@ -49,11 +49,11 @@ def load_optuna() -> Any:
     Raises:
         ConfigError: it isn't installed.
     """
-    try:
-        import optuna
-    except ImportError:
+    if not extras.installed("optuna"):
         raise ConfigError("Searching needs optuna, which is not installed.", where="sweep.search",
-                          fix="pip install 'ppocli[sweep]'") from None
+                          fix=extras.pip_line("optuna"))
+    import optuna
+
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna
 

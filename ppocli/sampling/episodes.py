@@ -50,6 +50,8 @@ class Game:
     """tokens of the prompt"""
     environment: Any
     opening: str = ""
+    context: tuple[Any, ...] = ()
+    """as of :class:`Episode`"""
     actions: list[int] = field(default_factory=list)
     """places in ``ids`` of what the policy said"""
     logprobs: list[float] = field(default_factory=list)
@@ -67,7 +69,8 @@ class Game:
     def record(self) -> Episode:
         """The finished episode."""
         own = getattr(self.environment, "own", self.environment)  # what an adapter is around
-        return Episode(self.opening, tuple(self.turns), self.ended or DONE, self.error, own)
+        return Episode(self.opening, tuple(self.turns), self.ended or DONE, self.error, own,
+                       self.context)
 
 
 class EpisodeSampler:
@@ -173,7 +176,7 @@ class EpisodeSampler:
             own = prompts.tokens[i][prompts.mask[i]].tolist()
             ids, said = self.words.opening(own, asked[i].given["messages"], answer.told)
             game = Game(i, prompts.episodes[i], [*ids, *said.ids], len(own), answer.environment,
-                        said.text)
+                        said.text, said.messages)
             if game.room(self.cfg.max_tokens) < 1:
                 what = "What reset says" + " and the tools" * bool(self.calls.what.tools)
                 raise InputError(f"{what} takes {len(game.ids) - len(own)} tokens and leaves no "
@@ -215,7 +218,7 @@ class EpisodeSampler:
             game.ended = TOKENS
         said_before = sum(turn.tokens for turn in game.turns)
         game.turns.append(Turn(text, len(game.actions) - said_before, step.reward, said.text,
-                               0 if game.ended else len(said.ids), step.failed))
+                               0 if game.ended else len(said.ids), step.failed, said.messages))
 
 
 def _longest_silence(turns: Sequence[Turn]) -> int:

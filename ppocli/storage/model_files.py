@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
-from ppocli.config import bounded, kept
+from ppocli.config import bounded, extras, kept
 from ppocli.errors import InputError, PpocliError
 from ppocli.storage import atomic
 from ppocli.text import pasted
@@ -26,6 +26,9 @@ SAFETENSORS = "model.safetensors"
 WEIGHTS = (SAFETENSORS, "pytorch_model.bin")
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight",
+         "classification_head.out_proj.weight")
+"""ends of names of the weight that makes a classifier's outputs, one row a label"""
 ADAPTER_BASE = "base_model.json"
 """which model an adapter belongs to, beside the files that PEFT knows"""
 MODEL = "model"
@@ -138,6 +141,8 @@ def check_folder(folder: Path, *, key: str, needs: Needs = "model and tokenizer"
         InputError: names the missing or broken file and what belongs there.
     """
     adapter = is_adapter(folder)
+    if needs != "tokenizer" and adapter and adapters:
+        extras.require("peft", f"The adapter in {folder}", key)
     if needs != "tokenizer" and adapter and not adapters:
         raise InputError(f"{folder} holds only an adapter (adapter_config.json).", where=key,
                          fix="merge it into its base: ppocli export "
@@ -262,6 +267,16 @@ def scores(config: Any) -> bool:
     return any("ForSequenceClassification" in name for name in config.architectures or [])
 
 
+def states_labels(source: str, revision: str | None) -> bool:
+    """Whether a model's config.json itself tells of labels; transformers takes two for granted."""
+    from transformers import PretrainedConfig
+
+    with suppress(Exception):
+        stated, _ = PretrainedConfig.get_config_dict(source, revision=revision)
+        return not {"id2label", "num_labels"}.isdisjoint(stated)
+    return True
+
+
 def is_adapter(folder: str | Path) -> bool:
     """Whether a folder holds an adapter instead of a model."""
     folder = Path(folder)
@@ -274,6 +289,30 @@ def is_scorer(folder: str | Path) -> bool:
     names = (atomic.read_json(Path(folder) / "config.json") or {}).get("architectures") or []
     return adapter.get("task_type") == "SEQ_CLS" or any(
         str(name).endswith("ForSequenceClassification") for name in names)
+
+
+def task_type(folder: str | Path, config: Any) -> str:
+    """What a whole model or an adapter is for, as PEFT calls it: CAUSAL_LM, SEQ_2_SEQ_LM, SEQ_CLS
+    or TOKEN_CLS.
+
+    Args:
+        config: of the model, or of the adapter's base.
+
+    Raises:
+        InputError: an adapter for something else.
+    """
+    adapter = atomic.read_json(Path(folder) / ADAPTER_CONFIG) or {} if is_adapter(folder) else {}
+    kinds = ("CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "TOKEN_CLS")
+    if (kind := adapter.get("task_type")) in kinds:
+        return str(kind)
+    if kind is not None:
+        raise InputError(f"The adapter in {folder} is for {kind}; those for {', '.join(kinds)} can "
+                         "be merged and checked.", where=str(Path(folder) / ADAPTER_CONFIG),
+                         fix="merge it with PEFT itself: merge_and_unload()")
+    names = " ".join(config.architectures or [])
+    return ("SEQ_CLS" if "ForSequenceClassification" in names else
+            "TOKEN_CLS" if "ForTokenClassification" in names else
+            "SEQ_2_SEQ_LM" if getattr(config, "is_encoder_decoder", False) else "CAUSAL_LM")
 
 
 def named_base(folder: Path) -> tuple[str, str | None, BaseIdentity | None]:

@@ -20,7 +20,8 @@ from ppocli.models.loading import adapters, language_model, model_config
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
-from ppocli.rewards.reward_model import SCORE_END, SCORE_FRONT, SCORE_MEAN, SCORE_STD
+from ppocli.rewards.reading import SCORE_END, SCORE_FRONT
+from ppocli.rewards.reward_model import SCORE_MEAN, SCORE_STD
 from ppocli.tasks import building, supervised
 from ppocli.text import share_error
 from ppocli.training import saved_model, task

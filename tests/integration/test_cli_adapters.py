@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import read_json
+from helpers import ppocli, read_json
 from runs import assert_equal_runs, copied, resumed, run, whole_copy, words
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is dep:FutureWarning")
@@ -98,3 +98,40 @@ def test_it_is_judged_and_asked(here, export, what):
     assert figures["reward_mean"] == pytest.approx(after["reward_mean"])
     assert figures["kl_mean"] == pytest.approx(after["kl_mean"], abs=1e-5)
     assert after["kl_mean"] > 1e-3
+
+
+HIDING = """
+import os, sys
+from importlib.machinery import PathFinder
+
+class Hiding(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        if name.partition(".")[0] == "peft" and path is None:
+            path = [one for one in sys.path if os.path.realpath(one or ".") == os.getcwd()]
+        return PathFinder.find_spec(name, path, target)
+
+sys.meta_path[:] = [Hiding if one is PathFinder else one for one in sys.meta_path]
+"""
+
+
+def test_what_lies_in_the_current_folder_stands_for_no_library(world, tmp_path):
+    """Neither where the library is installed nor, of PEFT, where it isn't."""
+    for name in ("datasets", "evaluate", "optuna", "bitsandbytes", "accelerate", "yaml"):
+        (world / f"{name}.py").write_text("raise SystemExit('shadowed')")
+    for name in ("deepspeed", "torch", "transformers", "numpy"):
+        (world / name).mkdir()
+        (world / name / "__init__.py").write_text("raise SystemExit('shadowed')")
+    for name in ("wandb", "peft", "safetensors"):
+        (world / name).mkdir()
+    ppocli("train", *words(*LORA, "run_name=lora", "ppo.num_steps=1"), cwd=world, code=0)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(HIDING)
+    env = {"PYTHONPATH": str(tmp_path / "site")}
+    for more, code, place in ((LORA, 2, "model.peft: needs the library PEFT"),
+                              (["reward.fn=reward_model", "reward.kwargs.model=runs/lora/model"], 3,
+                               "lora/model needs peft")):
+        done = ppocli("train", *words("run_name=none"), *more, cwd=world, code=code, **env)
+        assert place in done.stderr
+        assert "fix:   pip install 'ppocli[peft]'" in done.stderr
+        assert "a bug in ppocli" not in done.stderr

@@ -13,7 +13,7 @@ def test_a_tracker_that_is_not_installed(command, world: Path):
     (world / "wandb").mkdir()  # wandb's own folder of files is no library
     done = command(*words("run_name=a", "tracking.trackers=[wandb]"), code=3)
     assert "The tracker wandb is not installed" in done.err
-    assert 'pip install "ppocli[wandb]"' in done.err
+    assert "pip install 'ppocli[wandb]'" in done.err
     assert not (world / "runs").exists()
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from sessions import (
     weights_of,
 )
 
-from ppocli.config import algorithm
 from ppocli.config.schema_training import PPOConfig, PPOOptimizerConfig, ValueOptimizerConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.inputs import missing_inputs
@@ -185,9 +185,9 @@ def test_which_shapes_of_state_fit():
 
 
 def test_without_bitsandbytes_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(algorithm, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     cfg = small_config(tmp_path, ppo__optimizer__name="adamw_8bit")
     (problem,) = missing_inputs(cfg)
-    assert 'pip install "ppocli[8bit]"' in problem.fix
+    assert "pip install 'ppocli[8bit]'" in problem.fix
     with pytest.raises(InputError, match="bitsandbytes"):
         build_optimizer(torch.nn.Linear(1, 1), cfg.ppo)

@@ -180,6 +180,11 @@ def test_conversations_score_as_in_training_with_one_token_in_front_or_none(tmp_
     texts = [f"{prompt} {text}" for text in said]
     found = RewardModel(str(folder))(texts, [prompt] * 2, list(said))
     assert found == pytest.approx(scores[0].tolist(), abs=1e-5)
+    chats = [[*asked, *pair[name]] for name in ("chosen", "rejected")]
+    found = RewardModel(str(folder))(["it"] * 2, ["it"] * 2, list(said), chats)  # another template
+    assert found == pytest.approx(scores[0].tolist(), abs=1e-5)
+    recorded = json.loads((folder / "tokenizer_config.json").read_text())
+    assert recorded["trained_with_chat_template"] is True
 
 
 def test_a_reward_model_keeps_its_head_and_a_new_one_comes_of_the_seed(tmp_path):

@@ -81,7 +81,7 @@ def test_trlx_dense_example(tokenizer):
     found = build_reward(RewardConfig(fn=example("dense_reward_fn"))).score(asked)
     assert found.dense == [[0, 0, 0, 0.25, 0, 0, 1.0], [0, 0, 0, 0.25, 0, 1.0], [1.0]]
     # as it was: the EOS text is not there, and the lists are too short
-    with refused(RewardError, "a list of 6 numbers, but the response has 7 tokens"):
+    with refused(RewardError, "shape [1, 6]: 6 numbers a sample, and the first response has 7"):
         build_reward(RewardConfig(fn=example("dense_reward_fn"), style="ppocli")).score(
             request(tokenizer, texts[:1]))
 

@@ -344,7 +344,7 @@ def test_missing_models(tmp_path, monkeypatch, offline):
         assert "reward.kwargs" not in str(caught.value)
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    with pytest.raises(InputError, match="only an adapter"):
+    with pytest.raises(InputError, match="no weights in adapter"):
         RewardModel("adapter")
 
 

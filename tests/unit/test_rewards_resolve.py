@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -11,8 +12,9 @@ import pytest
 import torch
 from helpers import refused
 
+from ppocli.config import extras
 from ppocli.config.schema import EnvConfig, RewardConfig
-from ppocli.errors import ConfigError, RewardError
+from ppocli.errors import ConfigError, InputError, RewardError
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.resolve import BUILTIN_REWARDS, bind, locate_reward
 from ppocli.rewards.scoring import build_metric, build_reward, check_reward_config
@@ -65,6 +67,29 @@ def test_packages_and_reexports(write, spec):
     write("pkg/deep/__init__.py", "from pkg.deep import mod")
     write("pkg/deep/mod.py", PLAIN)
     assert score(spec) == [3.0, 9.0]
+
+
+def test_the_current_folder_hides_no_library(write, tmp_path):
+    """What is installed stays; a file of its name in the current folder is named as a file."""
+    write("site/praise.py", "")
+    sys.path.append(str(tmp_path / "site"))
+    write("praise.py", PLAIN)
+    with refused(RewardError, "There is no 'score' in", "an installed package hides praise.py",
+                 "reward.fn=praise.py:score"):
+        score("praise:score")
+    assert score("praise.py:score") == [3.0, 9.0]
+
+
+def test_what_lies_in_the_current_folder_is_no_installed_library(write, monkeypatch):
+    sys.path.append(os.getcwd())
+    for library, path in (("wandb", "wandb/run-1/x.json"), ("trackio", "trackio.py"),
+                          ("submitit_", "submitit_/__init__.py"), ("absent_library", "x.py")):
+        write(path, "")
+        assert not extras.installed(library), library
+    assert extras.installed("peft")
+    monkeypatch.setitem(extras.EXTRAS, "absent_library", "absent")
+    with refused(InputError, "A thing needs absent_library", "pip install 'ppocli[absent]'"):
+        extras.require("absent_library", "A thing", "key")
 
 
 def test_a_file_sees_its_neighbours_and_edits(write):

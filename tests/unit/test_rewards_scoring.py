@@ -45,7 +45,8 @@ BAD_RETURNS = {
     "text": ("1.0", "returned str '1.0' for 3 samples"),
     "dict": ({"rewards": [1, 2, 3]}, "returned dict"),
     "text inside": ([1.0, "0.5", 1.0], "returned str '0.5' for sample 1: 'prompt1 response1'"),
-    "nested": ([[[1.0], [1.0]]] * 3, "at token 0 for sample 0"),
+    "nested": ([[[1.0], [1.0]]] * 3, "shape [3, 2, 1]"),
+    "nested raggedly": ([[[1.0], [1.0]], [[1.0]], [[2.0]]], "at token 0 for sample 0"),
     "inf": ([1.0, math.inf, 1.0], "returned inf, which is not finite, for sample 1"),
     "over float32": ([1.0, 1.0, 1e300], "1e+300, which is infinite in float32, for sample 2"),
     "huge int": ([10**400, 1.0, 1.0], "a number too large for float32"),
@@ -55,8 +56,15 @@ BAD_RETURNS = {
     "meta tensor": (torch.ones(N, device="meta"), "can't be read"),
     "object": ([object(), 1.0, 1.0], "returned object"),
     "coroutines inside": (lambda: [_score() for _ in range(N)], "coroutines in it"),
-    "column": (torch.ones(N, 1),
-               "a list of 1 numbers, but the response has 2 tokens, for sample 0"),
+    **{f"{kind} {name}": (value, words) for name, rows, words in (
+        ("column", [[1.0]] * N, "of shape [3, 1]: each number is in a list of its own, not "
+         "one for each of the tokens.\n  where: reward.fn\n  fix:   squeeze them to shape [3]: "
+         "scores.squeeze(-1)"),
+        ("outputs", [[1.0] * 4] * N, "of shape [3, 4]: 4 numbers a sample, and the first response "
+         "has 2 tokens"))
+       for kind, value in (("list", rows), ("numpy", np.array(rows)),
+                           ("rows", list(np.array(rows))),
+                           ("tensor", torch.tensor(rows, requires_grad=True)))},
     "dense too long": ([[1.0, 2.0], [1.0, 2.0, 3.0], [1.0, 2.0]],
                        "a list of 3 numbers, but the response has 2 tokens, for sample 1"),
     "dense with text": ([[1.0, "x"]] * 3, "str 'x' at token 1 for sample 0"),

@@ -1,10 +1,12 @@
 """Value functions with layers of their own: what trains them, what they share, where they start."""
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import DECODERS, SPECIAL, WORDS, model_config, save_lm, snapshots
+import transformers
+from helpers import DECODERS, SPECIAL, WORDS, model_config, refused, save_lm, snapshots
 from sessions import (
     count_letters,
     experience_of,
@@ -144,6 +146,26 @@ def other_words(folder):
     path = folder / "tokenizer.json"
     path.write_text(path.read_text().replace('"film"', '"FILM"').replace('"plot"', '"film"')
                     .replace('"FILM"', '"plot"'))
+
+
+@pytest.mark.parametrize(("kind", "labels", "stated", "words"), [
+    ("SequenceClassification", 2, {"id2label": {"0": "bad", "1": "good"}},
+     ("has 2 outputs (bad, good)", "reward.fn=classifier reward.kwargs.label=good")),
+    ("SequenceClassification", 3, {}, ("has 3 outputs (LABEL_0, LABEL_1, LABEL_2)",)),
+    ("TokenClassification", 2, {}, ("has 2 outputs (LABEL_0, LABEL_1)",)),
+    ("SequenceClassification", 1, {"id2label": {"0": "bad", "1": "good"}},
+     ("score.weight is [1, 32] in the files, [2, 32] by", "id2label in config.json"))])
+def test_a_critic_has_one_output(tmp_path, kind, labels, stated, words):
+    model = getattr(transformers, f"AutoModelFor{kind}").from_config(
+        model_config("llama", num_labels=labels))
+    model.save_pretrained(tmp_path / "rm")
+    path = tmp_path / "rm/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | stated))
+    cfg = with_critic(tmp_path, "model", model__value__path=str(tmp_path / "rm"))
+    with refused(InputError, *words, "model.value.path") as caught, session_of(
+            cfg, reward=count_letters):
+        pass
+    assert "above report" not in str(caught.value)
 
 
 UNFIT = {"t5": ("t5", {}), "short": ("gpt2", {"n_positions": 12}), "words": ("gpt2", {}),

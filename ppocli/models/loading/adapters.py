@@ -20,6 +20,7 @@ from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models.loading import peft_internals
 from ppocli.models.trunk import VirtualTokens
 from ppocli.storage.model_files import ADAPTER_BASE, ADAPTER_WEIGHTS, BaseIdentity
+from ppocli.text import error_line
 
 SCORE = "score.weight"
 """the weight of the head by which transformers' decoders score a text"""
@@ -133,7 +134,8 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
            for name, p in lm.named_parameters(remove_duplicate=False)):
         raise ConfigError("The adapter covers the output embedding, which ppocli can't train so.",
                           where="model.peft.target_modules, model.peft.modules_to_save",
-                          fix="leave it out, and the input embedding that is tied to it")
+                          fix="leave it out, and the input embedding that is tied to it; an "
+                          "adapter that covers it is merged where model.peft is left out")
     for parameter in lm.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
@@ -202,6 +204,31 @@ def _check_goes_on(config: Any, given: Mapping[str, Any], folder: Path) -> None:
                               f"{both[0]}, and goes on with it.", where=f"model.peft.{name}",
                               fix=f"model.peft.{name}={both[0]}, or leave model.peft out to merge "
                               "the adapter")
+
+
+def changes_embeddings(lm: Any, folder: Path) -> bool:
+    """Whether the adapter in a folder has weights for an embedding of ``lm``, or of all of one."""
+    from safetensors import safe_open
+
+    ends = [part for part in (lm.get_input_embeddings(), lm.get_output_embeddings())
+            if part is not None]
+    names = tuple(f"base_model.model.{name}." for name, module in lm.named_modules()
+                  if any(module is part for part in ends))
+    with safe_open(folder / ADAPTER_WEIGHTS, framework="pt") as file:
+        return any(key.startswith(names) for key in file.keys())  # noqa: SIM118
+
+
+def merged_from(lm: Any, folder: Path) -> Any:
+    """``lm`` with the adapter in a folder merged into it, whatever that covers.
+
+    Raises:
+        InputError: the files are damaged, or don't fit.
+    """
+    try:
+        return peft_internals.merge(peft_internals.load_frozen(lm, folder)).eval()
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise InputError(f"The adapter in {folder} can't be merged: {error_line(error)}",
+                         where=str(folder), fix="copy the folder again") from error
 
 
 def load_adapter(lm: Any, folder: Path, base: BaseIdentity,

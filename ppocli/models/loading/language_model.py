@@ -20,7 +20,7 @@ from ppocli.models import transformers_internals
 from ppocli.models.fast.attention import use_kernels
 from ppocli.models.head import LogitMap
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.loading import adapters, model_config
+from ppocli.models.loading import adapters, model_config, peft_internals
 from ppocli.models.trunk import decoder_start, has_encoder, response_hidden
 from ppocli.models.vocabulary import Vocabulary, set_vocabulary, vocabulary_of
 from ppocli.parallel.deepspeed_internals import whole_shape
@@ -138,14 +138,30 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
     hub = {"revision": cfg.revision, "trust_remote_code": cfg.trust_remote_code}
     with model_config.loading(f"{what} {cfg.path}", key):
         config = transformers.AutoConfig.from_pretrained(source, **hub)
-        model, info = class_of(config).from_pretrained(
-            source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
-            **hub, **model_config.attention_wanted(cfg, config), **how)
+
+        def read() -> tuple[Any, Any]:
+            model, info = class_of(config).from_pretrained(
+                source, config=without_dropout(config), dtype=dtype, output_loading_info=True,
+                ignore_mismatched_sizes=True,  # refused below, by name
+                **hub, **model_config.attention_wanted(cfg, config), **how)
+            return model, info
+
+        model, info = read()
+        if [rows for name, (rows, *_), _ in info["mismatched_keys"]
+                if name.endswith(model_files.HEADS)] == [1] and not model_files.states_labels(
+                    source, cfg.revision):
+            config.num_labels = 1
+            model, info = read()
     for lacking in new.keys() & info["missing_keys"]:
         new[lacking](model.get_parameter(lacking).data)
-    missing = sorted(set(info["missing_keys"]) - new.keys()) + sorted(
-        str(m) for m in info["mismatched_keys"])
-    if missing:
+    for name, there, here in sorted(info["mismatched_keys"]):
+        raise InputError(f"{cfg.path} does not fit its config.json: {name} is {list(there)} in the "
+                         f"files, {list(here)} by the configuration.", where=key,
+                         fix="mend config.json, or give a complete checkpoint"
+                         if not name.endswith(model_files.HEADS) else "mend id2label in "
+                         "config.json, which has an entry for each row of this head; a reward "
+                         "model and a value have one")
+    if missing := sorted(set(info["missing_keys"]) - new.keys()):
         raise InputError(f"{cfg.path} lacks {len(missing)} weights that {type(model).__name__} "
                          f"needs (the first: {missing[0]}); they would be random.", where=key,
                          fix="give a complete checkpoint")
@@ -272,7 +288,20 @@ def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype,
                               "on: its weights have changed.",
                               where=str(folder / model_files.ADAPTER_BASE),
                               fix="put the model back, or name it there as it is called now")
+    if goes_on is None and score_seed is None and adapters.changes_embeddings(loaded.lm, folder):
+        # logits are made of the output embedding's own weights, which the adapter is to be part of
+        if dtype != torch.float32:
+            loaded = load_lm(replace(cfg, path=path, revision=revision))
+        return _with_weights(loaded, adapters.merged_from(loaded.lm, folder).to(dtype))
     return replace(loaded, adapter=adapters.load_adapter(loaded.lm, folder, base, goes_on))
+
+
+def _with_weights(loaded: LoadedLM, lm: Any) -> LoadedLM:
+    """What an adapter's base has become by a merge."""
+    config = copy.deepcopy(loaded.export_config)
+    if not lm.config.get_text_config(decoder=True).tie_word_embeddings:
+        peft_internals.untie(config)
+    return replace(loaded, lm=lm.requires_grad_(True), adapter=None, export_config=config)
 
 
 def merged(loaded: LoadedLM) -> LoadedLM:
@@ -287,7 +316,7 @@ def merged(loaded: LoadedLM) -> LoadedLM:
         raise ConfigError("Virtual tokens can't be merged into the weights that are to train.",
                           where="model.path, model.peft", fix="go on with the adapter: "
                           "model.peft.type=prefix (or prompt) model.peft.num_virtual_tokens=N")
-    return replace(loaded, lm=model.merge_and_unload().requires_grad_(True), adapter=None)
+    return _with_weights(loaded, peft_internals.merge(model))
 
 
 @torch.no_grad()

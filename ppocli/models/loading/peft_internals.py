@@ -3,7 +3,9 @@ they give to weights, and the virtual tokens of its models. Nothing else touches
 
 import copy
 import warnings
+from collections import Counter
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -92,6 +94,50 @@ def merged_layer(module: Any) -> dict[str, torch.Tensor]:
     else:
         return {}
     return {name: tensor.detach() for name, tensor in own.state_dict().items()}
+
+
+def load_frozen(lm: Any, folder: Path) -> Any:
+    """PEFT's model around ``lm``, with the adapter in a folder, whatever it covers."""
+    import peft
+
+    probe()
+    with warnings.catch_warnings():
+        # of old names in transformers, and of tied weights, which :func:`merge` parts
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+        return peft.PeftModel.from_pretrained(lm, str(folder))
+
+
+def merge(peft_model: Any) -> Any:
+    """The base with the adapter in its weights. Where an adapter changes one of two layers that
+    share a weight, as input and output embedding do, the two have their own from then on, and
+    ``config.tie_word_embeddings`` says so: PEFT would change both."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    lm: Any = peft_model.base_model.model
+    shared = Counter(id(p) for _, p in lm.named_parameters(remove_duplicate=False))
+    for module in lm.modules():
+        layer: Any = module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
+        weight = getattr(layer, "weight", None)
+        if weight is not None and shared[id(weight)] > 1:
+            layer.weight = torch.nn.Parameter(weight.detach().clone(), weight.requires_grad)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+        lm = peft_model.merge_and_unload()
+    ends = [part for part in (lm.get_input_embeddings(), lm.get_output_embeddings())
+            if part is not None]
+    if len(ends) == 2 and lm.config.get_text_config(decoder=True).tie_word_embeddings:
+        if torch.equal(ends[0].weight, ends[1].weight):
+            lm.tie_weights()
+        else:
+            untie(lm.config)
+    return lm
+
+
+def untie(config: Any) -> None:
+    """Say in a model's configuration that its embeddings are two."""
+    for part in (config, config.get_text_config(decoder=True)):
+        part.tie_word_embeddings = False
 
 
 def prompt(peft_model: Any, encoder: torch.nn.Module, rows: int) -> Any:

@@ -50,10 +50,13 @@ def request_of(session: EvalSession, prompts: PromptBatch, out: Samples, respons
                ) -> RewardRequest:
     """Samples as a reward or a metric gets them."""
     before = session.read_before(prompts) if session.reward.has_steps else ()
+    episodes = out.episodes or ()
     return RewardRequest(
         prompts=prompts.texts, responses=responses, response_ids=out.action_ids,
         columns=prompts.columns, tokenizer=session.tokenizer, ended=out.finished.tolist(),
-        messages=prompts.messages, prompt_ids=before, episodes=out.episodes or (),
+        messages=prompts.messages, prompt_ids=before, episodes=episodes,
+        chats=[one.conversation(prompt) for one, prompt in zip(
+            episodes, prompts.messages, strict=True)] if episodes and prompts.messages else (),
         progress=session.progress)
 
 
@@ -134,7 +137,7 @@ def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:
     """The shares of all ranks as one request, in the order of the prompts."""
     whole: dict[str, Any] = {name: woven([getattr(share, name) or [] for share in shares])
                              for name in ("prompts", "responses", "response_ids", "ended",
-                                          "messages", "episodes", "prompt_ids")}
+                                          "messages", "chats", "episodes", "prompt_ids")}
     return replace(shares[0], **whole, tokenizer=tokenizer, columns={
         name: woven([share.columns[name] for share in shares]) for name in shares[0].columns})
 

@@ -1,0 +1,45 @@
+"""Optional libraries: which are installed, and the extra of ppocli that brings each."""
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from ppocli.errors import InputError
+
+EXTRAS = {"bitsandbytes": "8bit", "matplotlib": "plot", "optuna": "sweep", "peft": "peft",
+          "submitit": "slurm", "trackio": "trackio", "wandb": "wandb"}
+"""name to import -> extra"""
+
+
+def installed(library: str) -> bool:
+    """Whether a library can be imported. A file or folder of its name in the current folder, such
+    as wandb makes for its files, is no library."""
+    try:
+        spec = find_spec(library)
+    except (ValueError, ImportError):  # a module that somebody has made up
+        return False
+    if spec is None or spec.origin is None:
+        return False
+    folder = Path(spec.origin).parents[bool(spec.submodule_search_locations)]
+    return os.path.realpath(folder) != os.path.realpath(os.getcwd())
+
+
+def pip_line(library: str) -> str:
+    """What installs a library."""
+    return f"pip install 'ppocli[{EXTRAS[library]}]'" if library in EXTRAS else (
+        f"pip install {library}")
+
+
+def require(library: str, need: str, where: str) -> None:
+    """Refuse to go on without a library.
+
+    Args:
+        need: what needs it, the subject of the message.
+        where: the key or file that asks for it.
+
+    Raises:
+        InputError: it isn't installed.
+    """
+    if not installed(library):
+        raise InputError(f"{need} needs {library}, which is not installed.", where=where,
+                         fix=pip_line(library))

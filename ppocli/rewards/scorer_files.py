@@ -1,0 +1,169 @@
+"""From a name or a folder to a sequence classifier and its tokenizer; an adapter is merged into its
+base. Weights that the files lack, such as an untrained head, are refused."""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ppocli.errors import InputError
+from ppocli.storage import atomic, model_files
+from ppocli.text import counted, error_line
+
+MODEL_KEY = "reward.kwargs.model"
+UNBOUNDED = 1_000_000
+"""a tokenizer without a limit reports one far above this"""
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """A sequence classifier as it was loaded."""
+
+    model: Any
+    tokenizer: Any
+    limit: int | None
+    """tokens that it reads at most"""
+
+
+def load_scorer(name: str, dtype: torch.dtype, *, revision: str | None, trust_remote_code: bool
+                ) -> Scorer:
+    """The model that ``reward.kwargs.model`` names.
+
+    Raises:
+        InputError: missing or broken files, no vocabulary, a tokenizer that doesn't fit, or weights
+            that the files lack.
+    """
+    model_files.quiet_transformers()
+    needs: dict[str, Any] = {"key": MODEL_KEY, "revision": revision}
+    source = model_files.find_model(name, adapters=True, **needs)
+    hub = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    if model_files.is_adapter(source):
+        base, base_revision = model_files.find_whole(
+            name, needs="model and tokenizer", **needs)
+        place = source if model_files.has_tokenizer(source) else base
+        tokenizer = _load_tokenizer(name, place, hub)
+        model = _load_adapter(name, Path(source), base, dtype,
+                              {**hub, "revision": base_revision or "main"})
+    else:
+        tokenizer = _load_tokenizer(name, source, hub)
+        model = _load_model(name, source, dtype, hub)
+    embeddings = model.get_input_embeddings()
+    if embeddings is not None and len(tokenizer) > embeddings.weight.shape[0]:
+        raise InputError(f"The tokenizer in {name} knows {len(tokenizer)} tokens, "
+                         f"but its model has only {embeddings.weight.shape[0]} embeddings.",
+                         where=MODEL_KEY, fix="put the model's own tokenizer into its folder")
+    return Scorer(model, tokenizer, _position_limit(model, tokenizer))
+
+
+def _load_tokenizer(name: str, source: str, options: dict[str, Any]) -> Any:
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # transformers raises many kinds here, all about the files
+        raise InputError(f"The tokenizer of {name} can't be loaded: {error_line(error)}",
+                         where=MODEL_KEY, fix="save the model's own tokenizer into its folder"
+                         ) from error
+    if len(tokenizer) == 0 or tokenizer.vocab_size == 0:
+        raise InputError(f"No tokenizer in {name} (expected tokenizer.json, or a vocabulary file).",
+                         where=MODEL_KEY, fix="save the model's own tokenizer into its folder")
+    return tokenizer
+
+
+def _load_model(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+    model, info = _from_files(name, source, dtype, options)
+    head = next((sizes for sizes in info["mismatched_keys"]
+                 if sizes[0].endswith(model_files.HEADS)), None)
+    if head is not None:
+        rows = int(head[1][0])
+        if model_files.states_labels(source, options["revision"]):
+            raise InputError(
+                f"The head of {name} ({head[0]}) has {counted(rows, 'row')}, one an output, and "
+                f"its config.json tells of {model.config.num_labels} labels.", where=MODEL_KEY,
+                fix=f'write the {counted(rows, "label")} that it was trained on into config.json, '
+                    f'as "id2label": {json.dumps({i: f"LABEL_{i}" for i in range(rows)})}')
+        model, info = _from_files(name, source, dtype, {**options, "num_labels": rows})
+    _refuse_absent(name, info, set())
+    return model
+
+
+def _from_files(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]
+                ) -> tuple[Any, dict[str, Any]]:
+    try:
+        return transformers.AutoModelForSequenceClassification.from_pretrained(
+            source, dtype=dtype, output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused by name, with both sizes
+            **options)
+    except Exception as error:  # transformers raises many kinds here, all about the files
+        raise InputError(f"The model in {name} can't be loaded: {error_line(error)}",
+                         where=MODEL_KEY, fix="give a folder or Hub name of a "
+                                              "sequence-classification model") from error
+
+
+def _refuse_absent(name: str, info: dict[str, Any], new: set[str]) -> None:
+    """Refuse weights that would be random: the files lack them or have them in another size.
+
+    Args:
+        new: those that come from elsewhere.
+    """
+    sizes = {key: f"{key} ({list(there)} in the files, {list(here)} by config.json)"
+             for key, there, here in info["mismatched_keys"] if key not in new}
+    if absent := sorted((set(info["missing_keys"]) - new) | sizes.keys()):
+        shown = ", ".join(sizes.get(key, key) for key in absent[:5])
+        raise InputError(
+            f"{name} has no fitting weights for {shown}{', ...' * (len(absent) > 5)}; they would "
+            "be random numbers.", where=MODEL_KEY, fix="mend the sizes in config.json, or put the "
+            "weights that belong to it there" if absent[0] in sizes else
+            "give a model trained for sequence classification, not its base")
+
+
+def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, options: dict[str, Any]
+                  ) -> Any:
+    """The base with the adapter merged into it, in fp32 until it is."""
+    import peft
+    from safetensors.torch import load_file
+
+    kind = (atomic.read_json(folder / model_files.ADAPTER_CONFIG) or {}).get("task_type") or ""
+    if kind not in ("SEQ_CLS", ""):
+        raise InputError(f"{name} is an adapter for {kind}, not for the scores or labels of texts "
+                         "(SEQ_CLS).", where=MODEL_KEY, fix="give an adapter of a reward model or "
+                         "of a classifier")
+    try:
+        tensors = load_file(folder / model_files.ADAPTER_WEIGHTS)
+        heads = {key: tensor for key, tensor in tensors.items() if key.endswith(model_files.HEADS)}
+        labels = {"num_labels": len(next(iter(heads.values())))} if heads else {}
+        model, info = _from_files(name, base, torch.float32, {**options, **labels})
+        stored = {key.removeprefix("base_model.model.") for key in tensors}
+        _refuse_absent(name, info, {key for key in (
+            *info["missing_keys"], *(one[0] for one in info["mismatched_keys"])) if key in stored})
+        with warnings.catch_warnings():
+            # of old names in transformers, and of layers that PEFT sets right itself
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            warnings.filterwarnings("ignore", category=UserWarning, module="peft")
+            on_base = peft.PeftModel.from_pretrained(model, str(folder))
+            if getattr(on_base.active_peft_config, "is_prompt_learning", False):
+                raise InputError(f"{name} has virtual tokens, which no reward can be made of.",
+                                 where=MODEL_KEY, fix="give a LoRA adapter or a whole model")
+            return on_base.merge_and_unload().to(dtype)
+    except InputError:
+        raise
+    except Exception as error:  # of PEFT and safetensors, about the files
+        raise InputError(f"The adapter in {name} can't be loaded: {error_line(error)}",
+                         where=MODEL_KEY, fix="copy the folder again, or merge it where it was "
+                         "made") from error
+
+
+def _position_limit(model: Any, tokenizer: Any) -> int | None:
+    """Longest input that both tokenizer and position embeddings allow; None when neither says."""
+    limits = [tokenizer.model_max_length] if tokenizer.model_max_length < UNBOUNDED else []
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(positions, int) and positions > 0:
+        for name, module in model.named_modules():
+            # RoBERTa counts positions from padding_idx + 1 and so loses that many
+            if name.endswith("position_embeddings") and getattr(
+                    module, "padding_idx", None) is not None:
+                positions -= module.padding_idx + 1
+        limits.append(positions)
+    return min(limits) if limits else None

@@ -1,0 +1,218 @@
+"""What reward models made elsewhere read of a sample, against plain transformers and PEFT."""
+
+import json
+import logging
+
+import pytest
+import torch
+from helpers import make_tokenizer, model_config, refused
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertForSequenceClassification,
+)
+
+from ppocli.config.schema import RewardConfig
+from ppocli.episode import Episode, Turn
+from ppocli.errors import InputError, RewardError
+from ppocli.rewards.records import RewardRequest, decode_request, encode_request
+from ppocli.rewards.reward_model import RewardModel, StepRewardModel
+from ppocli.rewards.scoring import build_reward
+from ppocli.tasks.ppo.reward_calls import joined
+
+TEMPLATE = ("{% for m in messages %}{{ {'user': 'you', 'assistant': 'i', 'system': 'we', 'tool': "
+            "'it'}[m.role] }} {{ m.content }} {{ eos_token }}\n{% endfor %}"
+            "{% if add_generation_prompt %}i {% endif %}")
+ASKED = [[{"role": "user", "content": "the film was"}],
+         [{"role": "system", "content": "very good"}, {"role": "user", "content": "it"}]]
+RESPONSES = ["good", "very bad plot"]
+CHATS = [[*asked, {"role": "assistant", "content": response}]
+         for asked, response in zip(ASKED, RESPONSES, strict=True)]
+
+
+def saved(folder, *, template=TEMPLATE, pad="<pad>", config=None, labels=1, chat=None):
+    """A scorer of llama's kind with a tokenizer, as transformers saves it."""
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template, tokenizer.pad_token = template, pad
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model = AutoModelForSequenceClassification.from_config(model_config(
+            "llama", num_labels=labels, pad_token_id=tokenizer.pad_token_id))
+        for parameter in model.parameters():
+            parameter.data += torch.randn_like(parameter) * 0.3 * (parameter.dim() > 1)
+    for name, value in (config or {}).items():
+        setattr(model.config, name, value)
+    model.save_pretrained(folder)
+    if chat is not None:
+        tokenizer.init_kwargs["trained_with_chat_template"] = chat
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def plain(folder, texts):
+    """Scores of texts by transformers alone, one at a time."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    with torch.no_grad():
+        return [float(model(torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
+                            ).logits[0, 0]) for text in texts]
+
+
+def request(responses=RESPONSES, **over):
+    """Samples of a policy of another family, whose template is plain characters here."""
+    return RewardRequest(**{
+        "prompts": ["<|user|> the film was <|bot|>", "<|user|> it <|bot|>"],
+        "responses": responses, "response_ids": [[1, 2]] * 2, "columns": {}, "tokenizer": None,
+        "messages": ASKED} | over)
+
+
+def scores(folder, asked=None, fn="reward_model", **kwargs):
+    cfg = RewardConfig(fn=fn, kwargs={"model": folder, "device": "cpu", **kwargs})
+    return build_reward(cfg).score(asked or request()).scores
+
+
+def rendered(folder, chats=CHATS):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer.apply_chat_template(chat, tokenize=False) for chat in chats]
+
+
+@pytest.mark.parametrize(("config", "pad", "trained", "kwargs", "text"), [
+    ({}, "<pad>", None, {}, "{own}"), ({}, "<eos>", None, {}, "{own}"),
+    ({}, "<pad>", None, {"chat": True}, "{own}"),
+    ({}, "<pad>", None, {"end": " film"}, "{own} film"),
+    ({"normalize_reward": False}, "<pad>", None, {}, "{ended}"),  # OpenRLHF's
+    ({"score_front": True, "score_end": 1}, "<pad>", True, {}, "{ended}"),
+    ({"score_front": True, "score_end": 1}, "<pad>", False, {}, "{policy}<eos>"),
+    ({}, "<pad>", None, {"chat": False}, "{policy}"),
+    ({}, "<pad>", None, {"on": "response"}, "{response}"),
+], ids=["own", "padded", "asked", "end", "openrlhf", "ppocli", "ppocli-plain", "off", "response"])
+def test_conversations_are_read_through_the_models_own_template(
+        tmp_path, caplog, config, pad, trained, kwargs, text):
+    folder = saved(tmp_path / "rm", pad=pad, config=config, chat=trained)
+    asked = request()
+    forms = [{"own": own, "ended": own.rstrip(), "response": response, "policy": prompt + response}
+             for own, prompt, response in zip(rendered(folder), asked.prompts, RESPONSES,
+                                              strict=True)]
+    with caplog.at_level(logging.INFO):
+        found = scores(folder, asked, **kwargs)
+    assert found == pytest.approx(plain(folder, [text.format(**form) for form in forms]), abs=1e-5)
+    said = [record.getMessage() for record in caplog.records if " reads " in record.getMessage()]
+    assert ("own chat template" in said[0]) == ("own" in text or "ended" in text)
+    assert any("trained on plain text" in line for line in said[1:]) == (
+        trained is False)
+
+
+def test_turns_of_an_episode_are_read_as_turns(tmp_path):
+    folder = saved(tmp_path / "rm")
+    turns = (Turn("good", 1, messages=({"role": "tool", "content": "a film"},)),
+             Turn("very bad plot", 3, messages=({"role": "user", "content": "thanks"},)))
+    context = ({"role": "user", "content": "the film was it"},)
+    episodes = [Episode("", turns, "done"), Episode(" it", turns, "done", context=context)]
+    chats = [one.conversation(asked) for one, asked in zip(episodes, ASKED, strict=True)]
+    assert chats[1] == [*context, {"role": "assistant", "content": "good"},
+                        {"role": "tool", "content": "a film"},
+                        {"role": "assistant", "content": "very bad plot"}]
+    asked = request(["good [tool] very bad plot"] * 2, episodes=episodes, chats=chats)
+    expected = pytest.approx(plain(folder, rendered(folder, chats)), abs=1e-5)
+    served = decode_request(encode_request(asked, slice(0, 2)))
+    shares = [request(["x"], **{name: getattr(asked, name)[i:i + 1] for name in (
+        "prompts", "response_ids", "messages", "chats", "episodes")}) for i in range(2)]
+    for each in (asked, served, joined(shares, None)):
+        assert scores(folder, each) == expected
+
+
+def test_steps_are_read_inside_of_the_turn(tmp_path):
+    folder = saved(tmp_path / "rm")
+    found = StepRewardModel(folder, device="cpu")(
+        ["", ""], ["", ""], RESPONSES, [["good"], ["very ", "bad plot"]], CHATS)
+    cut = [*ASKED[1], {"role": "assistant", "content": "very "}]
+    wanted = plain(folder, rendered(folder, [CHATS[0], cut, CHATS[1]]))
+    assert [*found[0], *found[1]] == pytest.approx(wanted, abs=1e-5)
+
+
+def test_what_can_not_be_rendered_is_refused_or_said(tmp_path, caplog):
+    bare = saved(tmp_path / "bare", template=None)
+    with refused(InputError, "no chat template", "reward.kwargs.chat=false"):
+        scores(bare, chat=True)
+    scores(bare)
+    assert "bare has no chat template: it reads conversations as the policy's" in caplog.text
+    caplog.clear()
+    scores(bare, chat=False)
+    scores(bare, request(messages=()))
+    assert "chat template" not in caplog.text
+    folder = saved(tmp_path / "rm", template="{{ raise_exception('no system') }}")
+    with refused(RewardError, "refuses a conversation", "no system", "reward.kwargs.on=response"):
+        scores(folder)
+    for wrong, words in (({"chat": "always"}, "one of: auto, true, false"),
+                         ({"end": 3}, "end=3 is not a text"),
+                         ({"chat": True, "on": "response"}, "on=response")):
+        with refused(RewardError, words):
+            scores(folder, **wrong)
+    plain_prompts = request(messages=())
+    told = saved(tmp_path / "told")
+    asked = [[{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+             for prompt, response in zip(plain_prompts.prompts, RESPONSES, strict=True)]
+    assert scores(told, plain_prompts, chat=True) == pytest.approx(
+        plain(told, rendered(told, asked)), abs=1e-5)
+
+
+# Heads and adapters -------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("stated", [{}, {"id2label": {"0": "bad", "1": "good"}}])
+def test_a_head_of_one_row_decides_where_config_json_says_nothing(tmp_path, stated):
+    folder = saved(tmp_path / "rm")
+    expected = scores(folder)
+    path = tmp_path / "rm/config.json"
+    config = json.loads(path.read_text())
+    for name in ("id2label", "label2id", "num_labels"):
+        config.pop(name, None)
+    path.write_text(json.dumps(config | stated))
+    if not stated:
+        assert scores(folder) == expected
+        return
+    with refused(InputError, "score.weight) has 1 row", "config.json tells of 2 labels",
+                 '"id2label": {"0": "LABEL_0"}'):
+        scores(folder)
+
+
+@pytest.mark.parametrize("head", ["causal", "scorer", "labels", "bert"])
+def test_an_adapter_is_a_reward(tmp_path, head, capfd):
+    """On a base with or without a head of its own, against PEFT's own forward."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    base, count = tmp_path / "base", 1 + (head in ("labels", "bert"))
+    saved(base, labels=count)
+    if head == "causal":
+        AutoModelForCausalLM.from_config(model_config("llama")).save_pretrained(base)
+    elif head == "bert":
+        BertForSequenceClassification(BertConfig(
+            num_hidden_layers=1, hidden_size=16, num_attention_heads=2, intermediate_size=16,
+            vocab_size=64, num_labels=2)).save_pretrained(base)
+    raw = AutoModelForSequenceClassification.from_pretrained(base, num_labels=count)
+    made = get_peft_model(raw, LoraConfig(task_type="SEQ_CLS", r=4, target_modules=[
+        "query" if head == "bert" else "q_proj"]))
+    for name, parameter in made.named_parameters():
+        if "lora" in name or "modules_to_save" in name:
+            parameter.data.normal_(std=0.5)
+    made.save_pretrained(tmp_path / "adapter")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    theirs = PeftModel.from_pretrained(AutoModelForSequenceClassification.from_pretrained(
+        base, num_labels=count), tmp_path / "adapter").eval()
+    with torch.no_grad():
+        wanted = [float(theirs(input_ids=torch.tensor([tokenizer(
+            text, add_special_tokens=False)["input_ids"]])).logits[0, -1])
+            for text in rendered(base)]
+    capfd.readouterr()
+    fn = {"fn": "classifier", "label": "LABEL_1", "output": "logit"} if count == 2 else {}
+    assert scores(str(tmp_path / "adapter"), **fn) == pytest.approx(wanted, abs=1e-5)
+    assert capfd.readouterr().err == ""
+    if head == "causal":  # without the head that it came with
+        from safetensors.torch import load_file, save_file
+
+        path = tmp_path / "adapter/adapter_model.safetensors"
+        save_file({name: tensor for name, tensor in load_file(path).items()
+                   if "score" not in name}, path)
+        with refused(InputError, "no fitting weights for score.weight"):
+            RewardModel(str(tmp_path / "adapter"))
