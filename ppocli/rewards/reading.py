@@ -5,6 +5,7 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
+from ppocli.data.calls import with_arguments
 from ppocli.errors import InputError, RewardError
 from ppocli.rewards.resolve import wrong_argument
 from ppocli.storage.model_files import WITH_TEMPLATE
@@ -117,7 +118,8 @@ class SampleReader:
 
     def _rendered(self, chat: list[dict[str, Any]]) -> str:
         try:
-            return str(self.tokenizer.apply_chat_template(chat, tokenize=False))
+            return with_arguments(chat, lambda messages: str(self.tokenizer.apply_chat_template(
+                messages, tokenize=False)), str)
         except Exception as error:  # templates are programs: jinja's errors and any Python error
             raise RewardError(
                 f"The chat template of {self.name} refuses a conversation ({error_line(error)}): "

@@ -216,3 +216,13 @@ def test_an_adapter_is_a_reward(tmp_path, head, capfd):
                    if "score" not in name}, path)
         with refused(InputError, "no fitting weights for score.weight"):
             RewardModel(str(tmp_path / "adapter"))
+
+
+def test_calls_of_tools_reach_the_template_as_mappings(tmp_path):
+    template = ("{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+                "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}")
+    folder = saved(tmp_path / "rm", template=template)
+    chats = [[{"role": "user", "content": "the film"}, {"role": "assistant", "tool_calls": [
+        {"type": "function", "function": {"name": "look", "arguments": '{"plot": 1}'}}]}]] * 2
+    expected = pytest.approx(plain(folder, ['the film{"plot": 1}'] * 2), abs=1e-5)
+    assert scores(folder, request(chats=chats)) == expected
