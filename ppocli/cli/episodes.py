@@ -89,7 +89,7 @@ def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | 
                     num_samples=request.num_samples or 1)
     asked.check()
     cfg = target_config(target, asked.overrides(target), needs_reward=True, needs_prompts=True,
-                        trusts=request.trust)
+                        trusts=request.trust, say=say)
     if cfg.env.fn is None:
         raise ConfigError(f"{target.name} has no environment.", where="--env",
                           fix="name one: env.fn=my_env.py:Class; or leave out --env")

@@ -122,8 +122,7 @@ def examine(words: Sequence[str], *, colour: bool = False) -> Examined:
 
 def _examine_run(composed: compose.Composed, found: Examined) -> None:
     config, resume_from = composed.config, composed.resume_from
-    if composed.note is not None:
-        found.warnings.append(composed.note)
+    found.warnings += composed.notes
     count, wrong = _examine_config(composed, config, found)
     if wrong & {"output_dir", "run_name"}:
         return

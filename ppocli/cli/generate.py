@@ -16,7 +16,7 @@ import typer
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Overrides, Run, option
-from ppocli.cli.output import complain, say, show_text, working
+from ppocli.cli.output import complain, say, show_text, typed_text, working
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.text import clean, cut, figure, printable
 
@@ -67,6 +67,7 @@ def generate(
     from ppocli.cli.sampling_request import find_models, loaded, sampling_request
 
     request = sampling_request(ctx)
+    prompt = [typed_text("--prompt", text) for text in prompt or ()]
     if env:
         from ppocli.cli import episodes
 
@@ -188,13 +189,12 @@ def episode_words(prompts: Sequence[str] | None, file: str | None, column: str, 
                   batch: int) -> list[str]:
     """The options of ``generate --env`` on prompts, as words; without any the run's own are played.
     """
-    from ppocli.config.resolved import literal
+    from ppocli.config.resolved import mapping_words
 
     items = given_lines(prompts, file) if prompts or file else None
-    return [f"ppo.chunk_size={batch}", *([] if chat is None else [f"prompts.chat={chat}"]),
-            *([] if file is None else [f"prompts.column={literal(column)}"]),
-            *([] if items is None else ["prompts.eval.path=null", "prompts.eval.items=["
-                                        + ",".join(map(literal, items)) + "]"])]
+    return mapping_words({"ppo": {"chunk_size": batch}, "prompts": {
+        **({} if chat is None else {"chat": chat}), **({} if file is None else {"column": column}),
+        **({} if items is None else {"eval": {"path": None, "items": items}})}})
 
 
 def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat: bool

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ppocli.errors import AmbiguousError, ConfigError, DiskError, PpocliError, StoppedError
 from ppocli.parallel.launchers import Launched, find_launch
 from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals, signal_handlers
-from ppocli.text import clean, printable, printable_json
+from ppocli.text import clean, how_unescaped, printable, printable_json, unescaped
 
 if TYPE_CHECKING:
     from ppocli.config.schema import RewardConfig
@@ -71,6 +71,14 @@ def complain(text: str) -> None:
 
     with suppress(OSError, ValueError, AttributeError):
         print(safe_text(text), file=sys.stderr, flush=True)
+
+
+def typed_text(option: str, text: str) -> str:
+    """The text that was typed for an option, read as :func:`ppocli.text.unescaped` does; says so
+    where that changes it."""
+    if (note := how_unescaped(option, text)) is not None:
+        say(note)
+    return unescaped(text)
 
 
 def has_colours() -> bool:

@@ -78,6 +78,8 @@ def _reward_config(words: Sequence[str]) -> TrainConfig:
 
     composed = compose.compose(read_words(words))
     cfg = composed.values()
+    for note in composed.notes:
+        say(note)
     allow_code(composed, JUDGED)
     problems.raise_problems([problem for problem in problems.find_problems(cfg)
                              if problem.key.split(", ")[0].startswith("reward.")],

@@ -195,8 +195,6 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
     from ppocli.launching.adopted_ranks import PROVIDED, placed
 
     composed = compose(words.without("--cfg"))
-    if composed.note is not None:
-        output.say(composed.note)
     # what a launcher would provide does not matter to DeepSpeed
     checked = check(composed, PROVIDED if meeting or for_deepspeed else frozenset())
     if meeting is not None:

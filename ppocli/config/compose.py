@@ -52,8 +52,8 @@ class Composed:
     """as :attr:`ppocli.config.layers.Merged.typed`"""
     trusts: bool = False
     """``--trust``: what the run's configuration names may run"""
-    note: str | None = None
-    """what the words ask for and don't get (:func:`ppocli.config.layers.overruled`)"""
+    notes: tuple[str, ...] = ()
+    """lines for the user about what was typed (:func:`ppocli.config.layers.notes_of`)"""
 
     @property
     def hint(self) -> str | None:
@@ -125,7 +125,7 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     name = Path(words.value("recipe") or "run").name
     return Composed(config, merged.problems, merged.sources, name, run,
                     words.flag(ACCEPT_CHANGES) is not None, merged.typed,
-                    words.flag(TRUST) is not None, layers.overruled(entries, words))
+                    words.flag(TRUST) is not None, layers.notes_of(entries, words))
 
 
 def print_composition(words: Words) -> None:
@@ -149,7 +149,7 @@ def print_composition(words: Words) -> None:
             raise ConfigError(f"--package {package}: there is no such part of the configuration"
                               + did_you_mean(package, names), where=COMMAND_LINE)
         raise_problems(merged.problems)
-        if (note := layers.overruled(entries, words)) is not None:
+        for note in layers.notes_of(entries, words):
             sys.stderr.write(f"{note}\n")
         if words.flag("--cfg") != "job" or of_hydra or any(
                 "${hydra:" in str(entry.value) for entry in entries):

@@ -24,6 +24,7 @@ _WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers
 
 AUTO = "hardware.num_threads"
 """the number that may be ``auto`` for null: what it is found by has no name among its values"""
+_PLACES = ("run_name", "resume")
 Rules = Iterator[tuple[object, str, str]]
 """rules between keys: whether one is broken, the keys in it (``a, b``), and what is wrong then"""
 
@@ -116,6 +117,14 @@ def _names_elsewhere() -> tuple[tuple[str, str, str], ...]:
     return tuple((name, library, key)
                  for key, libraries in shipped_table("other_names.yaml").items()
                  for library, names in libraries.items() for name in names.split())
+
+
+def takes_escapes(name: str) -> bool:
+    """Whether texts typed for the key ``name`` are read by :func:`ppocli.text.unescaped`: all but
+    paths, import paths, and what says where a run lies."""
+    key = key_for(name)
+    return (key is not None and key.item not in (int, float, bool) and name not in _PLACES
+            and key.metadata["holds"] not in ("path", "code"))
 
 
 def named_elsewhere(name: str, task: str | None = None) -> dict[str, str]:

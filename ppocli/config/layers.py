@@ -28,7 +28,16 @@ from ppocli.config.problems import Problem
 from ppocli.config.tasks import DATA_TASKS
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean, first_line, parts_of, short_path, shown
+from ppocli.text import (
+    did_you_mean,
+    each_text,
+    first_line,
+    how_unescaped,
+    parts_of,
+    short_path,
+    shown,
+    unescaped,
+)
 
 LENGTHS = {"ppo": ("total_episodes", "epochs", "num_steps"),
            **dict.fromkeys(DATA_TASKS, ("epochs", "num_updates"))}
@@ -48,6 +57,8 @@ class Entry:
     source: str
     prefix: str = ""
     """``+`` adds what must not be there, ``~`` takes something out"""
+    notes: tuple[str, ...] = ()
+    """how texts in it were read that were typed with backslashes, for the user"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +139,24 @@ def override_entries(override: Override) -> list[Entry]:
         return [Entry(name, override.value(), COMMAND_LINE, "~")]
     value, prefix = override.value(), "+" if override.is_add() else ""
     if isinstance(value, dict) and value and name not in keys.schema_keys():
-        return [Entry(key, item, COMMAND_LINE) for key, item in resolved.leaves(f"{name}.", value)]
-    return [Entry(name, value, COMMAND_LINE, prefix)]
+        return [_typed_entry(key, item) for key, item in resolved.leaves(f"{name}.", value)]
+    return [_typed_entry(name, value, prefix)]
+
+
+def _typed_entry(key: str, value: Any, prefix: str = "") -> Entry:
+    if not keys.takes_escapes(key):
+        return Entry(key, value, COMMAND_LINE, prefix)
+    notes = tuple(note for name, item in parts_of(key, value) if isinstance(item, str)
+                  and (note := how_unescaped(name, item)) is not None)
+    return Entry(key, each_text(value, unescaped), COMMAND_LINE, prefix, notes)
+
+
+def notes_of(entries: list[Entry], words: Words) -> tuple[str, ...]:
+    """How typed texts were read where that isn't letter by letter, and what of the typed words has
+    no effect (:func:`overruled`), in lines for the user."""
+    lost = overruled(entries, words)
+    return (*dict.fromkeys(note for entry in entries for note in entry.notes),
+            *([] if lost is None else [lost]))
 
 
 def _file(path: str, config_path: str) -> Path:

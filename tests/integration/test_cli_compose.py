@@ -118,16 +118,15 @@ ALIKE = {"ppo_epochs": 4, "gamma": 1.0, "lam": 0.95, "cliprange": 0.2, "cliprang
 
 def test_a_recipe_that_goes_over_a_preset_says_so(capsys):
     both = ("+recipe=quickstart", "ppo=trlx")
-    note = composed(*both).note
-    assert note is not None
+    note, = composed(*both).notes
     assert "recipes/quickstart.yaml goes over ppo=trlx: ppo.init_kl_coef=0.05 (not 0.001), " in note
     assert "betas" not in note  # which the recipe leaves alone
-    note = composed(*both, "ppo.init_kl_coef=0.2").note
+    note, = composed(*both, "ppo.init_kl_coef=0.2").notes
     assert "init_kl_coef" not in note
     assert "ppo.optimizer.lr=0.001 (not 3e-05)" in note
     for alone in (("+recipe=quickstart",), (*RUNNABLE, "ppo=trlx"),
                   (*RUNNABLE, "ppo=trlx", "ppo.optimizer.lr=1e-4")):
-        assert composed(*alone).note is None
+        assert composed(*alone).notes == ()
     print_composition(read_words([*both, "--cfg", "job"]))
     assert "goes over ppo=trlx" in capsys.readouterr().err
 
