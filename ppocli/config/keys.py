@@ -156,7 +156,13 @@ def named_elsewhere(name: str, task: str | None = None) -> dict[str, str]:
 
 def told_elsewhere(found: Mapping[str, str]) -> str:
     """What :func:`named_elsewhere` found, in words; empty if nothing."""
-    names = " and ".join(f"{name} is {key}" for key, name in found.items())
+    differ = shipped_table("other_names_differ.yaml")
+
+    def fitted(key: str, name: str) -> str:
+        note = differ.get(name.rpartition(" ")[2], differ.get(key))
+        return f"{name} is {key}" + ("" if note is None else f" ({note})")
+
+    names = " and ".join(fitted(key, name) for key, name in found.items())
     return names and f"; here {names} (docs/coming-from-trlx-and-trl.md)"
 
 
