@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ppocli.cli.examine_model import check_models, not_looked_at
 from ppocli.cli.output import reward_labels
 from ppocli.config import compose, resolved, schema, sweep, tasks
 from ppocli.config.keys import schema_keys
@@ -21,6 +22,7 @@ from ppocli.launching import inputs, opened_folder, target_config
 from ppocli.rewards.scoring import check_reward_config, with_styles
 from ppocli.storage import model_files, run_folder
 from ppocli.storage.checkpoints import find_latest, refuse_pruned
+from ppocli.storage.model_files import quiet_transformers
 from ppocli.text import counted
 from ppocli.tracking.trackers import check_trackers
 from ppocli.user_code import locate
@@ -84,6 +86,8 @@ class Examined:
     """lines about the data set that a run, or a sweep's first job, trains on"""
     colour: bool = False
     """whether they may have colours"""
+    not_looked_at: list[str] = field(default_factory=list)
+    """what only loading everything would show"""
 
     @contextmanager
     def taking(self) -> Iterator[None]:
@@ -165,6 +169,7 @@ def _examine_sweep(words: Words, found: Examined) -> None:
     told: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
         found.config, found.facts = found.config or one.config, found.facts or one.facts
+        found.not_looked_at = found.not_looked_at or one.not_looked_at
         place = Path(given or f"{one.config.output_dir if one.config else ''}/{name}")
         found.warnings += one.warnings
         found.plans += [replace(plan, folder=str(place / str(job.number))) for plan in one.plans]
@@ -221,6 +226,11 @@ def _examine_config(composed: compose.Composed, config: schema.TrainConfig, foun
     if "tracking.trackers" not in wrong:
         with found.taking():
             check_trackers(config.tracking)
+    found.not_looked_at = list(not_looked_at(config))
+    if not found.problems and tasks.task_name(config) in ("ppo", *tasks.DATA_TASKS):
+        quiet_transformers()
+        with found.taking():
+            check_models(config)
     return count, wrong
 
 

@@ -10,23 +10,28 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NewType
+from typing import Any, NewType
 
+import yaml
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from ppocli.builtin.names import config_groups
 from ppocli.config import hydra_bridge, kept, keys, layers, resolved, schema, secrets
-from ppocli.config.problems import Problem, find_problems, raise_problems
+from ppocli.config.layers import line_numbers
+from ppocli.config.open_values import open_values
+from ppocli.config.problems import Problem, find_problems, listed, raise_problems
 from ppocli.config.resolved import CONFIG_FILE, schema_node, typed
 from ppocli.config.words import ACCEPT_CHANGES, COMMAND_LINE, Words
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.text import did_you_mean
 
+FILLED_IN = "  # filled in"
+"""behind what is null, and comes to this by the other settings"""
 _START_HINT = "start from a recipe, e.g. ppocli train +recipe=quickstart (ppocli recipes list)"
 
 
@@ -155,12 +160,36 @@ def print_composition(words: Words) -> None:
                 "${hydra:" in str(entry.value) for entry in entries):
             hydra_bridge.run_hydra(words)
             return
-        if words.flag("--resolve") is not None:
-            OmegaConf.resolve(merged.node)
-        part = merged.node if package == "_global_" else OmegaConf.select(merged.node, package)
-        title = "" if package == "_global_" else f"# @package {package}\n"
-        sys.stdout.write(title + OmegaConf.to_yaml(part) if OmegaConf.is_config(part)
-                         else f"{part}\n")
+        config = typed(merged.node)
+        _print_filled(merged.node, open_values(config), package,
+                      resolve=words.flag("--resolve") is not None)
+        if merged.sources and (problems := find_problems(config, merged.sources)):
+            told = listed(map(str, problems))
+            sys.stderr.write(f"ppocli train refuses this: {told}\n")
+
+
+def _print_filled(node: DictConfig, values: Mapping[str, Any], package: str, *, resolve: bool
+                  ) -> None:
+    """Print a configuration, or a part of it, as YAML, with ``values`` where it has null: they are
+    marked."""
+    filled = {name: value for name, value in values.items()
+              if value is not None and OmegaConf.select(node, name) is None}
+    for name, value in filled.items():
+        OmegaConf.update(node, name, value)
+    if resolve:
+        OmegaConf.resolve(node)
+    whole = package == "_global_"
+    part = node if whole else OmegaConf.select(node, package)
+    if not OmegaConf.is_config(part):
+        sys.stdout.write(f"{part}\n")
+        return
+    lines = OmegaConf.to_yaml(part).splitlines()
+    places = dict(line_numbers(yaml.compose("\n".join(lines), Loader=yaml.SafeLoader),
+                               "" if whole else f"{package}."))
+    for name in filled.keys() & places.keys():
+        lines[places[name] - 1] += FILLED_IN
+    title = [] if whole else [f"# @package {package}"]
+    sys.stdout.write("\n".join([*title, *lines, ""]))
 
 
 def _entries(words: Words, run: Path | None) -> list[layers.Entry]:

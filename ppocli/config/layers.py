@@ -123,7 +123,7 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
 
 def _file_entries(file: Path, package: str, values: Any) -> Iterator[Entry]:
     text = file.read_text(encoding="utf-8") if file.is_file() else ""  # not all lie on a disk
-    lines = dict(_line_numbers(yaml.compose(text, Loader=yaml.SafeLoader)))
+    lines = dict(line_numbers(yaml.compose(text, Loader=yaml.SafeLoader)))
     shown_file = short_path(str(file))
     for key, value in resolved.leaves(package, values):
         line = lines.get(key.removeprefix(package))
@@ -165,11 +165,11 @@ def _file(path: str, config_path: str) -> Path:
     return Path(folder) / (Path(name).name if scheme == "recipes" else name)
 
 
-def _line_numbers(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
+def line_numbers(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
     """(dotted key, line) of all that stands in a YAML file's mappings."""
     for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
         yield f"{prefix}{name.value}", name.start_mark.line + 1
-        yield from _line_numbers(value, f"{prefix}{name.value}.")
+        yield from line_numbers(value, f"{prefix}{name.value}.")
 
 
 def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merged:
