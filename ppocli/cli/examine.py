@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ppocli.cli.examine_model import check_models, not_looked_at
 from ppocli.cli.output import reward_labels
 from ppocli.config import compose, resolved, schema, sweep, tasks
 from ppocli.config.keys import schema_keys
@@ -22,7 +21,6 @@ from ppocli.launching import inputs, opened_folder, target_config
 from ppocli.rewards.scoring import check_reward_config, with_styles
 from ppocli.storage import model_files, run_folder
 from ppocli.storage.checkpoints import find_latest, refuse_pruned
-from ppocli.storage.model_files import quiet_transformers
 from ppocli.text import counted
 from ppocli.tracking.trackers import check_trackers
 from ppocli.user_code import locate
@@ -82,6 +80,8 @@ class Examined:
     config: schema.TrainConfig | None = None
     warnings: list[str] = field(default_factory=list)
     """what may be meant, and most often isn't"""
+    notes: list[str] = field(default_factory=list)
+    """how what was typed is read"""
     facts: list[str] = field(default_factory=list)
     """lines about the data set that a run, or a sweep's first job, trains on"""
     colour: bool = False
@@ -126,7 +126,7 @@ def examine(words: Sequence[str], *, colour: bool = False) -> Examined:
 
 def _examine_run(composed: compose.Composed, found: Examined) -> None:
     config, resume_from = composed.config, composed.resume_from
-    found.warnings += composed.notes
+    found.notes += composed.notes
     count, wrong = _examine_config(composed, config, found)
     if wrong & {"output_dir", "run_name"}:
         return
@@ -157,6 +157,7 @@ def _examine_sweep(words: Words, found: Examined) -> None:
         jobs.append((job, one))
         with one.taking():
             composed = job.composed
+            found.notes += composed.notes
             config = replace(composed.config, run_name=None)
             count, _ = _examine_config(composed, config, one)
             if not one.problems:
@@ -226,9 +227,11 @@ def _examine_config(composed: compose.Composed, config: schema.TrainConfig, foun
     if "tracking.trackers" not in wrong:
         with found.taking():
             check_trackers(config.tracking)
-    found.not_looked_at = list(not_looked_at(config))
+    found.not_looked_at = list(_not_looked_at(config))
     if not found.problems and tasks.task_name(config) in ("ppo", *tasks.DATA_TASKS):
-        quiet_transformers()
+        from ppocli.cli.examine_model import check_models  # loads torch
+
+        model_files.quiet_transformers()
         with found.taking():
             check_models(config)
     return count, wrong
@@ -308,6 +311,22 @@ def _reward_parts(reward: schema.RewardConfig) -> Iterator[schema.RewardConfig]:
         yield replace(reward, metric_fn=None)
     if reward.metric_fn is not None:  # beside a reward that is right
         yield replace(reward, fn="length", fns={}, kwargs={"target": 1})
+
+
+def _not_looked_at(config: schema.TrainConfig) -> Iterator[str]:
+    """What a check without weights leaves open, in words."""
+    ppo = tasks.task_name(config) not in tasks.DATA_TASKS
+    yield "weights and memory"
+    if ppo:
+        yield "what the reward returns"
+    read = (config.prompts.path, config.prompts.eval.path) if ppo else (
+        config.data.path, tasks.val_source(config.data))
+    if any(path is not None and sources.names_hub_dataset(path) for path in read):
+        yield "data on the Hub"
+    if config.rollout.engine == "vllm":
+        yield "whether the servers answer"
+    if config.hardware.device == "cuda" or config.model.quantization is not None:
+        yield "whether there is a GPU"
 
 
 # The folder ---------------------------------------------------------------------------------------

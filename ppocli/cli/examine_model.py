@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -58,19 +57,3 @@ def _check_prompts(config: schema.TrainConfig, facts: model_config.ModelFacts, t
         if path is not None:
             other = model_config.read_lm(replace(config.model, path=path, revision=None, peft=None))
             refuse_short_reach(config, key, path, other, prompts.token_ids, pair=whole)
-
-
-def not_looked_at(config: schema.TrainConfig) -> Iterator[str]:
-    """What a check without weights leaves open, in words."""
-    ppo = tasks.task_name(config) not in tasks.DATA_TASKS
-    yield "weights and memory"
-    if ppo:
-        yield "what the reward returns"
-    read = (config.prompts.path, config.prompts.eval.path) if ppo else (
-        config.data.path, tasks.val_source(config.data))
-    if any(path is not None and sources.names_hub_dataset(path) for path in read):
-        yield "data on the Hub"
-    if config.rollout.engine == "vllm":
-        yield "whether the servers answer"
-    if config.hardware.device == "cuda" or config.model.quantization is not None:
-        yield "whether there is a GPU"

@@ -29,6 +29,8 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         StoppedError: a signal ended the rehearsal.
     """
     found = examine(words, colour=not as_json and output.has_colours())
+    for note in dict.fromkeys(found.notes):
+        output.say(clean(note))
     for warning in dict.fromkeys(found.warnings):
         output.say(f"warning: {clean(warning)}")
     rehearsal: dict[str, Any] = {}

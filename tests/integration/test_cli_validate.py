@@ -186,7 +186,7 @@ def test_the_rehearsal_draws_the_runs_own_first_samples(reference, shared_world)
 def test_prompts_that_end_in_eos_or_are_dropped(validate, world):
     (world / "ends.txt").write_text("the film<eos>\nit was so good and i was not\ni saw <eos>\n")
     warned = validate(*words("prompts.path=ends.txt"), code=0)
-    assert warned.err == (
+    assert warned.err.startswith(
         "warning: prompts: 2 prompts end in the EOS token <eos> (the first: line 1 of ends.txt): "
         "to the model the text is over before the response begins. Leave the token out if they "
         "should be continued\n")
@@ -249,10 +249,10 @@ def test_a_rehearsal_ends_as_the_run_would(body, more, code, said, validate, wor
     assert said in problem["what"]
 
 
-def test_the_check_needs_no_torch(world):
+def test_what_is_wrong_without_a_look_at_the_model_is_said_without_torch(world):
     (world / "plain.py").write_text("def score(samples, **columns):\n    return []\n")
-    script = ("from ppocli.cli.validate import validate_words\n"
-              f"validate_words({words('reward.fn=plain.py:score')!r})")
+    script = ("from ppocli.cli.examine import examine\n"
+              f"assert examine({words('reward.fn=plain.py:score', 'ppo.lam=2')!r}).problems")
     assert not {"torch", "transformers", "datasets"} & imported_by(script, world)
 
 
