@@ -164,8 +164,7 @@ def print_composition(words: Words) -> None:
         _print_filled(merged.node, open_values(config), package,
                       resolve=words.flag("--resolve") is not None)
         if merged.sources and (problems := find_problems(config, merged.sources)):
-            told = listed(map(str, problems))
-            sys.stderr.write(f"ppocli train refuses this: {told}\n")
+            sys.stderr.write(f"ppocli train refuses this: {listed(map(str, problems))}\n")
 
 
 def _print_filled(node: DictConfig, values: Mapping[str, Any], package: str, *, resolve: bool

@@ -48,8 +48,8 @@ def _of_ppo(ppo: schema.PPOConfig) -> Iterator[tuple[str, Any]]:
     if algorithm.estimator_of(ppo).needs_critic:
         optimizer, schedule = algorithm.value_optimizer(ppo), algorithm.value_scheduler(ppo)
         yield "ppo.optimizer.value_lr", optimizer.lr
-        own = schema_training.OPTIMIZER_KEYS.get(optimizer.name, ())
-        for name in ("name", "weight_decay", *own):
+        extra = schema_training.OPTIMIZER_KEYS.get(optimizer.name, ())
+        for name in ("name", "weight_decay", *extra):
             yield f"ppo.value_optimizer.{name}", getattr(optimizer, name)
         for name in _SCHEDULE:
             yield f"ppo.value_scheduler.{name}", getattr(schedule, name)

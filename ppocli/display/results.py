@@ -31,10 +31,11 @@ def reserve_stdout() -> None:
         return
     with suppress(OSError, ValueError, AttributeError):
         sys.stdout.flush()
-        own, error = sys.stdout.fileno(), sys.stderr.fileno()
-        kept = os.fdopen(os.dup(own), "w", encoding=sys.stdout.encoding, errors=sys.stdout.errors)
-        for descriptor in {own, 1}:
-            os.dup2(error, descriptor)
+        descriptor, error = sys.stdout.fileno(), sys.stderr.fileno()
+        kept = os.fdopen(os.dup(descriptor), "w", encoding=sys.stdout.encoding,
+                         errors=sys.stdout.errors)
+        for each in {descriptor, 1}:
+            os.dup2(error, each)
         # in the order of what is written to standard error itself
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
         _Streams.results = kept

@@ -182,20 +182,26 @@ def score(outputs):
 def test_what_code_of_users_prints_never_mixes_with_results(world):
     """Standard output of each command, whole."""
     (world / "noisy.py").write_text(NOISY)
-    given = words("reward.fn=noisy.py:score", "ppo.num_steps=1", "run_name=noisy", "output_dir=out")
-    model = run("-q", "train", *given, cwd=world, code=0)
+    settings = words("reward.fn=noisy.py:score", "ppo.num_steps=1", "run_name=noisy",
+                     "output_dir=out")
+    model = run("-q", "train", *settings, cwd=world, code=0)
     assert model.out == f"{world / 'out/noisy/model'}\n"
-    # each of the seven, in the order of standard error itself
+    # whichever way it was written
     assert {f"NOISE {kind}" for kind in ("printed", "descriptor", "of C", "child", "thread")} \
         <= set(model.err.splitlines())
     place = "out/noisy"
     for line in (["eval", place, "--json"], ["generate", place, "-p", "the", "--score", "--json"],
-                 ["validate", *given[:-2], "--deep", "--json"]):
+                 ["validate", *settings[:-2], "--deep", "--json"]):
         done = run(*line, cwd=world, code=0)
         assert json.loads(done.out), line
         assert "NOISE" in done.err
-    swept = run("-q", "train", "-m", *given[:-2], "run_name=sweep", "output_dir=out",
-                "seed=1,2", "hardware.num_processes=2", cwd=world, code=0)
+
+
+def test_jobs_ranks_and_servers_keep_it_from_results_as_well(world):
+    (world / "noisy.py").write_text(NOISY)
+    settings = words("reward.fn=noisy.py:score", "ppo.num_steps=1", "eval.at_start=false")
+    swept = run("-q", "train", "-m", *settings, "run_name=sweep", "seed=1",
+                "hardware.num_processes=2", cwd=world, code=0)
     assert "NOISE" not in swept.out
     assert "NOISE" in swept.err
     with server("reward.fn=noisy.py:score", "--port", "0", cwd=world) as (process, address):

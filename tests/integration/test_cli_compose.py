@@ -254,22 +254,22 @@ def test_what_is_left_open_is_printed_as_what_it_comes_to(words, expected, capsy
     printed(*RUNNABLE, *words, "generation.temperature=0.7", "--cfg", "job")
     out, err = capsys.readouterr()
     assert err == ""
-    found = yaml.safe_load(out)
+    printed_config = yaml.safe_load(out)
     for key, value in expected.items():
-        given = found["ppo"]
+        node = printed_config["ppo"]
         for part in key.split("."):
-            given = given[part]
-        assert given == value, key
+            node = node[part]
+        assert node == value, key
         line = f"{key.rpartition('.')[2]}:"
         if value is not None and not any(word.startswith(f"ppo.{key}=") for word in words):
             assert any(row.strip().startswith(line) and row.endswith(FILLED_IN)
                        for row in out.splitlines()), key
-    assert found["generation"]["eval"]["temperature"] == 0.7
-    assert found["model"]["dtype"] == "fp32"
+    assert printed_config["generation"]["eval"]["temperature"] == 0.7
+    assert printed_config["model"]["dtype"] == "fp32"
     # and it is a configuration that trains alike
     write("again/train.yaml", out)
     config = checked("-cp", "again").config
-    assert config.ppo.advantage == found["ppo"]["advantage"]
+    assert config.ppo.advantage == printed_config["ppo"]["advantage"]
 
 
 @pytest.mark.parametrize(("words", "said"), [

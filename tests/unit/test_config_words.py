@@ -238,18 +238,18 @@ def test_typed_texts_have_line_breaks_and_tabs(word, expected):
     key = word.partition("=")[0]
     key = key.removesuffix(".pattern").removesuffix(".one")
     read = read_words(["model.path=lm", word])
-    found = compose(read)
-    assert attrgetter(key)(found.config) == expected
+    composed = compose(read)
+    assert attrgetter(key)(composed.config) == expected
     # once only, also where words are read again by a job or a resume, and as words of Python's
     assert read_words(read.overrides).settings == read.settings
-    assert attrgetter(key)(compose(read_words(words_for(found.config))).config) == expected
+    assert attrgetter(key)(compose(read_words(words_for(composed.config))).config) == expected
     value: object = expected
     for part in reversed(key.split(".")):
         value = {part: value}
     mapping = compose(read_words(mapping_words(value)))
     assert attrgetter(key)(mapping.config) == expected
     changed = r"\n" in word or r"\t" in word
-    assert bool(found.notes) == (changed and not key.endswith((".val", ".path", ".fn")))
+    assert bool(composed.notes) == (changed and not key.endswith((".val", ".path", ".fn")))
 
 
 def test_a_file_keeps_the_rules_of_yaml_and_a_note_says_what_was_typed(tmp_path, monkeypatch):
@@ -258,11 +258,12 @@ def test_a_file_keeps_the_rules_of_yaml_and_a_note_says_what_was_typed(tmp_path,
     Path("recipes/own.yaml").write_text(
         "# @package _global_\nreward:\n  step_separator: \\n\ngeneration:\n"
         "  stop_sequences: [\"\\n\", '\\n']\n")
-    found = compose(read_words(["+recipe=own", r"prompts.template={prompt}\nA: \\nabla"]))
-    assert found.config.reward.step_separator == r"\n"
-    assert found.config.generation.stop_sequences == ["\n", r"\n"]
-    assert found.notes == (r'prompts.template is read as "{prompt}⏎A: \nabla" (⏎ is a line break; '
-                           "two backslashes before n or t are one)",)
+    composed = compose(read_words(["+recipe=own", r"prompts.template={prompt}\nA: \\nabla"]))
+    assert composed.config.reward.step_separator == r"\n"
+    assert composed.config.generation.stop_sequences == ["\n", r"\n"]
+    assert composed.notes == (
+        r'prompts.template is read as "{prompt}⏎A: \nabla" (⏎ is a line break; '
+        "two backslashes before n or t are one)",)
 
 
 @pytest.mark.parametrize("text", ["plain", "null", "true", "1e5", "it's", "a\\", "a\\'b",
