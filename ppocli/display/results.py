@@ -36,6 +36,6 @@ def reserve_stdout() -> None:
                          errors=sys.stdout.errors)
         for each in {descriptor, 1}:
             os.dup2(error, each)
+        _Streams.results = kept
         # in the order of what is written to standard error itself
         sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-        _Streams.results = kept
