@@ -160,6 +160,17 @@ def figure(value: object, digits: int, kind: Literal["f", "e"] = "f") -> str:
     return text.removeprefix("-") if float(text) == 0 else text  # no minus before a rounded zero
 
 
+def share_error(error: float, count: int) -> float:
+    """The standard error to state of a share over ``count`` independent outcomes: never less than
+    half of Wilson's interval (1927) at one standard error where all outcomes are alike, which is
+    ``1 / (2 (count + 1))``. Ten of ten is no certainty.
+
+    Args:
+        error: as the outcomes themselves have it, 0 where all are alike.
+    """
+    return max(error, 0.5 / (count + 1))
+
+
 def each_text(value: Any, change: Callable[[str], str],
               change_key: Callable[[Any], Any] = lambda key: key) -> Any:
     """Plain data with every text in it changed, keys of mappings by a function of their own."""
@@ -277,3 +288,13 @@ def raised_at(error: BaseException, file: str | None = None) -> str | None:
         return None
     frame = (own or frames)[-1]
     return f"{short_path(frame.filename)}:{frame.lineno}"
+
+
+def user_line(error: BaseException) -> str | None:
+    """``FILE:LINE`` of the innermost frame that is neither ours nor a library's; None where the
+    error came through none."""
+    ours, python = (os.path.dirname(os.path.realpath(file)) for file in (__file__, os.__file__))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
+              if not frame.filename.startswith("<") and "site-packages" not in frame.filename
+              and not os.path.realpath(frame.filename).startswith((ours + os.sep, python + os.sep))]
+    return f"{short_path(frames[-1].filename)}:{frames[-1].lineno}" if frames else None

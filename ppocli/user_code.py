@@ -170,28 +170,6 @@ def _refuse_unnamable(wanted: Wanted, module: str | None, file: str | None) -> N
             fix=f"if you mean it, type it: {pasted(f'{wanted.key}={wanted.spec}')}")
 
 
-def build(wanted: Wanted, *given: Any, kwargs: Mapping[str, Any], key: str) -> Any:
-    """What comes of calling what ``wanted`` names.
-
-    Args:
-        given: what we hand over.
-        kwargs: the user's further arguments.
-        key: that holds ``kwargs``, for messages.
-
-    Raises:
-        PpocliError: as :func:`locate`; or it doesn't take these arguments.
-    """
-    target = locate(wanted).target
-    try:
-        inspect.signature(target).bind(*given, **kwargs)
-    except TypeError as error:
-        raise wanted.refused(f"{wanted.spec} can't be called with what it would get: {error}.",
-                             where=f"{wanted.key}, {key}",
-                             fix="it gets one argument from ppocli, and those of "
-                             f"{key}={dict(kwargs)} by name") from error
-    return target(*given, **kwargs)
-
-
 def from_object(target: Any, wanted: Wanted) -> Located:
     """Check a Python object as :func:`locate` does and note where its code lies.
 

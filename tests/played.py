@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 
 from ppocli import Step
 from ppocli.environments.calls import Called, Calls
@@ -153,6 +154,17 @@ class Needy:
 class Mute:
     def reset(self, prompt):
         return None
+
+
+class Deaf(Mute):
+    def step(self):
+        return None, 0.0, True
+
+
+class Pure(Deaf, ABC):
+    @abstractmethod
+    def judge(self):
+        pass
 
 
 class Lookup:

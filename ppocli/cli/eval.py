@@ -152,7 +152,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
         models["base"] = {**frontier["base"], "name": f"{report['base']['path']}, "
                           f"{frontier['samples_each']} samples per prompt"}
     lines = aligned([[role, model["name"]] for role, model in models.items()])
-    table = [["", *models]]
+    table = [["", *models], ["samples", *(str(model["samples"]) for model in models.values())]]
     for name in dict.fromkeys(name for model in models.values() for name in model["figures"]):
         if name == "reward_std":
             table += [[f"reward {q}", *(shown_figure(model["quantiles"][q])

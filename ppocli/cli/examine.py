@@ -23,7 +23,6 @@ from ppocli.storage import model_files, run_folder
 from ppocli.storage.checkpoints import find_latest, refuse_pruned
 from ppocli.text import counted
 from ppocli.tracking.trackers import check_trackers
-from ppocli.user_code import locate
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,10 +219,12 @@ def _examine_config(composed: compose.Composed, config: schema.TrainConfig, foun
     if config.env.fn is not None and not any(key.startswith("env") for key in wrong):
         with found.taking():
             resolve(config.env, columns)
-    for wanted in inputs.named_code(config):
-        if wanted.key in ("task.fn", "rollout.engine") and wanted.key not in wrong:
-            with found.taking():
-                locate(wanted)
+    if not wrong & {"task.fn", "rollout.engine"} and any(
+            wanted.key in ("task.fn", "rollout.engine") for wanted in inputs.named_code(config)):
+        with found.taking():
+            from ppocli.tasks import check_own_classes
+
+            check_own_classes(config)
     if "tracking.trackers" not in wrong:
         with found.taking():
             check_trackers(config.tracking)
@@ -344,7 +345,9 @@ def _examine_folder(composed: compose.Composed, folder: Path, found: Examined, *
     with found.taking():
         if not goes_on:
             opened_folder.refuse_taken(folder, config)
-        elif settled:
+        else:
+            opened_folder.refuse_running(folder)
+        if goes_on and settled:
             opened_folder.changes_on_resume(folder.absolute(), resolved.with_absolute_paths(config),
                                             accept_changes=composed.accept_changes)
     if not resume_from:

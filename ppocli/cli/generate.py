@@ -222,6 +222,7 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
         spec = sources.training_spec(cfg, None)
         rows = render.take_rows(sources.open_rows(spec, notes), spec, notes)
         columns = render.metadata(rows, spec)
+        cells = [render.with_system_turn(row.values[column], row, spec, notes) for row in rows]
     except PpocliError as error:
         for key, option in _OPTIONS:
             error.where = error.where and error.where.replace(key, option)
@@ -230,7 +231,7 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
         raise
     for note in notes:
         say(note)
-    return [row.values[column] for row in rows], columns
+    return cells, columns
 
 
 def with_system(cells: Sequence[Any], system: str | None) -> list[Any]:

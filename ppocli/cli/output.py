@@ -20,7 +20,7 @@ from ppocli.display.results import put, reserve_stdout, result_stream
 from ppocli.errors import AmbiguousError, ConfigError, DiskError, PpocliError, StoppedError
 from ppocli.parallel.launchers import Launched, find_launch
 from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals, signal_handlers
-from ppocli.text import clean, how_unescaped, printable, printable_json, unescaped
+from ppocli.text import clean, how_unescaped, printable, printable_json, unescaped, user_line
 
 if TYPE_CHECKING:
     from ppocli.config.schema import RewardConfig
@@ -245,7 +245,10 @@ def code_of(run: Callable[[], object]) -> int:
             complain(f"Error: the disk is full: {error}")
             return DiskError.exit_code
         complain(traceback.format_exc().rstrip())
-        complain("This is a bug in ppocli; please report it with the lines above.")
+        origin = user_line(error)
+        complain(("This is" if origin is None else "It came through code that ppocli was given: "
+                  f"{origin}. If that is right, this is")
+                 + " a bug in ppocli; please report it with the lines above.")
         return 1
     return 0
 

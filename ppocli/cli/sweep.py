@@ -316,7 +316,9 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
     except errors.PpocliError:
         return None  # the job itself will say what is wrong
     if known is not None and told:
-        return replace(known, folder=str(job.folder))
+        known = replace(known, folder=str(job.folder))
+        if not sweeps.changed_on_resume(known):
+            return known
     seconds = ((run.summary or {}).get("seconds") or {}).values()
     return replace(sweep_jobs.record_of(job, "finished", 0, run.summary, 0.0, run.config),
                    seconds=round(sum(seconds), 1))
@@ -337,5 +339,6 @@ def _print_table(records: list[sweeps.JobRecord]) -> None:
     rows += [(str(r.number), r.status, str(r.exit_code),
               *(output.shown_figure(r.shown.get(label)) for label in labels),
               short_path(r.folder) if Path(r.folder).exists() else "-",
-              " ".join(r.varied)) for r in records]
+              " ".join([*r.varied, *(f"{key}: {sweeps.format_changes(changes)}" for key, changes in
+                                     sweeps.changed_on_resume(r).items())])) for r in records]
     output.print_table(rows)

@@ -113,10 +113,11 @@ def _rank(job: sweeps.JobRecord, sort: str) -> tuple[float, int]:
 
 
 def _facts(job: sweeps.JobRecord, run: record.RunRecord | None) -> dict[str, Any]:
-    from ppocli.runs.sweeps import varied_values
+    from ppocli.runs.sweeps import changed_on_resume, varied_values
 
     return {"job": job.number, "status": job.status, "varied": varied_values(job.varied),
-            "overrides": list(job.overrides), "exit_code": job.exit_code,
+            "changed": changed_on_resume(job), "overrides": list(job.overrides),
+            "exit_code": job.exit_code,
             "reward_mean": job.reward_mean, "kl_mean": job.kl_mean, "figures": job.shown,
             "step": None if run is None else run.step,
             "total_steps": None if run is None else run.total_steps,
@@ -140,7 +141,7 @@ def marginal_means(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for key, value in dict.fromkeys((key, job["varied"][key]) for key in keys for job in in_order
                                     if key in job["varied"]):
         there = [job for job in jobs if job["status"] == "finished"
-                 and job["varied"].get(key) == value]
+                 and job["varied"].get(key) == value and key not in job.get("changed", ())]
         rows.append({"key": key, "value": value, "jobs": len(there), **{
             name: _mean([job[name] for job in there]) for name in ("reward_mean", "kl_mean")},
                      "figures": {label: _mean([job["figures"].get(label) for job in there])
@@ -155,14 +156,18 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _print_jobs(jobs: Sequence[dict[str, Any]], labels: Sequence[str], sweep: Path) -> None:
-    keys = list(dict.fromkeys(key for job in jobs for key in job["varied"]))
+    from ppocli.runs.sweeps import format_changes
+
+    values = [job["varied"] | {key: format_changes(changes)
+                               for key, changes in job["changed"].items()} for job in jobs]
+    keys = list(dict.fromkeys(key for each in values for key in each))
     rows = [("job", "status", "step", *labels, "seconds", *keys, "folder")]
     rows += [(str(job["job"]), job["status"],
               "-" if job["step"] is None else f"{job['step']}/{job['total_steps']}",
               *(output.shown_figure(job["figures"].get(label)) for label in labels),
               f"{job['seconds']:.0f}" if job["seconds"] else "-",
-              *(job["varied"].get(key, "-") for key in keys), _place(job["folder"], sweep))
-             for job in jobs]
+              *(each.get(key, "-") for key in keys), _place(job["folder"], sweep))
+             for job, each in zip(jobs, values, strict=True)]
     output.print_table(rows, right=frozenset(range(3, 4 + len(labels))))
 
 

@@ -86,6 +86,7 @@ def told(found: dict[str, Any]) -> Iterator[str]:
     else:
         of = f" with {len(found['samples'])} samples"
         yield from _told_ppo(found)
+    yield from (f"note: {note}" for note in found["notes"])
     yield "seconds: " + ", ".join(f"{name} {seconds:.1f}"
                                   for name, seconds in found["seconds"].items())
     yield f"peak memory: {found['peak_memory_mib']:.0f} MiB{of}"

@@ -66,6 +66,13 @@ def settings_before(run_dir: Path, *, accept_changes: bool) -> schema.TrainConfi
     return resolved.with_absolute_paths(kept[0] if kept else now)
 
 
+def change_line(key: str, before: object, after: object) -> str:
+    """``changed on resume: KEY: BEFORE -> AFTER``, and whether the run differs from here on."""
+    differs = resolved.classify_change(key) != "harmless"
+    return (f"changed on resume: {key}: {shown(before)} -> {shown(after)}"
+            + " (from here on the run differs)" * differs)
+
+
 def keeping_styles(config: schema.TrainConfig, own: schema.TrainConfig,
                    given: Collection[str] | None = None) -> schema.TrainConfig:
     """A copy in which rewards that a run's ``own`` configuration names too have the style that the

@@ -3,8 +3,9 @@
 import re
 from typing import Any
 
-from ppocli.data.examples import Message
+from ppocli.data.calls import with_arguments
 from ppocli.data.render import rendered_chat, template_errors
+from ppocli.data.shapes import Message, is_masked
 from ppocli.errors import InputError
 
 Piece = tuple[str, bool]
@@ -13,56 +14,76 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: int,
-                tools: list[Any] | None = None) -> list[Piece]:
+                tools: list[Any] | None = None, others: bool = False) -> list[Piece]:
     """A conversation as the template renders it, in pieces that alternate between what others say
     and what the assistant does, through the token that ends its turn.
 
     A template that marks what is generated (``{% generation %}``, as transformers'
     ``return_assistant_tokens_mask`` reads it) is taken at its word, with the token that ends a turn
     where it stands behind the mark. Of others a turn is what the template adds to the conversation
-    before it, with the generation prompt.
+    before it, with the generation prompt. Turns that are marked as not trained on
+    (:func:`ppocli.data.shapes.is_masked`) count as what others say.
 
     Args:
         messages: with at least one turn of the assistant.
         place: where they came from, for errors.
         since: turns before this one count as what others say.
         tools: as of :func:`ppocli.data.render.rendered_chat`.
+        others: whether all but the masked turns counts as what the assistant says.
 
     Raises:
-        InputError: no chat template, one that refuses the conversation, or one that writes the
-            earlier turns differently once others follow, so that turns can't be told apart.
+        InputError: a chat template that refuses the conversation, or one that writes the earlier
+            turns differently once others follow, so that turns can't be told apart.
     """
-    if not getattr(tokenizer, "chat_template", None):
-        raise InputError("The tokenizer has no chat template, which conversations need.",
-                         where=place, fix="give it one (model.chat_template=FILE), or give texts, "
-                         "with data.chat=false")
-    spans: list[tuple[int, int]] = []
-    if _MARKS.search(str(tokenizer.get_chat_template(tools=tools))):
-        whole, marks = _marked(messages, place, tokenizer, tools)
-        if any(message["role"] == "assistant" for message in messages[:since]):
-            before, theirs = _marked(messages[:since], place, tokenizer, tools)
-            marks = ([mark for mark in marks if mark[0] >= len(before)]
-                     if whole.startswith(before) else marks[len(theirs):])
-        if not marks:
-            raise InputError(f"The chat template marks nothing as generated in what {place} is to "
-                             "teach.", where="model.tokenizer_path", fix="put what the assistant "
-                             "says, and its calls of tools, between {% generation %} and "
-                             "{% endgeneration %}")
-        for start, end in marks:
-            # a turn may have several marks, one behind the other
-            begins = spans.pop()[0] if spans and start <= spans[-1][1] else start
-            spans.append((begins, end + _closing(whole[start:end], whole[end:], tokenizer)))
-    else:
+    masked = [i for i, message in enumerate(messages) if is_masked(message)]
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    if others or not _MARKS.search(str(tokenizer.get_chat_template(tools=tools))):
         whole = rendered_chat(messages, place, tokenizer, tools=tools)
-        spans = [_turn_span(messages, i, whole, place, tokenizer, tools)
-                 for i, message in enumerate(messages)
-                 if message["role"] == "assistant" and i >= since]
+        places = masked if others else [
+            i for i, message in enumerate(messages)
+            if message["role"] == "assistant" and i >= since and i not in masked]
+        spans = [_turn_span(messages, i, whole, place, tokenizer, tools,
+                            alone=not since and i < last and not others) for i in places]
+    else:
+        whole, spans = _marked_spans(messages, place, tokenizer, tools, since, masked)
     pieces: list[Piece] = []
     at = 0
     for start, end in spans:
-        pieces += [(whole[at:start], False), (whole[start:end], True)]
+        pieces += [(whole[at:start], others), (whole[start:end], not others)]
         at = end
-    return [piece for piece in [*pieces, (whole[at:], False)] if piece[0]]
+    return [piece for piece in [*pieces, (whole[at:], others)] if piece[0]]
+
+
+def _marked_spans(messages: list[Message], place: str, tokenizer: Any, tools: list[Any] | None,
+                  since: int, masked: list[int]) -> tuple[str, list[tuple[int, int]]]:
+    """The rendered text and the turns in it that are trained on, by the template's own marks."""
+    whole, marks = _marked(messages, place, tokenizer, tools)
+
+    def marks_before(turn: int) -> int:
+        if turn == len(messages):
+            return len(marks)
+        if not any(message["role"] == "assistant" for message in messages[:turn]):
+            return 0
+        before, theirs = _marked(messages[:turn], place, tokenizer, tools)
+        return (sum(start < len(before) for start, _ in marks) if whole.startswith(before)
+                else len(theirs))
+    kept = range(marks_before(since), len(marks))
+    if not kept:
+        raise InputError(f"The chat template marks nothing as generated in what {place} is to "
+                         "teach.", where="model.tokenizer_path", fix="put what the assistant "
+                         "says, and its calls of tools, between {% generation %} and "
+                         "{% endgeneration %}")
+    without = {mark for turn in masked if messages[turn]["role"] == "assistant" and turn >= since
+               for mark in range(marks_before(turn), marks_before(turn + 1))}
+    spans: list[tuple[int, int]] = []
+    for mark in kept:
+        if mark in without:
+            continue
+        start, end = marks[mark]
+        # a turn may have several marks, one behind the other
+        begins = spans.pop()[0] if spans and start <= spans[-1][1] else start
+        spans.append((begins, end + _closing(whole[start:end], whole[end:], tokenizer)))
+    return whole, spans
 
 
 def _marked(messages: list[Message], place: str, tokenizer: Any, tools: list[Any] | None
@@ -71,22 +92,33 @@ def _marked(messages: list[Message], place: str, tokenizer: Any, tools: list[Any
     from transformers.utils.chat_template_utils import render_jinja_template
 
     render: Any = render_jinja_template  # is typed as if it returned a text
-    with template_errors(place):
-        texts, spans = render([messages], tools, return_assistant_tokens_mask=True,
+
+    def marked(conversation: list[Message]) -> Any:
+        texts, spans = render([conversation], tools, return_assistant_tokens_mask=True,
                               chat_template=tokenizer.get_chat_template(tools=tools),
                               **tokenizer.special_tokens_map)
-    return str(texts[0]), [(int(start), int(end)) for start, end in spans[0] if end > start]
+        return str(texts[0]), spans[0]
+    with template_errors(place):
+        text, spans = with_arguments(messages, marked, lambda result: str(result[0]))
+    return text, [(int(start), int(end)) for start, end in spans if end > start]
 
 
 def _turn_span(messages: list[Message], turn: int, whole: str, place: str, tokenizer: Any,
-               tools: list[Any] | None) -> tuple[int, int]:
-    if not turn:
+               tools: list[Any] | None, *, alone: bool) -> tuple[int, int]:
+    """Where a turn stands in the rendered text, the assistant's without the generation prompt.
+
+    Args:
+        alone: whether the conversation's last answer could be trained on alone.
+    """
+    assistant = messages[turn]["role"] == "assistant"
+    if not turn and assistant:
         raise InputError(f"The conversation in {place} begins with the assistant: where that turn "
                          "begins can't be told from the chat template.", where=place,
                          fix="begin it with a turn of the user or the system, or mark what the "
                              "assistant says with {% generation %} and {% endgeneration %} in "
                              "the chat template")
-    before = rendered_chat(messages[:turn], place, tokenizer, tools=tools, prompt=True)
+    before = "" if not turn else rendered_chat(messages[:turn], place, tokenizer, tools=tools,
+                                               prompt=assistant)
     through = rendered_chat(messages[:turn + 1], place, tokenizer, tools=tools)
     start = len(before)
     # the turn ends behind its last special token if only white space follows it
@@ -96,9 +128,11 @@ def _turn_span(messages: list[Message], turn: int, whole: str, place: str, token
     if not through.startswith(before) or not whole.startswith(through[:end]):
         raise InputError(f"The turns in {place} can't be told apart: the chat template writes turn "
                          f"{turn + 1} or what is before it differently once the conversation goes "
-                         "on.", where="model.tokenizer_path", fix="mark what the assistant says "
-                         "with {% generation %} and {% endgeneration %} in the chat template, or "
-                         "split conversations up so that each has one turn of the assistant")
+                         "on.", where="model.tokenizer_path",
+                         fix="data.train_on=completion trains on the last answer alone; or "
+                         * alone + "mark what the assistant says with {% generation %} and "
+                         "{% endgeneration %} in the chat template, or split conversations up so "
+                         "that each has one turn of the assistant")
     return start, end
 
 

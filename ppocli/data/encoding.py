@@ -13,7 +13,7 @@ from ppocli.config.schema_training import DataConfig
 from ppocli.data.conversations import Piece, chat_pieces
 from ppocli.data.data_set import Examples, Ids, Mask, Pairs
 from ppocli.data.examples import Example, Pair, Read, Wants, read_examples
-from ppocli.data.render import note_count, note_tools, rendered_chat
+from ppocli.data.render import note_count, note_tools
 from ppocli.data.tokens import token_ids_of, tokens_around
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import counted, printable
@@ -75,13 +75,16 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
         InputError: no chat template or one that can't be followed, no EOS token, a text that can't
             be tokenised, or nothing left.
     """
+    _check_template(read, tokenizer)
     longest = min(cfg.max_length or max_tokens, max_tokens)
-    pieces = [_example_pieces(example, cfg, tokenizer, encoder) for example in read.examples]
+    every = [(example, _example_pieces(example, cfg, tokenizer, encoder))
+             for example in read.examples]
+    taught = [(example, pieces) for example, pieces in every if any(said for _, said in pieces)]
     found = Examples([], (), [], [], [], [], [])
     plain = isinstance(read.examples[0].completion, str)
     cut = empty = 0
-    for example, line in zip(read.examples, _lines(pieces, tokenizer, plain=plain,
-                                                   encoder=encoder), strict=True):
+    for (example, _), line in zip(taught, _lines([pieces for _, pieces in taught], tokenizer,
+                                               plain=plain, encoder=encoder), strict=True):
         room = longest - encoder  # a decoder starts from a token of its own
         trained = np.array(line.trained[:room], np.bool_)
         trained[:not encoder] = False  # nothing predicts the first token
@@ -98,6 +101,7 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
         found.prompts.append(prompt)
         found.prompt_lengths.append(len(line.prompt_ids) if prompt and not encoder else 0)
         found.places.append(example.place)
+    note_count(read.notes, len(every) - len(taught), "had no turn to train on: left out", "example")
     note_count(read.notes, cut, f"{{was}} longer than {longest} tokens: cut at the end", "example")
     note_count(read.notes, empty, "had nothing to train on within that: left out", "example")
     if not len(found):
@@ -106,6 +110,17 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
                          fix=f"{_longer(cfg, max_tokens)}, or another data.train_on")
     _note_tools(read, tokenizer)
     return replace(found, notes=tuple(read.notes))
+
+
+def _check_template(read: Read, tokenizer: Any) -> None:
+    rows: list[Example | Pair] = [*read.examples, *read.pairs]
+    first = rows[0]
+    cell = first.completion if isinstance(first, Example) else first.chosen
+    if isinstance(cell, list) and not getattr(tokenizer, "chat_template", None):
+        raise InputError("The tokenizer has no chat template, which conversations need.",
+                         where=first.place, fix="give it one: model.chat_template=FILE, or "
+                         "model.tokenizer_path of a chat model" + (
+                             "; or data.chat=false: texts need none" if read.turned else ""))
 
 
 def _note_tools(read: Read, tokenizer: Any) -> None:
@@ -144,11 +159,10 @@ def _example_pieces(example: Example, cfg: DataConfig, tokenizer: Any, encoder: 
         return [*([(prompt, train_on == "all")] if prompt else []), (completion, True)]
     before = prompt or []
     messages = before + completion
-    if train_on == "all":
-        return [(rendered_chat(messages, example.place, tokenizer, tools=example.tools), True)]
-    since = 0 if train_on == "assistant" else len(before) or max(
+    since = 0 if train_on in ("assistant", "all") else len(before) or max(
         i for i, message in enumerate(messages) if message["role"] == "assistant")
-    return chat_pieces(messages, example.place, tokenizer, since=since, tools=example.tools)
+    return chat_pieces(messages, example.place, tokenizer, since=since, tools=example.tools,
+                       others=train_on == "all")
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +262,7 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
     Raises:
         InputError: as :func:`encode_examples`.
     """
+    _check_template(read, tokenizer)
     longest = min(cfg.max_length or max_tokens, max_tokens)
     both = [_pair_pieces(pair, answer, tokenizer)
             for pair in read.pairs for answer in (pair.chosen, pair.rejected)]

@@ -10,13 +10,13 @@ from itertools import islice
 from typing import Any, Literal, NoReturn
 
 from ppocli.config.schema_training import DataConfig
-from ppocli.data import render
+from ppocli.data import render, shapes
 from ppocli.data.files import Row
-from ppocli.data.sources import Source, as_list, open_rows, shared_text, shared_turns
+from ppocli.data.shapes import Message, Shapes, is_blank, listed
+from ppocli.data.sources import Source, as_list, open_rows
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import cut, suggestion
 
-Message = dict[str, Any]
 Cell = str | list[Message]
 Wants = Literal["completions", "pairs"]
 
@@ -24,7 +24,8 @@ FORMATS: dict[str, tuple[tuple[str, ...], ...]] = {
     "completions": (("prompt", "completion"), ("messages",), ("text",)),
     "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected"))}
 """columns that make a format, those first that are taken before others"""
-_COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "margin", "tools")
+_COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "margin", "tools",
+            "system")
 _PAIRED = ("prompt", "chosen", "rejected", "margin")
 _ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _WORDS = {"completions": ("pairs", "examples to learn from",
@@ -76,6 +77,10 @@ class Read:
     """rows left out because a text was empty"""
     identical: int = 0
     """pairs left out because both answers are the same"""
+    turned: bool = False
+    """whether ``data.chat`` made turns of texts"""
+    untrained: int = 0
+    """turns of the assistant that are marked as not trained on"""
     notes: list[str] = field(default_factory=list)
     """sentences about what was ignored or left out"""
 
@@ -114,6 +119,10 @@ def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None 
                          f"and {found.identical} hold the same answer twice.", where=source.where,
                          fix="give at least one row")
     render.note_count(found.notes, found.empty, "{was} empty: left out", "row")
+    if wants == "completions":
+        render.note_count(found.notes, found.untrained, "{was} marked as not trained on: masked",
+                          "turn")
+    reader.note_unread()
     return found
 
 
@@ -133,10 +142,15 @@ class _Reader:
         self.first = Row("", {})
         self.kind = ("", "")  # what cells are, texts or messages, and where that was seen
         self.pieces: list[render.Piece] | None = None
+        self.shapes = Shapes(source, into.notes)
+        self.shape: dict[str, str] = {}  # standard columns by those of another tool's shape
 
     def take(self, row: Row) -> None:
         self.read.rows += 1
         row = self._renamed(row)
+        if not self.format:
+            self._recognise(row)
+        row = self._in_shape(row)
         if not self.format:
             self._settle(row)
         self._check_columns(row)
@@ -156,23 +170,45 @@ class _Reader:
                 raise render.no_column(column, row, f"data.columns.{name}={column}")
         return Row(row.place, values)
 
-    def _settle(self, row: Row) -> None:
-        """What the first row says of all: format, columns, template. A format of which a column was
-        named is taken before others."""
-        named = {name for name, column in self.columns.items() if column is not None}
+    def _recognise(self, row: Row) -> None:
+        """What shape of another tool the first row says that all have."""
+        columns = self._format(row, self.wants)
+        if columns in ((), ("text",), ("chosen", "rejected")) and not (
+                self._named & {"text", "messages"}):
+            hidden = {name for name, column in self.columns.items() if column is None}
+            self.shape = {name: column for name, column in self.shapes.recognised(
+                row.values, pairs=self.wants == "pairs", alpaca=columns != ("text",)).items()
+                if name not in hidden}
 
-        def found(wants: str) -> tuple[str, ...]:
-            return next((names for names in sorted(FORMATS[wants], key=named.isdisjoint)
-                         if all(name in row.values for name in names)), ())
-        self.format, self.first = found(self.wants), row
+    def _in_shape(self, row: Row) -> Row:
+        values = row.values
+        return Row(row.place, values | {
+            name: shapes.alpaca_prompt(values) if column == "instruction" else values[column]
+            for name, column in self.shape.items() if column in values})
+
+    def _format(self, row: Row, wants: str) -> tuple[str, ...]:
+        """The format of a row. One of which a column was named is taken before others."""
+        named = self._named
+        return next((names for names in sorted(FORMATS[wants], key=named.isdisjoint)
+                     if all(name in row.values for name in names)), ())
+
+    @property
+    def _named(self) -> set[str]:
+        return {name for name, column in self.columns.items() if column is not None}
+
+    def _settle(self, row: Row) -> None:
+        """What the first row says of all: format, columns, template."""
+        self.format, self.first = self._format(row, self.wants), row
         if not self.format:
             others, content, words, command = _WORDS[self.wants]
+            named = shapes.columns_like(row.values) if self.wants == "completions" else ""
             self._refuse(f"the columns of {row.place} are not those of {content}: "
                          f"{', '.join(map(str, row.values)) or 'none'}",
-                         f"{command}; or name columns with data.columns" if found(others)
-                         else f"give {words}; data.columns.STANDARD=YOURS takes another column")
+                         f"{command}; or name columns with data.columns"
+                         if self._format(row, others) else named or
+                         f"give {words}; data.columns.STANDARD=YOURS takes another column")
         self.checked = _PAIRED if self.wants == "pairs" else self.format
-        if unread := sorted(named.difference(self.checked, {"tools"})):
+        if unread := sorted(self._named.difference(self.checked, {"tools", "system"})):
             raise ConfigError(f"The rows are read as {' and '.join(self.format)}, which leaves "
                               f"out the column for {unread[0]!r}.",
                               where=f"data.columns.{unread[0]}={self.columns[unread[0]]}",
@@ -185,6 +221,16 @@ class _Reader:
                                       fix="data.columns.prompt=YOURS, or leave it out")
         if self.source.template is not None:
             self.pieces = render.parse_template(self.source, list(map(str, row.values)))
+
+    def note_unread(self) -> None:
+        """Note the columns of the first row that nothing is read from."""
+        read = {*self.checked, *map(str, self.columns.values()), *self.shape.values(),
+                *(name for _, name in self.pieces or ()), *self.columns,
+                "tools", *(("system",) if self.kind[0] == "messages" else ()),
+                *(("input",) if "instruction" in self.shape.values() else ())}
+        if unread := [name for name in map(str, self.first.values) if name not in read]:
+            self.shapes.note(f"columns that are not read: {', '.join(unread)}; "
+                             "data.columns.STANDARD=NAME reads one")
 
     def _check_columns(self, row: Row) -> None:
         for name in self.checked:
@@ -201,8 +247,9 @@ class _Reader:
     def _cell(self, row: Row, name: str) -> Cell | None:
         """A text or a conversation, checked; None where it is empty."""
         cell, here = row.values[name], f"column {name!r} in {row.place}"
-        if hasattr(cell, "tolist"):  # numpy's arrays, from pandas
-            cell = cell.tolist()
+        cell = listed(cell)
+        if name in ("chosen", "rejected") and isinstance(cell, Mapping):
+            cell = [cell]  # LLaMA-Factory's answers are one message each
         if cell is None or cell == []:
             return None
         if isinstance(cell, str):
@@ -216,8 +263,9 @@ class _Reader:
             self._refuse(f"{here} holds {cut(repr(cell), 40)} ({type(cell).__name__}), not a text",
                          "give a text, or a list of {role, content} messages")
         self._check_kind(here, "messages")
-        messages = [self._message(row, here, number, message)
-                    for number, message in enumerate(cell, start=1)]
+        messages = self.shapes.messages(cell, here)
+        for number, message in enumerate(messages, start=1):
+            self._check_message(row, f"message {number} of {here}", message)
         last = messages[-1]
         if name == "prompt":
             if last["role"] == "assistant":
@@ -245,22 +293,21 @@ class _Reader:
             self._refuse(f"{here} holds {kind}, where {place} holds {seen}",
                          "a source has either texts or lists of messages")
 
-    def _message(self, row: Row, here: str, number: int, message: Any) -> Message:
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            self._refuse(f"message {number} of {here} has no role and content: "
-                         f"{cut(repr(message), 60)}",
-                         'a message looks like {"role": "user", "content": "..."}')
-        found = {str(key): value for key, value in message.items() if value is not None}
-        role, content = found.get("role"), found.get("content")
+    def _check_message(self, row: Row, here: str, message: Message) -> None:
+        role, content = message["role"], message["content"]
         if role not in _ROLES:
-            self._refuse(f"message {number} of {here} has the role {cut(repr(role), 40)}",
+            self._refuse(f"{here} has the role {cut(repr(role), 40)}",
                          f"roles are {', '.join(_ROLES)}")
-        if content is None and "tool_calls" in found:
-            content = ""
         if not isinstance(content, str):
-            self._refuse(f"message {number} of {here} has the content {cut(repr(content), 40)} "
+            self._refuse(f"{here} has the content {cut(repr(content), 40)} "
                          f"({type(content).__name__}), not a text", "contents are texts")
-        return found | {"content": render.encodable(content, row, self.source)}
+        render.encodable(content, row, self.source)
+        trained = self.shapes.is_trained(message, here)
+        if trained is False and role == "assistant":
+            self.read.untrained += 1
+        elif trained and role != "assistant":
+            self.shapes.note("turns of others than the assistant are marked as trained on, and are "
+                             "not: data.train_on=all trains on every turn")
 
     def _tools(self, row: Row, said: Cell) -> list[Any] | None:
         """What the column ``tools`` holds for a conversation: a list of descriptions, or JSON."""
@@ -268,13 +315,18 @@ class _Reader:
             row, "tools", self.source.where, "data.columns.tools=null")
 
     def _prompt(self, row: Row) -> Cell | None:
-        cell = self._cell(row, "prompt")
+        cell = row.values["prompt"]
+        if is_blank(cell) and isinstance(cell, str):  # the answer alone is learned
+            self._check_kind(f"column 'prompt' in {row.place}", "a text")
+        else:
+            cell = self._cell(row, "prompt")
         if self.pieces is not None and cell is not None:
             cell = render.fill(self.pieces, str(cell), row, self.source)
         return None if cell is None else self._turn("user", cell)
 
     def _turn(self, role: str, cell: Cell) -> Cell:
         if self.source.chat and isinstance(cell, str):
+            self.read.turned = True
             return [{"role": role, "content": cell}]
         return cell
 
@@ -286,14 +338,21 @@ class _Reader:
         completion = self._cell(row, self.format[-1])
         if completion is None or (asks and prompt is None):
             self.read.empty += 1
-        else:
-            completion = self._turn("assistant", completion)
-            self.read.examples.append(
-                Example(row.place, prompt, completion, self._tools(row, completion)))
+            return
+        completion = self._turn("assistant", completion)
+        if isinstance(prompt, list):
+            prompt = self.shapes.system_turn(row, prompt)
+        elif isinstance(completion, list):
+            completion = self.shapes.system_turn(row, completion)
+        self.read.examples.append(
+            Example(row.place, prompt, completion, self._tools(row, completion)))
 
     def _take_pair(self, row: Row) -> None:
         chosen, rejected = self._cell(row, "chosen"), self._cell(row, "rejected")
-        implicit = "prompt" not in self.format or _repeats(row.values["prompt"], chosen)
+        cell = row.values.get("prompt")
+        forms = isinstance(chosen, str) and (self.source.chat or self.pieces is not None)
+        implicit = "prompt" not in self.format or _repeats(cell, chosen) or (
+            is_blank(cell) and not forms and (isinstance(chosen, str) or len(chosen or ()) > 1))
         prompt: Cell | None = "" if implicit else self._prompt(row)
         margin = self._margin(row) if "margin" in row.values else 0.0
         if chosen is None or rejected is None or prompt is None:
@@ -305,11 +364,13 @@ class _Reader:
         if not implicit:
             chosen, rejected = self._turn("assistant", chosen), self._turn("assistant", rejected)
         elif isinstance(chosen, str):
-            shared = shared_text(chosen, str(rejected))
+            shared = shapes.shared_text(chosen, str(rejected))
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         else:
-            prompt = shared_turns(chosen, list(rejected), row, self.source)
+            prompt = shapes.shared_turns(chosen, list(rejected), row, self.source)
             chosen, rejected = chosen[-1:], rejected[-1:]
+        if isinstance(prompt, list):
+            prompt = self.shapes.system_turn(row, prompt)
         self.read.pairs.append(Pair(row.place, prompt, chosen, rejected, margin,
                                     self._tools(row, chosen)))
 

@@ -218,7 +218,7 @@ def _order(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
            max_prompt_tokens: int, notes: list[str], whole: bool, num_eval: int = 0) -> PromptSet:
     columns = render.metadata(rows, spec)
-    cells = render.prompt_cells(rows, spec)
+    cells = render.prompt_cells(rows, spec, notes)
     if spec.tools is not None and spec.tools not in render.column_names(rows):
         raise render.no_column(spec.tools, rows[0], f"{spec.key}.tools={spec.tools}")
     encoded = encode(render.prompt_texts(cells, rows, spec, tokenizer), spec, tokenizer,

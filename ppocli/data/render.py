@@ -6,8 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+from ppocli.data.calls import names_of, with_arguments
 from ppocli.data.files import Row
-from ppocli.data.sources import Source, with_prompt
+from ppocli.data.shapes import Shapes, with_prompt
+from ppocli.data.sources import Source
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import counted, cut, nearest, pasted, suggestion
 
@@ -25,7 +27,8 @@ def take_rows(rows: Iterable[Row], spec: Source, notes: list[str], *,
     """
     kept: list[Row] = []
     blank = 0
-    for row in (with_prompt(row, spec) for row in rows):
+    shapes = Shapes(spec, notes)
+    for row in (with_prompt(row, spec, shapes) for row in rows):
         if _is_blank(row, spec):
             blank += 1
             continue
@@ -80,8 +83,8 @@ def _is_blank(row: Row, spec: Source) -> bool:
 
 def _is_conversation(cell: Any) -> bool:
     return isinstance(cell, list) and bool(cell) and all(
-        isinstance(message, dict) and isinstance(message.get("role"), str)
-        and "content" in message for message in cell)
+        isinstance(message, dict) and isinstance(message.get("role", message.get("from")), str)
+        for message in cell)
 
 
 def no_column(column: Any, row: Row, where: str, fix: str | None = None) -> InputError:
@@ -123,9 +126,12 @@ def prompt_texts(cells: Sequence[Any], rows: Sequence[Row], spec: Source, tokeni
         InputError: the tokenizer has no chat template, or it refuses the messages of a row.
     """
     if spec.chat and not getattr(tokenizer, "chat_template", None):
+        plain = all(isinstance(row.values.get(spec.column), str) for row in rows)
         raise InputError("The tokenizer has no chat template.", where=f"{spec.key}.chat=true",
                          fix=f"{spec.key}.chat=false (with {spec.key}.template=... if the model "
-                             "expects a form), or model.chat_template=FILE")
+                             "expects a form), or model.chat_template=FILE" if plain else
+                             "model.chat_template=FILE, which the prompts need: they are lists "
+                             "of messages")
     return [encodable(cell if isinstance(cell, str) else rendered_chat(
         cell, row.place, tokenizer, prompt=True, where=f"{spec.key}.chat=true",
         tools=row_tools(row, spec)), row, spec) for row, cell in zip(rows, cells, strict=True)]
@@ -161,20 +167,27 @@ def described_tools(row: Row, column: str, where: str, without: str) -> list[Any
 
 def note_tools(notes: list[str], told: Iterable[tuple[str, Any, list[Any] | None]],
                tokenizer: Any, *, prompt: bool = False, column: str = "tools") -> None:
-    """Note that the chat template leaves out tools: of places, conversations and what they are told
-    of, the first with tools stands for all.
+    """Note that the chat template leaves out tools or calls of them: of places, conversations and
+    what they are told of, the first with tools stands for all, and the first with calls.
 
     Args:
         prompt: whether an answer is to follow.
         column: that describes them.
     """
+    told = list(told)
     for place, messages, tools in told:
         if tools:
             without, with_tools = (rendered_chat(messages, place, tokenizer, tools=each,
                                                  prompt=prompt) for each in (None, tools))
             if without == with_tools:
                 notes.append(f"the chat template leaves out what the column {column} describes")
-            return
+            break
+    for place, messages, _ in told:
+        if isinstance(messages, list) and (names := names_of(messages)):
+            text = rendered_chat(messages, place, tokenizer, tools=None, prompt=prompt)
+            if not any(name in text for name in names):
+                notes.append("the chat template leaves out the calls of tools (tool_calls)")
+            break
 
 
 def without_nulls(value: Any) -> Any:
@@ -185,9 +198,10 @@ def without_nulls(value: Any) -> Any:
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def prompt_cells(rows: Sequence[Row], spec: Source) -> list[Any]:
+def prompt_cells(rows: Sequence[Row], spec: Source, notes: list[str] | None = None) -> list[Any]:
     """Each row's prompt after first words and template, before the chat template: a text, or with
-    ``chat`` a conversation, a list of messages.
+    ``chat`` a conversation, a list of messages that begins with the text of the row's column
+    ``system`` where it has one.
 
     ``first_words`` joins the words by one space, as trlX's sentiment example does
     (``examples/ppo_sentiments.py``).
@@ -213,8 +227,18 @@ def prompt_cells(rows: Sequence[Row], spec: Source) -> list[Any]:
             raise InputError(f"{spec.key}.{given[0]} works on texts, but {row.place} holds chat "
                              "messages.", where=f"{spec.key}.{given[0]}={getattr(spec, given[0])}",
                              fix=f"{spec.key}.{given[0]}=null")
-        cells.append(cell)
+        cells.append(with_system_turn(cell, row, spec, [] if notes is None else notes))
     return cells
+
+
+def with_system_turn(cell: Any, row: Row, spec: Source, notes: list[str]) -> Any:
+    """A prompt of a chat with the text of the row's column ``system`` in front, as
+    :meth:`ppocli.data.shapes.Shapes.system_turn` says; as it is where there is none."""
+    if not spec.chat or not isinstance(row.values.get("system"), str):
+        return cell
+    messages = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
+    fronted = Shapes(spec, notes).system_turn(row, messages)
+    return cell if fronted is messages else fronted
 
 
 def encodable(text: str, row: Row, spec: Source) -> str:
@@ -246,8 +270,8 @@ def rendered_chat(messages: list[dict[str, Any]], place: str, tokenizer: Any, *,
         InputError: it refuses it.
     """
     with template_errors(place, where):
-        return str(tokenizer.apply_chat_template(messages, tools=tools, tokenize=False,
-                                                 add_generation_prompt=prompt))
+        return with_arguments(messages, lambda conversation: str(tokenizer.apply_chat_template(
+            conversation, tools=tools, tokenize=False, add_generation_prompt=prompt)), str)
 
 
 @contextmanager

@@ -91,7 +91,9 @@ class Display(logging.Handler):
         _listen()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a message of the log."""
+        """Print a message of the log, unless it is for the file alone."""
+        if getattr(record, "for_file", False):
+            return
         text = safe_text(record.getMessage())
         if record.levelno >= logging.WARNING:
             self.board.warnings.append(text)
@@ -263,13 +265,17 @@ def _named(row: dict[str, Any], names: list[str]) -> Parts:
 
 
 def _without_errors(names: Iterable[str]) -> list[str]:
-    """Names without those of standard errors, which stand beside their figures."""
-    return [name for name in names if not name.endswith("_stderr")]
+    """Names without those of standard errors, and of how many pairs a share is of, which stand
+    beside their figures."""
+    names = list(names)
+    return [name for name in names if not name.endswith("_stderr")
+            and not (name.endswith("_pairs") and name.removesuffix("_pairs") in names)]
 
 
 def _error(row: dict[str, Any], name: str) -> str:
-    error = row.get(f"{name}_stderr")
-    return "" if error is None else f"±{figure(error, 3)}"
+    error, pairs = row.get(f"{name}_stderr"), row.get(f"{name}_pairs")
+    return ("" if error is None else f"±{figure(error, 3)}") + (
+        "" if pairs is None else f" of {figure(pairs, 0)}")
 
 
 def _count_or(value: Any) -> str:

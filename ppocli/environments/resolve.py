@@ -12,6 +12,7 @@ from ppocli.config.schema import EnvConfig
 from ppocli.environments import adapters
 from ppocli.errors import RewardError
 from ppocli.text import first_line, suggestion
+from ppocli.user_classes import refuse_abstract
 from ppocli.user_code import Kind, Located, Wanted, locate
 
 BUILTIN_ENVIRONMENTS: Mapping[str, str] = {
@@ -88,6 +89,9 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
             raise RewardError(f"{located.label} has no method {method}.", where=where,
                               fix="def reset(self, prompt, **columns) and def step(self, response)"
                               "; classes of other libraries: env.adapter=trl or openrlhf")
+    refuse_abstract(located, RewardError)
+    if cfg.adapter is None:
+        _check_step(cls, located)
     try:
         inspect.signature(cls).bind(**cfg.kwargs)
     except TypeError as error:
@@ -105,6 +109,23 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
         return replace(plain, make=lambda: adapters.OpenRLHFPlay(plain.make()))
     return replace(plain, reset_names=_reset_names(cls, located, columns),
                    step_takes_rng="rng" in inspect.signature(step).parameters)
+
+
+def _receivers(cls: Any, method: str) -> int:
+    """1 where a method, found at its class, takes ``self`` as its first argument; else 0."""
+    return int(not isinstance(inspect.getattr_static(cls, method), staticmethod | classmethod))
+
+
+def _check_step(cls: Any, located: Located) -> None:
+    """Refuse a ``step`` that takes something else than a response and random numbers."""
+    signature, receiver = inspect.signature(cls.step), (None,) * _receivers(cls, "step")
+    named = {"rng": None} if "rng" in signature.parameters else {}
+    try:
+        signature.bind(*receiver, "", **named)
+    except TypeError as error:
+        raise RewardError(f"{located.label}: step{signature} is called as step(response) or "
+                          f"step(response, rng=...): {error}.", where="env.fn",
+                          fix="def step(self, response)") from error
 
 
 def _described(tools: Sequence[Any], where: str) -> tuple[Any, ...]:
@@ -137,8 +158,7 @@ def _reset_names(cls: Any, located: Located, columns: Collection[str] | None
     Raises:
         RewardError: it asks for what there isn't.
     """
-    bound = isinstance(inspect.getattr_static(cls, "reset"), staticmethod | classmethod)
-    parameters = list(inspect.signature(cls.reset).parameters.values())[0 if bound else 1:]
+    parameters = list(inspect.signature(cls.reset).parameters.values())[_receivers(cls, "reset"):]
     known = {"prompt", "messages", "rng", *(columns or ())}
     for parameter in () if columns is None else parameters:
         if (parameter.kind in _NAMED and parameter.default is Parameter.empty

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppocli.data.render import template_errors
+from ppocli.data.render import rendered_chat
 from ppocli.errors import InputError, RewardError
 from ppocli.text import each_text
 from ppocli.user_code import shorten
@@ -83,10 +83,9 @@ class ChatWords:
 
     def _render(self, messages: Sequence[Any], *, ask: bool, tools: Sequence[Any] | None = None
                 ) -> str:
-        with template_errors("the messages of an episode", "prompts.chat, env.fn"):
-            return str(self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=ask,
-                tools=list(self.tools if tools is None else tools) or None))
+        return rendered_chat(list(messages), "the messages of an episode", self.tokenizer,
+                             tools=list(self.tools if tools is None else tools) or None, prompt=ask,
+                             where="prompts.chat, env.fn")
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

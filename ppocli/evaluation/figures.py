@@ -18,6 +18,7 @@ from ppocli.runs.target import Target
 from ppocli.tasks.ppo.evaluate import evaluation_figures
 from ppocli.tasks.ppo.figures import mean
 from ppocli.tasks.ppo.session import EvalSession
+from ppocli.text import share_error
 from ppocli.training.state import torch_versions
 
 SCHEMA = 1
@@ -56,11 +57,29 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
     figures = evaluation_figures(rows, (1, 2, 3))
     scores = [row["score"] for row in rows if row["score"] is not None]
     return {"figures": figures,
-            "stderr": {name: clustered_stderr(columns[name]) for name in figures
+            "stderr": {name: _stated_error(name, columns[name]) for name in figures
                        if name in columns or name == "reward_mean"},
             "quantiles": {f"p{q}": float(np.quantile(scores, q / 100)) if scores else math.nan
                           for q in QUANTILES},
             "samples": len(rows), "scored": len(scores)}
+
+
+def _stated_error(name: str, column: Sequence[tuple[float, int]]) -> float:
+    """The standard error of a figure. Scores and metrics that are all 0 or 1 say what has passed:
+    their mean is a share."""
+    may_be = name.endswith("_share") or name == "reward_mean" or "/" in name
+    if may_be and {value for value, _ in column} <= {0.0, 1.0}:
+        return share_stderr(column)
+    return clustered_stderr(column)
+
+
+def share_stderr(column: Sequence[tuple[float, int]]) -> float:
+    """:func:`clustered_stderr` of a share, which isn't 0 where all outcomes are alike
+    (:func:`ppocli.text.share_error`, over the clusters)."""
+    clusters = len({cluster for _, cluster in column})
+    error = clustered_stderr(column)  # NaN stays NaN
+    return error if math.isnan(error) else share_error(
+        error, len(column) if clusters == 1 else clusters)
 
 
 def clustered_stderr(column: Sequence[tuple[float, int]]) -> float:
@@ -107,7 +126,7 @@ def compare(policy: Sequence[Row], against: Sequence[Row]) -> dict[str, Any]:
                           for value in (1.0, 0.5, 0.0))
     return {"compared": len(gaps), "wins": wins, "ties": ties, "losses": losses,
             "win_rate": mean([outcome for outcome, _ in outcomes]),
-            "stderr": clustered_stderr(outcomes), "difference": mean([gap for gap, _ in gaps]),
+            "stderr": share_stderr(outcomes), "difference": mean([gap for gap, _ in gaps]),
             "difference_stderr": clustered_stderr(gaps)}
 
 

@@ -13,6 +13,7 @@ import torch
 from ppocli.config import keys, problems, schema
 from ppocli.data.files import Row
 from ppocli.data.render import prompt_cells, prompt_texts
+from ppocli.data.shapes import Shapes, with_prompt
 from ppocli.data.sources import training_spec
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 from ppocli.models.loading.language_model import LoadedLM, check_vocabulary
@@ -76,6 +77,7 @@ class Player:
         spec = training_spec(schema.PromptsConfig(items=list(prompts), chat=chat, tools="tools"),
                              None)
         try:
+            rows = [with_prompt(row, spec, Shapes(spec, [])) for row in rows]
             return prompt_texts(prompt_cells(rows, spec), rows, spec, self.tokenizer)
         except InputError as error:
             # the message names the prompt; no key of a configuration brought it

@@ -332,7 +332,7 @@ def evaluate_rows(request: EvalRequest, target: Target, cfg: TrainConfig, *, sto
                 "model": {"name": each.name, "path": each.model, "step": each.step,
                           "digest": digests["model"]},
                 "figures": {name: value for name, value in measured.figures.items()
-                            if not name.endswith("_stderr")},
+                            if not name.endswith("_stderr") and name != "accuracy_pairs"},
                 "stderr": errors, "quantiles": {}, "samples": count, "scored": count}
             rows += [{"model": role, "number": i, "prompt_index": i, "sample": 0,
                       **{name: value for name, value in row.items() if name not in ("score", "kl")}}

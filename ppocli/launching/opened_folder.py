@@ -21,13 +21,17 @@ from ppocli.launching.child_process import Start
 from ppocli.launching.inputs import check_inputs
 from ppocli.launching.target_config import allow_code
 from ppocli.parallel.launchers import NODE_FAILED
-from ppocli.storage import atomic, retention, run_folder
+from ppocli.storage import atomic, environment, retention, run_folder, run_logs
 from ppocli.text import pasted, shown
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
     from ppocli.training.task import PythonObjects
 
+_AT_START = frozenset({
+    "metrics.jsonl", "samples.jsonl", "summary.json", "events", "trackers", "checkpoints",
+    kept.RUN_FILE, environment.ENV_FILE, deepspeed.DEEPSPEED_FILE})
+"""what a run that failed in its first step has left beside :data:`_TRACES`"""
 # a run that left no more than these made nothing worth keeping
 _TRACES = frozenset({resolved.CONFIG_FILE, run_folder.LOCK, "ppocli.log", NODE_FAILED,
                      resolved.STARTED_FROM})
@@ -75,6 +79,7 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
 def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
              objects: PythonObjects | None, say: Callable[[str], None]) -> Iterator[Start]:
     run_folder.refuse_links(run_dir)  # before anything is written there, or told of it
+    refuse_running(run_dir)
     # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
     config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
                      resume="never" if checked.resume_from else "auto")
@@ -89,9 +94,8 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
     changes = changes_on_resume(run_dir, config, objects, checked.accept_changes)
     check_inputs(config)
     check_deepspeed(config)
-    for key, line in changes:
-        say(f"changed on resume: {line}" + ("" if resolved.classify_change(key) == "harmless" else
-                                           " (from here on the run differs)"))
+    for change in changes:
+        say(kept.change_line(*change))
     run_folder.probe_writable(run_dir)
     # loading takes seconds, in which nobody else may delete or resume what is here
     with run_folder.reserved(run_dir):
@@ -107,7 +111,7 @@ def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None,
     base = Path(config.output_dir)
     new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
     try:
-        run_dir = _fresh_folder(config, name)
+        run_dir = _fresh_folder(config, name, say)
         config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
         with run_folder.reserved(run_dir):
             try:
@@ -174,7 +178,7 @@ def goes_on_with(run_dir: Path) -> bool:
         (run_dir / name).is_file() for name in (resolved.CONFIG_FILE, kept.RUN_FILE))
 
 
-def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
+def _fresh_folder(config: schema.TrainConfig, name: str, say: Callable[[str], None]) -> Path:
     """Make the run's folder for this run alone and check that it can be written."""
     base = Path(config.output_dir)
     run_folder.probe_writable(base)
@@ -182,6 +186,8 @@ def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
         with atomic.disk_errors(base):
             return new_folder(base, f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
     run_dir = base / config.run_name
+    if _is_set_aside(run_dir, config):
+        _set_aside(run_dir, say)
     with atomic.disk_errors(run_dir), suppress(FileExistsError):
         run_dir.mkdir()
     if not run_dir.is_dir():
@@ -190,14 +196,59 @@ def _fresh_folder(config: schema.TrainConfig, name: str) -> Path:
     return run_dir
 
 
-def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
-    """Refuse a folder that holds something, for a new run; what a run that made nothing left there
-    is nothing.
+def _is_set_aside(run_dir: Path, config: schema.TrainConfig) -> bool:
+    """Whether a folder holds a run that failed before its first step was done, which a new run of
+    its name may put aside: its checkpoint, if any, is of the model that it started from.
+
+    On several nodes the others may look at that folder meanwhile.
+    """
+    run = run_folder.RunFolder(run_dir)
+    summary = atomic.read_json(run.summary) or {}
+    if (summary.get("status") != "failed" or summary.get("steps") != 0
+            or config.hardware.num_nodes > 1 or run_dir.is_symlink()
+            or run_folder.live_owner(run_dir) or run_folder.other_host(run_dir)):
+        return False
+    names = {entry.name for entry in run_dir.iterdir()
+             if not entry.name.startswith(atomic.TEMPORARY_PREFIX)}
+    saved = {entry.name for entry in run.checkpoints.glob("*")} - {*retention.POINTERS}
+    return (names <= _TRACES | _AT_START and saved <= {"step-000000"}
+            and not any(row.get("step") != 0 for row in run_logs.read_jsonl(run.metrics)))
+
+
+def _set_aside(run_dir: Path, say: Callable[[str], None]) -> None:
+    """Give the folder of such a run another name; nothing of it is deleted."""
+    target, number = run_dir.with_name(f"{run_dir.name}-failed"), 1
+    while os.path.lexists(target):
+        number += 1
+        target = run_dir.with_name(f"{run_dir.name}-failed-{number}")
+    with run_folder.lock(run_dir), atomic.disk_errors(run_dir):
+        run_dir.rename(target)
+    say(f"{run_dir} failed in its first step; that run is kept as {target}")
+
+
+def refuse_running(run_dir: Path) -> None:
+    """Refuse the folder of a run that is at work.
 
     Raises:
-        CheckpointError: it does.
+        CheckpointError: names its process.
     """
-    if not _made_nothing(run_dir):
+    owner = run_folder.live_owner(run_dir)
+    if owner is not None and owner.pid != os.getpid():
+        raise CheckpointError(
+            f"{run_dir} is running (pid {owner.pid} on {owner.host}).", where=str(run_dir),
+            fix=f"watch it: ppocli watch {pasted(run_dir)}; wait for it to end, or stop it: kill "
+            f"{owner.pid}; or choose another run_name")
+
+
+def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
+    """Refuse a folder that holds something, for a new run; what a run that made nothing left there
+    is nothing, and a run that failed in its first step makes room.
+
+    Raises:
+        CheckpointError: it does, or a run is at work there.
+    """
+    refuse_running(run_dir)
+    if not _made_nothing(run_dir) and not _is_set_aside(run_dir, config):
         go_on = ""
         if (run_dir / resolved.CONFIG_FILE).is_file():
             saved = retention.list_steps(run_folder.RunFolder(run_dir).checkpoints)
@@ -226,8 +277,8 @@ def new_folder(base: Path, name: str) -> Path:
 
 def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
                       objects: PythonObjects | None = None, accept_changes: bool = False
-                      ) -> list[tuple[str, str]]:
-    """(key, ``key: before -> after``) of what ``config`` changes in a run.
+                      ) -> list[tuple[str, Any, Any]]:
+    """(key, before, after) of what ``config`` changes in a run.
 
     Raises:
         CheckpointError: a changed key forbids to resume, Python objects are missing, or the run's
@@ -235,9 +286,9 @@ def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
     """
     old = kept.settings_before(run_dir, accept_changes=accept_changes)
     _ask_for_objects(config, objects, run_dir)
-    changes = [(key, f"{key}: {shown(before)} -> {shown(after)}")
-               for key, before, after in resolved.config_differences(old, config)]
-    refused = [line for key, line in changes if resolved.classify_change(key) == "refused"]
+    changes = resolved.config_differences(old, config)
+    refused = [f"{key}: {shown(before)} -> {shown(after)}" for key, before, after in changes
+               if resolved.classify_change(key) == "refused"]
     if refused:
         raise CheckpointError(
             "\n".join(["these settings can't change when a run is resumed:",

@@ -140,7 +140,7 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
     Raises:
         PpocliError: something can't be loaded, or the checkpoint does not fit.
     """
-    from ppocli.tasks import build_task
+    from ppocli.tasks import build_task, check_own_classes
     from ppocli.training.resume import restore
 
     ranks = backend.ranks
@@ -148,6 +148,7 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
     seed_generators(cfg.seed + ranks.rank)
     launchers.note_phase("loading")
     ranks.first_does(lambda: check_trackers(cfg.tracking))
+    ranks.first_does(lambda: check_own_classes(cfg))
     objects = objects or PythonObjects()
     task = build_task(TaskSetup(cfg, backend, objects))
     fresh = loop.initial_state(task)

@@ -231,7 +231,8 @@ def smoothed(points: Sequence[tuple[int, float]], steps: int) -> list[tuple[int,
 _COMPARED = ("reward/mean", "objective/kl", "objective/entropy", "rollout/response_tokens_mean",
             "rollout/finished_share", "loss/total", "eval/reward_mean", "eval/kl_mean",
             "eval/loss", "eval/perplexity", "eval/accuracy", "eval/accuracy_stderr",
-            "eval/margin_mean", "eval/ece", "eval/response_tokens_mean", "eval/distinct_2")
+            "eval/accuracy_pairs", "eval/margin_mean", "eval/ece", "eval/response_tokens_mean",
+            "eval/distinct_2")
 # how a reward is called, which doesn't change its scores
 _CALLING = ("reward.timeout", "reward.retries", "reward.overlap", "reward.ranks",
             "reward.metric_fn", "reward.scale")

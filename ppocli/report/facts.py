@@ -34,6 +34,7 @@ _NAMES = {"reward_mean": "reward", "reward_std": "standard deviation of the rewa
           "distinct_2": "different word pairs (share)", "loss": "loss (nats)",
           "tokens": "tokens that count", "accuracy": "accuracy (share of the pairs)",
           "accuracy_stderr": "standard error of the accuracy",
+          "accuracy_pairs": "pairs that the accuracy is of",
           "margin_mean": "margin (chosen less rejected score)", "ece": "calibration error (ECE)",
           "accuracy_longer": "accuracy where the chosen answer is longer",
           "accuracy_shorter": "accuracy where the chosen answer is shorter"}

@@ -7,7 +7,7 @@ from typing import Any
 
 from ppocli.episode import spoken
 from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, said
-from ppocli.text import BLOCKS, finite_number, printable
+from ppocli.text import BLOCKS, finite_number, printable, share_error
 
 SHOWN, HIDDEN = 8, 40
 """pairs of a report that are seen at once, and those behind a fold"""
@@ -110,7 +110,11 @@ def _stderr(rows: list[dict[str, Any]]) -> float | None:
     means = [math.fsum(scores) / len(scores) for scores in by_prompt.values() if scores]
     if len(means) == 1:
         means = _scores(rows)
-    return statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else None
+    if len(means) < 2:
+        return None
+    error = statistics.stdev(means) / math.sqrt(len(means))
+    # scores that are all 0 or 1 say what has passed
+    return share_error(error, len(means)) if {*_scores(rows)} <= {0.0, 1.0} else error
 
 
 def shown(text: str) -> str:

@@ -15,6 +15,7 @@ from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, records, styles
 from ppocli.text import error_line, pasted, raised_at, suggestion
+from ppocli.user_classes import refuse_abstract
 from ppocli.user_code import Kind, Located, Wanted, from_object, locate, shorten
 
 log = logging.getLogger(__name__)
@@ -204,6 +205,7 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
         name = located.spec.rpartition(":")[2].rpartition(".")[2]
     found = BoundCallable(located, call, parameters, style=style, name=name, weight=weight)
     if inspect.isclass(call):
+        refuse_abstract(located, RewardError)
         _check_kwargs(located, _signature(call, located), kwargs, complete=True)
         return replace(found, init_kwargs=kwargs)
     _check_kwargs(located, parameters, kwargs, styles.known(style, ()), complete=False)
@@ -216,6 +218,10 @@ def _parameters(call: Any, located: Located) -> tuple[Parameter, ...]:
     is_class, method = inspect.isclass(call), call
     if not inspect.isroutine(call) and hasattr(call, "forward") and hasattr(call, "parameters"):
         method = call.forward
+        if getattr(method, "__name__", "") == "_forward_unimplemented":  # torch's, which raises
+            raise RewardError(f"{located.spec} is a torch.nn.Module without a forward method.",
+                              where=located.label,
+                              fix="give it forward(self, samples, ...) -> list or tensor")
     elif is_class:
         if "__call__" not in dir(call):
             raise RewardError(f"An object of class {located.spec} can't be called: the class has "

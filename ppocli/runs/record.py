@@ -235,6 +235,8 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
                     "tell what differs", own.config, saved[-1].step)
     differ = resolved.config_differences(kept.settings_before(run_dir, accept_changes=True),
                                          resolved.read_config(asked))
+    for change in differ:  # which whoever started this process has said
+        log.info(kept.change_line(*change), extra={"for_file": True})
     changes: list[dict[str, Any]] = []
     if step is not None:
         # the run may have gone back behind a change, to an earlier checkpoint

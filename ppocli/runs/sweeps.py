@@ -16,7 +16,7 @@ from yaml import YAMLError
 from ppocli.config import bounded, resolved, schema, tasks
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
-from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
+from ppocli.runs.record import RunRecord, is_run, read_changes, read_run, subfolders
 from ppocli.runs.target import RUNS, run_named
 from ppocli.storage import atomic, environment, run_folder, signature
 from ppocli.text import did_you_mean, finite_number, printable, short_path
@@ -221,7 +221,8 @@ def _instead(given: str) -> str:
 
 def jobs_now(sweep: SweepRecord) -> list[tuple[JobRecord, RunRecord | None]]:
     """Every job as it is now, and its run: the record, set right by what the run's folder says,
-    also where the sweep was killed before it could say.
+    also where the sweep was killed before it could say, or where the job was resumed by itself with
+    other values.
 
     The status may also be ``interrupted`` (ended without a word) or ``gone`` (finished, but its
     folder was deleted); the figures are of the latest evaluation where the job isn't finished.
@@ -236,12 +237,36 @@ def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | 
     with suppress(CheckpointError):  # a damaged configuration: the record alone has to do
         run = read_run(folder) if job.folder and is_run(folder) else None
     now: dict[str, Any] = {"status": _status(job, run, sweep_alive)}
+    now["varied"] = tuple(f"{word.partition('=')[0]}={changes[-1]['after']}" if changes else word
+                          for word in job.varied
+                          for changes in [changed_on_resume(job).get(_key_of(word))])
     if run is not None and now["status"] != "failed":
         newest = {name.removeprefix("eval/"): points[-1][1] for name in run.names
                   if name.startswith("eval/") and (points := run.series(name))}
         if newest:
             now |= figures_of(run.config, folder, newest)
     return replace(job, **now), run
+
+
+def changed_on_resume(job: JobRecord) -> dict[str, list[dict[str, Any]]]:
+    """What a job was resumed with beside its words, by key: changes as
+    :func:`~ppocli.runs.record.read_changes` gives them, without those that change no result."""
+    changes: dict[str, list[dict[str, Any]]] = {}
+    for change in read_changes(Path(job.folder)) if job.folder else ():
+        if resolved.classify_change(change["key"]) != "harmless":
+            changes.setdefault(change["key"], []).append(change)
+    return changes
+
+
+def format_changes(changes: Iterable[dict[str, Any]]) -> str:
+    """``0.001 -> 0.0005 (from step 5)`` of the changes of one key."""
+    first, *more = changes
+    return " -> ".join([first["before"], *(
+        f"{each['after']} (from step {each['step'] + 1})" for each in (first, *more))])
+
+
+def _key_of(word: str) -> str:
+    return word.lstrip("+~").partition("=")[0]
 
 
 def has_values(config: schema.TrainConfig, varied: Iterable[str]) -> bool:

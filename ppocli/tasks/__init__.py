@@ -2,14 +2,31 @@
 
 from importlib import import_module
 
-from ppocli.config import tasks
+from ppocli.config import sampling, schema, tasks
 from ppocli.errors import ConfigError
 from ppocli.training.task import Task, TaskSetup
-from ppocli.user_code import Kind, Wanted, build
+from ppocli.user_classes import build, check_class
+from ppocli.user_code import Kind, Wanted
 
 TASK = Kind("function", ConfigError)
+SAMPLER = Kind("class", ConfigError)
 _OURS = {"ppo": "ppo.task", "sft": "sft", "reward_model": "reward_model"}
 """modules of this room; each has a function ``build_task``"""
+
+
+def check_own_classes(cfg: schema.TrainConfig) -> None:
+    """Import a task and a sampler of the user's own, before anything else is loaded.
+
+    Raises:
+        ConfigError: an import path leads nowhere, or a class lacks methods or has them otherwise
+            than they are called.
+    """
+    if tasks.task_name(cfg) not in _OURS:
+        check_class(Wanted(str(cfg.task.fn), "task.fn", TASK), Task)
+    if cfg.rollout.engine not in sampling.OUR_ENGINES:
+        from ppocli.sampling.sampler import Sampler
+
+        check_class(Wanted(cfg.rollout.engine, "rollout.engine", SAMPLER), Sampler)
 
 
 def build_task(setup: TaskSetup) -> Task:
@@ -22,12 +39,5 @@ def build_task(setup: TaskSetup) -> Task:
     """
     if (ours := _OURS.get(tasks.task_name(setup.cfg))) is not None:
         return import_module(f"ppocli.tasks.{ours}").build_task(setup)
-    fn = setup.cfg.task.fn
-    assert fn is not None
-    made = build(Wanted(fn, "task.fn", TASK), setup, key="task.kwargs",
+    return build(Wanted(str(setup.cfg.task.fn), "task.fn", TASK), Task, setup, key="task.kwargs",
                  kwargs=setup.cfg.task.kwargs)
-    if not isinstance(made, Task):
-        raise ConfigError(f"{fn} has returned {type(made).__name__}, which is no "
-                          "ppocli.training.task.Task.", where="task.fn",
-                          fix="return an instance of a subclass")
-    return made

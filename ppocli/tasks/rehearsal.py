@@ -47,7 +47,7 @@ def rehearse(cfg: TrainConfig, stop: StopFlag) -> dict[str, Any]:
         ``parts``, the scores of each reward by sample, and ``metrics`` likewise;
         ``kl_per_token``, nats from policy to reference, which are one model before training (None
         without a reference), and whether it ``agrees`` with that, up to rounding. There
-        ``terms`` is None if no sample has a score.
+        ``terms`` is None if no sample has a score. ``notes`` say what of it trains nothing.
 
     Raises:
         PpocliError: whatever would end the run at its first step, with the same exit code.
@@ -71,7 +71,8 @@ def _first_update(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: S
     terms = _gradient(task, plan, "check the model's weights, or use hardware.precision=fp32")
     clock.mark("optimize")
     return _told(backend, task.trained.module, clock, examples=task.examples,
-                 rows=len(group.rows), tokens=int(group.tokens.sum()), terms=terms)
+                 rows=len(group.rows), tokens=int(group.tokens.sum()), terms=terms,
+                 notes=_notes(terms, []))
 
 
 def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
@@ -107,8 +108,22 @@ def _first_samples(session: Session) -> dict[str, Any]:
         prompt=session.tokenizer.decode(ids), prompt_tokens=len(ids),
         samples=[{name: row[name] for name in shown}
                  for row in figures.rollout_samples(rollout, 0, session.cfg)],
-        parts=dict(rollout.parts), metrics=metrics, kl_per_token=kl, terms=terms) | {
+        parts=dict(rollout.parts), metrics=metrics, kl_per_token=kl, terms=terms,
+        notes=_notes(terms, rollout.valid_scores)) | {
             "agrees": kl is None or abs(kl) <= KL_TOLERANCE[session.backend.precision]}
+
+
+def _notes(terms: dict[str, float] | None, scores: list[float]) -> list[str]:
+    """What such figures say of the run to come, where nothing could be learnt from them."""
+    equal = len(scores) > 1 and max(scores) - min(scores) <= 1e-6 * abs(scores[0])
+    notes = [] if not equal else [
+        f"the scores of all {len(scores)} samples are equal ({scores[0]:g}): a run whose rewards "
+        "are all equal learns nothing; does the reward read the response?"]
+    if terms is not None and terms["grad_norm"] < 1e-7:  # up to rounding
+        notes.append("the gradient is 0, so that an update from this would change nothing: " + (
+            "scores that are equal don't say which response is better" if equal else
+            "look at which weights train and which tokens count"))
+    return notes
 
 
 def _told(backend: Backend, module: torch.nn.Module, clock: PhaseClock, **found: Any

@@ -22,6 +22,7 @@ from ppocli.parallel.backend import to_device
 from ppocli.parallel.stop import StopFlag
 from ppocli.rewards.reward_model import SCORE_END, SCORE_FRONT, SCORE_MEAN, SCORE_STD
 from ppocli.tasks import building, supervised
+from ppocli.text import share_error
 from ppocli.training import saved_model, task
 
 log = logging.getLogger("ppocli")
@@ -166,14 +167,15 @@ class RewardModelTask(supervised.SupervisedTask):
         loss = preference_loss(chosen, rejected, torch.tensor(self.val.margins),
                                self.cfg.reward_model.center_coef)
         accuracy, count = float(right.mean()), len(right)
-        stderr = float(right.std(unbiased=False)) / max(count - 1, 1) ** 0.5
+        stderr = share_error(float(right.std(unbiased=False)) / max(count - 1, 1) ** 0.5, count)
         if abs(accuracy - 0.5) <= 2 * stderr or count < 2:
             log.warning("The accuracy on held-back pairs is %.3f +- %.3f: no better than guessing, "
                         "as far as %d pairs can tell", accuracy, stderr, count)
         longer = torch.tensor([len(one) - len(other) for one, other in zip(
             self.val.chosen, self.val.rejected, strict=True)])
-        figures = {"accuracy": accuracy, "accuracy_stderr": stderr, "loss": float(loss.mean()),
-                   "margin_mean": float(margins.mean()), "ece": calibration_error(margins)}
+        figures = {"accuracy": accuracy, "accuracy_stderr": stderr, "accuracy_pairs": float(count),
+                   "loss": float(loss.mean()), "margin_mean": float(margins.mean()),
+                   "ece": calibration_error(margins)}
         for name, part in (("longer", right[longer > 0]), ("shorter", right[longer < 0])):
             if len(part):
                 figures[f"accuracy_{name}"] = float(part.mean())

@@ -32,12 +32,13 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ppocli.config.secrets import hide_secrets
 from ppocli.errors import InputError
 from ppocli.storage.atomic import read_json, write_json_atomic
 from ppocli.text import error_line
+from ppocli.user_classes import refuse_unfit
 from ppocli.user_code import Kind, Located, Wanted, locate
 
 EVAL_SAMPLES = "eval/samples"
@@ -238,6 +239,19 @@ def _open_trackio(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
     return Opened(log, lambda code: run.finish(), run.id, found.get("step", -1) + 1)
 
 
+class OwnTracker(Protocol):
+    """A tracker of the user's own, of which ``row`` alone must be there."""
+
+    def row(self, figures: dict[str, Any]) -> None:
+        """One step's figures, ``step`` among them."""
+
+    def samples(self, step: int, samples: Rows) -> None:
+        """The samples of a step's evaluation."""
+
+    def close(self) -> None:
+        """No more rows will come."""
+
+
 def locate_tracker(spec: str) -> Located:
     """The class of the user's own that an entry of ``tracking.trackers`` names.
 
@@ -246,8 +260,7 @@ def locate_tracker(spec: str) -> Located:
     """
     located = locate(Wanted(spec, "tracking.trackers", Kind("class", InputError)))
     fix = "a tracker is a class: __init__(self, run_dir, config), row(self, figures)"
-    if not callable(getattr(located.target, "row", None)):
-        raise InputError(f"{located.label} has no method row.", where="tracking.trackers", fix=fix)
+    refuse_unfit(located, OwnTracker, InputError, frozenset({"row"}))
     try:
         inspect.signature(located.target).bind(Path(), {})
     except TypeError as error:

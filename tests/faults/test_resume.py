@@ -222,6 +222,11 @@ def test_harmless_changes_are_listed_hold_from_here_on_and_become_the_runs_own(c
     for change in ("ppo.num_steps: 4 -> 3", "eval.every_steps: 2 -> 1",
                    "ppo.optimizer.lr: 0.001 -> 0.002 (from here on"):
         assert f"changed on resume: {change}" in ended.err
+        assert f"changed on resume: {change}" not in ended.out
+        assert f"changed on resume: {change}" in (stopped / "ppocli.log").read_text()
+    # 8 updates were made, of the 12 that 3 steps of 2 epochs of 2 minibatches have
+    assert "the learning rate goes on at 0.000667 = 0.333 x 0.002, update 9 of 12 on its linear " \
+        "schedule; of the value function 0.000667 = 0.333 x 0.002, update 9 of 12" in ended.said
     rows = jsonl(stopped / "metrics.jsonl")
     assert rows[2]["objective/kl_coef"] < 0.2
     assert rows[3]["objective/kl_coef"] == 0.7
@@ -235,6 +240,22 @@ def test_harmless_changes_are_listed_hold_from_here_on_and_become_the_runs_own(c
     summary = read_json(stopped / "summary.json")
     assert read_json(stopped / "run.json")["run_id"] == summary["run_id"]
     assert not (stopped / "config.next.yaml").exists()
+
+
+@pytest.mark.parametrize(("words_", "says"), [
+    ((), ("0.0005 = 0.5 x 0.001, update 9 of 16 on its linear", "coefficient goes on from 0.")),
+    (("ppo.scheduler.name=cosine",), ("0.0005 = 0.5 x 0.001, update 9 of 16 on its cosine",)),
+    # the value function's own schedule, and its warm-up
+    (("ppo.scheduler.name=constant", "ppo.value_scheduler.warmup_updates=11"),
+     ("0.001 = 1 x 0.001, update 9 of 16 on its constant", "of the value function 0.00075 = 0.75 x "
+      "0.001, update 9 of 11 of its warm-up")),
+    (("ppo.scheduler.name=constant",), ()),
+    (("ppo.scheduler.name=constant", "ppo.ent_coef=0.1", "ppo.ent_coef_end=0.4"),
+     ("entropy coefficient goes on at 0.3, between",))])  # steps 0 to 3, and this is 2
+def test_what_goes_on_at_a_value_that_nobody_typed_is_said(words_, says, command, stopped):
+    said = command(f"resume={stopped}", "eval.every_steps=null", *words_, code=0).out
+    assert [says_ for says_ in says if says_ not in said] == []
+    assert ("learning rate goes on" in said) == any("x 0.001" in one for one in says)
 
 
 @pytest.mark.parametrize(("change", "sizes"), [

@@ -51,7 +51,7 @@ def test_unlike_runs_are_compared(app):
 
 @pytest.mark.parametrize(("run", "title", "said"), [
     ("sft", "supervised fine-tuning report", r"Loss \(nats\) on the held-back data: \*\*[\d.]+ → "),
-    ("rm", "reward-model training report", r"standard error\)")])
+    ("rm", "reward-model training report", r"standard error over \d pairs\)")])
 def test_reports(app, run, title, said):
     app("report", f"runs/{run}", code=0)
     text = read(f"runs/{run}/report.md")

@@ -55,16 +55,17 @@ def test_the_table_shows_what_eval_json_holds(place, evaluate):
     lines = done.out.splitlines()
     report = result(place / RUN / "eval" / NAME)
     assert report["win_rate"] == {
-        "compared": 8, "wins": 0, "ties": 8, "losses": 0, "win_rate": 0.5, "stderr": 0.0,
+        "compared": 8, "wins": 0, "ties": 8, "losses": 0, "win_rate": 0.5, "stderr": 0.1,
         "difference": 0.0, "difference_stderr": 0.0}
-    assert "win rate 0.5 ± 0 of 8: 0 wins, 8 ties, 0 losses; reward higher by 0 ± 0" in lines
+    assert "win rate 0.5 ± 0.1 of 8: 0 wins, 8 ties, 0 losses; reward higher by 0 ± 0" in lines
     names = [line.split("  ")[0].strip() for line in lines]
-    assert names[4:20] == [
+    assert lines[4].split() == ["samples", "8", "8"]
+    assert names[5:21] == [
         "reward", "reward p5", "reward p25", "reward p50", "reward p75", "reward p95",
         "reward std", "KL to the base", "response tokens", "finished", "distinct-1", "distinct-2",
         "distinct-3", "reward/good", "reward/short", "words"]
     mean, error = report["figures"]["reward_mean"], report["stderr"]["reward_mean"]
-    assert re.search(rf"^reward +{mean:.4g} ± {error:.2g} +{mean:.4g} ±", lines[4])
+    assert re.search(rf"^reward +{mean:.4g} ± {error:.2g} +{mean:.4g} ±", lines[5])
     assert [name for name in names if name == "prompt"] == ["prompt"]
 
 

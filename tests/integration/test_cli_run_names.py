@@ -1,4 +1,5 @@
-"""Which run is meant by a folder, a path or a name, and run folders that are damaged."""
+"""Which run is meant by a folder, a path or a name; names that are taken, and run folders that are
+damaged."""
 
 import io
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import environment, jsonl, read_json, save_lm
-from runs import copied, whole_copy
+from runs import copied, spawn, wait_for, whole_copy, words
 
 from ppocli.cli.follow import find_watched
 from ppocli.cli.output import split_words
@@ -194,3 +195,55 @@ def test_a_step_that_was_saved_without_a_row_counts(place, app):
     told = json.loads(app("report", "done", "--json", code=0).out)
     assert (told["step"], told["episodes"]) == (4, summary["episodes"])
     assert told["sentence"] == "Stopped at step 4 of 4."
+
+
+@pytest.fixture
+def failed(command, world) -> list[str]:
+    """The words of a run whose first step has just failed; its reward is mended by now."""
+    (world / "mine.py").write_text("def score(outputs):\n    raise ValueError('bad day')\n")
+    typed = words("run_name=r", "reward.fn=mine.py:score", "ppo.num_steps=1")
+    assert "bad day" in command(*typed, code=7).err
+    (world / "mine.py").write_text("def score(outputs):\n    return [len(x) for x in outputs]\n")
+    return typed
+
+
+def test_the_same_command_works_again_after_a_first_step_that_failed(failed, command, validate,
+                                                                     world):
+    left = {path.relative_to(world / "runs/r"): path.read_bytes()
+            for path in (world / "runs/r").rglob("*") if path.is_file()}
+    assert Path("checkpoints/step-000000/policy/model.safetensors") in left
+    validate(*failed, code=0)
+    said = command(*failed, code=0).err
+    assert f"{world}/runs/r failed in its first step; that run is kept as {world}/runs/r-failed\n" \
+        in said
+    assert {path: (world / "runs/r-failed" / path).read_bytes() for path in left} == left
+    assert read_json(world / "runs/r/summary.json")["steps"] == 1
+    assert "exists already and isn't empty" in command(*failed, code=5).err  # it has trained
+
+
+@pytest.mark.parametrize("worth", ["notes.txt", "checkpoints/step-000001/x", "eval/a/eval.json",
+                                   "model/config.json", "metrics.jsonl", "stopped"])
+def test_a_run_that_has_something_worth_keeping_is_not_put_aside(worth, failed, validate, world):
+    path = world / "runs/r" / worth
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if worth == "stopped":
+        summary = read_json(world / "runs/r/summary.json")
+        (world / "runs/r/summary.json").write_text(json.dumps(summary | {"status": "stopped"}))
+    else:
+        path.write_text(json.dumps({"step": 1}) + "\n")
+    assert "exists already and isn't empty" in validate(*failed, code=5).err
+
+
+def test_a_run_that_is_going_on_is_named_with_its_process(command, validate, world):
+    (world / "slow.py").write_text("import time\n\ndef score(outputs):\n    time.sleep(300)\n")
+    typed = words("run_name=r", "reward.fn=slow.py:score")
+    process = spawn("train", *typed, cwd=world)
+    try:
+        wait_for((world / "runs/r/run.json").is_file, process)
+        for given in (typed, [*typed, "resume=auto"], ["resume=runs/r"]):
+            for each in (command, validate):
+                said = each(*given, code=5).err
+                assert f"runs/r is running (pid {process.pid} on " in said
+    finally:
+        process.kill()
+        process.communicate()

@@ -117,6 +117,24 @@ def test_the_table(sweep, show):
                               "runs/sweep-1\n")
 
 
+def test_a_job_that_was_resumed_with_other_values_shows_them(sweep, show, shown, command):
+    own = read_config(sweep / "0/config.yaml").ppo
+    command(f"resume={sweep / '0'}", "ppo.num_steps=5", "ppo.init_kl_coef=0.7",
+            "checkpoint.keep_last=7", code=0)
+    row, *_ = shown(sort="job")["jobs"]
+    assert row["varied"] == {"seed": "0", "ppo.init_kl_coef": "0.7"}
+    assert (row["step"], row["overrides"]) == (5, ["seed=0", KEYS[0]])
+    change = {"step": 4, "before": f"{own.init_kl_coef:g}", "after": "0.7"}
+    assert row["changed"]["ppo.init_kl_coef"] == [{**change, "key": "ppo.init_kl_coef"}]
+    assert set(row["changed"]) == {"ppo.init_kl_coef"}  # the others change no step that was planned
+    assert {mean["jobs"] for mean in shown()["marginal_means"]
+            if mean["key"] == "ppo.init_kl_coef"} == {0}, "it is of neither value"
+    head, line, *others = show("--sort", "job", code=0).out.splitlines()
+    assert f"{own.init_kl_coef:g} -> 0.7 (from step 5)" in line
+    assert "ppo.num_steps" not in head
+    assert not any("->" in other for other in others)
+
+
 def test_a_sweep_that_was_moved_is_read_where_it_is(sweep, shown, world):
     moved = sweep.rename(world / "elsewhere")
     assert read_sweep(moved).jobs[0].folder == str(moved / "0")

@@ -214,7 +214,8 @@ def test_the_rehearsal_in_words(validate, world):
     assert "nats per token, as it must be before training" in done.out
     assert "\x1b" not in done.out
     assert f"running code from {world}/odd.py" in done.err
-    assert [line.split(":")[0] for line in lines[-3:]] == ["gradient", "seconds", "peak memory"]
+    assert [line.split(":")[0] for line in lines[-5:]] == ["gradient", "note", "note", "seconds",
+                                                           "peak memory"]
 
 
 def test_a_reference_that_disagrees_is_pointed_out(validate, world, monkeypatch):
@@ -230,6 +231,18 @@ def test_samples_without_scores_are_told(validate, world):
     done = validate(*words("reward.fn=odd.py:score", "reward.on_invalid=skip"), "--deep", code=0)
     assert "sample 1: score none" in done.out
     assert "gradient: not tried, no sample has a score" in done.out
+
+
+@pytest.mark.parametrize(("more", "notes"), [
+    ((), ["the scores of all 2 samples are equal (1)", "the gradient is 0, so that an"]),
+    (("ppo.advantage=grpo", "ppo.n=2"), ["the scores of all 2 samples are", "the gradient is 0"]),
+    (("reward.fn=odd.py:size",), [])])
+def test_a_rehearsal_says_what_nothing_can_be_learnt_from(more, notes, validate, world):
+    odd(world, "return [1.0] * len(samples)\n\ndef size(samples):\n"
+        "    return [float(len(text)) for text in samples]")
+    out = validate(*words("reward.fn=odd.py:score", *more), "--deep", code=0).out
+    said = [line.removeprefix("note: ") for line in out.splitlines() if line.startswith("note: ")]
+    assert [one[:len(note)] for one, note in zip(said, notes, strict=True)] == notes
 
 
 @pytest.mark.parametrize(("body", "more", "code", "said"), [

@@ -4,13 +4,14 @@ two ranks under ZeRO 2, memory that runs out, kill -9 and resume."""
 import functools
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import jsonl, read_json, stable_rows, write_jsonl
 from runs import WORDS, last_checkpoint, run, whole_copy
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 OUTSIDE = Path(__file__).parent.parent / "outside"
 PAIRS = [{"chosen": f"the {noun} was {good}", "rejected": f"the {noun} was {bad}"}
@@ -23,6 +24,64 @@ KINDS = {
                 "prompts.path=prompts.jsonl", "reward.fn=rewards.py:plain")}
 
 
+ODD = '''\
+from abc import ABC, abstractmethod
+
+from pairs_task import Pairs
+from ppocli.sampling.sampler import Sampler
+from ppocli.training.task import Task
+from slow_sampler import Whole
+
+
+def number(setup):
+    return 3
+
+
+class Starred(Task):
+    def collect(self, state, stop, clock): pass
+    def plan(self, state, batch): pass
+    def loss(self, atoms, rows, weights, group): pass
+
+
+def starred(setup):
+    return Starred()
+
+
+class Narrow(Pairs):
+    def plan(self, state): pass
+    async def evaluate(self, stop): pass
+    def finish(self, state, *more): pass  # takes what it gets
+
+
+class Stray:
+    def __init__(self, setup): pass
+
+
+class Bare(Pairs):
+    def __init__(self, setup): self.cfg = setup.cfg
+
+
+class Broken(Pairs):
+    def __init__(self, setup): self.cfg = {}["lost"]
+
+
+class Silent(Sampler):
+    def __init__(self, setup): pass
+    def acting(self, policy): pass
+
+
+class Open(Whole):
+    def acting(self, policy): yield policy
+    def sample(self, prompts, spec, stream, speaker, stop, *, at_once): pass
+
+
+class Partial(ABC):
+    def __call__(self, samples): return [0.0] * len(samples)
+    @abstractmethod
+    def measure(self, text): pass
+'''
+
+
 def words(kind: str, *more: str) -> list[str]:
     keys = {word.split("=", 1)[0]: word
             for word in ("model.path=./lm", *WORDS, *KINDS[kind], *more)}
@@ -32,13 +91,15 @@ def words(kind: str, *more: str) -> list[str]:
 def add_outside_code(folder: Path) -> None:
     for file in OUTSIDE.glob("*.py"):
         shutil.copy(file, folder)
-    (folder / "odd.py").write_text("def number(setup):\n    return 3\n")
+    (folder / "odd.py").write_text(ODD)
     write_jsonl(folder / "pairs.jsonl", PAIRS)
 
 
 @pytest.fixture
 def here(world: Path) -> Path:
     add_outside_code(world)
+    for file in OUTSIDE.glob("*.py"):  # as the folder of another test had it
+        sys.modules.pop(file.stem, None)
     return world
 
 
@@ -159,9 +220,32 @@ def test_two_ranks_under_zero_2_come_to_what_one_process_comes_to(kind, straight
     (("task.fn=nowhere.py:Task",), 2, "nowhere.py"),
     (("task.fn=pairs_task.py:Pairs", "task.kwargs.file=pairs.jsonl"), 2, "task.kwargs"),
     (("task.fn=odd.py:number",), 2, "which is no"),
+    (("task.fn=odd.py:starred",), 2, "abstract class Starred"),
+    (("task.fn=odd.py:Bare",), 2, "Bare sets no backend and no trained and no saved and no passes"),
+    (("task.fn=odd.py:Broken",), 1, "It came through code that ppocli was given: odd.py:38."),
     (("rollout.engine=nothing",), 2, "rollout.engine")])
 def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here, command):
     assert said in command(*words("sampler", "run_name=r", *words_), code=code).err
+
+
+@pytest.mark.parametrize(("word", "code", "said"), [
+    ("task.fn=odd.py:Starred", 2, "Starred lacks evaluate(stop)."),
+    ("task.fn=odd.py:Stray", 2, "Stray is no subclass of ppocli.training.task.Task."),
+    ("task.fn=odd.py:Narrow", 2, "Narrow has plan(self, state), which is called as plan(state, "
+     "batch): too many positional arguments; has an async evaluate, which nothing awaits."),
+    ("rollout.engine=odd.py:Silent", 2, "Silent lacks sample(prompts, spec, stream, speaker, stop, "
+     "*, at_once, chunk)."),
+    ("rollout.engine=odd.py:Open", 2, "Open has acting as a generator, which needs "
+     "@contextlib.contextmanager above it; has sample("),
+    ("reward.fn=odd.py:Partial", 7, "Partial lacks measure"),
+    ("reward.metric_fn=odd.py:Partial", 7, "Partial lacks measure")])
+def test_what_a_class_lacks_is_said_before_a_model_loads(word, code, said, here, command, validate):
+    save_file({"other": torch.zeros(1)}, here / "lm/model.safetensors")
+    tried = words("sampler", "run_name=r", *(["rollout.engine=decode"] * word.startswith("reward")),
+                  word)
+    tried = [one for one in tried if word.startswith("rollout") or "kwargs" not in one]
+    assert said in command(*tried, code=code).err
+    assert said in validate(*tried, code=code).err
 
 
 @pytest.mark.parametrize(("word", "says"), [

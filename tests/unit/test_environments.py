@@ -161,7 +161,9 @@ def test_what_it_may_not_be(given):
 
 @pytest.mark.parametrize(("name", "keys", "said"), [
     ("Needy", {}, "reset asks for 'secret', which nothing provides"),
-    ("Mute", {}, "has no method step"), ("add", {}, "is no class"),
+    ("Mute", {}, "has no method step"), ("Pure", {}, "Pure lacks judge"),
+    ("Deaf", {}, "step(self) is called as step(response) or step(response, rng=...)"),
+    ("add", {}, "is no class"),
     ("Words", {"kwargs": {"less": 1}}, "can't be made with env.kwargs={'less': 1}"),
     ("Wirds", {}, "Did you mean 'Words'?")])
 def test_what_cannot_be_played_is_said_before_a_model_loads(name, keys, said):

@@ -78,6 +78,23 @@ def test_figures_leave_out_what_has_no_score():
     assert found["quantiles"]["p50"] == 2.5
 
 
+def test_a_share_of_outcomes_that_are_all_alike_is_no_certainty():
+    """The least error is half of Wilson's interval at one standard error: at a share of 1 or 0 its
+    bounds are 1 (or 0) and 1/(n+1) from there."""
+    rows = [row(1.0, prompt, rewards={"a": 0.0, "b": 2.0}, metrics={"m": 1.0})
+            for prompt in range(10)]
+    errors = figures_of(rows)["stderr"]
+    for name in ("reward_mean", "reward/a", "metrics/m", "finished_share"):
+        assert errors[name] == pytest.approx(0.5 / 11), name
+    assert errors["reward/b"] == errors["kl_mean"] == errors["response_tokens_mean"] == 0.0
+    assert compare(rows, [row(0.0, prompt) for prompt in range(10)])["stderr"] == 0.5 / 11
+    assert figures_of(rows[:4] * 2)["stderr"]["reward_mean"] == 0.1, "over prompts"
+    mixed = [*rows, row(0.0, 10), row(0.0, 11)]
+    assert figures_of(mixed)["stderr"]["reward_mean"] == pytest.approx(
+        statistics.stdev([1.0] * 10 + [0.0] * 2) / math.sqrt(12))
+    assert math.isnan(figures_of(rows[:1])["stderr"]["reward_mean"])
+
+
 def test_a_tie_is_half_a_win_and_unscored_pairs_are_left_out():
     policy = [row(1.0, 0), row(1.0, 1), row(0.0, 2), row(None, 3), row(1.0, 4)]
     against = [row(0.0, 0), row(1.0, 1), row(2.0, 2), row(0.0, 3), row(0.5, 4)]

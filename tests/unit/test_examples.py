@@ -125,7 +125,7 @@ FAULTS = [
     (PLAIN["completion"], changed("plain", "completion", prompt={"a": 1}), "(dict), not a text"),
     (CHAT["messages"], {"messages": "a"}, "holds a text, not a list of"),
     (CHAT["messages"], {"messages": turns("a")}, "has no turn of the assistant"),
-    (CHAT["messages"], {"messages": [{"from": "human", "value": "a"}]}, "no role and content"),
+    (CHAT["messages"], {"messages": [{"speaker": "human", "said": "a"}]}, "no role and content"),
     (CHAT["messages"], {"messages": [{"role": "bot", "content": "a"}]}, "the role 'bot'"),
     (CHAT["messages"], {"messages": [{"role": "user", "content": 3}]}, "the content 3 (int)"),
     (CHAT["completion"], changed("chat", "completion", completion=turns("a")), "turn of 'user'"),

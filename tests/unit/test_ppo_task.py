@@ -1,6 +1,7 @@
 """What PPO decides around its losses, by hand-worked numbers: when a phase ends, how far the policy
 has moved, which samples come next and in which order they are learnt from."""
 
+import copy
 import math
 import re
 from dataclasses import replace
@@ -8,7 +9,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sessions import experience_of, hand_rollout, rolled, rollout_of, session_of, small_config
+from sessions import (
+    experience_of,
+    hand_rollout,
+    rolled,
+    rollout_of,
+    session_of,
+    set_keys,
+    small_config,
+)
 
 from ppocli.config.schema import TrainConfig
 from ppocli.parallel.stop import StopFlag
@@ -327,3 +336,43 @@ def test_signs_are_spoken_of_once_they_last(tmp_path, row, state, said, steps):
             found.append(messages)
     assert [i + 1 for i, messages in enumerate(found) if messages] == ([steps] if said else [])
     assert said is None or re.search(said, found[steps - 1][0])
+
+
+SPREAD = [0.1, 0.5, 0.9, 0.3]
+FLAT = [
+    ({}, [0.7] * 4, "All rewards are equal (0.7) in the first rollout: "),
+    ({}, [-2.0, -2.0 - 1e-7, -2.0, -2.0], "All rewards are equal (-2) in the first rollout: "),
+    ({}, [0.0] * 4, "All rewards are equal (0) "), ({}, SPREAD, None), ({}, [5.0, 5.1] * 2, None),
+    # half of them 0.01 apart: a deviation of 0.005, next to a mean of 10
+    ({}, [10.0, 10.01] * 2, "All rewards are nearly equal (10 to 10.01) in the first rollout: "),
+    ({"reward.fn": "length"}, [0.5, 0.51] * 2, None),
+    ({"reward.fn": "reward_model"}, [0.5, 0.51] * 2, "All rewards are nearly equal (0.5 to 0.51)"),
+    ({"reward.fn": None, "reward.fns": {"a": {"fn": "classifier"}, "b": {"fn": "length"}}},
+     [0.5, 0.51] * 2, None),
+    ({"ppo.advantage": "grpo", "ppo.n": 2}, [1.0, 1.0, 0.0, 0.0],
+     "In 100% of the groups all 2 responses have the same reward, in the first rollout: ppo.adv"),
+    ({"ppo.advantage": "rloo", "ppo.n": 2}, [1.0, 0.0, 0.0, 0.0], None),
+    ({"ppo.n": 2}, [1.0, 1.0, 0.0, 0.0], None)]
+
+
+def test_rewards_without_a_difference_are_spoken_of_at_once(tmp_path):
+    row = {"objective/kl": 1.0, "val/ratio": 1.0, "rollout/response_tokens_mean": 2.0}
+
+    def said(session, rollouts: list[list[float]]) -> list[list[str]]:
+        own, found = PPOState(0.1, 0.1), []
+        for step, scores in enumerate(rollouts):
+            rollout = hand_rollout(scores, [2] * 4, [True] * 4)
+            own, messages = watch(session, rollout, own, row, TrainState({}, "", step=step))
+            found.append(messages)
+        return found
+
+    with session_of(small_config(tmp_path)) as session:
+        for keys, scores, says in FLAT:
+            here = replace(session, cfg=set_keys(copy.deepcopy(session.cfg), keys))
+            first, *later = said(here, [scores] * 5)
+            assert [one.startswith(says or "-") for one in first] == [True] * (says is not None)
+            assert not any(later), keys
+            # from the second rollout on it may be chance
+            after = said(here, [SPREAD, *[scores] * 5])
+            assert [len(one) for one in after] == [0, 0, 0, len(first), 0, 0], keys
+            assert says is None or "3 rollouts in a row" in after[3][0]

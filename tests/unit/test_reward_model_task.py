@@ -23,6 +23,7 @@ from sessions import (
 )
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from ppocli.display.console import row_lines
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.layout import lay_out
 from ppocli.parallel.stop import StopFlag
@@ -113,7 +114,14 @@ def test_swapped_pairs_give_one_less_the_accuracy_and_a_tie_is_one_half(tmp_path
         ties = task.evaluation_figures(torch.zeros(four, 2, dtype=torch.float64))
         sure = task.evaluation_figures(torch.tensor([[1.0, 0.0]] * four, dtype=torch.float64))
         assert (ties["accuracy"], ties["accuracy_longer"], sure["accuracy"]) == (0.5, 0.5, 1.0)
-        assert caplog.messages[-1].startswith("The accuracy on held-back pairs is 0.500 +- 0.000")
+        # half of Wilson's interval for four alike, of which one more could have been another
+        assert sure["accuracy_stderr"] == ties["accuracy_stderr"] == 0.5 / 5
+        assert sure["accuracy_pairs"] == four
+        shares = {name: sure[name] for name in sure if name.startswith("accuracy_")}
+        assert row_lines({"step": 0, "eval/accuracy": 1.0, **{
+            f"eval/{name}": value for name, value in shares.items()}}, 9)[0].startswith(
+            "eval at step 0  accuracy 1.000±0.100 of 4  accuracy_longer 1.000")
+        assert caplog.messages[-1].startswith("The accuracy on held-back pairs is 0.500 +- 0.100")
     with task_of(tmp_path, val=SWAPPED[:four]) as task:
         swapped = task.evaluate(StopFlag()).figures
     assert swapped["accuracy"] == 1 - found["accuracy"]

@@ -9,6 +9,7 @@ from typing import Any
 from ppocli.config import algorithm, schema, schema_training
 from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, turn_rows
 from ppocli.ppo import off_policy
+from ppocli.rewards.resolve import MODEL_REWARDS
 from ppocli.tasks.ppo.experience import penalties_of, sequence_kl
 from ppocli.tasks.ppo.records import POLICY, Experience, PPOState, Rollout
 from ppocli.tasks.ppo.session import Session
@@ -20,6 +21,13 @@ PATIENCE = 3
 DECODING_GAP = 0.01
 """nats, in the root mean square: from there on, what was decoded is not what the policy says; fp32
 rounds by some 1e-5"""
+FROM_THE_START = frozenset({"no_spread", "flat", "alike_groups"})
+"""signs that are spoken of at the first rollout already, where they begin there"""
+FLAT, LEARNED_FLAT = 1e-3, 1e-2
+"""deviation of the scores, as a share of their mean, and of a reward model by itself, below which
+they hardly differ: two answers 0.01 apart are preferred 50.2 to 49.8"""
+ALIKE = 0.9
+"""share of the groups whose rewards are all equal, from which on a comparison learns little"""
 CRITIC_PATIENCE = 10
 """of ``critic``: a new value function explains nothing at first"""
 
@@ -37,9 +45,17 @@ ADVICE = {
     "negative_kl": "The KL to the reference is negative ({kl:.2f} nats per sample): the tokens are "
                    "not drawn from the policy's own distribution{why}, or the model computes "
                    "differently in rollout and scoring.",
-    "no_spread": "All rewards of a rollout are equal ({reward:g}) for {n} steps: there is nothing "
-                 "to learn from. Check that the reward reads the response, that its label or "
-                 "pattern occurs, and that prompts vary.",
+    "no_spread": "All rewards are equal ({reward:g}) in {rollouts}: there is nothing to learn "
+                 "from. Check that the reward reads the response, that its label or pattern "
+                 "occurs, what a reward model gets to see (ppocli validate --deep shows samples "
+                 "and scores), and that prompts vary.",
+    "flat": "All rewards are nearly equal ({low:.6g} to {high:.6g}) in {rollouts}: there is next "
+            "to nothing to learn from. Look at samples and their scores (ppocli validate --deep), "
+            "at what a reward model gets to see, and at its accuracy on held-back pairs.",
+    "alike_groups": "In {alike:.0%} of the groups all {group} responses have the same reward, in "
+                    "{rollouts}: ppo.advantage={estimator} compares within a group and learns "
+                    "next to nothing. Raise ppo.n or generation.temperature, give prompts that "
+                    "the policy gets right now and then, or set ppo.dynamic_sampling.",
     "full_length": "Every response ran to the full {tokens} tokens for {n} steps: the policy never "
                    "ends one. Raise generation.max_new_tokens, set reward.missing_eos_penalty, or "
                    "give generation.stop_sequences.",
@@ -268,6 +284,28 @@ def decoding_gap(session: Session, result: OptimizeResult) -> str | None:
         "first step on.")
 
 
+def carried_over(saved: PPOState, fresh: PPOState, ppo: schema.PPOConfig, progress: float
+                 ) -> list[str]:
+    """What a resumed run's coefficients are where no key says so.
+
+    Args:
+        progress: as of :func:`ppocli.tasks.ppo.experience.to_experience`.
+    """
+    lines = []
+    if saved.init_kl_coef != fresh.init_kl_coef:
+        lines.append(f"the KL coefficient starts anew from ppo.init_kl_coef={fresh.init_kl_coef:g} "
+                     f"(it was {saved.kl_coef:g})")
+    elif saved.kl_coef != saved.init_kl_coef:
+        lines.append(f"the KL coefficient goes on from {saved.kl_coef:.4g}, which the adaptive "
+                     f"controller has made of ppo.init_kl_coef={saved.init_kl_coef:g}; another "
+                     "ppo.init_kl_coef starts it anew")
+    if ppo.ent_coef_end is not None:
+        now = (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end
+        lines.append(f"the entropy coefficient goes on at {now:.3g}, between ppo.ent_coef="
+                     f"{ppo.ent_coef:g} and ppo.ent_coef_end={ppo.ent_coef_end:g}")
+    return lines
+
+
 def _falling(state: TrainState) -> str | None:
     """A figure of ``reward.metric_fn`` that has fallen since the start by a twentieth of itself
     while the reward has risen by as much, in an evaluation just made; None if there is none."""
@@ -282,14 +320,32 @@ def _falling(state: TrainState) -> str | None:
                  if name.startswith("metrics/") and share < -0.05), None)
 
 
+def _spread(cfg: schema.TrainConfig, rollout: Rollout) -> tuple[dict[str, bool], float]:
+    """Signs of rewards that say nothing about which response is better, and the share of the groups
+    whose rewards are all equal."""
+    scores = rollout.valid_scores
+    groups: dict[int, list[float]] = {}
+    for episode, score in zip(rollout.prompts.episodes, rollout.shown_scores, strict=True):
+        if score is not None:
+            groups.setdefault(episode // cfg.ppo.n, []).append(score)
+    alike = mean([float(max(group) == min(group)) for group in groups.values()])
+    middle, deviation = mean_std(scores)
+    named = {fn for _, fn, _ in schema.rewards_of(cfg.reward) if fn is not None}
+    learned = bool(named) and named <= {*MODEL_REWARDS}
+    equal = len(scores) > 1 and max(scores) - min(scores) <= 1e-6 * abs(middle)  # up to rounding
+    near = len(scores) > 1 and deviation < max(FLAT * abs(middle), LEARNED_FLAT * learned)
+    return {"no_spread": equal, "flat": near and not equal and rollout.dense is None,
+            "alike_groups": algorithm.estimator_of(cfg.ppo).needs_groups and rollout.drawn is None
+            and alike >= ALIKE and not equal}, alike
+
+
 def _signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: float
            ) -> dict[str, bool]:
-    scores, kl = rollout.valid_scores, row["objective/kl"]
+    kl = row["objective/kl"]
     lengths = rollout.response_mask.sum(1)
     can_end = bool(session.sampling.stop_ids or session.sampling.stop_sequences)
     return {
         "negative_kl": kl < -0.5,
-        "no_spread": len(scores) > 1 and max(scores) == min(scores),
         "full_length": (can_end and session.sampling.max_new_tokens > 1
                         and not bool(rollout.finished.any())
                         and int(lengths.min()) == session.sampling.max_new_tokens),
@@ -316,13 +372,15 @@ def watch(session: Session, rollout: Rollout, own: PPOState, row: Mapping[str, f
     """
     length = row["rollout/response_tokens_mean"]
     first = length if own.first_length is None else own.first_length
-    found, falling = _signs(session, rollout, row, first), _falling(state)
+    spread, alike = _spread(session.cfg, rollout)
+    found, falling = _signs(session, rollout, row, first) | spread, _falling(state)
     if state.eval_last is not None and state.eval_step == state.step:
         found["held_back"] = falling is not None
     health, messages = dict(own.health), list[str]()
     for name, present in found.items():
         health[name] = health.get(name, 0) + 1 if present else 0
-        patience = CRITIC_PATIENCE if name == "critic" else PATIENCE
+        at_once = name in FROM_THE_START and health[name] == state.step + 1
+        patience = CRITIC_PATIENCE if name == "critic" else 1 if at_once else PATIENCE
         if health[name] == patience:
             why = " (ppo.staleness)" if session.cfg.ppo.staleness else \
                 "" if session.sampling.is_policy_distribution else \
@@ -331,5 +389,8 @@ def watch(session: Session, rollout: Rollout, own: PPOState, row: Mapping[str, f
                 kl=row["objective/kl"], n=patience, tokens=session.sampling.max_new_tokens, why=why,
                 reward=rollout.scores[0] if rollout.scores else 0.0, length=length, first=first,
                 ratio=row["val/ratio"], explained=row.get("val/var_explained", 0.0),
-                falling=falling))
+                falling=falling, alike=alike, group=session.cfg.ppo.n,
+                estimator=session.cfg.ppo.advantage, low=min(rollout.valid_scores, default=0.0),
+                high=max(rollout.valid_scores, default=0.0), rollouts="the first rollout" if at_once
+                else f"{patience} rollouts in a row"))
     return replace(own, health=health, first_length=first), messages

@@ -90,6 +90,11 @@ class PPOTask(task.Task):
         passes = self.samples_at(step) / self.cfg.ppo.n / len(self.session.prompts)
         return step, self.total_steps(), passes
 
+    def _share_done(self, state: TrainState) -> float:
+        """0 in the first step of the run, 1 in the last."""
+        left = max(self.total_samples() - state.episodes - self._count(state), 0)
+        return state.step / max(state.step + -(-left // self.samples_per_step), 1)
+
     def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
         """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
 
@@ -102,9 +107,7 @@ class PPOTask(task.Task):
         check_invalid_share(int((~batch.valid).sum()), len(batch),
                             [one.error for one in batch.episodes if one.error])
         own = records.PPOState.from_json(state.task)
-        left = max(self.total_samples() - state.episodes - len(batch), 0)
-        last = state.step + -(-left // self.samples_per_step)
-        experience = to_experience(batch, own, self.cfg, progress=state.step / max(last, 1),
+        experience = to_experience(batch, own, self.cfg, progress=self._share_done(state),
                                    pretrains=own.pretrains(self.cfg.ppo, state.step))
         return plan_updates(self.session, experience, state.step, own.mixed_in)
 
@@ -212,15 +215,13 @@ class PPOTask(task.Task):
             for sample, text in zip(found.samples, self._ref_responses, strict=True)])
 
     def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
-        """As :class:`Task`: another ``ppo.init_kl_coef`` starts the coefficient anew; what was
-        found out about decoding is still so."""
+        """As :class:`Task`: another ``ppo.init_kl_coef`` starts the coefficient anew."""
         own, new = records.PPOState.from_json(saved.task), records.PPOState.from_json(fresh.task)
         self.session = replace(self.session, decoding_differs=own.decoding_differs)
-        if own.init_kl_coef == new.init_kl_coef:
-            return saved
-        log.info("the KL coefficient starts anew from ppo.init_kl_coef=%g (it was %g)",
-                 new.init_kl_coef, own.kl_coef)
-        own = replace(own, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
+        for line in figures.carried_over(own, new, self.cfg.ppo, self._share_done(saved)):
+            log.info(line)
+        if own.init_kl_coef != new.init_kl_coef:
+            own = replace(own, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
         return replace(saved, task=own.to_json())
 
     def digests(self) -> dict[str, str]:
@@ -256,8 +257,7 @@ class PPOTask(task.Task):
         return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
 
     def modules(self) -> dict[str, torch.nn.Module]:
-        """As :class:`Task`: what the value function is made of, and a reference that follows the
-        policy."""
+        """As :class:`Task`: the value function's, and a reference that follows the policy."""
         policy = self.session.policy
         found: dict[str, Any] = {"value_head": policy.value_head, "value_trunk": policy.value_trunk}
         if self.cfg.model.reference.sync_every is not None:
@@ -290,8 +290,7 @@ class PPOTask(task.Task):
 
     def write_dump(self, folder: Path, batch: records.Rollout, plan: task.Plan, step: int) -> None:
         """As :class:`Task`: the rollout's tensors, and one JSON line per sample."""
-        experience: records.Experience = plan.atoms
-        found = {f.name: getattr(part, f.name) for part in (experience, experience.sequences)
+        found = {f.name: getattr(part, f.name) for part in (plan.atoms, plan.atoms.sequences)
                  for f in fields(part)}
         save_file({name: value.cpu().contiguous() for name, value in found.items()
                    if isinstance(value, torch.Tensor)}, folder / "experience.safetensors")

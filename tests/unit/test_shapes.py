@@ -1,0 +1,376 @@
+"""Rows in the shapes of other tools: what becomes of their turns, calls, marks and systems."""
+
+import json
+
+import numpy as np
+import pytest
+from data_tokenizers import CHATML, utf8_bytes, words
+from helpers import refused
+from test_encoding import FORGETS, MARKS, TALK, load, shown
+from test_examples import read, turns
+
+from ppocli.config.schema import PromptsConfig
+from ppocli.data import prompt_set
+from ppocli.environments.wording import ChatWords
+from ppocli.errors import ConfigError, InputError
+
+TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}"
+CALL = "{% for c in m.tool_calls or [] %}{% if c.function %}{% set c = c.function %}{% endif %}"
+END = "{% endfor %}<|im_end|>\n"
+FORM = ("{%% for m in messages %%}%s{%% endfor %%}{%% if add_generation_prompt %%}"
+        "<|im_start|>assistant\n{%% endif %%}")
+QWEN = FORM % (TURN + CALL + '\n<tool_call>\n{"name": "{{ c.name }}", "arguments": '
+               "{{ c.arguments | tojson }}}\n</tool_call>" + END)
+LLAMA = FORM % (
+    "{% if m.tool_calls %}{% if m.tool_calls | length != 1 %}{{ raise_exception('one call') }}"
+    "{% endif %}{% set c = m.tool_calls[0].function %}<|im_start|>assistant\n"
+    "{{ '{\"name\": \"' + c.name + '\", \"parameters\": ' }}{{ c.arguments | tojson }}}<|im_end|>\n"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endif %}")
+ENCODED = "{{ c.arguments | tojson }}"
+MARKED = QWEN.replace("{{ m.content }}", "{% if m.role == 'assistant' %}{% generation %}"
+                      "{{ m.content }}").replace(END, "{% endfor %}<|im_end|>{% endgeneration %}"
+                      "{{ '\\n' }}{% else %}{{ m.content }}<|im_end|>{{ '\\n' }}{% endif %}")
+EITHER = QWEN.replace(ENCODED, "{% if c.arguments is string %}{{ c.arguments }}{% else %}"
+                      + ENCODED + "{% endif %}")
+# what takes texts alone: it fails on a mapping, refuses one, or prints it as Python does
+JOINS = QWEN.replace(ENCODED, "{{ c.arguments + '' }}")
+REFUSES = QWEN.replace(ENCODED, "{% if c.arguments is not string %}"
+                       "{{ raise_exception('text!') }}{% endif %}{{ c.arguments }}")
+PRINTS = QWEN.replace(ENCODED, "{{ c.arguments }}")
+
+ARGUMENTS = {"place": "Ås", "days": [1, 2.5], "unit": {"of": None, "on": True}}
+TEXT = '{"place":"Ås", "days": [1, 2.5], "unit": {"of": null, "on": true}}'
+QUESTION = {"role": "user", "content": "how is it?"}
+RESULT = {"role": "tool", "content": "{'a': 1} warm"}
+
+
+def talker(template):
+    tokenizer = utf8_bytes()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def calling(arguments):
+    return {"role": "assistant", "content": "", "tool_calls": [
+        {"type": "function", "function": {"name": "look", "arguments": arguments}}]}
+
+
+def rendered(tokenizer, messages, *, prompt=False):
+    """transformers' own."""
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
+
+
+def loaded_prompts(items, tokenizer, **keys):
+    return prompt_set.load_prompts(PromptsConfig(**{"chat": True} | keys), tokenizer, seed=0,
+                                   max_prompt_tokens=2000, items=items)
+
+
+CALLS = {
+    "a text": calling(TEXT), "a mapping": calling(ARGUMENTS),
+    "null beside it": calling(TEXT) | {"content": None, "function_call": None},
+    "no content": {key: cell for key, cell in calling(TEXT).items() if key != "content"},
+    "calls in JSON": calling(TEXT) | {"tool_calls": json.dumps(calling(TEXT)["tool_calls"])},
+    "one call": calling(TEXT) | {"tool_calls": calling(TEXT)["tool_calls"][0]},
+    "an array": calling(TEXT) | {"tool_calls": np.array(calling(TEXT)["tool_calls"])},
+    "function_call": {"role": "assistant", "content": None, "function_call": {
+        "name": "look", "arguments": TEXT}},
+    "LLaMA-Factory": {"from": "function_call", "value": json.dumps(
+        {"name": "look", "arguments": ARGUMENTS})}}
+
+
+@pytest.mark.parametrize("template", [QWEN, LLAMA, MARKED, EITHER, JOINS, REFUSES, PRINTS],
+                         ids=["qwen", "llama", "marked", "either", "joins", "refuses", "prints"])
+@pytest.mark.parametrize("form", CALLS)
+def test_calls_of_tools_are_what_transformers_makes_of_mappings(template, form):
+    tokenizer = talker(template)
+    if template in (JOINS, REFUSES, PRINTS):
+        plain = form in ("a mapping", "LLaMA-Factory")
+        taken = calling(json.dumps(ARGUMENTS, ensure_ascii=False) if plain else TEXT)
+    else:
+        taken = calling(ARGUMENTS)
+    answer = {"role": "function" if form == "function_call" else "tool"} | {
+        "content": RESULT["content"]}
+    rows = [QUESTION, CALLS[form], answer, {"role": "assistant", "content": "warm"}]
+    whole = [QUESTION, taken, RESULT, rows[-1]]
+    expected = rendered(tokenizer, whole)
+    # the turn of the call and the last one are learned
+    before, through = (rendered(tokenizer, whole[:count], prompt=count == 1) for count in (1, 2))
+    last = rendered(tokenizer, whole[:3], prompt=True)
+    masked = (f"{before}[{through[len(before):-1]}]\n{last[len(through):]}"
+              f"[{expected[len(last):-1]}]")
+    for row in ({"messages": rows}, {"prompt": rows[:1], "completion": rows[1:]}):
+        data = load([row], tokenizer, max_tokens=2000, train_on="assistant")
+        assert tokenizer.decode(data.tokens[0]) == expected.rstrip("\n")
+        assert shown(data, tokenizer) == masked
+    pair = load([{"chosen": rows[:2], "rejected": [rows[0], rows[3]]}], tokenizer, "pairs",
+                max_tokens=2000)
+    assert tokenizer.decode(pair.chosen[0]) == through.rstrip("\n")
+    for row in ({"prompt": rows[:3]}, {"messages": rows},
+                {"chosen": rows, "rejected": [*rows[:3], {"role": "assistant", "content": "no"}]}):
+        assert loaded_prompts([row], tokenizer).texts == [last]
+    words_of = ChatWords(tokenizer, tools=[{"type": "function", "function": {"name": "look"}}])
+    asked = loaded_prompts([{"prompt": rows[:3]}], tokenizer)
+    opened, _ = words_of.opening(asked.token_ids[0], asked.messages[0], None)
+    assert tokenizer.decode(opened) == last
+
+
+def test_calls_without_arguments_and_without_a_template_for_them():
+    for arguments, written in (("", "{}"), ("{}", "{}"), ({}, "{}")):
+        data = load([{"messages": [QUESTION, calling(arguments)]}], talker(QWEN), max_tokens=500)
+        assert f'"arguments": {written}}}' in shown(data, talker(QWEN))
+    none = [QUESTION, {"role": "assistant", "content": "so", "tool_calls": []}]
+    assert "one call" not in shown(load([{"messages": none}], talker(LLAMA), max_tokens=500),
+                                   talker(LLAMA))
+    row = {"messages": [QUESTION, calling(TEXT)]}
+    leaves_out = "the chat template leaves out the calls of tools (tool_calls)"
+    assert leaves_out in load([row], words(chat=CHATML)).notes
+    assert leaves_out in loaded_prompts([{"prompt": [*row["messages"], RESULT]}],
+                                        words(chat=CHATML)).notes
+    assert not load([row], talker(QWEN), max_tokens=500).notes
+
+
+@pytest.mark.parametrize(("message", "says"), [
+    (calling('{"place": '), "calls 'look' with arguments that are no JSON object: '{\"place\": '"),
+    (calling("[1]"), "calls 'look' with arguments that are no JSON object"),
+    (calling(3), "calls 'look' with arguments that are no JSON object: 3"),
+    (calling({}) | {"tool_calls": ["look"]}, "has a call of a tool that is none: 'look'"),
+    ({"role": "assistant", "function_call": "look"}, "has a call of a tool that is none"),
+    ({"from": "function_call", "value": "look"}, "has a call of a tool that is none"),
+    ({"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
+     "has a part that is no text: 'image_url'"),
+    ({"role": "assistant", "content": None}, "has no role and content"),
+    ({"role": "assistant"}, "has no role and content"), ("so", "has no role and content: 'so'"),
+    ({"human": "a", "assistant": "b"}, "has no role and content")])
+def test_messages_that_cannot_be_read_are_named(message, says):
+    place = "Message 2 of column 'messages' in item 1 of "
+    with refused(InputError, f"{place}data.items", says):
+        read([{"messages": [QUESTION, message]}])
+    if isinstance(message, dict):
+        with refused(InputError, f"{place}prompts.items", says):
+            loaded_prompts([{"messages": [QUESTION, message]}], talker(QWEN))
+
+
+PARTS = [{"type": "text", "text": "how is"}, {"type": "text", "text": " it?", "image_url": None}]
+SHARED = [{"from": "human", "value": "how is it?"}, {"from": "gpt", "value": "warm"}]
+ASKED = [QUESTION, {"role": "assistant", "content": "warm"}]
+SYSTEM = {"role": "system", "content": "be kind"}
+
+
+@pytest.mark.parametrize(("row", "messages", "note"), [
+    ({"conversations": SHARED}, ASKED, "read as conversations: the column conversations"),
+    ({"conversation": ASKED}, ASKED, "read as conversations: the column conversation"),
+    ({"messages": SHARED}, ASKED, "read as ShareGPT's turns: from is the role, value the content"),
+    ({"messages": np.array(SHARED)}, ASKED,
+     "roles that are read as others: human as user, gpt as assistant"),
+    ({"conversations": [{"role": one["from"], "value": one["value"]} for one in SHARED]}, ASKED,
+     "read as ShareGPT's turns: from is"),
+    ({"conversations": [{"from": "system", "value": "be kind"}, *SHARED]}, [SYSTEM, *ASKED], ""),
+    ({"messages": [QUESTION | {"content": PARTS}, ASKED[1]]}, ASKED,
+     "contents that are lists of parts are read as one text"),
+    ({"messages": [QUESTION | {"content": np.array(PARTS)}, ASKED[1]]}, ASKED, ""),
+    ({"messages": [QUESTION, {"role": "ai", "content": [*"warm"]}]}, ASKED, ""),
+    ({"conversations": SHARED, "system": "be kind"}, [SYSTEM, *ASKED],
+     "the column system is the first turn of conversations"),
+    ({"messages": ASKED, "system": "be kind"}, [SYSTEM, *ASKED], ""),
+    ({"messages": ASKED, "system": None}, ASKED, ""),
+    ({"messages": ASKED, "system": " "}, ASKED, ""),
+    ({"messages": [SYSTEM, *ASKED], "system": "be kind"}, [SYSTEM, *ASKED], ""),
+    ({"messages": [SYSTEM, *ASKED], "system": "be rude"}, [SYSTEM, *ASKED],
+     "conversations that begin with a system turn keep it: the column system is left out there"),
+    ({"messages": ASKED, "by": "web", "id": 3}, ASKED, "columns that are not read: by, id")])
+def test_conversations_of_other_shapes_are_read_in_data_and_prompts(row, messages, note):
+    found = read([row])
+    assert found.examples[0].completion == messages
+    assert any(text.startswith(note) for text in ["", *found.notes])
+    tokenizer = talker(QWEN)
+    asked = loaded_prompts([row], tokenizer)
+    assert asked.messages == [messages[:-1]]
+    assert asked.texts == [rendered(tokenizer, messages[:-1], prompt=True)]
+    if "columns" not in note:
+        assert any(text.startswith(note) for text in ["", *asked.notes])
+
+
+def test_words_name_a_column_of_conversations_and_hide_a_system():
+    row = {"dialogs": SHARED, "preamble": "be kind"}
+    for columns, messages in (({"messages": "dialogs", "system": "preamble"}, [SYSTEM, *ASKED]),
+                              ({"messages": "dialogs"}, ASKED)):
+        assert read([row], columns=columns).examples[0].completion == messages
+    hidden = read([{"messages": ASKED, "system": "be kind"}], columns={"system": None})
+    assert hidden.examples[0].completion == ASKED
+    chat = {"prompt": "how is it?", "completion": "warm", "system": "be kind"}
+    (example,) = read([chat], chat=True).examples
+    assert (example.prompt, example.completion) == ([SYSTEM, QUESTION], ASKED[1:])
+    assert loaded_prompts([chat], talker(QWEN)).messages == [[SYSTEM, QUESTION]]
+    plain = read([chat])
+    assert plain.examples[0].prompt == "how is it?"
+    assert "columns that are not read: system" in plain.notes[0]
+    assert loaded_prompts([chat], talker(QWEN), chat=False).texts == ["how is it?"]
+
+
+@pytest.mark.parametrize("row", [
+    {"conversations": SHARED[:1], "chosen": SHARED[1], "rejected": {"from": "gpt", "value": "no"}},
+    {"chosen": SHARED, "rejected": [SHARED[0], {"from": "gpt", "value": "no"}]},
+    {"prompt": [QUESTION | {"content": PARTS}], "chosen": ASKED[1:],
+     "rejected": turns("no", first="assistant")},
+    {"prompt": [], "chosen": ASKED, "rejected": [QUESTION, *turns("no", first="assistant")]},
+    {"instruction": "x", "conversations": SHARED, "chosen": ASKED,
+     "rejected": [QUESTION, *turns("no", first="assistant")]}])
+def test_pairs_of_other_shapes(row):
+    (pair,) = read([row | {"system": "be kind"}], "pairs").pairs
+    assert (pair.prompt, pair.chosen, pair.rejected) == (
+        [SYSTEM, QUESTION], ASKED[1:], turns("no", first="assistant"))
+
+
+def test_alpaca_is_read_in_the_form_that_words_name():
+    rows = [{"instruction": "say", "input": "good", "output": "a film"},
+            {"instruction": "say", "input": "", "output": "so"}]
+    for chat, prompts in ((True, [turns("say\ngood"), turns("say")]),
+                          (False, ["Q: say\ngood\n", "Q: say\n"])):
+        keys = {"chat": chat, "template": None if chat else "Q: {prompt}\n"}
+        found = read(rows, **keys)
+        assert [example.prompt for example in found.examples] == prompts
+        assert [example.completion for example in found.examples] == (
+            [turns(text, first="assistant") for text in ("a film", "so")] if chat else
+            ["a film", "so"])
+        assert found.notes[0].startswith("read as Alpaca's rows: the prompt is instruction and, in")
+        asked = loaded_prompts(rows, talker(QWEN), **keys)
+        assert (asked.messages or asked.texts) == prompts
+        pairs = [row | {"chosen": row["output"], "rejected": "no"} for row in rows]
+        assert [pair.prompt for pair in read(pairs, "pairs", **keys).pairs] == prompts
+    for key, load_rows in (("data", read), ("prompts", lambda rows: loaded_prompts(
+            rows, talker(QWEN), chat=False))):
+        with refused(InputError, "Alpaca's columns", f"{key}.chat=true", f"'{key}.template=\"###"):
+            load_rows(rows)
+    story = read([row | {"text": "a film"} for row in rows])
+    assert [example.completion for example in story.examples] == ["a film", "a film"]
+    with refused(InputError, "data.columns.prompt=question data.columns.completion=answer"):
+        read([{"question": "a", "answer": "b"}])
+
+
+@pytest.mark.parametrize(("one", "other", "prompt"), [
+    ("\n\nHuman: hi\n\nAssistant: I do", "\n\nHuman: hi\n\nAssistant: I do not",
+     "\n\nHuman: hi\n\nAssistant:"),
+    ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: I am Bo: d",
+     "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: I am Bo: e",
+     "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:"),
+    ("Human: A: x B: y?\n\nAssistant: So.\n\nAnswer: it is A", "Human: A: x B: y?\n\nAssistant: So."
+     "\n\nAnswer: it is B", "Human: A: x B: y?\n\nAssistant:"),
+    ("USER: hi ASSISTANT: I do", "USER: hi ASSISTANT: I am", "USER: hi ASSISTANT:"),
+    ("### Instruction:\nhi\n\n### Response:\nI do", "### Instruction:\nhi\n\n### Response:\nI am",
+     "### Instruction:\nhi\n\n### Response:"),
+    ("Q: hi\nA: I do", "Q: hi\nA: I am", "Q: hi\nA:"),
+    ("A post.\n\nTL;DR: I do", "A post.\n\nTL;DR: I am", "A post.\n\nTL;DR:"),
+    ("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nI do",
+     "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nI am",
+     "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"),
+    ("[INST] hi [/INST] I do", "[INST] hi [/INST] I am", "[INST] hi [/INST]"),
+    # no mark that both share, or nothing behind it
+    ("A film: I do", "A film: I am", "A film: I"),
+    ("Human: hi\n\nAssistant:", "Human: hi\n\nAssistant: I am", "Human: hi"),
+    ("Pick one.\nA: a film\nB: a cast", "Pick one.\nA: a film\nB: a plot",
+     "Pick one.\nA: a film\nB: a")])
+def test_the_prompt_of_two_texts_ends_at_the_mark_of_who_answers(one, other, prompt):
+    row = {"chosen": one, "rejected": other}
+    for cell in ({}, {"prompt": ""}):
+        (pair,) = read([row | cell], "pairs").pairs
+        assert (pair.prompt, pair.prompt + pair.chosen, pair.prompt + pair.rejected) == (
+            prompt, one, other)
+        assert loaded_prompts([row | cell], talker(QWEN), chat=False).texts == [prompt]
+
+
+def test_an_empty_prompt_is_no_empty_row():
+    pair = {"chosen": "a fine film", "rejected": "a bad film"}
+    (without,) = read([pair], "pairs").pairs
+    for prompt in ("", " \n", [], np.array([])):
+        found = read([pair | {"prompt": prompt}], "pairs")
+        assert (found.pairs, found.empty) == ([without], 0)
+    (formed,) = read([pair | {"prompt": ""}], "pairs", template="Q: {prompt}\n").pairs
+    assert (formed.prompt, formed.chosen) == ("Q: \n", "a fine film")
+    (formed,) = read([pair | {"prompt": ""}], "pairs", chat=True).pairs
+    assert (formed.prompt, formed.chosen) == (turns(""), turns("a fine film", first="assistant"))
+    tokenizer = words(front=True)
+    rows = [{"prompt": "", "completion": "the film"}, {"prompt": "a", "completion": "film"}]
+    data = load(rows, tokenizer)
+    assert [shown(data, tokenizer, i) for i in (0, 1)] == ["<s>[the film </s>]", "<s> a[film </s>]"]
+    assert (data.prompts, data.notes) == (["", "a"], ())
+    found = read([pair | {"prompt": None}, pair | {"prompt": "a"}], "pairs")
+    assert (len(found.pairs), found.empty) == (1, 1)  # nothing says what belongs there
+
+
+MASK = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False},
+        {"train_on_turn": False}, {"weight": "0"}, {"train": "false"}, {"loss": False},
+        {"weight": np.float64(0)}, {"weight": 1, "train": False}]
+FIRST, SECOND = "<s> user : the film ? </s> assistant :", "user : and you ? </s> assistant :"
+GOOD, BAD = "good </s>", "very bad </s>"
+
+
+def marked(first, last=None):
+    return [TALK[0], TALK[1] | first, TALK[2], TALK[3] | (last or {})]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKS])
+@pytest.mark.parametrize("mask", MASK, ids=str)
+def test_turns_that_are_marked_are_not_trained_on(template, mask):
+    tokenizer = words(chat=template)
+    for row in ({"messages": marked(mask)}, {"messages": marked(mask, {"weight": 1})},
+                {"prompt": TALK[:1], "completion": marked(mask)[1:]}):
+        data = load([row], tokenizer)
+        assert shown(data, tokenizer) == f"{FIRST} {GOOD} {SECOND}[{BAD}]"
+        assert data.notes == ("1 turn was marked as not trained on: masked",)
+    data = load([{"messages": marked({}, mask)}], tokenizer)
+    assert shown(data, tokenizer) == f"{FIRST}[{GOOD}]"
+    data = load([{"messages": marked(mask)}], tokenizer, train_on="all")
+    assert shown(data, tokenizer) == f"<s>[{FIRST[4:]}]{GOOD}[{SECOND} {BAD}]"
+    data = load([{"messages": marked(mask, mask)}, {"messages": TALK}], tokenizer)
+    assert data.places == ["item 2 of data.items"]
+    assert "1 example had no turn to train on: left out" in data.notes
+    for train_on, row in (("auto", marked(mask, mask)), ("completion", marked({}, mask))):
+        with refused(InputError, "None of the 1 examples has a token to train on"):
+            load([{"messages": row}], tokenizer, train_on=train_on)
+
+
+def test_marks_that_say_something_else():
+    tokenizer = words(chat=CHATML)
+    others = marked({"learn": False})
+    others[0] = others[0] | {"train": True}
+    data = load([{"messages": others}], tokenizer)
+    assert shown(data, tokenizer) == f"{FIRST}[{GOOD}]{SECOND}[{BAD}]"
+    assert [note.split(":")[0] for note in data.notes] == [
+        "turns of others than the assistant are marked as trained on, and are not",
+        "the key 'learn' of messages doesn't say what is trained on; keys that do are weight, "
+        "train, training, train_on_turn, loss, loss_weight, trainable"]
+    one = marked({"weight": None})
+    assert shown(load([{"messages": one}], tokenizer), tokenizer).count("[") == 2
+    for mark, says in (({"weight": 0.5}, "has the weight 0.5"), ({"train": "no"}, "the train 'no'"),
+                       ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]},
+                        "marks parts of its text with 'train_detail'")):
+        with refused(InputError, "Message 2 of column 'messages' in item 1", says):
+            load([{"messages": marked(mark)}], tokenizer)
+    # the template sees no mark, and one turn is as its neighbours are
+    dumps = words(chat="{% for m in messages %}{{ m | tojson }}{% endfor %}")
+    asked = loaded_prompts([{"prompt": marked({"weight": 0})[:3]}], dumps)
+    assert "weight" not in asked.texts[0]
+
+
+def test_advice_leads_out_of_what_it_is_given_for():
+    tokenizer = words(chat=FORGETS.replace("loop.last", "loop.last or m.role == 'user'"))
+    with refused(InputError, "can't be told apart", "fix:   data.train_on=completion trains on"):
+        load([{"messages": TALK}], tokenizer)
+    assert shown(load([{"messages": TALK}], tokenizer, train_on="completion"), tokenizer) == (
+        f"{FIRST} so </s> {SECOND}[{BAD}]")
+    assert shown(load([{"messages": marked({"weight": 0})}], tokenizer), tokenizer) == (
+        f"{FIRST} so </s> {SECOND}[{BAD}]")
+    with refused(InputError, "can't be told apart") as caught:
+        load([{"messages": TALK}], words(chat=FORGETS), train_on="completion")
+    assert "completion" not in caught.value.fix
+    # without a template a conversation can't be read as a text
+    for load_rows in (lambda: load([{"messages": TALK}], words()),
+                      lambda: loaded_prompts([{"prompt": TALK[:1]}], words())):
+        with refused(InputError, "no chat template", "model.chat_template=FILE") as caught:
+            load_rows()
+        assert "chat=false" not in caught.value.fix
+    with refused(InputError, "no chat template", "data.chat=false"):
+        load([{"prompt": "a", "completion": "film"}], words(), chat=True)
+    with refused(ConfigError, "'sytem' is no column that is read", "Did you mean 'system'?"):
+        read([{"text": "a"}], columns={"sytem": "text"})
