@@ -23,7 +23,6 @@ from ppocli.config.resolved import (
     config_differences,
     config_text,
     literal,
-    mapping_words,
     quoted,
     read_config,
     training_command,
@@ -214,56 +213,6 @@ def test_a_published_setting_goes_with_a_recipe(option):
 def test_values_of_every_kind_come_back(words):
     base = [word for word in BASE if word.partition("=")[0] not in str(words)]
     comes_back(*base, *words)
-
-
-@pytest.mark.parametrize(("word", "expected"), [
-    (r"prompts.template={prompt}\n\tA:", "{prompt}\n\tA:"),
-    (r"prompts.template='{prompt}\\nabla'", r"{prompt}\nabla"),
-    (r"prompts.eval.template=\\t{prompt}\n", "\\t{prompt}\n"),
-    (r"data.template=\\\n{prompt}\frac{1}{2}", "\\\n{prompt}\\frac{1}{2}"),
-    ("prompts.template={prompt}\nA:", "{prompt}\nA:"),  # a line break that a shell can type
-    (r"reward.step_separator=\n\n", "\n\n"), (r"reward.step_separator=\\n", r"\n"),
-    (r"generation.stop_sequences=[\n,\\nabla,'\n\n',\beta]",
-     ["\n", r"\nabla", "\n\n", r"\beta"]),
-    (r"prompts.items=['a\nb',{prompt:\\theta,id:\t}]",
-     ["a\nb", {"prompt": r"\theta", "id": "\t"}]),
-    (r"reward.kwargs={sep:\n,deep:{list:[\\n,'a b\tc']},n:2}",
-     {"sep": "\n", "deep": {"list": [r"\n", "a b\tc"]}, "n": 2}),
-    (r"env.kwargs.pattern='\d+\\nu'", {"pattern": r"\d+\nu"}),
-    (r"reward.fns.one={fn:length,kwargs:{sep:\\t}}", {"one": {"fn": "length",
-                                                            "kwargs": {"sep": r"\t"}}}),
-    (r"data.val=a\new", r"a\new"), (r"model.path=\tiny", r"\tiny"),  # paths are no texts
-    (r"reward.fn=C\new.py:f", r"C\new.py:f")])
-def test_typed_texts_have_line_breaks_and_tabs(word, expected):
-    key = word.partition("=")[0]
-    key = key.removesuffix(".pattern").removesuffix(".one")
-    read = read_words(["model.path=lm", word])
-    composed = compose(read)
-    assert attrgetter(key)(composed.config) == expected
-    # once only, also where words are read again by a job or a resume, and as words of Python's
-    assert read_words(read.overrides).settings == read.settings
-    assert attrgetter(key)(compose(read_words(words_for(composed.config))).config) == expected
-    value: object = expected
-    for part in reversed(key.split(".")):
-        value = {part: value}
-    mapping = compose(read_words(mapping_words(value)))
-    assert attrgetter(key)(mapping.config) == expected
-    changed = r"\n" in word or r"\t" in word
-    assert bool(composed.notes) == (changed and not key.endswith((".val", ".path", ".fn")))
-
-
-def test_a_file_keeps_the_rules_of_yaml_and_a_note_says_what_was_typed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("recipes").mkdir()
-    Path("recipes/own.yaml").write_text(
-        "# @package _global_\nreward:\n  step_separator: \\n\ngeneration:\n"
-        "  stop_sequences: [\"\\n\", '\\n']\n")
-    composed = compose(read_words(["+recipe=own", r"prompts.template={prompt}\nA: \\nabla"]))
-    assert composed.config.reward.step_separator == r"\n"
-    assert composed.config.generation.stop_sequences == ["\n", r"\n"]
-    assert composed.notes == (
-        r'prompts.template is read as "{prompt}⏎A: \nabla" (⏎ is a line break; '
-        "two backslashes before n or t are one)",)
 
 
 @pytest.mark.parametrize("text", ["plain", "null", "true", "1e5", "it's", "a\\", "a\\'b",
