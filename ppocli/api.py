@@ -317,10 +317,10 @@ def carry_out(request: EvalRequest, working: AbstractContextManager[StopFlag], s
     request.check()
     target = find_target(request.run, say=say, step=request.step, best=request.best)
     on_rows = request.on_rows(target_config.trained_on_data(target))
-    cfg = target_config.data_config(target, request.row_words(), trusts=request.trust) \
+    cfg = target_config.data_config(target, request.row_words(), trusts=request.trust, say=say) \
         if on_rows else target_config.target_config(
             target, request.overrides(target), needs_reward=True,
-            needs_prompts=not request.own_prompts, trusts=request.trust)
+            needs_prompts=not request.own_prompts, trusts=request.trust, say=say)
     if request.own_reward:  # reward.kwargs are this function's
         cfg = resolved.with_values(cfg, {"reward.fn": None})
     cfg = resolved.with_absolute_paths(cfg)

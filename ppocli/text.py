@@ -83,6 +83,40 @@ def shown(value: Any) -> str:
     return cut(text, 80)
 
 
+_ESCAPES = re.compile(r"(\\+)([nt])")
+_BREAKS = {"n": "\n", "t": "\t"}
+
+
+def unescaped(text: str) -> str:
+    """A text as it is meant on a command line, where a line break can hardly be typed: ``\\n`` is
+    one and ``\\t`` a tab, ``\\\\n`` a backslash and an n. Other backslashes stay as they are."""
+    def meant(match: re.Match[str]) -> str:
+        backslashes, letter = match[1], match[2]
+        kept = backslashes[:len(backslashes) // 2]
+        return kept + (_BREAKS[letter] if len(backslashes) % 2 else letter)
+
+    return _ESCAPES.sub(meant, text)
+
+
+def escaped(text: str) -> str:
+    """What :func:`unescaped` makes ``text`` of."""
+    return _ESCAPES.sub(r"\1\1\2", text)
+
+
+def how_unescaped(name: str, text: str) -> str | None:
+    """What :func:`unescaped` makes of the value of ``name``, in words; None if ``text`` itself."""
+    if (meant := unescaped(text)) == text:
+        return None
+    breaks, tabs = "\n" in meant, "\t" in meant
+    legend = [*["⏎ is a line break"] * breaks, *["⇥ is a tab"] * tabs,
+              *["two backslashes before n or t are one"] * (r"\\n" in text or r"\\t" in text)]
+    if len(legend) == breaks + tabs:
+        legend.append(r"\\n would be a backslash and an n" if breaks
+                      else r"\\t would be a backslash and a t")
+    marked = cut(printable(meant).replace("\n", "⏎").replace("\t", "⇥"), LONGEST_LINE)
+    return f'{name} is read as "{marked}" ({"; ".join(legend)})'
+
+
 def pasted(word: object) -> str:
     """A word of a command to paste into bash or zsh, in quotes where it needs them."""
     return shlex.quote(str(word))

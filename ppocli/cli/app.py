@@ -13,6 +13,7 @@ from ppocli.cli.generate import chat, generate
 from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
 from ppocli.cli.sweep_show import sweep_app
 from ppocli.cli.train import resume, reward_model, sft, train, train_help
+from ppocli.display.results import put
 from ppocli.errors import ConfigError, DiskError
 from ppocli.parallel.threads import wait_passively
 from ppocli.text import did_you_mean
@@ -36,7 +37,7 @@ app = typer.Typer(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        print(f"ppocli {__version__}")
+        put(f"ppocli {__version__}")
         raise typer.Exit()
 
 
@@ -76,7 +77,7 @@ def completion(
         script = script.replace("    return 0\n", _BASH_HOOK).replace(
             "complete -o default", "complete -o default -o nosort")
     if not install:
-        print(script)
+        put(script)
         return
     try:
         path = install_script(**typers)[1]
@@ -86,7 +87,7 @@ def completion(
                         fix=f"ppocli completion {name} > FILE, and have the shell read it"
                         ) from error
     output.say(f"completion for {name} takes effect in new shells; the script:")
-    print(path)
+    put(path)
 
 
 def find_shell(given: str | None = None) -> str:

@@ -12,6 +12,7 @@ from ppocli.cli import sampling_request
 from ppocli.cli.output import awaiting_lines, complain, say, show_text, working
 from ppocli.config.schema import GenerationConfig
 from ppocli.config.schema_training import MAX_SEED
+from ppocli.display.results import put
 from ppocli.errors import ConfigError, PpocliError
 from ppocli.evaluation.player import CHANGEABLE, Player, changed_sampling, scores_of
 from ppocli.parallel.stop import StopRequested, catch_signals
@@ -194,7 +195,7 @@ class Chat:
         for conversation in self._conversations:
             rendered, tokens = conversation.ask(text, self._generation)
             if len(self._conversations) > 1:
-                print(f"[{clean(conversation.player.name)}]")
+                put(f"[{clean(conversation.player.name)}]")
             pieces: list[str] = []
             try:
                 self._speak(conversation, rendered, tokens, number, pieces)
@@ -217,7 +218,7 @@ class Chat:
                         [tokens], self._generation, seed=self._seed, first=number,
                         poll=stop.check, show=show) for answer in batch]
                 finally:
-                    print(flush=True)
+                    put()
                 if self._reward is not None:
                     score, = scores_of(self._reward, player, [rendered], answers, {},
                                        [conversation.asked] if conversation.chat else [])

@@ -13,6 +13,7 @@ import torch
 from ppocli.cli.output import awaiting_lines, complain, has_colours, say, show_text, working
 from ppocli.cli.sampling_request import SamplingRequest
 from ppocli.config.resolved import mapping_words, with_values
+from ppocli.display.results import put
 from ppocli.environments.calls import Answered, Called, Calls
 from ppocli.environments.wording import text_of
 from ppocli.episode import POLICY, spoken
@@ -43,7 +44,7 @@ def generate(request: SamplingRequest, more: Sequence[str], prompts_file: str | 
     with working() as stop, _session(request, more, prompts_file) as session:
         for row in _played(session, stop):
             if as_json:
-                print(json.dumps(row), flush=True)
+                put(json.dumps(row))
             else:
                 _show_heading(row)
                 _show(spoken(row))
@@ -90,7 +91,7 @@ def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | 
                     num_samples=request.num_samples or 1)
     asked.check()
     cfg = target_config(target, asked.overrides(target), needs_reward=True, needs_prompts=True,
-                        trusts=request.trust)
+                        trusts=request.trust, say=say)
     if cfg.env.fn is None:
         raise ConfigError(f"{target.name} has no environment.", where="--env",
                           fix="name one: env.fn=my_env.py:Class; or leave out --env")
@@ -179,7 +180,7 @@ def _show(said: Sequence[tuple[str, str]]) -> None:
     for who, text in said:
         for line in text.split("\n"):
             shown = printable(f"{who} {line}")
-            print(f"\x1b[2m{shown}\x1b[0m" if colours and who != POLICY else shown, flush=True)
+            put(f"\x1b[2m{shown}\x1b[0m" if colours and who != POLICY else shown)
 
 
 def _show_end(row: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ import typer
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Run, complete_setting, flag, option, request_of
 from ppocli.cli.output import aligned, display_mode, say, shown_figure, split_words, working
+from ppocli.display.results import put
 from ppocli.errors import ConfigError, ThresholdError
 from ppocli.text import clean, cut, printable, printable_json
 
@@ -76,10 +77,10 @@ def evaluate(
                          printing=printing_of(min_reward, show, as_json))
     folder, report = carry_out(request, working(), say, watching=_progress())
     if as_json:
-        print(printable_json((folder / RESULT).read_text(encoding="utf-8")), flush=True)
+        put(printable_json((folder / RESULT).read_text(encoding="utf-8")))
     else:
         lines = [*lines_of(report), *_sample_lines(folder / SAMPLES, show)]
-        print(printable("\n".join(lines)), flush=True)
+        put(printable("\n".join(lines)))
     if (folder / PICTURE).is_file():
         say(f"picture  {folder / PICTURE}")
     say(f"samples  {folder / SAMPLES}")

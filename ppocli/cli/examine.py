@@ -80,10 +80,14 @@ class Examined:
     config: schema.TrainConfig | None = None
     warnings: list[str] = field(default_factory=list)
     """what may be meant, and most often isn't"""
+    notes: list[str] = field(default_factory=list)
+    """how what was typed is read"""
     facts: list[str] = field(default_factory=list)
     """lines about the data set that a run, or a sweep's first job, trains on"""
     colour: bool = False
     """whether they may have colours"""
+    not_looked_at: list[str] = field(default_factory=list)
+    """what only loading everything would show"""
 
     @contextmanager
     def taking(self) -> Iterator[None]:
@@ -122,8 +126,7 @@ def examine(words: Sequence[str], *, colour: bool = False) -> Examined:
 
 def _examine_run(composed: compose.Composed, found: Examined) -> None:
     config, resume_from = composed.config, composed.resume_from
-    if composed.note is not None:
-        found.warnings.append(composed.note)
+    found.notes += composed.notes
     count, wrong = _examine_config(composed, config, found)
     if wrong & {"output_dir", "run_name"}:
         return
@@ -154,6 +157,7 @@ def _examine_sweep(words: Words, found: Examined) -> None:
         jobs.append((job, one))
         with one.taking():
             composed = job.composed
+            found.notes += composed.notes
             config = replace(composed.config, run_name=None)
             count, _ = _examine_config(composed, config, one)
             if not one.problems:
@@ -166,6 +170,7 @@ def _examine_sweep(words: Words, found: Examined) -> None:
     told: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
         found.config, found.facts = found.config or one.config, found.facts or one.facts
+        found.not_looked_at = found.not_looked_at or one.not_looked_at
         place = Path(given or f"{one.config.output_dir if one.config else ''}/{name}")
         found.warnings += one.warnings
         found.plans += [replace(plan, folder=str(place / str(job.number))) for plan in one.plans]
@@ -224,6 +229,13 @@ def _examine_config(composed: compose.Composed, config: schema.TrainConfig, foun
     if "tracking.trackers" not in wrong:
         with found.taking():
             check_trackers(config.tracking)
+    found.not_looked_at = list(_not_looked_at(config))
+    if not found.problems and tasks.task_name(config) in ("ppo", *tasks.DATA_TASKS):
+        from ppocli.cli.examine_model import check_models  # loads torch
+
+        model_files.quiet_transformers()
+        with found.taking():
+            check_models(config)
     return count, wrong
 
 
@@ -303,6 +315,22 @@ def _reward_parts(reward: schema.RewardConfig) -> Iterator[schema.RewardConfig]:
         yield replace(reward, metric_fn=None)
     if reward.metric_fn is not None:  # beside a reward that is right
         yield replace(reward, fn="length", fns={}, kwargs={"target": 1})
+
+
+def _not_looked_at(config: schema.TrainConfig) -> Iterator[str]:
+    """What a check without weights leaves open, in words."""
+    ppo = tasks.task_name(config) not in tasks.DATA_TASKS
+    yield "weights and memory"
+    if ppo:
+        yield "what the reward returns"
+    read = (config.prompts.path, config.prompts.eval.path) if ppo else (
+        config.data.path, tasks.val_source(config.data))
+    if any(path is not None and sources.names_hub_dataset(path) for path in read):
+        yield "data on the Hub"
+    if config.rollout.engine == "vllm":
+        yield "whether the servers answer"
+    if config.hardware.device == "cuda" or config.model.quantization is not None:
+        yield "whether there is a GPU"
 
 
 # The folder ---------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import typer
 
 from ppocli.cli.options import AsJson, Best, Run, Step, Trust, flag, option, request_of
 from ppocli.cli.output import say, working
+from ppocli.display.results import put
 from ppocli.text import counted, format_bytes
 
 if TYPE_CHECKING:
@@ -100,9 +101,9 @@ def export(request: ExportRequest, as_json: bool) -> None:
     if request.to_hub:
         done["url"] = push(folder, request, repo_name(name), mask, tell)
     if as_json:
-        print(json.dumps({"folder": str(folder), **done}, indent=2))
+        put(json.dumps({"folder": str(folder), **done}, indent=2))
     else:
-        print(done.get("url", folder), flush=True)
+        put(done.get("url", folder))
 
 
 def _write(plan: ExportPlan, request: ExportRequest, mask: Mask, tell: Any) -> dict[str, Any]:
@@ -161,6 +162,6 @@ def _dry_run(plan: ExportPlan | None, request: ExportRequest, folder: Path, name
         lines += [f"would push to: {hub['repo']} ({hub['visibility']})",
                   f"               {hub['how']}; your text in a README.md there is kept"]
     if as_json:
-        print(json.dumps(mask.tree(told), indent=2))
+        put(json.dumps(mask.tree(told), indent=2))
     else:
-        print("\n".join(mask(line) for line in [*lines, "Nothing was written (--dry-run)."]))
+        put("\n".join(mask(line) for line in [*lines, "Nothing was written (--dry-run)."]))

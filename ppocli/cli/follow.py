@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -14,6 +13,7 @@ from typing import Any
 from ppocli.cli.output import complain, print_json, say, show_text
 from ppocli.config import bounded, kept, resolved, schema, tasks
 from ppocli.display import console, dashboard
+from ppocli.display.results import result_stream
 from ppocli.episode import spoken
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
@@ -134,7 +134,7 @@ class Follower:
     def _show(self, rows: Sequence[dict[str, Any]]) -> None:
         if self._past is not None:
             rows, self._past = rows[-self._past:], None
-        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        width = shutil.get_terminal_size().columns if result_stream().isatty() else None
         total = self._total
         for row in rows:
             if self._as_json:

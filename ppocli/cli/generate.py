@@ -16,7 +16,8 @@ import typer
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Overrides, Run, option
-from ppocli.cli.output import complain, say, show_text, working
+from ppocli.cli.output import complain, say, show_text, typed_text, working
+from ppocli.display.results import put, result_stream
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.text import clean, cut, figure, printable
 
@@ -66,6 +67,7 @@ def generate(
     from ppocli.cli.sampling_request import find_models, loaded, sampling_request
 
     request = sampling_request(ctx)
+    prompt = [typed_text("--prompt", text) for text in prompt or ()]
     if env:
         from ppocli.cli import episodes
 
@@ -188,13 +190,12 @@ def episode_words(prompts: Sequence[str] | None, file: str | None, column: str, 
                   batch: int) -> list[str]:
     """The options of ``generate --env`` on prompts, as words; without any the run's own are played.
     """
-    from ppocli.config.resolved import literal
+    from ppocli.config.resolved import mapping_words
 
     items = given_lines(prompts, file) if prompts or file else None
-    return [f"ppo.chunk_size={batch}", *([] if chat is None else [f"prompts.chat={chat}"]),
-            *([] if file is None else [f"prompts.column={literal(column)}"]),
-            *([] if items is None else ["prompts.eval.path=null", "prompts.eval.items=["
-                                        + ",".join(map(literal, items)) + "]"])]
+    return mapping_words({"ppo": {"chunk_size": batch}, "prompts": {
+        **({} if chat is None else {"chat": chat}), **({} if file is None else {"column": column}),
+        **({} if items is None else {"eval": {"path": None, "items": items}})}})
 
 
 def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat: bool
@@ -270,7 +271,7 @@ class ResponsePrinter:
         self._scores: list[list[float]] = [[] for _ in names]
         self._heading: int | None = None
         self._bare = len(prompts) == num_samples == len(names) == 1 and not as_json
-        self.streams = self._bare and sys.stdout.isatty()
+        self.streams = self._bare and result_stream().isatty()
         """whether the text of the only response is shown while it grows"""
         self._open_line = self.streams
 
@@ -288,12 +289,11 @@ class ResponsePrinter:
                 self._one(row[0], figure(judged[0], 3))
             else:
                 self._block(row, [figure(score, 3) for score in judged])
-        sys.stdout.flush()
 
     def close(self) -> None:
         """End an unfinished line; tell the mean scores of several samples."""
         if self._open_line:
-            print(flush=True)
+            put()
             self._open_line = False
         for name, scores in zip(self._names, self._scores, strict=True):
             if scores and not self._bare:
@@ -302,7 +302,7 @@ class ResponsePrinter:
 
     def _objects(self, row: Sequence[Answer], scores: Sequence[float | None]) -> None:
         for name, answer, score in zip(self._names, row, scores, strict=True):
-            print(json.dumps({
+            put(json.dumps({
                 "prompt": self._prompts[answer.prompt], "sample": answer.sample,
                 "response": answer.text, "model": name, "score": score,
                 "finished": answer.finished, "response_tokens": len(answer.ids)}))
@@ -317,20 +317,20 @@ class ResponsePrinter:
         answer = row[0]
         if answer.prompt != self._heading:
             if self._heading is not None and len(row) == 1:
-                print()
+                put()
             self._heading = answer.prompt
             text = cut(clean(self._prompts[answer.prompt]), LONGEST_HEADING)
-            print(f"== prompt {answer.prompt + 1}: {text}")
+            put(f"== prompt {answer.prompt + 1}: {text}")
         facts = [] if self._samples == 1 else [f"sample {answer.sample + 1}"]
         if self._scored and len(row) == 1:
             facts.append(f"score {scores[0]}")
         if facts:
-            print("-- " + ", ".join(facts))
+            put("-- " + ", ".join(facts))
         if len(row) == 1:
             show_text(answer.text)
             return
         marks = [f"[{score}] " if self._scored else "" for score in scores]
-        print(side_by_side(self._names, [mark + printable(each.text)
+        put(side_by_side(self._names, [mark + printable(each.text)
                                          for mark, each in zip(marks, row, strict=True)]))
 
 

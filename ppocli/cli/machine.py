@@ -14,6 +14,7 @@ import typer
 
 from ppocli.cli.options import AsJson, Overrides, flag, option
 from ppocli.cli.output import complain, print_json, print_table, say
+from ppocli.display.results import put
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
 from ppocli.text import format_bytes, format_memory, three_digits
 
@@ -93,7 +94,7 @@ def print_estimate(
                f"({needed / max(there, 1):.0%})")
     if needed <= there:
         if not as_json:
-            print(f"fits: {verdict}")
+            put(f"fits: {verdict}")
     elif as_json:
         raise SystemExit(OutOfMemoryError.exit_code)
     else:
@@ -203,7 +204,7 @@ def _room(memory: float | None, cuda: bool) -> Room:
 def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     from ppocli.estimate.check import roughly
 
-    print(*_heading(found, cfg, source), "", sep="\n")
+    put(*_heading(found, cfg, source), "", sep="\n")
     sums = found.sums
     unit, size = ("GiB", 2**30) if sums.device >= 2**30 else ("MiB", 2**20)
 
@@ -218,22 +219,22 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     rows.append(("most at once", *(cell(getattr(sums, phase)) for phase, _ in columns), "-"))
     print_table(rows, right=frozenset(range(1, len(columns) + 2)))
     if sums.update < sum(line.device for line in found.lines if "update" in line.phases):
-        print("(activations go while gradients come: not all of both is there at once)")
-    print()
+        put("(activations go while gradients come: not all of both is there at once)")
+    put()
     many = found.layout.ranks_on_host
     of = "" if many == 1 else f" for its {many} processes"
-    print(f"host: {format_memory(sums.host) if sums.host else 'nothing'}{of}, "
+    put(f"host: {format_memory(sums.host) if sums.host else 'nothing'}{of}, "
           f"{format_memory(sums.loading)} while models are loaded; Python and its libraries apart")
     if found.spared:
-        print(f"if {format_memory(found.spared)} for the copy of a checkpoint are not free, "
+        put(f"if {format_memory(found.spared)} for the copy of a checkpoint are not free, "
               "training stops while one is written")
     disk = found.disk
-    print(f"disk: {format_bytes(disk.checkpoint)} per checkpoint, {format_bytes(disk.model)} for "
+    put(f"disk: {format_bytes(disk.checkpoint)} per checkpoint, {format_bytes(disk.model)} for "
           f"the model, {format_bytes(disk.run)} at most")
     for name, why in found.unknown.items():
-        print(f"{name}: unknown, {why}")
+        put(f"{name}: unknown, {why}")
     if found.rough:
-        print(roughly(found))
+        put(roughly(found))
 
 
 def _heading(found: Estimate, cfg: TrainConfig, source: str) -> Iterator[str]:
@@ -310,7 +311,7 @@ def env(as_json: AsJson = False) -> None:
     if as_json:
         print_json(facts)
     else:
-        print("\n".join(_env_lines(facts)))
+        put("\n".join(_env_lines(facts)))
 
 
 def doctor(folder: Annotated[Path, typer.Argument(

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperCommand
 
 from ppocli.builtin.names import BUILTIN_PREFIX, config_groups, list_builtins, recipe_files
-from ppocli.cli.output import choice_of, code_of, leave
+from ppocli.cli.output import begin_command, choice_of, code_of, leave
 from ppocli.errors import AmbiguousError
 
 WORDS = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -50,6 +50,7 @@ class Command(TyperCommand):
                         meant.get(value, value)
                 invoke(ctx)
 
+        begin_command()
         leave(code_of(run))
 
 

@@ -16,10 +16,11 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ppocli.display.results import put, reserve_stdout, result_stream
 from ppocli.errors import AmbiguousError, ConfigError, DiskError, PpocliError, StoppedError
 from ppocli.parallel.launchers import Launched, find_launch
 from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals, signal_handlers
-from ppocli.text import clean, printable, printable_json, user_line
+from ppocli.text import clean, how_unescaped, printable, printable_json, unescaped, user_line
 
 if TYPE_CHECKING:
     from ppocli.config.schema import RewardConfig
@@ -35,6 +36,8 @@ class _Manner:
 
     quiet = False
     plain = False
+    alone = False
+    """whether the process is this command's, from its start to its end"""
 
 
 def set_manner(*, quiet: bool = False, verbose: bool = False, no_color: bool = False,
@@ -52,6 +55,12 @@ def set_manner(*, quiet: bool = False, verbose: bool = False, no_color: bool = F
         os.environ["PPOCLI_DEBUG"] = "1"
     if no_color:
         os.environ["NO_COLOR"] = "1"
+
+
+def begin_command() -> None:
+    """Keep standard output for the command's results, where the process is its own."""
+    if _Manner.alone:
+        reserve_stdout()
 
 
 def display_mode() -> DisplayMode:
@@ -73,9 +82,17 @@ def complain(text: str) -> None:
         print(safe_text(text), file=sys.stderr, flush=True)
 
 
+def typed_text(option: str, text: str) -> str:
+    """The text that was typed for an option, read as :func:`ppocli.text.unescaped` does; says so
+    where that changes it."""
+    if (note := how_unescaped(option, text)) is not None:
+        say(note)
+    return unescaped(text)
+
+
 def has_colours() -> bool:
     """Whether what is printed may have colours."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return result_stream().isatty() and not os.environ.get("NO_COLOR")
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
@@ -87,7 +104,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
     value = finite_or_null(value)
     text = json.dumps(value, indent=indent, ensure_ascii=False)
     try:
-        text.encode(sys.stdout.encoding or "utf-8")
+        text.encode(result_stream().encoding or "utf-8")
     except UnicodeEncodeError:  # the stream's own way out is no JSON
         text = json.dumps(value, indent=indent)
     show_text(printable_json(text))
@@ -97,7 +114,7 @@ def show_text(text: str, end: str = "\n") -> None:
     """A text for standard output in which names and texts of others may be: a folder's, a metric's,
     a model's. Control characters, which may be terminal escapes, are spelled out; also on a pipe,
     which may end on a terminal. Lines and tabs stay."""
-    print(printable(text), end=end, flush=True)
+    put(printable(text), end=end)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
@@ -124,7 +141,7 @@ def print_table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset
     """
     kept = [number for number, column in enumerate(zip(*rows, strict=True))
             if not rows[1:] or any(cell not in ("", "-") for cell in column[1:])]
-    width = shutil.get_terminal_size().columns if fit and sys.stdout.isatty() else None
+    width = shutil.get_terminal_size().columns if fit and result_stream().isatty() else None
     while True:
         lines = aligned([[row[number] for number in kept] for row in rows],
                         frozenset(kept.index(number) for number in right if number in kept))
@@ -139,7 +156,7 @@ def print_table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset
 
         lines = [line if cell_len(line) <= width else _at_words(line, width) for line in lines]
     for line in lines:
-        print(line, flush=True)
+        put(line)
 
 
 def _at_words(line: str, width: int) -> str:
@@ -172,6 +189,7 @@ def reward_labels(reward: RewardConfig) -> list[str]:
 def survive_any_terminal() -> None:
     """Make the standard streams usable: closed ones lead nowhere, odd encodings show escapes, and
     a reader that went away (``ppocli ... | head``) ends the process quietly."""
+    _Manner.alone = True
     signal.signal(signal.SIGPIPE, _end_without_reader)
     if sys.stdin is None:
         sys.stdin = os.fdopen(os.open(os.devnull, os.O_RDONLY), encoding="utf-8")
@@ -187,7 +205,7 @@ def _end_without_reader(number: int, frame: FrameType | None) -> None:
     """The signal comes of sockets too, such as that of a client that hung up: their code gets a
     ``BrokenPipeError`` and deals with it."""
     standard = select.poll()
-    for descriptor in (1, 2):
+    for descriptor in (result_stream().fileno(), 2):
         standard.register(descriptor, 0)
     if any(event & (select.POLLERR | select.POLLHUP) for _, event in standard.poll(0)):
         os._exit(BROKEN_PIPE)
@@ -206,7 +224,7 @@ def code_of(run: Callable[[], object]) -> int:
     """
     try:
         run()
-        sys.stdout.flush()
+        result_stream().flush()
         if guard := sys.modules.get("ppocli.rewards.guard"):
             guard.check_threads()
     except PpocliError as error:
@@ -253,7 +271,7 @@ def answer_to(question: str) -> str | None:
     """What is typed on the terminal; None where there is none to ask on."""
     if sys.stdin is None or not sys.stdin.isatty():
         return None
-    sys.stdout.flush()
+    result_stream().flush()
     print(question, end="", file=sys.stderr, flush=True)
     return sys.stdin.readline().strip()
 
@@ -274,15 +292,15 @@ def awaiting_lines(**handlers: Any) -> Iterator[None]:
         with signal_handlers({signal.Signals[name]: each for name, each in handlers.items()}):
             yield
     except EOFError:
-        print(flush=True)
+        put()
     except KeyboardInterrupt:
-        print(flush=True)
+        put()
         raise StoppedError("left by Ctrl-C", signal_number=signal.SIGINT) from None
 
 
 def leave(code: int) -> NoReturn:
     """Flush what can be flushed and exit; a closed pipe must not print anything any more."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in {id(each): each for each in (result_stream(), sys.stdout, sys.stderr)}.values():
         try:
             stream.flush()
         except (OSError, ValueError) as error:

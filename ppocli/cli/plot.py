@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -15,6 +14,7 @@ import typer
 
 from ppocli.cli import output
 from ppocli.cli.options import AsJson, complete_run, flag, option
+from ppocli.display.results import put, result_stream
 from ppocli.errors import ConfigError
 from ppocli.text import clean, printable, shown
 
@@ -84,7 +84,7 @@ def show_curves(charts: Sequence[Panel], out: Path | None, *, quiet: bool) -> No
         style = chosen_style(max(len(chart.lines) for chart in charts))
         width = shutil.get_terminal_size().columns
         drawings = [draw(chart, style=style, width=width) for chart in charts]
-        print("\n\n".join(map("\n".join, drawings)), flush=True)
+        put("\n\n".join(map("\n".join, drawings)))
 
 
 def numbers_of(charts: Mapping[str, Panel]) -> list[dict[str, Any]]:
@@ -115,7 +115,7 @@ def check_out(out: Path | None, overwrite: bool) -> None:
 def chosen_style(runs: int) -> Style:
     """Several curves are told apart by colours, or by letters where there are none."""
     try:
-        f"⣿{_FRAME}".encode(sys.stdout.encoding or "ascii")
+        f"⣿{_FRAME}".encode(result_stream().encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
         return "ascii"
     if runs == 1:
@@ -215,7 +215,7 @@ def compare(
         _print_comparison(found)
     if curves:
         if not as_json:
-            print()
+            put()
         show_curves([*curves.values()], out, quiet=as_json)
 
 
@@ -237,11 +237,11 @@ def _print_comparison(found: dict[str, Any]) -> None:
     rows += [[f"  {key}", *map(shown, values.values())]
              for key, values in found["config_differences"].items()] or [["  none", *blank]]
     output.print_table(rows, fit=False)
-    print()
+    put()
     for wins in found["win_rates"]:
         rate = f"none, {wins['reason']}" if wins["rate"] is None else (
             f"{100 * wins['rate']:.1f} % on {wins['prompts']} shared prompts, ties half")
-        print(printable(f"win rate of {wins['run']} over {wins['against']}: {rate}"))
+        put(printable(f"win rate of {wins['run']} over {wins['against']}: {rate}"))
 
 
 def _section(heading: str, moments: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -4,7 +4,6 @@ is deleted of them, and their names."""
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -17,6 +16,7 @@ import typer
 from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, flag, option
+from ppocli.display.results import put, result_stream
 from ppocli.errors import CheckpointError, ConfigError, DiskError, InputError, PpocliError
 from ppocli.text import clean, figure, format_bytes, pasted, printable
 
@@ -46,7 +46,7 @@ def watch(
     from ppocli.display.live_view import LiveView, Outlet
 
     follower = Follower(find_watched(given), from_start, as_json)
-    console = Outlet(sys.stdout)
+    console = Outlet(result_stream())
     live = output.display_mode() == "auto" and not (plain or as_json) and console.can_live
     try:
         with LiveView(console, follower.board.lines) if live else nullcontext():
@@ -99,7 +99,7 @@ def report(
         output.print_json(gathered)
     for path, form_of_file in targets:
         render.write_file(path, render.render(gathered, form_of_file))
-        print(printable(str(path)))
+        put(printable(str(path)))
 
 
 # runs list and runs show --------------------------------------------------------------------------

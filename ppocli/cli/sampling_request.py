@@ -89,8 +89,10 @@ def sampling_request(ctx: typer.Context) -> SamplingRequest:
     if given["ignore_eos"]:
         flags["ignore_eos"] = True
     if given["stop"]:
-        flags["stop_sequences"] = list(given["stop"])
-    return options.request_of(SamplingRequest, ctx, run=run, words=tuple(words), flags=flags)
+        flags["stop_sequences"] = [output.typed_text("--stop", text) for text in given["stop"]]
+    system = given["system"] and output.typed_text("--system", given["system"])
+    return options.request_of(SamplingRequest, ctx, run=run, words=tuple(words), flags=flags,
+                              system=system)
 
 
 def find_models(request: SamplingRequest) -> ChosenModels:
@@ -104,7 +106,7 @@ def find_models(request: SamplingRequest) -> ChosenModels:
     judged = replace(request, seed=None, num_samples=None)  # these choose no model
     judged.check()
     cfg = target_config(target, judged.overrides(target), needs_reward=request.scored,
-                        needs_prompts=False, trusts=request.trust)
+                        needs_prompts=False, trusts=request.trust, say=output.say)
     if any(word.startswith("rollout.") for word in request.words) and cfg.rollout.engine != "vllm":
         raise ConfigError("Responses are sampled by our own loop here, or by vLLM servers.",
                           where="rollout", fix="rollout.engine=vllm rollout.urls=[URL], or no "

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.options import Overrides, option
 from ppocli.cli.output import complain, ignore_broken_pipes, say, working
+from ppocli.display.results import put
 from ppocli.errors import ConfigError, InputError, StoppedError
 from ppocli.http_client import from_environment
 from ppocli.parallel import host_memory
@@ -78,6 +79,8 @@ def _reward_config(words: Sequence[str]) -> TrainConfig:
 
     composed = compose.compose(read_words(words))
     cfg = composed.values()
+    for note in composed.notes:
+        say(note)
     allow_code(composed, JUDGED)
     problems.raise_problems([problem for problem in problems.find_problems(cfg)
                              if problem.key.split(", ")[0].startswith("reward.")],
@@ -156,7 +159,7 @@ def print_vllm_command(overrides: Overrides = None) -> None:
     cfg = composed(words)
     facts = read_lm(cfg.model)
     for url in cfg.rollout.urls:
-        print(shell_line(cfg.rollout, server_command(cfg, facts, "python", url)))
+        put(shell_line(cfg.rollout, server_command(cfg, facts, "python", url)))
 
 
 def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
@@ -178,4 +181,4 @@ def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
     for path in server.rewards:
         what = "" if path == serving.SCORE else f" ({path.removeprefix(serving.SCORE + '/')} alone)"
         say(f"in training{what}: reward.fn=http reward.kwargs.url={address}{path}{token}")
-    print(address, flush=True)
+    put(address)

@@ -14,6 +14,7 @@ import typer
 from ppocli.builtin.names import BUILTIN_PREFIX, recipe_files
 from ppocli.cli.options import AsJson, Command, Overrides, flag, group
 from ppocli.cli.output import print_json, print_table, reward_labels, say
+from ppocli.display.results import put
 from ppocli.errors import ConfigError, DiskError, PpocliError
 from ppocli.text import did_you_mean, pasted
 
@@ -92,7 +93,7 @@ def _text(file: Path) -> str:
 @recipes_app.command("show", cls=Command)
 def print_recipe(name: Name) -> None:
     """Print a recipe as YAML."""
-    print(_text(recipe_file(name)), end="")
+    put(_text(recipe_file(name)), end="")
 
 
 @recipes_app.command("copy", cls=Command)
@@ -118,7 +119,7 @@ def copy_recipe(name: Name,
     except OSError as error:
         raise DiskError(f"{target} can't be written: {error.strerror}", where=str(target),
                         fix="choose another folder") from error
-    print(target)
+    put(target)
     folder = target.parent.resolve()
     option = "" if folder == Path.cwd() / "recipes" else f"--config-dir {pasted(target.parent)} "
     say(f"Change it, then run: ppocli train {option}{pasted('+recipe=' + target.stem)}")
@@ -192,7 +193,7 @@ def print_schema(
     if as_json:
         print_json(json_schema(name))
     else:
-        print("\n".join(map(_shown, chosen_keys(name))))
+        put("\n".join(map(_shown, chosen_keys(name))))
 
 
 def chosen_keys(name: str | None) -> list[Key]:

@@ -12,6 +12,7 @@ import typer
 from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import WORDS, AsJson, Command, Overrides, flag, group, option
+from ppocli.display.results import put
 from ppocli.text import pasted
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
         return
     _print_jobs(jobs, labels, sweep.folder)
     if means:
-        print()
+        put()
         output.print_table([("value", "jobs", *labels), *(
             (f"{row['key']}={row['value']}", str(row["jobs"]),
              *(output.shown_figure(row["figures"].get(label)) for label in labels))
@@ -173,18 +174,18 @@ def _print_jobs(jobs: Sequence[dict[str, Any]], labels: Sequence[str], sweep: Pa
 def _print_findings(found: Mapping[str, Any]) -> None:
     """What a search has found as tables, and a command to paste."""
     if metrics := list(found["importance"]):
-        print()
+        put()
         output.print_table([("share of", *metrics), *(
             (key, *(f"{found['importance'][name].get(key, 0):.0%}" for name in metrics))
             for key in found["importance"][metrics[0]])],
             right=frozenset(range(1, 1 + len(metrics))))
     if len(found["best"]) > 1:
-        print()
+        put()
         output.print_table([("not outdone", *found["best"][0]["metrics"], "values"), *(
             (f"job {each['job']}", *map(output.shown_figure, each["metrics"].values()),
              " ".join(each["varied"])) for each in found["best"])])
     if found["command"]:
-        print()
+        put()
         output.show_text(found["command"])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from inspect import getdoc
 from os.path import isdir
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -16,6 +16,7 @@ from ppocli.builtin.names import config_groups, recipe_files
 from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import NoProgress, Overrides
+from ppocli.display.results import put, result_stream
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.parallel.launchers import Launched, find_launch
@@ -190,13 +191,12 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
 
     for_deepspeed = words.flag("--cfg") == "deepspeed"
     if words.only_prints and not for_deepspeed:
-        print_composition(words)
+        with redirect_stdout(result_stream()):  # Hydra prints, too
+            print_composition(words)
         return
     from ppocli.launching.adopted_ranks import PROVIDED, placed
 
     composed = compose(words.without("--cfg"))
-    if composed.note is not None:
-        output.say(composed.note)
     # what a launcher would provide does not matter to DeepSpeed
     checked = check(composed, PROVIDED if meeting or for_deepspeed else frozenset())
     if meeting is not None:
@@ -208,7 +208,7 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
         if config.hardware.zero_stage == 0:
             raise ConfigError("DeepSpeed is not used: hardware.zero_stage is 0.",
                               where="hardware.zero_stage", fix="add hardware=zero2")
-        print(json.dumps(deepspeed.deepspeed_config(config), indent=2))
+        put(json.dumps(deepspeed.deepspeed_config(config), indent=2))
         return
     from ppocli.launching.launch import Caller, launch
 
@@ -218,7 +218,7 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
         raise SystemExit(outcome.exit_code)
     if outcome.model_dir is not None:
         with suppress(OSError):  # a display that is gone doesn't undo the training
-            print(outcome.model_dir, flush=True)
+            put(outcome.model_dir)
 
 
 def _take_part(launched: Launched, typed: Sequence[str]) -> NoReturn:

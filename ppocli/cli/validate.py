@@ -7,6 +7,7 @@ from typing import Any
 from ppocli.cli import output
 from ppocli.cli.examine import examine
 from ppocli.config import secrets
+from ppocli.display.results import put
 from ppocli.errors import PpocliError
 from ppocli.text import clean, figure
 
@@ -28,11 +29,12 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
         StoppedError: a signal ended the rehearsal.
     """
     found = examine(words, colour=not as_json and output.has_colours())
+    for note in dict.fromkeys(found.notes):
+        output.say(clean(note))
     for warning in dict.fromkeys(found.warnings):
         output.say(f"warning: {clean(warning)}")
     rehearsal: dict[str, Any] = {}
     if deep and not found.problems and found.config is not None:
-        output.say(f"loading {found.config.model.path}")
         with found.taking(), output.working() as stop:
             from ppocli.tasks.rehearsal import rehearse
 
@@ -48,6 +50,7 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
                          for error in problems],
             "runs": list(map(asdict, found.plans)),
             **({"data": found.facts} if found.facts else {}),
+            **({} if rehearsal else {"not_looked_at": found.not_looked_at}),
             **({"rehearsal": rehearsal} if rehearsal else {})})
         if problems:
             raise SystemExit(problems[0].exit_code)
@@ -59,11 +62,14 @@ def validate_words(words: Sequence[str], *, deep: bool = False, as_json: bool = 
             "  " + str(error).replace("\n", "\n  ") for error in problems)]),
             exit_code=problems[0].exit_code)
     if len(found.plans) == 1:
-        print(f"valid: {found.plans[0]}")
+        put(f"valid: {found.plans[0]}")
     else:
-        print("\n  ".join([f"valid: a sweep of {len(found.plans)} jobs", *map(str, found.plans)]))
+        put("\n  ".join([f"valid: a sweep of {len(found.plans)} jobs", *map(str, found.plans)]))
     for line in [*found.facts, *(told(rehearsal) if rehearsal else ())]:
-        print(line)
+        put(line)
+    if not rehearsal:
+        output.say(f"not looked at: {', '.join(found.not_looked_at)} (ppocli validate --deep loads "
+                   "everything and tries it)")
 
 
 def told(found: dict[str, Any]) -> Iterator[str]:

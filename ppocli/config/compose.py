@@ -10,23 +10,28 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NewType
+from typing import Any, NewType
 
+import yaml
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep
 from hydra.types import RunMode
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from ppocli.builtin.names import config_groups
 from ppocli.config import hydra_bridge, kept, keys, layers, resolved, schema, secrets
-from ppocli.config.problems import Problem, find_problems, raise_problems
+from ppocli.config.layers import line_numbers
+from ppocli.config.open_values import open_values
+from ppocli.config.problems import Problem, find_problems, listed, raise_problems
 from ppocli.config.resolved import CONFIG_FILE, schema_node, typed
 from ppocli.config.words import ACCEPT_CHANGES, COMMAND_LINE, Words
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
 from ppocli.text import did_you_mean
 
+FILLED_IN = "  # filled in"
+"""behind what is null, and comes to this by the other settings"""
 _START_HINT = "start from a recipe, e.g. ppocli train +recipe=quickstart (ppocli recipes list)"
 
 
@@ -52,8 +57,8 @@ class Composed:
     """as :attr:`ppocli.config.layers.Merged.typed`"""
     trusts: bool = False
     """``--trust``: what the run's configuration names may run"""
-    note: str | None = None
-    """what the words ask for and don't get (:func:`ppocli.config.layers.overruled`)"""
+    notes: tuple[str, ...] = ()
+    """lines for the user about what was typed (:func:`ppocli.config.layers.notes_of`)"""
 
     @property
     def hint(self) -> str | None:
@@ -125,7 +130,7 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     name = Path(words.value("recipe") or "run").name
     return Composed(config, merged.problems, merged.sources, name, run,
                     words.flag(ACCEPT_CHANGES) is not None, merged.typed,
-                    words.flag(TRUST) is not None, layers.overruled(entries, words))
+                    words.flag(TRUST) is not None, layers.notes_of(entries, words))
 
 
 def print_composition(words: Words) -> None:
@@ -149,18 +154,41 @@ def print_composition(words: Words) -> None:
             raise ConfigError(f"--package {package}: there is no such part of the configuration"
                               + did_you_mean(package, names), where=COMMAND_LINE)
         raise_problems(merged.problems)
-        if (note := layers.overruled(entries, words)) is not None:
+        for note in layers.notes_of(entries, words):
             sys.stderr.write(f"{note}\n")
         if words.flag("--cfg") != "job" or of_hydra or any(
                 "${hydra:" in str(entry.value) for entry in entries):
             hydra_bridge.run_hydra(words)
             return
-        if words.flag("--resolve") is not None:
-            OmegaConf.resolve(merged.node)
-        part = merged.node if package == "_global_" else OmegaConf.select(merged.node, package)
-        title = "" if package == "_global_" else f"# @package {package}\n"
-        sys.stdout.write(title + OmegaConf.to_yaml(part) if OmegaConf.is_config(part)
-                         else f"{part}\n")
+        config = typed(merged.node)
+        _print_filled(merged.node, open_values(config), package,
+                      resolve=words.flag("--resolve") is not None)
+        if merged.sources and (problems := find_problems(config, merged.sources)):
+            sys.stderr.write(f"ppocli train refuses this: {listed(map(str, problems))}\n")
+
+
+def _print_filled(node: DictConfig, values: Mapping[str, Any], package: str, *, resolve: bool
+                  ) -> None:
+    """Print a configuration, or a part of it, as YAML, with ``values`` where it has null: they are
+    marked."""
+    filled = {name: value for name, value in values.items()
+              if value is not None and OmegaConf.select(node, name) is None}
+    for name, value in filled.items():
+        OmegaConf.update(node, name, value)
+    if resolve:
+        OmegaConf.resolve(node)
+    whole = package == "_global_"
+    part = node if whole else OmegaConf.select(node, package)
+    if not OmegaConf.is_config(part):
+        sys.stdout.write(f"{part}\n")
+        return
+    lines = OmegaConf.to_yaml(part).splitlines()
+    places = dict(line_numbers(yaml.compose("\n".join(lines), Loader=yaml.SafeLoader),
+                               "" if whole else f"{package}."))
+    for name in filled.keys() & places.keys():
+        lines[places[name] - 1] += FILLED_IN
+    title = [] if whole else [f"# @package {package}"]
+    sys.stdout.write("\n".join([*title, *lines, ""]))
 
 
 def _entries(words: Words, run: Path | None) -> list[layers.Entry]:

@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import config_groups, shipped
+from ppocli.config.keys import schema_keys
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
 from ppocli.text import did_you_mean, first_line, short_path
@@ -231,6 +232,14 @@ def _missing(error: MissingConfigException) -> ConfigError:
 def unknown_option(group: str, name: str, options: list[str], where: str = COMMAND_LINE,
                    fix: str | None = None) -> ConfigError:
     """There is no such recipe, or option of a config group."""
+    algorithms = schema_keys()["ppo.advantage"].metadata["choices"]
+    losses = schema_keys()["ppo.policy_loss"].metadata["choices"]
+    plain = name.lower().replace("-", "_")
+    if fix is None and group in ("ppo", "recipe", "task") and plain in (*algorithms, *losses):
+        fix = f"ppo.advantage={plain}" + " ppo.n=8" * (plain != "gae") if plain in algorithms \
+            else f"ppo.policy_loss={plain}"
+        fix += ", beside the other words; published settings are " + ", ".join(
+            f"ppo={option}" for option in config_groups()["ppo"])
     kind = "recipe" if group == "recipe" else f"option of the config group {group}:"
     return ConfigError(f"unknown {kind} {name}{did_you_mean(name, options)}", where=where,
                        fix=fix or "choose one of: " + ", ".join(options))

@@ -24,6 +24,7 @@ _WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers
 
 AUTO = "hardware.num_threads"
 """the number that may be ``auto`` for null: what it is found by has no name among its values"""
+_PLACES = ("run_name", "resume")
 Rules = Iterator[tuple[object, str, str]]
 """rules between keys: whether one is broken, the keys in it (``a, b``), and what is wrong then"""
 
@@ -118,6 +119,14 @@ def _names_elsewhere() -> tuple[tuple[str, str, str], ...]:
                  for library, names in libraries.items() for name in names.split())
 
 
+def takes_escapes(name: str) -> bool:
+    """Whether texts typed for the key ``name`` are read by :func:`ppocli.text.unescaped`: all but
+    paths, import paths, and what says where a run lies."""
+    key = key_for(name)
+    return (key is not None and key.item not in (int, float, bool) and name not in _PLACES
+            and key.metadata["holds"] not in ("path", "code"))
+
+
 def named_elsewhere(name: str, task: str | None = None) -> dict[str, str]:
     """Our keys for what another library calls ``name``, each with that library's name for it:
     ``{"ppo.optimizer.lr": "TRL's learning_rate"}``.
@@ -147,7 +156,13 @@ def named_elsewhere(name: str, task: str | None = None) -> dict[str, str]:
 
 def told_elsewhere(found: Mapping[str, str]) -> str:
     """What :func:`named_elsewhere` found, in words; empty if nothing."""
-    names = " and ".join(f"{name} is {key}" for key, name in found.items())
+    differ = shipped_table("other_names_differ.yaml")
+
+    def fitted(key: str, name: str) -> str:
+        note = differ.get(name.rpartition(" ")[2], differ.get(key))
+        return f"{name} is {key}" + ("" if note is None else f" ({note})")
+
+    names = " and ".join(fitted(key, name) for key, name in found.items())
     return names and f"; here {names} (docs/coming-from-trlx-and-trl.md)"
 
 

@@ -29,7 +29,16 @@ from ppocli.config.row_paths import joined_paths
 from ppocli.config.tasks import DATA_TASKS
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean, first_line, parts_of, short_path, shown
+from ppocli.text import (
+    did_you_mean,
+    each_text,
+    first_line,
+    how_unescaped,
+    parts_of,
+    short_path,
+    shown,
+    unescaped,
+)
 
 LENGTHS = {"ppo": ("total_episodes", "epochs", "num_steps"),
            **dict.fromkeys(DATA_TASKS, ("epochs", "num_updates"))}
@@ -49,6 +58,8 @@ class Entry:
     source: str
     prefix: str = ""
     """``+`` adds what must not be there, ``~`` takes something out"""
+    notes: tuple[str, ...] = ()
+    """how texts in it were read that were typed with backslashes, for the user"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +124,7 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
 
 def _file_entries(file: Path, package: str, values: Any) -> Iterator[Entry]:
     text = file.read_text(encoding="utf-8") if file.is_file() else ""  # not all lie on a disk
-    lines = dict(_line_numbers(yaml.compose(text, Loader=yaml.SafeLoader)))
+    lines = dict(line_numbers(yaml.compose(text, Loader=yaml.SafeLoader)))
     shown_file = short_path(str(file))
     for key, value in resolved.leaves(package, values):
         line = lines.get(key.removeprefix(package))
@@ -129,8 +140,24 @@ def override_entries(override: Override) -> list[Entry]:
         return [Entry(name, override.value(), COMMAND_LINE, "~")]
     value, prefix = override.value(), "+" if override.is_add() else ""
     if isinstance(value, dict) and value and name not in keys.schema_keys():
-        return [Entry(key, item, COMMAND_LINE) for key, item in resolved.leaves(f"{name}.", value)]
-    return [Entry(name, value, COMMAND_LINE, prefix)]
+        return [_typed_entry(key, item) for key, item in resolved.leaves(f"{name}.", value)]
+    return [_typed_entry(name, value, prefix)]
+
+
+def _typed_entry(key: str, value: Any, prefix: str = "") -> Entry:
+    if not keys.takes_escapes(key):
+        return Entry(key, value, COMMAND_LINE, prefix)
+    notes = tuple(note for name, item in parts_of(key, value) if isinstance(item, str)
+                  and (note := how_unescaped(name, item)) is not None)
+    return Entry(key, each_text(value, unescaped), COMMAND_LINE, prefix, notes)
+
+
+def notes_of(entries: list[Entry], words: Words) -> tuple[str, ...]:
+    """How typed texts were read where that isn't letter by letter, and what of the typed words has
+    no effect (:func:`overruled`), in lines for the user."""
+    lost = overruled(entries, words)
+    return (*dict.fromkeys(note for entry in entries for note in entry.notes),
+            *([] if lost is None else [lost]))
 
 
 def _file(path: str, config_path: str) -> Path:
@@ -139,11 +166,11 @@ def _file(path: str, config_path: str) -> Path:
     return Path(folder) / (Path(name).name if scheme == "recipes" else name)
 
 
-def _line_numbers(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
+def line_numbers(node: yaml.Node | None, prefix: str = "") -> Iterator[tuple[str, int]]:
     """(dotted key, line) of all that stands in a YAML file's mappings."""
     for name, value in node.value if isinstance(node, yaml.MappingNode) else ():
         yield f"{prefix}{name.value}", name.start_mark.line + 1
-        yield from _line_numbers(value, f"{prefix}{name.value}.")
+        yield from line_numbers(value, f"{prefix}{name.value}.")
 
 
 def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merged:

@@ -22,13 +22,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config import bounded
-from ppocli.config.keys import free_mapping_of, key_for, schema_keys
+from ppocli.config.keys import free_mapping_of, key_for, schema_keys, takes_escapes
 from ppocli.config.problems import range_problems
 from ppocli.config.row_paths import joined_paths, row_paths
 from ppocli.config.schema import TrainConfig
 from ppocli.config.tasks import DATA_TASKS, is_read, task_name
 from ppocli.errors import CheckpointError
-from ppocli.text import did_you_mean, each_text, first_line
+from ppocli.text import did_you_mean, each_text, escaped, first_line
 
 CONFIG_FILE = "config.yaml"
 NEXT_CONFIG_FILE = "config.next.yaml"
@@ -365,6 +365,8 @@ def training_command(config: TrainConfig, *more: str) -> str:
 
 
 def _word(name: str, value: Any) -> str:
+    if takes_escapes(name):
+        value = each_text(value, escaped)
     return f"{name}={value if isinstance(value, str) and _safe(value) else _literal(value)}"
 
 

@@ -134,8 +134,7 @@ class RewardConfig:
     fns: dict[str, Any] = key({})
     """several rewards: name -> {fn, kwargs, weight, style}; summed, logged apart"""
     step_separator: Optional[str] = key(None)
-    """text that ends a step of a response, \\n being a line break; rewards with a parameter steps
-    score each of them"""
+    """text that ends a step of a response; rewards with a parameter steps score each of them"""
     step_fn: Optional[str] = key(None, holds="code")
     """in place of step_separator: words, or the import path of a function that returns for each
     response the texts of its steps"""

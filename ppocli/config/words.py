@@ -15,7 +15,13 @@ from typing import Any
 
 from ppocli.builtin.names import config_groups
 from ppocli.config import resolved, secrets
-from ppocli.config.keys import key_for, named_elsewhere, schema_keys, told_elsewhere
+from ppocli.config.keys import (
+    key_for,
+    named_elsewhere,
+    schema_keys,
+    takes_escapes,
+    told_elsewhere,
+)
 from ppocli.errors import ConfigError
 from ppocli.own_code import TRUST
 from ppocli.text import did_you_mean, nearest, pasted
@@ -37,6 +43,7 @@ FLAGS = tuple(sorted((*_WITH_VALUE, *_PLAIN, "--info", "--help", "--version")))
 _OURS = ("--no-progress", "--dry-run")
 _BEFORE = ("-q", "--quiet", "-v", "--verbose", "--no-color")
 _EXCLUSIVE = ("--cfg", "--run", "--multirun", "--info", "--shell-completion", "--hydra-help")
+_ESCAPE = re.compile(r"\\[nt]")
 _SETTING = re.compile(r"(\+\+|\+|~|)([^=+~\s][^=\s]*)(?:=(.*))?", re.DOTALL)
 # what YAML or Hydra would turn into a number or a truth value
 _NOT_TEXT = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)(e[+-]?\d+)?|[+-]?(inf|nan)|true|false",
@@ -255,7 +262,26 @@ def read_setting(word: str) -> Setting:
             value = resolved.quoted(value)
     elif key.startswith("hydra.") and key.endswith(".dir") and not _readable(value):
         value = resolved.quoted(value)
-    return Setting(prefix, key, value)
+    return Setting(prefix, key, _quoting_escapes(value) if takes_escapes(key) else value)
+
+
+def _quoting_escapes(value: str) -> str:
+    """A value in which texts with a ``\\n`` or ``\\t`` stand between quotes: outside of them Hydra
+    would take one of two backslashes."""
+    ends = r",\[\]{}()'\"" + ":" * ("{" in value)
+
+    def quote(match: re.Match[str]) -> str:
+        item = match[0]
+        if item[0] in "'\"" or not _ESCAPE.search(item):
+            return item
+        text = re.sub(r"(\\+[nt])|\\([\\()\[\]{}:=, \t])", lambda m: m[1] or m[2], item.strip())
+        return item.replace(item.strip(), resolved.quoted(text))
+
+    if not _ESCAPE.search(value):
+        return value
+    quoted = re.sub(rf"""'(?:\\.|[^'\\])*'|"(?:\\.|[^"\\])*"|(?:\\.|[^\\{ends}])+""", quote, value,
+                    flags=re.DOTALL)
+    return quoted if _readable(quoted) else value
 
 
 def _readable(value: str) -> bool:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 from ppocli.config.secrets import safe_text
 from ppocli.display import dashboard, live_view
+from ppocli.display.results import result_stream
 from ppocli.episode import spoken
 from ppocli.storage import run_folder, run_logs
 from ppocli.text import clean, figure, without_template
@@ -132,7 +133,7 @@ def open_display(log_file: Path, mode: DisplayMode = "auto", started_by: int | N
                  ) -> Iterator[Display]:
     """Attach the run's output to the ``ppocli`` logger; ``keep_log`` starts the log file, which
     lies in the run's folder. ``started_by``: see :class:`Display`."""
-    display = Display(log_file.parent, mode, sys.stdout, sys.stderr, started_by)
+    display = Display(log_file.parent, mode, result_stream(), sys.stderr, started_by)
     file = _LogFile(log_file)
     # a run that fails before it starts leaves no file behind
     buffer = logging.handlers.MemoryHandler(10**6, flushLevel=logging.CRITICAL + 1, target=file,

@@ -69,6 +69,8 @@ def launch(checked: Checked, caller: Caller = Caller()) -> RunOutcome:
             where="WORLD_SIZE or srun's number of tasks",
             fix="start one process, with hardware.num_processes; or use the command, which takes "
                 "its place among them: torchrun ... -m ppocli train ...")
+    for note in checked.notes:
+        caller.say(note)
     hardware = checked.config.hardware
     if hardware.node_rank > 0:
         return join_node(checked, caller)

@@ -66,7 +66,7 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
               else _made(checked.name, config, objects, say))
     with opened as start:
         # the libraries alone take seconds to load
-        say(f"{start.run_dir}: loading {config.model.path}")
+        say(f"{start.run_dir}: starting from {config.model.path}")
         try:
             yield replace(start, limited=limited)
         finally:

@@ -1,6 +1,7 @@
 """The configuration under which a run, a checkpoint or a bare model is judged or asked; and what of
 the code that a configuration names may run."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,9 @@ from ppocli.runs import trust
 from ppocli.runs.record import first_start
 from ppocli.runs.target import Target
 from ppocli.storage.model_files import is_adapter, is_scorer, named_base
-from ppocli.text import short_path
+from ppocli.text import Say, short_path
+
+log = logging.getLogger("ppocli")
 
 JUDGED = ("model.", "reward.", "env.")
 """beginnings of the keys whose code runs where a policy is judged"""
@@ -43,7 +46,8 @@ def allow_code(found: compose.Composed, parts: tuple[str, ...] = ("",)) -> tuple
 
 
 def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bool,
-                  needs_prompts: bool, trusts: bool = False) -> schema.TrainConfig:
+                  needs_prompts: bool, trusts: bool = False, say: Say = log.info
+                  ) -> schema.TrainConfig:
     """What ``words`` make of the run's own configuration, or of the defaults for a bare model.
 
     The model to start from (``model.path``), which KL is measured against, stays the run's; a bare
@@ -55,6 +59,7 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
         needs_reward, needs_prompts: whether the command can do without. A bare model then gets a
             reward that is never called, or starts from the BOS token.
         trusts: what the run's configuration names may run, whoever made it.
+        say: gets the lines on how the words were read.
 
     Raises:
         CheckpointError: the run is somebody else's and names code.
@@ -86,7 +91,7 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
         if not needs_reward:
             base.append("reward.fn=length")
     config = _allowed([*base, *words], target, JUDGED if needs_reward else ("model.",), run, words,
-                      trusts)
+                      trusts, say)
     _refuse_objects(config, target, needs_reward, needs_prompts)
     # the run's own servers may be gone, or be another run's
     told = any(name.startswith("rollout.") for name in given)
@@ -99,8 +104,8 @@ def trained_on_data(target: Target) -> bool:
     return _trained_on_data(target) is not None or is_scorer(target.model)
 
 
-def data_config(target: Target, words: Sequence[str], *, trusts: bool = False
-                ) -> schema.TrainConfig:
+def data_config(target: Target, words: Sequence[str], *, trusts: bool = False,
+                say: Say = log.info) -> schema.TrainConfig:
     """The configuration under which a target is measured on rows of a data set: the run's own with
     ``words`` where it was trained on one, else the task that its model is for. What is to be
     measured is the share ``data.val`` of ``data.path``, or without it all of that.
@@ -115,7 +120,7 @@ def data_config(target: Target, words: Sequence[str], *, trusts: bool = False
         if target.run_dir is not None:
             run = resolved.read_config(target.run_dir / resolved.CONFIG_FILE)
         base += _start_of(target.model) if run is None else _own(run)
-    config = _allowed([*base, *words], target, ("model.",), run, words, trusts,
+    config = _allowed([*base, *words], target, ("model.",), run, words, trusts, say,
                       frozenset({"data.path"}))
     given, data = {word.lstrip("+~").partition("=")[0] for word in words}, config.data
     whole = "data.path" in given and "data.val" not in given
@@ -163,11 +168,15 @@ def _going_on(run_dir: Path, trusts: bool) -> list[str]:
 
 
 def _allowed(whole: Sequence[str], target: Target, parts: tuple[str, ...],
-             run: schema.TrainConfig | None, typed: Sequence[str], trusts: bool,
+             run: schema.TrainConfig | None, typed: Sequence[str], trusts: bool, say: Say,
              handed_in: frozenset[str] = frozenset()) -> schema.TrainConfig:
     """Compose words, and settle which code may run: words that repeat the settings of a ``run``
     were not typed."""
     checked = compose.check(compose.compose(read_words(whole)), handed_in)
+    keys = tuple(word.lstrip("+").partition("=")[0] for word in typed)
+    for note in checked.notes:
+        if note.startswith(keys):
+            say(note)
     if run is not None and target.run_dir is not None:
         trust.check_run(target.run_dir, checked.config, ("model.",), trusts=trusts,
                         typed=frozenset(word.partition("=")[0] for word in typed))

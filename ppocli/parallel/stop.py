@@ -14,6 +14,7 @@ from time import monotonic, sleep
 from types import FrameType
 from typing import Any, NoReturn
 
+from ppocli.display.results import result_stream
 from ppocli.parallel.ranks import Ranks
 
 
@@ -171,7 +172,7 @@ def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
 def leave_at_once(code: int) -> NoReturn:
     """End this process without Python's own clean-up, in which the threads of a process group can
     abort the interpreter."""
-    for stream in (sys.stdout, sys.stderr):
+    for stream in (result_stream(), sys.stdout, sys.stderr):
         # a signal may have come in the middle of a write to this very stream
         with suppress(Exception):
             stream.flush()

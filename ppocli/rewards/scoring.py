@@ -89,8 +89,7 @@ class Reward(Judge):
             RewardError: ``reward.step_fn`` raised, or returned something unusable.
         """
         if self.splits is None:
-            # a command line has no other way to say it
-            separator = (self.cfg.step_separator or "\n").replace(r"\n", "\n")
+            separator = self.cfg.step_separator or "\n"
             return [ends_of_steps(text, separator) for text in request.responses]
         return calls.ask(self.splits, request, self.cfg, calls.read_step_ends) if len(request) \
             else []

@@ -173,6 +173,7 @@ def load_start(cfg: schema.TrainConfig, backend: Backend, given: Any = None, *,
     Raises:
         PpocliError: as :func:`ppocli.sampling.decoding.load_policy`.
     """
+    log.info("loading %s", cfg.model.path)
     whole = partial(load_policy, cfg.model, cfg.hardware, cfg.seed, given, scores=scores)
     if (backend.zero_stage < 3 or adapters.adapter_kind(cfg.model) is not None
             or _starts_as_adapter(cfg)):

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 from helpers import ppocli
-from runs import Command, imported_by, shell, words
+from runs import Command, imported_by, run, shell, words
+from test_cli_serve import server
 
 from ppocli.cli import output
 from ppocli.cli.app import app
@@ -153,6 +154,60 @@ def test_verbose_adds_the_traceback_and_no_color_holds_for_what_is_started(manne
     ("--no-color", "it stands before the command: ppocli --no-color train ...")])
 def test_options_that_are_misspelt_or_misplaced(word, said, command):
     assert said in command(word, code=2).err
+
+
+NOISY = '''
+import atexit, ctypes, os, subprocess, sys, threading
+
+def noise():
+    print("NOISE printed")
+    sys.stdout.write("NOISE unfinished")
+    sys.stdout.buffer.write(b"NOISE bytes\\n")
+    os.write(1, b"NOISE descriptor\\n")
+    ctypes.CDLL(None).puts(b"NOISE of C")
+    subprocess.run(["echo", "NOISE child"], check=True)
+    thread = threading.Thread(target=print, args=("NOISE thread",))
+    thread.start()
+    thread.join()
+
+noise()
+atexit.register(noise)
+
+def score(outputs):
+    noise()
+    return [float(len(text)) for text in outputs]
+'''
+
+
+def test_what_code_of_users_prints_never_mixes_with_results(world):
+    """Standard output of each command, whole."""
+    (world / "noisy.py").write_text(NOISY)
+    settings = words("reward.fn=noisy.py:score", "ppo.num_steps=1", "run_name=noisy",
+                     "output_dir=out")
+    model = run("-q", "train", *settings, cwd=world, code=0)
+    assert model.out == f"{world / 'out/noisy/model'}\n"
+    # whichever way it was written
+    assert {f"NOISE {kind}" for kind in ("printed", "descriptor", "of C", "child", "thread")} \
+        <= set(model.err.splitlines())
+    place = "out/noisy"
+    for line in (["eval", place, "--json"], ["generate", place, "-p", "the", "--score", "--json"],
+                 ["validate", *settings[:-2], "--deep", "--json"]):
+        done = run(*line, cwd=world, code=0)
+        assert json.loads(done.out), line
+        assert "NOISE" in done.err
+
+
+def test_jobs_ranks_and_servers_keep_it_from_results_as_well(world):
+    (world / "noisy.py").write_text(NOISY)
+    settings = words("reward.fn=noisy.py:score", "ppo.num_steps=1", "eval.at_start=false")
+    swept = run("-q", "train", "-m", *settings, "run_name=sweep", "seed=1",
+                "hardware.num_processes=2", cwd=world, code=0)
+    assert "NOISE" not in swept.out
+    assert "NOISE" in swept.err
+    with server("reward.fn=noisy.py:score", "--port", "0", cwd=world) as (process, address):
+        assert address.startswith("http://")
+        process.terminate()
+        assert process.communicate()[0] == ""
 
 
 def test_dry_run_trains_and_writes_nothing(command, world):

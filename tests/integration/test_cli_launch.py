@@ -113,7 +113,8 @@ def test_auto_starts_afresh_or_goes_on():
     with pytest.raises(RewardError):
         begin(config("resume=auto", "run_name=r"), say=said.append)
     assert said == [f"resume=auto: there is no run in {Path('runs/r').absolute()} yet, "
-                    "starting afresh", f"{Path('runs/r').absolute()}: loading builtin:reviews"]
+                    "starting afresh",
+                    f"{Path('runs/r').absolute()}: starting from builtin:reviews"]
     run_folder("r")
     with refused(CheckpointError, "seed: 0 -> 8"):
         begin(config("resume=auto", "run_name=r", "seed=8"))

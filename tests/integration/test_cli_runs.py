@@ -223,7 +223,7 @@ def test_a_run_that_began_again_after_the_plan_is_left_alone(runs):
 
 @pytest.mark.parametrize("process", ["shared", pytest.param("fresh", marks=pytest.mark.slow)])
 def test_a_run_that_is_being_resumed_is_kept(runs, prune, process):
-    """From the first word about loading on, before the libraries are there."""
+    """From the first word on, before the libraries are there."""
     (plan,) = plan_pruning(runs / "done", checkpoints=True, failed=False)
     config = read_config(runs / "done/config.yaml")
     config.ppo.num_steps = 5
@@ -231,7 +231,7 @@ def test_a_run_that_is_being_resumed_is_kept(runs, prune, process):
     tried = []
 
     def disturb(text: str) -> None:
-        if "loading" not in text:
+        if "starting from" not in text:
             return
         tried.append(prune().code)
         with pytest.raises(CheckpointError, match="is in use by process"):

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import environment, jsonl, ppocli
+from helpers import environment, jsonl, ppocli, save_lm
 from runs import imported_by, words
 
 from ppocli.errors import RewardError
@@ -23,7 +23,8 @@ def everything(folder: Path) -> dict[str, int]:
 def test_a_valid_run_is_one_line_and_writes_nothing(validate, world):
     before = everything(world)
     done = validate(*words(), code=0)
-    assert done.err == ""
+    assert done.err == ("not looked at: weights and memory, what the reward returns (ppocli "
+                        "validate --deep loads everything and tries it)\n")
     assert done.out == (
         "valid: ./lm, reward rewards.py:plain, 8 prompts, 4 steps of 12 samples (48 in all), "
         "device cpu fp32, into runs/run-DATE-TIME\n")
@@ -60,6 +61,49 @@ def test_all_problems_are_told_at_once_each_with_place_and_remedy(validate, worl
 def test_exit_codes(more, code, said, validate, world):
     (world / "column.py").write_text("def score(samples, genre):\n    return []\n")
     assert said in validate(*words(*more), code=code).err
+
+
+ENV = '''\
+class E:
+    def reset(self, prompt):
+        return prompt
+
+    def step(self, text):
+        return "", 1.0, True
+'''
+
+
+@pytest.mark.parametrize(("more", "code", "said"), [
+    (["env.fn=env.py:E", "reward.fn=null", "env.max_tokens=100000"], 2,
+     "100000 new tokens leave no room for a prompt: the model has"),
+    (["generation.max_new_tokens=100000"], 2, "set generation.max_new_tokens below"),
+    (["rollout.engine=vllm", "rollout.urls=[http://127.0.0.1:9]", "rollout.launch=true",
+      "rollout.python=./nowhere/python"], 12, "nowhere/python can't be started: No such file"),
+    (["rollout.engine=vllm", "rollout.urls=[http://127.0.0.1:9]", "rollout.launch=true",
+      "rollout.python=/bin/false"], 12, "/bin/false has no vLLM"),
+    (["generation.stop_token_ids=[99999]"], 2, "Token 99999 would never end a response"),
+    (["generation.stop_sequences=['<eos> .']"], 2, "<eos> is a special token"),
+    (["prompts.chat=true"], 3, "chat template"),
+    (["model.reference.kind=copy", "model.reference.path=short"], 3, "short has 8 positions"),
+    (["model.value.kind=model", "model.value.path=short"], 3, "short has 8 positions")])
+def test_what_shows_without_weights_is_refused_before_they_are_loaded(more, code, said, validate,
+                                                                      world):
+    (world / "env.py").write_text(ENV)
+    save_lm(world / "short", n_positions=8)
+    done = validate(*words(*more), code=code)
+    assert said in done.err
+    # the same that train says
+    assert said in ppocli("train", *words(*more), cwd=world, code=code).stderr
+
+
+@pytest.mark.parametrize(("more", "said"), [
+    ([], "weights and memory, what the reward returns"),
+    (["rollout.engine=vllm", "rollout.urls=[http://127.0.0.1:9]"], "whether the servers answer"),
+    (["hardware.device=cuda"], "whether there is a GPU")])
+def test_what_was_not_looked_at_is_said(more, said, validate, world):
+    assert said in validate(*words(*more), code=0).err
+    assert said.split(", ")[-1] in json.loads(
+        validate(*words(*more), "--json", code=0).out)["not_looked_at"]
 
 
 def test_a_reward_of_ones_own_after_a_recipe_is_told_the_words_that_work(validate, world):
@@ -142,7 +186,7 @@ def test_the_rehearsal_draws_the_runs_own_first_samples(reference, shared_world)
 def test_prompts_that_end_in_eos_or_are_dropped(validate, world):
     (world / "ends.txt").write_text("the film<eos>\nit was so good and i was not\ni saw <eos>\n")
     warned = validate(*words("prompts.path=ends.txt"), code=0)
-    assert warned.err == (
+    assert warned.err.startswith(
         "warning: prompts: 2 prompts end in the EOS token <eos> (the first: line 1 of ends.txt): "
         "to the model the text is over before the response begins. Leave the token out if they "
         "should be continued\n")
@@ -218,10 +262,10 @@ def test_a_rehearsal_ends_as_the_run_would(body, more, code, said, validate, wor
     assert said in problem["what"]
 
 
-def test_the_check_needs_no_torch(world):
+def test_what_is_wrong_without_a_look_at_the_model_is_said_without_torch(world):
     (world / "plain.py").write_text("def score(samples, **columns):\n    return []\n")
-    script = ("from ppocli.cli.validate import validate_words\n"
-              f"validate_words({words('reward.fn=plain.py:score')!r})")
+    script = ("from ppocli.cli.examine import examine\n"
+              f"assert examine({words('reward.fn=plain.py:score', 'ppo.lam=2')!r}).problems")
     assert not {"torch", "transformers", "datasets"} & imported_by(script, world)
 
 

@@ -4,13 +4,17 @@ import re
 from pathlib import Path
 
 import pytest
+from helpers import refused
 from runs import shell
 from typer.testing import CliRunner
 
 import ppocli
 from ppocli.builtin.names import shipped_table
 from ppocli.cli.app import app
+from ppocli.config.compose import compose
 from ppocli.config.keys import named_elsewhere, schema_keys
+from ppocli.config.words import read_words
+from ppocli.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from-trlx-and-trl.md"
 TABLE = re.compile(r"^\|(?!-|\s*trlX)(.+)\|$", re.MULTILINE)
@@ -64,6 +68,21 @@ def test_every_name_that_is_recognised_is_on_the_page_and_stands_for_a_key():
     assert {name for name in names if f"`{name}`" not in page} == set()
 
 
+def test_what_differs_is_told_of_names_and_keys_that_there_are():
+    table = shipped_table("other_names.yaml")
+    names = {name for libraries in table.values() for many in libraries.values()
+             for name in many.split()}
+    assert shipped_table("other_names_differ.yaml").keys() <= names | table.keys()
+
+
+@pytest.mark.parametrize("name", ["grpo", "GRPO", "rloo", "gspo"])
+@pytest.mark.parametrize("group", ["ppo", "+recipe", "task"])
+def test_an_algorithm_that_is_no_option_is_answered_with_its_key(name, group):
+    key = "policy_loss" if name == "gspo" else "advantage"
+    with refused(ConfigError, f"{name}", f"fix:   ppo.{key}={name.lower()}"):
+        compose(read_words([f"{group}={name}"]))
+
+
 @pytest.mark.parametrize(("given", "task", "ours"), [
     ("ppo.learning_rate", None, ["ppo.optimizer.lr"]),
     ("learning_rate", "sft", ["sft.optimizer.lr"]),
@@ -73,6 +92,16 @@ def test_every_name_that_is_recognised_is_on_the_page_and_stands_for_a_key():
     ("rollout.response_length", None, ["generation.max_new_tokens"]),
     ("optim.lr", None, ["ppo.optimizer.lr", "ppo.optimizer.value_lr"]),
     ("data.max_response_length", None, ["generation.max_new_tokens"]),
+    *((name, None, [key]) for key, names in {
+        "rollout.engine": "use_vllm generation.use_vllm", "rollout.launch": "vllm_mode",
+        "rollout.server_args": "gpu_memory_utilization tensor_model_parallel_size "
+        "vllm_gpu_memory_utilization actor_rollout_ref.rollout.tensor_model_parallel_size",
+        "model.peft": "lora model.lora lora.r lora_alpha", "tracking.trackers": "wandb report_to",
+        "ppo.init_kl_coef": "kl_beta ppo.kl_beta beta", "tracking.project": "wandb.project",
+        "ppo.n": "group_size ppo.group_size num_generations n_samples_per_prompt",
+        "ppo.advantage": "algorithm.adv_estimator advantage_estimator algorithm",
+        "ppo.num_rollouts": "data.train_batch_size rollout_batch_size",
+    }.items() for name in names.split()),
     ("model.value.pth", None, []), ("ppo.lrr", None, [])])
 def test_a_name_counts_by_its_last_parts(given, task, ours):
     assert list(named_elsewhere(given, task)) == ours
@@ -83,6 +112,11 @@ def test_the_command_answers_with_our_key_and_the_page(tmp_path):
     assert said.returncode == 2
     assert "ppo.kl_coef: unknown key; here TRL's kl_coef is ppo.init_kl_coef " in said.stderr
     assert f"trlX's train.total_steps is ppo.num_steps (docs/{PAGE.name})" in said.stderr
+    other = shell("ppocli train +recipe=quickstart data.train_batch_size=8 lora=true beta=0.04",
+                  tmp_path)
+    assert "ppo.num_rollouts (times ppo.n: verl counts prompts" in other.stderr
+    assert "lora is model.peft (a mapping: model.peft.type=lora" in other.stderr
+    assert "TRL's beta is ppo.init_kl_coef (with ppo.kl_in=loss)" in other.stderr
     flag = shell("ppocli reward-model --learning-rate 1e-5 --pretrain lm", tmp_path)
     assert flag.returncode == 2
     assert "fix:   settings are written without dashes: reward_model.optimizer.lr=1e-5" \

@@ -216,7 +216,8 @@ def test_values_of_every_kind_come_back(words):
 
 
 @pytest.mark.parametrize("text", ["plain", "null", "true", "1e5", "it's", "a\\", "a\\'b",
-                                  "ü [x] {y}", "", " lead", "a=b", "a:b", "$HOME `x` \"q\""])
+                                  "ü [x] {y}", "", " lead", "a=b", "a:b", "$HOME `x` \"q\"",
+                                  "a\nb", r"\n", r"\\t'\nabla", "\\\n"])
 def test_texts_come_back(text):
     config = checked(*BASE, "reward.fn=a.b:c").config
     config = replace(config, reward=replace(config.reward, kwargs={"value": text, "list": [text]}),

@@ -286,17 +286,31 @@ def _check_reach(cfg: TrainConfig, policy: Policy, reference: Reference | None,
                  prompts: list[list[int]]) -> None:
     """Refuse a reference or a value model of another path that has fewer positions than the longest
     sample needs, now instead of when that comes up."""
-    prompt, response = max(map(len, prompts)), longest_response(cfg)
-    needed = max(prompt, response) if has_encoder(policy.lm) else prompt + response
     for key, name, model in (
             ("model.reference.path", cfg.model.reference.path, getattr(reference, "lm", None)),
             ("model.value.path", cfg.model.value.path, getattr(policy.value_trunk, "lm", None))):
-        limit = None if name is None or model is None else model_config.max_positions(model)
-        if limit is not None and needed > limit:
-            raise InputError(f"{name} has {limit} positions, samples take up to {needed}.",
-                             where=key, fix="lower prompts.max_length or "
-                             "generation.max_new_tokens, or give a model that reaches as far as "
-                             "the policy")
+        if name is not None and model is not None:
+            refuse_short_reach(cfg, key, name, model, prompts, pair=has_encoder(policy.lm))
+
+
+def refuse_short_reach(cfg: TrainConfig, key: str, name: str, model: Any,
+                       prompts: list[list[int]], *, pair: bool) -> None:
+    """Refuse a model with fewer positions than the longest sample takes.
+
+    Args:
+        model: a language model, or what is known of one before its weights are loaded.
+        pair: whether an encoder reads the prompts.
+
+    Raises:
+        InputError: it has.
+    """
+    prompt, response = max(map(len, prompts)), longest_response(cfg)
+    needed = max(prompt, response) if pair else prompt + response
+    limit = model_config.max_positions(model)
+    if limit is not None and needed > limit:
+        raise InputError(f"{name} has {limit} positions, samples take up to {needed}.",
+                         where=key, fix="lower prompts.max_length or generation.max_new_tokens, or "
+                         "give a model that reaches as far as the policy")
 
 
 def _take_packed(policy: Policy, reference: Reference | None) -> bool:
