@@ -1,5 +1,5 @@
-"""What holds for every test: offline, one thread, a cache folder of the session's own, and random
-number generators that are put back."""
+"""What holds for every test: offline, one thread, an empty current folder, a home and a cache of
+the session's own, and random number generators that are put back."""
 
 import os
 import random
@@ -18,8 +18,9 @@ os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", OMP_NUM_TH
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give the session a cache folder, which its xdist workers and their commands inherit, so that
-    no test depends on what a person has downloaded; and a key, so that no test makes a person's."""
+    """Give the session a home and a cache folder, which its xdist workers and their commands
+    inherit, so that no test depends on what a person has set up or downloaded; and a key, so that
+    no test makes a person's."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # as a shell starts what it puts in the background; commands would ignore Ctrl-C as well
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -28,12 +29,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[_CACHE] = folder = tempfile.mkdtemp(prefix="ppocli-tests-")
     os.environ["XDG_CACHE_HOME"] = folder
     os.environ["PPOCLI_KEY_FILE"] = os.path.join(folder, "key")
+    os.environ["HOME"] = os.path.join(folder, "home")
+    os.mkdir(os.environ["HOME"])
+    os.environ.pop("XDG_CONFIG_HOME", None)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    os.chdir(config.invocation_params.dir)
     folder = config.stash.get(_CACHE, None)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let each test, and the fixtures made for it, begin in an empty folder: in the checkout they
+    would see the runs, prompts and recipes that somebody has made there."""
+    os.chdir(tempfile.mkdtemp(dir=os.environ["XDG_CACHE_HOME"]))
 
 
 _CACHE = pytest.StashKey[str]()

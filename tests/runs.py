@@ -60,9 +60,7 @@ WORDS = (
     "ppo.scheduler.name=constant",  # a run of other length trains alike as far as it goes
     "generation.max_new_tokens=8", "prompts.eval.limit=4", "eval.every_steps=2",
     "checkpoint.every_steps=1", "checkpoint.keep_last=100", "hardware.device=cpu",
-    "hardware.num_threads=1",
-    # what measures itself may choose otherwise in the run that is compared
-    "hardware.gemm=default")
+    "hardware.num_threads=1")
 STATEFUL = ("ppo.kl_controller=adaptive", "ppo.target=0.5", "ppo.horizon=50",
             "reward.scale=running", "tracking.log_rollouts=true",
             "ppo.scheduler.name=linear", "reward.fn=rewards.py:score",
@@ -83,7 +81,7 @@ RM_WORDS = ("model.path=lm", "data.path=pairs.jsonl", "data.val=0.25", "reward_m
             "reward_model.mini_batch_size=6", "reward_model.micro_batch_size=4",
             "reward_model.optimizer.lr=1e-2", "checkpoint.every_steps=1",
             "checkpoint.keep_last=100", "eval.every_steps=2", "hardware.device=cpu",
-            "hardware.num_threads=1", "hardware.gemm=default")
+            "hardware.num_threads=1")
 """a short training of a reward model on the pairs of :func:`write_pairs`"""
 
 

@@ -147,7 +147,7 @@ def _examine_sweep(words: Words, found: Examined) -> None:
                           "value for each key that is swept")
 
     for setting in words.settings:
-        if setting.key in ("hydra/sweeper", "hydra/launcher") and setting.value != "basic":
+        if setting.key == "hydra/sweeper" and setting.value != "basic":
             refuse(setting.key)
     given, name = sweep.sweep_dir(words), words.value("run_name") or "sweep-DATE-TIME"
     jobs: list[tuple[sweep.SweepJob, Examined]] = []

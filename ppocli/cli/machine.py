@@ -305,9 +305,15 @@ def env(as_json: AsJson = False) -> None:
       ppocli env
       ppocli env --json
     """
-    from ppocli.storage.environment import describe
+    from ppocli.storage.environment import PRODUCTS, THREADS, describe
 
     facts = describe(places=True)
+    if "error" not in facts["torch"]:  # what hardware.gemm=auto and num_threads=auto come to here
+        from ppocli.config.schema import HardwareConfig
+        from ppocli.parallel.onednn import choose_gemm
+        from ppocli.parallel.threads import default_threads
+
+        facts |= {PRODUCTS: choose_gemm(HardwareConfig()), THREADS: default_threads()}
     if as_json:
         print_json(facts)
     else:

@@ -76,16 +76,16 @@ class HardwareConfig:
     weights: str = key("fp32", choices=("fp32", "bf16"), on_resume="refused")
     """storage type of the policy's weights and their gradients; bf16 needs precision=bf16 and keeps
     fp32 master copies, half of each in the weights and half in the optimizer"""
-    gemm: str = key("auto", choices=("auto", "default", "onednn"))
-    """linear layers on a CPU: torch's default products, or oneDNN's (auto: whichever is faster
-    for forward and backward passes, and for decoding, measured at the start)"""
+    gemm: str = key("auto", choices=("auto", "default", "decoding", "onednn"))
+    """linear layers on a CPU: torch's default products, oneDNN's in decoding alone, or oneDNN's
+    (auto: what is fastest on processors of this kind)"""
     cuda_graphs: bool = key(True, on_resume="harmless")
     """on a GPU, record what decoding a token takes once and replay it for the tokens after it"""
     frozen_states_mib: int = key(2048, ge=0)
     """memory for what the frozen layers under model.num_layers_unfrozen make of a rollout, once for
     all passes over it (0: again in each)"""
     num_threads: Optional[int] = key(None, ge=1, le=2**15, on_resume="harmless")
-    """CPU threads of each process (null or auto: as many as pay off, measured at the start)"""
+    """CPU threads of each process (null or auto: OMP_NUM_THREADS, or one per core)"""
     num_processes: int = key(1, ge=1)
     """processes on each node: one a GPU, or several on a CPU"""
     num_nodes: int = key(1, ge=1)

@@ -10,12 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import cast
 
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -85,6 +87,7 @@ def run_sweep_jobs(words: Words, run_job: Callable[[SweepJob], float | None],
     untyped = OmegaConf.create(OmegaConf.to_container(schema_node()))
     with hydra_bridge.hydra_for(words, cast(DictConfig, untyped)):
         loader = hydra_bridge.config_loader(words)
+        _refuse_launchers(words, loader)
         swept = _sweep_words(loader, words.overrides)
         shared, job_words = _shared(words, loader, swept)
         plan = shared.sweep
@@ -136,6 +139,28 @@ def _shared(words: Words, loader: ConfigLoader, swept: _Swept) -> tuple[schema.T
     return composed.config, words.without(*of_sweeps).adding(*(
         word for word in mapping_words({"sweep": asdict(schema.SweepConfig())})
         if word.partition("=")[0] in of_files))
+
+
+def _refuse_launchers(words: Words, loader: ConfigLoader) -> None:
+    """Refuse Hydra's launchers but the one that calls back in this process: a plugin would hand
+    pickled jobs to processes that know nothing of the sweep's folder, signals and devices.
+
+    Raises:
+        ConfigError: the words or a file choose one, installed or not.
+    """
+    basic = f"{BasicLauncher.__module__}.{BasicLauncher.__qualname__}"
+    name, where = words.value("hydra/launcher") or "basic", COMMAND_LINE
+    if name == "basic":
+        of_hydra = [str(each) for each in words.settings if each.key[:6] in ("hydra.", "hydra/")]
+        composed = loader.load_configuration(hydra_bridge.config_name(words), of_hydra,
+                                             RunMode.MULTIRUN)
+        if (target := composed.hydra.launcher.get("_target_")) == basic:
+            return
+        name, where = str(composed.hydra.runtime.choices.get("hydra/launcher")), "hydra/launcher"
+        name = str(target) if name == "basic" else name
+    raise ConfigError(f"hydra/launcher={name}: ppocli starts the jobs of a sweep itself, without "
+                      "Hydra's launcher plugins.", where=where, fix="leave it out; sweep.jobs=4 "
+                      "runs four jobs at a time, sweep.launcher=slurm puts them into Slurm's queue")
 
 
 def sweep_dir(words: Words) -> str | None:

@@ -21,7 +21,7 @@ from ppocli.models.layer_stack import layer_stack
 from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.host_memory import GIVEN, Room, room_here
-from ppocli.parallel.onednn import probe
+from ppocli.parallel.onednn import TORCH, choose_gemm, probe
 from ppocli.storage.atomic import free_bytes
 from ppocli.storage.retention import folder_size
 from ppocli.text import first_line, format_bytes, format_memory
@@ -115,8 +115,8 @@ def _decoding(cfg: TrainConfig, lm: Any, layout: Layout, at: passes.Sizes, copie
     """What generation takes beside weights."""
     dtype = DTYPES[cfg.hardware.precision]
     # oneDNN reads the weights from a copy of its own (ppocli.models.fast.gemm)
-    laid_out = (packed_size(lm, dtype) if not layout.cuda and cfg.hardware.gemm != "default"
-                and probe(dtype) is None and algorithm.whole_while_acting(cfg) else 0)
+    laid_out = (packed_size(lm, dtype) if not layout.cuda and algorithm.whole_while_acting(cfg)
+                and probe(dtype) is None and choose_gemm(cfg.hardware) != TORCH else 0)
     yield Line("weights in bf16 for rollouts", copies if cfg.hardware.zero_stage < 3 else 0,
                phases="score" if laid_out else "generate score")
     yield Line("weights laid out for decoding", laid_out, phases="generate")

@@ -17,7 +17,13 @@ from ppocli.parallel import deepspeed_internals, host_memory, launchers
 from ppocli.parallel.onednn import TORCH, choose_gemm, warn_of_slow_bf16
 from ppocli.parallel.ranks import Ranks
 from ppocli.parallel.threads import settle_threads
-from ppocli.storage.environment import Measured, measured_by
+from ppocli.storage.environment import (
+    PRODUCTS,
+    THREADS,
+    Arithmetic,
+    arithmetic_of,
+    cpu_model,
+)
 
 T = TypeVar("T")
 
@@ -58,8 +64,12 @@ class Backend:
 
 
 def made_on(backend: Backend) -> dict[str, str]:
-    """What a checkpoint notes of where it was made: elsewhere a run goes on, not bit for bit."""
-    return {"device": backend.device.type, "processes": str(backend.ranks.world)}
+    """What a checkpoint records of where it was made: elsewhere a run goes on, not bit for bit."""
+    found: dict[str, Any] = {"device": backend.device.type, "processes": backend.ranks.world}
+    if backend.device.type == "cpu":
+        found |= {"processor": cpu_model(), THREADS: torch.get_num_threads(),
+                  PRODUCTS: backend.products}
+    return {name: str(value) for name, value in found.items()}
 
 
 @contextmanager
@@ -68,18 +78,18 @@ def open_backend(hardware: HardwareConfig, run_dir: Path | None = None) -> Itera
     several; its process-wide state is cleared again afterwards.
 
     Args:
-        run_dir: of the run whose numbers are gone on with: what it has measured counts.
+        run_dir: of the run whose numbers are gone on with: how it computes counts.
 
     Raises:
         ConfigError: a CUDA device or bf16 is asked for and not there.
     """
     from accelerate import Accelerator
 
-    noted = measured_by(run_dir)
-    with _process_state(hardware, noted) as use_cuda:
+    recorded = arithmetic_of(run_dir)
+    with _process_state(hardware, recorded) as use_cuda:
         accelerator = Accelerator(cpu=not use_cuda, mixed_precision=_mixed(hardware))
         yield Backend(accelerator, _numbered(accelerator.device), hardware.precision, Ranks(),
-                      products=TORCH if use_cuda else choose_gemm(hardware, noted.products),
+                      products=TORCH if use_cuda else choose_gemm(hardware, recorded.products),
                       cuda_graphs=hardware.cuda_graphs)
 
 
@@ -99,8 +109,8 @@ def open_ranks(cfg: TrainConfig, run_dir: Path | None = None, store: Any = None
         with open_backend(cfg.hardware, run_dir) as backend:
             yield backend
         return
-    noted = measured_by(run_dir)
-    with _process_state(cfg.hardware, noted) as use_cuda, \
+    recorded = arithmetic_of(run_dir)
+    with _process_state(cfg.hardware, recorded) as use_cuda, \
             _patience_of_groups(cfg.hardware) as timeout:
         if store is not None:
             torch.distributed.init_process_group(
@@ -108,15 +118,15 @@ def open_ranks(cfg: TrainConfig, run_dir: Path | None = None, store: Any = None
                 world_size=launchers.launched_world(), timeout=timeout)
         accelerator = _accelerator(cfg, use_cuda, timeout)
         ranks = _ranks(timeout)
-        # what each of them measures may differ, their numbers should not
+        # their processors may differ, their numbers should not
         products = TORCH if use_cuda else ranks.broadcast(
-            choose_gemm(cfg.hardware, noted.products))
+            choose_gemm(cfg.hardware, recorded.products))
         yield Backend(accelerator, _numbered(accelerator.device), cfg.hardware.precision, ranks,
                       cfg.hardware.zero_stage, products, cfg.hardware.cuda_graphs)
 
 
 @contextmanager
-def _process_state(hardware: HardwareConfig, noted: Measured) -> Iterator[bool]:
+def _process_state(hardware: HardwareConfig, recorded: Arithmetic) -> Iterator[bool]:
     """Whether to compute on a GPU; threads and accelerate's and torch's global state are as before
     at the end."""
     from accelerate.state import AcceleratorState
@@ -133,7 +143,7 @@ def _process_state(hardware: HardwareConfig, noted: Measured) -> Iterator[bool]:
         raise ConfigError("This GPU does not compute in bf16.", where="hardware.precision=bf16",
                           fix="set hardware.precision=fp32")
     threads, cudnn = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
-    settle_threads(hardware.num_threads, noted.threads, measure=not use_cuda)
+    settle_threads(hardware.num_threads, recorded.threads)
     if hardware.precision == "bf16" and not use_cuda:
         warn_of_slow_bf16()
     # it builds a graph for every shape, and every decoded token is one

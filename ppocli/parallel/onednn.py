@@ -1,9 +1,9 @@
-"""Matrix products by oneDNN on the CPU: whether this torch has them, exactly, and what they are
-faster for here than torch's own; and whether bf16 is faster than fp32.
+"""Matrix products by oneDNN on the CPU: whether this torch has them, exactly, and on which
+processors linear layers take them; and whether bf16 is faster than fp32.
 
 In fp32 torch hands matrix products to the BLAS it was built with (MKL in the usual wheels), which
-falls behind on some processors and shapes: wide output embeddings, few rows, AMD. oneDNN, in the
-same wheel, multiplies the same numbers as exactly. torch reaches it for linear layers by
+falls behind on some processors: it uses AVX-512 on Intel's alone. oneDNN, in the same wheel,
+multiplies the same numbers as exactly. torch reaches it for linear layers by
 ``torch.ops.mkldnn._linear_pointwise``, the operator that its compiler emits. Only this file calls
 torch's private operators.
 """
@@ -19,6 +19,7 @@ import torch
 
 from ppocli.config.schema import HardwareConfig
 from ppocli.errors import ConfigError
+from ppocli.storage.environment import cpu_vendor
 
 log = logging.getLogger("ppocli")
 
@@ -27,20 +28,15 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 TORCH, DECODING, ONEDNN = "torch", "oneDNN in decoding", "oneDNN"
 """whose products linear layers take: oneDNN's nowhere, in decoding alone, everywhere"""
+_BY_KEY = {"default": TORCH, "decoding": DECODING, "onednn": ONEDNN}
+"""what ``hardware.gemm`` may name"""
 EXACT = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
 """most relative error of a product by the type of its numbers; bf16 is off by 1e-3"""
-PASS_SHAPE = (256, 768, 768)
-"""(rows, inputs, outputs) that both kinds of products are timed on for forward and backward passes
-"""
-DECODING_SHAPES = ((16, 768, 2304), (32, 768, 8192))
-"""likewise for decoding, with weights that are packed: a layer, an output embedding"""
 CACHED = 64
 """kernels that are kept, each for one shape of a product, of up to a megabyte; by default two
 thousand"""
 _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """of oneDNN, and of what torch has around it"""
-GAIN = 1.05
-"""oneDNN is taken for what it is this many times as fast at"""
 BF16_SHAPE = (64, 768, 768)
 """the product that bf16 and fp32 are compared on: bf16 without instructions is slow at once"""
 SLOW = 1.5
@@ -70,40 +66,46 @@ def packed(weight: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, torch.ops.mkldnn._reorder_linear_weight(weight, ROWS_HINT))
 
 
-def choose_gemm(hardware: HardwareConfig, noted: str | None = None) -> str:
-    """Where linear layers on the CPU should multiply through oneDNN: ``TORCH``, ``DECODING`` or
+def choose_gemm(hardware: HardwareConfig, recorded: str | None = None) -> str:
+    """Where linear layers on the CPU multiply through oneDNN: ``TORCH``, ``DECODING`` or
     ``ONEDNN``.
 
-    ``hardware.gemm=auto`` takes it for what it is exact and, measured now, faster at. In bf16 torch
-    takes it itself, and what is left to gain are weights packed for decoding.
+    Under ``hardware.gemm=auto`` the processor decides, and no clock: the same command has to round
+    in the same way each time.
 
     Args:
-        noted: what ``auto`` came to when the run began: two measurements may differ, and the
-            roundings of a run that is resumed must not.
+        recorded: what the run that is gone on with was begun with. ``auto`` keeps it, also on
+            another processor, as long as that has such products.
 
     Raises:
-        ConfigError: ``onednn`` is wanted and torch has none, or not an exact one.
+        ConfigError: ``onednn`` or ``decoding`` is set and torch has none, or not an exact one.
     """
     for name in _CACHES:  # read when oneDNN computes for the first time
         os.environ.setdefault(name, str(CACHED))
-    wanted = hardware.gemm
-    if wanted == "default":
-        return TORCH
-    if fault := probe(torch.bfloat16 if hardware.precision == "bf16" else torch.float32):
-        if wanted == "onednn":
+    fitting = _fitting(hardware.precision)
+    kept = recorded if recorded in (TORCH, DECODING, ONEDNN) else None
+    chosen = _BY_KEY.get(hardware.gemm, kept or fitting)
+    if chosen != TORCH and (fault := probe(
+            torch.bfloat16 if hardware.precision == "bf16" else torch.float32)):
+        if hardware.gemm != "auto":
             raise ConfigError(f"oneDNN can't be used for linear layers: {fault}.",
                               where="hardware.gemm", fix="set hardware.gemm=auto or default")
+        chosen = TORCH
         log.debug("linear layers: torch's default products (%s)", fault)
-        return TORCH
-    if wanted == "onednn" or hardware.precision == "bf16":
-        return ONEDNN
-    if noted in (TORCH, DECODING, ONEDNN):
-        return noted
-    passes, decoding = _gains(torch.get_num_threads())
-    chosen = ONEDNN if passes >= GAIN else DECODING if decoding >= GAIN else TORCH
-    log.debug("linear layers: %s; oneDNN is %.2f times as fast as torch's default in forward and "
-              "backward passes, %.2f times in decoding", chosen, passes, decoding)
+    if hardware.gemm == "auto" and kept == chosen != fitting:
+        log.info("linear layers: %s, as when the run began; a run that begins on this processor "
+                 "takes %s", chosen, fitting)
     return chosen
+
+
+def _fitting(precision: str) -> str:
+    """What is fastest on a processor of this kind (benchmarks/RESULTS.md). In bf16 torch takes
+    oneDNN by itself, and what is left to gain are weights packed for decoding."""
+    if precision == "bf16":
+        return ONEDNN
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return TORCH
+    return ONEDNN if cpu_vendor() == "AuthenticAMD" else DECODING
 
 
 @cache
@@ -141,37 +143,18 @@ def warn_of_slow_bf16() -> None:
 
 @cache
 def bf16_gain() -> float:
-    """How many times as fast torch multiplies on this CPU in bf16 as in fp32."""
+    """How many times as fast torch multiplies on this CPU in bf16 as in fp32, measured now: to be
+    told, and not to decide what is computed."""
     rows, inputs, outputs = BF16_SHAPE
     x, weight = torch.ones(rows, inputs), torch.ones(outputs, inputs)
-    linear = torch.nn.functional.linear
-    return _seconds(linear, x, weight) / _seconds(linear, x.bfloat16(), weight.bfloat16())
+    return _seconds(x, weight) / _seconds(x.bfloat16(), weight.bfloat16())
 
 
-@cache
-def _gains(_threads: int) -> tuple[float, float]:
-    """How many times as fast as torch's products oneDNN's are, with so many threads: in forward and
-    backward passes, where most of a training's time goes; and in decoding."""
-    passes, decoding = [0.0, 0.0], [0.0, 0.0]
-    default: Product = torch.nn.functional.linear
-    rows, inputs, outputs = PASS_SHAPE
-    x, weight, grad = (torch.ones(size) for size in (
-        (rows, inputs), (outputs, inputs), (rows, outputs)))
-    for a, b in ((x, weight), (grad, weight.t()), (grad.t(), x.t())):
-        for i, multiply in enumerate((default, product)):
-            passes[i] += _seconds(multiply, a, b)
-    for rows, inputs, outputs in DECODING_SHAPES:
-        x, weight = torch.ones(rows, inputs), torch.ones(outputs, inputs)
-        decoding[0] += _seconds(default, x, weight)
-        decoding[1] += _seconds(product, x, packed(weight))
-    return passes[0] / passes[1], decoding[0] / decoding[1]
-
-
-def _seconds(multiply: Product, x: torch.Tensor, weight: torch.Tensor) -> float:
-    """Processor seconds for a billion multiplications, the best of a few tries."""
+def _seconds(x: torch.Tensor, weight: torch.Tensor) -> float:
+    """Processor seconds of a product, the best of a few tries after one that warms up."""
     times = []
-    for _ in range(TRIES):
+    for _ in range(5):
         start = process_time()
-        multiply(x, weight)
+        torch.nn.functional.linear(x, weight)
         times.append(process_time() - start)
-    return min(times[1:]) / (x.shape[0] * weight.numel() / 1e9)
+    return max(min(times[1:]), 1e-9)

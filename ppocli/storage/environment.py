@@ -56,7 +56,8 @@ def describe(*, places: bool = False) -> dict[str, Any]:
         "ppocli": __version__,
         "python": f"{platform.python_version()} ({platform.python_implementation()})",
         "platform": platform.platform(),
-        "cpu": {"model": _cpu_model(), "cores": os.cpu_count(), "usable_cores": usable_cores()},
+        "cpu": {"model": cpu_model(), "vendor": cpu_vendor(), "cores": os.cpu_count(),
+                "usable_cores": usable_cores()},
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "nvidia_driver": nvidia_driver(), "torch": _torch(),
         "packages": {name: installed_version(name) for name in PACKAGES}
@@ -171,13 +172,23 @@ def hub_home() -> Path:
     return Path(os.environ.get("HF_HOME") or Path(cache) / "huggingface").expanduser()
 
 
-def _cpu_model() -> str | None:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return platform.processor() or None
-    found = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.machine()
+def cpu_model() -> str | None:
+    """The processor as it calls itself."""
+    return _cpuinfo("model name|Model") or platform.processor() or platform.machine() or None
+
+
+def cpu_vendor() -> str | None:
+    """``GenuineIntel``, ``AuthenticAMD``, ...; None where the system doesn't tell, as on ARM."""
+    named = re.search(r"GenuineIntel|AuthenticAMD", platform.processor())  # on Windows
+    return _cpuinfo("vendor_id") or (named[0] if named else None)
+
+
+def _cpuinfo(names: str) -> str | None:
+    with suppress(OSError):
+        found = re.search(rf"^(?:{names})\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(),
+                          re.MULTILINE)
+        return found[1].strip() if found else None
+    return None
 
 
 def _torch() -> dict[str, Any]:
@@ -189,6 +200,7 @@ def _torch() -> dict[str, Any]:
                 for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
         return {"version": torch.__version__, "cuda": torch.version.cuda,
                 "hip": torch.version.hip, "threads": torch.get_num_threads(),
+                "cpu_capability": torch.backends.cpu.get_cpu_capability(),
                 "gpus": [{"name": gpu.name, "memory_gib": round(gpu.total_memory / 2**30, 1),
                           "capability": f"{gpu.major}.{gpu.minor}"} for gpu in gpus]}
     except Exception as error:  # a broken installation raises whatever its loader does
@@ -196,21 +208,21 @@ def _torch() -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
-    """What a run measured when it began, for those who compute what it has computed; None where
-    nothing says so."""
+class Arithmetic:
+    """How a run computes, which its roundings depend on, for those who compute what it has
+    computed; None where nothing says so."""
 
     products: str | None = None
     """whose products linear layers take, as of :mod:`ppocli.parallel.onednn`"""
     threads: int | None = None
 
 
-def measured_by(run_dir: Path | None) -> Measured:
-    """What a run has noted."""
-    told = {} if run_dir is None else atomic.read_json(run_dir / ENV_FILE) or {}
-    products, threads = told.get(PRODUCTS), told.get(THREADS)
-    return Measured(products if isinstance(products, str) else None,
-                    threads if isinstance(threads, int) and threads > 0 else None)
+def arithmetic_of(run_dir: Path | None) -> Arithmetic:
+    """What a run has recorded."""
+    facts = {} if run_dir is None else atomic.read_json(run_dir / ENV_FILE) or {}
+    products, threads = facts.get(PRODUCTS), facts.get(THREADS)
+    return Arithmetic(products if isinstance(products, str) else None,
+                      threads if isinstance(threads, int) and threads > 0 else None)
 
 
 def lower_is_better(run_dir: Path) -> frozenset[str] | None:

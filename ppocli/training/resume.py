@@ -60,11 +60,12 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
     checkpoints.refuse_pruned(folder, getattr(search.found, "step", None))
     if search.found is not None:
         here = made_on(task.backend)
-        there = {name: search.found.versions.get(name, value) for name, value in here.items()}
-        if there != here:
-            log.warning("the checkpoint was made on %s by %s process(es), this run goes on on %s "
-                        "with %s: equal up to rounding, not bit-exact", there["device"],
-                        there["processes"], here["device"], here["processes"])
+        other = {name: (before, value) for name, value in here.items()
+                 if (before := search.found.versions.get(name, value)) != value}
+        if other:
+            log.warning("the checkpoint was made on other hardware or settings than this run goes "
+                        "on with (%s): equal up to rounding, not bit-exact", ", ".join(
+                            f"{name}: {before} -> {now}" for name, (before, now) in other.items()))
         saved = TrainState.from_json(search.found.state)
         return search.found.path, _adopt(task, saved, fresh, folder)
     if task.cfg.resume == "auto":

@@ -209,8 +209,8 @@ def test_another_number_of_processes_goes_on_and_says_so(world, alone, before, a
     processes = after[0].rpartition("=")[2]
     assert f"changed on resume: hardware.num_processes: {2 if before else 1} -> {processes}" in (
         done.err)
-    assert (f"the checkpoint was made on cpu by {2 if before else 1} process(es), this run goes on "
-            f"on cpu with {processes}: equal up to rounding, not bit-exact") in done.err
+    assert (f"(processes: {2 if before else 1} -> {processes}): equal up to rounding, not "
+            "bit-exact") in done.err
     rows = {row["step"]: row for row in stable_rows(Path("runs/moved/metrics.jsonl"))}
     # the row of step 4 has an evaluation more: it was the last one
     others = {row["step"]: row for row in alone}

@@ -237,6 +237,22 @@ def test_what_is_wrong_with_slurm_is_told_before_a_job(more, said, world, comman
     assert not list(world.glob("runs/*/[0-9]"))
 
 
+@pytest.mark.parametrize(("more", "name"), [
+    (["hydra/launcher=joblib"], "joblib"), (["hydra/launcher=pool"], "pool"),
+    (["hydra/launcher=pool", "sweep.search=random"], "pool"),
+    (["hydra.launcher._target_=pool.Pool"], "pool.Pool"), (["--config-name=mine"], "pool")])
+def test_launchers_of_hydra_are_refused_installed_or_not(more, name, world, app):
+    """As ``hydra/launcher=pool`` would be found after an install of its plugin."""
+    (world / "cfg/hydra/launcher").mkdir(parents=True)
+    (world / "cfg/hydra/launcher/pool.yaml").write_text("_target_: pool.Pool\n")
+    (world / "cfg/mine.yaml").write_text("defaults: [train, override hydra/launcher: pool]\n")
+    for command in ("train", "validate"):
+        said = app(command, "-m", "--config-dir=cfg", *words("ppo.gamma=0.9,1"), *more, code=2).err
+        assert f"Error: hydra/launcher={name}: ppocli starts the jobs of a sweep itself" in said
+        assert "sweep.jobs=4" in said
+    assert not (world / "runs").exists()
+
+
 def test_without_submitit(world, command, monkeypatch):
     monkeypatch.setitem(sys.modules, "submitit", None)
     said = command("-m", *words(), "seed=1,2", "sweep.launcher=slurm", "sweep.slurm.timeout_min=5",

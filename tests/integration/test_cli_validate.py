@@ -149,8 +149,8 @@ def test_every_job_of_a_sweep_is_checked(validate, world):
     problems = json.loads(done.out)["problems"]
     assert [problem["what"] for problem in problems] == [
         "job 0, 2: ppo.gamma: 2 must be >= 0 and <= 1", "job 2, 3: seed: x must be a whole number"]
-    assert "hydra/launcher decides the jobs" in validate(
-        "-m", *words("seed=1,2", "hydra/launcher=joblib"), code=2).err
+    assert "hydra/sweeper decides the jobs" in validate(
+        "-m", *words("seed=1,2", "hydra/sweeper=optuna"), code=2).err
     assert everything(world) == before
 
 

@@ -99,7 +99,7 @@ def test_a_recorded_run_shows_the_output_and_not_the_machine(tmp_path):
              "ppo.num_rollouts=16", "ppo.mini_batch_size=16", "ppo.ppo_epochs=1",
              "prompts.eval.limit=2", "prompts.eval.repeat=1", "generation.max_new_tokens=4",
              "eval.every_steps=3"]
-    done = subprocess.run([sys.executable, "docs/record_run.py", out, "--", *words], cwd=ROOT,
+    done = subprocess.run([sys.executable, ROOT / "docs/record_run.py", out, "--", *words],
                           env=environment(), text=True, capture_output=True, timeout=240,
                           check=False)
     assert done.returncode == 0, done.stderr

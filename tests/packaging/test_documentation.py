@@ -297,7 +297,7 @@ def test_make_has_the_targets_that_are_named():
 
 
 def test_configuration_page_is_up_to_date():
-    done = subprocess.run([sys.executable, "docs/make_configuration.py"], cwd=ROOT, text=True,
+    done = subprocess.run([sys.executable, ROOT / "docs/make_configuration.py"], text=True,
                           capture_output=True, timeout=60, check=True)
     assert text_of("docs/configuration.md") == done.stdout, "make docs"
 

@@ -53,6 +53,13 @@ def calls(folder: Path) -> list[str]:
     return found
 
 
+def test_tests_see_nothing_of_the_checkout_or_the_home():
+    assert not os.listdir()
+    assert Path.home().parent == Path(os.environ["XDG_CACHE_HOME"])
+    ci = (ROOT / ".ci/run").read_text(encoding="utf-8")
+    assert ci.index("make quickstart") < ci.index("make test"), "beside a finished run"
+
+
 def test_set_up_is_done_once_and_a_changed_pin_goes_into_the_same_environment(folder):
     done = make(folder, "setup-dev")
     assert done.returncode == 0, done.stderr

@@ -1,8 +1,10 @@
-"""Linear layers through oneDNN: the same numbers, only where it is there, exact and faster."""
+"""Linear layers through oneDNN: the same numbers, only where it is there, exact and suits the
+processor."""
 
 import copy
 import json
 from dataclasses import astuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -228,7 +230,7 @@ def test_a_product_that_is_not_exact_is_refused(monkeypatch):
     try:
         with pytest.raises(ConfigError, match=r"oneDNN can't be used.*off by"):
             onednn.choose_gemm(HardwareConfig(gemm="onednn"))
-        assert onednn.choose_gemm(HardwareConfig(gemm="auto")) == onednn.TORCH
+        assert onednn.choose_gemm(HardwareConfig(gemm="auto"), onednn.ONEDNN) == onednn.TORCH
     finally:
         monkeypatch.undo()
         onednn.probe.cache_clear()
@@ -244,13 +246,12 @@ def test_a_processor_without_products_in_bf16_takes_torch_s_own(monkeypatch):
         return laid_out(weight)
 
     monkeypatch.setattr(onednn, "packed", refuses)
-    monkeypatch.setattr(onednn, "_gains", lambda _threads: (2.0, 2.0))
     onednn.probe.cache_clear()
     try:
         assert onednn.choose_gemm(HardwareConfig(precision="bf16")) == onednn.TORCH
         with pytest.raises(ConfigError, match="its operator fails here"):
             onednn.choose_gemm(HardwareConfig(precision="bf16", gemm="onednn"))
-        assert onednn.choose_gemm(HardwareConfig()) == onednn.ONEDNN
+        assert onednn.choose_gemm(HardwareConfig(gemm="onednn")) == onednn.ONEDNN
     finally:
         monkeypatch.undo()
         onednn.probe.cache_clear()
@@ -268,22 +269,28 @@ def test_a_run_in_bf16_on_a_processor_that_is_faster_in_fp32_is_told_so(monkeypa
             assert ["4.0 times as long as in fp32" in m for m in caplog.messages] == [True] * said
 
 
-@pytest.mark.parametrize(("gains", "chosen"), [
-    ((1.5, 1.5), onednn.ONEDNN), ((1.5, 1.0), onednn.ONEDNN), ((0.9, 1.3), onednn.DECODING),
-    ((1.0, 1.0), onednn.TORCH)])
-def test_auto_takes_what_was_measured_faster_unless_a_run_goes_on(monkeypatch, gains, chosen):
-    monkeypatch.setattr(onednn, "_gains", lambda _threads: gains)
-    assert onednn.choose_gemm(HardwareConfig()) == chosen
-    assert onednn.choose_gemm(HardwareConfig(), "of a later version") == chosen
-    for noted in (onednn.TORCH, onednn.DECODING, onednn.ONEDNN):
-        assert onednn.choose_gemm(HardwareConfig(), noted) == noted
-        assert onednn.choose_gemm(HardwareConfig(gemm="onednn"), noted) == onednn.ONEDNN
-        assert onednn.choose_gemm(HardwareConfig(gemm="default"), noted) == onednn.TORCH
-
-
-def test_gains_are_ratios_of_real_products():
-    onednn._gains.cache_clear()
-    assert all(0.05 < gain < 50 for gain in onednn._gains(1))
+@pytest.mark.parametrize(("capability", "cpuinfo", "fitting"), [
+    ("AVX512", "vendor_id\t: AuthenticAMD\n", onednn.ONEDNN),
+    ("AVX512", "vendor_id\t: GenuineIntel\n", onednn.DECODING),
+    ("AVX2", "vendor_id\t: AuthenticAMD\n", onednn.TORCH),
+    ("AVX2", "vendor_id\t: GenuineIntel\n", onednn.TORCH),
+    ("DEFAULT", "Model: ARM\n", onednn.TORCH)])
+def test_auto_takes_what_suits_the_processor_unless_a_run_goes_on(
+        monkeypatch, caplog, capability, cpuinfo, fitting):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(Path, "read_text", lambda self, *_: cpuinfo)
+    caplog.set_level("INFO", "ppocli")
+    assert onednn.choose_gemm(HardwareConfig()) == fitting
+    assert onednn.choose_gemm(HardwareConfig(), "of a later version") == fitting
+    assert not caplog.messages
+    for key, products in (("default", onednn.TORCH), ("decoding", onednn.DECODING),
+                          ("onednn", onednn.ONEDNN)):
+        caplog.clear()
+        assert onednn.choose_gemm(HardwareConfig(), products) == products
+        assert ["as when the run began" in m for m in caplog.messages] == [True] * (
+            products != fitting)
+        for recorded in (None, onednn.TORCH, onednn.ONEDNN):
+            assert onednn.choose_gemm(HardwareConfig(gemm=key), recorded) == products
 
 
 def test_layers_for_decoding_alone_are_plain_but_for_packed_weights():
@@ -310,4 +317,4 @@ def test_layers_for_decoding_alone_are_plain_but_for_packed_weights():
 def test_what_a_run_began_with_is_noted_in_its_folder(tmp_path, text, noted):
     if text is not None:
         (tmp_path / "env.json").write_text(text)
-    assert astuple(environment.measured_by(tmp_path)) == noted
+    assert astuple(environment.arithmetic_of(tmp_path)) == noted

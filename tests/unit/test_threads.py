@@ -1,16 +1,31 @@
-"""How many threads compute, and that a run goes on with as many; a wait gives its core away."""
+"""What is computed is decided by no clock, load or free memory; how many threads compute, and that
+a run goes on with as many; a wait gives its core away."""
 
 import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from runs import words
+from helpers import ppocli, read_json
+from runs import assert_equal_runs, words
 
 from ppocli.parallel import threads
 from ppocli.storage.environment import usable_cores
+
+LIAR = """
+import os, pathlib, random, time
+rate, memory = os.environ["MY_RATE"], os.environ["MY_MEMORY"]
+numbers, monotonic, read = random.Random(rate), time.monotonic, pathlib.Path.read_text
+for name in ("perf_counter", "process_time", "thread_time"):
+    setattr(time, name, lambda: 1000 * numbers.random())
+time.monotonic = lambda: float(rate) * monotonic()
+pathlib.Path.read_text = lambda self, *more, **how: (
+    f"MemAvailable: {memory} kB\\n" if str(self) == "/proc/meminfo" else read(self, *more, **how))
+"""
+"""a ``sitecustomize`` under which clocks show anything, and memory is scarce or plenty"""
 
 
 @pytest.fixture(autouse=True)
@@ -20,32 +35,48 @@ def as_before():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(("seconds", "taken"), [
-    ({1: 1.0, 3: 0.94, 6: 0.93}, 1), ({1: 1.0, 3: 0.59, 6: 0.57}, 3),
-    ({1: 1.0, 3: 0.5, 6: 0.3}, 6), ({1: 1.0, 3: 9.0, 6: 0.5}, 6)])
-def test_more_threads_are_taken_where_they_pay_off(monkeypatch, seconds, taken):
-    monkeypatch.setattr(threads, "_seconds", seconds.__getitem__)
-    threads._fastest.cache_clear()
-    assert threads._fastest(6) == taken
-    threads._fastest.cache_clear()
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("count", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_neither_clock_nor_load_nor_free_memory_changes_a_byte(count, world):
+    (world / "liar").mkdir()
+    (world / "liar/sitecustomize.py").write_text(LIAR)
+    places = ["", str(world / "liar")]
+
+    def train(number: int) -> None:
+        ppocli("train", *words("hardware.num_threads=auto", "hardware.memory_check=off",
+                               f"run_name={number}", stateful=True),
+               cwd=world, code=0, timeout=900, OMP_NUM_THREADS="", PYTHONHASHSEED=str(number),
+               PYTHONPATH=places[number > 0], MY_RATE=str((0.5, 7.0)[number % 2]),
+               MY_MEMORY=str((10**9, 1)[number % 2]))
+
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy, \
+            ThreadPoolExecutor(3) as pool:
+        list(pool.map(train, range(count)))
+        busy.kill()
+    runs = [world / f"runs/{number}" for number in range(count)]
+    assert "Training stops while" in (runs[1] / "ppocli.log").read_text(), "memory was scarce"
+    for run in runs[1:]:
+        assert_equal_runs(runs[0], run)
+        assert [read_json(one / "env.json")["num_threads"] for one in (runs[0], run)] == [
+            usable_cores()] * 2
 
 
 def test_what_decides_the_number(monkeypatch):
     cores = usable_cores()
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     threads.settle_threads(None)
     assert torch.get_num_threads() == 1
-    threads.settle_threads(None, noted=cores + 5)
+    threads.settle_threads(None, recorded=cores + 5)
     assert torch.get_num_threads() == cores
-    threads.settle_threads(3, noted=1)
-    assert torch.get_num_threads() == 3
-    monkeypatch.delenv("OMP_NUM_THREADS")
-    monkeypatch.setattr(threads, "_fastest", lambda most: most)
-    threads.settle_threads(None, measure=False)
-    assert torch.get_num_threads() == 3
+    threads.settle_threads(cores + 3, recorded=1)
+    assert torch.get_num_threads() == cores + 3
+    monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 3))  # as torch has read it
     threads.settle_threads(None)
-    assert torch.get_num_threads() == min(3, cores)
+    assert torch.get_num_threads() == cores + 3
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    threads.settle_threads(None)
+    assert torch.get_num_threads() == cores
 
 
 def test_a_run_goes_on_with_the_threads_it_has_noted(world, command, app):
@@ -54,7 +85,9 @@ def test_a_run_goes_on_with_the_threads_it_has_noted(world, command, app):
     noted = json.loads(env.read_text())
     assert noted["num_threads"] == 1
     env.write_text(json.dumps({**noted, "num_threads": usable_cores()}))
-    app("resume", "r", "ppo.num_steps=2", "hardware.num_threads=auto", code=0)
+    said = app("resume", "r", "ppo.num_steps=2", "hardware.num_threads=auto", code=0).err
+    assert (f"(num_threads: 1 -> {usable_cores()}): equal up to rounding" in said) == (
+        usable_cores() > 1)
     assert json.loads(env.read_text())["num_threads"] == usable_cores()
     told = app("eval", "r", "--json", code=0)
     assert json.loads(told.out)["hardware"]["threads"] == usable_cores()
