@@ -136,9 +136,6 @@ class CheckpointConfig:
     metric: str = key("reward_mean")
     """evaluation figure that decides what is best: reward_mean or metrics/NAME of metric_fn; of sft
     loss, of a reward model accuracy or loss"""
-    background: str = key("auto", choices=("auto", "always", "never"))
-    """write checkpoints while training goes on, from a copy in host memory: where there is room for
-    it, always, or never"""
 
 
 @dataclass

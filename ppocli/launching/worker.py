@@ -180,7 +180,7 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
                        clock=clock.PhaseClock(backend.device, began, display.board.marked),
                        identity=identity)
         with ExitStack() as ending:
-            for close in (task.trained.close, task.close, run.saving.settle):  # the last is first
+            for close in (task.trained.close, task.close):  # the last is first
                 ending.callback(close)
             yield run
 

@@ -152,8 +152,6 @@ SERVED = {"rollout__engine": "vllm", "rollout__urls": ["http://h"]}
      "adafactor has no eps: leave it at 1e-08"),
     ({"ppo__optimizer__momentum": 0.9}, "adamw has no momentum: leave it at 0"),
     ({"ppo__optimizer__name": "adafactor", "hardware__zero_stage": 2}, "ZeRO shards its state"),
-    ({"checkpoint__background": "always", "hardware__num_processes": 2},
-     "stop while a checkpoint is written"),
     ({"ppo__optimizer__name": "adamw_8bit", "hardware__zero_stage": 1}, "ZeRO shards its state"),
     ({"tracking__trackers": ["a/own.py:A", "b/own.py:A"]}, "in files of different names"),
     # adapters
