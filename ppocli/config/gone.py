@@ -7,7 +7,10 @@ from typing import Any
 
 log = logging.getLogger("ppocli")
 
-GONE = {"checkpoint.background": "training waits while a checkpoint is written"}
+GONE = {
+    "checkpoint.background": "training waits while a checkpoint is written",
+    "rollout.transfer": "vLLM servers read new weights from a folder (rollout.weights_dir)",
+}
 """dotted key, or section -> what holds in its place, as the end of a sentence"""
 
 

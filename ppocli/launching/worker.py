@@ -151,7 +151,7 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
     objects = objects or PythonObjects()
     task = build_task(TaskSetup(cfg, backend, objects))
     fresh = loop.initial_state(task)
-    state = fresh = replace(fresh, digests=fresh.digests | objects.noted())
+    state = fresh
     run_id = ranks.first_does(lambda: _run_id(folder))
     if start.resume:
         state = restore(task, folder, run_id, fresh)

@@ -230,9 +230,6 @@ SERVED = {"rollout__engine": "vllm", "rollout__urls": ["http://h"]}
      "hardware.gather_for_generation"),
     ({**SERVED, "rollout__launch": True}, "rollout.python=PATH"),
     ({**SERVED, "rollout__ahead": 1, "ppo__staleness": 1}, "ppo.staleness"),
-    ({**SERVED, "rollout__transfer": "gloo", "rollout__weights_dir": "w"}, "rollout.transfer"),
-    ({**SERVED, "rollout__transfer": "nccl", "hardware__device": "cpu"}, "rollout.transfer"),
-    ({**SERVED, "rollout__transfer": "mpi"}, "rollout.transfer"),
     # trackers
     ({"tracking__trackers": ["wanbd"]}, "tracking.trackers: wanbd must be one of tensorboard, "
      "wandb, trackio or an import path; did you mean wandb?"),
