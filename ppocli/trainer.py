@@ -34,9 +34,7 @@ class PPOTrainer:
             now, it is written into the run's folder, where the reference comes from.
         ref_model: in place of ``model.reference.path``.
         tokenizer: in place of ``model.tokenizer_path``.
-        optimizer: over parameters of ``model``, in place of ``ppo.optimizer``, which remains the
-            value function's. What it leaves out is frozen.
-        lr_scheduler: of ``optimizer``; makes a step after each PPO step.
+        optimizer, lr_scheduler: objects of TRL's loops; refused with the keys that replace them.
         prompts: what ``generate()`` draws from where the words name no ``prompts.path``.
 
     Raises:
@@ -51,23 +49,20 @@ class PPOTrainer:
         from ppocli.data.sources import as_list
         from ppocli.launching.launch import LoopScores, opened
         from ppocli.tasks.ppo.task import PPOTask
-        from ppocli.training.optimizers import follow_scheduler
         from ppocli.training.task import PythonObjects
 
+        _refuse_optimizers(optimizer=optimizer, lr_scheduler=lr_scheduler)
         self._scores = LoopScores()
         objects = PythonObjects(reward_fn=self._scores, model=model, ref_model=ref_model,
-                                tokenizer=tokenizer, optimizer=optimizer, lr_scheduler=lr_scheduler,
+                                tokenizer=tokenizer,
                                 prompts=as_list(prompts, "prompts", "prompts"))
         with ExitStack() as stack:
             self._run = stack.enter_context(opened(overrides, objects))
             assert isinstance(self._run.task, PPOTask)
             self._task = self._run.task
-            if lr_scheduler is not None:
-                follow_scheduler(self._task.trained.optimizer, lr_scheduler, self.steps)
             self._stack = stack.pop_all()
         # whoever forgets to close it holds the folder until the end of Python at most
         self._closing = weakref.finalize(self, self._stack.close)
-        self._lr_scheduler = lr_scheduler
         self._drawn = self._run.state.episodes
         self._logged = self._run.state.step
         self._ended = False
@@ -222,7 +217,6 @@ class PPOTrainer:
         """
         from ppocli.tasks.ppo import own_samples
         from ppocli.training.loop import learn, settle
-        from ppocli.training.optimizers import follow_scheduler
 
         self._check_open()
         session, state = self._session, self._run.state
@@ -256,8 +250,6 @@ class PPOTrainer:
         finally:
             self._scores.given = None
         learn(self._run, rollout)
-        if self._lr_scheduler is not None:
-            follow_scheduler(self._task.trained.optimizer, self._lr_scheduler, 1)
         figures = self._run.state.pending or {}
         settle(self._run)  # the row is the caller's
         self._drawn = max(self._drawn, self._run.state.episodes)
@@ -373,6 +365,15 @@ class PPOTrainer:
         self._summarise("failed", f"{type(error).__name__}: {error}")
         if self._closing.detach() is not None:
             self._stack.__exit__(kind, error, trace)  # the trackers hear that it failed
+
+
+def _refuse_optimizers(**objects: Any) -> None:
+    keys = {"optimizer": "ppo.optimizer.name=adamw ppo.optimizer.lr=1e-5",
+            "lr_scheduler": "ppo.scheduler.name=cosine ppo.scheduler.warmup_updates=10"}
+    for name, value in objects.items():
+        if value is not None:
+            raise ConfigError(f"PPOTrainer takes no {name} object.", where=name,
+                              fix=f"set it by keys, such as {keys[name]}")
 
 
 def _plain_scores(scores: Any) -> Any:

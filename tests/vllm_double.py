@@ -33,8 +33,6 @@ from ppocli.sampling.sampler import DecodeSampler, Speaker
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.launch import served_name
-from ppocli.sampling.vllm.plugin.ppocli_receiver import Receiver, broadcast
-from ppocli.sampling.vllm.transfer import GroupTransfer
 from ppocli.tasks.ppo.session import Session
 
 Spoilt = Callable[[str, int, dict[str, Any]], tuple[int, Any] | None]
@@ -46,7 +44,7 @@ class Engine:
     """The model and what is remembered between requests."""
 
     def __init__(self, cfg: TrainConfig, *, name: str | None = None, tied: bool = False,
-                 most_tokens: int = 64, extended: bool = True) -> None:
+                 most_tokens: int = 64) -> None:
         loaded = load_decodable(cfg.model)
         self.lm, self.tokenizer = loaded.lm, load_tokenizer(cfg.model)
         self.name = name or served_name(cfg, loaded.export_config)
@@ -58,7 +56,6 @@ class Engine:
         """whether the prefix cache is of other weights"""
         self.lock = threading.Lock()
         self.asked: Counter[str] = Counter()
-        self.worker = Worker(self) if extended else None
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
 
@@ -79,9 +76,8 @@ class Engine:
             self.version = body["new_version"]
             return 200, {"success": True}
         if path == "/collective_rpc":
-            if body["method"] == "reload_weights":
-                return self.reload(**body["kwargs"])
-            return self.call(body["method"], body["kwargs"])
+            assert body["method"] == "reload_weights"
+            return self.reload(**body["kwargs"])
         if path == "/inference/v1/generate":
             return self.generate(body["token_ids"], body["sampling_params"])
         return 404, {"detail": "Not Found"}
@@ -100,12 +96,6 @@ class Engine:
             del found["lm_head.weight"]
         self.lm.load_state_dict(found, strict=not self.tied)
         self.stale = True
-
-    def call(self, method: str, words: dict[str, Any]) -> tuple[int, Any]:
-        try:
-            return 200, {"results": [getattr(self.worker, method)(**words)]}
-        except Exception as error:
-            return 500, {"error": {"message": f"Call to {method} method failed: {error}"}}
 
     def generate(self, ids: list[int], params: dict[str, Any]) -> tuple[int, Any]:
         assert not self.stale, "the prefix cache is of other weights"
@@ -132,18 +122,6 @@ class Engine:
             "logprobs": {"content": [{"token_id": one, "logprob": value} for one, value in zip(
                 said, logprobs, strict=True)]},
             "weight_versions": [{"version": self.version, "start": 0, "end": len(said)}]}]}
-
-
-class Worker(Receiver):
-    """A worker of vLLM's with our extension."""
-
-    rank, device = 0, torch.device("cpu")
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def reload_weights(self, weights_iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self.engine.load(dict(weights_iterator))
 
 
 @contextmanager
@@ -224,13 +202,6 @@ def dying(after: int) -> Spoilt:
             raise ConnectionResetError
 
     return spoil
-
-
-def break_off(transfer: GroupTransfer, link: Any) -> None:
-    """In place of ``GroupTransfer._broadcast``: a network that fails after some tensors."""
-    for tensor in list(transfer._tensors.values())[:5]:
-        broadcast(link.group, tensor)
-    raise RuntimeError("no way")
 
 
 def drawn(session: Session, count: int = 6, **spec: Any) -> Samples:

@@ -150,7 +150,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for name in args.names or FIGURES:
             (HERE / f"{name}.svg").write_bytes(FIGURES[name](folder))
-            print(f"docs/learn/{name}.svg")  # noqa: T201
+            print(f"docs/learn/{name}.svg")
 
 
 if __name__ == "__main__":

@@ -225,9 +225,6 @@ def _print(found: Estimate, cfg: TrainConfig, source: str) -> None:
     of = "" if many == 1 else f" for its {many} processes"
     put(f"host: {format_memory(sums.host) if sums.host else 'nothing'}{of}, "
           f"{format_memory(sums.loading)} while models are loaded; Python and its libraries apart")
-    if found.spared:
-        put(f"if {format_memory(found.spared)} for the copy of a checkpoint are not free, "
-              "training stops while one is written")
     disk = found.disk
     put(f"disk: {format_bytes(disk.checkpoint)} per checkpoint, {format_bytes(disk.model)} for "
           f"the model, {format_bytes(disk.run)} at most")
@@ -283,7 +280,7 @@ def _as_json(found: Estimate, cfg: TrainConfig, source: str, helps: list[str],
                   for line in found.lines],
         "generation_bytes": sums.generate, "scoring_bytes": sums.score,
         "update_bytes": sums.update, "saving_bytes": sums.save, "device_bytes": sums.device,
-        "host_bytes": sums.host, "loading_bytes": sums.loading, "spared_bytes": found.spared,
+        "host_bytes": sums.host, "loading_bytes": sums.loading,
         "checkpoint_bytes": disk.checkpoint, "model_bytes": disk.model, "disk_bytes": disk.run,
         "advice": helps}
     if compared is not None:

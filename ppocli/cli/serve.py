@@ -159,7 +159,7 @@ def print_vllm_command(overrides: Overrides = None) -> None:
     cfg = composed(words)
     facts = read_lm(cfg.model)
     for url in cfg.rollout.urls:
-        put(shell_line(cfg.rollout, server_command(cfg, facts, "python", url)))
+        put(shell_line(server_command(cfg, facts, "python", url)))
 
 
 def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:

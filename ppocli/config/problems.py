@@ -318,10 +318,6 @@ def _hardware(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
            f"{nodes} nodes need a place to meet: hardware.rdzv_endpoint=HOST-OF-NODE-0:29500")
     yield (hardware.node_rank >= nodes, "hardware.node_rank, hardware.num_nodes",
            f"node_rank {hardware.node_rank} must be below num_nodes {nodes}")
-    yield (config.checkpoint.background == "always"
-           and (stage > 0 or hardware.num_processes * nodes > 1),
-           "checkpoint.background, hardware.num_processes, hardware.zero_stage", "several "
-           "processes, or ZeRO, stop while a checkpoint is written: set checkpoint.background=auto")
     yield (nodes > 1 and config.run_name is None and "run_name" not in handed_in,
            "hardware.num_nodes, run_name",
            "all nodes write into one run folder: give it a name with run_name=NAME")

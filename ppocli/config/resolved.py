@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.config import bounded
+from ppocli.config.gone import without_gone_keys
 from ppocli.config.keys import free_mapping_of, key_for, schema_keys, takes_escapes
 from ppocli.config.problems import range_problems
 from ppocli.config.row_paths import joined_paths, row_paths
@@ -165,8 +166,10 @@ def parsed(text: str) -> TrainConfig | None:
         raise yaml.YAMLError(str(error)) from error
     if not isinstance(loaded, DictConfig) or not loaded:
         return None
-    each_text(OmegaConf.to_container(loaded, resolve=False), _refuse_interpolation)
-    config = typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), loaded)))
+    settings = OmegaConf.to_container(loaded, resolve=False)
+    each_text(settings, _refuse_interpolation)
+    current = without_gone_keys(typing.cast(dict[str, Any], settings))
+    config = typed(typing.cast(DictConfig, OmegaConf.merge(schema_node(), current)))
     if "reward" in loaded and OmegaConf.select(loaded, "reward.style") is None:
         # made before there were others
         config.reward.style = "ppocli"

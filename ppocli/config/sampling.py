@@ -119,12 +119,6 @@ def _servers(config: schema.TrainConfig) -> keys.Rules:
            "nothing is started: leave it out, or set rollout.launch=true")
     yield (rollout.launch and config.hardware.num_nodes > 1, "rollout.launch, hardware.num_nodes",
            "launch is for a run on one machine: start the servers by themselves")
-    yield (rollout.weights_dir is not None and rollout.transfer != "files",
-           "rollout.weights_dir, rollout.transfer", f"{rollout.transfer} writes no files: leave "
-           "weights_dir out")
-    yield (rollout.transfer == "nccl" and config.hardware.device == "cpu",
-           "rollout.transfer, hardware.device", "nccl sends weights from a GPU: set "
-           "rollout.transfer=gloo")
     yield (not rollout.urls, "rollout.urls", "vllm needs a server: give "
            "rollout.urls=[http://127.0.0.1:8000], and start it as `ppocli vllm-command` prints it")
     yield (len({url.rstrip("/") for url in rollout.urls}) < len(rollout.urls), "rollout.urls",

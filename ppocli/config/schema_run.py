@@ -23,11 +23,9 @@ class RolloutConfig:
     """seconds that a server has for a response, or to take new weights"""
     concurrency: int = key(128, ge=1)
     """responses that each process has under way at each server"""
-    transfer: str = key("files", choices=("files", "gloo", "nccl"), on_resume="harmless")
-    """how weights go to servers: 'files' of a folder that both see, or sent to their workers, over
-    the network from the host's memory ('gloo') or from GPU to GPU ('nccl')"""
     weights_dir: Optional[str] = key(None)
-    """folder of transfer=files, under the same path at servers (default: a temporary one)"""
+    """folder in which servers find new weights, under the same path there (default: a temporary
+    one)"""
     server_args: list[str] = key([])
     """list of further words of the servers' command: [--tensor-parallel-size,'2']"""
     ahead: int = key(0, ge=0, le=1)
@@ -136,9 +134,6 @@ class CheckpointConfig:
     metric: str = key("reward_mean")
     """evaluation figure that decides what is best: reward_mean or metrics/NAME of metric_fn; of sft
     loss, of a reward model accuracy or loss"""
-    background: str = key("auto", choices=("auto", "always", "never"))
-    """write checkpoints while training goes on, from a copy in host memory: where there is room for
-    it, always, or never"""
 
 
 @dataclass

@@ -48,8 +48,6 @@ class Estimate:
     prompt_tokens: int
     unknown: dict[str, str]
     """what is left out, and why"""
-    spared: int = 0
-    """bytes of ``sums`` that the run does without where they aren't free"""
     rough: tuple[str, ...] = ()
     """kinds of models among those that train whose passes have not been measured"""
     new_tokens: int = 0
@@ -83,7 +81,7 @@ def estimate(cfg: TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool
         *_passes(cfg, models, parts, layout, prompt_tokens, new)) if line.device or line.host)
     kinds = dict.fromkeys(lm.config.model_type for lm in models.trunks)
     return Estimate(parts, layout, lines, memory.add_up(lines, parts, layout, stage),
-                    memory.disk_of(cfg, parts), prompt_tokens, unknown, memory.spared(cfg, lines),
+                    memory.disk_of(cfg, parts), prompt_tokens, unknown,
                     tuple(kind for kind in kinds if kind not in passes.MEASURED), new)
 
 
@@ -292,7 +290,7 @@ def needs(found: Estimate, room: Room) -> list[tuple[int, int, str]]:
     host = f"{room.name} memory" if given else "this machine's memory"
     asked = [(sums.device, room.device,
               f"{room.name} GPU memory" if given else f"memory on {room.name}"),
-             (max(sums.host - found.spared, sums.loading), room.host,
+             (max(sums.host, sums.loading), room.host,
               host if many == 1 else f"{host} for {many} processes")]
     return [(needed, there, of) for needed, there, of in asked if there is not None]
 

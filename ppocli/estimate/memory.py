@@ -31,7 +31,6 @@ from ppocli.estimate.parts import Part
 
 MAX_LIVE = 1_000_000_000
 """elements: DeepSpeed's default ``stage3_max_live_parameters``"""
-CHECKPOINT_COPY = "copy of a checkpoint"
 FROZEN = "states of frozen layers"
 """names of lines"""
 LASTING = "generate score update save"
@@ -168,11 +167,6 @@ def lines_of(cfg: schema.TrainConfig, parts: Sequence[Part], layout: Layout, hea
         yield _line("weights gathered in a pass", min(size, 4 * live),
                     "update" if whole else LASTING)
         yield _line("weights gathered for rollouts", size if whole else heads, "generate score")
-    # what is written while training goes on (ppocli.training.background_saving); where they compute
-    # on the host, weights that don't train are shared with their copy
-    if cfg.checkpoint.background != "never" and ranks == 1 and not stage:
-        copied = sum(p.pinned for p in own) if layout.cuda else trained + state
-        yield _line(CHECKPOINT_COPY, copied + _followed(cfg, parts), on_host=layout.cuda)
 
 
 def _line(name: str, size: int, phases: str = LASTING, *, on_host: bool = False) -> Line:
@@ -187,12 +181,6 @@ def _followed(cfg: schema.TrainConfig, parts: Iterable[Part]) -> int:
 
 def _share(count: int, ranks: int) -> int:
     return -(-count // ranks)
-
-
-def spared(cfg: schema.TrainConfig, lines: Iterable[Line]) -> int:
-    """Bytes among the lines that a run does without where they aren't free."""
-    return sum(line.device + line.host for line in lines
-               if line.name == CHECKPOINT_COPY and cfg.checkpoint.background == "auto")
 
 
 def add_up(lines: Sequence[Line], parts: Sequence[Part], layout: Layout, stage: int) -> Sums:

@@ -96,8 +96,6 @@ class Part:
     """where it lies: ``offloaded`` is in host memory while it isn't run"""
     adapter: bool = False
     """whether what trains is an adapter, which is all that is saved of it"""
-    pinned: int = 0
-    """bytes of pinned host memory that a copy of what a checkpoint holds of it takes"""
 
     @property
     def saved(self) -> int:
@@ -264,7 +262,6 @@ def _trained_parts(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
         state = [size for p in trained for size in state_sizes(optimizer, p.shape)]
         # what a master copy holds beside a weight in bf16
         state += [2 * p.numel() for p in trained if p.dtype == torch.bfloat16]
-        copied = [p.nbytes for p in (trained if adapter else parameters)]
         yield Part(
             kind=kind, name=name, parameters=count(parameters), trained=count(trained),
             gradients=sum(p.nbytes for p in trained),
@@ -272,8 +269,7 @@ def _trained_parts(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
             state=sum(state), sharded=True, adapter=adapter,
             cast=count([p for p in trained if p.dim() == 2 and id(p) not in apart
                         and p.dtype == torch.float32]),
-            largest=max((p.numel() for p in trained), default=0),
-            pinned=sum(map(pinned_bytes, copied + state)))
+            largest=max((p.numel() for p in trained), default=0))
 
 
 def count(parameters: Iterable[nn.Parameter]) -> int:
@@ -299,12 +295,6 @@ def state_sizes(optimizer: schema_training.OptimizerConfig, shape: torch.Size) -
         case "adamw_8bit" if count >= 4096:
             return (count, 4 * -(-count // 256)) * 2
     return 4 * count, 4 * count
-
-
-def pinned_bytes(size: int) -> int:
-    """What torch takes of host memory for a pinned tensor of so many bytes: a power of two
-    (``ATen/core/CachingHostAllocator.h``)."""
-    return 1 << (size - 1).bit_length() if size else 0
 
 
 def quantized_weights(cfg: schema.TrainConfig, models: Models) -> dict[int, int]:

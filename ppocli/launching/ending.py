@@ -112,7 +112,6 @@ def _where(run: loop.Run) -> str:
 
 def _last_checkpoint(run: loop.Run) -> tuple[str, bool]:
     """Words about the newest checkpoint, and whether there is one."""
-    run.saving.settle()
     found = checkpoints.find_latest(run.folder.checkpoints, run_id=run.run_id, verify="size").found
     if found is None:
         return "no checkpoint was saved yet", False
@@ -126,7 +125,6 @@ def _save_what_is_sound(run: loop.Run) -> tuple[str, bool]:
         words about what is on the disk, and whether the run can be resumed from it.
     """
     run.clock.mark("other")  # what is left of the phase that was broken off
-    run.saving.settle()
     if run.task.backend.ranks.first:
         loop.check_place(run)
     if not run.intact:

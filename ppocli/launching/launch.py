@@ -203,11 +203,6 @@ def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonO
         words = words.adding(*(f"{key}={resolved.quoted(resolved.PYTHON_OBJECT)}"
                                for name, key in resolved.MODEL_KEYS.items()
                                if getattr(objects, name) is not None))
-    if objects.optimizer is not None and words.value("ppo.optimizer.lr") is None:
-        first = objects.optimizer.param_groups[0]
-        words = words.adding(f"ppo.optimizer.lr={float(first.get('initial_lr', first['lr']))!r}")
-    if objects.lr_scheduler is not None and words.value("ppo.scheduler.name") is None:
-        words = words.adding("ppo.scheduler.name=constant")  # it alone says how the rate goes on
     composed = compose(words)
     refuse_objects(composed.config, objects)
     if composed.config.env.fn is not None:
@@ -225,21 +220,11 @@ def refuse_objects(config: schema.TrainConfig, objects: PythonObjects) -> None:
     Raises:
         ConfigError: they don't.
     """
-    scheduler = objects.lr_scheduler
     wrong = [text for broken, text in (
         *((found is not None and "PreTrainedModel" not in [k.__name__ for k in type(found).__mro__],
            f"{name}: a {type(found).__name__} is no language model of transformers; give the one "
            "below a value head (.pretrained_model), or the base of an adapter, and model.peft")
           for name, found in (("model", objects.model), ("ref_model", objects.ref_model))),
-        (objects.optimizer is not None and objects.model is None,
-         "optimizer: it needs model=, whose parameters it holds"),
-        (scheduler is not None and scheduler.optimizer is not objects.optimizer,
-         "lr_scheduler: it needs optimizer=, which it changes"),
-        (type(scheduler).__name__ == "ReduceLROnPlateau",
-         "lr_scheduler: ReduceLROnPlateau waits for a figure, which nobody gives it"),
-        (scheduler is not None and config.ppo.scheduler != replace(
-            schema.PPOConfig().scheduler, name="constant"),
-         "lr_scheduler: ppo.scheduler would change the same rates; leave it out"),
         (config.ppo.dynamic_sampling is not None, "ppo.dynamic_sampling: the loop chooses and "
          "scores its samples itself; leave it out"),
         (config.ppo.staleness > 0 or config.ppo.old_logprobs == "sampler"

@@ -156,7 +156,7 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
     task = build_task(TaskSetup(resolved.with_values(
         cfg, {"model.chat_template_date": date}), backend, objects))
     fresh = loop.initial_state(task)
-    state = fresh = replace(fresh, digests=fresh.digests | objects.noted())
+    state = fresh
     run_id = ranks.first_does(lambda: _run_id(folder))
     if start.resume:
         state = restore(task, folder, run_id, fresh)
@@ -195,7 +195,7 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
                        clock=clock.PhaseClock(backend.device, began, display.board.marked),
                        identity=identity)
         with ExitStack() as ending:
-            for close in (task.trained.close, task.close, run.saving.settle):  # the last is first
+            for close in (task.trained.close, task.close):  # the last is first
                 ending.callback(close)
             yield run
 

@@ -17,7 +17,6 @@ import torch
 from safetensors.torch import save_file
 
 from ppocli.errors import PpocliError
-from ppocli.parallel.ranks import Ranks
 from ppocli.storage.model_files import POLICY
 from ppocli.training.optimizers import named_trainable
 from ppocli.training.saved_model import SavedModel, Tensors
@@ -39,25 +38,6 @@ class Contents:
     task's own tensors; for the folder of the policy its model's state dict, or its adapter's
     tensors as PEFT names them"""
     generators: Generators
-    fixed: frozenset[int] = frozenset()
-    """addresses of tensors that never change, such as weights that don't train: a copy can share
-    them"""
-    described: dict[str, bytes] | None = None
-    """the small files of the policy by name; None: as the model is described when it is written"""
-
-
-def contents_of(task: Task, state: TrainState) -> Contents:
-    """The tensors that train, as they are: what is made of them must be done before they change.
-
-    Args:
-        task: of one process that shards nothing.
-        state: that was committed, whose tensors and generators belong to them.
-    """
-    module = task.trained.module
-    slots = optimizer_slots(named_trainable(module), task.trained.optimizer, 0, Ranks())
-    fixed = [p for p in module.parameters() if not p.requires_grad] + list(state.tensors.values())
-    return Contents(task.saved, {**_weights(task, state, None), OPTIMIZER: slots},
-                    state.generators, frozenset(tensor.data_ptr() for tensor in fixed))
 
 
 def _weights(task: Task, state: TrainState, whole: Tensors | None) -> dict[str, Tensors]:
@@ -79,22 +59,14 @@ def module_files(task: Task) -> dict[str, torch.nn.Module]:
 
 
 def write_contents(contents: Contents, folder: Path) -> None:
-    """Put all of it into ``folder``; safetensors and JSON only.
-
-    Of ``contents.saved`` what never changes is read: of a copy this can be done while it trains.
-    """
+    """Put all of it into ``folder``; safetensors and JSON only."""
     saved = contents.saved
     for name, tensors in contents.files.items():
         if name == POLICY:
             saved.write_weights(folder / name, tensors)
         else:
             save_tensors(tensors, folder / name)
-    if contents.described is None:
-        saved.describe(folder / POLICY)
-    for name, raw in (contents.described or {}).items():
-        path = folder / POLICY / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(raw)
+    saved.describe(folder / POLICY)
     contents.generators.write(folder)
 
 

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -24,7 +23,7 @@ from ppocli.parallel import backend, launchers
 from ppocli.parallel.stop import StopFlag
 from ppocli.storage import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.tracking.trackers import Tracker, open_trackers
-from ppocli.training import background_saving, checkpoint_writing
+from ppocli.training import checkpoint_writing
 from ppocli.training.clock import PhaseClock
 from ppocli.training.optimize import optimize
 from ppocli.training.state import Best, Generators, Pace, TrainState
@@ -94,8 +93,6 @@ class Run:
     """books all time since the run was started; each commit takes what it has"""
     intact: bool = True
     """false while the weights are between two steps and must not be saved"""
-    saving: background_saving.Saving = field(default_factory=background_saving.Saving)
-    """the checkpoint that is being written while training goes on"""
     identity: Mapping[Path, bytes] = field(default_factory=dict)
     """small files of the folder that nobody writes meanwhile, without which it is no run's: those
     that vanish are written again"""
@@ -121,7 +118,6 @@ def run_training(run: Run) -> None:
     finish_step(run)
     while not _is_last(run):
         run.stop.meet()
-        run.saving.meet()
         run.clock.mark("between")
         launchers.note_phase(f"step {run.state.step + 1}, rollout")
         run.display.board.enter("rollout", ("chunk", 1, run.task.chunks(run.state)))
@@ -239,7 +235,7 @@ def finish_step(run: Run) -> None:
     if step > 0 and (improved or overdue or _due(cfg.checkpoint.every_steps, step)
                      or run.task.kept_step(run.state) == step or _is_last(run)):
         run.clock.mark("between")
-        save(run, going_on=not _is_last(run))
+        save(run)
         run.clock.mark("saving")
 
 
@@ -280,18 +276,12 @@ def _better(figure: float | None, best: Best | None, *, lowest: bool) -> bool:
     return best is None or (figure < best.metric if lowest else figure > best.metric)
 
 
-def save(run: Run, *, going_on: bool = False) -> None:
+def save(run: Run) -> None:
     """Save the committed state as a checkpoint, then prune. A failed prune is a warning.
 
-    Args:
-        going_on: training goes on: where there is room for a copy the checkpoint is only begun, to
-            be written meanwhile. Otherwise it is there when this returns.
-
     Raises:
-        DiskError: the disk is full, or was when the checkpoint before was written; older
-            checkpoints are untouched.
+        DiskError: the disk is full; older checkpoints are untouched.
     """
-    run.saving.wait()
     task, state = run.task, run.state
     task.backend.ranks.first_does(lambda: check_place(run))
     launchers.note_phase(f"saving step {state.step}")
@@ -303,17 +293,8 @@ def save(run: Run, *, going_on: bool = False) -> None:
                                     write=write, state=saved, config_digest=run.config_digest,
                                     versions=run.versions | backend.made_on(task.backend))
 
-    copied = run.saving.copy(task, state, run.folder.checkpoints) if going_on else None
-    if copied is None:
-        checkpoint_writing.save_together(task, state, put)
-        _tidy(run, state)
-    else:
-        def write() -> None:
-            with naming_lost_place(run):
-                put(partial(checkpoint_writing.write_contents, copied))
-                _tidy(run, state)
-
-        run.saving.begin(write)
+    checkpoint_writing.save_together(task, state, put)
+    _tidy(run, state)
     run.saved_at = monotonic()
 
 

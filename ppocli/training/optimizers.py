@@ -2,7 +2,6 @@
 learning rates."""
 
 import math
-import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -14,11 +13,8 @@ from ppocli.config import algorithm, tasks
 from ppocli.config.schema_training import (
     OPTIMIZER_KEYS,
     OptimizerConfig,
-    PPOConfig,
     SchedulerConfig,
 )
-from ppocli.errors import ConfigError
-from ppocli.models.policy import Policy
 from ppocli.training.master_weights import LOW, joined, split
 
 ROLES = ("policy", "value")
@@ -55,44 +51,6 @@ def build_optimizer(policy: torch.nn.Module, updates: tasks.Updates) -> torch.op
     if any(p.dtype == torch.bfloat16 for p in (*own, *critic)):
         return MasterWeights(parts)
     return parts[0] if len(parts) == 1 else JointOptimizer(parts)
-
-
-def taken_optimizer(policy: Policy, ppo: PPOConfig, given: torch.optim.Optimizer
-                    ) -> torch.optim.Optimizer:
-    """An optimizer that a caller has made, and beside it ours for the value function. What of the
-    policy it leaves out is frozen.
-
-    Raises:
-        ConfigError: it holds none of the policy's parameters.
-    """
-    held = {id(p) for group in given.param_groups for p in group["params"]}
-    own, critic = _by_role(policy)
-    left_out = [p for p in own if id(p) not in held]
-    if len(left_out) == len(own):
-        raise ConfigError("The optimizer holds no parameter of the model that trains.",
-                          where="optimizer", fix="make it of model.parameters(), and give model=")
-    for parameter in left_out:
-        parameter.requires_grad_(False)
-    for group in given.param_groups:
-        group |= {"base_lr": group["lr"], "role": "policy"}
-    cfg = algorithm.value_optimizer(ppo)
-    return JointOptimizer([given, _optimizer(cfg, [_group(critic, cfg, "value")])]) if critic \
-        else given
-
-
-def follow_scheduler(optimizer: torch.optim.Optimizer, given: torch.optim.lr_scheduler.LRScheduler,
-                     steps: int) -> None:
-    """Let a caller's scheduler make so many steps, and go on with its rates; the value function's
-    rate changes by the same factor."""
-    with warnings.catch_warnings():  # after a resume it has seen none of the optimizer's steps
-        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
-        for _ in range(steps):
-            given.step()
-    first = given.optimizer.param_groups[0]
-    for group in optimizer.param_groups:
-        start = group.setdefault("initial_lr", group["base_lr"])
-        group["base_lr"] = group["lr"] if group["role"] == "policy" else \
-            start * first["lr"] / (first["initial_lr"] or 1.0)
 
 
 def _by_role(policy: torch.nn.Module) -> list[list[torch.nn.Parameter]]:

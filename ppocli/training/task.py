@@ -47,15 +47,6 @@ class PythonObjects:
     """a transformers model, which is trained in place"""
     ref_model: Any = None
     tokenizer: Any = None
-    optimizer: torch.optim.Optimizer | None = None
-    """over the parameters of ``model``"""
-    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None = None
-
-    def noted(self) -> dict[str, str]:
-        """What a resume has to be given again and no key tells of: its argument and its kind."""
-        return {f"the argument {name}": type(found).__name__
-                for name in ("optimizer", "lr_scheduler")
-                if (found := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-from checkpoint_samples import tree
 from helpers import save_lm
 from sessions import (
     count_letters,
@@ -14,10 +13,8 @@ from sessions import (
     fresh_state,
     optimize,
     rollout_of,
-    save_session,
     session_of,
     small_config,
-    state_now,
     weights_of,
 )
 from simulated import MEMORY, OnDevice
@@ -27,9 +24,6 @@ from ppocli.launching.worker import run_worker
 from ppocli.storage.run_folder import write_config
 from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.experience import to_experience
-from ppocli.tasks.ppo.task import PPOTask
-from ppocli.training.background_saving import HostCopies
-from ppocli.training.checkpoint_writing import contents_of, write_contents
 
 CASES = {
     "all layers": {}, "top layer": {"model__num_layers_unfrozen": 1},
@@ -123,30 +117,6 @@ def test_a_run_saves_goes_on_where_it_stopped_and_leaves_a_model(sim, tmp_path, 
                      for path in (folder / "model").rglob("*.safetensors")})
     assert left[0] == left[1]
     assert left[0]
-
-
-@pytest.mark.parametrize("unfrozen", [-1, 1])
-def test_a_copy_written_at_once_or_after_more_training_is_the_synchronous_save(sim, tmp_path,
-                                                                                 unfrozen):
-    """It is copied without a wait for each tensor, and has arrived when it is handed over."""
-    cfg = small_config(tmp_path, hardware__device="cuda", model__num_layers_unfrozen=unfrozen)
-    with session_of(cfg) as session:
-        copies = HostCopies()
-        optimize(session, experience_of(session, 0))
-        for start in (16, 32):  # into memory that is new, and into that of the copy before
-            folders = [tmp_path / f"{name}-{start}" for name in ("at-once", "expected", "later")]
-            for folder in folders:
-                folder.mkdir()
-            sim.take()
-            copy = copies.copy(contents_of(PPOTask(session), state_now(session)), tmp_path)
-            assert sim.take().total() <= 2
-            write_contents(copy, folders[0])
-            save_session(session, folders[1])
-            optimize(session, experience_of(session, start))
-            write_contents(copy, folders[2])
-            at_once, expected, later = map(tree, folders)
-            assert at_once == expected
-            assert later == expected
 
 
 SHAPES = {"gpt2": {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256},

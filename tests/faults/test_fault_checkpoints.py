@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from helpers import mostly_slow
 from runs import assert_equal_runs, copied, spawn, wait_for, whole_copy, words
 
 from ppocli.config.compose import Checked, Composed
@@ -135,14 +134,12 @@ def test_what_vanishes_while_a_run_goes_on_is_written_again(command, world, monk
         return prune(folder, *given)
 
     monkeypatch.setattr(retention, "prune", lose)
-    ended = command(*words("run_name=r", "ppo.num_steps=2", "checkpoint.background=never"), code=0)
+    ended = command(*words("run_name=r", "ppo.num_steps=2"), code=0)
     assert "run.json was gone; it is written again as it was" in ended.err
 
 
-@pytest.mark.parametrize(("background", "moved"), mostly_slow(
-    ["never", "always"], [False, True],
-    quick=lambda background, moved: (background == "always") == moved))
-def test_a_run_whose_folder_goes_away_says_so_once(background, moved, command, world, monkeypatch):
+@pytest.mark.parametrize("moved", [False, True])
+def test_a_run_whose_folder_goes_away_says_so_once(moved, command, world, monkeypatch):
     prune = retention.prune
 
     def lose(folder: Path, *given: int | None) -> list[str]:
@@ -153,7 +150,7 @@ def test_a_run_whose_folder_goes_away_says_so_once(background, moved, command, w
         return prune(folder, *given)
 
     monkeypatch.setattr(retention, "prune", lose)
-    ended = command(*words("run_name=r", f"checkpoint.background={background}"), code=6)
+    ended = command(*words("run_name=r"), code=6)
     assert ended.err.count("moved or deleted") == ended.err.lower().count("error") == 1
     assert not (world / "runs/r").exists()
     if moved:

@@ -99,7 +99,7 @@ def test_the_end_of_value_pretraining_is_kept_and_resumed_from_exactly(command, 
 
 def test_a_killed_run_still_has_the_samples_that_wait(command, world):
     """Killed in step 3, after the checkpoint of step 2, which holds those of steps 3 and 4."""
-    more = ["ppo.staleness=2", "ppo.importance.level=token", "checkpoint.background=never",
+    more = ["ppo.staleness=2", "ppo.importance.level=token",
             "ppo.importance.reject.seq_mean_k3=1"]
     command(*words("run_name=straight", *more, stateful=True), code=0)
     given = words("run_name=killed", *more, stateful=True)
@@ -190,7 +190,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path, images: Path) -> lis
 @pytest.mark.parametrize("each", [30, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_same_command_goes_on_from_every_instant(each, command, world, monkeypatch):
     """Of a kill between any two changes of files before the first checkpoint."""
-    given = words("run_name=r", "resume=auto", "ppo.num_steps=1", "checkpoint.background=never")
+    given = words("run_name=r", "resume=auto", "ppo.num_steps=1")
     with monkeypatch.context() as patch:
         images = recorded(patch, world / "runs", world / "images")
         command(*given, code=0)

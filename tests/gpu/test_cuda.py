@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from checkpoint_samples import tree
 from helpers import save_lm, stable_rows, write_prompts
 from runs import words
 from sessions import (
@@ -16,10 +15,8 @@ from sessions import (
     optimize,
     prompt_and_response,
     rollout_of,
-    save_session,
     session_of,
     small_config,
-    state_now,
 )
 
 from ppocli.launching.child_process import Start
@@ -29,9 +26,6 @@ from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
 from ppocli.sampling import token_graph
 from ppocli.storage.run_folder import write_config
-from ppocli.tasks.ppo.task import PPOTask
-from ppocli.training.background_saving import HostCopies, copied_bytes
-from ppocli.training.checkpoint_writing import contents_of, write_contents
 
 pytestmark = pytest.mark.gpu
 
@@ -248,28 +242,3 @@ def test_the_peak_is_within_15_percent(tmp_path, kind, keys):
         rollouts = torch.cuda.max_memory_allocated() - before
     assert found.sums.update == pytest.approx(update, rel=0.15)
     assert max(found.sums.generate, found.sums.score) == pytest.approx(rollouts, rel=0.15)
-
-
-@pytest.mark.parametrize("unfrozen", [-1, 1])
-def test_a_copy_written_after_more_training_is_the_synchronous_save(tmp_path, unfrozen):
-    cfg = small_config(tmp_path, hardware__device="cuda", model__num_layers_unfrozen=unfrozen)
-    with session_of(cfg) as session:
-        copies, (once, expected, found) = HostCopies(), (
-            tmp_path / name for name in ("once", "expected", "found"))
-        for folder in (once, expected, found):
-            folder.mkdir()
-        optimize(session, experience_of(session, 0))
-        contents = contents_of(PPOTask(session), state_now(session))
-        size = copied_bytes(contents)
-        write_contents(copies.copy(contents, tmp_path), once)
-        optimize(session, experience_of(session, 16))
-        copy = copies.copy(contents_of(PPOTask(session), state_now(session)), tmp_path)
-        assert all(t.is_pinned() for tensors in copy.files.values() for t in tensors.values())
-        save_session(session, expected)
-        optimize(session, experience_of(session, 32))
-        write_contents(copy, found)
-    assert tree(found) == tree(expected) != tree(once)
-    line, = (line for line in estimate_of(cfg, 8, cuda=True).lines
-             if line.name == "copy of a checkpoint")
-    assert line.device == 0
-    assert size == pytest.approx(line.host, rel=0.03)  # counts of steps apart

@@ -9,7 +9,7 @@ from runs import WORDS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppocli import PPOTrainer
-from ppocli.errors import CheckpointError, ConfigError
+from ppocli.errors import ConfigError
 
 TEXTS = ["the film", "i saw", "this plot was", "it"]
 CONFIG = {"ppo": {"num_rollouts": 4, "mini_batch_size": 2, "num_steps": 3, "total_episodes": None},
@@ -21,22 +21,14 @@ def tokenizer(shared_world: Path):
     return AutoTokenizer.from_pretrained(shared_world / "lm")
 
 
-def made(shared_world: Path) -> tuple:
-    model = AutoModelForCausalLM.from_pretrained(shared_world / "lm")
-    optimizer = torch.optim.Adam(filter(lambda p: p.requires_grad, model.parameters()), lr=1e-3)
-    return model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: 1 / (s + 1))
-
-
 def test_a_loop_of_trl_runs_as_it_stands(shared_world, tokenizer, tmp_path):
-    model, optimizer, lr_scheduler = made(shared_world)
+    model = AutoModelForCausalLM.from_pretrained(shared_world / "lm")
     ref_model = AutoModelForCausalLM.from_pretrained(shared_world / "lm")
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    ppo_trainer = PPOTrainer({**CONFIG, "output_dir": str(tmp_path)}, model, ref_model, tokenizer,
-                             optimizer=optimizer, lr_scheduler=lr_scheduler)
+    ppo_trainer = PPOTrainer({**CONFIG, "output_dir": str(tmp_path)}, model, ref_model, tokenizer)
     generation_kwargs = {"min_length": -1, "top_k": 0.0, "top_p": 1.0, "do_sample": True,
                          "pad_token_id": tokenizer.eos_token_id, "max_new_tokens": 8}
     query_tensors = [tokenizer(text, return_tensors="pt")["input_ids"][0] for text in TEXTS]
-    rates = []
     for way in ("batched", "one by one"):
         if way == "batched":
             response_tensors, ref_response_tensors = ppo_trainer.generate(
@@ -55,27 +47,15 @@ def test_a_loop_of_trl_runs_as_it_stands(shared_world, tokenizer, tmp_path):
                    tokenizer.batch_decode(response_tensors)]
         stats = ppo_trainer.step(query_tensors, response_tensors, rewards)
         ppo_trainer.log(stats)
-        rates.append(stats["lr"])
-    assert rates == pytest.approx([1e-3, 5e-4])
     assert ppo_trainer.model is model
     assert any(not torch.equal(value, before[name]) for name, value in model.state_dict().items())
     saved = ppo_trainer.save_checkpoint()
     ppo_trainer.close()
-    goes_on(shared_world, saved.parents[1], ppo_trainer)
-
-
-def goes_on(shared_world: Path, run: Path, before: PPOTrainer) -> None:
-    """The run's folder has the models; the optimizer and the schedule have to be given again."""
-    with pytest.raises(CheckpointError, match="the argument optimizer, the argument lr_scheduler"):
-        PPOTrainer([f"resume={run}"])
-    model, optimizer, lr_scheduler = made(shared_world)
-    with PPOTrainer([f"resume={run}"], model, optimizer=optimizer,
-                    lr_scheduler=lr_scheduler) as trainer:
-        for ours, theirs in zip(model.parameters(), before.model.parameters(), strict=True):
+    run = saved.parents[1]
+    with PPOTrainer([f"resume={run}"]) as trainer:
+        for ours, theirs in zip(trainer.model.parameters(), model.parameters(), strict=True):
             assert torch.equal(ours, theirs)
-        assert {"step", "exp_avg", "exp_avg_sq"} == set(optimizer.state[next(model.parameters())])
-        batch = trainer.generate(TEXTS)
-        assert trainer.step(batch, [1.0, 0.0, 0.0, 1.0])["lr"] == pytest.approx(1e-3 / 3)
+        trainer.step(trainer.generate(TEXTS), [1.0, 0.0, 0.0, 1.0])
 
 
 MASKED = ["ppo.ppo_epochs=1", "ppo.num_steps=2", "ppo.num_rollouts=3", "ppo.mini_batch_size=3",
@@ -174,29 +154,21 @@ def test_generation_arguments_are_checked(arguments, said, idle):
         idle.generate([[4, 9]], **arguments)
 
 
-@pytest.mark.parametrize(("objects", "said"), [
-    (lambda model, adam, rates: {"optimizer": adam}, "it needs model="),
-    (lambda model, adam, rates: {"model": model, "lr_scheduler": rates}, "it needs optimizer="),
-    (lambda model, adam, rates: {"model": torch.nn.Linear(2, 2)}, "no language model"),
-    (lambda model, adam, rates: {"model": model, "optimizer": torch.optim.SGD(
-        [torch.zeros(2, requires_grad=True)], lr=1.0)}, "holds no parameter")])
-def test_objects_that_do_not_fit_are_refused(objects, said, shared_world, tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match=said):
-        PPOTrainer({**CONFIG, "output_dir": str(tmp_path)}, tokenizer=tokenizer,
-                   **{"model": None, **objects(*made(shared_world))})
+def test_objects_that_do_not_fit_are_refused(shared_world, tokenizer, tmp_path):
+    rates = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    for objects, error in (({"model": torch.nn.Linear(2, 2)}, "no language model"),
+                           ({"optimizer": rates}, "ppo.optimizer.lr"),
+                           ({"lr_scheduler": rates}, "ppo.scheduler.name")):
+        with refused(ConfigError, error):
+            PPOTrainer({**CONFIG, "output_dir": str(tmp_path)}, tokenizer=tokenizer, **objects)
     assert not (tmp_path / "trl").exists()
 
 
-def test_what_an_optimizer_leaves_out_is_frozen(shared_world, tokenizer, tmp_path):
-    model, _, _ = made(shared_world)
-    top = model.transformer.h[-1]
-    before = model.transformer.h[0].mlp.c_fc.weight.clone(), top.mlp.c_fc.weight.clone()
-    with PPOTrainer({**CONFIG, "output_dir": str(tmp_path)}, model, tokenizer=tokenizer,
-                    optimizer=torch.optim.SGD(top.parameters(), lr=0.1)) as trainer:
-        # as in TRL: sampled hotter, trained as what the policy says, which is its reference yet
+def test_samples_drawn_hotter_train_as_what_the_policy_says(shared_world, tokenizer, tmp_path):
+    """As in TRL; the policy is its reference yet."""
+    with PPOTrainer({**CONFIG, "output_dir": str(tmp_path)}, AutoModelForCausalLM.from_pretrained(
+            shared_world / "lm"), tokenizer=tokenizer) as trainer:
         stats = trainer.step(trainer.generate(TEXTS, temperature=2.0), [1.0, 0.0, 2.0, 0.0])
         assert stats["objective/kl"] == pytest.approx(0.0, abs=1e-5)
         trainer.log(stats)
-    assert torch.equal(model.transformer.h[0].mlp.c_fc.weight, before[0])
-    assert not torch.equal(top.mlp.c_fc.weight, before[1])
     assert len(jsonl(tmp_path / "trl/metrics.jsonl")) == 1

@@ -152,8 +152,6 @@ SERVED = {"rollout__engine": "vllm", "rollout__urls": ["http://h"]}
      "adafactor has no eps: leave it at 1e-08"),
     ({"ppo__optimizer__momentum": 0.9}, "adamw has no momentum: leave it at 0"),
     ({"ppo__optimizer__name": "adafactor", "hardware__zero_stage": 2}, "ZeRO shards its state"),
-    ({"checkpoint__background": "always", "hardware__num_processes": 2},
-     "stop while a checkpoint is written"),
     ({"ppo__optimizer__name": "adamw_8bit", "hardware__zero_stage": 1}, "ZeRO shards its state"),
     ({"tracking__trackers": ["a/own.py:A", "b/own.py:A"]}, "in files of different names"),
     # adapters
@@ -232,9 +230,6 @@ SERVED = {"rollout__engine": "vllm", "rollout__urls": ["http://h"]}
      "hardware.gather_for_generation"),
     ({**SERVED, "rollout__launch": True}, "rollout.python=PATH"),
     ({**SERVED, "rollout__ahead": 1, "ppo__staleness": 1}, "ppo.staleness"),
-    ({**SERVED, "rollout__transfer": "gloo", "rollout__weights_dir": "w"}, "rollout.transfer"),
-    ({**SERVED, "rollout__transfer": "nccl", "hardware__device": "cpu"}, "rollout.transfer"),
-    ({**SERVED, "rollout__transfer": "mpi"}, "rollout.transfer"),
     # trackers
     ({"tracking__trackers": ["wanbd"]}, "tracking.trackers: wanbd must be one of tensorboard, "
      "wandb, trackio or an import path; did you mean wandb?"),

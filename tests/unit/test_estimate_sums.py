@@ -12,7 +12,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.config.schema_training import OptimizerConfig
 from ppocli.errors import OutOfMemoryError
 from ppocli.estimate.check import Estimate, advice, check_memory, refuse_or_warn
-from ppocli.estimate.memory import Layout, Line, add_up, disk_of, layout_of, lines_of, spared
+from ppocli.estimate.memory import Layout, Line, add_up, disk_of, layout_of, lines_of
 from ppocli.estimate.parts import Part, models_of, parts_of, state_sizes
 from ppocli.parallel.host_memory import Room, host_room
 
@@ -63,29 +63,6 @@ def test_one_process_holds_everything():
     assert sums.score == 4000 + 1800 + 6400 + 30 + 40
     assert sums.update == 4000 + 1800 + 6400 + 3200 + 5000 + 300
     assert (sums.host, sums.loading) == (0, 4000)
-
-
-def test_a_copy_of_a_checkpoint_is_weights_and_state_and_can_be_done_without():
-    def told(parts=PARTS, background: str = "auto", **layout: object):
-        where = replace(ALONE, **layout)
-        cfg = set_keys(TrainConfig(), {"checkpoint.background": background})
-        lines = told_of(cfg, parts, where)
-        line = next((line for line in lines if line.name == "copy of a checkpoint"), Line("", 0))
-        return line, spared(cfg, lines), add_up(lines, parts, where, 0)
-
-    line, without, sums = told(cuda=False)
-    assert (line.device, line.host, without) == (3200 + 6400, 0, 3200 + 6400)
-    assert line.phases == "generate score update save"
-    assert sums.host == told(cuda=False, background="never")[2].host + 3200 + 6400
-    pinned = (replace(PARTS[0], pinned=16384), replace(PARTS[1], pinned=2048), PARTS[2])
-    line, without, sums = told(pinned)
-    assert (line.device, line.host, without) == (0, 16384 + 2048, 16384 + 2048)
-    assert sums.host == 16384 + 2048
-    assert told(pinned, "always")[1] == 0
-    assert told(pinned, "never")[0].host == 0
-    # several ranks stop for it
-    assert "copy of a checkpoint" not in added(0, LAYOUT, pinned)[0]
-    assert "copy of a checkpoint" not in added(1, replace(LAYOUT, ranks=1), pinned)[0]
 
 
 def test_an_offloaded_reference_is_on_the_device_while_it_runs():
@@ -245,11 +222,6 @@ def test_what_surely_does_not_fit_is_refused_and_what_is_close_is_warned_of(capl
         refuse_or_warn(set_keys(cfg, {"hardware.memory_check": "warn"}), found_of(2**20), room)
         assert "Memory is short" in caplog.text
         caplog.clear()
-        # what a run does without where it isn't free
-        asked = replace(found_of(0).sums, host=2000 * 2**20)
-        refuse_or_warn(TrainConfig(), replace(found_of(0), sums=asked, spared=1200 * 2**20), Room(
-            None, 1000 * 2**20, "this machine"))
-        assert not caplog.records
 
 
 @pytest.mark.parametrize(("counted", "estimated", "more", "refused"), [

@@ -18,11 +18,10 @@ import torch
 from helpers import environment, jsonl, make_lm, make_tokenizer, refused, write_prompts
 from runs import free_port, run, spawn, wait_for, words
 from sessions import rollout_of, session_of, small_config
-from vllm_double import assert_same, break_off, disturb, drawn, ours
+from vllm_double import assert_same, disturb, drawn, ours
 
 from ppocli.errors import SamplerError
-from ppocli.sampling.vllm.transfer import GroupTransfer
-from ppocli.sampling.vllm.weights import FolderTransfer
+from ppocli.sampling.vllm.weights import WeightsFolder
 
 PYTHON = os.environ.get("VLLM_PYTHON")
 ON_CPU = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
@@ -86,13 +85,10 @@ def config(folder: Path, url: str, **keys: Any) -> Any:
     return small_config(folder, rollout__engine="vllm", rollout__urls=[url], **keys)
 
 
-@pytest.mark.parametrize(("kind", "tied", "transfer"), [
-    ("gpt2", True, "files"), ("llama", True, "files"), ("llama", False, "files"),
-    ("gpt2", True, "gloo"), ("llama", False, "gloo")])
-def test_greedy_samples_and_stop_rules_equal_ours_after_updates(kind, tied, transfer, tmp_path):
+@pytest.mark.parametrize(("kind", "tied"), [("gpt2", True), ("llama", True), ("llama", False)])
+def test_greedy_samples_and_stop_rules_equal_ours_after_updates(kind, tied, tmp_path):
     make_world(tmp_path, kind, tie_word_embeddings=tied)
-    with (server(tmp_path, f"rollout.transfer={transfer}") as (url, _),
-          session_of(config(tmp_path, url, rollout__transfer=transfer)) as session):
+    with server(tmp_path) as (url, _), session_of(config(tmp_path, url)) as session:
         for _ in range(3):
             assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
             disturb(session)
@@ -110,37 +106,11 @@ def test_greedy_samples_and_stop_rules_equal_ours_after_updates(kind, tied, tran
 
 def test_each_worker_of_a_server_takes_its_part_of_the_weights(tmp_path):
     make_world(tmp_path, "llama", tie_word_embeddings=True)
-    with (server(tmp_path, "rollout.transfer=gloo", "rollout.server_args=[--enforce-eager,"
-                 "--tensor-parallel-size,'2']") as (url, _),
-          session_of(config(tmp_path, url, rollout__transfer="gloo")) as session):
+    with (server(tmp_path, "rollout.server_args=[--enforce-eager,--tensor-parallel-size,'2']"
+                 ) as (url, _), session_of(config(tmp_path, url)) as session):
         for _ in range(3):
             assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
             disturb(session)
-
-
-def test_a_server_whose_weights_broke_off_has_to_be_started_anew(tmp_path, monkeypatch):
-    make_world(tmp_path, "llama")
-    with (server(tmp_path, "rollout.transfer=gloo") as (url, _),
-          session_of(config(tmp_path, url, rollout__transfer="gloo", rollout__timeout=60.0)
-                     ) as session):
-        drawn(session)
-        disturb(session)
-        monkeypatch.setattr(GroupTransfer, "_broadcast", break_off)
-        with refused(SamplerError, "did not take its weights"):
-            drawn(session)
-        monkeypatch.undo()
-        with refused(SamplerError, "has to be started anew"):
-            drawn(session)
-
-
-def test_a_server_without_the_extension_says_so_and_goes_on(tmp_path):
-    make_world(tmp_path, "gpt2")
-    with server(tmp_path) as (url, _):
-        with (refused(SamplerError, "takes weights from files only"),
-              session_of(config(tmp_path, url, rollout__transfer="gloo")) as session):
-            drawn(session)
-        with session_of(config(tmp_path, url)) as session:
-            assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
 
 
 def test_samples_come_from_the_policys_distribution(tmp_path):
@@ -180,11 +150,11 @@ def test_a_server_with_shared_output_embeddings_is_right_or_found_out(kind, tmp_
 def test_a_reload_from_nowhere_ends_the_engine_and_is_not_begun(tmp_path):
     make_world(tmp_path, "gpt2")
     with server(tmp_path) as (url, _), session_of(config(tmp_path, url)) as session:
-        transfer = FolderTransfer(str(tmp_path))
-        transfer.hold(session.policy.lm, session.policy.lm.state_dict(), "x")
-        shutil.rmtree(transfer.path)
+        weights = WeightsFolder(str(tmp_path))
+        weights.write(session.policy.lm, session.policy.lm.state_dict(), "x")
+        shutil.rmtree(weights.path)
         with refused(SamplerError, "can't read the weights"):
-            transfer.prepare(session.sampler.servers[0])
+            weights.check_readable(session.sampler.servers[0])
         assert_same(drawn(session, do_sample=False), ours(session, do_sample=False))
 
 
@@ -231,7 +201,7 @@ def test_a_server_launched_beside_a_run(tmp_path):
     make_world(tmp_path, "llama")
     url = f"http://127.0.0.1:{free_port()}"
     run("train", *served(tmp_path, url, "rollout.launch=true", f"rollout.python={PYTHON}", EAGER,
-                         "rollout.transfer=gloo", "rollout.ahead=1"),
+                         "rollout.ahead=1"),
         cwd=tmp_path, code=0, **ON_CPU)
     gaps = [row["rollout/logprob_gap_max"]
             for row in jsonl(tmp_path / "runs/served/metrics.jsonl")[1:]]

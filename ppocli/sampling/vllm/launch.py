@@ -21,7 +21,7 @@ from ppocli.config import keys, schema
 from ppocli.errors import ConfigError, SamplerError
 from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.trunk import has_encoder
-from ppocli.sampling.vllm import keeper, plugin
+from ppocli.sampling.vllm import keeper
 from ppocli.sampling.vllm.server import Lost, Server
 from ppocli.storage.model_files import find_whole
 
@@ -29,7 +29,6 @@ log = logging.getLogger("ppocli")
 
 _DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
 """the routes that take weights are those of its development mode"""
-RECEIVER = "ppocli_receiver.Receiver"
 _PAUSE = 0.5
 DEFAULT_URL = "http://127.0.0.1:8000"
 _SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
@@ -72,7 +71,7 @@ def refuse_encoders(lm: Any) -> None:
 
 
 def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url: str) -> list[str]:
-    """Its words, for an environment with the variables of :func:`server_environment`.
+    """Its words, for an environment with the variables of :data:`_DEV_MODE`.
 
     Output embeddings are weights of their own: vLLM reads new weights layer by layer, and those
     that two layers share would stay the old ones in one of them, without an error.
@@ -103,20 +102,12 @@ def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url:
             *(["--revision", revision] if revision else []),
             *(["--tokenizer", tokenizer] if tokenizer else []),
             *(["--trust-remote-code"] if model.trust_remote_code else []),
-            *(["--worker-extension-cls", RECEIVER] if cfg.rollout.transfer != "files" else []),
             *cfg.rollout.server_args]
 
 
-def server_environment(cfg: schema.RolloutConfig) -> dict[str, str]:
-    """Variables that a server needs besides its words."""
-    own = os.environ.get("PYTHONPATH")
-    return _DEV_MODE if cfg.transfer == "files" else {**_DEV_MODE, "PYTHONPATH": os.pathsep.join(
-        [str(Path(plugin.__file__).parent), *([own] if own else [])])}
-
-
-def shell_line(cfg: schema.RolloutConfig, words: Sequence[str]) -> str:
+def shell_line(words: Sequence[str]) -> str:
     """The command as a shell takes it."""
-    variables = [f"{name}={shlex.quote(value)}" for name, value in server_environment(cfg).items()]
+    variables = [f"{name}={shlex.quote(value)}" for name, value in _DEV_MODE.items()]
     return " ".join([*variables, shlex.join(words)])
 
 
@@ -161,7 +152,7 @@ def launch_servers(owner: object, cfg: schema.TrainConfig, facts: ModelFacts,
         with path.open("ab") as output:
             process = subprocess.Popen([sys.executable, "-I", keeper.__file__, *words],
                                        stdin=subprocess.PIPE, stdout=output, stderr=output,
-                                       env={**os.environ, **server_environment(cfg.rollout)},
+                                       env={**os.environ, **_DEV_MODE},
                                        start_new_session=True)
         # the keeper ends the server when the pipe is closed, as the kernel does for a process that
         # was killed

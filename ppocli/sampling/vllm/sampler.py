@@ -15,7 +15,7 @@ import torch
 from ppocli.config import schema
 from ppocli.daemon import in_daemon
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.errors import ConfigError, SamplerError
+from ppocli.errors import SamplerError
 from ppocli.models.layout import padded
 from ppocli.models.loading.adapters import tensors_digest
 from ppocli.models.loading.language_model import DTYPES
@@ -31,8 +31,7 @@ from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm import launch
 from ppocli.sampling.vllm.server import HOW_TO, Answer, Dealing, Lost, Server
-from ppocli.sampling.vllm.transfer import GroupTransfer
-from ppocli.sampling.vllm.weights import FolderTransfer, Transfer, tensors_of
+from ppocli.sampling.vllm.weights import WeightsFolder, tensors_of
 
 log = logging.getLogger("ppocli")
 
@@ -51,10 +50,6 @@ class VllmSampler(DecodeSampler):
         super().__init__(setup)
         cfg, ranks = setup.cfg, setup.backend.ranks
         launch.refuse_encoders(setup.loaded.lm)
-        if cfg.rollout.transfer == "nccl" and setup.backend.device.type != "cuda":
-            raise ConfigError("nccl sends weights from a GPU, and this run computes on "
-                              f"{setup.backend.device.type}.", where="rollout.transfer",
-                              fix="set rollout.transfer=gloo")
         self.logprobs_match = False
         self.name = launch.served_name(cfg, setup.loaded.export_config)
         self._vocabulary = vocabulary_of(setup.loaded.lm)
@@ -64,7 +59,7 @@ class VllmSampler(DecodeSampler):
         self._lm: Any = None
         self._ahead: Begun | None = None
         self._run, self._sent, self._digest = secrets.token_hex(4), 0, ""
-        self._transfer: Transfer | None = None
+        self._weights: WeightsFolder | None = None
         ranks.first_does(self._begin)
 
     def _begin(self) -> None:
@@ -96,10 +91,8 @@ class VllmSampler(DecodeSampler):
         tensors = tensors_of(lm, self.setup.loaded.adapter, DTYPES[cfg.hardware.precision])
         changed = (digest := tensors_digest(tensors)) != self._digest
         self._digest, self._sent = digest, self._sent + changed
-        self._transfer = self._transfer or (
-            FolderTransfer(cfg.rollout.weights_dir) if cfg.rollout.transfer == "files" else
-            GroupTransfer(cfg.rollout))
-        self._transfer.hold(lm, tensors, self._newest)
+        self._weights = self._weights or WeightsFolder(cfg.rollout.weights_dir)
+        self._weights.write(lm, tensors, self._newest)
         return changed
 
     @property
@@ -112,10 +105,10 @@ class VllmSampler(DecodeSampler):
         Raises:
             SamplerError: none is left, or one says other tokens than we do.
         """
-        version, transfer = self._newest, self._transfer
-        assert transfer is not None
+        version, weights = self._newest, self._weights
+        assert weights is not None
         todo = [one for one in self.servers if one.lost or not one.holds(version)]
-        begun = [in_daemon(partial(self._give, one, transfer), f"updating {one.url}")
+        begun = [in_daemon(partial(self._give, one, weights), f"updating {one.url}")
                  for one in todo]
         for server, future in zip(todo, begun, strict=True):
             try:
@@ -125,16 +118,15 @@ class VllmSampler(DecodeSampler):
                 if not server.lost:
                     log.warning("%s; it is left out", error)
                 server.lost = str(error)
-        transfer.let_go()
         if all(server.lost for server in self.servers):
             raise self._none_left()
         return version, [server.lost for server in self.servers]
 
-    def _give(self, server: Server, transfer: Transfer) -> None:
+    def _give(self, server: Server, weights: WeightsFolder) -> None:
         server.check(self.name, 0)
         was_lost = bool(server.lost)
-        transfer.prepare(server)
-        server.load(partial(transfer.send, server), self._newest)
+        weights.check_readable(server)
+        server.load(partial(weights.load, server), self._newest)
         if was_lost:
             log.info("%s is back", server.url)
 

@@ -1,5 +1,5 @@
 """The policy's weights, as servers read them from a folder of safetensors that is new for each
-version (``rollout.transfer=files``)."""
+version."""
 
 import os
 import shutil
@@ -7,7 +7,7 @@ import tempfile
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -20,30 +20,6 @@ from ppocli.sampling.vllm.server import LOOK, Lost, Server
 _PREFIX = "ppocli-weights-"
 SEEN = "seen"
 """a folder without weights beside them: who can read it sees the weights, too"""
-
-
-class Transfer(Protocol):
-    """A way that weights go to servers; rank 0 has it."""
-
-    def hold(self, lm: Any, tensors: Mapping[str, torch.Tensor], version: str) -> None:
-        """Take what is sent from now on, a state dict as :func:`tensors_of` gives it."""
-
-    def prepare(self, server: Server) -> None:
-        """Make sure that the server can take them: what was begun can't be undone.
-
-        Raises:
-            Lost, SamplerError.
-        """
-
-    def send(self, server: Server) -> None:
-        """Replace its weights, from a thread of its own for each server.
-
-        Raises:
-            Lost, SamplerError.
-        """
-
-    def let_go(self) -> None:
-        """Free what was held in memory, until the next :meth:`hold`."""
 
 
 def tensors_of(lm: Any, adapter: Adapter | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -61,7 +37,7 @@ def tensors_of(lm: Any, adapter: Adapter | None, dtype: torch.dtype) -> dict[str
     return found
 
 
-class FolderTransfer:
+class WeightsFolder:
     """Versions of the weights, put into a folder one after another; it goes when the process ends.
 
     Args:
@@ -82,7 +58,7 @@ class FolderTransfer:
         weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         self._newest = self.path
 
-    def hold(self, lm: Any, tensors: Mapping[str, torch.Tensor], version: str) -> None:
+    def write(self, lm: Any, tensors: Mapping[str, torch.Tensor], version: str) -> None:
         """Write these weights under the names of their checkpoint format, in place of the version
         before.
 
@@ -102,9 +78,12 @@ class FolderTransfer:
         for path in old:
             shutil.rmtree(path, ignore_errors=True)
 
-    def prepare(self, server: Server) -> None:
-        """As :class:`Transfer`: a reload that fails takes vLLM's engine with it. Whether the server
-        sees the folder is tried by another one, of a folder without weights, which changes nothing.
+    def check_readable(self, server: Server) -> None:
+        """Make sure that a server sees the folder: a reload that fails takes vLLM's engine with it.
+        It loads a folder without weights, which changes nothing.
+
+        Raises:
+            Lost, SamplerError.
         """
         try:
             server.call("reload_weights", weights_path=str(self._newest / SEEN),
@@ -113,15 +92,15 @@ class FolderTransfer:
             server.ask("/health", timeout=LOOK)
             raise SamplerError(f"{server.url} can't read the weights in {self._newest}: {error}",
                                where="rollout.weights_dir", fix="name a folder that the servers "
-                               "see under the same path, or set rollout.transfer=gloo"
-                               ) from error
+                               "see under the same path") from error
 
-    def send(self, server: Server) -> None:
-        """As :class:`Transfer`."""
+    def load(self, server: Server) -> None:
+        """Replace a server's weights by the newest, from a thread of its own for each server.
+
+        Raises:
+            Lost, SamplerError.
+        """
         server.call("reload_weights", weights_path=str(self._newest))
-
-    def let_go(self) -> None:
-        """As :class:`Transfer`: memory holds nothing."""
 
 
 def _remove_abandoned() -> None:

@@ -352,8 +352,7 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
     language_model.fit_vocabulary(tokenizer, loaded.lm, cfg.model)
     sampling, eval_sampling = building.sampling_specs(cfg.generation, tokenizer, loaded)
     policy = building.build_policy(cfg, backend, loaded, tokenizer)
-    optimizer = (optimizers.build_optimizer(policy, cfg.ppo) if objects.optimizer is None else
-                 optimizers.taken_optimizer(policy, cfg.ppo, objects.optimizer))
+    optimizer = optimizers.build_optimizer(policy, cfg.ppo)
     trained = updates.prepare(backend, policy, optimizer, cfg.ppo.max_grad_norm)
     if backend.ranks.world == 1 and backend.zero_stage < 3:  # else samples change ranks
         policy.split = passes.frozen_split(policy)

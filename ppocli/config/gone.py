@@ -1,0 +1,32 @@
+"""Keys of earlier versions that are no longer read. A run's config.yaml may still have them; on a
+command line they are refused with what to do instead."""
+
+import functools
+import logging
+from typing import Any
+
+log = logging.getLogger("ppocli")
+
+GONE = {
+    "checkpoint.background": "training waits while a checkpoint is written",
+    "rollout.transfer": "vLLM servers read new weights from a folder (rollout.weights_dir)",
+}
+"""dotted key, or section -> what holds in its place, as the end of a sentence"""
+
+
+def without_gone_keys(loaded: dict[str, Any]) -> dict[str, Any]:
+    """A run's settings without the keys that are gone; each of them is logged once."""
+    settings = dict(loaded)
+    for key in GONE:
+        section, _, last = key.rpartition(".")
+        parent = settings.get(section) if section else settings
+        if isinstance(parent, dict) and last in parent:
+            _log_once(key)
+            rest = {name: value for name, value in parent.items() if name != last}
+            settings = settings | {section: rest} if section else rest
+    return settings
+
+
+@functools.cache
+def _log_once(key: str) -> None:
+    log.info("%s of the run's configuration is ignored: %s", key, GONE[key])
