@@ -12,7 +12,7 @@ from ppocli.data import prompt_set, sources
 from ppocli.errors import PpocliError
 from ppocli.estimate.parts import models_of
 from ppocli.models.loading import model_config
-from ppocli.models.loading.language_model import check_vocabulary, stop_rules
+from ppocli.models.loading.language_model import fit_vocabulary, stop_rules
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.models.trunk import has_encoder
 from ppocli.sampling.vllm.launch import check_python
@@ -33,7 +33,7 @@ def check_models(config: schema.TrainConfig) -> None:
     with suppress(PpocliError):  # a model of which no outline can be made may train all the same
         lm = models_of(config, facts.config).lm
     if lm is not None:
-        check_vocabulary(tokenizer, lm, config.model)
+        fit_vocabulary(tokenizer, lm, config.model)
         if task != "reward_model" and lm.get_output_embeddings() is not None:
             stop_rules(tokenizer, SimpleNamespace(  # type: ignore[arg-type]
                 lm=lm, generation_config=SimpleNamespace(eos_token_id=None)), config.generation)
