@@ -44,11 +44,17 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Let each test, and the fixtures made for it, begin in an empty folder: in the checkout they
-    would see the runs, prompts and recipes that somebody has made there."""
+    would see the runs, prompts and recipes that somebody has made there. Folders of earlier tests
+    leave ``sys.path``, as their modules have the names of later ones."""
+    if not _PATH:
+        _PATH.extend(sys.path)
+    sys.path[:] = _PATH
     os.chdir(tempfile.mkdtemp(dir=os.environ["XDG_CACHE_HOME"]))
 
 
 _CACHE = pytest.StashKey[str]()
+_PATH: list[str] = []
+"""``sys.path`` as it was when all tests were collected"""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

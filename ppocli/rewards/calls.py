@@ -176,7 +176,7 @@ def _check_shape(bound: BoundCallable, request: RewardRequest, returned: Any, no
         return
     units = request.steps if noun == "step" and request.steps is not None else request.response_ids
     counts = [len(row) for row in units]
-    if len(shape) < 2 or shape[0] != len(request):
+    if len(shape) < 2 or shape[0] != len(request) or 0 in shape:
         return
     if len(shape) == 2 and ({*counts} == {1} if shape[1] == 1 else shape[1] in counts):
         return

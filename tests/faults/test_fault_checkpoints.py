@@ -214,7 +214,7 @@ def test_a_second_process_on_the_folder_is_refused_with_its_pid(command, world, 
     try:
         wait_for((world / "runs/r/checkpoints/step-000001").exists, process)
         ended = command(f"resume={world / 'runs/r'}", code=5)
-        assert f"in use by process {process.pid} on {socket.gethostname()}" in ended.err
+        assert f"is running (pid {process.pid} on {socket.gethostname()})" in ended.err
     finally:
         process.kill()
         process.communicate()
