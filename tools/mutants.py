@@ -51,7 +51,7 @@ MUTANTS = (
     Mutant("whiten_unbiased", "ppocli/ppo/shaping.py",
            "torch.rsqrt(var + 1e-8)", "torch.rsqrt(var * mask.sum() / (mask.sum() - 1) + 1e-8)",
            (f"{MATH}::test_whiten_by_hand",)),
-    Mutant("advantages_not_centred", "ppocli/tasks/ppo/experience.py",
+    Mutant("advantages_not_centred", "ppocli/tasks/ppo/step.py",
            "whiten(advantages, accepted, center=True)",
            "whiten(advantages, accepted, center=False)",
            (f"{TASK}::test_whitened_advantages_have_no_mean",)),
@@ -59,7 +59,7 @@ MUTANTS = (
            "torch.expm1(-cut) + cut", "torch.expm1(cut) - cut",
            (f"{MATH}::test_kl_estimators_by_hand",)),
     Mutant("rounding_charged", "ppocli/tasks/ppo/experience.py",
-           "in_reward and apart else 0.0", "in_reward else 0.0",
+           "in_reward and moved else 0.0", "in_reward else 0.0",
            ("tests/integration/test_learning.py"
             "::test_a_reward_that_never_differs_leaves_the_policy_where_it_was",)),
     Mutant("dropped_weights_kept", "ppocli/ppo/losses.py",
@@ -109,8 +109,8 @@ MUTANTS = (
     Mutant("episodes_begin_again", "ppocli/tasks/ppo/task.py",
            "start = state.episodes + ", "start = 0 * state.episodes + ",
            (f"{TASK}::test_a_step_collects_from_where_the_one_before_ended",)),
-    Mutant("one_order_for_all_epochs", "ppocli/tasks/ppo/task.py",
-           "default_rng([session.cfg.seed, step, *own])",
+    Mutant("one_order_for_all_epochs", "ppocli/tasks/ppo/step.py",
+           "default_rng([session.cfg.seed, step, *number])",
            "default_rng([session.cfg.seed, step])",
            (f"{TASK}::test_each_pass_over_the_samples_has_an_order_of_its_own",)),
     # the engine

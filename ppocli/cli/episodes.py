@@ -104,7 +104,7 @@ def _played(session: EvalSession, stop: StopFlag) -> Iterator[dict[str, Any]]:
     with session.acting() as acting:
         count = len(session.eval_prompts)
         for number, row in enumerate(chain.from_iterable(evaluate_chunks(
-                replace(acting, stop=stop)))):
+                acting, session.context(stop)))):
             yield {"prompt_index": number % count, "sample": number // count,
                    **{name: value for name, value in row_of_run(row).items() if name != "kl"}}
 

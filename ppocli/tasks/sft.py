@@ -120,11 +120,11 @@ class SFTTask(supervised.SupervisedTask):
 
         return self.loaded.lm.get_input_embeddings().register_forward_hook(add)
 
-    def evaluate(self, stop: StopFlag) -> task.Evaluation:
+    def evaluate(self, context: task.StepContext) -> task.Evaluation:
         """As :class:`Task`: the loss of ``data.val``, and responses to a few of its prompts."""
         with self.sampler.acting(self.policy) as acting:
             self._acting = acting
-            return super().evaluate(stop)
+            return super().evaluate(context)
 
     def measure(self, data: Examples, rows: torch.Tensor) -> torch.Tensor:
         """As :class:`SupervisedTask`: sum of the negative logprobs, and how many tokens."""

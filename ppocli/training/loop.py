@@ -15,7 +15,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ppocli.config import tasks
 from ppocli.config.schema import TrackingConfig
 from ppocli.display.console import Display
 from ppocli.errors import ConfigError, DiskError, DivergedError
@@ -27,7 +26,7 @@ from ppocli.training import checkpoint_writing
 from ppocli.training.clock import PhaseClock
 from ppocli.training.optimize import optimize
 from ppocli.training.state import Best, Generators, Pace, TrainState
-from ppocli.training.task import Evaluation, Plan, Task
+from ppocli.training.task import Evaluation, Plan, StepContext, Task
 
 log = logging.getLogger("ppocli")
 EVAL_ROW, SWEEP_ROW = "eval", "eval_sweep"
@@ -121,8 +120,13 @@ def run_training(run: Run) -> None:
         run.clock.mark("between")
         launchers.note_phase(f"step {run.state.step + 1}, rollout")
         run.display.board.enter("rollout", ("chunk", 1, run.task.chunks(run.state)))
-        learn(run, run.task.collect(run.state, run.stop, run.clock))
+        learn(run, run.task.collect(run.state, context_of(run)))
         finish_step(run)
+
+
+def context_of(run: Run) -> StepContext:
+    """What the next step, or an evaluation now, needs of the loop."""
+    return StepContext(run.stop, run.clock, run.task.progress(run.state.step))
 
 
 def learn(run: Run, batch: Any) -> None:
@@ -133,7 +137,6 @@ def learn(run: Run, batch: Any) -> None:
         DivergedError: what is trained stopped being finite.
     """
     task, state, step = run.task, run.state, run.state.step + 1
-    section = tasks.updates_section(task.cfg)
     run.display.board.show(task.preview(batch), step)
     plan = task.plan(state, batch)
     run.clock.mark("other")
@@ -145,8 +148,7 @@ def learn(run: Run, batch: Any) -> None:
             ("update", done + 1, total)))
         if not task.trained.is_finite():
             raise DivergedError(f"The policy's weights became non-finite in step {step}.",
-                                fix=f"lower {section}.optimizer.lr" + (
-                                    " or raise ppo.init_kl_coef" if section == "ppo" else ""))
+                                fix=task.remedy())
     except DivergedError as error:
         error.where = _dump(run, batch, plan, step)
         raise
@@ -244,8 +246,7 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     task, step = run.task, run.state.step
     launchers.note_phase(f"evaluation after step {step}")
     run.display.board.enter("evaluation")
-    task.step = step
-    found = task.evaluate(run.stop)
+    found = task.evaluate(context_of(run))
     run.clock.mark("eval")
     spent = run.clock.take()
     state = run.state.book(spent, {"eval": found.tokens})

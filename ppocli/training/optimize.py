@@ -111,9 +111,7 @@ class _Progress:
         if self.nonfinite >= most:
             raise DivergedError(
                 f"{self.nonfinite} updates in a row had a non-finite loss or gradient "
-                f"(step {step}).", fix=f"lower {section}.optimizer.lr, "
-                + ("raise ppo.init_kl_coef, check the reward's scale, " if section == "ppo" else "")
-                + "or use hardware.precision=fp32")
+                f"(step {step}).", fix=task.remedy())
 
     def means(self, maxima: frozenset[str]) -> dict[str, float]:
         """The terms' means over the updates; of maxima the largest."""

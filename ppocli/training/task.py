@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ppocli.config import schema, tasks
+from ppocli.config import schema, schema_training, tasks
 from ppocli.episode import Sample
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
@@ -56,6 +56,23 @@ class TaskSetup:
     cfg: schema.TrainConfig
     backend: Backend
     objects: PythonObjects
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a step or an evaluation needs of its caller."""
+
+    stop: StopFlag
+    """polled between tokens, passes and phases"""
+    clock: PhaseClock
+    """books the time of each phase"""
+    progress: tuple[int, int, float] = (0, 0, 0.0)
+    """steps done, steps of the whole run, and passes over the prompts, as rewards see them"""
+
+    @property
+    def step(self) -> int:
+        """Steps done before this one."""
+        return self.progress[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,13 +208,11 @@ class Task(ABC):
     """tokenizers of reward models, beside that of ``saved``"""
     examples: int | None = None
     """rows of the data set, or prompts, where the run's length depends on how many there are"""
-    step: int = 0
-    """steps done when an evaluation is asked for; the loop sets it"""
     pace: Pace | None = None
     """of a run that was resumed"""
 
     @abstractmethod
-    def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> Any:
+    def collect(self, state: TrainState, context: StepContext) -> Any:
         """The next batch, anything with a length: the number of planned samples it uses. Changes no
         state: an interrupted step is collected again and must give the same batch.
 
@@ -229,7 +244,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, stop: StopFlag) -> Evaluation:
+    def evaluate(self, context: StepContext) -> Evaluation:
         """Evaluate the current weights; needs no optimizer and trains nothing.
 
         Raises:
@@ -240,6 +255,11 @@ class Task(ABC):
         """Decide whether an update with these terms is made, before it changes anything."""
         finite = all(math.isfinite(value) for value in terms.values())
         return Verdict.STEP if finite else Verdict.NONFINITE
+
+    def remedy(self) -> str:
+        """What to try when losses or weights become non-finite, for the error that ends the run."""
+        section = tasks.updates_section(self.cfg)
+        return f"lower {section}.optimizer.lr, or use hardware.precision=fp32"
 
     def why_skipped(self, terms: dict[str, float]) -> str:
         """The reason why an update was skipped, as the start of a sentence."""
@@ -296,8 +316,13 @@ class Task(ABC):
         Args:
             update: number of the update in the whole run.
         """
-        factor = optimizers.lr_factor(self.settings.scheduler, update, self.total_updates(state))
-        return {group["role"]: factor for group in self.trained.optimizer.param_groups}
+        total = self.total_updates(state)
+        return {role: optimizers.lr_factor(self.schedule(role), update, total)
+                for role in {group["role"]: None for group in self.trained.optimizer.param_groups}}
+
+    def schedule(self, role: str) -> schema_training.SchedulerConfig:
+        """The learning-rate schedule of the optimizer's groups with this role."""
+        return self.settings.scheduler
 
     def chunks(self, state: TrainState) -> int:
         """The number of parts in which the next batch is collected, for the display."""
@@ -367,14 +392,17 @@ class Task(ABC):
         pace = self._pace()
         return pace.episodes + (step - pace.step) * pace.num_rollouts
 
+    def progress(self, step: int) -> tuple[int, int, float]:
+        """:attr:`StepContext.progress` after so many steps; a task counts its own passes."""
+        return step, self.total_steps(), 0.0
+
     def _pace(self) -> Pace:
         return self.pace or Pace(self.samples_per_step)
 
     def total_updates(self, state: TrainState) -> int:
         """Optimizer updates at the end of the run: those made and, if none is skipped, those of the
         samples still to come."""
-        ppo, left = self.cfg.ppo, max(self.total_samples() - state.episodes, 0)
-        full, rest = divmod(left, self.samples_per_step)
-        per_full = -(-self.samples_per_step // ppo.mini_batch_size)
-        to_come = full * per_full + -(-rest // ppo.mini_batch_size)
-        return state.updates + (ppo.ppo_epochs + (ppo.critic_epochs or 0)) * to_come
+        left, size = max(self.total_samples() - state.episodes, 0), self.samples_per_step
+        full, rest = divmod(left, size)
+        return (state.updates + full * tasks.updates_of_samples(self.settings, size)
+                + tasks.updates_of_samples(self.settings, rest))

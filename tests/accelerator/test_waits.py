@@ -7,7 +7,6 @@ scoring fetches each figure once, and the clock waits at the end of each phase.
 """
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from helpers import mostly_slow
@@ -17,8 +16,7 @@ from simulated import MixedDevicesError
 from ppocli.sampling.decode_loop import CHECK_EVERY
 from ppocli.sampling.decoder import Drawn
 from ppocli.tasks.ppo.evaluate import evaluate
-from ppocli.tasks.ppo.experience import to_experience
-from ppocli.tasks.ppo.rollout import collect_rollout
+from ppocli.tasks.ppo.step import collect_rollout, to_experience
 from ppocli.training.clock import Moment, PhaseClock
 
 NEW = 32
@@ -37,7 +35,7 @@ def phases_of(sim, session, count: int = 16, *, learn: bool = True) -> dict[str,
 
     clock = PhaseClock(session.backend.device, Moment.now(), tell)
     sim.take()
-    rollout = collect_rollout(replace(session, clock=clock), 0, count)
+    rollout = collect_rollout(session, session.context(clock=clock), 0, count)
     if not learn:
         return found
     experience = to_experience(rollout, fresh_state(session), session.cfg)
@@ -84,7 +82,7 @@ def test_places_that_are_taken_anew_cost_no_further_waits(sim, tmp_path):
     with session_of(cfg, reward=count_letters) as session:
         passes = []
         session.policy.lm.base_model.register_forward_pre_hook(lambda *_: passes.append(sim))
-        collect = collect_rollout(session, 0, 32)
+        collect = collect_rollout(session, session.context(), 0, 32)
     assert len(set(collect.response_mask.sum(1).tolist())) > 8
     decoding = [why for why in sim.take().elements() if "/sampling/" in why]
     chunks = 4
@@ -96,7 +94,7 @@ def test_an_evaluation_waits_as_a_rollout_does(sim, tmp_path):
     cfg = small_config(tmp_path, hardware__device="cuda", generation__max_new_tokens=NEW)
     with session_of(cfg) as session:
         sim.take()
-        evaluate(session)
+        evaluate(session, session.context())
         waits = sim.take()
     assert 2 <= waits.total() <= -(-NEW // CHECK_EVERY) + 1 + 2, waits
 

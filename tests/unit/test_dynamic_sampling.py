@@ -10,12 +10,10 @@ import torch
 from helpers import stable_rows
 from runs import assert_equal_runs, copied, last_checkpoint, resumed, words
 from safetensors.torch import load_file
-from sessions import rollout_of, session_of, small_config
+from sessions import idle_context, rollout_of, session_of, small_config
 
 from ppocli.models.reference import follow
-from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.task import PPOTask
-from ppocli.training.clock import PhaseClock
 from ppocli.training.state import TrainState
 
 
@@ -25,7 +23,7 @@ def says_good(outputs, **_):
 
 def collected(session, task, episodes=0):
     state = TrainState(digests={}, judged_by="", episodes=episodes, task=task.initial()[0])
-    return task.collect(state, StopFlag(), PhaseClock(session.backend.device))
+    return task.collect(state, idle_context())
 
 
 @pytest.mark.parametrize(("most", "fills"), [(20, False), (2, True)])

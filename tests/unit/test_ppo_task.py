@@ -26,16 +26,16 @@ from ppocli.tasks.ppo.experience import (
     explained_variance,
     next_kl_coef,
     sequence_kl,
-    to_experience,
 )
 from ppocli.tasks.ppo.figures import optimize_figures, watch
 from ppocli.tasks.ppo.records import PPOState, Rollout
-from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
+from ppocli.tasks.ppo.step import plan_updates, to_experience, update_of
+from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import _better
 from ppocli.training.optimize import probe_gradient
 from ppocli.training.state import Best, TrainState
-from ppocli.training.task import OptimizeResult, Verdict
+from ppocli.training.task import OptimizeResult, StepContext, Verdict
 
 FINE = {"approx_kl": 0.0, "ratio": 1.0}
 
@@ -117,7 +117,7 @@ def test_a_step_collects_from_where_the_one_before_ended(tmp_path):
         clock = PhaseClock(session.backend.device)
         task = PPOTask(session)
         state = TrainState({}, "", step=1, episodes=16, task=task.initial()[0])
-        rollout = task.collect(state, StopFlag(), clock)
+        rollout = task.collect(state, StepContext(StopFlag(), clock))
     assert rollout.prompts.episodes == list(range(16, 32))
 
 

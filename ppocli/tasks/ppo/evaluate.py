@@ -9,11 +9,12 @@ from ppocli.episode import DONE
 from ppocli.parallel.ranks import woven
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.samples import Samples
+from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.tasks.ppo import figures
 from ppocli.tasks.ppo.reward_calls import judge
 from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy, sample_reference
 from ppocli.tasks.ppo.session import EvalSession, sampling_sweep
-from ppocli.training.task import Evaluation
+from ppocli.training.task import Evaluation, StepContext
 
 
 def distinct(texts: list[str], n: int) -> float:
@@ -28,7 +29,8 @@ def evaluation_size(session: EvalSession) -> int:
     return len(session.eval_prompts) * session.cfg.prompts.eval.repeat
 
 
-def evaluate_chunks(session: EvalSession, *, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
+def evaluate_chunks(session: EvalSession, context: StepContext, spec: SamplingSpec | None = None, *,
+                    skip: int = 0) -> Iterator[list[dict[str, Any]]]:
     """Sample and score the evaluation prompts, one generate call at a time: rows as `ppocli eval`
     has them in samples.jsonl, the i-th of which answers prompt ``i % len(eval_prompts)``.
 
@@ -37,14 +39,16 @@ def evaluate_chunks(session: EvalSession, *, skip: int = 0) -> Iterator[list[dic
     gives the very same ones.
 
     Args:
-        skip: how many samples are there already; a multiple of ``session.chunk_size``, with
+        spec: how responses are sampled; None: as the configuration says.
+        skip: how many samples exist already; a multiple of ``session.chunk_size``, with
             one rank.
 
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    for batch, own in _shares(session, skip):
-        yield woven(session.backend.ranks.gather(_one_share(session, batch, own)))
+    for batch, own in _shares(session, context, skip):
+        yield woven(session.backend.ranks.gather(
+            _one_share(session, context, spec or session.eval_sampling, batch, own)))
 
 
 def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
@@ -54,28 +58,30 @@ def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
             if name != "metrics" and (name != "rewards" or len(value) > 1)}
 
 
-def _shares(session: EvalSession, skip: int = 0) -> Iterator[tuple[PromptBatch, int]]:
+def _shares(session: EvalSession, context: StepContext, skip: int = 0
+            ) -> Iterator[tuple[PromptBatch, int]]:
     """This rank's prompts of each generate call, those after the first so many of which only keep
     the ranks in step."""
     ranks, prompts, total = session.backend.ranks, session.eval_prompts, evaluation_size(session)
     for start in range(skip, total, session.chunk_size * ranks.world):
-        session.stop.meet()
-        mine, own = ranks.share(range(total)[start:start + session.chunk_size * ranks.world])
-        yield prompts.batch([episode % len(prompts) for episode in mine], mine,
+        context.stop.meet()
+        episodes, own = ranks.share(range(total)[start:start + session.chunk_size * ranks.world])
+        yield prompts.batch([episode % len(prompts) for episode in episodes], episodes,
                             session.tokenizer.pad_token_id), own
 
 
-def _one_share(session: EvalSession, batch: PromptBatch, own: int) -> list[dict[str, Any]]:
+def _one_share(session: EvalSession, context: StepContext, spec: SamplingSpec, batch: PromptBatch,
+               own: int) -> list[dict[str, Any]]:
     """This rank's samples, the first ``own`` of the batch's."""
     # in fp32 the decoding pass has computed the policy's logprobs already
-    decoded = session.from_decode and session.eval_sampling.temperature == 1.0
-    out = Samples.joined(list(sample_policy(session, batch, session.eval_sampling, EVALUATION)))
-    measured = measure(session, out, phase="scoring of the evaluation", want_policy=not decoded,
-                       want_values=False, estimator="k1", temperature=1.0)
+    decoded = session.from_decode and spec.temperature == 1.0
+    out = Samples.joined(list(sample_policy(session, context, batch, spec, EVALUATION)))
+    measured = measure(session, context, out, phase="scoring of the evaluation",
+                       want_policy=not decoded, want_values=False, estimator="k1", temperature=1.0)
     batch, out = batch.first(own), out.first(own)
-    responses = response_texts(session, batch, out, session.eval_sampling)
-    scores, metrics = judge(session, batch, out, responses, "reward at evaluation")
-    session.stop.meet()
+    responses = response_texts(session, batch, out, spec)
+    scores, metrics = judge(session, context, batch, out, responses, "reward at evaluation")
+    context.stop.meet()
     kl = measured.kl.sum(1).tolist()[:own] if session.reference is not None else [None] * own
     shown = [score if valid else None
              for score, valid in zip(scores.scores, scores.valid, strict=True)]
@@ -85,7 +91,7 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int) -> list[dict[
         {"rewards": scores.parts, "metrics": metrics}, scores.logs, out.episodes or ())
 
 
-def evaluate(session: EvalSession) -> Evaluation:
+def evaluate(session: EvalSession, context: StepContext) -> Evaluation:
     """Sample ``prompts.eval.repeat`` responses to each evaluation prompt and score them.
 
     ``kl_mean`` is the k1 estimate summed over each response and averaged over samples, in nats, of
@@ -98,21 +104,20 @@ def evaluate(session: EvalSession) -> Evaluation:
         RewardError, DivergedError, StopRequested.
     """
     if not (specs := sampling_sweep(session.cfg.generation, session.eval_sampling)):
-        return _evaluate_once(session)
-    found = {name: _evaluate_once(replace(session, eval_sampling=spec))
-             for name, spec in specs.items()}
-    return replace(next(iter(found.values())), swept=found,
-                   tokens=sum(one.tokens for one in found.values()))
+        return _evaluate_once(session, context, session.eval_sampling)
+    swept = {name: _evaluate_once(session, context, spec) for name, spec in specs.items()}
+    return replace(next(iter(swept.values())), swept=swept,
+                   tokens=sum(one.tokens for one in swept.values()))
 
 
-def _evaluate_once(session: EvalSession) -> Evaluation:
+def _evaluate_once(session: EvalSession, context: StepContext, spec: SamplingSpec) -> Evaluation:
     with session.acting() as acting:
-        samples = [row for chunk in evaluate_chunks(acting) for row in chunk]
+        samples = [row for chunk in evaluate_chunks(acting, context, spec) for row in chunk]
     return Evaluation(evaluation_figures(samples), [row_of_run(row) for row in samples],
                       sum(s["response_tokens"] for s in samples))
 
 
-def reference_responses(session: EvalSession) -> list[str]:
+def reference_responses(session: EvalSession, context: StepContext) -> list[str]:
     """The reference's response to each prompt of an evaluation, drawn with the random numbers of
     the policy's.
 
@@ -122,8 +127,8 @@ def reference_responses(session: EvalSession) -> list[str]:
     assert session.reference is not None  # else config/sampling.py has refused
     texts: list[str] = []
     with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
-        for batch, own in _shares(session):
-            out = sample_reference(session, lm, batch, session.eval_sampling, EVALUATION)
+        for batch, own in _shares(session, context):
+            out = sample_reference(session, context, lm, batch, session.eval_sampling, EVALUATION)
             texts += woven(session.backend.ranks.gather(
                 response_texts(session, batch, out, session.eval_sampling)[:own]))
     return texts

@@ -289,7 +289,7 @@ def carried_over(saved: PPOState, fresh: PPOState, ppo: schema.PPOConfig, progre
     """What a resumed run's coefficients are where no key says so.
 
     Args:
-        progress: as of :func:`ppocli.tasks.ppo.experience.to_experience`.
+        progress: as of :func:`ppocli.tasks.ppo.step.to_experience`.
     """
     lines = []
     if saved.init_kl_coef != fresh.init_kl_coef:

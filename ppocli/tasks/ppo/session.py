@@ -30,7 +30,7 @@ from ppocli.tasks import building, supervised
 from ppocli.text import shown
 from ppocli.training import optimizers, updates
 from ppocli.training.clock import PhaseClock
-from ppocli.training.task import PASSES, PythonObjects
+from ppocli.training.task import PASSES, PythonObjects, StepContext
 from ppocli.zero.oom_retry import PassRows
 from ppocli.zero.sharded_weights import is_sharded, one_gathered
 
@@ -60,13 +60,16 @@ class EvalSession:
     """how many rows passes have had to be cut down to"""
     packs: bool
     """whether all models take rows packed without padding"""
-    progress: tuple[int, int, float] = field(default=(0, 0, 0.0), kw_only=True)
-    """steps done, steps in all and passes over the prompts, as rewards are told"""
-    stop: StopFlag = field(default_factory=StopFlag, kw_only=True)
-    """of whoever asks for samples; polled between tokens, passes and phases"""
-
+    planned_steps: int = field(default=0, kw_only=True)
+    """steps of the whole run by its configuration; 0 where that doesn't say"""
     decoding_differs: bool = field(default=False, kw_only=True)
     """whether updates have shown that the sampler's logprobs don't match"""
+
+    def context(self, stop: StopFlag | None = None, clock: PhaseClock | None = None
+                ) -> StepContext:
+        """What sampling and scoring need of a caller other than the training loop."""
+        return StepContext(stop or StopFlag(), clock or PhaseClock(self.backend.device),
+                           (0, self.planned_steps, 0.0))
 
     @property
     def from_decode(self) -> bool:
@@ -139,8 +142,6 @@ class Session(EvalSession):
 
     trained: updates.Trained
     prompts: prompt_set.PromptSet
-    clock: PhaseClock
-    """of whoever asks for samples"""
     examples: data_set.Examples | None = field(default=None, kw_only=True)
     """of ``ppo.ptx.data``; None where none are mixed in"""
 
@@ -365,9 +366,8 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                    sampling=sampling, eval_sampling=eval_sampling, sampler=sampler,
                    passes=PassRows(backend, PASSES), trained=trained, prompts=prompts,
-                   clock=PhaseClock(backend.device), examples=examples,
-                   packs=_take_packed(policy, reference),
-                   progress=(0, tasks.planned_steps(cfg, len(prompts)) or 0, 0.0))
+                   examples=examples, packs=_take_packed(policy, reference),
+                   planned_steps=tasks.planned_steps(cfg, len(prompts)) or 0)
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
@@ -403,4 +403,4 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
                        sampler=building.build_sampler(
                            setup, building.environment_of(cfg, eval_prompts)),
                        passes=PassRows(backend, PASSES), packs=_take_packed(wrapped, reference),
-                       progress=(0, tasks.planned_steps(cfg) or 0, 0.0))
+                       planned_steps=tasks.planned_steps(cfg) or 0)
