@@ -19,7 +19,7 @@ from ppocli.models.layout import Sequences
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling import token_graph
-from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation
 from ppocli.sampling.token_choice import SamplingSpec
@@ -30,10 +30,9 @@ from ppocli.tasks.ppo.step import collect_rollout, plan_updates, to_experience, 
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training import optimize as phase
 from ppocli.training.checkpoint_writing import write_checkpoint
-from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import initial_state
 from ppocli.training.resume import read_checkpoint
-from ppocli.training.state import Generators, TrainState
+from ppocli.training.state import Generators, PhaseClock, TrainState
 from ppocli.training.task import (
     OptimizeResult,
     Plan,

@@ -27,7 +27,7 @@ from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
-from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode, load_decodable
 from ppocli.sampling.sampler import DecodeSampler, Speaker
 from ppocli.sampling.samples import Samples

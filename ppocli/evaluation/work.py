@@ -32,8 +32,7 @@ from ppocli.tasks import build_task
 from ppocli.tasks.ppo.evaluate import evaluate_chunks, evaluation_size
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
 from ppocli.text import counted, first_line
-from ppocli.training.clock import PhaseClock
-from ppocli.training.state import seed_generators
+from ppocli.training.state import PhaseClock, seed_generators
 from ppocli.training.task import Evaluation, PythonObjects, StepContext, TaskSetup
 
 log = logging.getLogger("ppocli")

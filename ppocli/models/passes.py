@@ -10,8 +10,7 @@ import torch
 
 from ppocli.models import layer_stack, layout, trunk
 from ppocli.models.head import HeadWeights, full_kl, token_logprobs
-from ppocli.models.policy import Policy, ValueBranch, ValueModel
-from ppocli.models.reference import Reference
+from ppocli.models.policy import Policy, Reference, ValueBranch, ValueModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ from ppocli.data.prompt_set import padded_left
 from ppocli.models import transformers_internals, trunk
 from ppocli.parallel.backend import to_device, to_host
 from ppocli.sampling import decoding
-from ppocli.sampling.decode_loop import CHECK_EVERY, SHRINK_AT
-from ppocli.sampling.decoder import Decoder
-from ppocli.sampling.live_rows import LiveRows, Stepped
+from ppocli.sampling.decode_state import Decoder, LiveRows, Stepped
+from ppocli.sampling.decoding import CHECK_EVERY, SHRINK_AT
 from ppocli.sampling.samples import Generation, TokenRows
 from ppocli.sampling.token_graph import Feeding
 

@@ -22,7 +22,7 @@ from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
 from ppocli.sampling.conversation import Conversation, KeptKeys, decoded_turns
-from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
@@ -145,7 +145,7 @@ class DecodeSampler:
         """
         setup, lm, method = self.setup, speaker.lm, self.method(speaker.lm)
         seed, backend, start = setup.cfg.seed, setup.backend, setup.loaded.decoder_start
-        in_parts = is_sharded(lm)
+        in_parts = backend.zero_stage == 3 and is_sharded(lm)
         if in_parts and method is not trunk.Decoding.STEPS:
             # such models read weights past the layers that would gather them
             raise ConfigError(f"{type(lm).__name__} is decoded by transformers' generate, which "

@@ -20,7 +20,7 @@ import torch
 from ppocli.models import transformers_internals
 from ppocli.models.fast.attention import takes_packed
 from ppocli.parallel.ranks import is_out_of_memory
-from ppocli.sampling.live_rows import LiveRows, Stepped
+from ppocli.sampling.decode_state import LiveRows, Stepped
 from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")

@@ -21,8 +21,7 @@ from ppocli.tasks.ppo import figures, records, reward_calls, step
 from ppocli.tasks.ppo.session import Session, build_session
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training import loop, optimize, optimizers
-from ppocli.training.clock import PhaseClock
-from ppocli.training.state import seed_generators
+from ppocli.training.state import PhaseClock, seed_generators
 from ppocli.training.task import Plan, PythonObjects, StepContext, Task, TaskSetup
 
 SAMPLES = 2

@@ -23,9 +23,8 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.storage import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.tracking.trackers import Tracker, open_trackers
 from ppocli.training import checkpoint_writing
-from ppocli.training.clock import PhaseClock
 from ppocli.training.optimize import optimize
-from ppocli.training.state import Best, Generators, Pace, TrainState
+from ppocli.training.state import Best, Generators, Pace, PhaseClock, TrainState
 from ppocli.training.task import Evaluation, Plan, StepContext, Task
 
 log = logging.getLogger("ppocli")

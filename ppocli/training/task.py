@@ -20,10 +20,8 @@ from ppocli.config import schema, schema_training, tasks
 from ppocli.episode import Sample
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
-from ppocli.training import optimizers, saved_model
-from ppocli.training.clock import PhaseClock
-from ppocli.training.state import Pace, TrainState
-from ppocli.training.updates import Trained
+from ppocli.training import saved_model, updates
+from ppocli.training.state import Pace, PhaseClock, TrainState
 from ppocli.zero.oom_retry import PassRows
 
 PASSES = {"rollout": "ppo.chunk_size", "evaluation": "ppo.chunk_size",
@@ -198,7 +196,7 @@ class Task(ABC):
 
     cfg: schema.TrainConfig
     backend: Backend
-    trained: Trained
+    trained: updates.Trained
     """the module whose parameters train, its optimizer, and how gradients become steps"""
     saved: saved_model.SavedModel
     """how what is trained becomes a Hugging Face folder; its ``lm`` is ``trained.module.lm``"""
@@ -317,7 +315,7 @@ class Task(ABC):
             update: number of the update in the whole run.
         """
         total = self.total_updates(state)
-        return {role: optimizers.lr_factor(self.schedule(role), update, total)
+        return {role: updates.lr_factor(self.schedule(role), update, total)
                 for role in {group["role"]: None for group in self.trained.optimizer.param_groups}}
 
     def schedule(self, role: str) -> schema_training.SchedulerConfig:

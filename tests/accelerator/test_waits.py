@@ -13,11 +13,11 @@ from helpers import mostly_slow
 from sessions import count_letters, fresh_state, optimize, session_of, small_config
 from simulated import MixedDevicesError
 
-from ppocli.sampling.decode_loop import CHECK_EVERY
-from ppocli.sampling.decoder import Drawn
+from ppocli.sampling.decode_state import DecodeState
+from ppocli.sampling.decoding import CHECK_EVERY
 from ppocli.tasks.ppo.evaluate import evaluate
 from ppocli.tasks.ppo.step import collect_rollout, to_experience
-from ppocli.training.clock import Moment, PhaseClock
+from ppocli.training.state import Moment, PhaseClock
 
 NEW = 32
 
@@ -29,7 +29,7 @@ def phases_of(sim, session, count: int = 16, *, learn: bool = True) -> dict[str,
 
     def tell(name: str) -> None:
         waits = sim.take()
-        marks = [why for why in waits if why.startswith("synchronize ppocli/training/clock.py")]
+        marks = [why for why in waits if why.startswith("synchronize ppocli/training/state.py")]
         assert [waits.pop(why) for why in marks] == [1]
         found[name] = found.get(name, Counter()) + waits
 
@@ -109,13 +109,13 @@ def test_stop_sequences_are_looked_for_in_text_which_waits_once_a_token(sim, tmp
 
 @pytest.mark.parametrize("name", ["noise", "stops", "limits", "tokens"])
 def test_a_tensor_left_on_the_host_is_found(sim, tmp_path, monkeypatch, name):
-    made = Drawn.__init__
+    made = DecodeState.__init__
 
     def left(self, *args):
         made(self, *args)
         setattr(self, name, getattr(self, name).cpu())
 
-    monkeypatch.setattr(Drawn, "__init__", left)
+    monkeypatch.setattr(DecodeState, "__init__", left)
     cfg = small_config(tmp_path, hardware__device="cuda")
     with session_of(cfg) as session, pytest.raises(MixedDevicesError, match="ppocli/sampling/"):
         phases_of(sim, session, learn=False)

@@ -19,11 +19,10 @@ from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks import build_task
-from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 from ppocli.training.optimizers import named_trainable
-from ppocli.training.state import TrainState
+from ppocli.training.state import PhaseClock, TrainState
 from ppocli.training.task import PythonObjects, StepContext, TaskSetup
 from ppocli.zero.sharded_weights import gathered
 

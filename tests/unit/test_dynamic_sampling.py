@@ -12,7 +12,7 @@ from runs import assert_equal_runs, copied, last_checkpoint, resumed, words
 from safetensors.torch import load_file
 from sessions import idle_context, rollout_of, session_of, small_config
 
-from ppocli.models.reference import follow
+from ppocli.models.policy import follow
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.state import TrainState
 

@@ -29,7 +29,7 @@ from ppocli.models.trunk import Decoding
 from ppocli.ppo import advantages
 from ppocli.ppo.noise import EVALUATION, ROLLOUT
 from ppocli.sampling.conversation import KeptKeys, decoded_turns
-from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.tasks.ppo.figures import episode_figures, rollout_samples
 from ppocli.tasks.ppo.records import PPOState

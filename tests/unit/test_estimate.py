@@ -27,7 +27,7 @@ from ppocli.models.transformers_internals import cache_name, give_room
 from ppocli.models.trunk import virtual_tokens
 from ppocli.parallel import onednn
 from ppocli.tasks.ppo.step import collect_rollout, to_experience
-from ppocli.training.clock import Moment, PhaseClock
+from ppocli.training.state import Moment, PhaseClock
 
 PROMPT, NEW = 30, 20
 SHAPES = {

@@ -31,10 +31,9 @@ from ppocli.tasks.ppo.figures import optimize_figures, watch
 from ppocli.tasks.ppo.records import PPOState, Rollout
 from ppocli.tasks.ppo.step import plan_updates, to_experience, update_of
 from ppocli.tasks.ppo.task import PPOTask
-from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import _better
 from ppocli.training.optimize import probe_gradient
-from ppocli.training.state import Best, TrainState
+from ppocli.training.state import Best, PhaseClock, TrainState
 from ppocli.training.task import OptimizeResult, StepContext, Verdict
 
 FINE = {"approx_kl": 0.0, "ratio": 1.0}

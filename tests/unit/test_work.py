@@ -18,12 +18,12 @@ from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 from torch.profiler import ProfilerActivity, profile
 from work import HIDDEN, INNER, LAYERS, VOCABULARY, Work, save_work_lm
 
-from ppocli.sampling.decode_loop import SHRINK_AT
+from ppocli.sampling.decoding import SHRINK_AT
 from ppocli.tasks.ppo.evaluate import evaluate, evaluation_size
 from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.rollout import generate_chunks, measure_chunk
 from ppocli.tasks.ppo.step import collect_rollout, to_experience
-from ppocli.training.clock import Moment, PhaseClock
+from ppocli.training.state import Moment, PhaseClock
 from ppocli.training.task import OptimizeResult
 
 KINDS = ("gpt2", "llama")

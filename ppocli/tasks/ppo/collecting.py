@@ -26,7 +26,7 @@ from ppocli.parallel.ranks import woven
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.vllm.sampler import Begun, VllmSampler
-from ppocli.tasks.ppo.records import Drawn, Rollout
+from ppocli.tasks.ppo.records import DynamicSamplingStats, Rollout
 from ppocli.tasks.ppo.rollout import sample_policy
 from ppocli.tasks.ppo.session import Session
 from ppocli.tasks.ppo.step import collect_rollout
@@ -169,5 +169,5 @@ def collect_differing(session: Session, context: StepContext, start: int, count:
                  sum(differs), len(differs), missing // n)
     whole = Rollout.joined(parts)
     chosen = sorted(sorted(range(len(differs)), key=lambda i: not differs[i])[:count // n])
-    return replace(whole.rows([n * i + k for i in chosen for k in range(n)]), drawn=Drawn(
-        len(whole), differs.count(False), int(whole.response_mask.sum())))
+    stats = DynamicSamplingStats(len(whole), differs.count(False), int(whole.response_mask.sum()))
+    return replace(whole.rows([n * i + k for i in chosen for k in range(n)]), drawn=stats)

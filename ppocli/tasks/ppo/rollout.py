@@ -287,7 +287,7 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: M
                    responses=chunk.responses, parts=scores.parts, logs=scores.logs,
                    frozen_states=figures.frozen_states, ref_states=figures.ref_states,
                    sampler_logprobs=None if figures.logprobs is None else samples.logprobs,
-                   episodes=told_alone(samples.episodes or ()))
+                   episodes=told_alone(samples.episodes) if samples.episodes else [])
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:

@@ -17,8 +17,7 @@ from ppocli.models import passes
 from ppocli.models.fast import attention
 from ppocli.models.loading import adapters, chat_template, language_model, model_config
 from ppocli.models.loading.tokenizer import load_tokenizer
-from ppocli.models.policy import Policy
-from ppocli.models.reference import AdapterReference, Reference
+from ppocli.models.policy import AdapterReference, Policy, Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
@@ -29,7 +28,7 @@ from ppocli.sampling.vllm.sampler import check_engine
 from ppocli.tasks import building, supervised
 from ppocli.text import shown
 from ppocli.training import optimizers, updates
-from ppocli.training.clock import PhaseClock
+from ppocli.training.state import PhaseClock
 from ppocli.training.task import PASSES, PythonObjects, StepContext
 from ppocli.zero.oom_retry import PassRows
 from ppocli.zero.sharded_weights import is_sharded, one_gathered

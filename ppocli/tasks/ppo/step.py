@@ -110,7 +110,8 @@ def plan_updates(session: Session, experience: Experience, step: int, mixed_in: 
 def plan_of(session: Session, experience: Experience, groups: list[UpdateGroup], mixed_in: int
             ) -> Plan:
     """These updates, with examples of ``ppo.ptx.data`` in them where there are any."""
-    experience, groups = ptx.with_examples(session, experience, groups, mixed_in)
+    if session.examples is not None:
+        experience, groups = ptx.with_examples(session, experience, groups, mixed_in)
     return Plan(exp.on_device(session, experience), groups)
 
 

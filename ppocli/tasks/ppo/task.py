@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from ppocli.config import algorithm, schema, schema_training
 from ppocli.episode import Sample, spoken
-from ppocli.models.reference import CopyReference, follow
+from ppocli.models.policy import CopyReference, follow
 from ppocli.ppo.losses import PPOLoss
 from ppocli.rewards.calls import check_invalid_share
 from ppocli.storage.run_logs import JsonlWriter
@@ -156,8 +156,10 @@ class PPOTask(task.Task):
         cfg, before = self.cfg, records.PPOState.from_json(state.task)
         after = replace(after_step(before, batch, plan.atoms, cfg, state.step + 1),
                         mixed_in=before.mixed_in + ptx.examples_of(cfg.ppo, len(batch)))
-        tokens = (int(batch.response_mask.sum()) + collecting.response_tokens(batch.waiting)
-                  - collecting.response_tokens(state.tensors))
+        tokens = int(batch.response_mask.sum())
+        if batch.waiting or state.tensors:  # sampled now for later steps, or before for this one
+            tokens += (collecting.response_tokens(batch.waiting)
+                       - collecting.response_tokens(state.tensors))
         if batch.drawn is not None:
             tokens = batch.drawn.tokens
             after = replace(after, left_out=before.left_out + batch.drawn.samples - len(batch))
