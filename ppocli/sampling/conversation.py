@@ -38,25 +38,26 @@ def decoded_turns(decoder: Decoder, noise: np.ndarray, method: trunk.Decoding,
             used one after another, whichever turn a token is of.
         context: in which a turn is computed.
     """
-    said = [0] * len(noise)
+    token_counts = [0] * len(noise)
 
     def answer(rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
         tokens, mask = padded_left(contexts)
-        some = np.full((len(rows), max(limits)), 0.5)
+        turn_noise = np.full((len(rows), max(limits)), 0.5)
         for i, row in enumerate(rows):
-            own = noise[row, said[row]:][:limits[i]]
-            some[i, :len(own)] = own
+            row_noise = noise[row, token_counts[row]:][:limits[i]]
+            turn_noise[i, :len(row_noise)] = row_noise
         with context():
-            out, = decoding.decode(decoder, tokens, mask, some, limits=list(limits), method=method)
+            out, = decoding.decode(decoder, tokens, mask, turn_noise, limits=list(limits),
+                                   method=method)
         for row, ids in zip(rows, out.ids, strict=True):
-            said[row] += len(ids)
+            token_counts[row] += len(ids)
         return out
 
     return answer
 
 
 @dataclass(slots=True, eq=False)
-class Parked:
+class IdleRows:
     """b rows whose turn is over: all of their tokens but the last have been fed."""
 
     rows: torch.Tensor
@@ -94,7 +95,7 @@ class KeptKeys:
         tokens, mask = padded_left(contexts)
         self.drawn = Stepped(decoder, tokens, mask, noise, None)
         self.feeding = Feeding(self.drawn)
-        self.parked: list[Parked] = []
+        self.parked: list[IdleRows] = []
 
     @torch.no_grad()
     def speak(self, rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
@@ -104,7 +105,7 @@ class KeptKeys:
         before = live.at.clone()
         drawn.finished[live.rows] = False
         drawn.limits[live.rows] = before + to_device(torch.tensor(limits), self.device)
-        pieces: list[Parked] = []
+        pieces: list[IdleRows] = []
         check_every = 1 if self.device.type == "cpu" else CHECK_EVERY
         passes, most, feeding = 0, max(limits), self.feeding
         with self.context():
@@ -121,7 +122,7 @@ class KeptKeys:
                     if left == 0:
                         break
                     live.drop_done(done, at)
-        self.parked.append(reduce(Parked.with_others, pieces))
+        self.parked.append(reduce(IdleRows.with_others, pieces))
         out = self._said(torch.tensor(rows, device=self.device), before)
         for row, ids, count in zip(rows, contexts, out.mask.sum(1).tolist(), strict=True):
             self.read[row] = len(ids) + count
@@ -152,7 +153,7 @@ class KeptKeys:
             done=torch.zeros_like(own, dtype=torch.bool), padding=padding,
             cache=group.cache)
 
-    def _park(self, live: LiveRows, ended: torch.Tensor) -> Parked:
+    def _park(self, live: LiveRows, ended: torch.Tensor) -> IdleRows:
         """The rows at these places, out of the live ones."""
         index = to_device(ended, self.device)
         width = transformers_internals.cached_tokens(live.cache)
@@ -161,7 +162,7 @@ class KeptKeys:
                 if live.attention is None else live.attention[index, :width])
         behind = live.at[index] - self.drawn.mask[rows].sum(1)
         columns = torch.arange(width, device=self.device)
-        return Parked(rows, seen & (columns[None, :] < width - behind[:, None]),
+        return IdleRows(rows, seen & (columns[None, :] < width - behind[:, None]),
                       transformers_internals.taken_rows(live.cache, index))
 
     def _said(self, rows: torch.Tensor, before: torch.Tensor) -> Generation:

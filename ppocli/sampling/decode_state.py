@@ -89,7 +89,7 @@ class DecodeState:
         self.penalises = decoder.spec.repetition_penalty != 1.0
         if self.penalises:
             # what stands before a response: its prompt, or the one token that a decoder starts from
-            self.given = (to_device(prompt_tokens.masked_fill(~prompt_mask, -1), device)
+            self.context = (to_device(prompt_tokens.masked_fill(~prompt_mask, -1), device)
                           if decoder.start is None else
                           torch.full((count, 1), decoder.start, device=device))
 
@@ -125,8 +125,8 @@ class DecodeState:
 
     def _seen(self, rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
         """[b, V] bool: the tokens that are in the prompt or the response so far."""
-        drawn = torch.where(self.mask[rows], self.tokens[rows], -1)
-        ids = torch.cat([self.given[rows], drawn], dim=1)
+        tokens = torch.where(self.mask[rows], self.tokens[rows], -1)
+        ids = torch.cat([self.context[rows], tokens], dim=1)
         # the column behind the last takes what is no token, and those that have no logit
         places = torch.where((ids < 0) | (ids > vocabulary), vocabulary, ids)
         seen = torch.zeros(len(rows), vocabulary + 1, dtype=torch.bool, device=ids.device)
@@ -142,23 +142,23 @@ class DecodeState:
         # a token holds at least one byte, and a few more are for context
         window = max(len(stop.encode()) for stop in spec.stop_sequences) + CONTEXT
         places = at[:, None] - torch.arange(window - 1, -1, -1, device=at.device)
-        newest, numbers, ats = (found.tolist() for found in to_host(
+        newest, numbers, ats = (stops.tolist() for stops in to_host(
             self.tokens[rows[:, None], places.clamp(min=0)], rows, at))
         starts = [max(last + 1 - window, 0) for last in ats]
-        found = samples.texts_and_stops(
+        stops = samples.texts_and_stops(
             self.decoder.tokenizer,
             [[] if start else self.before[row]
              for row, start in zip(numbers, starts, strict=True)],
             [ids[-min(window, last + 1):] for ids, last in zip(newest, ats, strict=True)],
             spec.stop_sequences, [max(spec.min_new_tokens - 1 - start, 0) for start in starts])
-        return to_device(torch.tensor([place is not None for _, place in found]), at.device)
+        return to_device(torch.tensor([place is not None for _, place in stops]), at.device)
 
-    def found(self, rows: slice) -> samples.Generation:
+    def generation(self, rows: slice) -> samples.Generation:
         """The responses in these places, all of which have ended."""
-        finished, *drawn = to_host(self.finished[rows], *(
+        finished, *columns = to_host(self.finished[rows], *(
             one[rows, :self.steps] for one in (self.tokens, self.logprobs, self.values, self.mask)))
-        width = max(int(drawn[-1].sum(1).max()), 1)
-        tokens, logprobs, values, mask = (one[:, :width] for one in drawn)
+        width = max(int(columns[-1].sum(1).max()), 1)
+        tokens, logprobs, values, mask = (one[:, :width] for one in columns)
         return samples.Generation(
             tokens, mask, logprobs, values, finished, None if self.frozen_states is None else
             self.frozen_states[rows, :self.prompt_tokens + width - 1])
@@ -241,17 +241,17 @@ class LiveRows:
 
 def _padded_mask(live: LiveRows, width: int) -> torch.Tensor:
     """The attention over so many columns, the row's own on the right."""
-    own, mask = transformers_internals.cached_tokens(live.cache) + 1, live.attention
+    count, mask = transformers_internals.cached_tokens(live.cache) + 1, live.attention
     if mask is None:
-        mask = torch.ones(len(live), own, dtype=torch.bool, device=live.rows.device)
-    return torch.nn.functional.pad(mask, (width - own, 0), value=False)
+        mask = torch.ones(len(live), count, dtype=torch.bool, device=live.rows.device)
+    return torch.nn.functional.pad(mask, (width - count, 0), value=False)
 
 
 class Stepped(DecodeState):
     """Responses that are drawn by feeding live rows to a model."""
 
-    def __init__(self, decoder: Decoder, *given: Any) -> None:
-        super().__init__(decoder, *given)
+    def __init__(self, decoder: Decoder, *arguments: Any) -> None:
+        super().__init__(decoder, *arguments)
         lm = decoder.lm
         self.logits = head.DecodingHead(lm)
         self.virtual = trunk.virtual_tokens(lm)
@@ -269,28 +269,28 @@ class Stepped(DecodeState):
         """
         start, lm = self.decoder.start, self.decoder.lm
         device = lm.base_model.device
-        there = prompt_mask[rows.start:rows.stop]
-        skip = there.shape[1] - max(int(there.sum(1).max()), 1)
-        there = there[:, skip:]
+        cpu_mask = prompt_mask[rows.start:rows.stop]
+        skip = cpu_mask.shape[1] - max(int(cpu_mask.sum(1).max()), 1)
+        cpu_mask = cpu_mask[:, skip:]
         tokens = to_device(prompt_tokens[rows.start:rows.stop, skip:], device)
-        mask, count = to_device(there, device), len(there)
-        own: dict[str, Any] = {
+        mask, count = to_device(cpu_mask, device), len(cpu_mask)
+        columns: dict[str, Any] = {
             "rows": torch.arange(rows.start, rows.stop, device=device),
             "at": torch.zeros(count, dtype=torch.long, device=device), "youngest": 0,
             "done": torch.zeros(count, dtype=torch.bool, device=device),
-            "padding": (~there).sum(1), "cache": self._empty_cache(count)}
+            "padding": (~cpu_mask).sum(1), "cache": self._empty_cache(count)}
         if start is not None:
             tokens, mask = layout.right_padded(tokens, mask)
             encoded = lm.get_encoder()(input_ids=tokens, attention_mask=mask.long())
             return LiveRows(
-                **own, attention=None, inputs=torch.full((count, 1), start, device=device),
+                **columns, attention=None, inputs=torch.full((count, 1), start, device=device),
                 positions=torch.zeros(count, 1, dtype=torch.long, device=device),
                 encoded=encoded.last_hidden_state, encoder_mask=mask.long())
         before = 0 if self.virtual is None else self.virtual.count
         seen = torch.nn.functional.pad(mask, (before, 0), value=True)
         if before:  # which all rows look at
-            own["padding"] = torch.zeros_like(own["padding"])
-        return LiveRows(**own, inputs=tokens, attention=None if bool(there.all()) else seen,
+            columns["padding"] = torch.zeros_like(columns["padding"])
+        return LiveRows(**columns, inputs=tokens, attention=None if bool(cpu_mask.all()) else seen,
                         positions=(mask.long().cumsum(1) - 1).clamp(min=0) + before)
 
     def _empty_cache(self, rows: int) -> Any:

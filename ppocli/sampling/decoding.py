@@ -254,37 +254,37 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
     that; else they wait for the last of them.
     """
     lm, count = decoder.lm, len(prompt_tokens)
-    drawn = Stepped(decoder, prompt_tokens, prompt_mask, uniform, limits)
+    state = Stepped(decoder, prompt_tokens, prompt_mask, uniform, limits)
     # keys and values of rows under way are moved to the right then, behind padding: not with an
     # encoder, nor where a layer keeps something else
     refills = (at_once < count and decoder.all_alive is int and decoder.start is None
                and transformers_internals.caches_all_keys(lm))
     check_every = 1 if lm.base_model.device.type == "cpu" else CHECK_EVERY
-    feeding = Feeding(drawn)
+    feeding = Feeding(state)
     live: LiveRows | None = None
-    taken = passes = handed = 0
+    started = passes = handed = 0
 
-    while live is not None or taken < count:
-        if live is None or (refills and taken < count and len(live) < at_once):
+    while live is not None or started < count:
+        if live is None or (refills and started < count and len(live) < at_once):
             feeding.settle()
             free = at_once if live is None else at_once - len(live)
-            fresh = drawn.first_rows(range(taken, min(taken + free, count)), prompt_tokens,
+            fresh = state.first_rows(range(started, min(started + free, count)), prompt_tokens,
                                      prompt_mask)
-            taken += len(fresh)
-            drawn.token(fresh)
+            started += len(fresh)
+            state.token(fresh)
             if live is None:
                 live = fresh
             else:
                 live.take_in(fresh)
         else:
-            feeding.token(live, drawn.steps - live.youngest)
+            feeding.token(live, state.steps - live.youngest)
         passes += 1
-        if passes % check_every and live.youngest < drawn.steps:
+        if passes % check_every and live.youngest < state.steps:
             continue
         rows, at, done = to_host(live.rows, live.at, live.done)
         remaining = int((~done).sum())
         if decoder.all_alive(remaining) == 0:
-            live, ended = None, taken
+            live, ended = None, started
             feeding.settle()
         else:
             ended = int(rows[~done].min()) if count > chunk and remaining else 0
@@ -294,5 +294,5 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
         while handed < count and min(handed + chunk, count) <= ended:
             end = min(handed + chunk, count)
             feeding.settle()  # whoever asks leaves the autocast context meanwhile
-            yield drawn.found(slice(handed, end))
+            yield state.generation(slice(handed, end))
             handed = end

@@ -113,4 +113,4 @@ def decode_by_transformers(decoder: Decoder, prompt_tokens: torch.Tensor,
                 rows = first + (together == length).nonzero().squeeze(-1)
                 _draw(drawn, prompt_tokens[rows][:, width - length:].to(device), rows.to(device),
                       cached=cached)
-        yield drawn.found(slice(start, end))
+        yield drawn.generation(slice(start, end))

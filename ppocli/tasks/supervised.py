@@ -210,7 +210,7 @@ class SupervisedTask(task.Task):
         def mine() -> list[tuple[torch.Tensor, torch.Tensor]]:
             """This rank's places in the data, and [n, K] what was measured of them."""
             found = []
-            for part in optimize.dealt(self, lengths, "evaluation"):
+            for part in optimize.shard_by_length(self, lengths, "evaluation"):
                 stop.check()
                 faults.point("evaluation.forward", len(part))
                 # a rank without rows left measures one for nothing, to stay in step with the others
@@ -238,7 +238,7 @@ class SupervisedTask(task.Task):
         return {"data": self.train.digest(),
                 **({} if self.val is None else {"validation data": self.val.digest()})}
 
-    def judged_by(self) -> str:
+    def eval_fingerprint(self) -> str:
         """As :class:`Task`; the digests tell of other data."""
         judge = [self.cfg.task.fn, self.cfg.checkpoint.metric]
         return hashlib.sha256(json.dumps(judge).encode()).hexdigest()

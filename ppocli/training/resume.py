@@ -129,7 +129,7 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
     pace, best = state.pace or Pace(now), state.best
     if pace.num_rollouts != now:
         pace = Pace(now, state.step, state.episodes)
-    if best is not None and state.judged_by not in (fresh.judged_by, *task.judged_earlier()):
+    if best is not None and state.judged_by not in (fresh.judged_by, *task.eval_fingerprints()):
         log.info("what evaluations are judged by (see docs/runs.md) has changed: the best "
                  "evaluation so far (step %d) is not comparable and forgotten", best.step)
         best = None

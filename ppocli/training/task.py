@@ -272,7 +272,7 @@ class Task(ABC):
         return Finished({f"loss/{name}": value for name, value in result.terms.items()},
                         state.task, state.tensors)
 
-    def settled(self, state: TrainState) -> None:  # noqa: B027 - may be left
+    def on_step_end(self, state: TrainState) -> None:  # noqa: B027 - may be left
         """Change what the next step starts from, once a step is over, its evaluation and its row
         included, and before a checkpoint is made of it; nothing by default."""
 
@@ -289,11 +289,11 @@ class Task(ABC):
         """Digests of data that must not change between start and resume, by name."""
         return {}
 
-    def judged_by(self) -> str:
+    def eval_fingerprint(self) -> str:
         """Digest of everything that evaluations depend on, except the trained weights."""
         return ""
 
-    def judged_earlier(self) -> tuple[str, ...]:
+    def eval_fingerprints(self) -> tuple[str, ...]:
         """The same as earlier versions have noted it, whose runs go on."""
         return ()
 

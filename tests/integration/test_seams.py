@@ -72,7 +72,7 @@ class Silent(Sampler):
 
 class Open(Whole):
     def acting(self, policy): yield policy
-    def sample(self, prompts, spec, stream, speaker, stop, *, at_once): pass
+    def sample(self, prompts, spec, stream, model, stop, *, at_once): pass
 
 
 class Partial(ABC):
@@ -233,7 +233,7 @@ def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here, comma
     ("task.fn=odd.py:Stray", 2, "Stray is no subclass of ppocli.training.task.Task."),
     ("task.fn=odd.py:Narrow", 2, "Narrow has plan(self, state), which is called as plan(state, "
      "batch): too many positional arguments; has an async evaluate, which nothing awaits."),
-    ("rollout.engine=odd.py:Silent", 2, "Silent lacks sample(prompts, spec, stream, speaker, stop, "
+    ("rollout.engine=odd.py:Silent", 2, "Silent lacks sample(prompts, spec, stream, model, stop, "
      "*, at_once, chunk)."),
     ("rollout.engine=odd.py:Open", 2, "Open has acting as a generator, which needs "
      "@contextlib.contextmanager above it; has sample("),

@@ -269,7 +269,7 @@ def test_the_best_evaluation_is_the_highest_finite_one():
 def test_what_evaluations_are_judged_by(tmp_path):
     """Not by how reward and environment are called, nor by an environment that nobody plays."""
     def judged(**more: object) -> str:
-        return PPOTask(replace(session, cfg=small_config(tmp_path, **more))).judged_by()
+        return PPOTask(replace(session, cfg=small_config(tmp_path, **more))).eval_fingerprint()
 
     with session_of(small_config(tmp_path)) as session:
         playing = {"env__fn": "guess_number"}
@@ -279,7 +279,7 @@ def test_what_evaluations_are_judged_by(tmp_path):
             **playing)
         different = [judged(), judged(reward__clip=1.0), judged(generation__temperature=0.5),
                      judged(**playing), judged(**playing, env__max_turns=1)]
-        earlier = [PPOTask(replace(session, cfg=small_config(tmp_path, **more))).judged_earlier()
+        earlier = [PPOTask(replace(session, cfg=small_config(tmp_path, **more))).eval_fingerprints()
                    for more in ({}, playing, playing | {"env__max_turns": 1})]
         # runs that have noted it keep their best, and later ones can't have noted it
         assert [each[0] for each in earlier] == [different[0], *different[3:]]

@@ -32,11 +32,11 @@ def update_moments(state: PPOState, rollout: Rollout, cfg: schema.TrainConfig) -
     scores, dense = _clipped_before(rollout, cfg.reward)
     if cfg.reward.clip_first and dense is not None:
         scores = dense.double().sum(1).tolist()
-    found = shaping.moments_of(replace(rollout, scores=scores).valid_scores)
+    moments = shaping.moments_of(replace(rollout, scores=scores).valid_scores)
     ref_std = cfg.reward.ref_std
     if cfg.reward.scale == "ref" and ref_std is None:
-        ref_std = found.std if state.ref_std is None else state.ref_std
-    return replace(state, moments=state.moments.merge(found), ref_std=ref_std)
+        ref_std = moments.std if state.ref_std is None else state.ref_std
+    return replace(state, moments=state.moments.merge(moments), ref_std=ref_std)
 
 
 def _clipped_before(rollout: Rollout, reward: schema.RewardConfig
@@ -50,23 +50,23 @@ def _clipped_before(rollout: Rollout, reward: schema.RewardConfig
 def penalties_of(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, list[float | None]]:
     """Penalties that the configuration asks for by name, each with the amount of every sample, None
     where it does not apply: ``missing_eos``, ``short``, ``overlong``."""
-    reward, found = cfg.reward, dict[str, list[float | None]]()
+    reward, penalties = cfg.reward, dict[str, list[float | None]]()
     lengths = rollout.response_mask.sum(1).tolist()
     if reward.missing_eos_penalty is not None:
-        found["missing_eos"] = [None if ended else reward.missing_eos_penalty
+        penalties["missing_eos"] = [None if ended else reward.missing_eos_penalty
                                 for ended in rollout.finished.tolist()]
     if reward.min_response_length is not None:
-        found["short"] = [reward.min_response_penalty if length < reward.min_response_length
+        penalties["short"] = [reward.min_response_penalty if length < reward.min_response_length
                           else None for length in lengths]
     if reward.overlong_buffer is not None:
         factor = 1.0 if reward.overlong_penalty is None else reward.overlong_penalty
         # of an episode, all that follows the prompt
-        said = (rollout.sequences.lengths - rollout.prompts.mask.sum(1)).tolist() \
+        token_counts = (rollout.sequences.lengths - rollout.prompts.mask.sum(1)).tolist() \
             if rollout.episodes else lengths
-        found["overlong"] = list(shaping.overlong_penalties(
-            said, longest=sampling.longest_rollout(cfg), buffer=reward.overlong_buffer,
+        penalties["overlong"] = list(shaping.overlong_penalties(
+            token_counts, longest=sampling.longest_rollout(cfg), buffer=reward.overlong_buffer,
             factor=factor))
-    return found
+    return penalties
 
 
 def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
@@ -104,10 +104,10 @@ def shaped_scores(rollout: Rollout, state: PPOState, cfg: schema.TrainConfig
     scores = shaping.penalised(scores, amounts, replace=replace)
     if dense is not None and replace:
         dense = dense * torch.tensor([not each for each in amounts])[:, None]
-    found = torch.tensor(scores, dtype=torch.float32)
+    total = torch.tensor(scores, dtype=torch.float32)
     if "overlong" in penalties:
-        found = found - torch.tensor(penalties["overlong"], dtype=torch.float32)
-    return found, dense
+        total = total - torch.tensor(penalties["overlong"], dtype=torch.float32)
+    return total, dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,11 +246,11 @@ def after_pretraining(state: PPOState, experience: Experience, ppo: schema.PPOCo
                       ) -> PPOState:
     """The state after a step of value pretraining, ``step`` with it; says when it was the last:
     ``ppo.value_pretrain_until`` is reached, or the steps are made."""
-    found, until = explained_variance(experience), ppo.value_pretrain_until
-    if (until is None or not found >= until) and step < ppo.value_pretrain_steps:
+    explained, until = explained_variance(experience), ppo.value_pretrain_until
+    if (until is None or not explained >= until) and step < ppo.value_pretrain_steps:
         return state
     log.info("value pretraining ends with step %d: the value function explains %.3f of the "
-             "variance of the returns; the policy trains from the next step on", step, found)
+             "variance of the returns; the policy trains from the next step on", step, explained)
     return replace(state, pretrained_at=step)
 
 
@@ -309,11 +309,11 @@ def replay(session: Session, experience: Experience, rows: torch.Tensor, *, valu
     other = None if experience.ref_head is None else head.OtherHead(
         to_device(torch.cat([experience.ref_states[i] for i in places]), session.backend.device),
         experience.ref_head)
-    with layer_stack.inputs_at(split if remembers else None, session.policy.lm) as found:
+    with layer_stack.inputs_at(split if remembers else None, session.policy.lm) as entering:
         out = session.trained.engine(batch, temperature=session.sampling.temperature,
                                      want_entropy=algorithm.wants_entropy(session.cfg.ppo),
                                      value_only=value_only, reference=other)
-    if kept is not None and found:
+    if kept is not None and entering:
         passes.keep_states(kept, session.frozen_states_bytes, places,
-                           (samples.lengths - 1).tolist(), batch, found[-1])
+                           (samples.lengths - 1).tolist(), batch, entering[-1])
     return out, batch.tokens.numel()

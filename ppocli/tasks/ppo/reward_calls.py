@@ -12,7 +12,7 @@ import torch
 from ppocli.columns import rows_of
 from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.episode import told_alone
+from ppocli.episode import without_environments
 from ppocli.parallel.backend import beside
 from ppocli.parallel.ranks import Ranks, woven
 from ppocli.rewards.records import RewardRequest, RewardScores, step_texts
@@ -86,7 +86,7 @@ def ask(session: EvalSession, context: StepContext, prompts: PromptBatch, out: S
     if together:
         # a tokenizer is large, and rank 0 has its own
         shares = ranks.gather(replace(request, tokenizer=None,
-                                      episodes=told_alone(request.episodes)))
+                                      episodes=without_environments(request.episodes)))
         request = joined(shares, session.tokenizer) if ranks.first else request
     return Question(ranks, request, together)
 

@@ -13,7 +13,7 @@ import torch
 from ppocli.columns import rows_of
 from ppocli.config.algorithm import corrects, full_kl_in_loss, kl_estimator
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.episode import told_alone
+from ppocli.episode import without_environments
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models import passes
 from ppocli.models.head import HeadWeights
@@ -21,7 +21,7 @@ from ppocli.models.vocabulary import vocabulary_of
 from ppocli.ppo.kl import kl_per_token
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardScores
-from ppocli.sampling.sampler import Speaker, sample_chunks
+from ppocli.sampling.sampler import GenerationModel, sample_chunks
 from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
@@ -106,15 +106,15 @@ def sample_policy(session: EvalSession, context: StepContext, prompts: PromptBat
     policy = session.policy.eval()
     vocabulary = vocabulary_of(policy.lm)
     head = policy.value_head if policy.values_while_decoding else None
-    speaker = Speaker(policy.lm, head)
+    model = GenerationModel(policy.lm, head)
     # in fp32 they are what a forward pass gives; half of the room is for those without padding
     exact = session.from_decode and session.backend.precision == "fp32"
     if stream == ROLLOUT and exact and policy.split is not None:
         tokens = prompts.tokens.shape[1] + spec.max_new_tokens
         width = policy.lm.get_input_embeddings().weight.shape[-1]
         if 4 * session.cfg.ppo.num_rollouts * tokens * width <= session.frozen_states_bytes // 2:
-            speaker = Speaker(policy.lm, head, policy.split)
-    for out in _chunks(session, context, prompts, spec, stream, speaker):
+            model = GenerationModel(policy.lm, head, policy.split)
+    for out in _chunks(session, context, prompts, spec, stream, model):
         if not bool(torch.isfinite(out.logprobs).all()):
             raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
                                 fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
@@ -136,13 +136,13 @@ def sample_reference(session: EvalSession, context: StepContext, view: Any, prom
     Args:
         view: the reference as a model.
     """
-    speaker = Speaker(view, reference=True)
-    return Samples.joined(list(_chunks(session, context, prompts, spec, stream, speaker)))
+    model = GenerationModel(view, reference=True)
+    return Samples.joined(list(_chunks(session, context, prompts, spec, stream, model)))
 
 
 def _chunks(session: EvalSession, context: StepContext, prompts: PromptBatch, spec: SamplingSpec,
-            stream: int, speaker: Speaker) -> Iterator[Samples]:
-    return sample_chunks(session.sampler, session.passes, prompts, spec, stream, speaker,
+            stream: int, model: GenerationModel) -> Iterator[Samples]:
+    return sample_chunks(session.sampler, session.passes, prompts, spec, stream, model,
                          context.stop, phase="rollout" if stream == ROLLOUT else "evaluation",
                          chunk=session.chunk_size)
 
@@ -287,7 +287,7 @@ def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: M
                    responses=chunk.responses, parts=scores.parts, logs=scores.logs,
                    frozen_states=figures.frozen_states, ref_states=figures.ref_states,
                    sampler_logprobs=None if figures.logprobs is None else samples.logprobs,
-                   episodes=told_alone(samples.episodes) if samples.episodes else [])
+                   episodes=without_environments(samples.episodes) if samples.episodes else [])
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:

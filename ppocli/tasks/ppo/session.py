@@ -185,10 +185,11 @@ def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
     longest = longest_response(cfg)
     if longest >= limit:
         count = num_virtual_tokens(lm)
-        beside = f" beside its {count} virtual tokens" if count else ""
+        with_virtual = f" beside its {count} virtual tokens" if count else ""
         key = "generation.max_new_tokens" if cfg.env.fn is None else "env.max_tokens"
         raise ConfigError(f"{longest} new tokens leave no room for a prompt: the model has "
-                          f"{limit} positions{beside}.", where=key, fix=f"set {key} below {limit}")
+                          f"{limit} positions{with_virtual}.", where=key,
+                          fix=f"set {key} below {limit}")
     return limit if has_encoder(lm) else limit - longest
 
 
@@ -266,18 +267,18 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
         prompts = prompt_set.load_prompts(keys, tokenizer, items=objects.prompts, **how)
     eval_prompts = prompt_set.load_eval_prompts(keys, tokenizer, training=prompts,
                                                 items=objects.eval_prompts, **how)
-    for found in (prompts, eval_prompts):
-        if len(found):
-            reward.check_columns(list(found.columns))
+    for prompt_data in (prompts, eval_prompts):
+        if len(prompt_data):
+            reward.check_columns(list(prompt_data.columns))
     if metric is not None:
         metric.check_columns(list(eval_prompts.columns))
     if keys.chat and keys.tools is None and cfg.env.fn is None and "tools" in prompts.columns:
         log.info("prompts: the chat template is not told of the column tools; prompts.tools=tools "
                  "does so")
-    for name, found in (("prompts", prompts), ("evaluation prompts", eval_prompts)):
-        for note in found.notes if training or found is eval_prompts else ():
+    for name, prompt_data in (("prompts", prompts), ("evaluation prompts", eval_prompts)):
+        for note in prompt_data.notes if training or prompt_data is eval_prompts else ():
             log.info("%s: %s", name, note)
-        for warning in found.warnings:
+        for warning in prompt_data.warnings:
             log.warning("%s: %s.", name, warning)
     return prompts, eval_prompts
 
@@ -318,11 +319,11 @@ def _take_packed(policy: Policy, reference: Reference | None) -> bool:
     models = [policy.lm, getattr(policy.value_trunk, "lm", None)]
     # each of them on every rank
     takes = [attention.takes_packed(lm) for lm in models if lm is not None]
-    found = all(takes)
+    all_take = all(takes)
     if reference is None:
-        return found
+        return all_take
     with reference.view(policy.lm) as view:
-        return attention.takes_packed(view) and found
+        return attention.takes_packed(view) and all_take
 
 
 def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
@@ -384,11 +385,11 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     reward, metric = (_build_judges(cfg, objects, backend.ranks.first) if judges is None
                       else (judges.reward, judges.metric))
     cfg = replace(cfg, reward=reward.cfg)
-    own = model_config.policy_config(cfg.model, policy)
-    cfg = chat_template.decided(cfg, policy, own.revision)
-    tokenizer = load_tokenizer(own)
-    loaded = decoding.load_judged(own, cfg.hardware)
-    language_model.fit_vocabulary(tokenizer, loaded.lm, own)
+    model_cfg = model_config.policy_config(cfg.model, policy)
+    cfg = chat_template.decided(cfg, policy, model_cfg.revision)
+    tokenizer = load_tokenizer(model_cfg)
+    loaded = decoding.load_judged(model_cfg, cfg.hardware)
+    language_model.fit_vocabulary(tokenizer, loaded.lm, model_cfg)
     _, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric,
                                         training=False)
     wrapped = building.placed(backend, Policy(loaded.lm, None))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from ppocli.config import algorithm, schema, schema_training
-from ppocli.episode import Sample, spoken
+from ppocli.episode import Sample, transcript_turns
 from ppocli.models.policy import CopyReference, follow
 from ppocli.ppo.losses import PPOLoss
 from ppocli.rewards.calls import check_invalid_share
@@ -119,21 +119,21 @@ class PPOTask(task.Task):
         return task.LossTerms(terms.total, self._terms(
             **{f.name: getattr(terms, f.name) for f in fields(terms)}), tokens)
 
-    def _terms(self, **known: torch.Tensor) -> torch.Tensor:
+    def _terms(self, **terms: torch.Tensor) -> torch.Tensor:
         """:attr:`LossTerms.terms` of these, and 0 for the others."""
-        zero = known["total"].new_zeros(())
-        return torch.stack([known.get(name, zero).detach() for name in self.terms])
+        zero = terms["total"].new_zeros(())
+        return torch.stack([terms.get(name, zero).detach() for name in self.terms])
 
     def judge(self, terms: dict[str, float]) -> task.Verdict:
         """As :class:`Task`: ``ppo.target_kl`` ends the phase, ``ppo.ratio_threshold`` skips."""
         ppo = self.cfg.ppo
-        if (found := super().judge(terms)) is not task.Verdict.STEP:
-            return found
+        if (verdict := super().judge(terms)) is not task.Verdict.STEP:
+            return verdict
         if ppo.target_kl is not None and terms["approx_kl"] > EARLY_STOP * ppo.target_kl:
             return task.Verdict.STOP
         if ppo.ratio_threshold is not None and terms["ratio"] > ppo.ratio_threshold:
             return task.Verdict.SKIP
-        return found
+        return verdict
 
     def remedy(self) -> str:
         """As :class:`Task`."""
@@ -154,8 +154,9 @@ class PPOTask(task.Task):
         """As :class:`Task`: the KL coefficient follows its controller, signs of a run going wrong
         are counted."""
         cfg, before = self.cfg, records.PPOState.from_json(state.task)
-        after = replace(after_step(before, batch, plan.atoms, cfg, state.step + 1),
-                        mixed_in=before.mixed_in + ptx.examples_of(cfg.ppo, len(batch)))
+        after = after_step(before, batch, plan.atoms, cfg, state.step + 1)
+        if self.session.examples is not None:
+            after = replace(after, mixed_in=before.mixed_in + ptx.examples_of(cfg.ppo, len(batch)))
         tokens = int(batch.response_mask.sum())
         if batch.waiting or state.tensors:  # sampled now for later steps, or before for this one
             tokens += (collecting.response_tokens(batch.waiting)
@@ -171,12 +172,12 @@ class PPOTask(task.Task):
         return task.Finished(row, after.to_json(), tensors=batch.waiting, warnings=warnings,
                              tokens={"rollout": tokens})
 
-    def settled(self, state: TrainState) -> None:
+    def on_step_end(self, state: TrainState) -> None:
         """As :class:`Task`: a reference that follows the policy does so now."""
-        wanted, reference = self.cfg.model.reference, self.session.reference
-        if (isinstance(reference, CopyReference) and wanted.sync_every is not None
-                and state.step > 0 and state.step % wanted.sync_every == 0):
-            follow(reference, self.session.policy.lm, wanted.sync_alpha)
+        cfg, reference = self.cfg.model.reference, self.session.reference
+        if (isinstance(reference, CopyReference) and cfg.sync_every is not None
+                and state.step > 0 and state.step % cfg.sync_every == 0):
+            follow(reference, self.session.policy.lm, cfg.sync_alpha)
             self._ref_responses = None
 
     def evaluate(self, context: task.StepContext) -> task.Evaluation:
@@ -191,28 +192,28 @@ class PPOTask(task.Task):
 
     def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
         """As :class:`Task`: another ``ppo.init_kl_coef`` starts the coefficient anew."""
-        own, new = records.PPOState.from_json(saved.task), records.PPOState.from_json(fresh.task)
-        self.session = replace(self.session, decoding_differs=own.decoding_differs)
-        for line in figures.carried_over(own, new, self.cfg.ppo, self._share_done(saved)):
+        old, new = records.PPOState.from_json(saved.task), records.PPOState.from_json(fresh.task)
+        self.session = replace(self.session, decoding_differs=old.decoding_differs)
+        for line in figures.carried_over(old, new, self.cfg.ppo, self._share_done(saved)):
             log.info(line)
-        if own.init_kl_coef != new.init_kl_coef:
-            own = replace(own, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
-        return replace(saved, task=own.to_json())
+        if old.init_kl_coef != new.init_kl_coef:
+            old = replace(old, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
+        return replace(saved, task=old.to_json())
 
     def digests(self) -> dict[str, str]:
         """As :class:`Task`: of the prompts and of the reference's weights."""
         session = self.session
-        found = {"prompts": session.prompts.digest(),
-                 "evaluation prompts": session.eval_prompts.digest(),
-                 "ppo.ptx.data": None if session.examples is None else session.examples.digest(),
-                 "reference model": session.reference_digest()}
-        return {name: digest for name, digest in found.items() if digest is not None}
+        digests = {"prompts": session.prompts.digest(),
+                   "evaluation prompts": session.eval_prompts.digest(),
+                   "ppo.ptx.data": None if session.examples is None else session.examples.digest(),
+                   "reference model": session.reference_digest()}
+        return {name: digest for name, digest in digests.items() if digest is not None}
 
-    def judged_by(self) -> str:
+    def eval_fingerprint(self) -> str:
         """As :class:`Task`; under another, figures are not comparable with the best so far."""
         return self._judges(*self._how_judged(), *self.session.reward_model_digests())
 
-    def judged_earlier(self) -> tuple[str, ...]:
+    def eval_fingerprints(self) -> tuple[str, ...]:
         """As :class:`Task`: without weights; with all of the reward's keys, and no environment."""
         return self._judges(*self._how_judged()), self._judges(asdict(self.cfg.reward))
 
@@ -234,10 +235,11 @@ class PPOTask(task.Task):
     def modules(self) -> dict[str, torch.nn.Module]:
         """As :class:`Task`: the value function's, and a reference that follows the policy."""
         policy = self.session.policy
-        found: dict[str, Any] = {"value_head": policy.value_head, "value_trunk": policy.value_trunk}
+        modules: dict[str, Any] = {"value_head": policy.value_head,
+                                   "value_trunk": policy.value_trunk}
         if self.cfg.model.reference.sync_every is not None:
-            found["reference"] = getattr(self.session.reference, "lm", None)
-        return {name: module for name, module in found.items() if module is not None}
+            modules["reference"] = getattr(self.session.reference, "lm", None)
+        return {name: module for name, module in modules.items() if module is not None}
 
     def kept_step(self, state: TrainState) -> int | None:
         """As :class:`Task`: the end of value pretraining, from which other runs can start."""
@@ -250,8 +252,9 @@ class PPOTask(task.Task):
 
     def preview(self, batch: records.Rollout) -> list[Sample]:
         """As :class:`Task`."""
-        said: list[Any] = [spoken(figures.episode_row(one)) for one in batch.episodes]
-        return list(zip(batch.prompts.texts, said or batch.responses, batch.shown_scores,
+        transcripts: list[Any] = [transcript_turns(figures.episode_row(one))
+                                  for one in batch.episodes]
+        return list(zip(batch.prompts.texts, transcripts or batch.responses, batch.shown_scores,
                         strict=True))[:4]
 
     def sample_rows(self, batch: records.Rollout, step: int) -> list[dict[str, Any]]:
@@ -264,9 +267,9 @@ class PPOTask(task.Task):
 
     def write_dump(self, folder: Path, batch: records.Rollout, plan: task.Plan, step: int) -> None:
         """As :class:`Task`: the rollout's tensors, and one JSON line per sample."""
-        found = {f.name: getattr(part, f.name) for part in (plan.atoms, plan.atoms.sequences)
-                 for f in fields(part)}
-        save_file({name: value.cpu().contiguous() for name, value in found.items()
+        columns = {f.name: getattr(part, f.name) for part in (plan.atoms, plan.atoms.sequences)
+                   for f in fields(part)}
+        save_file({name: value.cpu().contiguous() for name, value in columns.items()
                    if isinstance(value, torch.Tensor)}, folder / "experience.safetensors")
         with JsonlWriter(folder / "samples.jsonl") as lines:
             lines.append(figures.rollout_samples(batch, step, self.cfg))
