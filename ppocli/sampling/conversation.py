@@ -94,7 +94,7 @@ class KeptKeys:
         self.device = decoder.lm.base_model.device
         tokens, mask = padded_left(contexts)
         self.drawn = Stepped(decoder, tokens, mask, noise, None)
-        self.feeding = Feeding(self.drawn)
+        self.feeding = Feeding(self.drawn) if decoder.records else self.drawn
         self.parked: list[IdleRows] = []
 
     @torch.no_grad()

@@ -304,12 +304,19 @@ class Stepped(DecodeState):
         return give_room(virtual.cache(rows) if virtual is not None and virtual.in_cache
                          else DynamicCache(config=self.decoder.lm.config), most)
 
-    def token(self, live: LiveRows) -> None:
-        """Feed the live rows and draw one more token of each."""
+    def token(self, live: LiveRows, most: int = 0) -> None:
+        """Feed the live rows and draw one more token of each.
+
+        Args:
+            most: as of :meth:`ppocli.sampling.token_graph.Feeding.token`; not needed here.
+        """
         self.decoder.poll()
         chosen, live.done = self.draw(live)
         live.advance(chosen)
         self.decoder.watch(self.tokens, self.mask)
+
+    def settle(self) -> None:
+        """Without a recorded graph nothing has to end before rows join or leave."""
 
     def draw(self, live: LiveRows) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`token`; the rows themselves stay as they are.

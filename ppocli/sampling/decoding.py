@@ -260,7 +260,7 @@ def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: 
     refills = (at_once < count and decoder.all_alive is int and decoder.start is None
                and transformers_internals.caches_all_keys(lm))
     check_every = 1 if lm.base_model.device.type == "cpu" else CHECK_EVERY
-    feeding = Feeding(state)
+    feeding = Feeding(state) if decoder.records else state
     live: LiveRows | None = None
     started = passes = handed = 0
 

@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from ppocli.config import algorithm, schema
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError
@@ -21,6 +23,7 @@ from ppocli.parallel.backend import Backend
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
+from ppocli.sampling import token_graph
 from ppocli.sampling.conversation import Conversation, KeptKeys, decoded_turns
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
@@ -96,10 +99,11 @@ def make_stop_check(stop: StopFlag, rows: int) -> Callable[[], None]:
     return look
 
 
-def records(cfg: schema.TrainConfig) -> bool:
-    """Whether CUDA graphs are wanted. A reward that computes in a thread of its own meanwhile would
-    break their recording: it may wait for the device, or draw random numbers there."""
-    return cfg.hardware.cuda_graphs and cfg.reward.overlap != "always"
+def records(cfg: schema.TrainConfig, device: torch.device) -> bool:
+    """Whether CUDA graphs are recorded. A reward that computes in a thread meanwhile would break
+    the recording: it may wait for the device, or draw random numbers there."""
+    return (device.type in token_graph.DEVICES and cfg.hardware.cuda_graphs
+            and cfg.reward.overlap != "always")
 
 
 class DecodeSampler:
@@ -156,7 +160,8 @@ class DecodeSampler:
             lengths(seed, prompts.episodes, *spec.length_range))
 
         decoder = Decoder(lm, spec, setup.tokenizer, start, model.value_head, model.split,
-                          make_stop_check(stop, at_once), records=records(setup.cfg),
+                          make_stop_check(stop, at_once),
+                          records=records(setup.cfg, backend.device),
                           all_alive=backend.ranks.most if in_parts else int)
         noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
         done = 0
@@ -180,7 +185,8 @@ class DecodeSampler:
         """
         setup, lm = self.setup, model.lm
         decoder = Decoder(lm, spec, setup.tokenizer, None, model.value_head,
-                          poll=make_stop_check(stop, len(contexts)), records=records(setup.cfg))
+                          poll=make_stop_check(stop, len(contexts)),
+                          records=records(setup.cfg, setup.backend.device))
         noise = uniform(setup.cfg.seed, stream, episodes, setup.cfg.env.max_tokens)
         with packed_weights(lm, DTYPES[setup.backend.precision]):
             keeps = (self.method(lm) is trunk.Decoding.STEPS and allows_gaps(lm)
