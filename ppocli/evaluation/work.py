@@ -29,8 +29,8 @@ from ppocli.runs import pictures
 from ppocli.runs.target import Target
 from ppocli.storage import atomic, model_files, run_folder, run_logs
 from ppocli.tasks import build_task
-from ppocli.tasks.ppo.evaluate import evaluate_chunks, evaluation_size
-from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
+from ppocli.tasks.ppo.evaluate import evaluate_chunks, evaluation_size, sampling_sweep
+from ppocli.tasks.ppo.session import EvalSession, build_eval_session
 from ppocli.text import counted, first_line
 from ppocli.training.state import PhaseClock, seed_generators
 from ppocli.training.task import Evaluation, PythonObjects, StepContext, TaskSetup

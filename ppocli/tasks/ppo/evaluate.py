@@ -4,17 +4,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ppocli.config.schema import GenerationConfig
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import DONE
 from ppocli.parallel.ranks import woven
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.samples import Samples
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks.ppo import figures
 from ppocli.tasks.ppo.reward_calls import judge
 from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy, sample_reference
-from ppocli.tasks.ppo.session import EvalSession, sampling_sweep
+from ppocli.tasks.ppo.session import EvalSession
+from ppocli.text import shown
 from ppocli.training.task import Evaluation, StepContext
+
+
+def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, SamplingSpec]:
+    """``top_k=50`` and the like -> sampling at evaluation with that value of the one key of
+    ``generation.eval`` that is a list; empty without a list.
+
+    Args:
+        first: sampling at evaluation by :func:`sampling_specs`.
+    """
+    return {f"{name}={shown(value)}": replace(first, **{name: value}) for name in SAMPLING_KEYS
+            if isinstance(values := getattr(cfg.eval, name), list) for value in values}
 
 
 def distinct(texts: list[str], n: int) -> float:

@@ -9,7 +9,7 @@ from typing import Any, Self
 from ppocli.config import tasks
 from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, reference_sharded
 from ppocli.config.sampling import longest_response
-from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
+from ppocli.config.schema import RewardConfig, TrainConfig
 from ppocli.data import data_set, prompt_set, sources
 from ppocli.data.render import by_template
 from ppocli.errors import ConfigError, InputError
@@ -23,10 +23,9 @@ from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling import decoding
 from ppocli.sampling.sampler import Sampler, SamplerSetup
-from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
+from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.sampler import check_engine
 from ppocli.tasks import building, supervised
-from ppocli.text import shown
 from ppocli.training import optimizers, updates
 from ppocli.training.state import PhaseClock
 from ppocli.training.task import PASSES, PythonObjects, StepContext
@@ -160,17 +159,6 @@ class Session(EvalSession):
             shuffle=self.cfg.prompts.shuffle)
         return self.prompts.batch([indices[e // n - first] for e in episodes], list(episodes),
                                   self.tokenizer.pad_token_id)
-
-
-def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, SamplingSpec]:
-    """``top_k=50`` and the like -> sampling at evaluation with that value of the one key of
-    ``generation.eval`` that is a list; empty without a list.
-
-    Args:
-        first: sampling at evaluation by :func:`sampling_specs`.
-    """
-    return {f"{name}={shown(value)}": replace(first, **{name: value}) for name in SAMPLING_KEYS
-            if isinstance(values := getattr(cfg.eval, name), list) for value in values}
 
 
 def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
