@@ -161,21 +161,21 @@ class PPOTrainer:
             session, *called(session.cfg, sampling), batch_size), "generate")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
-            batch, own = session.share_of_prompts(self._drawn, count)
+            batch, num_local = session.share_of_prompts(self._drawn, count)
         else:
             batch = ranks.all_do(lambda: own_samples.prompts_of(call, own_samples.rows_of(
                 session, prompts, attention_mask, where="prompts")), "generate")
-            own = len(batch)
+            num_local = len(batch)
             batch, count = own_samples.pad_to_equal_share(session, batch, self._drawn)
         with call.acting() as acting:
-            chunks = list(generate_chunks(acting, self._context, batch, own))
+            chunks = list(generate_chunks(acting, self._context, batch, num_local))
         self._drawn += count
         self._run.clock.mark("rollout")
 
         def plain(values: Any, mask: Any) -> list[list[Any]]:
             return [row[kept].tolist() for row, kept in zip(values, mask, strict=True)]
 
-        out, mine = Samples.joined([one.mine for one in chunks]), batch.first(own)
+        out, mine = Samples.joined([one.samples for one in chunks]), batch.first(num_local)
         prompt_ids = plain(mine.tokens, mine.mask)
         if (return_prompt is not None or generate_ref_response
                 or getattr(prompts, "ndim", None) is not None):
@@ -186,7 +186,7 @@ class PPOTrainer:
             if not generate_ref_response:
                 return tensors(out.action_ids)
             other = own_samples.reference_responses(call, self._context, batch)
-            return tensors(out.action_ids), tensors(other[:own])
+            return tensors(out.action_ids), tensors(other[:num_local])
         return Batch(mine.texts, [text for one in chunks for text in one.responses], prompt_ids,
                      out.action_ids, plain(out.logprobs, out.mask), plain(out.values, out.mask),
                      out.finished.tolist(), mine.columns, tuple(chunks), self.steps,

@@ -46,7 +46,7 @@ INVARIANTS, GENERATION = "tests/unit/test_invariants.py", "tests/unit/test_gener
 MUTANTS = (
     # the algorithm
     Mutant("gae_without_lambda", "ppocli/ppo/advantages.py",
-           "given.gamma * lam * running", "given.gamma * running",
+           "samples.gamma * lam * running", "samples.gamma * running",
            (f"{ADVANTAGES}::test_gae_by_hand",)),
     Mutant("whiten_unbiased", "ppocli/ppo/shaping.py",
            "torch.rsqrt(var + 1e-8)", "torch.rsqrt(var * mask.sum() / (mask.sum() - 1) + 1e-8)",

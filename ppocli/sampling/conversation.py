@@ -93,18 +93,18 @@ class KeptKeys:
         """tokens of each that were there when its last turn was over"""
         self.device = decoder.lm.base_model.device
         tokens, mask = padded_left(contexts)
-        self.drawn = Stepped(decoder, tokens, mask, noise, None)
-        self.feeding = Feeding(self.drawn) if decoder.records else self.drawn
+        self.state = Stepped(decoder, tokens, mask, noise, None)
+        self.feeding = Feeding(self.state) if decoder.records else self.state
         self.parked: list[IdleRows] = []
 
     @torch.no_grad()
     def speak(self, rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
         """As :data:`Conversation`; contexts that speak together once do so from then on, and one
         that misses a turn of the others' speaks no more."""
-        live, drawn = self._begun(rows, contexts), self.drawn
+        live, state = self._begun(rows, contexts), self.state
         before = live.at.clone()
-        drawn.finished[live.rows] = False
-        drawn.limits[live.rows] = before + to_device(torch.tensor(limits), self.device)
+        state.finished[live.rows] = False
+        state.limits[live.rows] = before + to_device(torch.tensor(limits), self.device)
         pieces: list[IdleRows] = []
         check_every = 1 if self.device.type == "cpu" else CHECK_EVERY
         passes, most, feeding = 0, max(limits), self.feeding
@@ -130,11 +130,11 @@ class KeptKeys:
 
     def _begun(self, rows: Sequence[int], contexts: TokenRows) -> LiveRows:
         """Rows with what they are to read next."""
-        drawn, group = self.drawn, next(
+        state, group = self.state, next(
             (one for one in self.parked if rows[0] in one.rows.tolist()), None)
         if group is None:
             tokens, mask = padded_left(contexts)
-            live = drawn.first_rows(range(len(rows)), tokens, mask)
+            live = state.first_rows(range(len(rows)), tokens, mask)
             live.rows = to_device(torch.tensor(rows), self.device)
             return live
         self.parked.remove(group)
@@ -142,7 +142,7 @@ class KeptKeys:
         index = to_device(torch.tensor([place[row] for row in rows]), self.device)
         group.cache.batch_select_indices(index)
         seen, own = group.seen[index], group.rows[index]
-        at = drawn.mask[own].sum(1)
+        at = state.mask[own].sum(1)
         tokens, mask = (to_device(one, self.device) for one in padded_left(
             [ids[self.read[row] - 1:] for row, ids in zip(rows, contexts, strict=True)]))
         attention = torch.cat([seen, mask], dim=1)
@@ -160,19 +160,19 @@ class KeptKeys:
         rows = live.rows[index]
         seen = (torch.ones(len(rows), width, dtype=torch.bool, device=self.device)
                 if live.attention is None else live.attention[index, :width])
-        behind = live.at[index] - self.drawn.mask[rows].sum(1)
+        behind = live.at[index] - self.state.mask[rows].sum(1)
         columns = torch.arange(width, device=self.device)
         return IdleRows(rows, seen & (columns[None, :] < width - behind[:, None]),
                       transformers_internals.taken_rows(live.cache, index))
 
     def _said(self, rows: torch.Tensor, before: torch.Tensor) -> Generation:
         """What these rows have said since they had ``before`` tokens."""
-        drawn = self.drawn
-        counts = drawn.mask[rows].sum(1) - before
+        state = self.state
+        counts = state.mask[rows].sum(1) - before
         places = torch.arange(int(counts.max()), device=self.device)[None, :]
         mask = places < counts[:, None]
-        columns = (before[:, None] + places).clamp(max=drawn.steps)
-        finished, mask_, tokens, logprobs, values = to_host(drawn.finished[rows], mask, *(
+        columns = (before[:, None] + places).clamp(max=state.steps)
+        finished, mask_, tokens, logprobs, values = to_host(state.finished[rows], mask, *(
             one[rows[:, None], columns] * mask
-            for one in (drawn.tokens, drawn.logprobs, drawn.values)))
+            for one in (state.tokens, state.logprobs, state.values)))
         return Generation(tokens, mask_, logprobs, values, finished)

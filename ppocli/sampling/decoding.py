@@ -225,16 +225,16 @@ def _off(lm: Any, start: int | None) -> tuple[float, float]:
                               want_entropy=False).logprobs
     rough = (getattr(lm, "is_quantized", False)
              or {states.dtype, head.weight.dtype} != {torch.float32})
-    wanted = (states.float() @ project).cpu()
-    off = _distance(out.values[out.mask], wanted) / float(wanted.std().clamp(min=1e-6))
+    expected = (states.float() @ project).cpu()
+    off = _distance(out.values[out.mask], expected) / float(expected.std().clamp(min=1e-6))
     # a nat is much for any distribution, and next to nothing may be all that they differ by
     off_nats = _distance(out.logprobs[out.mask], logprobs.cpu())
     return max(off, off_nats), ROUGH if rough else CLOSE
 
 
-def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def _distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Between two [N], the root of the mean square."""
-    return float((found - wanted).square().mean().sqrt())
+    return float((actual - expected).square().mean().sqrt())
 
 
 SHRINK_AT = 0.75

@@ -239,7 +239,7 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
         OutOfMemoryError: there is no room for one sample.
         PpocliError: what went wrong on any rank.
     """
-    ranks, asked = passes.backend.ranks, min(chunk, len(prompts))
+    ranks, most = passes.backend.ranks, min(chunk, len(prompts))
     tokens = prompts.tokens.shape[1] + spec.max_new_tokens
     if ranks.world > 1:
         in_step = is_sharded(model.lm)
@@ -258,7 +258,7 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
     done = 0
     while done < len(prompts):
         rest = prompts if done == 0 else prompts.rows(range(done, len(prompts)))
-        rows = passes.limit(phase, asked)
+        rows = passes.limit(phase, most)
         made = sampler.sample(rest, spec, stream, model, stop, at_once=rows, chunk=chunk)
         try:
             for samples in made:

@@ -173,13 +173,14 @@ def places_of_ends(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
         # until a character is whole its tokens are read as another one
         return _texts_behind(tokenizer, [before], [ids[:count]])[0].startswith(text)
 
-    found = [list[int]() for _ in ends]
-    for places, before, ids, own in zip(found, prompt_ids, responses, ends, strict=True):
+    all_places = [list[int]() for _ in ends]
+    for places, before, ids, sample_ends in zip(all_places, prompt_ids, responses, ends,
+                                                strict=True):
         whole = _texts_behind(tokenizer, [before], [ids])[0]
-        for end in own:
+        for end in sample_ends:
             places.append(bisect_left(range(1, len(ids)), True, lo=max(places, default=0),
                                       key=partial(prefix_matches, before, ids, whole[:end])))
-    return found
+    return all_places
 
 
 def _first_stop(text: str, stops: Sequence[str], past: int) -> int | None:

@@ -190,18 +190,18 @@ def fill_module(module: torch.nn.Module, tensors: saved_model.Tensors, what: str
 
 
 def _load_modules(task: Task, folder: Path) -> None:
-    wanted = checkpoint_writing.module_files(task)
-    there = {path.name for path in folder.glob("*.safetensors")
+    expected = checkpoint_writing.module_files(task)
+    present = {path.name for path in folder.glob("*.safetensors")
              if path.name != checkpoint_writing.TASK_STATE
              and not path.name.startswith(("optimizer.", "optimizer-", "rng.", "rng-"))}
-    if there != set(wanted):
+    if present != set(expected):
         raise CheckpointError(
             "What trains beside the model (a value function, say) is of another kind in the "
-            f"checkpoint: it has {', '.join(sorted(there)) or 'none'}, the run needs "
-            f"{', '.join(sorted(wanted)) or 'none'}",
+            f"checkpoint: it has {', '.join(sorted(present)) or 'none'}, the run needs "
+            f"{', '.join(sorted(expected)) or 'none'}",
             where="model.value, ppo.advantage, model.reference.sync_every",
             fix="resume with what the run was started with")
-    for name, module in wanted.items():
+    for name, module in expected.items():
         fill_module(module, load_file(folder / name), Path(name).stem.replace("_", " "))
 
 

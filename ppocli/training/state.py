@@ -309,5 +309,5 @@ def _added(sums: Mapping[str, N], more: Mapping[str, N]) -> dict[str, N]:
 def torch_versions() -> dict[str, str]:
     """Versions of what the numbers depend on."""
     names = ("ppocli", "torch", "transformers", "accelerate", "safetensors", "hydra-core")
-    found = {name: version(name) for name in names}
-    return {"python": platform.python_version(), **found, "torch": torch.__version__}
+    versions = {name: version(name) for name in names}
+    return {"python": platform.python_version(), **versions, "torch": torch.__version__}

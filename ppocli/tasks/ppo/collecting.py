@@ -52,27 +52,27 @@ def collect_stale(session: Session, context: StepContext, tensors: Mapping[str, 
     parts, count = [_samples_of(tensors)] if tensors else [], len(episodes)
     first = episodes.start + sum(map(len, parts))
     if first < until:
-        prompts, own = session.share_of_prompts(first, until - first)
+        prompts, num_local = session.share_of_prompts(first, until - first)
         with session.acting() as acting:
             samples = Samples.joined(list(sample_policy(acting, context, prompts, session.sampling,
                                                         ROLLOUT)))
-        parts.append(_gathered(session, samples.first(own), until - first))
+        parts.append(_gathered(session, samples.first(num_local), until - first))
     waiting = Samples.joined(parts)
     context.clock.mark("rollout")
     rollout = collect_rollout(session, context, episodes.start, count, waiting.rows(slice(count)))
     return replace(rollout, waiting=_tensors_of(waiting.rows(slice(count, None))))
 
 
-def _gathered(session: Session, mine: Samples, count: int) -> Samples:
+def _gathered(session: Session, share: Samples, count: int) -> Samples:
     """The samples of all ranks in the order of their prompts; the same on all ranks.
 
     Args:
-        mine: this rank's share of them.
+        share: this rank's part of them.
         count: how many there are.
     """
-    found = session.backend.ranks.gather(mine)
-    places = torch.arange(count).split([len(part) for part in found])
-    return Samples.joined(found).rows(torch.tensor(woven([part.tolist() for part in places])))
+    shares = session.backend.ranks.gather(share)
+    places = torch.arange(count).split([len(part) for part in shares])
+    return Samples.joined(shares).rows(torch.tensor(woven([part.tolist() for part in places])))
 
 
 def _tensors_of(samples: Samples) -> dict[str, torch.Tensor]:
@@ -102,7 +102,7 @@ class Ahead:
     """their numbers"""
     begun: Begun
     """this rank's"""
-    own: int
+    num_local: int
     """how many of these count"""
 
 
@@ -123,19 +123,19 @@ def collect_ahead(session: Session, context: StepContext, before: Ahead | None, 
     begun = before.begun
     share = session.backend.ranks.all_do(
         lambda: begun.take(slice(None), context.stop.check), "rollout")
-    samples = _gathered(session, share.first(before.own), len(episodes))
+    samples = _gathered(session, share.first(before.num_local), len(episodes))
     after = _begin(session, range(episodes.stop, until)) if until > episodes.stop else None
     context.clock.mark("rollout")
     return collect_rollout(session, context, episodes.start, len(episodes), samples), after
 
 
 def _begin(session: Session, episodes: range) -> Ahead:
-    prompts, own = session.share_of_prompts(episodes.start, len(episodes))
+    prompts, num_local = session.share_of_prompts(episodes.start, len(episodes))
     sampler = session.sampler
     assert isinstance(sampler, VllmSampler)
     with session.acting():
         begun = sampler.begin(prompts, session.sampling, ROLLOUT, ahead=True)
-    return Ahead(episodes, begun, own)
+    return Ahead(episodes, begun, num_local)
 
 
 def collect_differing(session: Session, context: StepContext, start: int, count: int) -> Rollout:
@@ -170,4 +170,5 @@ def collect_differing(session: Session, context: StepContext, start: int, count:
     whole = Rollout.joined(parts)
     chosen = sorted(sorted(range(len(differs)), key=lambda i: not differs[i])[:count // n])
     stats = DynamicSamplingStats(len(whole), differs.count(False), int(whole.response_mask.sum()))
-    return replace(whole.rows([n * i + k for i in chosen for k in range(n)]), drawn=stats)
+    rows = [n * i + k for i in chosen for k in range(n)]
+    return replace(whole.rows(rows), dynamic_sampling=stats)

@@ -59,9 +59,9 @@ def evaluate_chunks(session: EvalSession, context: StepContext, spec: SamplingSp
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    for batch, own in _shares(session, context, skip):
+    for batch, num_local in _shares(session, context, skip):
         yield woven(session.backend.ranks.gather(
-            _one_share(session, context, spec or session.eval_sampling, batch, own)))
+            _one_share(session, context, spec or session.eval_sampling, batch, num_local)))
 
 
 def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
@@ -76,26 +76,28 @@ def _shares(session: EvalSession, context: StepContext, skip: int = 0
     """This rank's prompts of each generate call, those after the first so many of which only keep
     the ranks in step."""
     ranks, prompts, total = session.backend.ranks, session.eval_prompts, evaluation_size(session)
-    for start in range(skip, total, session.chunk_size * ranks.world):
+    size = session.chunk_size * ranks.world
+    for start in range(skip, total, size):
         context.stop.meet()
-        episodes, own = ranks.share(range(total)[start:start + session.chunk_size * ranks.world])
+        episodes, num_local = ranks.share(range(total)[start:start + size])
         yield prompts.batch([episode % len(prompts) for episode in episodes], episodes,
-                            session.tokenizer.pad_token_id), own
+                            session.tokenizer.pad_token_id), num_local
 
 
 def _one_share(session: EvalSession, context: StepContext, spec: SamplingSpec, batch: PromptBatch,
-               own: int) -> list[dict[str, Any]]:
-    """This rank's samples, the first ``own`` of the batch's."""
+               num_local: int) -> list[dict[str, Any]]:
+    """This rank's samples, the first ``num_local`` of the batch's."""
     # in fp32 the decoding pass has computed the policy's logprobs already
     decoded = session.from_decode and spec.temperature == 1.0
     out = Samples.joined(list(sample_policy(session, context, batch, spec, EVALUATION)))
     measured = measure(session, context, out, phase="scoring of the evaluation",
                        want_policy=not decoded, want_values=False, estimator="k1", temperature=1.0)
-    batch, out = batch.first(own), out.first(own)
+    batch, out = batch.first(num_local), out.first(num_local)
     responses = response_texts(session, batch, out, spec)
     scores, metrics = judge(session, context, batch, out, responses, "reward at evaluation")
     context.stop.meet()
-    kl = measured.kl.sum(1).tolist()[:own] if session.reference is not None else [None] * own
+    kl = [None] * num_local if session.reference is None else (
+        measured.kl.sum(1).tolist()[:num_local])
     shown = [score if valid else None
              for score, valid in zip(scores.scores, scores.valid, strict=True)]
     return figures.sample_rows(
@@ -140,10 +142,10 @@ def reference_responses(session: EvalSession, context: StepContext) -> list[str]
     assert session.reference is not None  # else config/sampling.py has refused
     texts: list[str] = []
     with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
-        for batch, own in _shares(session, context):
+        for batch, num_local in _shares(session, context):
             out = sample_reference(session, context, lm, batch, session.eval_sampling, EVALUATION)
             texts += woven(session.backend.ranks.gather(
-                response_texts(session, batch, out, session.eval_sampling)[:own]))
+                response_texts(session, batch, out, session.eval_sampling)[:num_local]))
     return texts
 
 
@@ -153,15 +155,15 @@ def evaluation_figures(samples: Sequence[dict[str, Any]], grams: Sequence[int] =
     metrics.jsonl have them; ``grams`` are the lengths n of ``distinct_n``."""
     texts = [s["response"] for s in samples]
     score, std = figures.mean_std([s["score"] for s in samples if s["score"] is not None])
-    found = {
+    values = {
         "reward_mean": score, "reward_std": std,
         "kl_mean": figures.mean([s["kl"] for s in samples if s["kl"] is not None]),
         "response_tokens_mean": figures.mean([s["response_tokens"] for s in samples]),
         "finished_share": figures.mean([float(s["finished"]) for s in samples]),
         **{f"distinct_{n}": distinct(texts, n) for n in grams}}
-    found |= figures.means_of(samples, "logged")
+    values |= figures.means_of(samples, "logged")
     if samples and "turns" in samples[0]:
-        found["turns_mean"] = figures.mean([float(len(s["turns"])) for s in samples])
-        found["done_share"] = figures.mean([float(s["ended"] == DONE) for s in samples])
+        values["turns_mean"] = figures.mean([float(len(s["turns"])) for s in samples])
+        values["done_share"] = figures.mean([float(s["ended"] == DONE) for s in samples])
     rewards = figures.means_of(samples, "rewards", "reward")
-    return found | (rewards if len(rewards) > 1 else {}) | figures.means_of(samples, "metrics")
+    return values | (rewards if len(rewards) > 1 else {}) | figures.means_of(samples, "metrics")

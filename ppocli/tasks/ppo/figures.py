@@ -141,9 +141,9 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
         "rollout/response_tokens_mean": float(lengths.mean()),
         "rollout/response_tokens_max": float(lengths.max()),
         "rollout/finished_share": float(rollout.finished.double().mean())}
-    if rollout.drawn is not None:
-        figures |= {"rollout/drawn": float(rollout.drawn.samples),
-                    "rollout/uniform_groups": float(rollout.drawn.uniform_groups)}
+    if rollout.dynamic_sampling is not None:
+        figures |= {"rollout/drawn": float(rollout.dynamic_sampling.samples),
+                    "rollout/uniform_groups": float(rollout.dynamic_sampling.uniform_groups)}
     figures |= episode_figures(rollout.episodes)
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
@@ -335,8 +335,8 @@ def _spread(cfg: schema.TrainConfig, rollout: Rollout) -> tuple[dict[str, bool],
     equal = len(scores) > 1 and max(scores) - min(scores) <= 1e-6 * abs(middle)  # up to rounding
     near = len(scores) > 1 and deviation < max(FLAT * abs(middle), LEARNED_FLAT * learned)
     return {"no_spread": equal, "flat": near and not equal and rollout.dense is None,
-            "alike_groups": algorithm.estimator_of(cfg.ppo).needs_groups and rollout.drawn is None
-            and alike >= ALIKE and not equal}, alike
+            "alike_groups": algorithm.estimator_of(cfg.ppo).needs_groups and alike >= ALIKE
+            and rollout.dynamic_sampling is None and not equal}, alike
 
 
 def _signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: float

@@ -228,7 +228,7 @@ def scored(session: Session, context: StepContext, chunks: Sequence[Chunk], firs
     ranks = session.backend.ranks
     request = RewardRequest(prompts=[text for one in chunks for text in one.prompts.texts],
                             responses=[text for one in chunks for text in one.responses],
-                            response_ids=[ids for one in chunks for ids in one.mine.action_ids],
+                            response_ids=[ids for one in chunks for ids in one.samples.action_ids],
                             columns={}, tokenizer=session.tokenizer)
     # there may be fewer samples than ranks
     scores: Any = ranks.all_do(
@@ -278,7 +278,7 @@ def masked(chunks: Sequence[Chunk], masks: Sequence[Any], scores: Any) -> tuple[
                                   fix="give one value for each token, not 0 where it trains")
             kept[row, :length] = torch.tensor(mask).bool()
         out = chunk.out.only(kept)
-        found.append(replace(chunk, out=out, mine=out.first(len(chunk))))
+        found.append(replace(chunk, out=out, samples=out.first(len(chunk))))
         start += len(chunk)
     if isinstance(scores, (list, tuple)) and len(scores) == count:
         scores = [[value for value, kept in zip(_plain(score), mask, strict=True) if kept]

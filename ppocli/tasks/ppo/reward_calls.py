@@ -142,7 +142,7 @@ def start(session: EvalSession, context: StepContext, chunk: Chunk, previous: Pe
     Args:
         previous: the chunk before, if any.
     """
-    question = ask(session, context, chunk.prompts, chunk.mine, chunk.responses,
+    question = ask(session, context, chunk.prompts, chunk.samples, chunk.responses,
                    session.reward.needs_all_samples)
     overlaps = {"always": True, "never": False}.get(session.cfg.reward.overlap,
                                                     session.reward.waits)

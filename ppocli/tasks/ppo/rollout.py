@@ -64,17 +64,17 @@ class Chunk:
     """its samples, the last of which may only keep the ranks in step"""
     prompts: PromptBatch
     """of this rank's own samples, as all below"""
-    mine: Samples
+    samples: Samples
     responses: list[str]
 
     def __len__(self) -> int:
         return len(self.responses)
 
 
-def generate_chunks(session: Session, context: StepContext, prompts: PromptBatch, own: int,
+def generate_chunks(session: Session, context: StepContext, prompts: PromptBatch, num_local: int,
                     samples: Samples | None = None) -> Iterator[Chunk]:
-    """Sample one response to each prompt, the first ``own`` of them for this rank: each chunk as
-    soon as it is there, in their order. All ranks call it in step.
+    """Sample one response to each prompt, the first ``num_local`` of them for this rank: each chunk
+    as soon as it is complete, in their order. All ranks call it in step.
 
     Args:
         samples: as of :func:`ppocli.tasks.ppo.step.collect_rollout`, this rank's.
@@ -86,7 +86,7 @@ def generate_chunks(session: Session, context: StepContext, prompts: PromptBatch
         for i in range(0, len(prompts), session.chunk_size))
     with closing(made) as parts:
         for out in parts:
-            count = min(max(own - start, 0), len(out))
+            count = min(max(num_local - start, 0), len(out))
             part = prompts.rows(range(start, start + len(out))).first(count)
             counted = out.first(count)
             yield Chunk(out, part, counted, response_texts(session, part, counted,
@@ -275,7 +275,7 @@ def measure_chunk(session: Session, context: StepContext, chunk: Chunk, *, forwa
 
 def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: Measured) -> Rollout:
     """A scored and measured chunk as a rollout, of this rank's own samples."""
-    samples, figures = chunk.mine, rows_of(measured, slice(len(chunk)))
+    samples, figures = chunk.samples, rows_of(measured, slice(len(chunk)))
     return Rollout(prompts=chunk.prompts, sequences=samples.sequences,
                    logprobs=samples.logprobs if figures.logprobs is None else figures.logprobs,
                    ref_logprobs=figures.ref_logprobs,

@@ -146,8 +146,8 @@ class Session(EvalSession):
     def share_of_prompts(self, start: int, count: int) -> tuple[prompt_set.PromptBatch, int]:
         """This rank's of the next prompts, and how many of them are its own, as of
         :meth:`~ppocli.parallel.ranks.Ranks.share`."""
-        rows, own = self.backend.ranks.share(range(count))
-        return self.next_prompts(start, count).rows(rows), own
+        rows, num_local = self.backend.ranks.share(range(count))
+        return self.next_prompts(start, count).rows(rows), num_local
 
     def next_prompts(self, start: int, count: int) -> prompt_set.PromptBatch:
         """The prompts of episodes ``start`` to ``start + count``, each ``ppo.n`` times in a row;

@@ -36,12 +36,12 @@ def collect_rollout(session: Session, context: StepContext, start: int, count: i
         ConfigError: ratios to the sampler's logprobs are asked for, and it computes none.
     """
     ranks, clock = session.backend.ranks, context.clock
-    rows, own = ranks.share(range(count))
+    rows, num_local = ranks.share(range(count))
     prompts = session.next_prompts(start, count).rows(rows)  # [b, Q]
     pending, parts = list[tuple[rollout.Chunk, reward_calls.PendingScores]](), list[Rollout]()
     with session.acting() as acting:
         for chunk in rollout.generate_chunks(  # tokens, logprobs, values [b, R]; texts [b]
-                acting, context, prompts, own, samples and samples.rows(rows)):
+                acting, context, prompts, num_local, samples and samples.rows(rows)):
             previous = pending[-1][1] if pending else None
             pending.append((chunk, reward_calls.start(acting, context, chunk, previous)))
         for chunk, scoring in pending:

@@ -161,9 +161,10 @@ class PPOTask(task.Task):
         if batch.waiting or state.tensors:  # sampled now for later steps, or before for this one
             tokens += (collecting.response_tokens(batch.waiting)
                        - collecting.response_tokens(state.tensors))
-        if batch.drawn is not None:
-            tokens = batch.drawn.tokens
-            after = replace(after, left_out=before.left_out + batch.drawn.samples - len(batch))
+        if batch.dynamic_sampling is not None:
+            tokens = batch.dynamic_sampling.tokens
+            left_out = batch.dynamic_sampling.samples - len(batch)
+            after = replace(after, left_out=before.left_out + left_out)
         row = figures.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
         after, warnings = figures.watch(self.session, batch, after, row, state)
         if gap := figures.decoding_gap(self.session, result):
