@@ -50,8 +50,9 @@ def test_a_step_takes_the_next_prompts_whose_scores_differ(tmp_path, caplog, mos
         length = int(found.response_mask[row].sum())
         torch.testing.assert_close(found.logprobs[row, :length],
                                    everything.logprobs[place, :length], rtol=0, atol=2e-5)
-    assert (found.dynamic_sampling.samples, found.dynamic_sampling.uniform_groups) == (drawn, len(others) // 2)
-    assert found.dynamic_sampling.tokens == int(everything.response_mask[:drawn].sum())
+    stats = found.dynamic_sampling
+    assert (stats.samples, stats.uniform_groups) == (drawn, len(others) // 2)
+    assert stats.tokens == int(everything.response_mask[:drawn].sum())
 
 
 def test_samples_that_have_no_score_make_no_difference(tmp_path):
