@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from ppocli.data.prompt_set import padded_left
 from ppocli.models.trunk import Decoding
 from ppocli.sampling.conversation import Conversation, KeptKeys, decoded_turns
-from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.token_choice import SamplingSpec
 

@@ -12,33 +12,33 @@ T = TypeVar("T")
 
 def rows_of(record: T, index: Any) -> T:
     """The rows of a record, or of a mapping, at ``index`` (a slice, or a list or a tensor of
-    places): those of its tensors, lists and mappings, and of the records in it. What is of another
-    kind, as a tuple is, says something of the whole and stays."""
-    def some(value: Any) -> Any:
+    places): those of its tensors, lists and mappings, and of the records in it. A column of
+    another kind, such as a tuple, describes the whole record and stays as it is."""
+    def select(value: Any) -> Any:
         if isinstance(value, dict):
-            return {name: some(part) for name, part in value.items()}
+            return {name: select(part) for name, part in value.items()}
         if isinstance(value, list) and not isinstance(index, slice):
             return [value[i] for i in index] if value else []
         if isinstance(value, list | torch.Tensor):
             return value[index]
         return value.rows(index) if hasattr(value, "rows") else value
 
-    return some(record) if isinstance(record, dict) else type(record)(
-        *map(some, _columns(record)))
+    return select(record) if isinstance(record, dict) else type(record)(
+        *map(select, _columns(record)))
 
 
 def joined(parts: Sequence[T]) -> T:
-    """Records one below the other, [B, X] tensors padded with zeros on the right to the widest. Of
-    what says something of the whole, the first one's."""
-    return type(parts[0])(*(_below(list(values))
+    """Records concatenated along their rows, [B, X] tensors padded with zeros on the right to the
+    widest. Columns that describe a whole record are the first one's."""
+    return type(parts[0])(*(_concat_column(list(values))
                             for values in zip(*map(_columns, parts), strict=True)))
 
 
-def _below(values: list[Any]) -> Any:
+def _concat_column(values: list[Any]) -> Any:
     """One column of several records; records in it join themselves, if they are of rows."""
     first = values[0]
     if isinstance(first, dict):
-        return {name: _below([value[name] for value in values]) for name in first}
+        return {name: _concat_column([value[name] for value in values]) for name in first}
     if isinstance(first, list):
         return list(chain.from_iterable(values))
     if not isinstance(first, torch.Tensor):

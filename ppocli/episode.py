@@ -90,7 +90,7 @@ class Episode:
         return found
 
 
-def told_alone(episodes: Sequence[Episode]) -> list[Episode]:
+def without_environments(episodes: Sequence[Episode]) -> list[Episode]:
     """The same without the environments themselves, for other processes and later phases."""
     return [replace(one, environment=None) for one in episodes]
 
@@ -104,10 +104,10 @@ def turn_rows(episode: Episode) -> list[dict[str, Any]]:
 POLICY, ENVIRONMENT = ">", "<"
 """the marks of who has said something"""
 Sample = tuple[str, str | list[tuple[str, str]], float | None]
-"""prompt, response (of an episode what :func:`spoken` gives) and score, to be shown"""
+"""prompt, response (of an episode what :func:`transcript_turns` gives) and score, to be shown"""
 
 
-def spoken(row: Mapping[str, Any]) -> list[tuple[str, str]]:
+def transcript_turns(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     """(:data:`POLICY` or :data:`ENVIRONMENT`, text) of an episode in its order, from its row of
     samples.jsonl: a turn's reward other than 0 stands in brackets before the answer to it, and how
     an episode was cut off at its end. Empty for a row of a single response."""
@@ -126,8 +126,8 @@ def spoken(row: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def transcript_of(row: Mapping[str, Any]) -> str:
-    """:func:`spoken` as lines, each behind its mark."""
-    return "\n".join(f"{who} {text}" for who, text in spoken(row))
+    """:func:`transcript_turns` as lines, each behind its mark."""
+    return "\n".join(f"{who} {text}" for who, text in transcript_turns(row))
 
 
 def in_a_table(row: Mapping[str, Any]) -> dict[str, Any]:

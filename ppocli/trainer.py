@@ -7,7 +7,6 @@ calls them when, and where scores come from, is up to the loop.
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from ppocli.api import TrainedRun
     from ppocli.tasks.ppo.rollout import Chunk
     from ppocli.tasks.ppo.session import Session
+    from ppocli.training.task import StepContext
 
 
 class PPOTrainer:
@@ -69,7 +69,11 @@ class PPOTrainer:
 
     @property
     def _session(self) -> "Session":
-        return replace(self._task.session, stop=self._run.stop, clock=self._run.clock)
+        return self._task.session
+
+    @property
+    def _context(self) -> "StepContext":
+        return self._session.context(self._run.stop, self._run.clock)
 
     @property
     def run_dir(self) -> Path:
@@ -150,28 +154,28 @@ class PPOTrainer:
 
         self._check_open()
         session, ranks = self._session, self._session.backend.ranks
-        session.clock.mark("between")
+        self._run.clock.mark("between")
         if length_sampler is not None:
             sampling["max_new_tokens"] = int(length_sampler())
         call = ranks.all_do(lambda: own_samples.for_call(
             session, *called(session.cfg, sampling), batch_size), "generate")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
-            batch, own = session.share_of_prompts(self._drawn, count)
+            batch, num_local = session.share_of_prompts(self._drawn, count)
         else:
             batch = ranks.all_do(lambda: own_samples.prompts_of(call, own_samples.rows_of(
                 session, prompts, attention_mask, where="prompts")), "generate")
-            own = len(batch)
-            batch, count = own_samples.dealt(session, batch, self._drawn)
+            num_local = len(batch)
+            batch, count = own_samples.pad_to_equal_share(session, batch, self._drawn)
         with call.acting() as acting:
-            chunks = list(generate_chunks(acting, batch, own))
+            chunks = list(generate_chunks(acting, self._context, batch, num_local))
         self._drawn += count
-        session.clock.mark("rollout")
+        self._run.clock.mark("rollout")
 
         def plain(values: Any, mask: Any) -> list[list[Any]]:
             return [row[kept].tolist() for row, kept in zip(values, mask, strict=True)]
 
-        out, mine = Samples.joined([one.mine for one in chunks]), batch.first(own)
+        out, mine = Samples.joined([one.samples for one in chunks]), batch.first(num_local)
         prompt_ids = plain(mine.tokens, mine.mask)
         if (return_prompt is not None or generate_ref_response
                 or getattr(prompts, "ndim", None) is not None):
@@ -181,8 +185,8 @@ class PPOTrainer:
 
             if not generate_ref_response:
                 return tensors(out.action_ids)
-            other = own_samples.reference_responses(call, batch)
-            return tensors(out.action_ids), tensors(other[:own])
+            other = own_samples.reference_responses(call, self._context, batch)
+            return tensors(out.action_ids), tensors(other[:num_local])
         return Batch(mine.texts, [text for one in chunks for text in one.responses], prompt_ids,
                      out.action_ids, plain(out.logprobs, out.mask), plain(out.values, out.mask),
                      out.finished.tolist(), mine.columns, tuple(chunks), self.steps,
@@ -234,16 +238,17 @@ class PPOTrainer:
             scores = responses if scores is None else scores
             chunks, forward = queries.chunks, queries.temperature != session.sampling.temperature
         else:
-            chunks = own_samples.given(session, queries, responses, state.episodes)
+            chunks = own_samples.chunks_of(session, self._context, queries, responses,
+                                           state.episodes)
         if response_masks is not None:
             chunks, scores = ranks.all_do(
                 lambda: own_samples.masked(chunks, response_masks, scores), "step")
         self._check_size(chunks)
-        session.clock.mark("between")
+        self._run.clock.mark("between")
         self._scores.given = _plain_scores(scores)
         try:
-            rollout = own_samples.scored(session, chunks, state.episodes, forward=forward,
-                                         gaps=response_masks is not None)
+            rollout = own_samples.scored(session, self._context, chunks, state.episodes,
+                                         forward=forward, gaps=response_masks is not None)
         except RewardError as error:
             error.where = "PPOTrainer.step(scores)"
             raise

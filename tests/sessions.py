@@ -19,23 +19,27 @@ from ppocli.models.layout import Sequences
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling import token_graph
-from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.tasks import build_task
-from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
-from ppocli.tasks.ppo.rollout import collect_rollout
 from ppocli.tasks.ppo.session import Session, build_session
-from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
+from ppocli.tasks.ppo.step import collect_rollout, plan_updates, to_experience, update_of
+from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training import optimize as phase
 from ppocli.training.checkpoint_writing import write_checkpoint
-from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import initial_state
 from ppocli.training.resume import read_checkpoint
-from ppocli.training.state import Generators, TrainState
-from ppocli.training.task import OptimizeResult, Plan, PythonObjects, TaskSetup
+from ppocli.training.state import Generators, PhaseClock, TrainState
+from ppocli.training.task import (
+    OptimizeResult,
+    Plan,
+    PythonObjects,
+    StepContext,
+    TaskSetup,
+)
 
 
 def count_good(outputs, **_: Any) -> list[float]:
@@ -95,7 +99,7 @@ def refused_session(cfg: TrainConfig, error: type[Exception], *said: str,
 def rollout_of(session: Session, start: int = 0, count: int | None = None):
     """One rollout from episode ``start``."""
     count = count or session.cfg.ppo.num_rollouts
-    return collect_rollout(session, start, count)
+    return collect_rollout(session, session.context(), start, count)
 
 
 def record_on_cpu(monkeypatch: Any) -> list[Any]:
@@ -232,10 +236,15 @@ def data_task_of(lm: Path, rows: Any, val: Any, keys: dict[str, Any], **over: An
         yield build_task(TaskSetup(cfg, backend, PythonObjects(data=rows, val_data=val)))
 
 
+def idle_context() -> StepContext:
+    """What a step needs of a caller that never stops it."""
+    return StepContext(StopFlag(), PhaseClock(torch.device("cpu")))
+
+
 def planned(task: Any, state: TrainState | None = None) -> tuple[Any, Plan]:
     """The next batch of a task, in the state before the first step or in this one, and its plan."""
     state = initial_state(task) if state is None else state
-    batch = task.collect(state, StopFlag(), PhaseClock(task.backend.device))
+    batch = task.collect(state, idle_context())
     return batch, task.plan(state, batch)
 
 

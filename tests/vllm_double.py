@@ -27,9 +27,9 @@ from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
-from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode, load_decodable
-from ppocli.sampling.sampler import DecodeSampler, Speaker
+from ppocli.sampling.sampler import DecodeSampler, GenerationModel
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.launch import served_name
@@ -208,7 +208,7 @@ def drawn(session: Session, count: int = 6, **spec: Any) -> Samples:
     prompts = session.next_prompts(0, count)
     with session.acting() as acting:
         return Samples.joined(list(session.sampler.sample(
-            prompts, replace(session.sampling, **spec), ROLLOUT, Speaker(acting.policy.lm),
+            prompts, replace(session.sampling, **spec), ROLLOUT, GenerationModel(acting.policy.lm),
             StopFlag(), at_once=count, chunk=4)))
 
 

@@ -46,12 +46,12 @@ INVARIANTS, GENERATION = "tests/unit/test_invariants.py", "tests/unit/test_gener
 MUTANTS = (
     # the algorithm
     Mutant("gae_without_lambda", "ppocli/ppo/advantages.py",
-           "given.gamma * lam * running", "given.gamma * running",
+           "samples.gamma * lam * running", "samples.gamma * running",
            (f"{ADVANTAGES}::test_gae_by_hand",)),
     Mutant("whiten_unbiased", "ppocli/ppo/shaping.py",
            "torch.rsqrt(var + 1e-8)", "torch.rsqrt(var * mask.sum() / (mask.sum() - 1) + 1e-8)",
            (f"{MATH}::test_whiten_by_hand",)),
-    Mutant("advantages_not_centred", "ppocli/tasks/ppo/experience.py",
+    Mutant("advantages_not_centred", "ppocli/tasks/ppo/step.py",
            "whiten(advantages, accepted, center=True)",
            "whiten(advantages, accepted, center=False)",
            (f"{TASK}::test_whitened_advantages_have_no_mean",)),
@@ -59,7 +59,7 @@ MUTANTS = (
            "torch.expm1(-cut) + cut", "torch.expm1(cut) - cut",
            (f"{MATH}::test_kl_estimators_by_hand",)),
     Mutant("rounding_charged", "ppocli/tasks/ppo/experience.py",
-           "in_reward and apart else 0.0", "in_reward else 0.0",
+           "in_reward and moved else 0.0", "in_reward else 0.0",
            ("tests/integration/test_learning.py"
             "::test_a_reward_that_never_differs_leaves_the_policy_where_it_was",)),
     Mutant("dropped_weights_kept", "ppocli/ppo/losses.py",
@@ -85,7 +85,7 @@ MUTANTS = (
            "1.0 / (lengths.clamp(min=1).float() * samples)",
            "ones / max(total_samples, 1)",
            (f"{LOSSES}::test_loss_equals_the_naive_reference_however_it_is_cut",)),
-    Mutant("warm_up_from_zero", "ppocli/training/optimizers.py",
+    Mutant("warm_up_from_zero", "ppocli/training/updates.py",
            "(update + 1) / (warmup + 1)", "update / (warmup + 1)",
            (f"{MATH}::test_schedule_values",)),
     Mutant("moments_without_distance", "ppocli/ppo/shaping.py",
@@ -109,8 +109,8 @@ MUTANTS = (
     Mutant("episodes_begin_again", "ppocli/tasks/ppo/task.py",
            "start = state.episodes + ", "start = 0 * state.episodes + ",
            (f"{TASK}::test_a_step_collects_from_where_the_one_before_ended",)),
-    Mutant("one_order_for_all_epochs", "ppocli/tasks/ppo/task.py",
-           "default_rng([session.cfg.seed, step, *own])",
+    Mutant("one_order_for_all_epochs", "ppocli/tasks/ppo/step.py",
+           "default_rng([session.cfg.seed, step, *number])",
            "default_rng([session.cfg.seed, step])",
            (f"{TASK}::test_each_pass_over_the_samples_has_an_order_of_its_own",)),
     # the engine
@@ -137,7 +137,7 @@ MUTANTS = (
             "test_a_stop_anywhere_saves_says_how_to_go_on_and_goes_on_exactly"
             "[after scoring-term]",)),
     # sampling
-    Mutant("end_is_no_action", "ppocli/sampling/decoder.py",
+    Mutant("end_is_no_action", "ppocli/sampling/decode_state.py",
            "self.mask[rows, at] = alive",
            "self.mask[rows, at] = alive & ~torch.isin(chosen, self.stops)",
            (f"{GENERATION}::test_responses_end_with_any_stop_id_and_hold_nothing_after_it",)),
@@ -149,11 +149,11 @@ MUTANTS = (
            "uniform(seed, stream, range(len(prompts)), spec.max_new_tokens)",
            (f"{TASK}::test_a_sample_depends_on_its_episode_not_on_its_row",)),
     # on a device
-    Mutant("ended_rows_move_on", "ppocli/sampling/live_rows.py",
+    Mutant("ended_rows_move_on", "ppocli/sampling/decode_state.py",
            "self.positions[:, -1:] + (~self.done)[:, None]", "self.positions[:, -1:] + 1",
            ("tests/unit/test_refill.py::test_a_row_that_has_ended_among_younger_ones_takes_no_"
             "position_that_the_model_lacks",)),
-    Mutant("waits_for_every_token", "ppocli/sampling/decode_loop.py",
+    Mutant("waits_for_every_token", "ppocli/sampling/decoding.py",
            'device.type == "cpu" else CHECK_EVERY', 'device.type == "cpu" else 1',
            ("tests/unit/test_accelerator.py::"
             "test_what_runs_on_a_simulated_accelerator[test_waits.py-not slow]",)),

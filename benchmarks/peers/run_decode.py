@@ -25,7 +25,7 @@ def ours(job: dict[str, Any], prompts: list[list[int]]) -> Callable[[], int]:
     from ppocli.parallel.host_memory import settle_freed_memory
     from ppocli.parallel.onednn import choose_gemm
     from ppocli.ppo.noise import uniform
-    from ppocli.sampling.decoder import Decoder
+    from ppocli.sampling.decode_state import Decoder
     from ppocli.sampling.decoding import decode, load_decodable
     from ppocli.sampling.token_choice import SamplingSpec
 

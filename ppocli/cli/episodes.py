@@ -16,7 +16,7 @@ from ppocli.config.resolved import mapping_words, with_values
 from ppocli.display.results import put
 from ppocli.environments.calls import Answered, Called, Calls
 from ppocli.environments.wording import text_of
-from ppocli.episode import POLICY, spoken
+from ppocli.episode import POLICY, transcript_turns
 from ppocli.errors import ConfigError
 from ppocli.launching.target_config import target_config
 from ppocli.parallel.backend import open_backend
@@ -47,7 +47,7 @@ def generate(request: SamplingRequest, more: Sequence[str], prompts_file: str | 
                 put(json.dumps(row))
             else:
                 _show_heading(row)
-                _show(spoken(row))
+                _show(transcript_turns(row))
                 _show_end(row)
 
 
@@ -67,7 +67,7 @@ def chat(request: SamplingRequest, *, watch: bool) -> None:
             inner, calls, session.tokenizer, chat=bool(session.cfg.prompts.chat)))
         with awaiting_lines():
             for row in _played(plays, stop):
-                _show(spoken({**row, "opening": "", "turns": []}))  # how it was cut off
+                _show(transcript_turns({**row, "opening": "", "turns": []}))  # how it was cut off
                 _show_end(row)
                 if watch:
                     input("(Enter: the next one, Ctrl-D: leave) ")
@@ -104,7 +104,7 @@ def _played(session: EvalSession, stop: StopFlag) -> Iterator[dict[str, Any]]:
     with session.acting() as acting:
         count = len(session.eval_prompts)
         for number, row in enumerate(chain.from_iterable(evaluate_chunks(
-                replace(acting, stop=stop)))):
+                acting, session.context(stop)))):
             yield {"prompt_index": number % count, "sample": number // count,
                    **{name: value for name, value in row_of_run(row).items() if name != "kl"}}
 
@@ -163,7 +163,7 @@ class ShownCalls(Calls):
             if one.told is not None:
                 said = one.told.observation if call.turn else one.told
                 text = (said if isinstance(said, str) else text_of(said or ())).strip()
-                _show(spoken({"turns": [{"observation": text, "reward": getattr(
+                _show(transcript_turns({"turns": [{"observation": text, "reward": getattr(
                     one.told, "reward", 0.0)}]})[1:])
         return found
 

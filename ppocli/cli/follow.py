@@ -14,7 +14,7 @@ from ppocli.cli.output import complain, print_json, say, show_text
 from ppocli.config import bounded, kept, resolved, schema, tasks
 from ppocli.display import console, dashboard
 from ppocli.display.results import result_stream
-from ppocli.episode import spoken
+from ppocli.episode import transcript_turns
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.runs.record import is_run, read_run, said, whole
@@ -128,7 +128,7 @@ class Follower:
             board.begun = now + (self._run.path / LOCK).stat().st_mtime
             board.step_begun = max(board.begun, now + self._run.metrics.stat().st_mtime)
         if self._has_changed(self._run.samples) and (found := recent_samples(self._run.samples)):
-            board.show([(str(row.get("prompt", "")), spoken(row) or said(row),
+            board.show([(str(row.get("prompt", "")), transcript_turns(row) or said(row),
                          row.get("score")) for row in found], found[0]["step"])
 
     def _show(self, rows: Sequence[dict[str, Any]]) -> None:

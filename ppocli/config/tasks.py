@@ -46,6 +46,13 @@ def rows_per_pass(updates: Updates) -> int:
     return updates.micro_batch_size or updates.mini_batch_size
 
 
+def updates_of_samples(updates: Updates, samples: int) -> int:
+    """Optimizer updates that are made from so many samples of one step."""
+    passes = updates.ppo_epochs + (updates.critic_epochs or 0) \
+        if isinstance(updates, schema.PPOConfig) else 1
+    return passes * -(-samples // updates.mini_batch_size)
+
+
 def samples_per_step(config: schema.TrainConfig) -> int:
     """Samples of a full step: of a rollout, or of an update on a data set."""
     updates = updates_of(config)

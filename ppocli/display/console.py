@@ -22,7 +22,7 @@ from rich.text import Text
 from ppocli.config.secrets import safe_text
 from ppocli.display import dashboard, live_view
 from ppocli.display.results import result_stream
-from ppocli.episode import spoken
+from ppocli.episode import transcript_turns
 from ppocli.storage import run_folder, run_logs
 from ppocli.text import clean, figure, without_template
 
@@ -352,4 +352,4 @@ def _sample(row: dict[str, Any] | None, other: dict[str, Any] | None, scored: bo
     style = "" if score is None or against is None or score == against else (
         "green" if score > against else "red")
     return Text.assemble((f"[{'none' if score is None else f'{score:.2f}'}]", style), " ",
-                         dashboard.said_by(spoken(row) or str(row["response"])))
+                         dashboard.said_by(transcript_turns(row) or str(row["response"])))

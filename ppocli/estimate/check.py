@@ -127,8 +127,9 @@ def _decoding(cfg: TrainConfig, lm: Any, layout: Layout, at: passes.Sizes, copie
 def _kept_states(cfg: TrainConfig, models: Models, layout: Layout, prompt_tokens: int
                  ) -> Iterator[Line]:
     """What is kept of one rollout whose samples are all as long as the longest: of the layers below
-    those that train (:mod:`ppocli.tasks.ppo.rollout`, :func:`ppocli.tasks.ppo.task.replay`), and of
-    a chunk until the reference is run (:func:`ppocli.tasks.ppo.rollout.measure`)."""
+    those that train (:mod:`ppocli.tasks.ppo.rollout`,
+    :func:`ppocli.tasks.ppo.experience.replay`), and of a chunk until the reference is run
+    (:func:`ppocli.tasks.ppo.rollout.measure`)."""
     lm, room = models.lm, cfg.hardware.frozen_states_mib * 2**20
     words, head = lm.get_input_embeddings().weight, lm.get_output_embeddings().weight
     samples, new = cfg.ppo.num_rollouts, sampling.longest_rollout(cfg)

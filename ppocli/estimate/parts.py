@@ -315,7 +315,7 @@ def quantized_weights(cfg: schema.TrainConfig, models: Models) -> dict[int, int]
 
 
 def _reference_parts(cfg: schema.TrainConfig, lm: Any) -> Iterator[Part]:
-    """As :mod:`ppocli.models.reference` keeps it."""
+    """As :mod:`ppocli.models.policy` keeps it."""
     model, wanted = cfg.model, cfg.model.reference
     if (kind := model_config.reference_kind(model)) in ("none", "adapter"):
         return

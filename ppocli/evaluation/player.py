@@ -23,7 +23,7 @@ from ppocli.parallel.backend import Backend
 from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.scoring import Reward, build_reward
 from ppocli.sampling import decoding, sampler
-from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.prompting import BATCH, Answer, answer_prompts, check_lengths, prompt_ids
 from ppocli.sampling.token_choice import SAMPLING_KEYS
 from ppocli.sampling.vllm.sampler import VllmSampler
@@ -48,7 +48,7 @@ class Player:
     servers: VllmSampler | None = None
     """what samples in place of our own loop; see :func:`served`"""
     records: bool = False
-    """as of :class:`~ppocli.sampling.decoder.Decoder`"""
+    """as of :class:`~ppocli.sampling.decode_state.Decoder`"""
 
     @property
     def has_chat_template(self) -> bool:

@@ -29,11 +29,11 @@ from ppocli.runs import pictures
 from ppocli.runs.target import Target
 from ppocli.storage import atomic, model_files, run_folder, run_logs
 from ppocli.tasks import build_task
-from ppocli.tasks.ppo.evaluate import evaluate_chunks, evaluation_size
-from ppocli.tasks.ppo.session import EvalSession, build_eval_session, sampling_sweep
+from ppocli.tasks.ppo.evaluate import evaluate_chunks, evaluation_size, sampling_sweep
+from ppocli.tasks.ppo.session import EvalSession, build_eval_session
 from ppocli.text import counted, first_line
-from ppocli.training.state import seed_generators
-from ppocli.training.task import Evaluation, PythonObjects, TaskSetup
+from ppocli.training.state import PhaseClock, seed_generators
+from ppocli.training.task import Evaluation, PythonObjects, StepContext, TaskSetup
 
 log = logging.getLogger("ppocli")
 Watch = Callable[[str, int, int], None]
@@ -262,7 +262,7 @@ def _sample(work: _Work, role: str, in_all: int, writer: run_logs.JsonlWriter) -
     work.watch(role, work.kept, in_all)
     told = role != "policy" or "base" not in work.rows
     with session.acting() as acting:
-        chunks = evaluate_chunks(replace(acting, stop=work.stop), skip=len(rows))
+        chunks = evaluate_chunks(acting, session.context(work.stop), skip=len(rows))
         while len(rows) < total:
             # rewards that draw random numbers draw the same ones when a chunk is done again
             seed_generators((session.cfg.seed * 1_000_003 + len(rows)) % 2**63)
@@ -374,4 +374,4 @@ def _measure(target: Target, cfg: TrainConfig, stop: StopFlag
         if task.val is None:
             task.val = task.train
         digests = {"data": task.val.digest(), "model": tensors_digest(task.saved.lm.state_dict())}
-        return task.evaluate(stop), digests, len(task.val)
+        return task.evaluate(StepContext(stop, PhaseClock(backend.device))), digests, len(task.val)

@@ -23,7 +23,8 @@ from ppocli.parallel.stop import StopRequested
 from ppocli.runs.record import eval_samples
 from ppocli.storage import atomic, checkpoints, run_folder
 from ppocli.text import pasted
-from ppocli.training import clock, loop
+from ppocli.training import loop
+from ppocli.training.state import in_words, of_training, profile
 
 log = logging.getLogger("ppocli")
 
@@ -153,9 +154,9 @@ def _summary(run: loop.Run, status: str) -> dict[str, Any]:
     return {
         "status": status, "run_id": run.run_id, "steps": state.step, "episodes": state.episodes,
         "updates": state.updates, "eval_before": state.eval_before, "eval_after": after,
-        "best": best, **run.task.summary(state), "seconds": clock.of_training(state.seconds),
+        "best": best, **run.task.summary(state), "seconds": of_training(state.seconds),
         "tokens_per_second": speed,
-        "profile": clock.profile(state.seconds, state.cpu_seconds, state.tokens),
+        "profile": profile(state.seconds, state.cpu_seconds, state.tokens),
         "peak_memory_mib": run.task.backend.peak_memory_mib(), "versions": run.versions}
 
 
@@ -207,7 +208,7 @@ def _show(run: loop.Run) -> None:
     chosen = list(zip(before, after, strict=True))[:4]
     if run.state.eval_last and run.state.eval_step == run.state.step:
         run.display.table(closing_table(run.state.eval_before, run.state.eval_last, chosen))
-    log.info("time         %s", clock.in_words(run.state.seconds, run.state.cpu_seconds))
+    log.info("time         %s", in_words(run.state.seconds, run.state.cpu_seconds))
     log.info("run folder   %s (metrics.jsonl, checkpoints/, model/)", run.folder.path)
     updates, section = run.task.settings, tasks.updates_section(run.task.cfg)
     more = next((name for name in ("total_episodes", "num_updates", "epochs")

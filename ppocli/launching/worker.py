@@ -34,8 +34,8 @@ from ppocli.rewards import guard
 from ppocli.runs.record import accept_settings, begin_record, first_start, settle, whole
 from ppocli.storage import atomic, environment, model_files, retention, run_folder
 from ppocli.tracking.trackers import check_trackers
-from ppocli.training import clock, loop
-from ppocli.training.state import Generators, seed_generators, torch_versions
+from ppocli.training import loop
+from ppocli.training.state import Generators, Moment, PhaseClock, seed_generators, torch_versions
 from ppocli.training.task import PythonObjects, TaskSetup
 
 log = logging.getLogger("ppocli")
@@ -65,7 +65,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any
         PpocliError: with the exit code of its kind; checkpoints are kept and the message says how
             to go on.
     """
-    began = clock.Moment.of_process_start() if own_process else clock.Moment.now()
+    began = Moment.of_process_start() if own_process else Moment.now()
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
     if own_process:
         host_memory.settle_freed_memory(sharded=cfg.hardware.zero_stage > 0)
@@ -96,7 +96,7 @@ def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Ite
     Args:
         store: as of :func:`open_ranks`.
     """
-    began, stop = clock.Moment.now(), StopFlag()
+    began, stop = Moment.now(), StopFlag()
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
     limit(start.limited)
     model_files.quiet_transformers()
@@ -132,7 +132,7 @@ def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = N
 @contextmanager
 def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder,
              objects: PythonObjects | None, backend: Backend, stop: StopFlag, display: Display,
-             began: clock.Moment) -> Iterator[loop.Run]:
+             began: Moment) -> Iterator[loop.Run]:
     """A run ready for its next step: everything loaded, its files open.
 
     Args:
@@ -192,7 +192,7 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
         state = replace(state, generators=Generators.now(backend.device))
         run = loop.Run(task, folder, folder.path.stat(), run_id, digest, torch_versions(), stop,
                        recorder, display, state, saved_at=monotonic(),
-                       clock=clock.PhaseClock(backend.device, began, display.board.marked),
+                       clock=PhaseClock(backend.device, began, display.board.marked),
                        identity=identity)
         with ExitStack() as ending:
             for close in (task.trained.close, task.close):  # the last is first

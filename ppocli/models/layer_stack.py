@@ -122,14 +122,14 @@ def split_at(lm: Any, layer: int) -> SplitPoint:
 def inputs_at(split: SplitPoint | None, lm: Any) -> Iterator[list[torch.Tensor]]:
     """Collects what enters the layer, [b, T, D] for each forward pass meanwhile; nothing without a
     split."""
-    found: list[torch.Tensor] = []
+    inputs: list[torch.Tensor] = []
 
     def take(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.append(args[0] if args else kwargs["hidden_states"])
+        inputs.append(args[0] if args else kwargs["hidden_states"])
 
     with nullcontext() if split is None else (
             layer_stack(lm)[split.layer].register_forward_pre_hook(take, with_kwargs=True)):
-        yield found
+        yield inputs
 
 
 def trained_split(lm: Any) -> SplitPoint | None:

@@ -80,9 +80,9 @@ class Sequences:
             tokens, places: B lists or arrays, at least one place each.
             encoder: ``encoder_tokens`` and ``encoder_mask``, for a model that has one.
         """
-        said = torch.tensor([len(row) for row in places])
+        lengths = torch.tensor([len(row) for row in places])
         return Sequences(padded(tokens), torch.tensor([len(row) for row in tokens]), padded(places),
-                         torch.arange(int(said.max())) < said[:, None], *encoder)
+                         torch.arange(int(lengths.max())) < lengths[:, None], *encoder)
 
     @staticmethod
     def of_responses(prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
@@ -96,18 +96,18 @@ class Sequences:
             decoder_start: the token that a decoder beside an encoder starts from; None for a
                 causal model.
         """
-        said = response_mask.sum(1)
+        lengths = response_mask.sum(1)
         places = torch.arange(response_mask.shape[1])[None, :]
         if decoder_start is not None:
             encoder_tokens, encoder_mask = right_padded(prompt_tokens, prompt_mask)
             first = torch.full((len(response_tokens), 1), decoder_start, dtype=torch.long)
             tokens = torch.cat([first, response_tokens.masked_fill(~response_mask, 0)], dim=1)
-            return Sequences(tokens, 1 + said, (1 + places) * response_mask, response_mask,
+            return Sequences(tokens, 1 + lengths, (1 + places) * response_mask, response_mask,
                              encoder_tokens, encoder_mask)
         before = prompt_mask.sum(1)
         tokens, _ = right_padded(torch.cat([prompt_tokens, response_tokens], dim=1),
                                  torch.cat([prompt_mask, response_mask], dim=1))
-        return Sequences(tokens, before + said, (before[:, None] + places) * response_mask,
+        return Sequences(tokens, before + lengths, (before[:, None] + places) * response_mask,
                          response_mask)
 
 
@@ -158,7 +158,7 @@ class Packing:
 
     def mask(self) -> torch.Tensor:
         """What a model is handed as ``attention_mask``; it means nothing but this packing."""
-        return stand_in(self.ends.device, self)
+        return placeholder_mask(self.ends.device, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +194,8 @@ def right_padded(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor
     lengths = mask.sum(dim=1)
     places = torch.arange(max(int(lengths.max()), 1), device=tokens.device)[None, :]
     columns = places + mask.long().argmax(dim=1)[:, None]
-    there = places < lengths[:, None]
-    return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1)).masked_fill(~there, 0), there
+    inside = places < lengths[:, None]
+    return tokens.gather(1, columns.clamp(max=tokens.shape[1] - 1)).masked_fill(~inside, 0), inside
 
 
 def lay_out(samples: Sequences, *, pack: bool = False) -> SequenceBatch:
@@ -207,7 +207,7 @@ def lay_out(samples: Sequences, *, pack: bool = False) -> SequenceBatch:
     lengths = samples.lengths - 1  # the last token predicts nothing
     width = max(int(lengths.max()), 1)
     places = torch.arange(width)[None, :]
-    there = places < lengths[:, None]
+    inside = places < lengths[:, None]
     row, position = samples.mask.nonzero(as_tuple=True)
     action = samples.actions[row, position]
     targets, before = samples.tokens[row, action], action - 1
@@ -216,12 +216,12 @@ def lay_out(samples: Sequences, *, pack: bool = False) -> SequenceBatch:
     if samples.encoder_tokens is not None and samples.encoder_mask is not None:
         read = max(int(samples.encoder_mask.sum(1).max()), 1)
         encoder = samples.encoder_tokens[:, :read], samples.encoder_mask[:, :read].long()
-    elif pack and 1.0 - int(lengths.sum()) / there.numel() > PACK_ABOVE:
+    elif pack and 1.0 - int(lengths.sum()) / inside.numel() > PACK_ABOVE:
         starts, packing = lengths.cumsum(0) - lengths, packing_of_lengths(lengths)
         return SequenceBatch(
-            packing.packed(tokens[there]), starts[row] + before, targets,
-            positions=packing.packed(places.expand(len(tokens), -1)[there]), packing=packing)
-    return SequenceBatch(tokens.masked_fill(~there, 0), row * width + before, targets, *encoder)
+            packing.packed(tokens[inside]), starts[row] + before, targets,
+            positions=packing.packed(places.expand(len(tokens), -1)[inside]), packing=packing)
+    return SequenceBatch(tokens.masked_fill(~inside, 0), row * width + before, targets, *encoder)
 
 
 # Packed rows --------------------------------------------------------------------------------------
@@ -234,17 +234,17 @@ def lay_out(samples: Sequences, *, pack: bool = False) -> SequenceBatch:
 def packing_of_lengths(lengths: torch.Tensor) -> Packing:
     """The packing of rows of these many tokens, [b] int64, each at least 1."""
     width, rows = int(lengths.max()), len(lengths)
-    there = (torch.arange(width)[None, :] < lengths[:, None]).reshape(-1)
-    places = there.nonzero().squeeze(-1)
+    inside = (torch.arange(width)[None, :] < lengths[:, None]).reshape(-1)
+    places = inside.nonzero().squeeze(-1)
     count = len(places)
     total = count + -count % MULTIPLE
-    to_grid = Move(there.cumsum(0) - 1, (~there).nonzero().squeeze(-1))
+    to_grid = Move(inside.cumsum(0) - 1, (~inside).nonzero().squeeze(-1))
     to_pack = Move(torch.nn.functional.pad(places, (0, total - count)), torch.arange(count, total))
     ends = torch.tensor([0, *lengths.cumsum(0).tolist(), total], dtype=torch.int32)
     return Packing(rows, width, to_grid, to_pack, ends)
 
 
-def stand_in(device: torch.device, packing: Packing | None = None) -> torch.Tensor:
+def placeholder_mask(device: torch.device, packing: Packing | None = None) -> torch.Tensor:
     """What a model is handed as ``attention_mask`` in place of one: for a packing, or for none at
     all. Without any, transformers asks the device in every pass whether rows are packed."""
     mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)

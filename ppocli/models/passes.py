@@ -10,8 +10,7 @@ import torch
 
 from ppocli.models import layer_stack, layout, trunk
 from ppocli.models.head import HeadWeights, full_kl, token_logprobs
-from ppocli.models.policy import Policy, ValueBranch, ValueModel
-from ppocli.models.reference import Reference
+from ppocli.models.policy import Policy, Reference, ValueBranch, ValueModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +74,16 @@ def lay_out_rows(samples: layout.Sequences, size: int, device: torch.device, *, 
         pack: as of :func:`lay_out`.
         tokens: of a pass, as of :func:`in_groups`.
     """
-    found = []
+    batches = []
     for rows in in_groups(longest_first(samples.spans), samples.spans, size, tokens):
-        some = samples.rows(rows)
-        if not bool(some.mask.any()):
+        part = samples.rows(rows)
+        if not bool(part.mask.any()):
             continue
-        row, column = some.mask.nonzero(as_tuple=True)
+        row, column = part.mask.nonzero(as_tuple=True)
         places = rows[row] * samples.mask.shape[1] + column
-        found.append(RowBatch(layout.lay_out(some, pack=pack).to(device), places, rows.tolist(),
-                              (some.lengths - 1).tolist()))
-    return found
+        batches.append(RowBatch(layout.lay_out(part, pack=pack).to(device), places, rows.tolist(),
+                              (part.lengths - 1).tolist()))
+    return batches
 
 
 def score_policy(policy: Policy, one: RowBatch, *, temperature: float, want_logprobs: bool,
@@ -123,26 +122,27 @@ def score_reference(reference: Reference, view: Any, one: RowBatch, head: HeadWe
     batch = one.batch.to(view.get_output_embeddings().weight.device)
     lm = view if frozen_states is None or reference.split is None else (
         reference.split.resumed(view, frozen_states))
-    with layer_stack.inputs_at(split if frozen_states is None else None, view) as found:
+    with layer_stack.inputs_at(split if frozen_states is None else None, view) as entering:
         states = trunk.response_hidden(lm, batch)
-    own = HeadWeights.of(view)
-    logprobs = token_logprobs(states, own, batch.targets, temperature=temperature,
+    ref_head = HeadWeights.of(view)
+    logprobs = token_logprobs(states, ref_head, batch.targets, temperature=temperature,
                               want_entropy=False).logprobs
-    kl = None if hidden is None else full_kl(hidden, head, states, own, temperature=temperature)
-    return Scored(logprobs, states, found[-1] if found else frozen_states, full_kl=kl)
+    kl = None if hidden is None else full_kl(hidden, head, states, ref_head,
+                                             temperature=temperature)
+    return Scored(logprobs, states, entering[-1] if entering else frozen_states, full_kl=kl)
 
 
 def states_of_samples(passes: Sequence[RowBatch], states: Sequence[torch.Tensor | None], count: int,
                       most: int) -> list[torch.Tensor | None]:
     """[n, D] for each of ``count`` samples of [b, T, D] for each pass; None where there is nothing,
     or all of it takes more than ``most`` bytes."""
-    found: list[torch.Tensor | None] = [None] * count
-    there = [(one, one_states) for one, one_states in zip(passes, states, strict=True)
+    by_sample: list[torch.Tensor | None] = [None] * count
+    present = [(one, one_states) for one, one_states in zip(passes, states, strict=True)
              if one_states is not None]
-    if sum(one_states.nbytes for _, one_states in there) <= most:
-        for one, one_states in there:
-            keep_states(found, most, one.rows, one.lengths, one.batch, one_states)
-    return found
+    if sum(one_states.nbytes for _, one_states in present) <= most:
+        for one, one_states in present:
+            keep_states(by_sample, most, one.rows, one.lengths, one.batch, one_states)
+    return by_sample
 
 
 def states_by_sample(passes: Sequence[RowBatch], states: Sequence[Any], counts: torch.Tensor
@@ -152,11 +152,11 @@ def states_by_sample(passes: Sequence[RowBatch], states: Sequence[Any], counts: 
     Args:
         counts: [B] tokens of each sample.
     """
-    found = [torch.empty(0)] * len(counts)
+    by_sample = [torch.empty(0)] * len(counts)
     for one, flat in zip(passes, states, strict=True):
         for i, row in zip(one.rows, flat.cpu().split(counts[one.rows].tolist()), strict=True):
-            found[i] = row.clone()  # whoever pickles a view sends the whole
-    return found
+            by_sample[i] = row.clone()  # whoever pickles a view sends the whole
+    return by_sample
 
 
 def spread(passes: Sequence[RowBatch], figures: list[Any], shape: torch.Size) -> torch.Tensor:

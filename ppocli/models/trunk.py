@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppocli.models.layout import SequenceBatch, stand_in
+from ppocli.models.layout import SequenceBatch, placeholder_mask
 from ppocli.models.loading import peft_internals
 from ppocli.models.transformers_internals import cache_name
 
@@ -130,7 +130,7 @@ def trunk_states(lm: Any, batch: SequenceBatch) -> torch.Tensor:
         if batch.packing is not None:
             packed = {"position_ids": batch.positions, "attention_mask": batch.packing.mask()}
         elif tokens.device.type != "cpu" and getattr(lm, "ppocli_packs", False):
-            packed = {"attention_mask": stand_in(tokens.device)}
+            packed = {"attention_mask": placeholder_mask(tokens.device)}
         return lm.base_model(input_ids=tokens, use_cache=False, **packed).last_hidden_state
     if virtual.in_cache:
         known = {cache_name(lm.base_model): virtual.cache(len(tokens))}

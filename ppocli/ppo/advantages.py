@@ -68,7 +68,7 @@ class Samples:
     """
 
 
-def gae(given: Samples) -> tuple[torch.Tensor, torch.Tensor]:
+def gae(samples: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     """Generalised advantage estimation (Schulman et al. 2015, eq. 16).
 
     ``delta_t = r_t + gamma V_{t+1} - V_t``; ``A_t = delta_t + gamma lam A_{t+1}``. The value after
@@ -88,82 +88,82 @@ def gae(given: Samples) -> tuple[torch.Tensor, torch.Tensor]:
     Raises:
         ValueError: there are no values.
     """
-    if given.values is None:
+    if samples.values is None:
         raise ValueError("gae needs values")
-    lam: float | torch.Tensor = given.lam
-    if given.lam_alpha is not None:
-        lengths = given.mask.sum(1).clamp(min=1).to(given.values.dtype)
-        lam = (1.0 - 1.0 / (given.lam_alpha * lengths)).clamp(min=0.0)
-    if given.turns is not None:
-        return _over_turns(given, given.values, given.turns, lam)
-    return _with_lambda(given, given.values, lam)
+    lam: float | torch.Tensor = samples.lam
+    if samples.lam_alpha is not None:
+        lengths = samples.mask.sum(1).clamp(min=1).to(samples.values.dtype)
+        lam = (1.0 - 1.0 / (samples.lam_alpha * lengths)).clamp(min=0.0)
+    if samples.turns is not None:
+        return _over_turns(samples, samples.values, samples.turns, lam)
+    return _with_lambda(samples, samples.values, lam)
 
 
-def _with_lambda(given: Samples, values: torch.Tensor, lam: float | torch.Tensor
+def _with_lambda(samples: Samples, values: torch.Tensor, lam: float | torch.Tensor
                  ) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`gae` over the steps that ``given`` has, with this lambda of the advantages."""
-    advantages = targets = _exponential(given, values, lam)
-    if given.lam_alpha is not None or given.lam_value is not None:
-        own = given.lam if given.lam_value is None else given.lam_value
-        targets = _exponential(given, values, own)
-    return advantages, (targets + values * given.mask) * given.mask
+    """:func:`gae` over the steps that ``samples`` has, with this lambda of the advantages."""
+    advantages = targets = _exponential(samples, values, lam)
+    if samples.lam_alpha is not None or samples.lam_value is not None:
+        own = samples.lam if samples.lam_value is None else samples.lam_value
+        targets = _exponential(samples, values, own)
+    return advantages, (targets + values * samples.mask) * samples.mask
 
 
-def _over_turns(given: Samples, values: torch.Tensor, turns: torch.Tensor,
+def _over_turns(samples: Samples, values: torch.Tensor, turns: torch.Tensor,
                 lam: float | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """:func:`gae` with a turn for each step: its reward is the sum of its tokens' rewards, its
     value that of the state before its first token. All tokens of a turn have its advantage, and the
     value function learns its return at each of them."""
-    mask, count = given.mask, int(turns.max()) + 1
+    mask, count = samples.mask, int(turns.max()) + 1
     which = turns * mask
     zeros = values.new_zeros(len(values), count)
-    rewards = zeros.scatter_add(1, which, given.rewards * mask)
+    rewards = zeros.scatter_add(1, which, samples.rewards * mask)
     starts = mask & (which != which.roll(1, 1))
     starts[:, 0] = mask[:, 0]
     before = zeros.scatter_add(1, which, values * starts)
     there = zeros.scatter_add(1, which, values.new_ones(values.shape) * mask) > 0
-    advantages, returns = _with_lambda(replace(given, rewards=rewards, mask=there), before, lam)
+    advantages, returns = _with_lambda(replace(samples, rewards=rewards, mask=there), before, lam)
     return advantages.gather(1, which) * mask, returns.gather(1, which) * mask
 
 
-def _exponential(given: Samples, values: torch.Tensor, lam: float | torch.Tensor) -> torch.Tensor:
+def _exponential(samples: Samples, values: torch.Tensor, lam: float | torch.Tensor) -> torch.Tensor:
     """The advantages of :func:`gae` with one lambda, or [B] one of each sample."""
-    mask = given.mask
-    rewards, values = given.rewards * mask, values * mask
+    mask = samples.mask
+    rewards, values = samples.rewards * mask, values * mask
     advantages = values.new_zeros(values.shape)
     running = values.new_zeros(len(values))
     next_value = running
     for t in range(values.shape[1] - 1, -1, -1):
-        if given.gaps is not None:
-            passed = (given.gamma * lam) ** given.gaps[:, t]
+        if samples.gaps is not None:
+            passed = (samples.gamma * lam) ** samples.gaps[:, t]
             next_value, running = next_value * passed, running * passed
-        delta = rewards[:, t] + given.gamma * next_value - values[:, t]
-        running = (delta + given.gamma * lam * running) * mask[:, t]
+        delta = rewards[:, t] + samples.gamma * next_value - values[:, t]
+        running = (delta + samples.gamma * lam * running) * mask[:, t]
         advantages[:, t] = running
         next_value = values[:, t]
     return advantages
 
 
-def _outcomes(given: Samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _outcomes(samples: Samples) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The reward of each whole response, float64 [B]: its tokens' sum; the sum of its group, and
     how many are in the group."""
-    outcomes = (given.rewards * given.mask).double().sum(dim=1)
+    outcomes = (samples.rewards * samples.mask).double().sum(dim=1)
     ones = outcomes.new_ones(len(outcomes))
-    return outcomes, _in_group(given, outcomes), _in_group(given, ones)
+    return outcomes, _in_group(samples, outcomes), _in_group(samples, ones)
 
 
-def _in_group(given: Samples, each: torch.Tensor) -> torch.Tensor:
+def _in_group(samples: Samples, each: torch.Tensor) -> torch.Tensor:
     """[B] -> [B]: the sum over each sample's group."""
-    group = given.groups.unique(return_inverse=True)[1]
+    group = samples.groups.unique(return_inverse=True)[1]
     return each.new_zeros(len(each)).index_add(0, group, each)[group]
 
 
-def _on_tokens(advantages: torch.Tensor, given: Samples) -> torch.Tensor:
+def _on_tokens(advantages: torch.Tensor, samples: Samples) -> torch.Tensor:
     """[B] -> [B, R]: every token of a response has the response's advantage."""
-    return advantages[:, None].to(given.rewards.dtype) * given.mask
+    return advantages[:, None].to(samples.rewards.dtype) * samples.mask
 
 
-def grpo(given: Samples) -> tuple[torch.Tensor, None]:
+def grpo(samples: Samples) -> tuple[torch.Tensor, None]:
     """Group relative advantages (Shao et al. 2024, arXiv 2402.03300, section 4.1.2).
 
     ``A_i = (R_i - mean(R)) / (std(R) + 1e-6)`` over the samples of one prompt, the same on every
@@ -172,32 +172,32 @@ def grpo(given: Samples) -> tuple[torch.Tensor, None]:
     with ``batch_std`` the deviation is that of all R (Lite PPO, arXiv 2508.08221).
     A sample that is alone in its group, the others being invalid, has advantage 0.
     """
-    outcomes, sums, counts = _outcomes(given)
+    outcomes, sums, counts = _outcomes(samples)
     centred = outcomes - sums / counts
-    if given.batch_std:
+    if samples.batch_std:
         centred = centred / (outcomes.std() + 1e-6 if len(outcomes) > 1 else 1.0)
-    elif given.group_std:
-        squares = _in_group(given, centred.square())
+    elif samples.group_std:
+        squares = _in_group(samples, centred.square())
         centred = centred / ((squares / (counts - 1).clamp(min=1)).sqrt() + 1e-6)
-    return _on_tokens(centred, given), None
+    return _on_tokens(centred, samples), None
 
 
-def rloo(given: Samples) -> tuple[torch.Tensor, None]:
+def rloo(samples: Samples) -> tuple[torch.Tensor, None]:
     """REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740, eq. 8).
 
     ``A_i = R_i - mean of the R_j of the prompt's other samples``, the same on every token. A sample
     that is alone in its group, the others being invalid, has advantage 0.
     """
-    outcomes, sums, counts = _outcomes(given)
+    outcomes, sums, counts = _outcomes(samples)
     others = (sums - outcomes) / (counts - 1).clamp(min=1)
-    return _on_tokens((outcomes - others) * (counts > 1), given), None
+    return _on_tokens((outcomes - others) * (counts > 1), samples), None
 
 
-def reinforce_pp(given: Samples) -> tuple[torch.Tensor, None]:
+def reinforce_pp(samples: Samples) -> tuple[torch.Tensor, None]:
     """REINFORCE++ (Hu 2025, arXiv 2501.03262): ``A_t = sum over k >= t of gamma^(k-t) r_k``, to be
     whitened over the whole rollout (``ppo.whiten_advantages``, on unless it is switched off)."""
-    nothing = given.rewards.new_zeros(given.rewards.shape)
-    return _exponential(replace(given, gaps=None), nothing, 1.0), None
+    nothing = samples.rewards.new_zeros(samples.rewards.shape)
+    return _exponential(replace(samples, gaps=None), nothing, 1.0), None
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ def accepted(gap: torch.Tensor, mask: torch.Tensor, reject: Mapping[str, Any]) -
     Returns:
         [B, R] bool, within the mask.
     """
-    found = mask
+    is_accepted = mask
     log_ratio = (gap * mask).clamp(-MAX_GAP, MAX_GAP)
     kinds = {"k1": log_ratio, "k2": 0.5 * log_ratio.square(), "k3": log_ratio.expm1() - log_ratio}
     for name, bound in reject.items():
@@ -80,8 +80,8 @@ def accepted(gap: torch.Tensor, mask: torch.Tensor, reject: Mapping[str, Any]) -
             if level == "seq_mean":
                 figure = figure / mask.sum(1, keepdim=True).clamp(min=1)
         low, high = bounds_of(name, bound)
-        found = found & (figure >= low) & (figure <= high)
-    return found
+        is_accepted = is_accepted & (figure >= low) & (figure <= high)
+    return is_accepted
 
 
 def why_no_bound(name: str, bound: Any) -> str:

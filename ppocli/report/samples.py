@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ppocli.episode import spoken
+from ppocli.episode import transcript_turns
 from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, said
 from ppocli.text import BLOCKS, finite_number, printable, share_error
 
@@ -51,9 +51,9 @@ def samples_of(record: RunRecord, before: int | None, after: int | None, steps: 
     them.
 
     Each of ``pairs`` has ``prompt``; its responses ``before``, ``after``, and those at the steps
-    ``between``, each with ``text``, ``turns`` (as of :func:`ppocli.episode.spoken`), ``score``,
-    ``kl``, ``tokens`` and ``finished``; ``reference``, the reference's own where the run kept it
-    (``eval.ref_responses``).
+    ``between``, each with ``text``, ``turns`` (as of :func:`ppocli.episode.transcript_turns`),
+    ``score``, ``kl``, ``tokens`` and ``finished``; ``reference``, the reference's own where the run
+    kept it (``eval.ref_responses``).
     """
     middle = [step for step in steps if step not in (before, after)]
     count = min(len(middle), _MOST_STEPS - 2)
@@ -88,7 +88,8 @@ def _response(row: dict[str, Any] | None) -> dict[str, Any] | None:
     if row is None:
         return None
     tokens, finished = row.get("response_tokens"), row.get("finished")
-    return {"text": shown(said(row)), "turns": [(who, shown(text)) for who, text in spoken(row)],
+    return {"text": shown(said(row)), "turns": [
+        (who, shown(text)) for who, text in transcript_turns(row)],
             "score": finite_number(row.get("score")), "kl": finite_number(row.get("kl")),
             "tokens": tokens if isinstance(tokens, int) else None,
             "finished": finished if isinstance(finished, bool) else None}

@@ -13,9 +13,8 @@ from ppocli.data.prompt_set import padded_left
 from ppocli.models import transformers_internals, trunk
 from ppocli.parallel.backend import to_device, to_host
 from ppocli.sampling import decoding
-from ppocli.sampling.decode_loop import CHECK_EVERY, SHRINK_AT
-from ppocli.sampling.decoder import Decoder
-from ppocli.sampling.live_rows import LiveRows, Stepped
+from ppocli.sampling.decode_state import Decoder, LiveRows, Stepped
+from ppocli.sampling.decoding import CHECK_EVERY, SHRINK_AT
 from ppocli.sampling.samples import Generation, TokenRows
 from ppocli.sampling.token_graph import Feeding
 
@@ -39,25 +38,26 @@ def decoded_turns(decoder: Decoder, noise: np.ndarray, method: trunk.Decoding,
             used one after another, whichever turn a token is of.
         context: in which a turn is computed.
     """
-    said = [0] * len(noise)
+    token_counts = [0] * len(noise)
 
     def answer(rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
         tokens, mask = padded_left(contexts)
-        some = np.full((len(rows), max(limits)), 0.5)
+        turn_noise = np.full((len(rows), max(limits)), 0.5)
         for i, row in enumerate(rows):
-            own = noise[row, said[row]:][:limits[i]]
-            some[i, :len(own)] = own
+            row_noise = noise[row, token_counts[row]:][:limits[i]]
+            turn_noise[i, :len(row_noise)] = row_noise
         with context():
-            out, = decoding.decode(decoder, tokens, mask, some, limits=list(limits), method=method)
+            out, = decoding.decode(decoder, tokens, mask, turn_noise, limits=list(limits),
+                                   method=method)
         for row, ids in zip(rows, out.ids, strict=True):
-            said[row] += len(ids)
+            token_counts[row] += len(ids)
         return out
 
     return answer
 
 
 @dataclass(slots=True, eq=False)
-class Parked:
+class IdleRows:
     """b rows whose turn is over: all of their tokens but the last have been fed."""
 
     rows: torch.Tensor
@@ -93,19 +93,19 @@ class KeptKeys:
         """tokens of each that were there when its last turn was over"""
         self.device = decoder.lm.base_model.device
         tokens, mask = padded_left(contexts)
-        self.drawn = Stepped(decoder, tokens, mask, noise, None)
-        self.feeding = Feeding(self.drawn)
-        self.parked: list[Parked] = []
+        self.state = Stepped(decoder, tokens, mask, noise, None)
+        self.feeding = Feeding(self.state) if decoder.records else self.state
+        self.parked: list[IdleRows] = []
 
     @torch.no_grad()
     def speak(self, rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
         """As :data:`Conversation`; contexts that speak together once do so from then on, and one
         that misses a turn of the others' speaks no more."""
-        live, drawn = self._begun(rows, contexts), self.drawn
+        live, state = self._begun(rows, contexts), self.state
         before = live.at.clone()
-        drawn.finished[live.rows] = False
-        drawn.limits[live.rows] = before + to_device(torch.tensor(limits), self.device)
-        pieces: list[Parked] = []
+        state.finished[live.rows] = False
+        state.limits[live.rows] = before + to_device(torch.tensor(limits), self.device)
+        pieces: list[IdleRows] = []
         check_every = 1 if self.device.type == "cpu" else CHECK_EVERY
         passes, most, feeding = 0, max(limits), self.feeding
         with self.context():
@@ -122,7 +122,7 @@ class KeptKeys:
                     if left == 0:
                         break
                     live.drop_done(done, at)
-        self.parked.append(reduce(Parked.with_others, pieces))
+        self.parked.append(reduce(IdleRows.with_others, pieces))
         out = self._said(torch.tensor(rows, device=self.device), before)
         for row, ids, count in zip(rows, contexts, out.mask.sum(1).tolist(), strict=True):
             self.read[row] = len(ids) + count
@@ -130,11 +130,11 @@ class KeptKeys:
 
     def _begun(self, rows: Sequence[int], contexts: TokenRows) -> LiveRows:
         """Rows with what they are to read next."""
-        drawn, group = self.drawn, next(
+        state, group = self.state, next(
             (one for one in self.parked if rows[0] in one.rows.tolist()), None)
         if group is None:
             tokens, mask = padded_left(contexts)
-            live = drawn.first_rows(range(len(rows)), tokens, mask)
+            live = state.first_rows(range(len(rows)), tokens, mask)
             live.rows = to_device(torch.tensor(rows), self.device)
             return live
         self.parked.remove(group)
@@ -142,7 +142,7 @@ class KeptKeys:
         index = to_device(torch.tensor([place[row] for row in rows]), self.device)
         group.cache.batch_select_indices(index)
         seen, own = group.seen[index], group.rows[index]
-        at = drawn.mask[own].sum(1)
+        at = state.mask[own].sum(1)
         tokens, mask = (to_device(one, self.device) for one in padded_left(
             [ids[self.read[row] - 1:] for row, ids in zip(rows, contexts, strict=True)]))
         attention = torch.cat([seen, mask], dim=1)
@@ -153,26 +153,26 @@ class KeptKeys:
             done=torch.zeros_like(own, dtype=torch.bool), padding=padding,
             cache=group.cache)
 
-    def _park(self, live: LiveRows, ended: torch.Tensor) -> Parked:
+    def _park(self, live: LiveRows, ended: torch.Tensor) -> IdleRows:
         """The rows at these places, out of the live ones."""
         index = to_device(ended, self.device)
         width = transformers_internals.cached_tokens(live.cache)
         rows = live.rows[index]
         seen = (torch.ones(len(rows), width, dtype=torch.bool, device=self.device)
                 if live.attention is None else live.attention[index, :width])
-        behind = live.at[index] - self.drawn.mask[rows].sum(1)
+        behind = live.at[index] - self.state.mask[rows].sum(1)
         columns = torch.arange(width, device=self.device)
-        return Parked(rows, seen & (columns[None, :] < width - behind[:, None]),
+        return IdleRows(rows, seen & (columns[None, :] < width - behind[:, None]),
                       transformers_internals.taken_rows(live.cache, index))
 
     def _said(self, rows: torch.Tensor, before: torch.Tensor) -> Generation:
         """What these rows have said since they had ``before`` tokens."""
-        drawn = self.drawn
-        counts = drawn.mask[rows].sum(1) - before
+        state = self.state
+        counts = state.mask[rows].sum(1) - before
         places = torch.arange(int(counts.max()), device=self.device)[None, :]
         mask = places < counts[:, None]
-        columns = (before[:, None] + places).clamp(max=drawn.steps)
-        finished, mask_, tokens, logprobs, values = to_host(drawn.finished[rows], mask, *(
+        columns = (before[:, None] + places).clamp(max=state.steps)
+        finished, mask_, tokens, logprobs, values = to_host(state.finished[rows], mask, *(
             one[rows[:, None], columns] * mask
-            for one in (drawn.tokens, drawn.logprobs, drawn.values)))
+            for one in (state.tokens, state.logprobs, state.values)))
         return Generation(tokens, mask_, logprobs, values, finished)

@@ -1,5 +1,9 @@
-"""Models to sample from: loading them, and how each is decoded, by our own loop or, if that gives
-wrong results, by transformers'. Which of them is right for a model is determined by a test."""
+"""Decoding with our own loop or, where that gives wrong results, with transformers'; loading models
+to sample from, where a test determines which of them is right.
+
+Our loop decodes token by token with cached keys and values: prompts to sampled responses, with
+logprobs and values from the same pass. Rows are dropped when they end, others take their places.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -10,15 +14,18 @@ import torch
 
 from ppocli.config import adapters, schema
 from ppocli.errors import ConfigError, InputError
-from ppocli.models import layout, trunk
+from ppocli.models import layout, transformers_internals, trunk
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.loading import language_model
 from ppocli.models.loading.adapters import Adapter, attach, identify, peft_config
 from ppocli.models.loading.language_model import DTYPES, LoadedLM, frozen_dtype
 from ppocli.models.loading.model_config import check_text_alone, max_positions
 from ppocli.models.transformers_internals import allows_gaps
-from ppocli.sampling import decode_loop, samples, token_choice, transformers_generate
-from ppocli.sampling.decoder import Decoder
+from ppocli.parallel.backend import to_host
+from ppocli.sampling import samples, token_choice, transformers_generate
+from ppocli.sampling.decode_state import Decoder, LiveRows, Stepped
+from ppocli.sampling.samples import Generation
+from ppocli.sampling.token_graph import Feeding
 from ppocli.storage.model_files import is_adapter
 from ppocli.text import first_line
 
@@ -47,7 +54,7 @@ def decode(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Ten
                            "chunk": chunk or count}
     method = method or trunk.decoding_of(decoder.lm)
     if method is trunk.Decoding.STEPS:
-        return decode_loop.decode_in_steps(decoder, prompt_tokens, prompt_mask, uniform, **how)
+        return decode_in_steps(decoder, prompt_tokens, prompt_mask, uniform, **how)
     return transformers_generate.decode_by_transformers(
         decoder, prompt_tokens, prompt_mask, uniform, **how,
         cached=method is trunk.Decoding.LIBRARY)
@@ -218,13 +225,74 @@ def _off(lm: Any, start: int | None) -> tuple[float, float]:
                               want_entropy=False).logprobs
     rough = (getattr(lm, "is_quantized", False)
              or {states.dtype, head.weight.dtype} != {torch.float32})
-    wanted = (states.float() @ project).cpu()
-    off = _distance(out.values[out.mask], wanted) / float(wanted.std().clamp(min=1e-6))
+    expected = (states.float() @ project).cpu()
+    off = _distance(out.values[out.mask], expected) / float(expected.std().clamp(min=1e-6))
     # a nat is much for any distribution, and next to nothing may be all that they differ by
     off_nats = _distance(out.logprobs[out.mask], logprobs.cpu())
     return max(off, off_nats), ROUGH if rough else CLOSE
 
 
-def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def _distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Between two [N], the root of the mean square."""
-    return float((found - wanted).square().mean().sqrt())
+    return float((actual - expected).square().mean().sqrt())
+
+
+SHRINK_AT = 0.75
+"""rows that have ended are dropped, and others take their places, once at most this share of all is
+still alive"""
+CHECK_EVERY = 16
+"""tokens after which a device other than a CPU is asked which rows have ended, since it has to be
+waited for; what it has drawn behind their ends is left out"""
+
+
+@torch.no_grad()
+def decode_in_steps(decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
+                    uniform: Any, *, limits: Any, at_once: int, chunk: int) -> Iterator[Generation]:
+    """As :func:`ppocli.sampling.decoding.decode`, by our own loop.
+
+    Rows that have ended are dropped, and the next prompts take their places where the model can do
+    that; else they wait for the last of them.
+    """
+    lm, count = decoder.lm, len(prompt_tokens)
+    state = Stepped(decoder, prompt_tokens, prompt_mask, uniform, limits)
+    # keys and values of rows under way are moved to the right then, behind padding: not with an
+    # encoder, nor where a layer keeps something else
+    refills = (at_once < count and decoder.all_alive is int and decoder.start is None
+               and transformers_internals.caches_all_keys(lm))
+    check_every = 1 if lm.base_model.device.type == "cpu" else CHECK_EVERY
+    feeding = Feeding(state) if decoder.records else state
+    live: LiveRows | None = None
+    started = passes = handed = 0
+
+    while live is not None or started < count:
+        if live is None or (refills and started < count and len(live) < at_once):
+            feeding.settle()
+            free = at_once if live is None else at_once - len(live)
+            fresh = state.first_rows(range(started, min(started + free, count)), prompt_tokens,
+                                     prompt_mask)
+            started += len(fresh)
+            state.token(fresh)
+            if live is None:
+                live = fresh
+            else:
+                live.take_in(fresh)
+        else:
+            feeding.token(live, state.steps - live.youngest)
+        passes += 1
+        if passes % check_every and live.youngest < state.steps:
+            continue
+        rows, at, done = to_host(live.rows, live.at, live.done)
+        remaining = int((~done).sum())
+        if decoder.all_alive(remaining) == 0:
+            live, ended = None, started
+            feeding.settle()
+        else:
+            ended = int(rows[~done].min()) if count > chunk and remaining else 0
+            if remaining <= SHRINK_AT * len(live) and len(live) > 1:
+                feeding.settle()
+                live.drop_done(done, at)
+        while handed < count and min(handed + chunk, count) <= ended:
+            end = min(handed + chunk, count)
+            feeding.settle()  # whoever asks leaves the autocast context meanwhile
+            yield state.generation(slice(handed, end))
+            handed = end

@@ -26,7 +26,7 @@ from ppocli.models.policy import Policy
 from ppocli.parallel.backend import beside
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling.conversation import Conversation
-from ppocli.sampling.sampler import Sampler, Speaker
+from ppocli.sampling.sampler import GenerationModel, Sampler
 from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 
@@ -102,23 +102,23 @@ class EpisodeSampler:
         """As :class:`~ppocli.sampling.sampler.Sampler`."""
         return self.inner.acting(policy)
 
-    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
+    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
                stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
         """As :class:`~ppocli.sampling.sampler.Sampler`, with :attr:`Samples.episodes`."""
-        speaker = replace(speaker, split=None)
+        model = replace(model, split=None)
         for start in range(0, len(prompts), chunk):
             rows = range(start, min(start + chunk, len(prompts)))
             yield Samples.joined([
-                self._play(prompts.rows(some), spec, stream, speaker, stop)
+                self._play(prompts.rows(some), spec, stream, model, stop)
                 for some in (rows[i:i + at_once] for i in range(0, len(rows), at_once))])
 
-    def _play(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
+    def _play(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
               stop: StopFlag) -> Samples:
         games = self._begin(prompts, stream)
         live = self._groups(games)
         waiting: list[Callable[[], None]] = [lambda: None] * len(live)
         with self.inner.converse([game.ids[:game.start] for game in games], prompts.episodes, spec,
-                                 stream, speaker, stop) as talk:
+                                 stream, model, stop) as talk:
             while any(live):
                 for g, settle in enumerate(waiting):
                     stop.check()

@@ -12,7 +12,7 @@ from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.ppo.noise import USER, uniform
-from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import TokenRows, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec

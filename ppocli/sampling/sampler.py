@@ -9,6 +9,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+import torch
+
 from ppocli.config import algorithm, schema
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError
@@ -21,8 +23,9 @@ from ppocli.parallel.backend import Backend
 from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
+from ppocli.sampling import token_graph
 from ppocli.sampling.conversation import Conversation, KeptKeys, decoded_turns
-from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
@@ -34,7 +37,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Speaker:
+class GenerationModel:
     """The model that is sampled from: a policy's, or a reference's."""
 
     lm: Any
@@ -60,7 +63,7 @@ class Sampler(Protocol):
         Sharded weights are gathered here, and a sampler with its own copy of the weights updates it
         here. All ranks enter and leave in step."""
 
-    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
+    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
                stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
         """Generate one sample per prompt. Yields them ``chunk`` at a time in the order of the
         prompts, as soon as a chunk is complete.
@@ -87,7 +90,7 @@ class SamplerSetup:
     """the policy's model as it was loaded"""
 
 
-def looking(stop: StopFlag, rows: int) -> Callable[[], None]:
+def make_stop_check(stop: StopFlag, rows: int) -> Callable[[], None]:
     """What is called before every token of so many rows, and stops where that was asked for."""
     def look() -> None:
         faults.point("rollout.token", rows)
@@ -96,10 +99,11 @@ def looking(stop: StopFlag, rows: int) -> Callable[[], None]:
     return look
 
 
-def records(cfg: schema.TrainConfig) -> bool:
-    """Whether CUDA graphs are wanted. A reward that computes in a thread of its own meanwhile would
-    break their recording: it may wait for the device, or draw random numbers there."""
-    return cfg.hardware.cuda_graphs and cfg.reward.overlap != "always"
+def records(cfg: schema.TrainConfig, device: torch.device) -> bool:
+    """Whether CUDA graphs are recorded. A reward that computes in a thread meanwhile would break
+    the recording: it may wait for the device, or draw random numbers there."""
+    return (device.type in token_graph.DEVICES and cfg.hardware.cuda_graphs
+            and cfg.reward.overlap != "always")
 
 
 class DecodeSampler:
@@ -136,16 +140,16 @@ class DecodeSampler:
         """How a model is decoded, as determined when it was loaded."""
         return trunk.decoding_of(lm)
 
-    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
+    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
                stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
         """As :class:`Sampler`.
 
         Raises:
             ConfigError: the model is in parts, and decodes whole only.
         """
-        setup, lm, method = self.setup, speaker.lm, self.method(speaker.lm)
+        setup, lm, method = self.setup, model.lm, self.method(model.lm)
         seed, backend, start = setup.cfg.seed, setup.backend, setup.loaded.decoder_start
-        in_parts = is_sharded(lm)
+        in_parts = backend.zero_stage == 3 and is_sharded(lm)
         if in_parts and method is not trunk.Decoding.STEPS:
             # such models read weights past the layers that would gather them
             raise ConfigError(f"{type(lm).__name__} is decoded by transformers' generate, which "
@@ -155,8 +159,9 @@ class DecodeSampler:
         limits = None if spec.length_range is None else (
             lengths(seed, prompts.episodes, *spec.length_range))
 
-        decoder = Decoder(lm, spec, setup.tokenizer, start, speaker.value_head, speaker.split,
-                          looking(stop, at_once), records=records(setup.cfg),
+        decoder = Decoder(lm, spec, setup.tokenizer, start, model.value_head, model.split,
+                          make_stop_check(stop, at_once),
+                          records=records(setup.cfg, backend.device),
                           all_alive=backend.ranks.most if in_parts else int)
         noise = uniform(seed, stream, prompts.episodes, spec.max_new_tokens)
         done = 0
@@ -171,16 +176,17 @@ class DecodeSampler:
 
     @contextmanager
     def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
-                 stream: int, speaker: Speaker, stop: StopFlag) -> Iterator[Conversation]:
+                 stream: int, model: GenerationModel, stop: StopFlag) -> Iterator[Conversation]:
         """Contexts that are continued turn by turn (:mod:`ppocli.sampling.episodes`).
 
         Args:
             contexts: [N] ids to begin with, behind which more may follow in the first turn.
             episodes: [N] numbers of the samples.
         """
-        setup, lm = self.setup, speaker.lm
-        decoder = Decoder(lm, spec, setup.tokenizer, None, speaker.value_head,
-                          poll=looking(stop, len(contexts)), records=records(setup.cfg))
+        setup, lm = self.setup, model.lm
+        decoder = Decoder(lm, spec, setup.tokenizer, None, model.value_head,
+                          poll=make_stop_check(stop, len(contexts)),
+                          records=records(setup.cfg, setup.backend.device))
         noise = uniform(setup.cfg.seed, stream, episodes, setup.cfg.env.max_tokens)
         with packed_weights(lm, DTYPES[setup.backend.precision]):
             keeps = (self.method(lm) is trunk.Decoding.STEPS and allows_gaps(lm)
@@ -218,7 +224,7 @@ def stepped(parts: Iterator[T], context: Callable[[], AbstractContextManager[Any
 
 
 def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec: SamplingSpec,
-                  stream: int, speaker: Speaker, stop: StopFlag, *, phase: str, chunk: int
+                  stream: int, model: GenerationModel, stop: StopFlag, *, phase: str, chunk: int
                   ) -> Iterator[Samples]:
     """One sample per prompt, ``chunk`` at a time and in their order. Where memory runs out, what is
     not complete yet is begun anew with half the rows. All ranks call it in step.
@@ -233,16 +239,16 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
         OutOfMemoryError: there is no room for one sample.
         PpocliError: what went wrong on any rank.
     """
-    ranks, asked = passes.backend.ranks, min(chunk, len(prompts))
+    ranks, most = passes.backend.ranks, min(chunk, len(prompts))
     tokens = prompts.tokens.shape[1] + spec.max_new_tokens
     if ranks.world > 1:
-        in_step = is_sharded(speaker.lm)
+        in_step = is_sharded(model.lm)
         for start in range(0, len(prompts), chunk):
             stop.meet()
             part = prompts.rows(range(start, min(start + chunk, len(prompts))))
 
             def work(part: PromptBatch = part) -> Samples:
-                made, = sampler.sample(part, spec, stream, speaker, stop, chunk=len(part),
+                made, = sampler.sample(part, spec, stream, model, stop, chunk=len(part),
                                        at_once=passes.limit(phase, len(part)))
                 return made
 
@@ -252,8 +258,8 @@ def sample_chunks(sampler: Sampler, passes: PassRows, prompts: PromptBatch, spec
     done = 0
     while done < len(prompts):
         rest = prompts if done == 0 else prompts.rows(range(done, len(prompts)))
-        rows = passes.limit(phase, asked)
-        made = sampler.sample(rest, spec, stream, speaker, stop, at_once=rows, chunk=chunk)
+        rows = passes.limit(phase, most)
+        made = sampler.sample(rest, spec, stream, model, stop, at_once=rows, chunk=chunk)
         try:
             for samples in made:
                 yield samples

@@ -62,7 +62,7 @@ class Samples:
     """[B] bool, true where the policy ended the sample itself"""
     frozen_states: list[torch.Tensor] | None = None
     """per sample [n, D], on the device: the inputs of
-    :attr:`~ppocli.sampling.sampler.Speaker.split` for all tokens but the last"""
+    :attr:`~ppocli.sampling.sampler.GenerationModel.split` for all tokens but the last"""
     episodes: list[Episode] | None = None
     """per sample what happened, where an environment answered"""
 
@@ -169,17 +169,18 @@ def places_of_ends(tokenizer: Any, prompt_ids: TokenRows, responses: TokenRows,
     Args:
         ends: of each response, rising.
     """
-    def says(before: Sequence[int], ids: Sequence[int], text: str, count: int) -> bool:
+    def prefix_matches(before: Sequence[int], ids: Sequence[int], text: str, count: int) -> bool:
         # until a character is whole its tokens are read as another one
         return _texts_behind(tokenizer, [before], [ids[:count]])[0].startswith(text)
 
-    found = [list[int]() for _ in ends]
-    for places, before, ids, own in zip(found, prompt_ids, responses, ends, strict=True):
+    all_places = [list[int]() for _ in ends]
+    for places, before, ids, sample_ends in zip(all_places, prompt_ids, responses, ends,
+                                                strict=True):
         whole = _texts_behind(tokenizer, [before], [ids])[0]
-        for end in own:
+        for end in sample_ends:
             places.append(bisect_left(range(1, len(ids)), True, lo=max(places, default=0),
-                                      key=partial(says, before, ids, whole[:end])))
-    return found
+                                      key=partial(prefix_matches, before, ids, whole[:end])))
+    return all_places
 
 
 def _first_stop(text: str, stops: Sequence[str], past: int) -> int | None:

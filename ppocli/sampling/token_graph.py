@@ -20,7 +20,7 @@ import torch
 from ppocli.models import transformers_internals
 from ppocli.models.fast.attention import takes_packed
 from ppocli.parallel.ranks import is_out_of_memory
-from ppocli.sampling.live_rows import LiveRows, Stepped
+from ppocli.sampling.decode_state import LiveRows, Stepped
 from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
@@ -37,8 +37,8 @@ class Feeding:
     The graphs of one decoding share their memory: one is kept until the next one is recorded.
     """
 
-    def __init__(self, drawn: Stepped) -> None:
-        self.drawn, self.wanted = drawn, can_record(drawn)
+    def __init__(self, state: Stepped) -> None:
+        self.state, self.enabled = state, can_record(state)
         self.graph: TokenGraph | None = None
         self.newest: Any = None
 
@@ -48,14 +48,14 @@ class Feeding:
         Args:
             most: tokens that will be fed to these rows, this one included.
         """
-        if (not self.wanted or live.inputs.shape[1] > 1 or not live.cache.get_seq_length()
-                or not _recordable.get(type(self.drawn.decoder.lm), True)):
+        if (not self.enabled or live.inputs.shape[1] > 1 or not live.cache.get_seq_length()
+                or not _recordable.get(type(self.state.decoder.lm), True)):
             self.settle()
-            self.drawn.token(live)
+            self.state.token(live)
             return
         if self.graph is not None and self.graph.live is not live:  # whose feeding was broken off
             self.settle()
-        self.graph = self.graph or TokenGraph(self.drawn, live, most)
+        self.graph = self.graph or TokenGraph(self.state, live, most)
         self.graph.token(self.newest)
 
     def settle(self) -> None:
@@ -66,10 +66,10 @@ class Feeding:
         self.graph = None
 
 
-def can_record(drawn: Stepped) -> bool:
+def can_record(state: Stepped) -> bool:
     """Whether the tokens of these responses can be fed so: nothing on the host may have a say in
     them, and the model must do with a mask of attention that is made for it."""
-    decoder, lm = drawn.decoder, drawn.decoder.lm
+    decoder, lm = state.decoder, state.decoder.lm
     if (not decoder.records or lm.base_model.device.type not in DEVICES
             or decoder.spec.stop_sequences or decoder.all_alive is not int):
         return False
@@ -85,11 +85,11 @@ class TokenGraph:
     rounded for it are freed then.
     """
 
-    def __init__(self, drawn: Stepped, live: LiveRows, most: int) -> None:
+    def __init__(self, state: Stepped, live: LiveRows, most: int) -> None:
         width = transformers_internals.cached_tokens(live.cache)
         most += width
         most += -most % 8  # rows of matrices that kernels for tensor cores can read
-        self.drawn, self.live, self.fed = drawn, live, 0
+        self.state, self.live, self.fed = state, live, 0
         self.column = transformers_internals.hold_room(live.cache, most)
         self.seen = torch.zeros(len(live), most, dtype=torch.bool, device=live.rows.device)
         self.seen[:, :width] = True if live.attention is None else live.attention[:, :width]
@@ -108,7 +108,7 @@ class TokenGraph:
         Args:
             before: the recording whose memory this one's takes, or None.
         """
-        self.drawn.decoder.poll()
+        self.state.decoder.poll()
         if self.fed == 0:
             self._first()
         else:
@@ -117,7 +117,7 @@ class TokenGraph:
             (self._feed if self.recorded is None else self.recorded.replay)()
         self.fed += 1
         self.live.youngest += 1
-        self.drawn.decoder.watch(self.drawn.tokens, self.drawn.mask)
+        self.state.decoder.watch(self.state.tokens, self.state.mask)
 
     def release(self) -> None:
         """Make the rows such that others can join them, and some leave."""
@@ -131,7 +131,7 @@ class TokenGraph:
         the input of the next token changes last: one that fails can be fed again."""
         rows = self.fixed
         self.seen.index_fill_(1, self.column, True)
-        chosen, done = self.drawn.draw(rows)
+        chosen, done = self.state.draw(rows)
         rows.inputs.copy_(chosen[:, None])
         rows.done.copy_(done)
         rows.positions += (~done)[:, None]
@@ -142,7 +142,7 @@ class TokenGraph:
         """Feed a token; of a kind of model that was not tried before, find out whether it waits for
         the device, which can't be recorded. A recording that fails would leave torch's random
         numbers and its memory in a state that no later work can be done in."""
-        kind = type(self.drawn.decoder.lm)
+        kind = type(self.state.decoder.lm)
         if kind in _recordable:
             self._feed()
             return
@@ -167,7 +167,7 @@ class TokenGraph:
                 self._refuse(error)
 
     def _refuse(self, error: RuntimeError) -> None:
-        _recordable[type(self.drawn.decoder.lm)], self.tells_each = False, True
+        _recordable[type(self.state.decoder.lm)], self.tells_each = False, True
         log.warning("The model's pass can't be recorded as a CUDA graph, so tokens are fed kernel "
                     "by kernel (%s).", first_line(error))
 

@@ -1,7 +1,7 @@
 """Decoding by transformers' own loop, for models that ours can't step: those that keep other things
 than keys and values from token to token (Mamba, RWKV), or nothing at all.
 
-The loop is theirs; which token comes next is chosen as in :mod:`ppocli.sampling.decode_loop`, with
+The loop is theirs; which token comes next is chosen as in :mod:`ppocli.sampling.decoding`, with
 the same random numbers, so that both give the same responses.
 """
 
@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from ppocli.models.trunk import state_scale
-from ppocli.sampling.decoder import Decoder, Drawn
+from ppocli.sampling.decode_state import Decoder, DecodeState
 from ppocli.sampling.samples import Generation
 
 
@@ -23,7 +23,7 @@ from ppocli.sampling.samples import Generation
 class _Steering:
     """What transformers' loop asks after each forward pass over the rows of one prompt length."""
 
-    drawn: Drawn
+    drawn: DecodeState
     rows: torch.Tensor
     done: torch.Tensor
     t: int = 0
@@ -64,7 +64,7 @@ def _no_defaults(lm: Any) -> Iterator[None]:
         lm.generation_config = own
 
 
-def _draw(drawn: Drawn, prompts: torch.Tensor, rows: torch.Tensor, *, cached: bool) -> None:
+def _draw(drawn: DecodeState, prompts: torch.Tensor, rows: torch.Tensor, *, cached: bool) -> None:
     """Decode rows whose prompts are equally long.
 
     Args:
@@ -103,7 +103,7 @@ def decode_by_transformers(decoder: Decoder, prompt_tokens: torch.Tensor,
         cached: whether the model's cache is right; else each token takes a pass over all before it.
     """
     width, device = prompt_tokens.shape[1], decoder.lm.base_model.device
-    drawn = Drawn(decoder, prompt_tokens, prompt_mask, uniform, limits)
+    drawn = DecodeState(decoder, prompt_tokens, prompt_mask, uniform, limits)
     lengths = prompt_mask.sum(1)
     for start in range(0, len(lengths), chunk):
         end = min(start + chunk, len(lengths))
@@ -113,4 +113,4 @@ def decode_by_transformers(decoder: Decoder, prompt_tokens: torch.Tensor,
                 rows = first + (together == length).nonzero().squeeze(-1)
                 _draw(drawn, prompt_tokens[rows][:, width - length:].to(device), rows.to(device),
                       cached=cached)
-        yield drawn.found(slice(start, end))
+        yield drawn.generation(slice(start, end))

@@ -6,7 +6,6 @@ makes of real responses, whether the reference agrees with the policy, whether g
 """
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,14 +17,12 @@ from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling.samples import Samples
 from ppocli.tasks import build_task
-from ppocli.tasks.ppo import experience, figures, records, reward_calls
-from ppocli.tasks.ppo.rollout import collect_rollout
+from ppocli.tasks.ppo import figures, records, reward_calls, step
 from ppocli.tasks.ppo.session import Session, build_session
-from ppocli.tasks.ppo.task import PPOTask, plan_of, update_of
+from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training import loop, optimize, optimizers
-from ppocli.training.clock import PhaseClock
-from ppocli.training.state import seed_generators
-from ppocli.training.task import Plan, PythonObjects, Task, TaskSetup
+from ppocli.training.state import PhaseClock, seed_generators
+from ppocli.training.task import Plan, PythonObjects, StepContext, Task, TaskSetup
 
 SAMPLES = 2
 """how many of the first step's samples are drawn"""
@@ -66,7 +63,7 @@ def _first_update(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: S
     clock.mark("load")
     stop.check()
     state = loop.initial_state(task)
-    plan = task.plan(state, task.collect(state, stop, clock))
+    plan = task.plan(state, task.collect(state, StepContext(stop, clock, task.progress(0))))
     group = plan.groups[0]
     terms = _gradient(task, plan, "check the model's weights, or use hardware.precision=fp32")
     clock.mark("optimize")
@@ -78,7 +75,7 @@ def _first_update(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: S
 def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) -> dict[str, Any]:
     try:
         session = build_session(cfg, backend, PythonObjects())
-        return _first_samples(replace(session, stop=stop, clock=clock))
+        return _first_samples(session, session.context(stop, clock))
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
             f"Out of memory with {SAMPLES} samples.", where="hardware, model.path",
@@ -86,25 +83,26 @@ def _ppo(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag) 
                 "prompts.max_length lower, or take a smaller model") from error
 
 
-def _first_samples(session: Session) -> dict[str, Any]:
-    session.clock.mark("load")
-    session.stop.check()
-    rollout = collect_rollout(session, 0, SAMPLES)
+def _first_samples(session: Session, context: StepContext) -> dict[str, Any]:
+    context.clock.mark("load")
+    context.stop.check()
+    rollout = step.collect_rollout(session, context, 0, SAMPLES)
     prompts = rollout.prompts
     metrics: dict[str, list[float]] = {}
     if session.metric is not None:
-        said = Samples(rollout.sequences, rollout.logprobs, rollout.values, rollout.finished)
+        samples = Samples(rollout.sequences, rollout.logprobs, rollout.values, rollout.finished)
         metrics = session.metric.compute(reward_calls.in_steps(
-            session.reward, reward_calls.request_of(session, prompts, said, rollout.responses)))
-        session.clock.mark("metric")
+            session.reward, reward_calls.request_of(
+                session, context, prompts, samples, rollout.responses)))
+        context.clock.mark("metric")
     terms = _ppo_gradient(PPOTask(session), rollout)
-    session.clock.mark("optimize")
+    context.clock.mark("optimize")
     tokens = int(rollout.response_mask.sum()) if rollout.has_reference else 0
     kl = float(rollout.k1.double().sum()) / tokens if tokens else None
     ids = prompts.tokens[0][prompts.mask[0]].tolist()
     shown = ("prompt", "response", "score", "kl", "response_tokens", "finished")
     return _told(
-        session.backend, session.policy, session.clock, prompts=len(session.prompts),
+        session.backend, session.policy, context.clock, prompts=len(session.prompts),
         prompt=session.tokenizer.decode(ids), prompt_tokens=len(ids),
         samples=[{name: row[name] for name in shown}
                  for row in figures.rollout_samples(rollout, 0, session.cfg)],
@@ -140,9 +138,9 @@ def _ppo_gradient(task: PPOTask, rollout: records.Rollout) -> dict[str, float] |
     if not bool(rollout.valid.any()):
         return None
     state = records.PPOState.from_json(task.initial()[0])
-    learnt = experience.to_experience(rollout, state, task.cfg)
-    whole = update_of(task.session, learnt, torch.arange(len(rollout)))
-    plan = plan_of(task.session, learnt, [whole], 0)
+    learnt = step.to_experience(rollout, state, task.cfg)
+    whole = step.update_of(task.session, learnt, torch.arange(len(rollout)))
+    plan = step.plan_of(task.session, learnt, [whole], 0)
     return _gradient(task, plan, "check the model's weights and the reward's scale, or use "
                      "hardware.precision=fp32")
 

@@ -21,7 +21,7 @@ from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.parallel.ranks import woven
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
-from ppocli.sampling.sampler import SamplerSetup, Speaker, sample_chunks
+from ppocli.sampling.sampler import GenerationModel, SamplerSetup, sample_chunks
 from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.tasks import building, supervised
 from ppocli.training import task
@@ -120,11 +120,11 @@ class SFTTask(supervised.SupervisedTask):
 
         return self.loaded.lm.get_input_embeddings().register_forward_hook(add)
 
-    def evaluate(self, stop: StopFlag) -> task.Evaluation:
+    def evaluate(self, context: task.StepContext) -> task.Evaluation:
         """As :class:`Task`: the loss of ``data.val``, and responses to a few of its prompts."""
         with self.sampler.acting(self.policy) as acting:
             self._acting = acting
-            return super().evaluate(stop)
+            return super().evaluate(context)
 
     def measure(self, data: Examples, rows: torch.Tensor) -> torch.Tensor:
         """As :class:`SupervisedTask`: sum of the negative logprobs, and how many tokens."""
@@ -153,7 +153,7 @@ class SFTTask(supervised.SupervisedTask):
             range(len(mine)), mine, self.tokenizer.pad_token_id)
         out = Samples.joined(list(sample_chunks(
             self.sampler, self.passes, batch, self.eval_spec, EVALUATION,
-            Speaker(self._acting.lm), stop, phase="evaluation", chunk=len(batch))))
+            GenerationModel(self._acting.lm), stop, phase="evaluation", chunk=len(batch))))
         before = tokens if self.loaded.decoder_start is None else [list[int]() for _ in tokens]
         texts = decode_responses(self.tokenizer, before, out.action_ids, self.eval_spec)
         rows = [{"prompt": text, "response": response, "score": None, "kl": None,

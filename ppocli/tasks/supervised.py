@@ -27,7 +27,6 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.storage import faults
 from ppocli.tasks import building
 from ppocli.training import optimize, task, updates
-from ppocli.training.clock import PhaseClock
 from ppocli.training.optimizers import build_optimizer
 from ppocli.training.state import TrainState
 from ppocli.zero.oom_retry import PassRows
@@ -162,10 +161,10 @@ class SupervisedTask(task.Task):
             measured: [n, K] of all rows of ``val``.
         """
 
-    def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> list[int]:
+    def collect(self, state: TrainState, context: task.StepContext) -> list[int]:
         """As :class:`Task`: the places of the next rows."""
         count = min(self.samples_per_step, self.total_samples() - state.episodes)
-        clock.mark("other")
+        context.clock.mark("other")
         return prompt_indices(state.episodes, count, n=len(self.train), seed=self.cfg.seed,
                               shuffle=self.cfg.data.shuffle)
 
@@ -189,12 +188,12 @@ class SupervisedTask(task.Task):
              "data/epoch": (state.episodes + len(batch)) / len(self.train),
              "data/tokens": float(plan.groups[0].tokens.sum())}, state.task, state.tensors)
 
-    def evaluate(self, stop: StopFlag) -> task.Evaluation:
+    def evaluate(self, context: task.StepContext) -> task.Evaluation:
         """As :class:`Task`; without ``data.val`` it finds nothing."""
         if self.val is None:
             return task.Evaluation({})
-        whole = self.measured(self.val, stop)
-        shown = self.shown(whole, stop)
+        whole = self.measured(self.val, context.stop)
+        shown = self.shown(whole, context.stop)
         figures = self.evaluation_figures(whole)
         if generated := [row for row in shown if "finished" in row]:
             figures |= {figure: float(np.mean([row[name] for row in generated])) for figure, name in
@@ -211,7 +210,7 @@ class SupervisedTask(task.Task):
         def mine() -> list[tuple[torch.Tensor, torch.Tensor]]:
             """This rank's places in the data, and [n, K] what was measured of them."""
             found = []
-            for part in optimize.dealt(self, lengths, "evaluation"):
+            for part in optimize.shard_by_length(self, lengths, "evaluation"):
                 stop.check()
                 faults.point("evaluation.forward", len(part))
                 # a rank without rows left measures one for nothing, to stay in step with the others
@@ -239,7 +238,7 @@ class SupervisedTask(task.Task):
         return {"data": self.train.digest(),
                 **({} if self.val is None else {"validation data": self.val.digest()})}
 
-    def judged_by(self) -> str:
+    def eval_fingerprint(self) -> str:
         """As :class:`Task`; the digests tell of other data."""
         judge = [self.cfg.task.fn, self.cfg.checkpoint.metric]
         return hashlib.sha256(json.dumps(judge).encode()).hexdigest()
@@ -247,11 +246,6 @@ class SupervisedTask(task.Task):
     def summary(self, state: TrainState) -> dict[str, Any]:
         """As :class:`Task`."""
         return {"examples": self.examples}
-
-    def total_updates(self, state: TrainState) -> int:
-        """As :class:`Task`."""
-        left = max(self.total_samples() - state.episodes, 0)
-        return state.updates + -(-left // self.samples_per_step)
 
 
 def lengths_of(data: Examples | Pairs) -> torch.Tensor:

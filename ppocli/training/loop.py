@@ -15,7 +15,6 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from ppocli.config import tasks
 from ppocli.config.schema import TrackingConfig
 from ppocli.display.console import Display
 from ppocli.errors import ConfigError, DiskError, DivergedError
@@ -24,10 +23,9 @@ from ppocli.parallel.stop import StopFlag
 from ppocli.storage import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.tracking.trackers import Tracker, open_trackers
 from ppocli.training import checkpoint_writing
-from ppocli.training.clock import PhaseClock
 from ppocli.training.optimize import optimize
-from ppocli.training.state import Best, Generators, Pace, TrainState
-from ppocli.training.task import Evaluation, Plan, Task
+from ppocli.training.state import Best, Generators, Pace, PhaseClock, TrainState
+from ppocli.training.task import Evaluation, Plan, StepContext, Task
 
 log = logging.getLogger("ppocli")
 EVAL_ROW, SWEEP_ROW = "eval", "eval_sweep"
@@ -42,22 +40,22 @@ class Recorder:
     samples: run_logs.JsonlWriter
     trackers: Sequence[Tracker]
 
-    def row(self, row: dict[str, Any], known: Mapping[str, Any] | None = None) -> None:
+    def row(self, row: dict[str, Any], written: Mapping[str, Any] | None = None) -> None:
         """Append one step's figures to metrics.jsonl and hand them to the trackers; only what is
-        new in them where a ``known`` row, the last, was written before."""
-        self.metrics.append([row], over_last=known is not None)
+        new in them where ``written``, the last row, was written before."""
+        self.metrics.append([row], over_last=written is not None)
         new = {name: value for name, value in row.items()
-               if name == "step" or name not in (known or {})}
+               if name == "step" or name not in (written or {})}
         for tracker in self.trackers:
             tracker.row(new)
 
-    def evaluated(self, step: int, found: Evaluation) -> None:
+    def evaluated(self, step: int, evaluation: Evaluation) -> None:
         """Append an evaluation's samples to samples.jsonl, and hand those of the first value of a
         list in ``generation.eval`` to the trackers."""
-        self.samples.append([{"step": step, "kind": EVAL_ROW, **row} for row in found.samples])
+        self.samples.append([{"step": step, "kind": EVAL_ROW, **row} for row in evaluation.samples])
         for tracker in self.trackers:
-            tracker.samples(step, found.samples)
-        if further := list(found.swept.items())[1:]:
+            tracker.samples(step, evaluation.samples)
+        if further := list(evaluation.swept.items())[1:]:
             self.samples.append([{"step": step, "kind": SWEEP_ROW, "sampling": name, **row}
                                  for name, one in further for row in one.samples])
 
@@ -100,8 +98,8 @@ class Run:
 
 def initial_state(task: Task) -> TrainState:
     """The state before the first step; the evaluation at the start, if any, is pending."""
-    own, tensors = task.initial()
-    state = TrainState(digests=task.digests(), judged_by=task.judged_by(), task=own,
+    task_state, tensors = task.initial()
+    state = TrainState(digests=task.digests(), judged_by=task.eval_fingerprint(), task=task_state,
                        tensors=tensors, pace=Pace(task.samples_per_step))
     return replace(state, pending=state.counters()) if task.cfg.eval.at_start else state
 
@@ -121,8 +119,13 @@ def run_training(run: Run) -> None:
         run.clock.mark("between")
         launchers.note_phase(f"step {run.state.step + 1}, rollout")
         run.display.board.enter("rollout", ("chunk", 1, run.task.chunks(run.state)))
-        learn(run, run.task.collect(run.state, run.stop, run.clock))
+        learn(run, run.task.collect(run.state, context_of(run)))
         finish_step(run)
+
+
+def context_of(run: Run) -> StepContext:
+    """What the next step, or an evaluation now, needs of the loop."""
+    return StepContext(run.stop, run.clock, run.task.progress(run.state.step))
 
 
 def learn(run: Run, batch: Any) -> None:
@@ -133,7 +136,6 @@ def learn(run: Run, batch: Any) -> None:
         DivergedError: what is trained stopped being finite.
     """
     task, state, step = run.task, run.state, run.state.step + 1
-    section = tasks.updates_section(task.cfg)
     run.display.board.show(task.preview(batch), step)
     plan = task.plan(state, batch)
     run.clock.mark("other")
@@ -145,20 +147,19 @@ def learn(run: Run, batch: Any) -> None:
             ("update", done + 1, total)))
         if not task.trained.is_finite():
             raise DivergedError(f"The policy's weights became non-finite in step {step}.",
-                                fix=f"lower {section}.optimizer.lr" + (
-                                    " or raise ppo.init_kl_coef" if section == "ppo" else ""))
+                                fix=task.remedy())
     except DivergedError as error:
         error.where = _dump(run, batch, plan, step)
         raise
     run.clock.mark("optimize")
-    found = task.finish(state, batch, plan, result)
-    for message in found.warnings:
+    finished = task.finish(state, batch, plan, result)
+    for message in finished.warnings:
         log.warning(message)
     after = replace(state, step=step, episodes=state.episodes + len(batch),
                     updates=state.updates + result.updates, nonfinite=result.nonfinite,
-                    task=found.state, tensors=found.tensors)
-    tokens = {**found.tokens, "optimize": result.tokens}
-    row = {**after.counters(), **found.row, **task.passes.figures()}
+                    task=finished.state, tensors=finished.tensors)
+    tokens = {**finished.tokens, "optimize": result.tokens}
+    row = {**after.counters(), **finished.row, **task.passes.figures()}
     if task.cfg.tracking.log_rollouts:
         rows = task.sample_rows(batch, step)
         task.backend.ranks.first_does(lambda: run.recorder.samples.append(rows))
@@ -171,7 +172,7 @@ def learn(run: Run, batch: Any) -> None:
 
 def settle(run: Run) -> None:
     """Commit that nothing of the newest step is pending any more."""
-    run.task.settled(run.state)
+    run.task.on_step_end(run.state)
     commit(run, replace(run.state, pending=None))
 
 
@@ -211,10 +212,10 @@ def left_unevaluated(task: Task, state: TrainState) -> bool:
 def finish_step(run: Run) -> None:
     """Evaluate if it is time, write the step's row, save if it is time."""
     step, cfg, ranks = run.state.step, run.task.cfg, run.task.backend.ranks
-    known = None
+    written = None
     if (row := run.state.pending) is None and left_unevaluated(run.task, run.state):
         last = ranks.first_does(lambda: [{}, *run_logs.read_jsonl(run.folder.metrics)][-1])
-        row = known = last if last.get("step") == step else None
+        row = written = last if last.get("step") == step else None
     if row is None:
         return
     improved = False
@@ -223,9 +224,9 @@ def finish_step(run: Run) -> None:
         row, improved = _evaluate(run, row)
     # what the disk refuses rank 0 must stop all of them in step
     ranks.first_does(lambda: check_place(run))
-    ranks.first_does(lambda: run.recorder.row(row, known))
+    ranks.first_does(lambda: run.recorder.row(row, written))
     run.display.step(row, run.task.total_steps())
-    if known is None:
+    if written is None:
         settle(run)
     else:
         commit(run, run.state)
@@ -244,26 +245,25 @@ def _evaluate(run: Run, row: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     task, step = run.task, run.state.step
     launchers.note_phase(f"evaluation after step {step}")
     run.display.board.enter("evaluation")
-    task.step = step
-    found = task.evaluate(run.stop)
+    evaluation = task.evaluate(context_of(run))
     run.clock.mark("eval")
     spent = run.clock.take()
-    state = run.state.book(spent, {"eval": found.tokens})
-    task.backend.ranks.first_does(lambda: run.recorder.evaluated(step, found))
+    state = run.state.book(spent, {"eval": evaluation.tokens})
+    task.backend.ranks.first_does(lambda: run.recorder.evaluated(step, evaluation))
     if step == 0:
-        state = replace(state, eval_before=found.figures)
+        state = replace(state, eval_before=evaluation.figures)
     metric = task.cfg.checkpoint.metric
-    if found.figures and metric not in found.figures:
+    if evaluation.figures and metric not in evaluation.figures:
         raise ConfigError(f"checkpoint.metric={metric} is not among the evaluation's figures: "
-                          f"{', '.join(found.figures)}.", where="checkpoint.metric",
+                          f"{', '.join(evaluation.figures)}.", where="checkpoint.metric",
                           fix="name one of them")
-    figure = found.figures.get(metric)
+    figure = evaluation.figures.get(metric)
     improved = step > 0 and _better(figure, state.best, lowest=metric in task.lower_is_better)
     if improved and figure is not None:
         state = replace(state, best=Best(step, figure))
-    run.state = replace(state, eval_last=found.figures, eval_step=step)
-    row = {**row, **{f"eval/{name}": value for name, value in found.figures.items()},
-           **{f"eval/{name}@{sampling}": value for sampling, one in found.swept.items()
+    run.state = replace(state, eval_last=evaluation.figures, eval_step=step)
+    row = {**row, **{f"eval/{name}": value for name, value in evaluation.figures.items()},
+           **{f"eval/{name}@{sampling}": value for sampling, one in evaluation.swept.items()
               for name, value in one.figures.items()},
            "time/eval": spent.seconds["eval"], "cpu/eval": spent.cpu_seconds["eval"]}
     return row, improved and task.cfg.checkpoint.keep_best

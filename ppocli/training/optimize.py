@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -60,10 +61,10 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
             progress.terms.append(terms)
     task.trained.clear()
     module.eval()
-    said = progress.verdicts
+    counts = progress.verdicts
     return OptimizeResult(
-        said[Verdict.STEP], said[Verdict.SKIP] + said[Verdict.NONFINITE], progress.nonfinite,
-        Verdict.STOP in said, progress.lr, progress.means(task.maxima),
+        counts[Verdict.STEP], counts[Verdict.SKIP] + counts[Verdict.NONFINITE], progress.nonfinite,
+        Verdict.STOP in counts, progress.lr, progress.means(task.maxima),
         int(ranks.sum(torch.tensor(progress.tokens))), progress.first)
 
 
@@ -72,8 +73,8 @@ def probe_gradient(task: Task, plan: Plan) -> dict[str, float]:
     dropped."""
     trained = task.trained
     trained.module.train(task.cfg.model.gradient_checkpointing)
-    _, found, _ = _gradient(task, plan, plan.groups[0], (0, 0), poisoned=False)
-    terms = _figures(task, found, trained.norm())
+    gradient = _gradient(task, plan, plan.groups[0], (0, 0), poisoned=False)
+    terms = _figures(task, gradient.terms, trained.norm())
     trained.clear()
     trained.module.eval()
     return terms
@@ -111,9 +112,7 @@ class _Progress:
         if self.nonfinite >= most:
             raise DivergedError(
                 f"{self.nonfinite} updates in a row had a non-finite loss or gradient "
-                f"(step {step}).", fix=f"lower {section}.optimizer.lr, "
-                + ("raise ppo.init_kl_coef, check the reward's scale, " if section == "ppo" else "")
-                + "or use hardware.precision=fp32")
+                f"(step {step}).", fix=task.remedy())
 
     def means(self, maxima: frozenset[str]) -> dict[str, float]:
         """The terms' means over the updates; of maxima the largest."""
@@ -123,20 +122,25 @@ class _Progress:
                 for name, column in columns.items()}
 
 
-_Found = tuple[Verdict, torch.Tensor, int]
-"""what the micro-batches of an update have said: :attr:`Verdict.STEP` unless it had to be found
-before the last backward pass; [len(Task.terms)] the terms of the whole update, with one rank still
-on their device; tokens that were computed on this rank"""
+class _Gradient(NamedTuple):
+    """What the micro-batches of an update gave, beside the gradient itself."""
+
+    verdict: Verdict
+    """:attr:`Verdict.STEP` unless it had to be known before the last backward pass"""
+    terms: torch.Tensor
+    """[len(Task.terms)] of the whole update; with one rank still on their device"""
+    tokens: int
+    """computed on this rank"""
 
 
-def _whole(task: Task, said: list[torch.Tensor]) -> torch.Tensor:
+def _whole(task: Task, terms: list[torch.Tensor]) -> torch.Tensor:
     """Terms of the whole update, from those of this rank's micro-batches and of other ranks."""
-    ranks, own = task.backend.ranks, said[0] if said else torch.zeros(len(task.terms))
-    largest = torch.tensor([name in task.maxima for name in task.terms])
-    there = to_device(largest, own.device)
-    for more in said[1:]:
-        own = torch.where(there, torch.maximum(own, more), own + more)
-    return own if ranks.world == 1 else torch.where(largest, ranks.max(own), ranks.sum(own))
+    ranks, total = task.backend.ranks, terms[0] if terms else torch.zeros(len(task.terms))
+    is_max = torch.tensor([name in task.maxima for name in task.terms])
+    on_device = to_device(is_max, total.device)
+    for more in terms[1:]:
+        total = torch.where(on_device, torch.maximum(total, more), total + more)
+    return total if ranks.world == 1 else torch.where(is_max, ranks.max(total), ranks.sum(total))
 
 
 def _figures(task: Task, terms: torch.Tensor, norm: torch.Tensor) -> dict[str, float]:
@@ -149,13 +153,13 @@ def _update(task: Task, plan: Plan, group: UpdateGroup, state: TrainState, progr
             ) -> tuple[Verdict, dict[str, float]]:
     """Gradient, guards, and (unless a guard objects) one optimizer step."""
     factors = task.rate_factors(state, state.updates + progress.verdicts[Verdict.STEP])
-    verdict, found, tokens = _gradient(
+    verdict, update_terms, tokens = _gradient(
         task, plan, group, (state.step, progress.verdicts.total()),
         poisoned=faults.point("optimize.minibatch"))
     progress.tokens += tokens
     norm = task.trained.attempt(factors)
     refused = verdict is not Verdict.STEP  # its gradient was made one that DeepSpeed refuses
-    terms = _figures(task, found, torch.zeros(()) if refused else norm)
+    terms = _figures(task, update_terms, torch.zeros(()) if refused else norm)
     verdict = verdict if refused else task.judge(terms)
     if verdict is Verdict.STEP:
         progress.lr = task.trained.complete(factors)
@@ -170,9 +174,9 @@ def _dropout(task: Task, number: tuple[int, int]) -> Iterator[None]:
     What is dropped depends on the seed, the ``number`` of the update and the rank alone, so that a
     resumed run drops the same; the global generators belong to the reward and stay as they are.
     """
-    found = [module for name, module in task.trained.module.named_modules()
-             if "lora_dropout" in name and isinstance(module, torch.nn.Dropout)]
-    if not found:
+    dropouts = [module for name, module in task.trained.module.named_modules()
+                if "lora_dropout" in name and isinstance(module, torch.nn.Dropout)]
+    if not dropouts:
         yield
         return
     device = task.backend.device
@@ -180,16 +184,16 @@ def _dropout(task: Task, number: tuple[int, int]) -> Iterator[None]:
     with torch.random.fork_rng([] if device.type == "cpu" else [device], device_type=device.type):
         torch.manual_seed(int(key.generate_state(1, np.uint64)[0] >> np.uint64(1)))
         try:
-            for module in found:
+            for module in dropouts:
                 module.train()
             yield
         finally:
-            for module in found:
+            for module in dropouts:
                 module.eval()
 
 
 def _gradient(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int], *,
-              poisoned: bool) -> _Found:
+              poisoned: bool) -> _Gradient:
     """The gradient of one update in place of any before; made anew in smaller passes where memory
     doesn't suffice.
 
@@ -199,62 +203,63 @@ def _gradient(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int
     Raises:
         OutOfMemoryError: there is no room for one row; of several ranks ``alone`` on this one.
     """
-    def work() -> _Found:
+    def work() -> _Gradient:
         task.trained.clear()
         with _dropout(task, number):
             return _backward(task, plan, group, poisoned=poisoned)
 
-    asked = min(task.rows_per_pass, math.ceil(len(group.rows) / task.backend.ranks.world))
+    rows = min(task.rows_per_pass, math.ceil(len(group.rows) / task.backend.ranks.world))
     longest, passes = int(group.tokens.max()), task.passes
     # no other process waits for a part of the gradient, and nothing of it is kept elsewhere
     if task.backend.ranks.world == 1 and task.backend.zero_stage == 0:
-        return passes.retry("optimize", asked, longest, work)
-    return passes.once("optimize", passes.limit("optimize", asked), longest, work)
+        return passes.retry("optimize", rows, longest, work)
+    return passes.once("optimize", passes.limit("optimize", rows), longest, work)
 
 
-def _backward(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool) -> _Found:
+def _backward(task: Task, plan: Plan, group: UpdateGroup, *, poisoned: bool) -> _Gradient:
     """Accumulate the gradient of one update."""
     ranks, trained = task.backend.ranks, task.trained
     parts = _micro_batches(task, group)
     if ranks.world == 1 and not trained.decides_first:
         parts = [(part, spare) for part, spare in parts if int(group.counts[part].sum())]
-    verdict, tokens, said = Verdict.STEP, 0, list[torch.Tensor]()
+    verdict, tokens, part_terms = Verdict.STEP, 0, list[torch.Tensor]()
     terms: torch.Tensor | None = None
     for number, (part, spare) in enumerate(parts, 1):
         last = number == len(parts)
         # a rank without rows left goes through one of its neighbours' with weight 0
-        some = part if len(part) else spare
+        atoms = part if len(part) else spare
         with trained.accumulating(last=last):
             faults.point("optimize.forward", len(part))
-            found = task.loss(plan.atoms, group.rows[some],
-                              group.weights[some] * float(len(part) > 0), group)
+            loss = task.loss(plan.atoms, group.rows[atoms],
+                             group.weights[atoms] * float(len(part) > 0), group)
             if len(part):
-                tokens += found.tokens
-                said.append(found.terms)
+                tokens += loss.tokens
+                part_terms.append(loss.terms)
             if last and trained.decides_first:
-                terms = _whole(task, said)
+                terms = _whole(task, part_terms)
                 verdict = task.judge(dict(zip(task.terms, terms.tolist(), strict=True)))
             faults.point("optimize.backward", len(part))
-            trained.backward(found.total, accepted=verdict is Verdict.STEP and not poisoned)
-    return verdict, _whole(task, said) if terms is None else terms, tokens
+            trained.backward(loss.total, accepted=verdict is Verdict.STEP and not poisoned)
+    return _Gradient(verdict, _whole(task, part_terms) if terms is None else terms, tokens)
 
 
 def _micro_batches(task: Task, group: UpdateGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """This rank's part of an update's atoms, kind by kind; beside each group of them an atom of the
-    same kind."""
+    """This rank's part of an update's atoms in micro-batches, kind by kind, and with each of them a
+    spare atom of the same kind."""
     kinds = torch.zeros_like(group.rows) if group.kinds is None else group.kinds
-    found = list[tuple[torch.Tensor, torch.Tensor]]()
+    parts = list[tuple[torch.Tensor, torch.Tensor]]()
     for kind in kinds.unique().tolist():
         places = kinds.eq(kind).nonzero().squeeze(1)
         spare = places[torch.argmax(group.counts[places])].reshape(1)
-        found += [(places[part], spare) for part in dealt(task, group.tokens[places], "optimize")]
-    return found
+        parts += [(places[part], spare)
+                  for part in shard_by_length(task, group.tokens[places], "optimize")]
+    return parts
 
 
-def dealt(task: Task, lengths: torch.Tensor, phase: str) -> list[torch.Tensor]:
+def shard_by_length(task: Task, lengths: torch.Tensor, phase: str) -> list[torch.Tensor]:
     """This rank's part of some atoms, longest first, in groups of one forward pass.
 
-    Atoms are dealt over ranks in the order of their lengths, so that all have like work. Every rank
+    Ranks take atoms in turn in the order of their lengths, so that all have like work. Every rank
     has the same number of groups; one that has fewer atoms fills up with empty ones.
 
     Args:
@@ -264,7 +269,7 @@ def dealt(task: Task, lengths: torch.Tensor, phase: str) -> list[torch.Tensor]:
     ranks, tokens = task.backend.ranks, task.settings.micro_batch_tokens
     size = task.passes.limit(phase, task.rows_per_pass)
     order = longest_first(lengths)
-    found = [in_groups(order[rank::ranks.world], lengths, size, tokens)
-             for rank in range(ranks.world)]
-    mine, passes = found[ranks.rank], max(map(len, found))
-    return [*mine, *[order[:0]] * (passes - len(mine))]
+    shards = [in_groups(order[rank::ranks.world], lengths, size, tokens)
+              for rank in range(ranks.world)]
+    passes = max(map(len, shards))
+    return [*shards[ranks.rank], *[order[:0]] * (passes - len(shards[ranks.rank]))]

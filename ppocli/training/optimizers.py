@@ -1,19 +1,15 @@
 """The optimizers over what trains, the policy and apart from it the value function, and their
 learning rates."""
 
-import math
 from collections import defaultdict
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import get_scheduler
 
 from ppocli.config import algorithm, tasks
 from ppocli.config.schema_training import (
     OPTIMIZER_KEYS,
     OptimizerConfig,
-    SchedulerConfig,
 )
 from ppocli.training.master_weights import LOW, joined, split
 
@@ -146,38 +142,3 @@ class MasterWeights(JointOptimizer):
         high, low = split(master.data)
         parameter.copy_(high)
         self.state[parameter] = {**self.state.pop(master, {}), LOW: low}
-
-
-def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> float:
-    """Factor on the learning rate for the ``update``-th optimizer update (counted from 0): a pure
-    function of that number, so that resuming can't get it wrong.
-
-    Linear warm-up over ``warmup_updates`` (the first update already moves), then ``constant``,
-    ``linear`` or ``cosine`` decay to ``min_lr_ratio`` at ``total_updates``, or what follows the
-    warm-up in transformers' schedule of another name, put between ``min_lr_ratio`` and 1.
-    """
-    warmup, lowest = schedule.warmup_updates, schedule.min_lr_ratio
-    if update < warmup:
-        return (update + 1) / (warmup + 1)
-    if schedule.name == "constant":
-        return 1.0
-    progress = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
-    if schedule.name == "linear":
-        shape = 1.0 - progress
-    elif schedule.name == "cosine":
-        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
-    else:
-        of_none = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-        ends = {"lr_end": 0.0} if schedule.name == "polynomial" else {}
-        made = get_scheduler(schedule.name, of_none, warmup, total_updates,
-                             {**ends, **schedule.kwargs})
-        shape = float(made.lr_lambdas[0](update))
-    return lowest + (1.0 - lowest) * shape
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, factors: Mapping[str, float]) -> float:
-    """Set every group's rate to ``base_lr`` times the factor of its role; returns the first
-    group's."""
-    for group in optimizer.param_groups:
-        group["lr"] = group["base_lr"] * factors[group["role"]]
-    return float(optimizer.param_groups[0]["lr"])

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from ppocli.config import algorithm, tasks
+from ppocli.config import tasks
 from ppocli.errors import CheckpointError
 from ppocli.models.loading.adapters import fill_adapter
 from ppocli.parallel.backend import made_on
@@ -101,12 +101,11 @@ def _tidy(task: Task, folder: run_folder.RunFolder, path: Path, state: TrainStat
 def _rates(task: Task, state: TrainState) -> str:
     """What the schedules make of the learning rates that were typed, from the next update on; empty
     where they make nothing of them."""
-    factors, section = task.rate_factors(state, state.updates), tasks.updates_section(task.cfg)
+    factors = task.rate_factors(state, state.updates)
     base = {group["role"]: group["base_lr"] for group in task.trained.optimizer.param_groups}
     lines, update = [], state.updates + 1
     for role, lr in base.items():
-        shape = (algorithm.value_scheduler(task.cfg.ppo) if (role, section) == ("value", "ppo")
-                 else task.settings.scheduler)
+        shape = task.schedule(role)
         why = (f"update {update} of {shape.warmup_updates} of its warm-up"
                if update <= shape.warmup_updates else
                f"update {update} of {task.total_updates(state)} on its {shape.name} schedule")
@@ -114,7 +113,7 @@ def _rates(task: Task, state: TrainState) -> str:
                      f"{factors[role]:.3g} x {lr:g}, {why}")
     return "" if all(factors[role] == 1.0 for role in base) else (
         f"the learning rate goes on at {'; '.join(lines)} (updates are counted from the run's "
-        f"start; {section}.scheduler.name=constant keeps to what is typed)")
+        f"start; {tasks.updates_section(task.cfg)}.scheduler.name=constant keeps to what is typed)")
 
 
 def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.RunFolder
@@ -130,7 +129,7 @@ def _adopt(task: Task, state: TrainState, fresh: TrainState, folder: run_folder.
     pace, best = state.pace or Pace(now), state.best
     if pace.num_rollouts != now:
         pace = Pace(now, state.step, state.episodes)
-    if best is not None and state.judged_by not in (fresh.judged_by, *task.judged_earlier()):
+    if best is not None and state.judged_by not in (fresh.judged_by, *task.eval_fingerprints()):
         log.info("what evaluations are judged by (see docs/runs.md) has changed: the best "
                  "evaluation so far (step %d) is not comparable and forgotten", best.step)
         best = None
@@ -191,18 +190,18 @@ def fill_module(module: torch.nn.Module, tensors: saved_model.Tensors, what: str
 
 
 def _load_modules(task: Task, folder: Path) -> None:
-    wanted = checkpoint_writing.module_files(task)
-    there = {path.name for path in folder.glob("*.safetensors")
+    expected = checkpoint_writing.module_files(task)
+    present = {path.name for path in folder.glob("*.safetensors")
              if path.name != checkpoint_writing.TASK_STATE
              and not path.name.startswith(("optimizer.", "optimizer-", "rng.", "rng-"))}
-    if there != set(wanted):
+    if present != set(expected):
         raise CheckpointError(
             "What trains beside the model (a value function, say) is of another kind in the "
-            f"checkpoint: it has {', '.join(sorted(there)) or 'none'}, the run needs "
-            f"{', '.join(sorted(wanted)) or 'none'}",
+            f"checkpoint: it has {', '.join(sorted(present)) or 'none'}, the run needs "
+            f"{', '.join(sorted(expected)) or 'none'}",
             where="model.value, ppo.advantage, model.reference.sync_every",
             fix="resume with what the run was started with")
-    for name, module in wanted.items():
+    for name, module in expected.items():
         fill_module(module, load_file(folder / name), Path(name).stem.replace("_", " "))
 
 

@@ -16,14 +16,12 @@ from typing import Any
 
 import torch
 
-from ppocli.config import schema, tasks
+from ppocli.config import schema, schema_training, tasks
 from ppocli.episode import Sample
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
-from ppocli.training import optimizers, saved_model
-from ppocli.training.clock import PhaseClock
-from ppocli.training.state import Pace, TrainState
-from ppocli.training.updates import Trained
+from ppocli.training import saved_model, updates
+from ppocli.training.state import Pace, PhaseClock, TrainState
 from ppocli.zero.oom_retry import PassRows
 
 PASSES = {"rollout": "ppo.chunk_size", "evaluation": "ppo.chunk_size",
@@ -56,6 +54,23 @@ class TaskSetup:
     cfg: schema.TrainConfig
     backend: Backend
     objects: PythonObjects
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What a step or an evaluation needs of its caller."""
+
+    stop: StopFlag
+    """polled between tokens, passes and phases"""
+    clock: PhaseClock
+    """books the time of each phase"""
+    progress: tuple[int, int, float] = (0, 0, 0.0)
+    """steps done, steps of the whole run, and passes over the prompts, as rewards see them"""
+
+    @property
+    def step(self) -> int:
+        """Steps done before this one."""
+        return self.progress[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +196,7 @@ class Task(ABC):
 
     cfg: schema.TrainConfig
     backend: Backend
-    trained: Trained
+    trained: updates.Trained
     """the module whose parameters train, its optimizer, and how gradients become steps"""
     saved: saved_model.SavedModel
     """how what is trained becomes a Hugging Face folder; its ``lm`` is ``trained.module.lm``"""
@@ -191,13 +206,11 @@ class Task(ABC):
     """tokenizers of reward models, beside that of ``saved``"""
     examples: int | None = None
     """rows of the data set, or prompts, where the run's length depends on how many there are"""
-    step: int = 0
-    """steps done when an evaluation is asked for; the loop sets it"""
     pace: Pace | None = None
     """of a run that was resumed"""
 
     @abstractmethod
-    def collect(self, state: TrainState, stop: StopFlag, clock: PhaseClock) -> Any:
+    def collect(self, state: TrainState, context: StepContext) -> Any:
         """The next batch, anything with a length: the number of planned samples it uses. Changes no
         state: an interrupted step is collected again and must give the same batch.
 
@@ -229,7 +242,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def evaluate(self, stop: StopFlag) -> Evaluation:
+    def evaluate(self, context: StepContext) -> Evaluation:
         """Evaluate the current weights; needs no optimizer and trains nothing.
 
         Raises:
@@ -240,6 +253,11 @@ class Task(ABC):
         """Decide whether an update with these terms is made, before it changes anything."""
         finite = all(math.isfinite(value) for value in terms.values())
         return Verdict.STEP if finite else Verdict.NONFINITE
+
+    def remedy(self) -> str:
+        """What to try when losses or weights become non-finite, for the error that ends the run."""
+        section = tasks.updates_section(self.cfg)
+        return f"lower {section}.optimizer.lr, or use hardware.precision=fp32"
 
     def why_skipped(self, terms: dict[str, float]) -> str:
         """The reason why an update was skipped, as the start of a sentence."""
@@ -254,7 +272,7 @@ class Task(ABC):
         return Finished({f"loss/{name}": value for name, value in result.terms.items()},
                         state.task, state.tensors)
 
-    def settled(self, state: TrainState) -> None:  # noqa: B027 - may be left
+    def on_step_end(self, state: TrainState) -> None:  # noqa: B027 - may be left
         """Change what the next step starts from, once a step is over, its evaluation and its row
         included, and before a checkpoint is made of it; nothing by default."""
 
@@ -271,11 +289,11 @@ class Task(ABC):
         """Digests of data that must not change between start and resume, by name."""
         return {}
 
-    def judged_by(self) -> str:
+    def eval_fingerprint(self) -> str:
         """Digest of everything that evaluations depend on, except the trained weights."""
         return ""
 
-    def judged_earlier(self) -> tuple[str, ...]:
+    def eval_fingerprints(self) -> tuple[str, ...]:
         """The same as earlier versions have noted it, whose runs go on."""
         return ()
 
@@ -296,8 +314,13 @@ class Task(ABC):
         Args:
             update: number of the update in the whole run.
         """
-        factor = optimizers.lr_factor(self.settings.scheduler, update, self.total_updates(state))
-        return {group["role"]: factor for group in self.trained.optimizer.param_groups}
+        total = self.total_updates(state)
+        return {role: updates.lr_factor(self.schedule(role), update, total)
+                for role in {group["role"]: None for group in self.trained.optimizer.param_groups}}
+
+    def schedule(self, role: str) -> schema_training.SchedulerConfig:
+        """The learning-rate schedule of the optimizer's groups with this role."""
+        return self.settings.scheduler
 
     def chunks(self, state: TrainState) -> int:
         """The number of parts in which the next batch is collected, for the display."""
@@ -367,14 +390,17 @@ class Task(ABC):
         pace = self._pace()
         return pace.episodes + (step - pace.step) * pace.num_rollouts
 
+    def progress(self, step: int) -> tuple[int, int, float]:
+        """:attr:`StepContext.progress` after so many steps; a task counts its own passes."""
+        return step, self.total_steps(), 0.0
+
     def _pace(self) -> Pace:
         return self.pace or Pace(self.samples_per_step)
 
     def total_updates(self, state: TrainState) -> int:
         """Optimizer updates at the end of the run: those made and, if none is skipped, those of the
         samples still to come."""
-        ppo, left = self.cfg.ppo, max(self.total_samples() - state.episodes, 0)
-        full, rest = divmod(left, self.samples_per_step)
-        per_full = -(-self.samples_per_step // ppo.mini_batch_size)
-        to_come = full * per_full + -(-rest // ppo.mini_batch_size)
-        return state.updates + (ppo.ppo_epochs + (ppo.critic_epochs or 0)) * to_come
+        left, size = max(self.total_samples() - state.episodes, 0), self.samples_per_step
+        full, rest = divmod(left, size)
+        return (state.updates + full * tasks.updates_of_samples(self.settings, size)
+                + tasks.updates_of_samples(self.settings, rest))

@@ -4,16 +4,18 @@ An update is a number of micro-batches, equal on all ranks. Its loss is normalis
 all ranks, so the only scaling here is the number of ranks, which averaging reducers divide by.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import get_scheduler
 
+from ppocli.config.schema_training import SchedulerConfig
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.deepspeed_internals import local_part
-from ppocli.training.optimizers import set_learning_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +80,10 @@ class Trained:
 
     def is_finite(self) -> bool:
         """Whether every trainable weight is finite; asked before anything is saved."""
-        # under ZeRO 3 this rank's part of each
-        flags = [torch.isfinite(local_part(p).detach()).all()
-                 for p in self.module.parameters() if p.requires_grad]
+        weights = [p for p in self.module.parameters() if p.requires_grad]
+        if self.backend.zero_stage == 3:
+            weights = list(map(local_part, weights))
+        flags = [torch.isfinite(weight.detach()).all() for weight in weights]
         return not self.backend.ranks.any(not bool(torch.stack(flags).all()))
 
 
@@ -152,3 +155,38 @@ def prepare(backend: Backend, module: torch.nn.Module, optimizer: torch.optim.Op
     if backend.zero_stage > 0:
         return ZeroTrained(module, engine, engine.optimizer, backend, max_norm)
     return Trained(module, engine, prepared, backend, max_norm)
+
+
+def lr_factor(schedule: SchedulerConfig, update: int, total_updates: int) -> float:
+    """Factor on the learning rate for the ``update``-th optimizer update (counted from 0): a pure
+    function of that number, so that resuming can't get it wrong.
+
+    Linear warm-up over ``warmup_updates`` (the first update already moves), then ``constant``,
+    ``linear`` or ``cosine`` decay to ``min_lr_ratio`` at ``total_updates``, or what follows the
+    warm-up in transformers' schedule of another name, put between ``min_lr_ratio`` and 1.
+    """
+    warmup, lowest = schedule.warmup_updates, schedule.min_lr_ratio
+    if update < warmup:
+        return (update + 1) / (warmup + 1)
+    if schedule.name == "constant":
+        return 1.0
+    progress = min((update - warmup) / max(total_updates - warmup, 1), 1.0)
+    if schedule.name == "linear":
+        shape = 1.0 - progress
+    elif schedule.name == "cosine":
+        shape = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        of_none = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+        ends = {"lr_end": 0.0} if schedule.name == "polynomial" else {}
+        made = get_scheduler(schedule.name, of_none, warmup, total_updates,
+                             {**ends, **schedule.kwargs})
+        shape = float(made.lr_lambdas[0](update))
+    return lowest + (1.0 - lowest) * shape
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, factors: Mapping[str, float]) -> float:
+    """Set every group's rate to ``base_lr`` times the factor of its role; returns the first
+    group's."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["base_lr"] * factors[group["role"]]
+    return float(optimizer.param_groups[0]["lr"])

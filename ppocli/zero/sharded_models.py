@@ -110,7 +110,7 @@ class ShardedTrunk:
     parts: dict[str, torch.Tensor]
     """by their names in the causal LM"""
     split: layer_stack.SplitPoint | None
-    """as of :class:`ppocli.models.reference.SharedReference`"""
+    """as of :class:`ppocli.models.policy.SharedReference`"""
 
     @contextmanager
     def view(self, policy_lm: Any) -> Iterator[Any]:
@@ -141,7 +141,7 @@ def sharded_copy(cfg: TrainConfig, lm: Any) -> ShardedCopy:
 
 
 def share_sharded_trunk(lm: Any, *, offload: bool) -> ShardedTrunk:
-    """As :func:`ppocli.models.reference.share_trunk`, of a sharded policy that is prepared for
+    """As :func:`ppocli.models.policy.share_trunk`, of a sharded policy that is prepared for
     training and hasn't been trained yet.
 
     Raises:

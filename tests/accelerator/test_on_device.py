@@ -23,7 +23,7 @@ from ppocli.launching.child_process import Start
 from ppocli.launching.worker import run_worker
 from ppocli.storage.run_folder import write_config
 from ppocli.tasks.ppo.evaluate import evaluate
-from ppocli.tasks.ppo.experience import to_experience
+from ppocli.tasks.ppo.step import to_experience
 
 CASES = {
     "all layers": {}, "top layer": {"model__num_layers_unfrozen": 1},
@@ -68,7 +68,7 @@ def test_a_step_and_an_evaluation_compute_what_the_cpu_computes(sim, tmp_path, m
             assert all(isinstance(p, OnDevice) for p in parameters) == (device == "cuda")
             rollout = rollout_of(session)
             result = optimize(session, to_experience(rollout, fresh_state(session), cfg))
-            later = evaluate(session)
+            later = evaluate(session, session.context())
             found.append((rollout, result.terms, later.figures,
                           {name: t.cpu() for name, t in weights_of(session).items()}))
     (here, terms, figures, weights), (there, *others) = found

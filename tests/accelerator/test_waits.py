@@ -7,19 +7,17 @@ scoring fetches each figure once, and the clock waits at the end of each phase.
 """
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from helpers import mostly_slow
 from sessions import count_letters, fresh_state, optimize, session_of, small_config
 from simulated import MixedDevicesError
 
-from ppocli.sampling.decode_loop import CHECK_EVERY
-from ppocli.sampling.decoder import Drawn
+from ppocli.sampling.decode_state import DecodeState
+from ppocli.sampling.decoding import CHECK_EVERY
 from ppocli.tasks.ppo.evaluate import evaluate
-from ppocli.tasks.ppo.experience import to_experience
-from ppocli.tasks.ppo.rollout import collect_rollout
-from ppocli.training.clock import Moment, PhaseClock
+from ppocli.tasks.ppo.step import collect_rollout, to_experience
+from ppocli.training.state import Moment, PhaseClock
 
 NEW = 32
 
@@ -31,13 +29,13 @@ def phases_of(sim, session, count: int = 16, *, learn: bool = True) -> dict[str,
 
     def tell(name: str) -> None:
         waits = sim.take()
-        marks = [why for why in waits if why.startswith("synchronize ppocli/training/clock.py")]
+        marks = [why for why in waits if why.startswith("synchronize ppocli/training/state.py")]
         assert [waits.pop(why) for why in marks] == [1]
         found[name] = found.get(name, Counter()) + waits
 
     clock = PhaseClock(session.backend.device, Moment.now(), tell)
     sim.take()
-    rollout = collect_rollout(replace(session, clock=clock), 0, count)
+    rollout = collect_rollout(session, session.context(clock=clock), 0, count)
     if not learn:
         return found
     experience = to_experience(rollout, fresh_state(session), session.cfg)
@@ -84,7 +82,7 @@ def test_places_that_are_taken_anew_cost_no_further_waits(sim, tmp_path):
     with session_of(cfg, reward=count_letters) as session:
         passes = []
         session.policy.lm.base_model.register_forward_pre_hook(lambda *_: passes.append(sim))
-        collect = collect_rollout(session, 0, 32)
+        collect = collect_rollout(session, session.context(), 0, 32)
     assert len(set(collect.response_mask.sum(1).tolist())) > 8
     decoding = [why for why in sim.take().elements() if "/sampling/" in why]
     chunks = 4
@@ -96,7 +94,7 @@ def test_an_evaluation_waits_as_a_rollout_does(sim, tmp_path):
     cfg = small_config(tmp_path, hardware__device="cuda", generation__max_new_tokens=NEW)
     with session_of(cfg) as session:
         sim.take()
-        evaluate(session)
+        evaluate(session, session.context())
         waits = sim.take()
     assert 2 <= waits.total() <= -(-NEW // CHECK_EVERY) + 1 + 2, waits
 
@@ -111,13 +109,13 @@ def test_stop_sequences_are_looked_for_in_text_which_waits_once_a_token(sim, tmp
 
 @pytest.mark.parametrize("name", ["noise", "stops", "limits", "tokens"])
 def test_a_tensor_left_on_the_host_is_found(sim, tmp_path, monkeypatch, name):
-    made = Drawn.__init__
+    made = DecodeState.__init__
 
     def left(self, *args):
         made(self, *args)
         setattr(self, name, getattr(self, name).cpu())
 
-    monkeypatch.setattr(Drawn, "__init__", left)
+    monkeypatch.setattr(DecodeState, "__init__", left)
     cfg = small_config(tmp_path, hardware__device="cuda")
     with session_of(cfg) as session, pytest.raises(MixedDevicesError, match="ppocli/sampling/"):
         phases_of(sim, session, learn=False)

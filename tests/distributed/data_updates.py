@@ -19,12 +19,11 @@ from ppocli.config.schema import TrainConfig
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks import build_task
-from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 from ppocli.training.optimizers import named_trainable
-from ppocli.training.state import TrainState
-from ppocli.training.task import PythonObjects, TaskSetup
+from ppocli.training.state import PhaseClock, TrainState
+from ppocli.training.task import PythonObjects, StepContext, TaskSetup
 from ppocli.zero.sharded_weights import gathered
 
 
@@ -33,15 +32,16 @@ def main(config: str, out: str) -> None:
     with open_ranks(cfg) as backend:
         task, stop = build_task(TaskSetup(cfg, backend, PythonObjects())), StopFlag()
         stop.ranks = backend.ranks
+        context = StepContext(stop, PhaseClock(backend.device))
         state, losses, done = initial_state(task), [], 0
         for step in range(3):
-            batch = task.collect(state, stop, PhaseClock(backend.device))
+            batch = task.collect(state, context)
             result = optimize(task, task.plan(state, batch), state, stop)
             losses += [result.terms["total"], result.terms["grad_norm"], result.lr]
             done += len(batch)
             state = TrainState(digests={}, judged_by="", step=step + 1, updates=step + 1,
                                episodes=done)
-        found = task.evaluate(stop)
+        found = task.evaluate(context)
         shown = "".join(row.get("response", "") for row in found.samples)
         tensors = {"losses": torch.tensor(losses),
                    # of exp(loss) the loss: in fp32 two of them are 4e-6 apart

@@ -5,7 +5,6 @@
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,9 +28,9 @@ from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.ppo.collecting import collect_differing
 from ppocli.tasks.ppo.evaluate import evaluate
-from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
+from ppocli.tasks.ppo.step import to_experience
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.optimizers import named_trainable
 from ppocli.zero.sharded_weights import gathered, optimizer_slots
@@ -49,13 +48,13 @@ def update(session: Session, step: int) -> tuple[Rollout, dict[str, torch.Tensor
     cfg = session.cfg
     start, count = step * cfg.ppo.num_rollouts, cfg.ppo.num_rollouts
     rollout = rollout_of(session, start) if cfg.ppo.dynamic_sampling is None else collect_differing(
-        replace(session, stop=stop_of(session)), start, count)
+        session, session.context(stop_of(session)), start, count)
     experience = to_experience(rollout, fresh_state(session), cfg)
     result = optimize(session, experience, stop_of(session), step=step, updates=step * 4)
     return rollout, {
         **experience_tensors(experience),
         "terms": torch.tensor([result.terms[name] for name in sorted(result.terms)]),
-        "drawn": torch.tensor(rollout.drawn.samples if rollout.drawn else 0),
+        "drawn": torch.tensor(rollout.dynamic_sampling.samples if rollout.dynamic_sampling else 0),
         "counts": torch.tensor([result.updates, result.skipped, result.nonfinite])}
 
 
@@ -76,7 +75,7 @@ def optimizer_state(session: Session) -> dict[str, torch.Tensor]:
 
 def evaluation(session: Session) -> torch.Tensor:
     """Its figures."""
-    figures = evaluate(replace(session, stop=stop_of(session))).figures
+    figures = evaluate(session, session.context(stop_of(session))).figures
     return torch.tensor([figures[name] for name in sorted(figures)])
 
 

@@ -15,7 +15,7 @@ from ppocli.cli import episodes
 from ppocli.cli.sampling_request import SamplingRequest
 from ppocli.display.console import closing_table
 from ppocli.display.dashboard import Dashboard
-from ppocli.episode import in_a_table, spoken
+from ppocli.episode import in_a_table, transcript_turns
 from ppocli.errors import ConfigError
 
 PLAYS = ("env.fn=env.py:Words", "env.max_turns=3", "env.max_tokens=24",
@@ -279,7 +279,7 @@ def test_every_view_tells_the_words_apart(place, app):
     assert not any(first["response"].strip() in text for text in dim)
     assert "turns_mean" in list(table.columns[0].cells)
     board = Dashboard("run")
-    board.show([(row["prompt"], spoken(row), row["score"])], 4)
+    board.show([(row["prompt"], transcript_turns(row), row["score"])], 4)
     line = board.lines(200, 40)[-1]
     assert f"> {first['response'].strip()} < {heard}" in line.plain
 

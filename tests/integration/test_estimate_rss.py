@@ -9,6 +9,7 @@ from helpers import save_lm, write_prompts
 from sessions import (
     estimate_of,
     fresh_state,
+    idle_context,
     optimize,
     rollout_of,
     session_of,
@@ -23,10 +24,9 @@ from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.host_memory import resident_mib
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks import build_task
-from ppocli.tasks.ppo.experience import to_experience
+from ppocli.tasks.ppo.step import to_experience
 from ppocli.tasks.supervised import pass_tokens
 from ppocli.training import optimize as phase
-from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import initial_state
 from ppocli.training.task import PythonObjects, TaskSetup
 
@@ -84,7 +84,7 @@ def test_updates_on_a_data_set_take_what_was_told(tmp_path, longest):
         for _ in range(2):  # the first makes the optimizer's state
             with open(PEAK, "w", encoding="utf-8") as forget:
                 forget.write("5")
-            plan = task.plan(state, task.collect(state, StopFlag(), PhaseClock(backend.device)))
+            plan = task.plan(state, task.collect(state, idle_context()))
             phase.optimize(task, plan, state, StopFlag())
             grown.append(peak_mib() - before)
     assert found.sums.update / 2**20 == pytest.approx(grown[1], rel=0.2)

@@ -38,7 +38,7 @@ def number(setup):
 
 
 class Starred(Task):
-    def collect(self, state, stop, clock): pass
+    def collect(self, state, context): pass
     def plan(self, state, batch): pass
     def loss(self, atoms, rows, weights, group): pass
 
@@ -49,7 +49,7 @@ def starred(setup):
 
 class Narrow(Pairs):
     def plan(self, state): pass
-    async def evaluate(self, stop): pass
+    async def evaluate(self, context): pass
     def finish(self, state, *more): pass  # takes what it gets
 
 
@@ -72,7 +72,7 @@ class Silent(Sampler):
 
 class Open(Whole):
     def acting(self, policy): yield policy
-    def sample(self, prompts, spec, stream, speaker, stop, *, at_once): pass
+    def sample(self, prompts, spec, stream, model, stop, *, at_once): pass
 
 
 class Partial(ABC):
@@ -229,11 +229,11 @@ def test_what_cannot_be_one_is_said_with_its_key(words_, code, said, here, comma
 
 
 @pytest.mark.parametrize(("word", "code", "said"), [
-    ("task.fn=odd.py:Starred", 2, "Starred lacks evaluate(stop)."),
+    ("task.fn=odd.py:Starred", 2, "Starred lacks evaluate(context)."),
     ("task.fn=odd.py:Stray", 2, "Stray is no subclass of ppocli.training.task.Task."),
     ("task.fn=odd.py:Narrow", 2, "Narrow has plan(self, state), which is called as plan(state, "
      "batch): too many positional arguments; has an async evaluate, which nothing awaits."),
-    ("rollout.engine=odd.py:Silent", 2, "Silent lacks sample(prompts, spec, stream, speaker, stop, "
+    ("rollout.engine=odd.py:Silent", 2, "Silent lacks sample(prompts, spec, stream, model, stop, "
      "*, at_once, chunk)."),
     ("rollout.engine=odd.py:Open", 2, "Open has acting as a generator, which needs "
      "@contextlib.contextmanager above it; has sample("),

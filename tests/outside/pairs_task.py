@@ -69,10 +69,10 @@ class Pairs(Task):
     def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         return {"seen": 0}, {"weights": torch.ones(len(self.pairs))}
 
-    def collect(self, state, stop, clock) -> list[int]:
+    def collect(self, state, context) -> list[int]:
         count = min(self.samples_per_step, self.total_samples() - state.episodes)
         order = torch.randperm(len(self.pairs), generator=torch.Generator().manual_seed(state.step))
-        clock.mark("other")
+        context.clock.mark("other")
         return [int(order[i % len(order)]) for i in range(count)]
 
     def plan(self, state, batch) -> Plan:
@@ -112,7 +112,7 @@ class Pairs(Task):
     def _measured(self, pairs: list[Any]) -> torch.Tensor:
         return self._margins(self.trained.module, pairs)[0].cpu()
 
-    def evaluate(self, stop) -> Evaluation:
+    def evaluate(self, context) -> Evaluation:
         margins = self._measured(self.held_back)
         figures = {"accuracy": float((margins > 0).float().mean()),
                    "margin_mean": float(margins.mean())}

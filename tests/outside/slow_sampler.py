@@ -27,15 +27,15 @@ class Whole:
     def acting(self, policy) -> Iterator:
         yield policy
 
-    def sample(self, prompts, spec, stream, speaker, stop, *, at_once, chunk) -> Iterator[Samples]:
+    def sample(self, prompts, spec, stream, model, stop, *, at_once, chunk) -> Iterator[Samples]:
         for start in range(0, len(prompts), chunk):
             rows = range(start, min(start + chunk, len(prompts)))
-            parts = [self._drawn(prompts.rows(rows[i:i + at_once]), spec, stream, speaker, stop)
+            parts = [self._drawn(prompts.rows(rows[i:i + at_once]), spec, stream, model, stop)
                      for i in range(0, len(rows), at_once)]
             yield Samples.joined(parts)
 
     @torch.no_grad()
-    def _drawn(self, prompts, spec, stream, speaker, stop) -> Samples:
+    def _drawn(self, prompts, spec, stream, model, stop) -> Samples:
         found = []
         rows = zip(prompts.tokens, prompts.mask, prompts.episodes, strict=True)
         for padded, mask, number in rows:
@@ -44,7 +44,7 @@ class Whole:
             while len(said) < spec.max_new_tokens and not (said and said[-1] in spec.stop_ids):
                 faults.point("rollout.token", len(prompts))
                 stop.check()
-                logits = speaker.lm(input_ids=torch.cat([ids, torch.tensor(said).long()])[None],
+                logits = model.lm(input_ids=torch.cat([ids, torch.tensor(said).long()])[None],
                                     use_cache=False).logits[0, -1].float()
                 uniform = torch.rand(len(logits), generator=noise).clamp(min=1e-9)
                 said.append(int((self.sharpness * logits - (-uniform.log()).log()).argmax()))

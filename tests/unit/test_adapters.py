@@ -28,7 +28,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.launching.inputs import missing_inputs
 from ppocli.models.loading.language_model import load_lm
-from ppocli.models.reference import AdapterReference
+from ppocli.models.policy import AdapterReference
 from ppocli.storage.model_files import adapter_at
 from ppocli.tasks.ppo.own_samples import token_ids
 from ppocli.tasks.ppo.task import PPOTask

@@ -18,8 +18,7 @@ from ppocli.errors import StoppedError
 from ppocli.launching.opened_folder import open_folder
 from ppocli.launching.worker import run_worker
 from ppocli.storage.run_folder import finite_or_null
-from ppocli.training.clock import Moment, PhaseClock, in_words, profile
-from ppocli.training.state import TrainState
+from ppocli.training.state import Moment, PhaseClock, TrainState, in_words, profile
 from ppocli.training.task import PythonObjects
 
 CPU = torch.device("cpu")
@@ -69,7 +68,7 @@ def test_marks_add_up_to_the_time_between_first_and_last_and_are_told():
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells when a process was started")
 def test_the_start_of_a_process_lies_before_its_imports():
-    code = ("import time; time.sleep(0.5); from ppocli.training.clock import Moment; "
+    code = ("import time; time.sleep(0.5); from ppocli.training.state import Moment; "
             "began = Moment.of_process_start(); print(Moment.now().wall - began.wall, began.cpu)")
     before = time.perf_counter()
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True,

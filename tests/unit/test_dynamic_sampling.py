@@ -10,12 +10,10 @@ import torch
 from helpers import stable_rows
 from runs import assert_equal_runs, copied, last_checkpoint, resumed, words
 from safetensors.torch import load_file
-from sessions import rollout_of, session_of, small_config
+from sessions import idle_context, rollout_of, session_of, small_config
 
-from ppocli.models.reference import follow
-from ppocli.parallel.stop import StopFlag
+from ppocli.models.policy import follow
 from ppocli.tasks.ppo.task import PPOTask
-from ppocli.training.clock import PhaseClock
 from ppocli.training.state import TrainState
 
 
@@ -25,7 +23,7 @@ def says_good(outputs, **_):
 
 def collected(session, task, episodes=0):
     state = TrainState(digests={}, judged_by="", episodes=episodes, task=task.initial()[0])
-    return task.collect(state, StopFlag(), PhaseClock(session.backend.device))
+    return task.collect(state, idle_context())
 
 
 @pytest.mark.parametrize(("most", "fills"), [(20, False), (2, True)])
@@ -52,8 +50,9 @@ def test_a_step_takes_the_next_prompts_whose_scores_differ(tmp_path, caplog, mos
         length = int(found.response_mask[row].sum())
         torch.testing.assert_close(found.logprobs[row, :length],
                                    everything.logprobs[place, :length], rtol=0, atol=2e-5)
-    assert (found.drawn.samples, found.drawn.uniform_groups) == (drawn, len(others) // 2)
-    assert found.drawn.tokens == int(everything.response_mask[:drawn].sum())
+    stats = found.dynamic_sampling
+    assert (stats.samples, stats.uniform_groups) == (drawn, len(others) // 2)
+    assert stats.tokens == int(everything.response_mask[:drawn].sum())
 
 
 def test_samples_that_have_no_score_make_no_difference(tmp_path):
@@ -64,7 +63,7 @@ def test_samples_that_have_no_score_make_no_difference(tmp_path):
     cfg = small_config(tmp_path, ppo__advantage="rloo", ppo__n=2, ppo__dynamic_sampling=3,
                        reward__on_invalid="skip")
     with session_of(cfg, half) as session:
-        assert collected(session, PPOTask(session)).drawn.uniform_groups == 3 * 8
+        assert collected(session, PPOTask(session)).dynamic_sampling.uniform_groups == 3 * 8
 
 
 def test_a_reference_moves_by_its_share_of_the_way(tmp_path):

@@ -30,8 +30,9 @@ from ppocli.config.algorithm import kl_estimator, kl_in, whitens_advantages
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
 from ppocli.ppo.advantages import ESTIMATORS
-from ppocli.tasks.ppo.experience import to_experience, update_moments
+from ppocli.tasks.ppo.experience import update_moments
 from ppocli.tasks.ppo.figures import optimize_figures
+from ppocli.tasks.ppo.step import to_experience
 
 
 def peft(kind: str, **fields: Any) -> dict[str, Any]:

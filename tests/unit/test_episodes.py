@@ -29,12 +29,12 @@ from ppocli.models.trunk import Decoding
 from ppocli.ppo import advantages
 from ppocli.ppo.noise import EVALUATION, ROLLOUT
 from ppocli.sampling.conversation import KeptKeys, decoded_turns
-from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.figures import episode_figures, rollout_samples
 from ppocli.tasks.ppo.records import PPOState
 from ppocli.tasks.ppo.rollout import sample_policy
+from ppocli.tasks.ppo.step import to_experience
 
 PLAYS = {"env__fn": "played:Words", "env__max_tokens": 40, "env__max_turns": 3,
          "generation__max_new_tokens": 5}
@@ -127,7 +127,8 @@ def test_a_group_plays_one_game_and_differs_in_what_follows(tmp_path):
         rollout = rollout_of(session)
         later = rollout_of(session, start=6, count=4)  # as on a rank, or behind what was left out
         evaluated = torch.cat([torch.tensor([one.score for one in part.episodes]) for part in (
-            sample_policy(session, rollout.prompts, session.eval_sampling, EVALUATION))])
+            sample_policy(session, session.context(), rollout.prompts, session.eval_sampling,
+                          EVALUATION))])
         experience = to_experience(rollout, fresh_state(session), cfg)
     numbers = [int(np.random.default_rng([cfg.seed, ROLLOUT, group, 0]).integers(10**6))
                for group in range(4)]

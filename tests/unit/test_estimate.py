@@ -3,7 +3,6 @@
 import gc
 import time
 from contextlib import ExitStack
-from dataclasses import replace
 
 import pytest
 import torch
@@ -27,9 +26,8 @@ from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.transformers_internals import cache_name, give_room
 from ppocli.models.trunk import virtual_tokens
 from ppocli.parallel import onednn
-from ppocli.tasks.ppo.experience import to_experience
-from ppocli.tasks.ppo.rollout import collect_rollout
-from ppocli.training.clock import Moment, PhaseClock
+from ppocli.tasks.ppo.step import collect_rollout, to_experience
+from ppocli.training.state import Moment, PhaseClock
 
 PROMPT, NEW = 30, 20
 SHAPES = {
@@ -232,7 +230,7 @@ def peaks_of_a_rollout(session) -> dict[str, int]:
                        lambda name: marks.append((time.time_ns(), name)))
     rollout_of(session)  # what is made once is made
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        collect_rollout(replace(session, clock=clock), 0, session.cfg.ppo.num_rollouts)
+        collect_rollout(session, session.context(clock=clock), 0, session.cfg.ppo.num_rollouts)
     events = [event for event in profiled.profiler.kineto_results.events()
               if event.name() == "[memory]"]
     now, found = 0, dict.fromkeys((name for _, name in marks), 0)

@@ -16,8 +16,7 @@ from sessions import (
 from transformers import AutoModelForCausalLM
 
 from ppocli.models.layer_stack import layer_stack
-from ppocli.models.policy import freeze_lower_layers
-from ppocli.models.reference import CopyReference, share_trunk
+from ppocli.models.policy import CopyReference, freeze_lower_layers, share_trunk
 from ppocli.models.transformers_internals import cache_name
 
 pytestmark = pytest.mark.long

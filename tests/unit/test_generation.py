@@ -16,7 +16,7 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.ppo.noise import uniform
 from ppocli.sampling import token_choice as sampling
-from ppocli.sampling.decoder import Decoder
+from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec, choose, inverse_transform

@@ -18,7 +18,7 @@ from ppocli.config.resolved import typed
 from ppocli.config.schema import TrainConfig
 from ppocli.ppo.noise import lengths
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.tasks.ppo.session import sampling_sweep
+from ppocli.tasks.ppo.evaluate import sampling_sweep
 
 
 def test_drawn_lengths_are_even_and_belong_to_the_sample():

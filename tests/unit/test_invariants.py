@@ -18,7 +18,7 @@ from sessions import (
 )
 
 from ppocli.errors import DivergedError
-from ppocli.tasks.ppo.experience import to_experience
+from ppocli.tasks.ppo.step import to_experience
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.state import TrainState
 

@@ -13,6 +13,7 @@ from sessions import (
     assert_own_logprobs,
     gradients,
     hand_rollout,
+    idle_context,
     own_logprobs,
     rollout_of,
     session_of,
@@ -25,11 +26,10 @@ from ppocli.errors import ConfigError
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.off_policy import CRITERIA, accepted, importance_weights
 from ppocli.sampling.sampler import DecodeSampler
-from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.figures import gap_figures
 from ppocli.tasks.ppo.records import PPOState, Rollout
-from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
-from ppocli.training.clock import PhaseClock
+from ppocli.tasks.ppo.step import plan_updates, to_experience, update_of
+from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.optimize import optimize
 from ppocli.training.state import TrainState
 from ppocli.training.task import Plan
@@ -181,7 +181,7 @@ def made_steps(task: PPOTask, count: int) -> Iterator[tuple[Rollout, Plan]]:
     """The rollout and the plan of each step, before it is trained on."""
     state = TrainState(digests={}, judged_by="", task=task.initial()[0])
     for _ in range(count):
-        batch = task.collect(state, StopFlag(), PhaseClock(task.backend.device))
+        batch = task.collect(state, idle_context())
         plan = task.plan(state, batch)
         yield batch, plan
         result = optimize(task, plan, state, StopFlag())

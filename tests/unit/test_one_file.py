@@ -18,8 +18,7 @@ from sessions import (
 )
 
 from ppocli.config.schema import TrainConfig
-from ppocli.tasks.ppo.experience import to_experience
-from ppocli.tasks.ppo.task import plan_updates
+from ppocli.tasks.ppo.step import plan_updates, to_experience
 
 LESSON = Path(__file__).parents[2] / "docs" / "learn" / "ppo_in_one_file.py"
 

@@ -22,7 +22,7 @@ from sessions import (
 from ppocli.config.schema_training import PPOConfig, PPOOptimizerConfig, ValueOptimizerConfig
 from ppocli.errors import CheckpointError, InputError
 from ppocli.launching.inputs import missing_inputs
-from ppocli.tasks.ppo.experience import to_experience
+from ppocli.tasks.ppo.step import to_experience
 from ppocli.training.master_weights import joined, split
 from ppocli.training.optimizers import build_optimizer
 from ppocli.zero.sharded_weights import slot_fits

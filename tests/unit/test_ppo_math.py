@@ -10,7 +10,7 @@ from ppocli.config.schema_training import SchedulerConfig
 from ppocli.ppo.kl import adapt_kl_coef, kl_per_token
 from ppocli.ppo.noise import EVALUATION, ROLLOUT, uniform
 from ppocli.ppo.shaping import RunningMoments, masked_mean, moments_of, scale_scores, whiten
-from ppocli.training.optimizers import lr_factor
+from ppocli.training.updates import lr_factor
 
 # --- whitening -------------------------------------------------------------------------------
 

@@ -26,16 +26,15 @@ from ppocli.tasks.ppo.experience import (
     explained_variance,
     next_kl_coef,
     sequence_kl,
-    to_experience,
 )
 from ppocli.tasks.ppo.figures import optimize_figures, watch
 from ppocli.tasks.ppo.records import PPOState, Rollout
-from ppocli.tasks.ppo.task import PPOTask, plan_updates, update_of
-from ppocli.training.clock import PhaseClock
+from ppocli.tasks.ppo.step import plan_updates, to_experience, update_of
+from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.loop import _better
 from ppocli.training.optimize import probe_gradient
-from ppocli.training.state import Best, TrainState
-from ppocli.training.task import OptimizeResult, Verdict
+from ppocli.training.state import Best, PhaseClock, TrainState
+from ppocli.training.task import OptimizeResult, StepContext, Verdict
 
 FINE = {"approx_kl": 0.0, "ratio": 1.0}
 
@@ -117,7 +116,7 @@ def test_a_step_collects_from_where_the_one_before_ended(tmp_path):
         clock = PhaseClock(session.backend.device)
         task = PPOTask(session)
         state = TrainState({}, "", step=1, episodes=16, task=task.initial()[0])
-        rollout = task.collect(state, StopFlag(), clock)
+        rollout = task.collect(state, StepContext(StopFlag(), clock))
     assert rollout.prompts.episodes == list(range(16, 32))
 
 
@@ -270,7 +269,7 @@ def test_the_best_evaluation_is_the_highest_finite_one():
 def test_what_evaluations_are_judged_by(tmp_path):
     """Not by how reward and environment are called, nor by an environment that nobody plays."""
     def judged(**more: object) -> str:
-        return PPOTask(replace(session, cfg=small_config(tmp_path, **more))).judged_by()
+        return PPOTask(replace(session, cfg=small_config(tmp_path, **more))).eval_fingerprint()
 
     with session_of(small_config(tmp_path)) as session:
         playing = {"env__fn": "guess_number"}
@@ -280,7 +279,7 @@ def test_what_evaluations_are_judged_by(tmp_path):
             **playing)
         different = [judged(), judged(reward__clip=1.0), judged(generation__temperature=0.5),
                      judged(**playing), judged(**playing, env__max_turns=1)]
-        earlier = [PPOTask(replace(session, cfg=small_config(tmp_path, **more))).judged_earlier()
+        earlier = [PPOTask(replace(session, cfg=small_config(tmp_path, **more))).eval_fingerprints()
                    for more in ({}, playing, playing | {"env__max_turns": 1})]
         # runs that have noted it keep their best, and later ones can't have noted it
         assert [each[0] for each in earlier] == [different[0], *different[3:]]

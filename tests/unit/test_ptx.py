@@ -23,7 +23,8 @@ from test_sft_task import ROWS, own_loss
 
 from ppocli.errors import PpocliError
 from ppocli.parallel.stop import StopFlag
-from ppocli.tasks.ppo.task import PPOTask, plan_updates
+from ppocli.tasks.ppo.step import plan_updates
+from ppocli.tasks.ppo.task import PPOTask
 from ppocli.tasks.supervised import read_mixed_in
 from ppocli.training.optimize import optimize
 from ppocli.training.state import TrainState

@@ -15,6 +15,7 @@ from helpers import refused, save_lm
 from sessions import (
     backward,
     data_task_of,
+    idle_context,
     planned,
     refused_session,
     rollout_of,
@@ -110,7 +111,7 @@ def test_the_loss_and_the_calibration_by_hand():
 def test_swapped_pairs_give_one_less_the_accuracy_and_a_tie_is_one_half(tmp_path, caplog):
     four = 4  # a power of 2, so that shares are exact
     with task_of(tmp_path, val=PAIRS[:four]) as task, caplog.at_level(logging.WARNING):
-        found = task.evaluate(StopFlag()).figures
+        found = task.evaluate(idle_context()).figures
         ties = task.evaluation_figures(torch.zeros(four, 2, dtype=torch.float64))
         sure = task.evaluation_figures(torch.tensor([[1.0, 0.0]] * four, dtype=torch.float64))
         assert (ties["accuracy"], ties["accuracy_longer"], sure["accuracy"]) == (0.5, 0.5, 1.0)
@@ -123,7 +124,7 @@ def test_swapped_pairs_give_one_less_the_accuracy_and_a_tie_is_one_half(tmp_path
             "eval at step 0  accuracy 1.000±0.100 of 4  accuracy_longer 1.000")
         assert caplog.messages[-1].startswith("The accuracy on held-back pairs is 0.500 +- 0.100")
     with task_of(tmp_path, val=SWAPPED[:four]) as task:
-        swapped = task.evaluate(StopFlag()).figures
+        swapped = task.evaluate(idle_context()).figures
     assert swapped["accuracy"] == 1 - found["accuracy"]
     assert swapped["margin_mean"] == pytest.approx(-found["margin_mean"])
     assert swapped["accuracy_shorter"] == 1 - found["accuracy_longer"]
@@ -139,7 +140,7 @@ def test_what_it_saves_scores_as_it_did_for_transformers_and_for_the_reward(
     keys = {"model__peft": {"type": "lora", "r": 4}} if lora else {}
     with task_of(tmp_path, kind, pad=pad, **keys) as task:
         train(task, 12)
-        row = task.evaluate(StopFlag())
+        row = task.evaluate(idle_context())
         assert row.figures["accuracy"] == 1.0
         assert {"prompt": "the film was", "rejected": "dull .", "rejected_score": pytest.approx(
             row.samples[0]["rejected_score"])}.items() <= {

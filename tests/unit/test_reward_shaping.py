@@ -10,9 +10,10 @@ from sessions import hand_rollout as rollout_of
 from ppocli.config.schema import RewardConfig, TrainConfig
 from ppocli.episode import Episode
 from ppocli.ppo.shaping import RunningMoments, overlong_penalties
-from ppocli.tasks.ppo.experience import shaped_scores, to_experience, update_moments
+from ppocli.tasks.ppo.experience import shaped_scores, update_moments
 from ppocli.tasks.ppo.figures import penalty_figures, rollout_samples
 from ppocli.tasks.ppo.records import PPOState, Rollout
+from ppocli.tasks.ppo.step import to_experience
 
 STATE = PPOState(kl_coef=0.0, init_kl_coef=0.0)
 

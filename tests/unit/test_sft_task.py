@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from helpers import save_lm, save_talker
-from sessions import backward, data_task_of, grads_of, planned
+from sessions import backward, data_task_of, grads_of, idle_context, planned
 
 from ppocli.data import prompt_set
 from ppocli.parallel.stop import StopFlag
 from ppocli.tasks.sft import SFTTask
-from ppocli.training.clock import PhaseClock
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 from ppocli.training.state import Pace, TrainState
@@ -135,7 +134,7 @@ def test_prefix_tuning_and_bf16_learn(tmp_path):
                 losses.append(optimize(task, plan, state, StopFlag()).terms["total"])
             assert losses[-1] < losses[0] - 0.01
             total, count = own_loss(task, task.val, [0, 1, 2]) if number else (None, 0)
-            found = task.evaluate(StopFlag()).figures
+            found = task.evaluate(idle_context()).figures
             if total is not None:
                 assert found["loss"] == pytest.approx(float(total.detach()) / count, rel=0.02)
 
@@ -177,14 +176,14 @@ def test_evaluation_is_the_oracles_whatever_the_passes(tmp_path):
             total, count = own_loss(task, task.val, list(range(5)))
         for size in (None, 1, 3):
             task.cfg.sft.micro_batch_size = size
-            found = task.evaluate(StopFlag())
+            found = task.evaluate(idle_context())
             assert found.figures["loss"] == pytest.approx(float(total) / count, abs=1e-6)
             assert found.figures["perplexity"] == pytest.approx(math.exp(float(total) / count))
             assert found.figures["tokens"] == count
             assert [row["prompt"] for row in found.samples] == ["it", "the actor is not"]
             assert {"response", "response_tokens", "finished"} <= found.samples[0].keys()
         task.cfg.sft.neftune = 5.0  # noise is for training alone
-        assert task.evaluate(StopFlag()).figures["loss"] == found.figures["loss"]
+        assert task.evaluate(idle_context()).figures["loss"] == found.figures["loss"]
 
 
 def test_examples_that_end_with_what_ends_no_response_are_warned_of(tmp_path, caplog):
@@ -202,7 +201,7 @@ def test_prompts_without_room_for_a_response_are_not_shown(tmp_path, caplog):
     long = {"prompt": "the film was very " * 15, "completion": " good"}
     with sft_of(tmp_path, val=[long, ROWS[0]], sft__eval_samples=2) as task:
         assert task.asked == [1]
-        assert len(task.evaluate(StopFlag()).samples) == 1
+        assert len(task.evaluate(idle_context()).samples) == 1
     assert "1 of the first 2 prompts of data.val leave no room" in caplog.text
 
 
@@ -242,11 +241,11 @@ def test_a_policy_learns_to_end(tmp_path):
     with sft_of(tmp_path, rows=ROWS, val=ROWS, sft__optimizer__lr=1e-2, sft__mini_batch_size=7,
                 generation__max_new_tokens=12, generation__do_sample=False) as task:
         state = initial_state(task)
-        before = task.evaluate(StopFlag()).figures
+        before = task.evaluate(idle_context()).figures
         for _ in range(30):
             _, plan = planned(task, state)
             optimize(task, plan, state, StopFlag())
-        after = task.evaluate(StopFlag()).figures
+        after = task.evaluate(idle_context()).figures
         assert before["finished_share"] < 0.6
         assert after["finished_share"] == 1.0
         assert after["loss"] < 0.5 * before["loss"]
@@ -264,7 +263,7 @@ def test_the_order_is_drawn_once_an_epoch(tmp_path, monkeypatch):
         def places(samples: range) -> list[int]:
             task.cfg.sft.mini_batch_size = len(samples)
             state = replace(initial_state(task), episodes=samples.start)
-            return task.collect(state, StopFlag(), PhaseClock(task.backend.device))
+            return task.collect(state, idle_context())
 
         first = [places(range(i, i + 2)) for i in (0, 2, 4, 6, 8)]
         assert [place for some in first for place in some] == places(range(10))

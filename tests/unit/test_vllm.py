@@ -30,7 +30,7 @@ from ppocli.errors import ConfigError, SamplerError
 from ppocli.models.loading.model_config import ModelFacts
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import ROLLOUT
-from ppocli.sampling.sampler import Speaker
+from ppocli.sampling.sampler import GenerationModel
 from ppocli.sampling.vllm.launch import server_command
 from ppocli.sampling.vllm.server import Answer, Dealing, Lost, Server
 
@@ -99,7 +99,7 @@ def test_what_the_reference_says_is_decoded_here(tmp_path):
         prompts = session.next_prompts(0, 4)
         with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
             before = engine.asked[GENERATE]
-            list(session.sampler.sample(prompts, session.sampling, ROLLOUT, Speaker(
+            list(session.sampler.sample(prompts, session.sampling, ROLLOUT, GenerationModel(
                 lm, reference=True), StopFlag(), at_once=4, chunk=4))
             assert engine.asked[GENERATE] == before
 

@@ -5,7 +5,7 @@ that makes a step do more fails here, whatever the machine; one that makes it do
 then the number here is the one to change.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, product
 from pathlib import Path
 from typing import Any
@@ -18,12 +18,12 @@ from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 from torch.profiler import ProfilerActivity, profile
 from work import HIDDEN, INNER, LAYERS, VOCABULARY, Work, save_work_lm
 
-from ppocli.sampling.decode_loop import SHRINK_AT
+from ppocli.sampling.decoding import SHRINK_AT
 from ppocli.tasks.ppo.evaluate import evaluate, evaluation_size
-from ppocli.tasks.ppo.experience import to_experience
 from ppocli.tasks.ppo.records import Rollout
-from ppocli.tasks.ppo.rollout import collect_rollout, generate_chunks, measure_chunk
-from ppocli.training.clock import Moment, PhaseClock
+from ppocli.tasks.ppo.rollout import generate_chunks, measure_chunk
+from ppocli.tasks.ppo.step import collect_rollout, to_experience
+from ppocli.training.state import Moment, PhaseClock
 from ppocli.training.task import OptimizeResult
 
 KINDS = ("gpt2", "llama")
@@ -162,7 +162,7 @@ def step(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Step:
         # whose phases the counts are booked to
         clock = PhaseClock(session.backend.device, Moment.now(), work.mark)
         state = fresh_state(session)
-        rollout = collect_rollout(replace(session, clock=clock), 0, SAMPLES)
+        rollout = collect_rollout(session, session.context(clock=clock), 0, SAMPLES)
         experience = to_experience(rollout, state, session.cfg)
         clock.mark("other")
         result = optimize(session, experience)
@@ -241,7 +241,7 @@ def test_an_evaluation_asks_the_reference_once_and_the_policy_never_again(folder
     cfg = small_config(folders[kind], ppo__micro_batch_size=MICRO, generation__max_new_tokens=new)
     work = Work()
     with session_of(cfg) as session, work:
-        found = evaluate(session)
+        found = evaluate(session, session.context())
         work.mark("eval")
         count = evaluation_size(session)
         prompts = torch.tensor([len(ids) for ids in session.eval_prompts.token_ids])
@@ -284,8 +284,8 @@ def test_logits_of_all_tokens_never_exist_at_once(tmp_path, kind, monkeypatch):
         experience = to_experience(rollout, state, session.cfg)
         optimize(session, experience)  # the optimizer's state is made
         updating = peak_of(lambda: optimize(session, experience))
-        chunk, = generate_chunks(session, session.next_prompts(0, 16), 16)
-        scoring = peak_of(lambda: measure_chunk(session, chunk, forward=True))
+        chunk, = generate_chunks(session, session.context(), session.next_prompts(0, 16), 16)
+        scoring = peak_of(lambda: measure_chunk(session, session.context(), chunk, forward=True))
         gradients = sum(4 * p.numel() for p in session.policy.parameters())
     logits = 4 * vocabulary * 8 * 20  # of the response tokens of one pass
     assert logits > 2**20

@@ -26,7 +26,7 @@ from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import lengths, uniform
 from ppocli.sampling.conversation import Conversation
-from ppocli.sampling.sampler import DecodeSampler, SamplerSetup, Speaker, looking
+from ppocli.sampling.sampler import DecodeSampler, GenerationModel, SamplerSetup, make_stop_check
 from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm import launch
@@ -156,18 +156,18 @@ class VllmSampler(DecodeSampler):
                 where="rollout.urls", fix=f"{HOW_TO}: output embeddings that aren't weights of "
                 "their own stay the old ones there")
 
-    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, speaker: Speaker,
+    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
                stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
         """As :class:`Sampler`.
 
         Raises:
             SamplerError: no server is left, or what one says makes no sense.
         """
-        if not self._is_policy(speaker):
-            yield from super().sample(prompts, spec, stream, speaker, stop, at_once=at_once,
+        if not self._is_policy(model):
+            yield from super().sample(prompts, spec, stream, model, stop, at_once=at_once,
                                       chunk=chunk)
             return
-        begun, look = self.begin(prompts, spec, stream), looking(stop, len(prompts))
+        begun, look = self.begin(prompts, spec, stream), make_stop_check(stop, len(prompts))
         with closing(begun.dealing):
             for start in range(0, len(prompts), chunk):
                 yield begun.take(slice(start, start + chunk), look)
@@ -187,12 +187,12 @@ class VllmSampler(DecodeSampler):
 
     @contextmanager
     def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
-                 stream: int, speaker: Speaker, stop: StopFlag) -> Iterator[Conversation]:
+                 stream: int, model: GenerationModel, stop: StopFlag) -> Iterator[Conversation]:
         """As :class:`DecodeSampler`; a server reads what it has read before from its cache."""
-        if self._is_policy(speaker):
+        if self._is_policy(model):
             yield self._turns(episodes, spec, stream, stop.check)
             return
-        with super().converse(contexts, episodes, spec, stream, speaker, stop) as found:
+        with super().converse(contexts, episodes, spec, stream, model, stop) as found:
             yield found
 
     def _turns(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
@@ -209,10 +209,10 @@ class VllmSampler(DecodeSampler):
 
         return answer
 
-    def _is_policy(self, speaker: Speaker) -> bool:
-        if not speaker.reference and speaker.lm is not self._lm:
+    def _is_policy(self, model: GenerationModel) -> bool:
+        if not model.reference and model.lm is not self._lm:
             raise RuntimeError("servers have no weights of a policy outside of acting()")
-        return not speaker.reference
+        return not model.reference
 
     def answer(self, contexts: TokenRows, params: Sequence[Mapping[str, Any]],
                poll: Callable[[], None]) -> Generation:

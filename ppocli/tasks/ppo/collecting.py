@@ -26,17 +26,19 @@ from ppocli.parallel.ranks import woven
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.vllm.sampler import Begun, VllmSampler
-from ppocli.tasks.ppo.records import Drawn, Rollout
-from ppocli.tasks.ppo.rollout import collect_rollout, sample_policy
+from ppocli.tasks.ppo.records import DynamicSamplingStats, Rollout
+from ppocli.tasks.ppo.rollout import sample_policy
 from ppocli.tasks.ppo.session import Session
+from ppocli.tasks.ppo.step import collect_rollout
+from ppocli.training.task import StepContext
 
 log = logging.getLogger("ppocli")
 
 _PREFIX = "waiting/"
 
 
-def collect_stale(session: Session, tensors: Mapping[str, torch.Tensor], episodes: range,
-                  until: int) -> Rollout:
+def collect_stale(session: Session, context: StepContext, tensors: Mapping[str, torch.Tensor],
+                  episodes: range, until: int) -> Rollout:
     """The rollout of a step from samples that wait, once those up to number ``until`` are drawn.
 
     As many are drawn as are missing: those of several steps at the start of a run, or where a
@@ -50,26 +52,27 @@ def collect_stale(session: Session, tensors: Mapping[str, torch.Tensor], episode
     parts, count = [_samples_of(tensors)] if tensors else [], len(episodes)
     first = episodes.start + sum(map(len, parts))
     if first < until:
-        prompts, own = session.share_of_prompts(first, until - first)
+        prompts, num_local = session.share_of_prompts(first, until - first)
         with session.acting() as acting:
-            mine = Samples.joined(list(sample_policy(acting, prompts, session.sampling, ROLLOUT)))
-        parts.append(_gathered(session, mine.first(own), until - first))
+            samples = Samples.joined(list(sample_policy(acting, context, prompts, session.sampling,
+                                                        ROLLOUT)))
+        parts.append(_gathered(session, samples.first(num_local), until - first))
     waiting = Samples.joined(parts)
-    session.clock.mark("rollout")
-    found = collect_rollout(session, episodes.start, count, waiting.rows(slice(count)))
-    return replace(found, waiting=_tensors_of(waiting.rows(slice(count, None))))
+    context.clock.mark("rollout")
+    rollout = collect_rollout(session, context, episodes.start, count, waiting.rows(slice(count)))
+    return replace(rollout, waiting=_tensors_of(waiting.rows(slice(count, None))))
 
 
-def _gathered(session: Session, mine: Samples, count: int) -> Samples:
+def _gathered(session: Session, share: Samples, count: int) -> Samples:
     """The samples of all ranks in the order of their prompts; the same on all ranks.
 
     Args:
-        mine: this rank's share of them.
+        share: this rank's part of them.
         count: how many there are.
     """
-    found = session.backend.ranks.gather(mine)
-    places = torch.arange(count).split([len(part) for part in found])
-    return Samples.joined(found).rows(torch.tensor(woven([part.tolist() for part in places])))
+    shares = session.backend.ranks.gather(share)
+    places = torch.arange(count).split([len(part) for part in shares])
+    return Samples.joined(shares).rows(torch.tensor(woven([part.tolist() for part in places])))
 
 
 def _tensors_of(samples: Samples) -> dict[str, torch.Tensor]:
@@ -99,12 +102,12 @@ class Ahead:
     """their numbers"""
     begun: Begun
     """this rank's"""
-    own: int
+    num_local: int
     """how many of these count"""
 
 
-def collect_ahead(session: Session, before: Ahead | None, episodes: range, until: int
-                  ) -> tuple[Rollout, Ahead | None]:
+def collect_ahead(session: Session, context: StepContext, before: Ahead | None, episodes: range,
+                  until: int) -> tuple[Rollout, Ahead | None]:
     """The rollout of a step, and what has been begun for the next. All ranks call it in step.
 
     Args:
@@ -118,24 +121,24 @@ def collect_ahead(session: Session, before: Ahead | None, episodes: range, until
     if before is None or before.episodes != episodes:
         before = _begin(session, episodes)
     begun = before.begun
-    mine = session.backend.ranks.all_do(
-        lambda: begun.take(slice(None), session.stop.check), "rollout")
-    drawn = _gathered(session, mine.first(before.own), len(episodes))
+    share = session.backend.ranks.all_do(
+        lambda: begun.take(slice(None), context.stop.check), "rollout")
+    samples = _gathered(session, share.first(before.num_local), len(episodes))
     after = _begin(session, range(episodes.stop, until)) if until > episodes.stop else None
-    session.clock.mark("rollout")
-    return collect_rollout(session, episodes.start, len(episodes), drawn), after
+    context.clock.mark("rollout")
+    return collect_rollout(session, context, episodes.start, len(episodes), samples), after
 
 
 def _begin(session: Session, episodes: range) -> Ahead:
-    prompts, own = session.share_of_prompts(episodes.start, len(episodes))
+    prompts, num_local = session.share_of_prompts(episodes.start, len(episodes))
     sampler = session.sampler
     assert isinstance(sampler, VllmSampler)
     with session.acting():
         begun = sampler.begin(prompts, session.sampling, ROLLOUT, ahead=True)
-    return Ahead(episodes, begun, own)
+    return Ahead(episodes, begun, num_local)
 
 
-def collect_differing(session: Session, start: int, count: int) -> Rollout:
+def collect_differing(session: Session, context: StepContext, start: int, count: int) -> Rollout:
     """``count`` samples of prompts whose ``ppo.n`` responses don't all score the same: the others
     have the advantage 0 under estimators that compare them (dynamic sampling, Yu et al. 2025, arXiv
     2503.14476, section 3.2).
@@ -154,17 +157,18 @@ def collect_differing(session: Session, start: int, count: int) -> Rollout:
     n, most = session.cfg.ppo.n, count * (session.cfg.ppo.dynamic_sampling or 1)
     parts, differs = list[Rollout](), list[bool]()
     while (missing := count - n * sum(differs)) > 0 and n * len(differs) < most:
-        drawn = n * len(differs)
-        part = collect_rollout(session, start + drawn, min(missing, most - drawn))
+        sampled = n * len(differs)
+        part = collect_rollout(session, context, start + sampled, min(missing, most - sampled))
         parts.append(part)
         scores = part.shown_scores  # whether those of a prompt's samples that have one differ
         differs += [len({score for score in scores[i:i + n] if score is not None}) > 1
                     for i in range(0, len(scores), n)]
     if missing > 0:
         log.info("step %d: only %d of %d prompts have responses that score differently; %d of the "
-                 "others fill the rollout up (ppo.dynamic_sampling)", session.progress[0] + 1,
+                 "others fill the rollout up (ppo.dynamic_sampling)", context.step + 1,
                  sum(differs), len(differs), missing // n)
     whole = Rollout.joined(parts)
     chosen = sorted(sorted(range(len(differs)), key=lambda i: not differs[i])[:count // n])
-    return replace(whole.rows([n * i + k for i in chosen for k in range(n)]), drawn=Drawn(
-        len(whole), differs.count(False), int(whole.response_mask.sum())))
+    stats = DynamicSamplingStats(len(whole), differs.count(False), int(whole.response_mask.sum()))
+    rows = [n * i + k for i in chosen for k in range(n)]
+    return replace(whole.rows(rows), dynamic_sampling=stats)

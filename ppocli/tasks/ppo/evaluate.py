@@ -4,16 +4,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+from ppocli.config.schema import GenerationConfig
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import DONE
 from ppocli.parallel.ranks import woven
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.samples import Samples
+from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
 from ppocli.tasks.ppo import figures
 from ppocli.tasks.ppo.reward_calls import judge
 from ppocli.tasks.ppo.rollout import measure, response_texts, sample_policy, sample_reference
-from ppocli.tasks.ppo.session import EvalSession, sampling_sweep
-from ppocli.training.task import Evaluation
+from ppocli.tasks.ppo.session import EvalSession
+from ppocli.text import shown
+from ppocli.training.task import Evaluation, StepContext
+
+
+def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, SamplingSpec]:
+    """``top_k=50`` and the like -> sampling at evaluation with that value of the one key of
+    ``generation.eval`` that is a list; empty without a list.
+
+    Args:
+        first: sampling at evaluation by :func:`sampling_specs`.
+    """
+    return {f"{name}={shown(value)}": replace(first, **{name: value}) for name in SAMPLING_KEYS
+            if isinstance(values := getattr(cfg.eval, name), list) for value in values}
 
 
 def distinct(texts: list[str], n: int) -> float:
@@ -28,7 +42,8 @@ def evaluation_size(session: EvalSession) -> int:
     return len(session.eval_prompts) * session.cfg.prompts.eval.repeat
 
 
-def evaluate_chunks(session: EvalSession, *, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
+def evaluate_chunks(session: EvalSession, context: StepContext, spec: SamplingSpec | None = None, *,
+                    skip: int = 0) -> Iterator[list[dict[str, Any]]]:
     """Sample and score the evaluation prompts, one generate call at a time: rows as `ppocli eval`
     has them in samples.jsonl, the i-th of which answers prompt ``i % len(eval_prompts)``.
 
@@ -37,14 +52,16 @@ def evaluate_chunks(session: EvalSession, *, skip: int = 0) -> Iterator[list[dic
     gives the very same ones.
 
     Args:
-        skip: how many samples are there already; a multiple of ``session.chunk_size``, with
+        spec: how responses are sampled; None: as the configuration says.
+        skip: how many samples exist already; a multiple of ``session.chunk_size``, with
             one rank.
 
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    for batch, own in _shares(session, skip):
-        yield woven(session.backend.ranks.gather(_one_share(session, batch, own)))
+    for batch, num_local in _shares(session, context, skip):
+        yield woven(session.backend.ranks.gather(
+            _one_share(session, context, spec or session.eval_sampling, batch, num_local)))
 
 
 def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
@@ -54,29 +71,33 @@ def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
             if name != "metrics" and (name != "rewards" or len(value) > 1)}
 
 
-def _shares(session: EvalSession, skip: int = 0) -> Iterator[tuple[PromptBatch, int]]:
+def _shares(session: EvalSession, context: StepContext, skip: int = 0
+            ) -> Iterator[tuple[PromptBatch, int]]:
     """This rank's prompts of each generate call, those after the first so many of which only keep
     the ranks in step."""
     ranks, prompts, total = session.backend.ranks, session.eval_prompts, evaluation_size(session)
-    for start in range(skip, total, session.chunk_size * ranks.world):
-        session.stop.meet()
-        mine, own = ranks.share(range(total)[start:start + session.chunk_size * ranks.world])
-        yield prompts.batch([episode % len(prompts) for episode in mine], mine,
-                            session.tokenizer.pad_token_id), own
+    size = session.chunk_size * ranks.world
+    for start in range(skip, total, size):
+        context.stop.meet()
+        episodes, num_local = ranks.share(range(total)[start:start + size])
+        yield prompts.batch([episode % len(prompts) for episode in episodes], episodes,
+                            session.tokenizer.pad_token_id), num_local
 
 
-def _one_share(session: EvalSession, batch: PromptBatch, own: int) -> list[dict[str, Any]]:
-    """This rank's samples, the first ``own`` of the batch's."""
+def _one_share(session: EvalSession, context: StepContext, spec: SamplingSpec, batch: PromptBatch,
+               num_local: int) -> list[dict[str, Any]]:
+    """This rank's samples, the first ``num_local`` of the batch's."""
     # in fp32 the decoding pass has computed the policy's logprobs already
-    decoded = session.from_decode and session.eval_sampling.temperature == 1.0
-    out = Samples.joined(list(sample_policy(session, batch, session.eval_sampling, EVALUATION)))
-    measured = measure(session, out, phase="scoring of the evaluation", want_policy=not decoded,
-                       want_values=False, estimator="k1", temperature=1.0)
-    batch, out = batch.first(own), out.first(own)
-    responses = response_texts(session, batch, out, session.eval_sampling)
-    scores, metrics = judge(session, batch, out, responses, "reward at evaluation")
-    session.stop.meet()
-    kl = measured.kl.sum(1).tolist()[:own] if session.reference is not None else [None] * own
+    decoded = session.from_decode and spec.temperature == 1.0
+    out = Samples.joined(list(sample_policy(session, context, batch, spec, EVALUATION)))
+    measured = measure(session, context, out, phase="scoring of the evaluation",
+                       want_policy=not decoded, want_values=False, estimator="k1", temperature=1.0)
+    batch, out = batch.first(num_local), out.first(num_local)
+    responses = response_texts(session, batch, out, spec)
+    scores, metrics = judge(session, context, batch, out, responses, "reward at evaluation")
+    context.stop.meet()
+    kl = [None] * num_local if session.reference is None else (
+        measured.kl.sum(1).tolist()[:num_local])
     shown = [score if valid else None
              for score, valid in zip(scores.scores, scores.valid, strict=True)]
     return figures.sample_rows(
@@ -85,7 +106,7 @@ def _one_share(session: EvalSession, batch: PromptBatch, own: int) -> list[dict[
         {"rewards": scores.parts, "metrics": metrics}, scores.logs, out.episodes or ())
 
 
-def evaluate(session: EvalSession) -> Evaluation:
+def evaluate(session: EvalSession, context: StepContext) -> Evaluation:
     """Sample ``prompts.eval.repeat`` responses to each evaluation prompt and score them.
 
     ``kl_mean`` is the k1 estimate summed over each response and averaged over samples, in nats, of
@@ -98,21 +119,20 @@ def evaluate(session: EvalSession) -> Evaluation:
         RewardError, DivergedError, StopRequested.
     """
     if not (specs := sampling_sweep(session.cfg.generation, session.eval_sampling)):
-        return _evaluate_once(session)
-    found = {name: _evaluate_once(replace(session, eval_sampling=spec))
-             for name, spec in specs.items()}
-    return replace(next(iter(found.values())), swept=found,
-                   tokens=sum(one.tokens for one in found.values()))
+        return _evaluate_once(session, context, session.eval_sampling)
+    swept = {name: _evaluate_once(session, context, spec) for name, spec in specs.items()}
+    return replace(next(iter(swept.values())), swept=swept,
+                   tokens=sum(one.tokens for one in swept.values()))
 
 
-def _evaluate_once(session: EvalSession) -> Evaluation:
+def _evaluate_once(session: EvalSession, context: StepContext, spec: SamplingSpec) -> Evaluation:
     with session.acting() as acting:
-        samples = [row for chunk in evaluate_chunks(acting) for row in chunk]
+        samples = [row for chunk in evaluate_chunks(acting, context, spec) for row in chunk]
     return Evaluation(evaluation_figures(samples), [row_of_run(row) for row in samples],
                       sum(s["response_tokens"] for s in samples))
 
 
-def reference_responses(session: EvalSession) -> list[str]:
+def reference_responses(session: EvalSession, context: StepContext) -> list[str]:
     """The reference's response to each prompt of an evaluation, drawn with the random numbers of
     the policy's.
 
@@ -122,10 +142,10 @@ def reference_responses(session: EvalSession) -> list[str]:
     assert session.reference is not None  # else config/sampling.py has refused
     texts: list[str] = []
     with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
-        for batch, own in _shares(session):
-            out = sample_reference(session, lm, batch, session.eval_sampling, EVALUATION)
+        for batch, num_local in _shares(session, context):
+            out = sample_reference(session, context, lm, batch, session.eval_sampling, EVALUATION)
             texts += woven(session.backend.ranks.gather(
-                response_texts(session, batch, out, session.eval_sampling)[:own]))
+                response_texts(session, batch, out, session.eval_sampling)[:num_local]))
     return texts
 
 
@@ -135,15 +155,15 @@ def evaluation_figures(samples: Sequence[dict[str, Any]], grams: Sequence[int] =
     metrics.jsonl have them; ``grams`` are the lengths n of ``distinct_n``."""
     texts = [s["response"] for s in samples]
     score, std = figures.mean_std([s["score"] for s in samples if s["score"] is not None])
-    found = {
+    values = {
         "reward_mean": score, "reward_std": std,
         "kl_mean": figures.mean([s["kl"] for s in samples if s["kl"] is not None]),
         "response_tokens_mean": figures.mean([s["response_tokens"] for s in samples]),
         "finished_share": figures.mean([float(s["finished"]) for s in samples]),
         **{f"distinct_{n}": distinct(texts, n) for n in grams}}
-    found |= figures.means_of(samples, "logged")
+    values |= figures.means_of(samples, "logged")
     if samples and "turns" in samples[0]:
-        found["turns_mean"] = figures.mean([float(len(s["turns"])) for s in samples])
-        found["done_share"] = figures.mean([float(s["ended"] == DONE) for s in samples])
+        values["turns_mean"] = figures.mean([float(len(s["turns"])) for s in samples])
+        values["done_share"] = figures.mean([float(s["ended"] == DONE) for s in samples])
     rewards = figures.means_of(samples, "rewards", "reward")
-    return found | (rewards if len(rewards) > 1 else {}) | figures.means_of(samples, "metrics")
+    return values | (rewards if len(rewards) > 1 else {}) | figures.means_of(samples, "metrics")

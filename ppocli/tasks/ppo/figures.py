@@ -96,8 +96,8 @@ def mean_std(values: Sequence[float]) -> tuple[float, float]:
     return middle, math.sqrt(mean([(value - middle) ** 2 for value in values]))
 
 
-def gap_figures(rollout: Rollout, experience: Experience, wanted: schema_training.ImportanceConfig
-                ) -> dict[str, float]:
+def gap_figures(rollout: Rollout, experience: Experience,
+                importance: schema_training.ImportanceConfig) -> dict[str, float]:
     """How far the trained policy is from the one that sampled, and what is made of it; empty where
     they are the same or the sampler doesn't say."""
     gap, mask = rollout.gap, rollout.response_mask
@@ -110,9 +110,9 @@ def gap_figures(rollout: Rollout, experience: Experience, wanted: schema_trainin
         weights = experience.importance.cpu()[experience.response_mask]
         figures["rollout/importance_mean"] = float(weights.double().mean())
         # in the type that they were capped in
-        figures["rollout/importance_capped"] = float((weights >= wanted.cap).double().mean())
-    if wanted.reject:
-        left_out = mask & ~off_policy.accepted(gap, mask, wanted.reject)
+        figures["rollout/importance_capped"] = float((weights >= importance.cap).double().mean())
+    if importance.reject:
+        left_out = mask & ~off_policy.accepted(gap, mask, importance.reject)
         figures["rollout/rejected_tokens"] = float(left_out.sum() / mask.sum())
         figures["rollout/rejected_samples"] = float((left_out == mask).all(1).double().mean())
     return figures
@@ -141,9 +141,9 @@ def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, exper
         "rollout/response_tokens_mean": float(lengths.mean()),
         "rollout/response_tokens_max": float(lengths.max()),
         "rollout/finished_share": float(rollout.finished.double().mean())}
-    if rollout.drawn is not None:
-        figures |= {"rollout/drawn": float(rollout.drawn.samples),
-                    "rollout/uniform_groups": float(rollout.drawn.uniform_groups)}
+    if rollout.dynamic_sampling is not None:
+        figures |= {"rollout/drawn": float(rollout.dynamic_sampling.samples),
+                    "rollout/uniform_groups": float(rollout.dynamic_sampling.uniform_groups)}
     figures |= episode_figures(rollout.episodes)
     if len(rollout.parts) > 1:
         for name, part in rollout.parts.items():
@@ -204,13 +204,13 @@ def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema
             "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
     if ppo.ent_coef_end is not None:
         figures["objective/ent_coef"] = experience.ent_coef
-    return figures | {name: terms.get(term, math.nan) for there, name, term in (
+    return figures | {name: terms.get(term, math.nan) for enabled, name, term in (
         # else only objective/entropy, the sampled estimate
         (algorithm.wants_entropy(ppo), "policy/entropy_avg", "entropy"),
         (experience.ref_logprobs is not None, "loss/kl_avg", "kl"),
         (experience.imitated is not None, "loss/positive_nll_avg", "nll"),
         (experience.examples is not None, "loss/ptx", "ptx"),
-        (ppo.dual_clip is not None, "policy/dual_clipfrac_avg", "dual_clipfrac")) if there}
+        (ppo.dual_clip is not None, "policy/dual_clipfrac_avg", "dual_clipfrac")) if enabled}
 
 
 def sample_rows(columns: Mapping[str, Sequence[Any]],
@@ -258,15 +258,15 @@ def rollout_samples(rollout: Rollout, step: int, cfg: schema.TrainConfig) -> lis
 def _token_lists(rollout: Rollout, i: int) -> dict[str, Any]:
     """Token by token what the update is made from, as trlX's ``rollout_logging_dir`` keeps it."""
     prompts, mask = rollout.prompts, rollout.response_mask[i]
-    found = {"prompt_ids": prompts.tokens[i][prompts.mask[i]].tolist(),
+    columns = {"prompt_ids": prompts.tokens[i][prompts.mask[i]].tolist(),
              "response_ids": rollout.response_tokens[i][mask].tolist(),
              "logprobs": rollout.logprobs[i][mask].tolist(),
              "values": rollout.values[i][mask].tolist()}
     if rollout.has_reference:
-        found["kl_per_token"] = rollout.kl[i][mask].tolist()
+        columns["kl_per_token"] = rollout.kl[i][mask].tolist()
     if rollout.dense is not None:
-        found["token_rewards"] = rollout.dense[i][mask].tolist()
-    return found
+        columns["token_rewards"] = rollout.dense[i][mask].tolist()
+    return columns
 
 
 def decoding_gap(session: Session, result: OptimizeResult) -> str | None:
@@ -289,7 +289,7 @@ def carried_over(saved: PPOState, fresh: PPOState, ppo: schema.PPOConfig, progre
     """What a resumed run's coefficients are where no key says so.
 
     Args:
-        progress: as of :func:`ppocli.tasks.ppo.experience.to_experience`.
+        progress: as of :func:`ppocli.tasks.ppo.step.to_experience`.
     """
     lines = []
     if saved.init_kl_coef != fresh.init_kl_coef:
@@ -335,8 +335,8 @@ def _spread(cfg: schema.TrainConfig, rollout: Rollout) -> tuple[dict[str, bool],
     equal = len(scores) > 1 and max(scores) - min(scores) <= 1e-6 * abs(middle)  # up to rounding
     near = len(scores) > 1 and deviation < max(FLAT * abs(middle), LEARNED_FLAT * learned)
     return {"no_spread": equal, "flat": near and not equal and rollout.dense is None,
-            "alike_groups": algorithm.estimator_of(cfg.ppo).needs_groups and rollout.drawn is None
-            and alike >= ALIKE and not equal}, alike
+            "alike_groups": algorithm.estimator_of(cfg.ppo).needs_groups and alike >= ALIKE
+            and rollout.dynamic_sampling is None and not equal}, alike
 
 
 def _signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: float
@@ -359,7 +359,7 @@ def _signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: 
             "lambda_zero": float((alpha * lengths <= 1).double().mean()) >= 0.5})}
 
 
-def watch(session: Session, rollout: Rollout, own: PPOState, row: Mapping[str, float],
+def watch(session: Session, rollout: Rollout, before: PPOState, row: Mapping[str, float],
           state: TrainState) -> tuple[PPOState, list[str]]:
     """Count unhealthy signs; speak once each time one has lasted ``PATIENCE`` steps.
 
@@ -371,13 +371,13 @@ def watch(session: Session, rollout: Rollout, own: PPOState, row: Mapping[str, f
         the state with its counters, and the sentences to show.
     """
     length = row["rollout/response_tokens_mean"]
-    first = length if own.first_length is None else own.first_length
+    first = length if before.first_length is None else before.first_length
     spread, alike = _spread(session.cfg, rollout)
-    found, falling = _signs(session, rollout, row, first) | spread, _falling(state)
+    signs, falling = _signs(session, rollout, row, first) | spread, _falling(state)
     if state.eval_last is not None and state.eval_step == state.step:
-        found["held_back"] = falling is not None
-    health, messages = dict(own.health), list[str]()
-    for name, present in found.items():
+        signs["held_back"] = falling is not None
+    health, messages = dict(before.health), list[str]()
+    for name, present in signs.items():
         health[name] = health.get(name, 0) + 1 if present else 0
         at_once = name in FROM_THE_START and health[name] == state.step + 1
         patience = CRITIC_PATIENCE if name == "critic" else 1 if at_once else PATIENCE
@@ -393,4 +393,4 @@ def watch(session: Session, rollout: Rollout, own: PPOState, row: Mapping[str, f
                 estimator=session.cfg.ppo.advantage, low=min(rollout.valid_scores, default=0.0),
                 high=max(rollout.valid_scores, default=0.0), rollouts="the first rollout" if at_once
                 else f"{patience} rollouts in a row"))
-    return replace(own, health=health, first_length=first), messages
+    return replace(before, health=health, first_length=first), messages

@@ -1,6 +1,6 @@
 """Samples of a loop that someone else owns: their prompts, their responses, their scores.
 
-What ``ppocli train`` does in one go (:mod:`ppocli.tasks.ppo.rollout`) in the parts that such a loop
+What ``ppocli train`` does in one go (:mod:`ppocli.tasks.ppo.step`) in the parts that such a loop
 calls, chunk by chunk in the same sizes, so that the same samples give the same numbers.
 """
 
@@ -27,6 +27,7 @@ from ppocli.tasks.ppo import rollout
 from ppocli.tasks.ppo.records import Rollout
 from ppocli.tasks.ppo.rollout import Chunk, measure_chunk, rollout_of, sample_reference
 from ppocli.tasks.ppo.session import Session, max_prompt_tokens
+from ppocli.training.task import StepContext
 
 
 def rows_of(session: Session, given: Any, attention_mask: Any = None, *, where: str) -> list[Any]:
@@ -105,7 +106,8 @@ def prompts_of(session: Session, items: list[Any]) -> PromptBatch:
     return found.batch(range(count), range(count), session.tokenizer.pad_token_id)
 
 
-def dealt(session: Session, prompts: PromptBatch, first: int) -> tuple[PromptBatch, int]:
+def pad_to_equal_share(session: Session, prompts: PromptBatch, first: int
+                       ) -> tuple[PromptBatch, int]:
     """This rank's own prompts with the numbers of their samples, which go on from those of the
     rank before; the last one is repeated until all ranks have as many.
 
@@ -151,7 +153,8 @@ def token_ids(session: Session, given: Any, where: str, *, sampled: bool = False
     return ids
 
 
-def given(session: Session, queries: Any, responses: Any, first: int) -> list[Chunk]:
+def chunks_of(session: Session, context: StepContext, queries: Any, responses: Any, first: int
+              ) -> list[Chunk]:
     """Responses that come from elsewhere, for :func:`scored` with ``forward``.
 
     Token ids are taken as they are and count as finished where their last one ends a response. A
@@ -167,18 +170,18 @@ def given(session: Session, queries: Any, responses: Any, first: int) -> list[Ch
     """
     def read() -> tuple[PromptBatch, list[list[int]]]:
         prompts = prompts_of(session, rows_of(session, queries, where="queries"))
-        found = [] if responses is None else rows_of(session, responses, where="responses")
-        if len(found) != len(prompts):
-            raise ConfigError(f"There are {len(prompts)} queries, but {len(found)} as responses.",
+        items = [] if responses is None else rows_of(session, responses, where="responses")
+        if len(items) != len(prompts):
+            raise ConfigError(f"There are {len(prompts)} queries, but {len(items)} as responses.",
                               where="responses", fix="give one response to each query")
-        return prompts, _responses_as_ids(session, prompts, found)
+        return prompts, _responses_as_ids(session, prompts, items)
 
     prompts, rows = session.backend.ranks.all_do(read, "step")
-    own = len(rows)
-    prompts, _ = dealt(session, prompts, first)
-    rows += rows[-1:] * (len(prompts) - own)
-    drawn = _samples(session, prompts, rows)
-    return list(rollout.generate_chunks(session, prompts, own, drawn))
+    count = len(rows)
+    prompts, _ = pad_to_equal_share(session, prompts, first)
+    rows += rows[-1:] * (len(prompts) - count)
+    return list(rollout.generate_chunks(session, context, prompts, count,
+                                        _samples(session, prompts, rows)))
 
 
 def _responses_as_ids(session: Session, prompts: PromptBatch, responses: list[Any]
@@ -208,8 +211,8 @@ def _samples(session: Session, prompts: PromptBatch, rows: list[list[int]]) -> S
     return single_turn(prompts.tokens, prompts.mask, out, session.loaded.decoder_start)
 
 
-def scored(session: Session, chunks: Sequence[Chunk], first: int, *, forward: bool, gaps: bool
-           ) -> Rollout:
+def scored(session: Session, context: StepContext, chunks: Sequence[Chunk], first: int, *,
+           forward: bool, gaps: bool) -> Rollout:
     """The chunks with their scores, logprobs, values and KL as one rollout.
 
     The session's reward is asked once, for all samples.
@@ -225,25 +228,26 @@ def scored(session: Session, chunks: Sequence[Chunk], first: int, *, forward: bo
     ranks = session.backend.ranks
     request = RewardRequest(prompts=[text for one in chunks for text in one.prompts.texts],
                             responses=[text for one in chunks for text in one.responses],
-                            response_ids=[ids for one in chunks for ids in one.mine.action_ids],
+                            response_ids=[ids for one in chunks for ids in one.samples.action_ids],
                             columns={}, tokenizer=session.tokenizer)
     # there may be fewer samples than ranks
     scores: Any = ranks.all_do(
         lambda: session.reward.score(request) if request.prompts else None, "scores")
-    session.clock.mark("reward")
+    context.clock.mark("reward")
     parts, start = [], 0
     for chunk in chunks:
-        measured = measure_chunk(session, chunk, forward=forward or not session.from_decode)
-        some = slice(start, start + len(chunk))
+        measured = measure_chunk(session, context, chunk,
+                                 forward=forward or not session.from_decode)
+        rows = slice(start, start + len(chunk))
         if len(chunk):
-            parts.append(rollout_of(session, chunk, columns.rows_of(scores, some), measured))
-        start = some.stop
+            parts.append(rollout_of(session, chunk, columns.rows_of(scores, rows), measured))
+        start = rows.stop
     whole = rollout.of_all_ranks(session, parts)
     if ranks.any(gaps):
         places = whole.sequences.actions
         after = torch.nn.functional.pad(places[:, 1:] - places[:, :-1] - 1, (0, 1))
         whole = replace(whole, gaps=after.clamp(min=0))
-    session.clock.mark("scoring")
+    context.clock.mark("scoring")
     return replace(whole, prompts=replace(
         whole.prompts, episodes=list(range(first, first + len(whole)))))
 
@@ -274,7 +278,7 @@ def masked(chunks: Sequence[Chunk], masks: Sequence[Any], scores: Any) -> tuple[
                                   fix="give one value for each token, not 0 where it trains")
             kept[row, :length] = torch.tensor(mask).bool()
         out = chunk.out.only(kept)
-        found.append(replace(chunk, out=out, mine=out.first(len(chunk))))
+        found.append(replace(chunk, out=out, samples=out.first(len(chunk))))
         start += len(chunk)
     if isinstance(scores, (list, tuple)) and len(scores) == count:
         scores = [[value for value, kept in zip(_plain(score), mask, strict=True) if kept]
@@ -303,7 +307,8 @@ def for_call(session: Session, generation: GenerationConfig, ends: Sequence[int]
                                ppo=replace(cfg.ppo, chunk_size=chunk or cfg.ppo.chunk_size)))
 
 
-def reference_responses(session: Session, prompts: PromptBatch) -> list[list[int]]:
+def reference_responses(session: Session, context: StepContext, prompts: PromptBatch
+                        ) -> list[list[int]]:
     """The ids of the reference's response to each prompt, drawn with the random numbers of the
     policy's.
 
@@ -314,7 +319,8 @@ def reference_responses(session: Session, prompts: PromptBatch) -> list[list[int
         raise ConfigError("There is no reference.", where="model.reference.kind",
                           fix="leave generate_ref_response out")
     with session.reference.view(session.policy.lm) as lm:
-        return sample_reference(session, lm, prompts, session.sampling, ROLLOUT).action_ids
+        return sample_reference(session, context, lm, prompts, session.sampling,
+                                ROLLOUT).action_ids
 
 
 def as_tensors(session: Session, queries: Any, prompts: Sequence[list[int]],

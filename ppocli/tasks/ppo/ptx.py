@@ -31,24 +31,24 @@ def with_examples(session: Session, experience: Experience, groups: Sequence[Upd
         the experience with the examples of all updates, and the updates: their atoms from
         ``len(experience)`` on are these examples, each trained token of which has the same weight.
     """
-    data, ppo, found = session.examples, session.cfg.ppo, list(groups)
+    data, ppo, updates = session.examples, session.cfg.ppo, list(groups)
     training = [i for i, group in enumerate(groups) if group.part == POLICY]
     if data is None or not ppo.ptx.coef or not training:
-        return experience, found
+        return experience, updates
     size = _of_an_update(ppo)
-    some = data.rows(prompt_indices(first, size * len(training), n=len(data),
+    examples = data.rows(prompt_indices(first, size * len(training), n=len(data),
                                     seed=session.cfg.seed, shuffle=ppo.ptx.data.shuffle))
-    places = torch.arange(len(some)) + len(experience)
+    places = torch.arange(len(examples)) + len(experience)
     columns = zip(*(column.split(size) for column in (
-        places, supervised.lengths_of(some), supervised.counts_of(some))), strict=True)
+        places, supervised.lengths_of(examples), supervised.counts_of(examples))), strict=True)
     for i, (rows, lengths, counts) in zip(training, columns, strict=True):
         group = groups[i]
-        found[i] = replace(
+        updates[i] = replace(
             group, rows=torch.cat([rows, group.rows]), tokens=torch.cat([lengths, group.tokens]),
             counts=torch.cat([counts, group.counts]),
             weights=torch.cat([torch.full((size,), 1.0 / int(counts.sum())), group.weights]),
             kinds=(torch.arange(size + len(group.rows)) >= size).long())
-    return replace(experience, examples=some), found
+    return replace(experience, examples=examples), updates
 
 
 def examples_of(ppo: PPOConfig, samples: int) -> int:

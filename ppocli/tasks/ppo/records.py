@@ -22,7 +22,7 @@ POLICY, CRITIC = "all", "critic"
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DynamicSamplingStats:
     """What dynamic sampling has drawn for a rollout, what it left out included."""
 
     samples: int
@@ -74,7 +74,7 @@ class Rollout:
     ref_states: list[torch.Tensor] = field(default_factory=list)
     """[n, D] of each sample: the reference's final states at its response tokens; empty unless the
     loss compares whole distributions"""
-    drawn: Drawn | None = None
+    dynamic_sampling: DynamicSamplingStats | None = None
     """None without dynamic sampling"""
     sampler_logprobs: torch.Tensor | None = None
     """[B, R] fp32 as the sampler said them, where ``logprobs`` are others; zero from a sampler that

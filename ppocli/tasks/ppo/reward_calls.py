@@ -12,14 +12,16 @@ import torch
 from ppocli.columns import rows_of
 from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.episode import told_alone
+from ppocli.episode import without_environments
 from ppocli.parallel.backend import beside
 from ppocli.parallel.ranks import Ranks, woven
 from ppocli.rewards.records import RewardRequest, RewardScores, step_texts
 from ppocli.rewards.scoring import Reward
 from ppocli.sampling.samples import Samples, places_of_ends
 from ppocli.storage import faults
+from ppocli.tasks.ppo.rollout import Chunk
 from ppocli.tasks.ppo.session import EvalSession
+from ppocli.training.task import StepContext
 
 T = TypeVar("T")
 Metrics = dict[str, list[float]]
@@ -46,8 +48,8 @@ class Question:
         return rows_of(self.ranks.first_does(work), slice(self.ranks.rank, None, self.ranks.world))
 
 
-def request_of(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str]
-               ) -> RewardRequest:
+def request_of(session: EvalSession, context: StepContext, prompts: PromptBatch, out: Samples,
+               responses: list[str]) -> RewardRequest:
     """Samples as a reward or a metric gets them."""
     before = session.read_before(prompts) if session.reward.has_steps else ()
     episodes = out.episodes or ()
@@ -57,7 +59,7 @@ def request_of(session: EvalSession, prompts: PromptBatch, out: Samples, respons
         messages=prompts.messages, prompt_ids=before, episodes=episodes,
         chats=[one.conversation(prompt) for one, prompt in zip(
             episodes, prompts.messages, strict=True)] if episodes and prompts.messages else (),
-        progress=session.progress)
+        progress=context.progress)
 
 
 def in_steps(reward: Reward, request: RewardRequest) -> RewardRequest:
@@ -74,17 +76,17 @@ def in_steps(reward: Reward, request: RewardRequest) -> RewardRequest:
         step_ends=places_of_ends(request.tokenizer, request.prompt_ids, request.response_ids, ends))
 
 
-def ask(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str],
-        together: bool) -> Question:
+def ask(session: EvalSession, context: StepContext, prompts: PromptBatch, out: Samples,
+        responses: list[str], together: bool) -> Question:
     """One chunk's question; special tokens are left out and stop sequences trimmed. All ranks call
     this in step, each with its share; ``together`` brings the shares to rank 0."""
-    request = request_of(session, prompts, out, responses)
+    request = request_of(session, context, prompts, out, responses)
     ranks = session.backend.ranks
     together = together and ranks.world > 1
     if together:
         # a tokenizer is large, and rank 0 has its own
         shares = ranks.gather(replace(request, tokenizer=None,
-                                      episodes=told_alone(request.episodes)))
+                                      episodes=without_environments(request.episodes)))
         request = joined(shares, session.tokenizer) if ranks.first else request
     return Question(ranks, request, together)
 
@@ -101,34 +103,69 @@ def score(session: EvalSession, question: Question) -> RewardScores:
     return scores
 
 
-def asking(session: EvalSession, question: Question) -> Callable[[], RewardScores]:
+def asking(session: EvalSession, context: StepContext, question: Question
+           ) -> Callable[[], RewardScores]:
     """:func:`score`, to be called. A reward that waits, for others (unless ``reward.overlap``
     keeps it here) or for so long as ``reward.timeout`` lets it, does so beside this thread, which
     hears a stop meanwhile."""
     work = partial(score, session, question)
 
     def heard() -> RewardScores:
-        return begin(session, work, None)()
+        return begin(session, context, work, None)()
 
     cfg = session.cfg.reward
     waits = session.reward.waits and cfg.overlap != "never"
     return heard if waits or cfg.timeout is not None else work
 
 
-def judge(session: EvalSession, prompts: PromptBatch, out: Samples, responses: list[str],
-          phase: str) -> tuple[RewardScores, Metrics]:
+@dataclass(frozen=True, slots=True)
+class PendingScores:
+    """The scores of a chunk, which may be under way in a thread."""
+
+    question: Question
+    work: Callable[[], RewardScores]
+
+    def wait(self, phase: str) -> RewardScores:
+        """The scores [b] of this rank's samples. All ranks call it in step.
+
+        Raises:
+            PpocliError: on all ranks, what the reward raised on any.
+        """
+        return self.question.answer(self.work, phase)
+
+
+def start(session: EvalSession, context: StepContext, chunk: Chunk, previous: PendingScores | None
+          ) -> PendingScores:
+    """Hand a chunk to the reward. A reward that waits for others (``reward.overlap``) scores it
+    while the next chunk is generated; it gets one chunk at a time and in their order, either way.
+
+    Args:
+        previous: the chunk before, if any.
+    """
+    question = ask(session, context, chunk.prompts, chunk.samples, chunk.responses,
+                   session.reward.needs_all_samples)
+    overlaps = {"always": True, "never": False}.get(session.cfg.reward.overlap,
+                                                    session.reward.waits)
+    if not overlaps or (question.together and not session.backend.ranks.first):
+        return PendingScores(question, asking(session, context, question))
+    return PendingScores(question, begin(session, context, partial(score, session, question),
+                                         None if previous is None else previous.work))
+
+
+def judge(session: EvalSession, context: StepContext, prompts: PromptBatch, out: Samples,
+          responses: list[str], phase: str) -> tuple[RewardScores, Metrics]:
     """The scores of this rank's samples, and each metric by sample. All ranks call it in step.
 
     Raises:
         RewardError: on all ranks, what went wrong on any.
     """
     metric = session.metric
-    question = ask(session, prompts, out, responses, session.reward.needs_all_samples)
-    scores = question.answer(asking(session, question), phase)
+    question = ask(session, context, prompts, out, responses, session.reward.needs_all_samples)
+    scores = question.answer(asking(session, context, question), phase)
     if metric is None:
         return scores, {}
     if metric.needs_all_samples != session.reward.needs_all_samples:
-        question = ask(session, prompts, out, responses, metric.needs_all_samples)
+        question = ask(session, context, prompts, out, responses, metric.needs_all_samples)
     return scores, question.answer(
         lambda: metric.compute(in_steps(session.reward, question.request)), phase)
 
@@ -142,8 +179,8 @@ def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:
         name: woven([share.columns[name] for share in shares]) for name in shares[0].columns})
 
 
-def begin(session: EvalSession, work: Callable[[], T], before: Callable[[], T] | None
-          ) -> Callable[[], T]:
+def begin(session: EvalSession, context: StepContext, work: Callable[[], T],
+          before: Callable[[], T] | None) -> Callable[[], T]:
     """Start ``work`` in a thread; the function returned waits for it.
 
     Nothing in it may talk to other ranks: collectives belong to the main thread. The thread is a
@@ -164,4 +201,4 @@ def begin(session: EvalSession, work: Callable[[], T], before: Callable[[], T] |
             before()
         return beside(work)
 
-    return partial(outcome_of, in_daemon(body, "reward"), session.stop.check)
+    return partial(outcome_of, in_daemon(body, "reward"), context.stop.check)

@@ -1,11 +1,7 @@
-"""Phase 1: prompts to scored samples.
+"""The parts of a rollout: samples of the policy in chunks, forward passes over a chunk, and the
+chunks of all ranks as one record."""
 
-Prompts are dealt over the ranks. A sampler continues them, chunk by chunk; each chunk is scored by
-the reward (in a thread beside generation, where it waits for others) and measured by forward
-passes; the chunks of all ranks are the rollout.
-"""
-
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +13,7 @@ import torch
 from ppocli.columns import rows_of
 from ppocli.config.algorithm import corrects, full_kl_in_loss, kl_estimator
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.episode import told_alone
+from ppocli.episode import without_environments
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models import passes
 from ppocli.models.head import HeadWeights
@@ -25,85 +21,39 @@ from ppocli.models.vocabulary import vocabulary_of
 from ppocli.ppo.kl import kl_per_token
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.rewards.records import RewardScores
-from ppocli.sampling.sampler import Speaker, sample_chunks
+from ppocli.sampling.sampler import GenerationModel, sample_chunks
 from ppocli.sampling.samples import Samples, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.storage import faults
 from ppocli.tasks.ppo.records import Rollout
-from ppocli.tasks.ppo.reward_calls import Question, ask, asking, begin, score
 from ppocli.tasks.ppo.session import EvalSession, Session
+from ppocli.training.task import StepContext
 
 
-def collect_rollout(session: Session, start: int, count: int, drawn: Samples | None = None
-                    ) -> Rollout:
-    """Generate, score and measure the samples of so many episodes, ``chunk_size`` at a time on
-    every rank.
-
-    Each rank takes its share; the result, the same on all ranks, is the whole rollout in the order
-    of the episodes.
-
-    Args:
-        start: number of the first episode.
-        drawn: the samples, of an earlier policy, in place of the present one's.
+def whole_rollout(session: Session, context: StepContext, parts: Sequence[Rollout]) -> Rollout:
+    """The samples of all ranks, from this rank's, of which there may be none, in the order of their
+    episodes. All ranks call it in step.
 
     Raises:
         ConfigError: ratios to the sampler's logprobs are asked for, and it computes none.
     """
-    rows, own = session.backend.ranks.share(range(count))
-    prompts = session.next_prompts(start, count).rows(rows)
-    with session.acting() as acting:
-        mine = list(_collect_chunks(acting, prompts, own, drawn and drawn.rows(rows)))
-    whole, ppo = of_all_ranks(session, mine), session.cfg.ppo
-    if (ppo.old_logprobs == "sampler" and not bool(whole.logprobs.any())) or (
+    whole = of_all_ranks(session, parts)
+    if (session.cfg.ppo.old_logprobs == "sampler" and not bool(whole.logprobs.any())) or (
             corrects(session.cfg) and whole.gap is None):
         raise ConfigError(f"{type(session.sampler).__name__} says no logprobs of what it samples.",
                           where="ppo.old_logprobs, ppo.importance, rollout.engine",
                           fix="let it compute them, or use ppo.old_logprobs=trainer alone")
     if session.backend.ranks.world > 1:
-        session.clock.mark("gather")
+        context.clock.mark("gather")
     return whole
 
 
-def of_all_ranks(session: Session, mine: Sequence[Rollout]) -> Rollout:
-    """The samples of all ranks in the order of their episodes. All ranks call it in step.
-
-    Args:
-        mine: this rank's, of which there may be none.
-    """
-    found = session.backend.ranks.gather(Rollout.joined(mine) if mine else None)
-    whole = Rollout.joined([part for part in found if part is not None])
-    return whole if len(found) == 1 else whole.rows(
+def of_all_ranks(session: Session, parts: Sequence[Rollout]) -> Rollout:
+    """As :func:`whole_rollout`, without its check."""
+    shares = session.backend.ranks.gather(Rollout.joined(parts) if parts else None)
+    whole = Rollout.joined([part for part in shares if part is not None])
+    return whole if len(shares) == 1 else whole.rows(
         sorted(range(len(whole)), key=lambda i: whole.prompts.episodes[i]))
-
-
-def _collect_chunks(session: Session, prompts: PromptBatch, own: int, drawn: Samples | None
-                    ) -> Iterator[Rollout]:
-    """A rollout for each chunk that has some of the first ``own`` rows, which are this rank's.
-
-    A reward that waits for others (``reward.overlap``) scores a chunk while the next one is
-    generated. It is asked for one chunk at a time and in their order, either way.
-    """
-    stop, clock, ranks = session.stop, session.clock, session.backend.ranks
-    at_first = session.reward.needs_all_samples
-    beside = {"always": True, "never": False}.get(session.cfg.reward.overlap, session.reward.waits)
-    asked: list[tuple[Chunk, Question, Callable[[], RewardScores]]] = []
-    for chunk in generate_chunks(session, prompts, own, drawn):
-        question = ask(session, chunk.prompts, chunk.mine, chunk.responses, at_first)
-        work = asking(session, question)
-        if beside and (ranks.first or not question.together):
-            work = begin(session, partial(score, session, question),
-                         asked[-1][2] if asked else None)
-        asked.append((chunk, question, work))
-    forward = drawn is not None or not session.from_decode
-    for chunk, question, work in asked:
-        clock.mark("rollout")
-        measured = measure_chunk(session, chunk, forward=forward)
-        clock.mark("scoring")
-        scores = question.answer(work, "reward")
-        stop.meet()
-        clock.mark("reward")
-        if len(chunk):
-            yield rollout_of(session, chunk, scores, measured)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,35 +64,38 @@ class Chunk:
     """its samples, the last of which may only keep the ranks in step"""
     prompts: PromptBatch
     """of this rank's own samples, as all below"""
-    mine: Samples
+    samples: Samples
     responses: list[str]
 
     def __len__(self) -> int:
         return len(self.responses)
 
 
-def generate_chunks(session: Session, prompts: PromptBatch, own: int, drawn: Samples | None = None
-                    ) -> Iterator[Chunk]:
-    """Sample one response to each prompt, the first ``own`` of them for this rank: each chunk as
-    soon as it is there, in their order. All ranks call it in step.
+def generate_chunks(session: Session, context: StepContext, prompts: PromptBatch, num_local: int,
+                    samples: Samples | None = None) -> Iterator[Chunk]:
+    """Sample one response to each prompt, the first ``num_local`` of them for this rank: each chunk
+    as soon as it is complete, in their order. All ranks call it in step.
 
     Args:
-        drawn: as of :func:`collect_rollout`.
+        samples: as of :func:`ppocli.tasks.ppo.step.collect_rollout`, this rank's.
     """
     start = 0
-    made = sample_policy(session, prompts, session.sampling, ROLLOUT) if drawn is None else (
-        drawn.rows(slice(i, i + session.chunk_size))
+    made = sample_policy(
+        session, context, prompts, session.sampling, ROLLOUT) if samples is None else (
+        samples.rows(slice(i, i + session.chunk_size))
         for i in range(0, len(prompts), session.chunk_size))
     with closing(made) as parts:
         for out in parts:
-            count = min(max(own - start, 0), len(out))
-            some, mine = prompts.rows(range(start, start + len(out))).first(count), out.first(count)
-            yield Chunk(out, some, mine, response_texts(session, some, mine, session.sampling))
+            count = min(max(num_local - start, 0), len(out))
+            part = prompts.rows(range(start, start + len(out))).first(count)
+            counted = out.first(count)
+            yield Chunk(out, part, counted, response_texts(session, part, counted,
+                                                           session.sampling))
             start += len(out)
 
 
-def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int
-                  ) -> Generator[Samples]:
+def sample_policy(session: EvalSession, context: StepContext, prompts: PromptBatch,
+                  spec: SamplingSpec, stream: int) -> Generator[Samples]:
     """One sample of the policy per prompt, ``chunk_size`` at a time. All ranks call it in step.
 
     Raises:
@@ -153,15 +106,15 @@ def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec
     policy = session.policy.eval()
     vocabulary = vocabulary_of(policy.lm)
     head = policy.value_head if policy.values_while_decoding else None
-    speaker = Speaker(policy.lm, head)
+    model = GenerationModel(policy.lm, head)
     # in fp32 they are what a forward pass gives; half of the room is for those without padding
     exact = session.from_decode and session.backend.precision == "fp32"
     if stream == ROLLOUT and exact and policy.split is not None:
         tokens = prompts.tokens.shape[1] + spec.max_new_tokens
         width = policy.lm.get_input_embeddings().weight.shape[-1]
         if 4 * session.cfg.ppo.num_rollouts * tokens * width <= session.frozen_states_bytes // 2:
-            speaker = Speaker(policy.lm, head, policy.split)
-    for out in _chunks(session, prompts, spec, stream, speaker):
+            model = GenerationModel(policy.lm, head, policy.split)
+    for out in _chunks(session, context, prompts, spec, stream, model):
         if not bool(torch.isfinite(out.logprobs).all()):
             raise DivergedError("The policy became non-finite: its token probabilities are NaN.",
                                 fix="lower ppo.optimizer.lr, raise ppo.init_kl_coef, or use "
@@ -175,22 +128,22 @@ def sample_policy(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec
         yield out
 
 
-def sample_reference(session: EvalSession, view: Any, prompts: PromptBatch, spec: SamplingSpec,
-                     stream: int) -> Samples:
+def sample_reference(session: EvalSession, context: StepContext, view: Any, prompts: PromptBatch,
+                     spec: SamplingSpec, stream: int) -> Samples:
     """One sample of the reference per prompt, with the random numbers of the policy's. All ranks
     call it in step.
 
     Args:
         view: the reference as a model.
     """
-    speaker = Speaker(view, reference=True)
-    return Samples.joined(list(_chunks(session, prompts, spec, stream, speaker)))
+    model = GenerationModel(view, reference=True)
+    return Samples.joined(list(_chunks(session, context, prompts, spec, stream, model)))
 
 
-def _chunks(session: EvalSession, prompts: PromptBatch, spec: SamplingSpec, stream: int,
-            speaker: Speaker) -> Iterator[Samples]:
-    return sample_chunks(session.sampler, session.passes, prompts, spec, stream, speaker,
-                         session.stop, phase="rollout" if stream == ROLLOUT else "evaluation",
+def _chunks(session: EvalSession, context: StepContext, prompts: PromptBatch, spec: SamplingSpec,
+            stream: int, model: GenerationModel) -> Iterator[Samples]:
+    return sample_chunks(session.sampler, session.passes, prompts, spec, stream, model,
+                         context.stop, phase="rollout" if stream == ROLLOUT else "evaluation",
                          chunk=session.chunk_size)
 
 
@@ -217,25 +170,27 @@ class Measured:
     """as of :class:`Rollout`"""
 
 
-def measure(session: EvalSession, out: Samples, *, phase: str, **wanted: Any) -> Measured:
+def measure(session: EvalSession, context: StepContext, out: Samples, *, phase: str,
+            **options: Any) -> Measured:
     """Forward passes over B samples as :func:`_measure` makes them. All ranks call it in step.
 
     Args:
         phase: of :data:`ppocli.training.task.PASSES`.
-        wanted: further arguments of :func:`_measure`.
+        options: further arguments of :func:`_measure`.
 
     Raises:
         OutOfMemoryError: there is no room for one sample.
     """
-    asked = min(session.forward_rows, len(out))
-    return session.passes.retry(phase, asked, int(out.sequences.spans.max()), lambda: _measure(
-        session, out, session.passes.limit(phase, asked), **wanted), in_step=session.scores_in_step)
+    rows = min(session.forward_rows, len(out))
+    return session.passes.retry(phase, rows, int(out.sequences.spans.max()), lambda: _measure(
+        session, context, out, session.passes.limit(phase, rows), **options),
+        in_step=session.scores_in_step)
 
 
 @torch.no_grad()
-def _measure(session: EvalSession, out: Samples, size: int, *, want_policy: bool, want_values: bool,
-             estimator: str, temperature: float, most_frozen_bytes: int = 0,
-             want_ref_states: bool = False) -> Measured:
+def _measure(session: EvalSession, context: StepContext, out: Samples, size: int, *,
+             want_policy: bool, want_values: bool, estimator: str, temperature: float,
+             most_frozen_bytes: int = 0, want_ref_states: bool = False) -> Measured:
     """Reference logprobs, KL, and the policy's own on demand, ``size`` rows per pass, on this rank.
 
     Args:
@@ -260,44 +215,47 @@ def _measure(session: EvalSession, out: Samples, size: int, *, want_policy: bool
     kept_at = policy.split if 0 < needed <= most_frozen_bytes else None
     frozen = [None if kept_at is None or out.frozen_states is None else
               passes.known_states(out.frozen_states, one.rows, one.batch) for one in batches]
-    said: list[passes.Scored] = []
-    compared: list[passes.Scored] = []
+    policy_scores: list[passes.Scored] = []
+    reference_scores: list[passes.Scored] = []
     with session.backend.autocast():
         if want_policy or want_values or whole:
             split = kept_at if reference is None else reference.split or kept_at
             for i, one in enumerate(batches):
-                session.stop.check()
+                context.stop.check()
                 faults.point("scoring.forward", size)
-                said.append(passes.score_policy(
+                policy_scores.append(passes.score_policy(
                     policy, one, temperature=temperature, split=split, want_logprobs=want_policy,
                     want_values=want_values, keep_hidden=whole))
-                frozen[i] = frozen[i] if said[i].frozen_states is None else said[i].frozen_states
+                if policy_scores[i].frozen_states is not None:
+                    frozen[i] = policy_scores[i].frozen_states
         if reference is not None:
             head = HeadWeights.of(policy.lm).as_now()
             with reference.view(policy.lm) as view:
                 for i, one in enumerate(batches):
-                    session.stop.check()
+                    context.stop.check()
                     faults.point("scoring.forward", size)
-                    compared.append(passes.score_reference(
+                    reference_scores.append(passes.score_reference(
                         reference, view, one, head, temperature=temperature,
-                        hidden=said[i].states if whole else None, frozen_states=frozen[i],
+                        hidden=policy_scores[i].states if whole else None, frozen_states=frozen[i],
                         split=kept_at if view is policy.lm else None))
-                    frozen[i] = compared[i].frozen_states
+                    frozen[i] = reference_scores[i].frozen_states
     shape = out.mask.shape
     spread = partial(passes.spread, batches, shape=shape)
-    logprobs = spread([one.logprobs for one in said]) if want_policy else None
-    values = spread([one.values for one in said]) if want_values else None
+    logprobs = spread([one.logprobs for one in policy_scores]) if want_policy else None
+    values = spread([one.values for one in policy_scores]) if want_values else None
     sampled = out.logprobs if logprobs is None else logprobs
-    ref_logprobs = sampled if reference is None else spread([one.logprobs for one in compared])
-    kl = (spread([one.full_kl for one in compared]) if whole and compared else
+    ref_logprobs = sampled if reference is None else spread(
+        [one.logprobs for one in reference_scores])
+    kl = (spread([one.full_kl for one in reference_scores]) if whole and reference_scores else
           torch.zeros(shape) if whole else kl_per_token(sampled, ref_logprobs, estimator))
     return Measured(logprobs, values, ref_logprobs, kl * out.mask, passes.states_of_samples(
         batches, frozen, len(out.mask), 0 if kept_at is None else most_frozen_bytes),
-        passes.states_by_sample(batches, [one.states for one in compared], out.mask.sum(1))
-        if want_ref_states and compared else [])
+        passes.states_by_sample(batches, [one.states for one in reference_scores], out.mask.sum(1))
+        if want_ref_states and reference_scores else [])
 
 
-def measure_chunk(session: Session, chunk: Chunk, *, forward: bool) -> Measured:
+def measure_chunk(session: Session, context: StepContext, chunk: Chunk, *, forward: bool
+                  ) -> Measured:
     """The forward passes over a chunk's samples. All ranks call it in step.
 
     Args:
@@ -307,7 +265,7 @@ def measure_chunk(session: Session, chunk: Chunk, *, forward: bool) -> Measured:
     policy, in_loss = session.policy, full_kl_in_loss(session.cfg.ppo)
     want_values = policy.value_head is not None and (forward or not policy.values_while_decoding)
     want_policy = forward and session.cfg.ppo.old_logprobs == "trainer"
-    return measure(session, chunk.out, phase="scoring", want_policy=want_policy,
+    return measure(session, context, chunk.out, phase="scoring", want_policy=want_policy,
                    want_values=want_values, want_ref_states=in_loss,
                    estimator="k1" if in_loss else kl_estimator(session.cfg.ppo),
                    temperature=session.sampling.temperature,
@@ -316,19 +274,20 @@ def measure_chunk(session: Session, chunk: Chunk, *, forward: bool) -> Measured:
 
 
 def rollout_of(session: Session, chunk: Chunk, scores: RewardScores, measured: Measured) -> Rollout:
-    """The own rows of a scored and measured chunk."""
-    mine, found = chunk.mine, rows_of(measured, slice(len(chunk)))
-    return Rollout(prompts=chunk.prompts, sequences=mine.sequences,
-                   logprobs=mine.logprobs if found.logprobs is None else found.logprobs,
-                   ref_logprobs=found.ref_logprobs,
-                   values=mine.values if found.values is None else found.values, kl=found.kl,
-                   scores=scores.scores, dense=_dense_rewards(scores, mine.mask),
-                   valid=torch.tensor(scores.valid), finished=mine.finished,
+    """A scored and measured chunk as a rollout, of this rank's own samples."""
+    samples, figures = chunk.samples, rows_of(measured, slice(len(chunk)))
+    return Rollout(prompts=chunk.prompts, sequences=samples.sequences,
+                   logprobs=samples.logprobs if figures.logprobs is None else figures.logprobs,
+                   ref_logprobs=figures.ref_logprobs,
+                   values=samples.values if figures.values is None else figures.values,
+                   kl=figures.kl,
+                   scores=scores.scores, dense=_dense_rewards(scores, samples.mask),
+                   valid=torch.tensor(scores.valid), finished=samples.finished,
                    has_reference=session.reference is not None,
                    responses=chunk.responses, parts=scores.parts, logs=scores.logs,
-                   frozen_states=found.frozen_states, ref_states=found.ref_states,
-                   sampler_logprobs=None if found.logprobs is None else mine.logprobs,
-                   episodes=told_alone(mine.episodes or ()))
+                   frozen_states=figures.frozen_states, ref_states=figures.ref_states,
+                   sampler_logprobs=None if figures.logprobs is None else samples.logprobs,
+                   episodes=without_environments(samples.episodes) if samples.episodes else [])
 
 
 def _dense_rewards(scores: RewardScores, mask: torch.Tensor) -> torch.Tensor | None:

@@ -9,7 +9,7 @@ from typing import Any, Self
 from ppocli.config import tasks
 from ppocli.config.algorithm import decoding_scores, kl_estimator, kl_in, reference_sharded
 from ppocli.config.sampling import longest_response
-from ppocli.config.schema import GenerationConfig, RewardConfig, TrainConfig
+from ppocli.config.schema import RewardConfig, TrainConfig
 from ppocli.data import data_set, prompt_set, sources
 from ppocli.data.render import by_template
 from ppocli.errors import ConfigError, InputError
@@ -17,20 +17,18 @@ from ppocli.models import passes
 from ppocli.models.fast import attention
 from ppocli.models.loading import adapters, chat_template, language_model, model_config
 from ppocli.models.loading.tokenizer import load_tokenizer
-from ppocli.models.policy import Policy
-from ppocli.models.reference import AdapterReference, Reference
+from ppocli.models.policy import AdapterReference, Policy, Reference
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
 from ppocli.parallel.backend import Backend
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling import decoding
 from ppocli.sampling.sampler import Sampler, SamplerSetup
-from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
+from ppocli.sampling.token_choice import SamplingSpec
 from ppocli.sampling.vllm.sampler import check_engine
 from ppocli.tasks import building, supervised
-from ppocli.text import shown
 from ppocli.training import optimizers, updates
-from ppocli.training.clock import PhaseClock
-from ppocli.training.task import PASSES, PythonObjects
+from ppocli.training.state import PhaseClock
+from ppocli.training.task import PASSES, PythonObjects, StepContext
 from ppocli.zero.oom_retry import PassRows
 from ppocli.zero.sharded_weights import is_sharded, one_gathered
 
@@ -60,13 +58,16 @@ class EvalSession:
     """how many rows passes have had to be cut down to"""
     packs: bool
     """whether all models take rows packed without padding"""
-    progress: tuple[int, int, float] = field(default=(0, 0, 0.0), kw_only=True)
-    """steps done, steps in all and passes over the prompts, as rewards are told"""
-    stop: StopFlag = field(default_factory=StopFlag, kw_only=True)
-    """of whoever asks for samples; polled between tokens, passes and phases"""
-
+    planned_steps: int = field(default=0, kw_only=True)
+    """steps of the whole run by its configuration; 0 where that doesn't say"""
     decoding_differs: bool = field(default=False, kw_only=True)
     """whether updates have shown that the sampler's logprobs don't match"""
+
+    def context(self, stop: StopFlag | None = None, clock: PhaseClock | None = None
+                ) -> StepContext:
+        """What sampling and scoring need of a caller other than the training loop."""
+        return StepContext(stop or StopFlag(), clock or PhaseClock(self.backend.device),
+                           (0, self.planned_steps, 0.0))
 
     @property
     def from_decode(self) -> bool:
@@ -139,16 +140,14 @@ class Session(EvalSession):
 
     trained: updates.Trained
     prompts: prompt_set.PromptSet
-    clock: PhaseClock
-    """of whoever asks for samples"""
     examples: data_set.Examples | None = field(default=None, kw_only=True)
     """of ``ppo.ptx.data``; None where none are mixed in"""
 
     def share_of_prompts(self, start: int, count: int) -> tuple[prompt_set.PromptBatch, int]:
         """This rank's of the next prompts, and how many of them are its own, as of
         :meth:`~ppocli.parallel.ranks.Ranks.share`."""
-        rows, own = self.backend.ranks.share(range(count))
-        return self.next_prompts(start, count).rows(rows), own
+        rows, num_local = self.backend.ranks.share(range(count))
+        return self.next_prompts(start, count).rows(rows), num_local
 
     def next_prompts(self, start: int, count: int) -> prompt_set.PromptBatch:
         """The prompts of episodes ``start`` to ``start + count``, each ``ppo.n`` times in a row;
@@ -160,17 +159,6 @@ class Session(EvalSession):
             shuffle=self.cfg.prompts.shuffle)
         return self.prompts.batch([indices[e // n - first] for e in episodes], list(episodes),
                                   self.tokenizer.pad_token_id)
-
-
-def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, SamplingSpec]:
-    """``top_k=50`` and the like -> sampling at evaluation with that value of the one key of
-    ``generation.eval`` that is a list; empty without a list.
-
-    Args:
-        first: sampling at evaluation by :func:`sampling_specs`.
-    """
-    return {f"{name}={shown(value)}": replace(first, **{name: value}) for name in SAMPLING_KEYS
-            if isinstance(values := getattr(cfg.eval, name), list) for value in values}
 
 
 def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
@@ -185,10 +173,11 @@ def max_prompt_tokens(cfg: TrainConfig, lm: Any) -> int:
     longest = longest_response(cfg)
     if longest >= limit:
         count = num_virtual_tokens(lm)
-        beside = f" beside its {count} virtual tokens" if count else ""
+        with_virtual = f" beside its {count} virtual tokens" if count else ""
         key = "generation.max_new_tokens" if cfg.env.fn is None else "env.max_tokens"
         raise ConfigError(f"{longest} new tokens leave no room for a prompt: the model has "
-                          f"{limit} positions{beside}.", where=key, fix=f"set {key} below {limit}")
+                          f"{limit} positions{with_virtual}.", where=key,
+                          fix=f"set {key} below {limit}")
     return limit if has_encoder(lm) else limit - longest
 
 
@@ -266,18 +255,18 @@ def _load_prompt_sets(cfg: TrainConfig, tokenizer: Any, lm: Any, objects: Python
         prompts = prompt_set.load_prompts(keys, tokenizer, items=objects.prompts, **how)
     eval_prompts = prompt_set.load_eval_prompts(keys, tokenizer, training=prompts,
                                                 items=objects.eval_prompts, **how)
-    for found in (prompts, eval_prompts):
-        if len(found):
-            reward.check_columns(list(found.columns))
+    for prompt_data in (prompts, eval_prompts):
+        if len(prompt_data):
+            reward.check_columns(list(prompt_data.columns))
     if metric is not None:
         metric.check_columns(list(eval_prompts.columns))
     if keys.chat and keys.tools is None and cfg.env.fn is None and "tools" in prompts.columns:
         log.info("prompts: the chat template is not told of the column tools; prompts.tools=tools "
                  "does so")
-    for name, found in (("prompts", prompts), ("evaluation prompts", eval_prompts)):
-        for note in found.notes if training or found is eval_prompts else ():
+    for name, prompt_data in (("prompts", prompts), ("evaluation prompts", eval_prompts)):
+        for note in prompt_data.notes if training or prompt_data is eval_prompts else ():
             log.info("%s: %s", name, note)
-        for warning in found.warnings:
+        for warning in prompt_data.warnings:
             log.warning("%s: %s.", name, warning)
     return prompts, eval_prompts
 
@@ -318,11 +307,11 @@ def _take_packed(policy: Policy, reference: Reference | None) -> bool:
     models = [policy.lm, getattr(policy.value_trunk, "lm", None)]
     # each of them on every rank
     takes = [attention.takes_packed(lm) for lm in models if lm is not None]
-    found = all(takes)
+    all_take = all(takes)
     if reference is None:
-        return found
+        return all_take
     with reference.view(policy.lm) as view:
-        return attention.takes_packed(view) and found
+        return attention.takes_packed(view) and all_take
 
 
 def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:
@@ -365,9 +354,8 @@ def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) ->
                    reference=reference, eval_prompts=eval_prompts, reward=reward, metric=metric,
                    sampling=sampling, eval_sampling=eval_sampling, sampler=sampler,
                    passes=PassRows(backend, PASSES), trained=trained, prompts=prompts,
-                   clock=PhaseClock(backend.device), examples=examples,
-                   packs=_take_packed(policy, reference),
-                   progress=(0, tasks.planned_steps(cfg, len(prompts)) or 0, 0.0))
+                   examples=examples, packs=_take_packed(policy, reference),
+                   planned_steps=tasks.planned_steps(cfg, len(prompts)) or 0)
 
 
 def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects, *,
@@ -385,11 +373,11 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
     reward, metric = (_build_judges(cfg, objects, backend.ranks.first) if judges is None
                       else (judges.reward, judges.metric))
     cfg = replace(cfg, reward=reward.cfg)
-    own = model_config.policy_config(cfg.model, policy)
-    cfg = chat_template.decided(cfg, policy, own.revision)
-    tokenizer = load_tokenizer(own)
-    loaded = decoding.load_judged(own, cfg.hardware)
-    language_model.fit_vocabulary(tokenizer, loaded.lm, own)
+    model_cfg = model_config.policy_config(cfg.model, policy)
+    cfg = chat_template.decided(cfg, policy, model_cfg.revision)
+    tokenizer = load_tokenizer(model_cfg)
+    loaded = decoding.load_judged(model_cfg, cfg.hardware)
+    language_model.fit_vocabulary(tokenizer, loaded.lm, model_cfg)
     _, eval_prompts = _load_prompt_sets(cfg, tokenizer, loaded.lm, objects, reward, metric,
                                         training=False)
     wrapped = building.placed(backend, Policy(loaded.lm, None))
@@ -403,4 +391,4 @@ def build_eval_session(cfg: TrainConfig, backend: Backend, objects: PythonObject
                        sampler=building.build_sampler(
                            setup, building.environment_of(cfg, eval_prompts)),
                        passes=PassRows(backend, PASSES), packs=_take_packed(wrapped, reference),
-                       progress=(0, tasks.planned_steps(cfg) or 0, 0.0))
+                       planned_steps=tasks.planned_steps(cfg) or 0)

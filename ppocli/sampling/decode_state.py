@@ -1,0 +1,362 @@
+"""What decode loops work on: the model and how it samples (``Decoder``), the responses so far
+(``DecodeState``), and the rows fed next with their cached keys and values (``LiveRows``)."""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from ppocli.models import head, layer_stack, layout, transformers_internals, trunk
+from ppocli.models.layer_stack import SplitPoint
+from ppocli.models.vocabulary import vocabulary_of
+from ppocli.parallel.backend import to_device, to_host
+from ppocli.sampling import samples, token_choice
+
+CONTEXT = 4
+"""tokens in front of those that are looked at, as much as a tokenizer lets their text depend on"""
+Watch = Callable[[torch.Tensor, torch.Tensor], None]
+"""is shown tokens and mask [B, R + 1] of the responses so far, on the model's device"""
+
+
+@dataclass(frozen=True, slots=True)
+class Decoder:
+    """A model that continues prompts, and how. Made by samplers, read by decode loops."""
+
+    lm: Any
+    """a transformers causal LM or encoder-decoder in eval mode"""
+    spec: token_choice.SamplingSpec
+    tokenizer: Any = None
+    """finds stop sequences; not needed without any"""
+    start: int | None = None
+    """the token that a decoder beside an encoder starts from; None for a causal LM"""
+    value_head: Any = None
+    """adds the value of the state before each token"""
+    split: SplitPoint | None = None
+    """the layer whose inputs are kept (:attr:`Generation.frozen_states`)"""
+    poll: Callable[[], None] = lambda: None
+    """called before every token; may raise to stop"""
+    watch: Watch = lambda tokens, mask: None
+    """shown all tokens so far after every token"""
+    records: bool = False
+    """whether a GPU may be given what feeds a token as a recorded graph"""
+    all_alive: Callable[[int], int] = int
+    """from the number of rows that are still alive here to the most that are anywhere; decoding
+    goes on until none is. For ranks whose forward passes must be equally many, which all decode the
+    same number of rows at once and never refill"""
+
+
+class DecodeState:
+    """What has been drawn so far of the responses to N prompts, on the model's device.
+
+    Rows that have ended may be fed on: what is drawn for them then is left out.
+
+    Args:
+        prompt_tokens, prompt_mask: [N, Q], as :func:`ppocli.sampling.decoding.decode`.
+        uniform: [N, R] array in (0, 1), as :func:`ppocli.sampling.decoding.decode`.
+        limits: [N] most tokens of each response, or None.
+    """
+
+    frozen_states: torch.Tensor | None = None
+    """[N, Q + R, D] what entered the layer of :attr:`Decoder.split`"""
+
+    def __init__(self, decoder: Decoder, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor,
+                 uniform: Any, limits: Any) -> None:
+        self.decoder, self.prompt_tokens = decoder, prompt_tokens.shape[1]
+        device = decoder.lm.base_model.device
+        noise = to_device(torch.as_tensor(uniform, dtype=torch.float64), device)
+        count, self.steps = noise.shape
+        # what is drawn behind the end of a row goes to the column after the last, at the latest
+        self.noise = torch.nn.functional.pad(noise, (0, 1), value=0.5)
+        self.tokens, self.mask, self.logprobs, self.values = (
+            torch.zeros(count, self.steps + 1, dtype=kind, device=device)
+            for kind in (torch.long, torch.bool, torch.float32, torch.float32))
+        self.finished = torch.zeros(count, dtype=torch.bool, device=device)
+        self.limits = torch.full((count,), self.steps, device=device) if limits is None else \
+            to_device(torch.as_tensor(limits, dtype=torch.long), device)
+        self.vocabulary = vocabulary_of(decoder.lm)
+        self.gaps = self.vocabulary.gaps_on(device)
+        self.stops = to_device(torch.tensor(
+            [i for i in decoder.spec.stop_ids if i < self.vocabulary.size], dtype=torch.long),
+            device)
+        self.before: list[list[int]] = [[]] * count
+        """what the text of each response stands behind: the last tokens of its prompt"""
+        if decoder.spec.stop_sequences and decoder.start is None:
+            special = set(decoder.tokenizer.all_special_ids)
+            self.before = [[i for i in row[kept].tolist() if i not in special][-CONTEXT:]
+                           for row, kept in zip(prompt_tokens, prompt_mask, strict=True)]
+        self.penalises = decoder.spec.repetition_penalty != 1.0
+        if self.penalises:
+            # what stands before a response: its prompt, or the one token that a decoder starts from
+            self.context = (to_device(prompt_tokens.masked_fill(~prompt_mask, -1), device)
+                          if decoder.start is None else
+                          torch.full((count, 1), decoder.start, device=device))
+
+    def add(self, rows: torch.Tensor, at: torch.Tensor, done: torch.Tensor, logits: torch.Tensor,
+            hidden: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw one more token of some rows.
+
+        Args:
+            rows: [b] their places among all.
+            at: [b] how many tokens each has.
+            done: [b] bool, true where the response has ended before.
+            logits: [b, V] of all rows of the output embedding.
+            hidden: [b, D] the states before the token; not needed without a value head.
+
+        Returns:
+            The tokens [b], and bool [b] that is true where the response has ended now.
+        """
+        spec, value_head, alive = self.decoder.spec, self.decoder.value_head, ~done
+        logits = self.vocabulary.cut(logits, self.gaps)
+        seen = self._seen(rows, logits.shape[1]) if self.penalises else None
+        chosen, logprobs = token_choice.choose(logits, self.noise[rows, at], spec, at, self.stops,
+                                               seen)
+        self.tokens[rows, at] = torch.where(alive, chosen, 0)
+        self.mask[rows, at] = alive
+        self.logprobs[rows, at] = torch.where(alive, logprobs, 0.0)
+        if value_head is not None:
+            self.values[rows, at] = torch.where(alive, value_head(hidden), 0.0)
+        ended = torch.isin(chosen, self.stops)
+        if spec.stop_sequences:
+            ended |= self._ends_with_stop(rows, at)
+        self.finished[rows] |= alive & ended
+        return chosen, done | ended | (self.limits[rows] <= at + 1)
+
+    def _seen(self, rows: torch.Tensor, vocabulary: int) -> torch.Tensor:
+        """[b, V] bool: the tokens that are in the prompt or the response so far."""
+        tokens = torch.where(self.mask[rows], self.tokens[rows], -1)
+        ids = torch.cat([self.context[rows], tokens], dim=1)
+        # the column behind the last takes what is no token, and those that have no logit
+        places = torch.where((ids < 0) | (ids > vocabulary), vocabulary, ids)
+        seen = torch.zeros(len(rows), vocabulary + 1, dtype=torch.bool, device=ids.device)
+        return seen.scatter_(1, places, True)[:, :vocabulary]
+
+    def _ends_with_stop(self, rows: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        """[b] bool: a stop sequence is complete within the newest tokens of each row, and was not
+        before there were ``min_new_tokens``.
+
+        Looked for in decoded text, since a tokenizer may cut the same text in several ways.
+        """
+        spec = self.decoder.spec
+        # a token holds at least one byte, and a few more are for context
+        window = max(len(stop.encode()) for stop in spec.stop_sequences) + CONTEXT
+        places = at[:, None] - torch.arange(window - 1, -1, -1, device=at.device)
+        newest, numbers, ats = (stops.tolist() for stops in to_host(
+            self.tokens[rows[:, None], places.clamp(min=0)], rows, at))
+        starts = [max(last + 1 - window, 0) for last in ats]
+        stops = samples.texts_and_stops(
+            self.decoder.tokenizer,
+            [[] if start else self.before[row]
+             for row, start in zip(numbers, starts, strict=True)],
+            [ids[-min(window, last + 1):] for ids, last in zip(newest, ats, strict=True)],
+            spec.stop_sequences, [max(spec.min_new_tokens - 1 - start, 0) for start in starts])
+        return to_device(torch.tensor([place is not None for _, place in stops]), at.device)
+
+    def generation(self, rows: slice) -> samples.Generation:
+        """The responses in these places, all of which have ended."""
+        finished, *columns = to_host(self.finished[rows], *(
+            one[rows, :self.steps] for one in (self.tokens, self.logprobs, self.values, self.mask)))
+        width = max(int(columns[-1].sum(1).max()), 1)
+        tokens, logprobs, values, mask = (one[:, :width] for one in columns)
+        return samples.Generation(
+            tokens, mask, logprobs, values, finished, None if self.frozen_states is None else
+            self.frozen_states[rows, :self.prompt_tokens + width - 1])
+
+
+@dataclass(slots=True)
+class LiveRows:
+    """b rows of a batch of N. Those that end are dropped, so they stop costing."""
+
+    rows: torch.Tensor
+    """[b] their places in the whole batch"""
+    at: torch.Tensor
+    """[b] response tokens that are there; counted on after the end"""
+    youngest: int
+    """the least of ``at``, where the device need not be asked for it"""
+    inputs: torch.Tensor
+    """[b, q] tokens to feed next"""
+    attention: torch.Tensor | None
+    """[b, past + q] bool, or [b, 1, 1, S] over a cache's whole room; None without padding"""
+    positions: torch.Tensor
+    """[b, q]"""
+    done: torch.Tensor
+    """[b] bool"""
+    padding: torch.Tensor
+    """[b] columns on the left that a row doesn't look at; on the CPU"""
+    cache: Any
+    """transformers' own"""
+    encoded: torch.Tensor | None = None
+    """[b, Q, D] what an encoder made of the prompts"""
+    encoder_mask: torch.Tensor | None = None
+    """[b, Q]"""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def advance(self, tokens: torch.Tensor) -> None:
+        """Feed these tokens, [b], next."""
+        self.inputs = tokens[:, None]
+        # a row that has ended stays where it is: the model may have no further position
+        self.positions = self.positions[:, -1:] + (~self.done)[:, None]
+        self.at = self.at + 1
+        self.youngest += 1
+        if self.attention is not None:
+            self.attention = torch.nn.functional.pad(self.attention, (0, 1), value=True)
+
+    def drop_done(self, done: torch.Tensor, at: torch.Tensor) -> None:
+        """Go on without the rows that have ended; one of them stays where all have, since others
+        may go on and a pass needs a row.
+
+        Args:
+            done, at: [b] as those of the rows, on the CPU.
+        """
+        keep = (~done).nonzero().squeeze(-1)
+        keep = keep if len(keep) else torch.zeros(1, dtype=torch.long)
+        self.padding, self.youngest = self.padding[keep], int(at[keep].min())
+        keep = to_device(keep, self.rows.device)
+        self.cache.batch_select_indices(keep)
+        for name in ("rows", "at", "inputs", "positions", "done", "attention", "encoded",
+                     "encoder_mask"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, value[keep])
+
+    def take_in(self, others: Self) -> None:
+        """Go on with these rows and others, each of which has a token to feed."""
+        width, widest = (transformers_internals.cached_tokens(one.cache) for one in (self, others))
+        if self.attention is not None:
+            skip = int(self.padding.min())  # what no row that is left looks at
+            self.padding, width = self.padding - skip, width - skip
+            self.attention = self.attention[:, skip:]
+            transformers_internals.drop_first_tokens(self.cache, skip)
+        most = max(width, widest)
+        if width != widest or self.attention is not None or others.attention is not None:
+            self.attention = torch.cat([_padded_mask(one, most + 1) for one in (self, others)])
+        transformers_internals.append_rows(self.cache, others.cache, most)
+        self.padding, others.padding = (self.padding + most - width, others.padding + most - widest)
+        for name in ("rows", "at", "inputs", "positions", "done", "padding"):
+            setattr(self, name, torch.cat([getattr(self, name), getattr(others, name)]))
+        self.youngest = min(self.youngest, others.youngest)
+
+
+def _padded_mask(live: LiveRows, width: int) -> torch.Tensor:
+    """The attention over so many columns, the row's own on the right."""
+    count, mask = transformers_internals.cached_tokens(live.cache) + 1, live.attention
+    if mask is None:
+        mask = torch.ones(len(live), count, dtype=torch.bool, device=live.rows.device)
+    return torch.nn.functional.pad(mask, (width - count, 0), value=False)
+
+
+class Stepped(DecodeState):
+    """Responses that are drawn by feeding live rows to a model."""
+
+    def __init__(self, decoder: Decoder, *arguments: Any) -> None:
+        super().__init__(decoder, *arguments)
+        lm = decoder.lm
+        self.logits = head.DecodingHead(lm)
+        self.virtual = trunk.virtual_tokens(lm)
+        self._module = lm.get_decoder() if trunk.has_encoder(lm) else lm.base_model
+        self._cache_name = transformers_internals.cache_name(self._module)
+        self._takes_positions = "position_ids" in inspect.signature(
+            lm.base_model.forward).parameters
+
+    def first_rows(self, rows: range, prompt_tokens: torch.Tensor, prompt_mask: torch.Tensor
+                   ) -> LiveRows:
+        """Rows whose prompts are to be fed.
+
+        Args:
+            prompt_tokens, prompt_mask: [N, Q] of all, padded on the left.
+        """
+        start, lm = self.decoder.start, self.decoder.lm
+        device = lm.base_model.device
+        cpu_mask = prompt_mask[rows.start:rows.stop]
+        skip = cpu_mask.shape[1] - max(int(cpu_mask.sum(1).max()), 1)
+        cpu_mask = cpu_mask[:, skip:]
+        tokens = to_device(prompt_tokens[rows.start:rows.stop, skip:], device)
+        mask, count = to_device(cpu_mask, device), len(cpu_mask)
+        columns: dict[str, Any] = {
+            "rows": torch.arange(rows.start, rows.stop, device=device),
+            "at": torch.zeros(count, dtype=torch.long, device=device), "youngest": 0,
+            "done": torch.zeros(count, dtype=torch.bool, device=device),
+            "padding": (~cpu_mask).sum(1), "cache": self._empty_cache(count)}
+        if start is not None:
+            tokens, mask = layout.right_padded(tokens, mask)
+            encoded = lm.get_encoder()(input_ids=tokens, attention_mask=mask.long())
+            return LiveRows(
+                **columns, attention=None, inputs=torch.full((count, 1), start, device=device),
+                positions=torch.zeros(count, 1, dtype=torch.long, device=device),
+                encoded=encoded.last_hidden_state, encoder_mask=mask.long())
+        before = 0 if self.virtual is None else self.virtual.count
+        seen = torch.nn.functional.pad(mask, (before, 0), value=True)
+        if before:  # which all rows look at
+            columns["padding"] = torch.zeros_like(columns["padding"])
+        return LiveRows(**columns, inputs=tokens, attention=None if bool(cpu_mask.all()) else seen,
+                        positions=(mask.long().cumsum(1) - 1).clamp(min=0) + before)
+
+    def _empty_cache(self, rows: int) -> Any:
+        """transformers' cache of keys and values; it may begin with those of virtual tokens."""
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        give_room, virtual = transformers_internals.give_room, self.virtual
+        if self.decoder.start is not None:
+            return EncoderDecoderCache(give_room(DynamicCache(), self.steps), DynamicCache())
+        most = self.prompt_tokens + self.steps + (0 if virtual is None else virtual.count) - 1
+        return give_room(virtual.cache(rows) if virtual is not None and virtual.in_cache
+                         else DynamicCache(config=self.decoder.lm.config), most)
+
+    def token(self, live: LiveRows, most: int = 0) -> None:
+        """Feed the live rows and draw one more token of each.
+
+        Args:
+            most: as of :meth:`ppocli.sampling.token_graph.Feeding.token`; not needed here.
+        """
+        self.decoder.poll()
+        chosen, live.done = self.draw(live)
+        live.advance(chosen)
+        self.decoder.watch(self.tokens, self.mask)
+
+    def settle(self) -> None:
+        """Without a recorded graph nothing has to end before rows join or leave."""
+
+    def draw(self, live: LiveRows) -> tuple[torch.Tensor, torch.Tensor]:
+        """As :meth:`token`; the rows themselves stay as they are.
+
+        Returns:
+            the tokens and which responses have ended, as of :meth:`DecodeState.add`.
+        """
+        with layer_stack.inputs_at(self.decoder.split, self.decoder.lm) as entering:
+            hidden = self._hidden(live)
+        at = live.at.clamp(max=self.steps)
+        if entering:
+            self._keep_frozen_states(live, at, entering[-1])
+        return self.add(live.rows, at, live.done, self.logits(hidden), hidden)
+
+    def _hidden(self, live: LiveRows) -> torch.Tensor:
+        """[b, D] the trunk's output at the newest position of every live row."""
+        lm = self.decoder.lm
+        arguments: dict[str, Any] = {"input_ids": live.inputs, self._cache_name: live.cache,
+                                     "use_cache": True}
+        if live.encoded is not None:
+            out = self._module(encoder_hidden_states=live.encoded,
+                               encoder_attention_mask=live.encoder_mask, **arguments)
+            return out.last_hidden_state[:, -1]
+        positions, virtual = live.positions, self.virtual
+        if virtual is not None and not virtual.in_cache and not live.cache.get_seq_length():
+            del arguments["input_ids"]
+            arguments["inputs_embeds"] = virtual.in_front(lm.get_input_embeddings()(live.inputs))
+            first = torch.arange(virtual.count, device=positions.device)
+            positions = torch.cat([first.expand(len(positions), -1), positions], dim=1)
+        if (mask := live.attention) is not None:
+            arguments["attention_mask"] = mask.long() if mask.dim() == 2 else mask
+        if self._takes_positions:
+            arguments["position_ids"] = positions
+        return self._module(**arguments).last_hidden_state[:, -1]
+
+    def _keep_frozen_states(self, live: LiveRows, at: torch.Tensor, states: torch.Tensor) -> None:
+        """Keep what entered a layer in one step: [b, Q, D] of prompts, later [b, 1, D]."""
+        if self.frozen_states is None:
+            self.frozen_states = states.new_zeros(
+                len(self.tokens), self.prompt_tokens + self.steps, states.shape[-1])
+        width = live.inputs.shape[1]
+        places = self.prompt_tokens - width + at[:, None] + torch.arange(width, device=at.device)
+        self.frozen_states[live.rows[:, None], places] = states[:, -width:]
