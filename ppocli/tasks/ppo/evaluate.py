@@ -28,22 +28,16 @@ def evaluation_size(session: EvalSession) -> int:
     return len(session.eval_prompts) * session.cfg.prompts.eval.repeat
 
 
-def evaluate_chunks(session: EvalSession, *, skip: int = 0) -> Iterator[list[dict[str, Any]]]:
+def evaluate_chunks(session: EvalSession) -> Iterator[list[dict[str, Any]]]:
     """Sample and score the evaluation prompts, one generate call at a time: rows as `ppocli eval`
     has them in samples.jsonl, the i-th of which answers prompt ``i % len(eval_prompts)``.
 
-    A sample is a function of seed, prompt and number alone, and chunks always begin at multiples of
-    ``chunk_size`` times the number of ranks; so an evaluation that goes on after ``skip`` samples
-    gives the very same ones.
-
-    Args:
-        skip: how many samples are there already; a multiple of ``session.chunk_size``, with
-            one rank.
+    A sample is a function of seed, prompt and number alone.
 
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    for batch, own in _shares(session, skip):
+    for batch, own in _shares(session):
         yield woven(session.backend.ranks.gather(_one_share(session, batch, own)))
 
 
@@ -54,11 +48,11 @@ def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
             if name != "metrics" and (name != "rewards" or len(value) > 1)}
 
 
-def _shares(session: EvalSession, skip: int = 0) -> Iterator[tuple[PromptBatch, int]]:
+def _shares(session: EvalSession) -> Iterator[tuple[PromptBatch, int]]:
     """This rank's prompts of each generate call, those after the first so many of which only keep
     the ranks in step."""
     ranks, prompts, total = session.backend.ranks, session.eval_prompts, evaluation_size(session)
-    for start in range(skip, total, session.chunk_size * ranks.world):
+    for start in range(0, total, session.chunk_size * ranks.world):
         session.stop.meet()
         mine, own = ranks.share(range(total)[start:start + session.chunk_size * ranks.world])
         yield prompts.batch([episode % len(prompts) for episode in mine], mine,
