@@ -10,8 +10,15 @@ from typing import Any
 
 import torch
 
-from ppocli.cli.generate import prompt_heading
-from ppocli.cli.output import awaiting_lines, complain, has_colours, say, show_text, working
+from ppocli.cli.output import (
+    awaiting_lines,
+    complain,
+    has_colours,
+    prompt_heading,
+    say,
+    show_text,
+    working,
+)
 from ppocli.cli.sampling_request import SamplingRequest
 from ppocli.config.resolved import mapping_words, with_values
 from ppocli.display.results import put

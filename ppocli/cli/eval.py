@@ -183,10 +183,10 @@ def _frontier_lines(report: dict[str, Any]) -> list[str]:
     table = [["", "KL", "reward"]]
     table += [[name, shown_figure(point["kl"]), _with_error(point["reward"], point["stderr"])]
               for name, point in {**points, "policy": frontier["policy"]}.items()]
-    return [*aligned(table), _verdict(frontier, report["generation"])]
+    return [*aligned(table), _verdict(frontier)]
 
 
-def _verdict(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
+def _verdict(frontier: dict[str, Any]) -> str:
     last, policy = frontier["points"][-1], frontier["policy"]
     more = None not in (last["reward"], last["stderr"], policy["reward"], policy["stderr"]) and (
         last["reward"] - policy["reward"] > 2 * math.hypot(last["stderr"], policy["stderr"]))
@@ -202,21 +202,11 @@ def _verdict(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
                   f"({shown_figure(last['kl'])}), so they can't be compared at the same KL; best "
                   f"of {last['n']} reaches {shown_figure(last['reward'])}"
                   + (", more at less KL." if more else "."),
-        "not comparable": f"The policy can't be placed: {_hindrance(frontier, sampling)}.",
+        "not comparable": "The policy can't be placed. That takes a KL to the base; responses at "
+                          "temperature 1 without top-k, top-p, min-p, a repetition penalty and a "
+                          f"minimum length; and a score of all {frontier['samples_each']} "
+                          "responses of the base to a prompt, and of one of the policy.",
     }[frontier["verdict"]]
-
-
-def _hindrance(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
-    if frontier["policy"]["kl"] is None:
-        return "its KL is not known"
-    if not (sampling["do_sample"] and sampling["temperature"] == 1.0 and sampling["top_k"] == 0
-            and sampling["top_p"] >= 1.0 and sampling["min_new_tokens"] == 0
-            and sampling.get("min_p", 0.0) == 0.0
-            and sampling.get("repetition_penalty", 1.0) == 1.0):
-        return ("responses were not drawn at temperature 1 without top-k, top-p, min-p, a "
-                "repetition penalty and a minimum length")
-    return (f"too few responses have a score; it takes all {frontier['samples_each']} of the base "
-            "to a prompt, and one of the policy")
 
 
 def _sample_lines(path: Path, count: int) -> Iterator[str]:

@@ -16,10 +16,10 @@ import typer
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Overrides, Run, option
-from ppocli.cli.output import complain, say, show_text, typed_text, working
+from ppocli.cli.output import complain, prompt_heading, say, show_text, typed_text, working
 from ppocli.display.results import put, result_stream
 from ppocli.errors import ConfigError, InputError, PpocliError
-from ppocli.text import clean, cut, figure, printable
+from ppocli.text import clean, figure, printable
 
 if TYPE_CHECKING:
     from ppocli.sampling.prompting import Answer
@@ -28,7 +28,6 @@ HOW = ("give --prompt TEXT, --prompts FILE (json, jsonl, csv, tsv, parquet or tx
        "standard input, one per line")
 _OPTIONS = (("prompts.path=", "--prompts "), ("prompts.column=", "--column "),
             ("prompts.chat=true", "--chat"), ("prompts.items", "standard input"))
-LONGEST_HEADING = 100
 
 
 def generate(
@@ -328,12 +327,6 @@ class ResponsePrinter:
         marks = [f"[{score}] " if self._scored else "" for score in scores]
         put(side_by_side(self._names, [mark + printable(each.text)
                                          for mark, each in zip(marks, row, strict=True)]))
-
-
-def prompt_heading(number: int, prompt: str, sample: int = 0) -> str:
-    """The line above the responses to a prompt, or above one of several episodes of it."""
-    suffix = f", sample {sample + 1}" if sample else ""
-    return f"== prompt {number + 1}{suffix}: {cut(clean(prompt), LONGEST_HEADING)}"
 
 
 def side_by_side(names: Sequence[str], texts: Sequence[str]) -> str:
