@@ -257,8 +257,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
              prompts: str | Path | Sequence[Any] | None = None, limit: int | None = None,
              num_samples: int | None = None, seed: int | None = None, step: int | None = None,
              best: bool = False, frontier: bool = False, output: str | Path | None = None,
-             name: str | None = None, overwrite: bool = False, resume: bool = False,
-             trust: bool = False) -> EvalResult:
+             name: str | None = None, overwrite: bool = False, trust: bool = False) -> EvalResult:
     """Evaluate a policy in this process, as ``ppocli eval`` does.
 
     Args:
@@ -271,8 +270,8 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         metric_fn: in place of ``reward.metric_fn``.
         prompts: a file, a folder or a Hub data set; or the prompts themselves, texts or mappings
             with a ``prompt`` and metadata.
-        limit, num_samples, seed, step, best, frontier, output, name, overwrite, resume, trust: the
-            flags of ``ppocli eval``.
+        limit, num_samples, seed, step, best, frontier, output, name, overwrite, trust: the flags
+            of ``ppocli eval``.
 
     Raises:
         PpocliError: whatever kept the evaluation from its end; samples scored so far are kept.
@@ -285,7 +284,7 @@ def evaluate(run: str | Path | None = None, overrides: Sequence[str] = (), *,
         run=_text(run), words=tuple(list_of_texts(overrides, "overrides")), against=_text(against),
         reward=reward, prompts=_text(source), limit=limit, num_samples=num_samples, seed=seed,
         step=step, best=best, frontier=frontier, output=_text(output), name=name,
-        overwrite=overwrite, resume=resume, trust=trust, own_reward=reward_fn is not None,
+        overwrite=overwrite, trust=trust, own_reward=reward_fn is not None,
         own_prompts=items is not None)
     objects = PythonObjects(reward_fn=reward_fn, metric_fn=metric_fn, eval_prompts=items)
     join_working_directory()

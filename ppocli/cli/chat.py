@@ -59,10 +59,10 @@ def converse(request: sampling_request.SamplingRequest) -> None:
 
 
 class Conversation:
-    """What was said between the user and one model.
+    """A conversation of the user with one model.
 
     Args:
-        chat: False leaves the chat template out; without it each text is a prompt of its own.
+        chat: False leaves the chat template out; without it each text is a separate prompt.
     """
 
     def __init__(self, player: Player, system: str | None = None, *, chat: bool | None = None
@@ -75,8 +75,8 @@ class Conversation:
         """messages of user and assistant, the oldest first; always empty without ``chat``"""
         self.dropped = 0
         """turns that no longer fit the model"""
-        self.asked: list[Any] = []
-        """messages of the newest prompt"""
+        self.messages: list[Any] = []
+        """of the newest prompt"""
 
     def ask(self, text: str, generation: GenerationConfig) -> tuple[str, list[int]]:
         """The prompt that continues the conversation with ``text``: rendered, and as tokens.
@@ -89,8 +89,8 @@ class Conversation:
         """
         chat = self.chat
         while True:
-            self.asked = [*self._opening, *chain(*self.turns), {"role": "user", "content": text}]
-            rendered = self.player.render([self.asked if chat else text], chat=chat)
+            self.messages = [*self._opening, *chain(*self.turns), {"role": "user", "content": text}]
+            rendered = self.player.render([self.messages if chat else text], chat=chat)
             try:
                 return rendered[0], self.player.tokens(rendered, generation, chat=chat)[0]
             except ConfigError:
@@ -103,14 +103,14 @@ class Conversation:
             self.dropped += 1
 
     def keep(self, text: str, answer: str) -> None:
-        """Remember a turn, where the chat template tells turns apart."""
+        """Keep a turn, where a chat template renders the conversation."""
         if self.chat:
             self.turns.append([{"role": "user", "content": text},
                                {"role": "assistant", "content": answer}])
 
 
 class Chat:
-    """The state between two lines of the user."""
+    """The models, their conversations and the sampling, between two lines of the user."""
 
     def __init__(self, request: sampling_request.SamplingRequest,
                  chosen: sampling_request.ChosenModels, players: Sequence[Player],
@@ -121,12 +121,12 @@ class Chat:
         self._forget()
 
     def _forget(self) -> None:
-        self._asked = 0
+        self._next_number = 0
         self._conversations = [Conversation(player, self._system, chat=self._chat)
                                for player in self._players]
 
     def greet(self) -> None:
-        """Say with whom one chats and how."""
+        """Print the names of the models and the sampling."""
         names = " and ".join(clean(player.name) for player in self._players)
         say(f"chatting with {names}: {self._sampling()}")
         for talk in self._conversations:
@@ -137,7 +137,7 @@ class Chat:
         say("/help lists the commands, /quit leaves")
 
     def take(self, line: str) -> bool:
-        """Answer a line, or obey it; returns False to leave.
+        """Answer a line, or carry out its command; returns False to leave.
 
         Raises:
             StopRequested: SIGTERM came, or the terminal went away.
@@ -149,7 +149,7 @@ class Chat:
                 return self._obey(line.split())
             self._answer(line.removeprefix("/"))
         except PpocliError as error:
-            # of this line alone: the conversation goes on
+            # this line failed; the conversation goes on
             complain(f"Error: {error}")
         return True
 
@@ -167,7 +167,7 @@ class Chat:
                     or len(values[0]) > len(str(MAX_SEED)) or int(values[0]) >= MAX_SEED:
                 raise ConfigError(f"/seed {' '.join(values)}: it takes a number from 0.",
                                   fix="/seed 1")
-            self._seed, self._asked = int(values[0]), 0
+            self._seed, self._next_number = int(values[0]), 0
         elif name == "/set":
             self._set(values)
         else:
@@ -190,8 +190,8 @@ class Chat:
         return ", ".join([*shown, f"seed={self._seed}"])
 
     def _answer(self, text: str) -> None:
-        """Each model's answer; Ctrl-C ends that answer, and what there is of it counts."""
-        number, self._asked = self._asked, self._asked + 1
+        """Print each model's answer; Ctrl-C ends an answer, and its beginning is kept."""
+        number, self._next_number = self._next_number, self._next_number + 1
         for conversation in self._conversations:
             rendered, tokens = conversation.ask(text, self._generation)
             if len(self._conversations) > 1:
@@ -221,7 +221,7 @@ class Chat:
                     put()
                 if self._reward is not None:
                     score, = scores_of(self._reward, player, [rendered], answers, {},
-                                       [conversation.asked] if conversation.chat else [])
+                                       [conversation.messages] if conversation.chat else [])
                     complain(f"score {figure(score, 3)}")
                 stop.check()
             except StopRequested as stopped:

@@ -1,5 +1,5 @@
-"""``--env`` of ``ppocli generate`` and ``ppocli chat``: the environment of a run is played, by its
-policy or by a person."""
+"""``--env`` of ``ppocli generate`` and ``ppocli chat``: the policy, or a person, plays the run's
+environment."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,15 @@ from typing import Any
 
 import torch
 
-from ppocli.cli.output import awaiting_lines, complain, has_colours, say, show_text, working
+from ppocli.cli.output import (
+    awaiting_lines,
+    complain,
+    has_colours,
+    prompt_heading,
+    say,
+    show_text,
+    working,
+)
 from ppocli.cli.sampling_request import SamplingRequest
 from ppocli.config.resolved import mapping_words, with_values
 from ppocli.display.results import put
@@ -27,10 +35,8 @@ from ppocli.sampling.episodes import EpisodeSampler
 from ppocli.sampling.samples import Generation, TokenRows
 from ppocli.tasks.ppo.evaluate import evaluate_chunks, row_of_run
 from ppocli.tasks.ppo.session import EvalSession, build_eval_session
-from ppocli.text import clean, counted, cut, figure, printable
+from ppocli.text import counted, figure, printable
 from ppocli.training.task import PythonObjects
-
-LONGEST_HEADING = 100
 
 
 def generate(request: SamplingRequest, more: Sequence[str], prompts_file: str | None, *,
@@ -38,7 +44,7 @@ def generate(request: SamplingRequest, more: Sequence[str], prompts_file: str | 
     """Play an episode, or several, of each prompt, and print them as they end.
 
     Args:
-        more: words beside those of ``request``.
+        more: words in addition to those of ``request``.
         prompts_file: default: the prompts of the run's evaluation.
     """
     with working() as stop, _session(request, more, prompts_file) as session:
@@ -76,21 +82,21 @@ def chat(request: SamplingRequest, *, watch: bool) -> None:
 @contextmanager
 def _session(request: SamplingRequest, more: Sequence[str], prompts_file: str | None = None
              ) -> Iterator[EvalSession]:
-    """What plays the run's evaluation under the flags and words of a command.
+    """The session of the run's evaluation under the flags and words of a command.
 
     Raises:
-        ConfigError: there is no environment, or what has no place beside one.
+        ConfigError: there is no environment, or an option is for single responses.
     """
-    for option, given in (("--against", request.against), ("--system", request.system)):
-        if given is not None:
+    for option, value in (("--against", request.against), ("--system", request.system)):
+        if value is not None:
             raise ConfigError(f"{option} is for single responses.", where=f"{option}, --env",
                               fix="leave it out")
     target = find_target(request.run, say=say, step=request.step, best=request.best)
     words = (*request.words, *more, *mapping_words({"generation": request.flags}))
-    asked = replace(request, words=words, prompts=prompts_file,
-                    num_samples=request.num_samples or 1)
-    asked.check()
-    cfg = target_config(target, asked.overrides(target), needs_reward=True, needs_prompts=True,
+    request = replace(request, words=words, prompts=prompts_file,
+                      num_samples=request.num_samples or 1)
+    request.check()
+    cfg = target_config(target, request.overrides(target), needs_reward=True, needs_prompts=True,
                         trusts=request.trust, say=say)
     if cfg.env.fn is None:
         raise ConfigError(f"{target.name} has no environment.", where="--env",
@@ -110,7 +116,7 @@ def _played(session: EvalSession, stop: StopFlag) -> Iterator[dict[str, Any]]:
 
 
 class Person:
-    """Stands where a sampler stands: what is typed are the policy's words."""
+    """A sampler whose responses a person types."""
 
     repeatable, logprobs_match = False, True
 
@@ -120,7 +126,7 @@ class Person:
 
     @contextmanager
     def converse(self, *_: Any, **__: Any) -> Iterator[Conversation]:
-        """As of a sampler: the contexts are on the screen."""
+        """As of a sampler; the contexts are on the screen already."""
         yield self.speak
 
     def speak(self, rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
@@ -133,8 +139,8 @@ class Person:
         while not 0 < len(ids) <= limit:
             if ids:
                 complain(f"that is {counted(len(ids), 'token')}, and a turn has room for {limit}")
-            said = self._tokenizer(input("> "), add_special_tokens=False)["input_ids"]
-            ids = [*said, *self._ends[:limit - len(said)]]
+            typed = self._tokenizer(input("> "), add_special_tokens=False)["input_ids"]
+            ids = [*typed, *self._ends[:limit - len(typed)]]
         tokens, zeros = torch.tensor([ids]), torch.zeros(1, len(ids))
         return Generation(tokens, torch.ones_like(tokens, dtype=torch.bool), zeros, zeros,
                           torch.tensor([ids[-1:] == self._ends]))
@@ -144,7 +150,7 @@ class ShownCalls(Calls):
     """Calls of an environment whose episodes are shown as they go.
 
     Args:
-        echo: whether the policy's words are shown, too.
+        echo: show the policy's turns, too.
     """
 
     def __init__(self, calls: Calls, *, echo: bool) -> None:
@@ -158,26 +164,24 @@ class ShownCalls(Calls):
                 _show_heading({**call.given, "prompt_index": call.episode})
             elif self._echo:
                 _show([(POLICY, call.given["response"].strip())])
-        found = super().answers(calls, stream)
-        for call, one in zip(calls, found, strict=True):
+        answers = super().answers(calls, stream)
+        for call, one in zip(calls, answers, strict=True):
             if one.told is not None:
-                said = one.told.observation if call.turn else one.told
-                text = (said if isinstance(said, str) else text_of(said or ())).strip()
+                content = one.told.observation if call.turn else one.told
+                text = (content if isinstance(content, str) else text_of(content or ())).strip()
                 _show(transcript_turns({"turns": [{"observation": text, "reward": getattr(
                     one.told, "reward", 0.0)}]})[1:])
-        return found
+        return answers
 
 
 def _show_heading(row: dict[str, Any]) -> None:
-    number = f", sample {row['sample'] + 1}" if row.get("sample") else ""
-    show_text(f"== prompt {row['prompt_index'] + 1}{number}: "
-              f"{cut(clean(row['prompt']), LONGEST_HEADING)}")
+    show_text(prompt_heading(row["prompt_index"], row["prompt"], row.get("sample", 0)))
 
 
-def _show(said: Sequence[tuple[str, str]]) -> None:
-    """Who has said what, each line behind the mark of who it was, the environment's dim."""
+def _show(turns: Sequence[tuple[str, str]]) -> None:
+    """Print (mark, text) of each turn, the mark before each line, the environment's lines dim."""
     colours = has_colours()
-    for who, text in said:
+    for who, text in turns:
         for line in text.split("\n"):
             shown = printable(f"{who} {line}")
             put(f"\x1b[2m{shown}\x1b[0m" if colours and who != POLICY else shown)

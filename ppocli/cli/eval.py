@@ -17,12 +17,10 @@ from ppocli.display.results import put
 from ppocli.errors import ConfigError, ThresholdError
 from ppocli.text import clean, cut, printable, printable_json
 
-EVERY = 10.0
-"""seconds between lines of progress where there is no terminal"""
-LONGEST = 300
-"""characters of a text that is shown"""
-SHOWN = 3
-"""samples that are printed"""
+PROGRESS_SECONDS = 10.0
+"""between lines of progress without a terminal"""
+LONGEST_TEXT = 300
+"""characters of a printed prompt or response"""
 
 
 def evaluate(
@@ -47,8 +45,8 @@ def evaluate(
         name: str | None = option(
             "NAME", "Name of the results folder (default: e.g. step-000024)."),
         overwrite: bool = flag("Replace existing results of that name.", "--overwrite"),
-        resume: bool = flag("Continue an interrupted evaluation.", "--resume"),
-        show: int = option("N", "Print this many samples.", default=SHOWN, min=0),
+        resume: bool = flag("", "--resume", hidden=True),
+        show: int = option("N", "Print this many samples.", default=3, min=0),
         as_json: AsJson = False, trust: opt.Trust = False) -> None:
     """Score a policy's responses to fixed prompts, and compare policies; or measure a model on
     data: the loss of a policy, the accuracy of a reward model.
@@ -72,9 +70,11 @@ def evaluate(
     from ppocli.api import carry_out
     from ppocli.evaluation.request import PICTURE, RESULT, SAMPLES, EvalRequest
 
+    if resume:
+        raise ConfigError("Evaluations can't be resumed.", where="--resume",
+                          fix="run it again: the same seed gives the same samples")
     run, words = split_words(run, overrides)
-    request = request_of(EvalRequest, ctx, run=run, words=tuple(words),
-                         printing=printing_of(min_reward, show, as_json))
+    request = request_of(EvalRequest, ctx, run=run, words=tuple(words))
     folder, report = carry_out(request, working(), say, watching=_progress())
     if as_json:
         put(printable_json((folder / RESULT).read_text(encoding="utf-8")))
@@ -89,19 +89,6 @@ def evaluate(
     if min_reward is not None and not (mean is not None and mean >= min_reward):
         raise ThresholdError(f"The mean reward is {mean}, below the {min_reward} asked for.",
                              where=str(folder / RESULT))
-
-
-def printing_of(min_reward: float | None, show: int, as_json: bool) -> tuple[str, ...]:
-    """The options that say what is printed and how the command ends, as they are typed.
-
-    Raises:
-        ConfigError: ``min_reward`` is no number that a mean can be held against.
-    """
-    if min_reward is not None and not math.isfinite(min_reward):
-        raise ConfigError(f"--min-reward {min_reward} is no finite number.", where="--min-reward",
-                          fix="give a number, e.g. --min-reward 0.8")
-    return (*(("--min-reward", repr(min_reward)) if min_reward is not None else ()),
-            *(("--show", str(show)) if show != SHOWN else ()), *(("--json",) if as_json else ()))
 
 
 @contextmanager
@@ -130,24 +117,22 @@ class _Lines:
     """``policy: 96 of 256 samples, 12 s, about 20 s left``, now and then."""
 
     def __init__(self) -> None:
-        self._first: tuple[float, int] | None = None
-        self._last = 0.0
+        self._begun = self._last = 0.0
 
     def __call__(self, role: str, done: int, total: int) -> None:
         now = monotonic()
-        if self._first is None:
-            self._first, self._last = (now, done), now
-        begun, there = self._first
-        if now - self._last >= EVERY and done > there:
-            self._last = now
-            left = (now - begun) / (done - there) * (total - done)
-            say(f"{role}: {done} of {total} samples, {now - begun:.0f} s, about {left:.0f} s left")
+        if not done:
+            self._begun = self._last = now
+        elif now - self._last >= PROGRESS_SECONDS:
+            self._last, seconds = now, now - self._begun
+            left = seconds / done * (total - done)
+            say(f"{role}: {done} of {total} samples, {seconds:.0f} s, about {left:.0f} s left")
 
 
 def lines_of(report: dict[str, Any]) -> list[str]:
-    """The contents of eval.json as a person reads them."""
-    models = {role: {**found, "name": found["model"]["name"]} for role, found in (
-        ("policy", report), ("against", report["against"])) if found is not None}
+    """The contents of eval.json as tables and sentences."""
+    models = {role: {**result, "name": result["model"]["name"]} for role, result in (
+        ("policy", report), ("against", report["against"])) if result is not None}
     if (frontier := report["frontier"]) is not None:
         models["base"] = {**frontier["base"], "name": f"{report['base']['path']}, "
                           f"{frontier['samples_each']} samples per prompt"}
@@ -158,7 +143,7 @@ def lines_of(report: dict[str, Any]) -> list[str]:
             table += [[f"reward {q}", *(shown_figure(model["quantiles"][q])
                                         for model in models.values())]
                       for q in report["quantiles"]]
-        # distinct-n falls with the number of texts: only equal numbers can stand side by side
+        # distinct-n falls with the number of texts, so it is shown only for equal numbers
         table.append([_NAMES.get(name, name.removeprefix("metrics/")),
                       *(_with_error(model["figures"].get(name), model["stderr"].get(name))
                         if model["samples"] == report["samples"]
@@ -184,12 +169,12 @@ def _with_error(value: float | None, error: float | None) -> str:
                                   else f" ± {shown_figure(error, 2)}")
 
 
-def _win_line(found: dict[str, Any]) -> str:
-    counts = ", ".join(f"{found[name]} {one if found[name] == 1 else name}" for one, name in (
+def _win_line(wins: dict[str, Any]) -> str:
+    counts = ", ".join(f"{wins[name]} {one if wins[name] == 1 else name}" for one, name in (
         ("win", "wins"), ("tie", "ties"), ("loss", "losses")))
-    return (f"win rate {_with_error(found['win_rate'], found['stderr'])} of {found['compared']}: "
+    return (f"win rate {_with_error(wins['win_rate'], wins['stderr'])} of {wins['compared']}: "
             f"{counts}; reward higher by "
-            f"{_with_error(found['difference'], found['difference_stderr'])}")
+            f"{_with_error(wins['difference'], wins['difference_stderr'])}")
 
 
 def _frontier_lines(report: dict[str, Any]) -> list[str]:
@@ -198,10 +183,10 @@ def _frontier_lines(report: dict[str, Any]) -> list[str]:
     table = [["", "KL", "reward"]]
     table += [[name, shown_figure(point["kl"]), _with_error(point["reward"], point["stderr"])]
               for name, point in {**points, "policy": frontier["policy"]}.items()]
-    return [*aligned(table), _verdict(frontier, report["generation"])]
+    return [*aligned(table), _verdict(frontier)]
 
 
-def _verdict(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
+def _verdict(frontier: dict[str, Any]) -> str:
     last, policy = frontier["points"][-1], frontier["policy"]
     more = None not in (last["reward"], last["stderr"], policy["reward"], policy["stderr"]) and (
         last["reward"] - policy["reward"] > 2 * math.hypot(last["stderr"], policy["stderr"]))
@@ -217,21 +202,11 @@ def _verdict(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
                   f"({shown_figure(last['kl'])}), so they can't be compared at the same KL; best "
                   f"of {last['n']} reaches {shown_figure(last['reward'])}"
                   + (", more at less KL." if more else "."),
-        "not comparable": f"The policy can't be placed: {_hindrance(frontier, sampling)}.",
+        "not comparable": "The policy can't be placed. That takes a KL to the base; responses at "
+                          "temperature 1 without top-k, top-p, min-p, a repetition penalty and a "
+                          f"minimum length; and a score of all {frontier['samples_each']} "
+                          "responses of the base to a prompt, and of one of the policy.",
     }[frontier["verdict"]]
-
-
-def _hindrance(frontier: dict[str, Any], sampling: dict[str, Any]) -> str:
-    if frontier["policy"]["kl"] is None:
-        return "its KL is not known"
-    if not (sampling["do_sample"] and sampling["temperature"] == 1.0 and sampling["top_k"] == 0
-            and sampling["top_p"] >= 1.0 and sampling["min_new_tokens"] == 0
-            and sampling.get("min_p", 0.0) == 0.0
-            and sampling.get("repetition_penalty", 1.0) == 1.0):
-        return ("responses were not drawn at temperature 1 without top-k, top-p, min-p, a "
-                "repetition penalty and a minimum length")
-    return (f"too few responses have a score; it takes all {frontier['samples_each']} of the base "
-            "to a prompt, and one of the policy")
 
 
 def _sample_lines(path: Path, count: int) -> Iterator[str]:
@@ -253,4 +228,4 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
 
 
 def _short(text: str) -> str:
-    return cut(clean(text), LONGEST)
+    return cut(clean(text), LONGEST_TEXT)

@@ -16,10 +16,10 @@ import typer
 from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Overrides, Run, option
-from ppocli.cli.output import complain, say, show_text, typed_text, working
+from ppocli.cli.output import complain, prompt_heading, say, show_text, typed_text, working
 from ppocli.display.results import put, result_stream
 from ppocli.errors import ConfigError, InputError, PpocliError
-from ppocli.text import clean, cut, figure, printable
+from ppocli.text import clean, figure, printable
 
 if TYPE_CHECKING:
     from ppocli.sampling.prompting import Answer
@@ -28,7 +28,6 @@ HOW = ("give --prompt TEXT, --prompts FILE (json, jsonl, csv, tsv, parquet or tx
        "standard input, one per line")
 _OPTIONS = (("prompts.path=", "--prompts "), ("prompts.column=", "--column "),
             ("prompts.chat=true", "--chat"), ("prompts.items", "standard input"))
-LONGEST_HEADING = 100
 
 
 def generate(
@@ -74,7 +73,7 @@ def generate(
         episodes.generate(request, episode_words(prompt, prompts_file, column, chat, batch_size),
                           None if prompts_file == "-" else prompts_file, as_json=as_json)
         return
-    lines = given_lines(prompt, prompts_file)
+    lines = typed_prompts(prompt, prompts_file)
     chosen = find_models(request)
     chat = bool(chosen.chat)
     if system is not None and not chat:
@@ -154,18 +153,18 @@ def chat(
 
 # Prompts ------------------------------------------------------------------------------------------
 
-def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | None:
+def typed_prompts(prompts: Sequence[str], file: str | None) -> list[str] | None:
     """The prompts of the command line, or those on standard input, one per line; None if they come
     from a file.
 
     Raises:
-        ConfigError: nothing says what the prompts are, or two things do; or one is empty.
+        ConfigError: there are no prompts, or two sources of them; or one is empty.
         InputError: standard input is not UTF-8.
     """
     if prompts and file is not None:
         raise ConfigError("--prompt and --prompts can't be combined.", where="command line",
                           fix="give one of them")
-    if blank := [text for text in prompts or () if not text.strip()]:
+    if blank := [text for text in prompts if not text.strip()]:
         raise ConfigError(f"The prompt {blank[0]!r} is empty.", where="--prompt",
                           fix="give some text")
     if prompts or file not in (None, "-"):
@@ -186,13 +185,13 @@ def given_lines(prompts: Sequence[str] | None, file: str | None) -> list[str] | 
     return lines[:-1] if lines[-1] == "" else lines
 
 
-def episode_words(prompts: Sequence[str] | None, file: str | None, column: str, chat: bool | None,
+def episode_words(prompts: Sequence[str], file: str | None, column: str, chat: bool | None,
                   batch: int) -> list[str]:
-    """The options of ``generate --env`` on prompts, as words; without any the run's own are played.
-    """
+    """The options of ``generate --env`` on prompts, as words; without any, the run's evaluation
+    prompts are played."""
     from ppocli.config.resolved import mapping_words
 
-    items = given_lines(prompts, file) if prompts or file else None
+    items = typed_prompts(prompts, file) if prompts or file else None
     return mapping_words({"ppo": {"chunk_size": batch}, "prompts": {
         **({} if chat is None else {"chat": chat}), **({} if file is None else {"column": column}),
         **({} if items is None else {"eval": {"path": None, "items": items}})}})
@@ -204,7 +203,7 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
     those of a training are; blank ones are dropped.
 
     Args:
-        lines: from :func:`given_lines`.
+        lines: from :func:`typed_prompts`.
         chat: whether prompts may be chat messages.
 
     Raises:
@@ -244,13 +243,10 @@ def with_system(cells: Sequence[Any], system: str | None) -> list[Any]:
     """
     if system is None:
         return list(cells)
-    found = []
-    for cell in cells:
-        messages = [{"role": "user", "content": cell}] if isinstance(cell, str) else list(cell)
-        if messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        found.append(messages)
-    return found
+    opening = [{"role": "system", "content": system}]
+    talks = [[{"role": "user", "content": cell}] if isinstance(cell, str) else list(cell)
+             for cell in cells]
+    return [talk if talk[0]["role"] == "system" else opening + talk for talk in talks]
 
 
 # Responses ----------------------------------------------------------------------------------------
@@ -259,7 +255,7 @@ class ResponsePrinter:
     """Writes batches of answers of one or two models to the same prompts.
 
     Args:
-        prompts: as the user gave them.
+        prompts: as the user wrote them.
         names: of the models.
         num_samples: responses to each prompt.
     """
@@ -280,9 +276,9 @@ class ResponsePrinter:
         """Print a batch: a list of answers for each model, of the same samples, and their scores.
         """
         for row, judged in zip(zip(*answers, strict=True), zip(*scores, strict=True), strict=True):
-            for told, score in zip(self._scores, judged, strict=True):
+            for model_scores, score in zip(self._scores, judged, strict=True):
                 if score is not None:
-                    told.append(score)
+                    model_scores.append(score)
             if self._json:
                 self._objects(row, judged)
             elif self._bare:
@@ -291,7 +287,7 @@ class ResponsePrinter:
                 self._block(row, [figure(score, 3) for score in judged])
 
     def close(self) -> None:
-        """End an unfinished line; tell the mean scores of several samples."""
+        """End an unfinished line; print the mean score of several samples."""
         if self._open_line:
             put()
             self._open_line = False
@@ -319,8 +315,7 @@ class ResponsePrinter:
             if self._heading is not None and len(row) == 1:
                 put()
             self._heading = answer.prompt
-            text = cut(clean(self._prompts[answer.prompt]), LONGEST_HEADING)
-            put(f"== prompt {answer.prompt + 1}: {text}")
+            put(prompt_heading(answer.prompt, self._prompts[answer.prompt]))
         facts = [] if self._samples == 1 else [f"sample {answer.sample + 1}"]
         if self._scored and len(row) == 1:
             facts.append(f"score {scores[0]}")

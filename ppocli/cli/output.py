@@ -20,7 +20,7 @@ from ppocli.display.results import put, reserve_stdout, result_stream
 from ppocli.errors import AmbiguousError, ConfigError, DiskError, PpocliError, StoppedError
 from ppocli.parallel.launchers import Launched, find_launch
 from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals, signal_handlers
-from ppocli.text import clean, how_unescaped, printable, printable_json, unescaped, user_line
+from ppocli.text import clean, cut, how_unescaped, printable, printable_json, unescaped, user_line
 
 if TYPE_CHECKING:
     from ppocli.config.schema import RewardConfig
@@ -173,6 +173,12 @@ def shown_figure(value: float | None, digits: int = 4) -> str:
     if value is None:
         return "-"
     return "0" if abs(value) < 5e-7 else f"{value:.{digits}g}"
+
+
+def prompt_heading(number: int, prompt: str, sample: int = 0) -> str:
+    """The line above the responses to a prompt, or above one of several episodes of it."""
+    suffix = f", sample {sample + 1}" if sample else ""
+    return f"== prompt {number + 1}{suffix}: {cut(clean(prompt), 100)}"
 
 
 def reward_labels(reward: RewardConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""What ``ppocli generate`` and ``ppocli chat`` are asked for: which models, sampled how."""
+"""The arguments of ``ppocli generate`` and ``ppocli chat``: which models, sampled how."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from ppocli.rewards.scoring import Reward
 
 SHAPING = ("temperature", "top_k", "top_p", "min_p")
-"""sampling settings that count only where something is drawn"""
+"""sampling settings without effect under greedy decoding"""
 _IDLE = ("ppo", "data", "sft", "reward_model", "task", "eval", "checkpoint", "tracking", "seed")
-"""sections that say how to train"""
+"""sections of training alone"""
 _READ_OF_PROMPTS = ("prompts.chat", "prompts.tools", "prompts.max_length")
-"""how prompts are worded, and what servers that are started have room for"""
+"""how prompts are rendered, and the room of servers"""
 _OF_START = ("model.path", "model.revision", "model.tokenizer_path", "model.chat_template")
-"""of the model that a run started from; what it has trained has its own"""
+"""of the model that a run started from; the trained model has its own"""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingRequest(EvalRequest):
-    """What the command line says. Made by :func:`sampling_request`."""
+    """The command line. Made by :func:`sampling_request`."""
 
     score: bool = False
     system: str | None = None
     chat: bool | None = None
     flags: Mapping[str, Any] = field(default_factory=dict)
-    """sampling settings that options give"""
+    """sampling settings from options"""
 
     @property
     def scored(self) -> bool:
@@ -63,34 +63,34 @@ class ChosenModels:
 
 
 def sampling_request(ctx: typer.Context) -> SamplingRequest:
-    """What the command line of ``generate`` or ``chat`` asks for: RUN told from the words behind
-    it, and the options checked by themselves.
+    """The arguments of ``generate`` or ``chat``, the options checked by themselves.
 
     Raises:
-        ConfigError: something among the words is no KEY=VALUE, or wrong options.
+        ConfigError: a word is no KEY=VALUE, or options are wrong.
     """
-    given = ctx.params
+    options_set = ctx.params
     try:
-        run, words = output.split_words(given["run"], given["overrides"])
+        run, words = output.split_words(options_set["run"], options_set["overrides"])
     except ConfigError as error:
         error.fix = "prompts need an option: --prompt TEXT"
         raise
-    if given["seed"] >= MAX_SEED:
-        raise ConfigError(f"--seed {given['seed']} is too large.", where="--seed",
+    if options_set["seed"] >= MAX_SEED:
+        raise ConfigError(f"--seed {options_set['seed']} is too large.", where="--seed",
                           fix="a number below 2**63")
-    flags = {name: given[name] for name in (*SHAPING, "max_new_tokens", "min_new_tokens",
-                                            "repetition_penalty") if given[name] is not None}
-    shaping = [name for name in SHAPING if name in flags]
-    if shaping and given["greedy"]:
+    flags = {name: options_set[name] for name in (
+        *SHAPING, "max_new_tokens", "min_new_tokens", "repetition_penalty")
+        if options_set[name] is not None}
+    shaping, greedy = [name for name in SHAPING if name in flags], options_set["greedy"]
+    if shaping and greedy:
         raise ConfigError(f"--greedy takes the most likely token; {_option(shaping[0])} would "
                           "change nothing.", where="command line", fix="give one of them")
-    if shaping or given["greedy"]:
-        flags["do_sample"] = not given["greedy"]
-    if given["ignore_eos"]:
+    if shaping or greedy:
+        flags["do_sample"] = not greedy
+    if options_set["ignore_eos"]:
         flags["ignore_eos"] = True
-    if given["stop"]:
-        flags["stop_sequences"] = [output.typed_text("--stop", text) for text in given["stop"]]
-    system = given["system"] and output.typed_text("--system", given["system"])
+    if stops := options_set["stop"]:
+        flags["stop_sequences"] = [output.typed_text("--stop", text) for text in stops]
+    system = options_set["system"] and output.typed_text("--system", options_set["system"])
     return options.request_of(SamplingRequest, ctx, run=run, words=tuple(words), flags=flags,
                               system=system)
 
@@ -103,9 +103,9 @@ def find_models(request: SamplingRequest) -> ChosenModels:
             :func:`ppocli.launching.target_config.target_config`.
     """
     target = find_target(request.run, say=output.say, step=request.step, best=request.best)
-    judged = replace(request, seed=None, num_samples=None)  # these choose no model
-    judged.check()
-    cfg = target_config(target, judged.overrides(target), needs_reward=request.scored,
+    for_models = replace(request, seed=None, num_samples=None)
+    for_models.check()
+    cfg = target_config(target, for_models.overrides(target), needs_reward=request.scored,
                         needs_prompts=False, trusts=request.trust, say=output.say)
     if any(word.startswith("rollout.") for word in request.words) and cfg.rollout.engine != "vllm":
         raise ConfigError("Responses are sampled by our own loop here, or by vLLM servers.",
@@ -116,7 +116,7 @@ def find_models(request: SamplingRequest) -> ChosenModels:
     cfg = resolved.with_values(cfg, {
         "model.chat_template_date": cfg.model.chat_template_date or present()})
     models = [(target, cfg.model)]
-    if (other := judged.find_against(target, cfg, output.say)) is not None:
+    if (other := for_models.find_against(target, cfg, output.say)) is not None:
         if cfg.rollout.engine == "vllm":
             raise ConfigError("Servers have the weights of one model.", where="--against",
                               fix="leave --against out, and ask for the other one by itself")
@@ -127,8 +127,8 @@ def find_models(request: SamplingRequest) -> ChosenModels:
 
 def _chat(request: SamplingRequest, cfg: schema.TrainConfig,
           models: Sequence[tuple[Target, schema.ModelConfig]]) -> bool | None:
-    """Whether prompts are rendered with the chat template: the option or key that says so, else as
-    the run's were, else as ppocli trained the first model. What decided is said."""
+    """Whether prompts are rendered with the chat template: by the option or key, else as in the
+    run, else as ppocli trained the first model. The reason is printed."""
     if request.chat is not None and request.sets("prompts.chat"):
         raise ConfigError("--chat, --no-chat and prompts.chat set the same thing.",
                           where="command line", fix="give one of them")
@@ -142,14 +142,13 @@ def _chat(request: SamplingRequest, cfg: schema.TrainConfig,
         if why is not None:
             output.say(why)
         if not number:
-            # of prompts that bring the template's words with them a run knows no more
+            # prompts of a run may have brought the template's words with them
             chat = None if decided is False and trained is None and not explicit else decided
     return chat
 
 
 def _refuse_idle(request: SamplingRequest, idle: tuple[str, ...]) -> None:
-    """Refuse words that change nothing of responses to prompts that are given, and those that are
-    ``idle``."""
+    """Refuse words that can't change a response, and those for the keys ``idle``."""
     for key in (word.lstrip("+~").partition("=")[0] for word in request.words):
         section, dot, _ = key.partition(".")
         unscored = section == "reward" and not request.scored
@@ -203,8 +202,8 @@ def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str
 
 def sampling_of(request: SamplingRequest, chosen: ChosenModels, player: Player | None
                 ) -> schema.GenerationConfig:
-    """Flags over words over the run's own settings; a model that came from elsewhere has those of
-    its generation_config.json.
+    """The sampling: flags over words over the run's settings, or over the model's
+    generation_config.json without a run.
 
     Args:
         player: the model, loaded; not needed for a run.
@@ -227,9 +226,9 @@ def sampling_of(request: SamplingRequest, chosen: ChosenModels, player: Player |
     return generation
 
 
-def say_idle(generation: schema.GenerationConfig, asked: Sequence[str]) -> None:
-    """Say which of the settings that were ``asked`` for change nothing."""
-    idle = [name for name in asked if name in SHAPING]
+def say_idle(generation: schema.GenerationConfig, names: Sequence[str]) -> None:
+    """Print which of the settings ``names`` have no effect."""
+    idle = [name for name in names if name in SHAPING]
     if idle and not generation.do_sample:
         output.say(f"no effect: {', '.join(idle)}, as do_sample=false (--greedy) always takes the "
                    "likeliest token")

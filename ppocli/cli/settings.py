@@ -139,9 +139,7 @@ def recipe_file(name: str) -> Path:
 
 
 def validate(overrides: Overrides = None,
-             deep: bool = flag(
-                 "Also load everything and rehearse a step with two samples.", "--deep"),
-             as_json: AsJson = False) -> None:
+             deep: bool = flag("", "--deep", hidden=True), as_json: AsJson = False) -> None:
     """Report everything that is wrong with a run, or with all jobs of a sweep, before it starts.
 
     Checks settings, models, prompts, rewards and the output folder, and reports every problem with
@@ -153,12 +151,14 @@ def validate(overrides: Overrides = None,
       ppocli validate +recipe=quickstart
       ppocli validate model.path=./lm prompts.path=prompts.jsonl reward.fn=my_rewards:score \\
           ppo.total_episodes=2000
-      ppocli validate --deep +recipe=quickstart
       ppocli validate -m +recipe=quickstart seed=1,2
     """
     from ppocli.cli.validate import validate_words
 
-    validate_words(overrides or [], deep=deep, as_json=as_json)
+    if deep:
+        raise ConfigError("validate loads no weights.", where="--deep",
+                          fix="ppocli train ... --dry-run loads everything and tries a step")
+    validate_words(overrides or [], as_json=as_json)
 
 
 # The schema ---------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ppocli.launching.adopted_ranks import Meeting
 
 DryRun = Annotated[bool, typer.Option(
-    "--dry-run", help="Load and try everything without training; same as ppocli validate --deep.")]
+    "--dry-run", help="Load everything and try one small step; nothing is kept.")]
 
 
 def train(overrides: Overrides = None, no_progress: NoProgress = False, dry_run: DryRun = False
@@ -139,16 +139,16 @@ def run_words(words: Sequence[str], *, plain: bool = False, dry_run: bool = Fals
 
     Args:
         plain: lines in place of a live view.
-        dry_run: everything is loaded and tried, but nothing is trained or written.
+        dry_run: load everything and try one small step; nothing is kept.
 
     Raises:
         PpocliError: whatever keeps the run from its end.
     """
     output.set_manner(plain=plain)
     if dry_run:
-        from ppocli.cli.validate import validate_words
+        from ppocli.cli import validate
 
-        validate_words(words, deep=True)
+        validate.dry_run(words)
         return
     from ppocli.config.words import read_words
 

@@ -1,4 +1,4 @@
-"""What an evaluation came to: figures with standard errors, win rates, the frontier, eval.json."""
+"""The results of an evaluation: figures with standard errors, win rates, frontier, eval.json."""
 
 import math
 import platform
@@ -22,7 +22,7 @@ from ppocli.text import share_error
 from ppocli.training.state import torch_versions
 
 SCHEMA = 1
-"""of eval.json; raised when a name in it comes to mean something else"""
+"""of eval.json; raised when the meaning of a name in it changes"""
 QUANTILES = (5, 25, 50, 75, 95)
 BASE_SAMPLES = 16
 """samples of the base for each prompt of a frontier"""
@@ -35,7 +35,7 @@ def now() -> str:
 
 
 def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
-    """What the samples of one model came to; NaN where there is nothing to take a mean of.
+    """Figures over the samples of one model; NaN for the mean of nothing.
 
     Returns:
         figures as a run's ``eval_after`` has them, and ``distinct_1`` and ``distinct_3``; stderr of
@@ -65,8 +65,8 @@ def figures_of(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _stated_error(name: str, column: Sequence[tuple[float, int]]) -> float:
-    """The standard error of a figure. Scores and metrics that are all 0 or 1 say what has passed:
-    their mean is a share."""
+    """The standard error of a figure. The mean of scores and metrics that are all 0 or 1 is a
+    share."""
     may_be = name.endswith("_share") or name == "reward_mean" or "/" in name
     if may_be and {value for value, _ in column} <= {0.0, 1.0}:
         return share_stderr(column)
@@ -83,7 +83,7 @@ def share_stderr(column: Sequence[tuple[float, int]]) -> float:
 
 
 def clustered_stderr(column: Sequence[tuple[float, int]]) -> float:
-    """Standard error of the mean when values of one cluster (prompt) hang together.
+    """Standard error of the mean when values of one cluster (prompt) are correlated.
 
     ``sqrt(C/(C-1) sum_c (sum_{i in c} (x_i - mean))^2) / n`` over C clusters, which is s/sqrt(n)
     when each cluster holds one value (clustered standard errors: Miller 2024, arXiv:2411.00640,
@@ -156,15 +156,15 @@ def best_of_n_kl(n: int) -> float:
 
 def frontier_of(base: Sequence[Row], policy: Sequence[Row], *, plain_sampling: bool
                 ) -> dict[str, Any]:
-    """What the base reaches by drawing n samples and keeping the best, and where the policy stands.
+    """The reward of best-of-n of the base at each KL, compared with the policy's.
 
-    Best-of-n needs no training, so it says what a KL is worth: a policy has earned its KL if it
-    scores above best-of-n at the same KL.
+    Best-of-n needs no training, so a policy has earned its KL if it scores above best-of-n at the
+    same KL.
 
     Args:
-        base: ``BASE_SAMPLES`` rows a prompt.
-        plain_sampling: responses were drawn at temperature 1 without top-k, top-p or a minimum
-            length; elsewise the policy's KL is not of the distribution that best-of-n starts from.
+        base: ``BASE_SAMPLES`` rows per prompt.
+        plain_sampling: responses were sampled at temperature 1 without top-k, top-p or a minimum
+            length; otherwise the policy's KL is not of the distribution that best-of-n starts from.
 
     Returns:
         points of best-of-n; the policy's kl (nats), reward and stderr; a verdict: above, level,
@@ -172,21 +172,22 @@ def frontier_of(base: Sequence[Row], policy: Sequence[Row], *, plain_sampling: b
         the difference of the policy to it, a mean over prompts, with difference_stderr. NaN beyond
         the last point.
     """
-    scores, own = _by_prompt(base), _by_prompt(policy)
-    found, last = figures_of(policy), best_of_n_kl(BEST_OF[-1])
-    kl = found["figures"]["kl_mean"]
+    scores, policy_scores = _by_prompt(base), _by_prompt(policy)
+    summary, last = figures_of(policy), best_of_n_kl(BEST_OF[-1])
+    kl = summary["figures"]["kl_mean"]
     comparable = plain_sampling and math.isfinite(kl)
-    best = {prompt: _interpolated(scores[prompt], kl) for prompt in own
+    best = {prompt: _interpolated(scores[prompt], kl) for prompt in policy_scores
             if comparable and kl <= last and len(scores.get(prompt, ())) >= BEST_OF[-1]}
-    differences = [(mean(own[prompt]) - there, prompt) for prompt, there in best.items()]
+    differences = [(mean(policy_scores[prompt]) - reward, prompt)
+                   for prompt, reward in best.items()]
     difference, spread = mean([gap for gap, _ in differences]), clustered_stderr(differences)
     verdict = "beyond" if comparable and kl > last else "not comparable"
     if differences:
         clear = abs(difference) > 2 * spread  # never with a single prompt, whose spread is NaN
         verdict = "level" if not clear else "above" if difference > 0 else "below"
     return {"samples_each": BASE_SAMPLES, "points": [_point(scores, n) for n in BEST_OF],
-            "policy": {"kl": kl, "reward": found["figures"]["reward_mean"],
-                       "stderr": found["stderr"]["reward_mean"]},
+            "policy": {"kl": kl, "reward": summary["figures"]["reward_mean"],
+                       "stderr": summary["stderr"]["reward_mean"]},
             "verdict": verdict, "best_of_n_at_policy_kl": mean(list(best.values())),
             "difference": difference, "difference_stderr": spread}
 
@@ -200,11 +201,11 @@ def frontier_svg(frontier: dict[str, Any]) -> bytes:
 
 
 def _by_prompt(rows: Sequence[Row]) -> dict[int, list[float]]:
-    found: dict[int, list[float]] = {}
+    scores: dict[int, list[float]] = {}
     for row in rows:
         if row["score"] is not None:
-            found.setdefault(row["prompt_index"], []).append(row["score"])
-    return found
+            scores.setdefault(row["prompt_index"], []).append(row["score"])
+    return scores
 
 
 def _point(scores: dict[int, list[float]], n: int) -> dict[str, float]:
@@ -224,24 +225,24 @@ def _interpolated(scores: Sequence[float], kl: float) -> float:
     return (1 - share) * best_of_n(scores, low) + share * best_of_n(scores, high)
 
 
-def report_of(identity: dict[str, Any], targets: dict[str, Target], rows: dict[str, list[Row]],
-              frontier: dict[str, Any] | None, *, session: EvalSession, name: str, started: str,
-              seconds: float) -> dict[str, Any]:
+def report_of(settings: dict[str, Any], digests: dict[str, str], targets: dict[str, Target],
+              rows: dict[str, list[Row]], frontier: dict[str, Any] | None, *,
+              session: EvalSession, name: str, started: str, seconds: float) -> dict[str, Any]:
     """The contents of eval.json, from the rows of samples.jsonl; docs/eval.md explains each name.
 
     Args:
-        identity: with the weights of every model.
-        targets, rows: by model: policy, against, base.
+        settings: what determines the samples.
+        digests, targets, rows: by role: policy, against, base.
         session: of any of the models.
-        seconds: what this process took.
+        seconds: duration of the evaluation.
     """
-    policy, count, device = targets["policy"], identity["prompts"]["count"], session.backend.device
-    digest = identity["base_digest"]
+    policy, count, device = targets["policy"], settings["prompts"]["count"], session.backend.device
+    digest = settings["base_digest"]
 
     def model(role: str) -> dict[str, Any]:
         target = targets[role]
         return {"model": {"name": target.name, "path": target.model, "step": target.step,
-                          "digest": identity["models"][role]}, **figures_of(rows[role])}
+                          "digest": digests[role]}, **figures_of(rows[role])}
 
     return {
         "schema": SCHEMA, "name": name,
@@ -251,11 +252,11 @@ def report_of(identity: dict[str, Any], targets: dict[str, Target], rows: dict[s
         "win_rate": compare(rows["policy"], rows["against"]) if "against" in targets else None,
         "frontier": None if frontier is None else {**frontier, "base": figures_of(rows["base"])},
         "base": None if digest is None else {"path": session.cfg.model.path, "digest": digest},
-        "prompts": {"digest": identity["prompts"]["digest"], "count": count,
+        "prompts": {"digest": settings["prompts"]["digest"], "count": count,
                     "samples_each": len(rows["policy"]) // count},
-        "generation": identity["generation"], "seed": identity["seed"],
-        "settings": {key: value for key, value in identity.items()
-                     if key not in ("generation", "seed", "models", "base_digest")},
+        "generation": settings["generation"], "seed": settings["seed"],
+        "settings": {key: value for key, value in settings.items()
+                     if key not in ("generation", "seed", "base_digest")},
         "versions": torch_versions(),
         "time": {"started": started, "finished": now(), "seconds": seconds},
         "hardware": {

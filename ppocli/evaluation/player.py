@@ -62,7 +62,7 @@ class Player:
         Args:
             prompts: texts; with ``chat`` also lists of ``{"role": ..., "content": ...}``.
             chat: render them with the tokenizer's chat template, ready for the answer.
-            tools: what it is told of with each, as of the column ``tools``.
+            tools: of each prompt, as in the column ``tools``.
 
         Raises:
             InputError: there is no chat template, it refuses a conversation, tools are none, or a
@@ -71,16 +71,16 @@ class Player:
         if chat and not self.has_chat_template:
             raise InputError(f"The tokenizer of {self.name} has no chat template.", where="--chat",
                              fix="--no-chat takes prompts as they are")
-        rows = [Row(f"prompt {number}", {"prompt": prompt, "tools": told}) for number, (
-            prompt, told) in enumerate(zip(prompts, tools or [None] * len(prompts), strict=True),
-                                       start=1)]
+        cells = zip(prompts, tools or [None] * len(prompts), strict=True)
+        rows = [Row(f"prompt {number}", {"prompt": prompt, "tools": its_tools})
+                for number, (prompt, its_tools) in enumerate(cells, start=1)]
         spec = training_spec(schema.PromptsConfig(items=list(prompts), chat=chat, tools="tools"),
                              None)
         try:
             rows = [with_prompt(row, spec, Shapes(spec, [])) for row in rows]
             return prompt_texts(prompt_cells(rows, spec), rows, spec, self.tokenizer)
         except InputError as error:
-            # the message names the prompt; no key of a configuration brought it
+            # the message names the prompt; its key is none of the user's
             error.where = "--chat" if chat else None
             raise
 
@@ -178,13 +178,15 @@ def changed_sampling(cfg: schema.TrainConfig, changes: Mapping[str, Any],
     named = {f"generation.{name}": source for name, source in (sources or {}).items()}
     for name, value in changes.items():
         _check_type(name, value, (sources or {}).get(name))
-    # a length that is asked for is not drawn
-    drawn = cfg.generation.length_sampler if draws and "max_new_tokens" not in changes else None
-    generation = replace(cfg.generation, eval=schema.EvalGenerationConfig(), length_sampler=drawn,
-                         **changes)
-    found = problems.find_problems(
-        replace(cfg, generation=generation, reward=schema.RewardConfig()), named)
-    problems.raise_problems([one for one in found if one.key.startswith("generation.")])
+    # a length that is set is not drawn
+    sampler_of_lengths = (cfg.generation.length_sampler
+                          if draws and "max_new_tokens" not in changes else None)
+    generation = replace(cfg.generation, eval=schema.EvalGenerationConfig(),
+                         length_sampler=sampler_of_lengths, **changes)
+    problems.raise_problems([
+        problem for problem in problems.find_problems(
+            replace(cfg, generation=generation, reward=schema.RewardConfig()), named)
+        if problem.key.startswith("generation.")])
     return generation
 
 
@@ -202,15 +204,15 @@ def own_sampling(loaded: LoadedLM) -> dict[str, Any]:
     """What a model's generation_config.json says about sampling, as changes for
     :func:`changed_sampling`. A temperature of 0 means greedy there."""
     declared = loaded.generation_config.to_diff_dict()
-    found = {name: declared[name] for name in SAMPLING_KEYS if declared.get(name) is not None}
-    if found.get("temperature", 1.0) <= 0:
-        del found["temperature"]
-        found["do_sample"] = False
-    return found
+    changes = {name: declared[name] for name in SAMPLING_KEYS if declared.get(name) is not None}
+    if changes.get("temperature", 1.0) <= 0:
+        del changes["temperature"]
+        changes["do_sample"] = False
+    return changes
 
 
 def build_judge(cfg: schema.RewardConfig, columns: Sequence[str]) -> Reward:
-    """The reward that scores responses; code of the user's that it runs is named.
+    """The reward that scores responses; the files of the user's code are logged.
 
     Raises:
         RewardError: it can't be imported or built, or asks for columns that there aren't.
@@ -229,14 +231,14 @@ def scores_of(reward: Reward, player: Player, prompts: Sequence[str], answers: S
 
     Args:
         prompts: texts from :meth:`Player.render`, all of them; as are the ``columns``.
-        messages: what was rendered as conversations: texts or lists of messages.
+        messages: the conversations that were rendered: texts or lists of messages.
 
     Raises:
         RewardError: the function raised, or returned something unusable.
     """
     places = [answer.prompt for answer in answers]
     texts = [prompts[i] for i in places]
-    # what a decoder says stands alone
+    # a decoder's response is read without its prompt
     before: Any = [[]] * len(places) if player.loaded.decoder_start is not None else prompt_ids(
         player.tokenizer, texts, rendered=bool(messages), whole=False) if reward.has_steps else ()
     scores = reward.score(in_steps(reward, RewardRequest(

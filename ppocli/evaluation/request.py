@@ -1,13 +1,14 @@
-"""What ``ppocli eval`` and ``ppocli.evaluate`` were asked for, as words for the configuration; and
-the folder that the results go to.
+"""The arguments of ``ppocli eval`` and ``ppocli.evaluate``, as words for the configuration; and the
+folder of the results.
 
-``settings.json`` is written first and says what the samples are of; ``samples.jsonl`` grows chunk
-by chunk; ``eval.json`` comes last, so an evaluation is finished exactly if it is there.
+``samples.jsonl`` grows chunk by chunk; ``eval.json`` is written last, so an evaluation is finished
+exactly if that file exists.
 """
 
+import itertools
+import math
 import os
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -16,27 +17,26 @@ from typing import Any
 from ppocli.config.resolved import literal, read_config
 from ppocli.config.schema import EvalGenerationConfig, EvalPromptsConfig, ModelConfig, TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, DiskError
-from ppocli.own_code import TRUST
 from ppocli.runs import trust
 from ppocli.runs.target import Target, find_target
-from ppocli.storage import atomic, run_folder, run_logs
+from ppocli.storage import atomic, run_folder
 from ppocli.text import Say
 
 EVAL = "eval"
 """folder of a run that holds its evaluations"""
-SETTINGS = "settings.json"
-"""what the samples are made from: a resumed evaluation must agree with it"""
 SAMPLES = "samples.jsonl"
-"""one JSON object a sample"""
+"""one JSON object per sample"""
 RESULT = "eval.json"
-"""what came out, one JSON object; there only if the evaluation is finished"""
+"""the results, one JSON object; exists only if the evaluation is finished"""
 PICTURE = "frontier.svg"
-"""the frontier, if it was asked for"""
+"""the frontier, with ``--frontier``"""
+_FILES = (RESULT, SAMPLES, PICTURE, "settings.json")
+"""all files of an evaluation; the last is of earlier versions"""
 Row = dict[str, Any]
 """a row of samples.jsonl"""
 _REPORT = {"model", "figures", "stderr", "quantiles", "samples", "scored", "against", "win_rate",
            "frontier", "base", "time"}
-"""what readers of eval.json count on"""
+"""keys of eval.json that its readers need"""
 BASE = "base"
 """as ``--against``: the model that the run started from"""
 _SECTIONS = {"generation": EvalGenerationConfig, "prompts": EvalPromptsConfig}
@@ -45,7 +45,7 @@ _SOURCES = ("path", "items")
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:
-    """An evaluation as it was asked for; flags that weren't given are None or false."""
+    """The arguments of an evaluation; flags that weren't set are None or false."""
 
     run: str | None = None
     words: tuple[str, ...] = ()
@@ -63,25 +63,24 @@ class EvalRequest:
     output: str | None = None
     name: str | None = None
     overwrite: bool = False
-    resume: bool = False
+    min_reward: float | None = None
+    """of the mean reward; below it the command fails"""
     own_reward: bool = False
     """a Python function takes the place of ``reward``"""
     own_prompts: bool = False
     """a list from Python takes the place of ``prompts``"""
     trust: bool = False
     """code that the configuration of somebody else's run names may run"""
-    printing: tuple[str, ...] = ()
-    """options of the command line that change no result"""
 
     def check(self) -> None:
-        """Refuse what can't be meant.
+        """Check the arguments by themselves.
 
         Raises:
-            ConfigError: flags that exclude each other, a name that is none.
+            ConfigError: flags that exclude each other, or an unusable value.
         """
-        if self.resume and self.overwrite:
-            raise ConfigError("--resume goes on with an evaluation and --overwrite throws it away.",
-                              fix="give one of them")
+        if self.min_reward is not None and not math.isfinite(self.min_reward):
+            raise ConfigError(f"--min-reward {self.min_reward} is no finite number.",
+                              where="--min-reward", fix="give a number, e.g. --min-reward 0.8")
         name = self.name
         if name is not None and (name != Path(name).name or name.startswith(".")):
             raise ConfigError(f"--name {name}: a name is no path.", where="--name",
@@ -89,9 +88,9 @@ class EvalRequest:
         if self.reward is not None and self.own_reward:
             raise ConfigError("reward and reward_fn set the same thing.", where="ppocli.evaluate",
                               fix="give one of them")
-        given = {_key(word) for word in self.words}
+        typed_keys = {_key(word) for word in self.words}
         for flag, key, value in self._settings():
-            if value is not None and key in given:
+            if value is not None and key in typed_keys:
                 raise ConfigError(f"{flag} and {key} set the same thing.", where="command line",
                                   fix="give one of them")
 
@@ -102,21 +101,20 @@ class EvalRequest:
 
     def on_rows(self, trained_on_data: bool) -> bool:
         """Whether rows of a data set are evaluated, and not responses to prompts: where words name
-        ``data``, or the target's own evaluation is one on rows and no reward is to judge it.
+        ``data``, or the target was trained on data and neither reward nor prompts are set.
 
         Raises:
-            ConfigError: what is for responses alone is asked of rows.
+            ConfigError: a flag that only applies to responses.
         """
         sections = {_key(word).partition(".")[0] for word in self.words}
         judged = (self.reward or self.own_reward or self.prompts or self.own_prompts
                   or sections & {"reward", "prompts"})
         if "data" not in sections and (judged or not trained_on_data):
             return False
-        for flag, given in (("--reward", judged), ("--frontier", self.frontier),
+        for flag, value in (("--reward", judged), ("--frontier", self.frontier),
                             ("--limit", self.limit), ("--num-samples", self.num_samples),
-                            ("--resume", self.resume),
-                            ("--min-reward", "--min-reward" in self.printing)):
-            if given:
+                            ("--min-reward", self.min_reward is not None)):
+            if value:
                 raise ConfigError(f"{flag} is for the responses of a policy, and here rows of data "
                                   "are evaluated.", where=flag, fix="leave it out; or judge "
                                   "responses: --reward FUNCTION --prompts FILE, without data.*")
@@ -127,7 +125,7 @@ class EvalRequest:
         return [*self.words, *([] if self.seed is None else [f"seed={self.seed}"])]
 
     def overrides(self, target: Target) -> list[str]:
-        """Words for :mod:`ppocli.launching.target_config`: flags, then the words given.
+        """Words for :mod:`ppocli.launching.target_config`: flags, then ``words``.
 
         A word for ``generation`` or ``prompts`` counts at evaluation, also where the run sets
         something else for evaluation alone.
@@ -140,9 +138,9 @@ class EvalRequest:
             words += [f"prompts.eval.path={literal(self.prompts)}", "prompts.eval.items=null",
                       "prompts.eval.name=null", "prompts.eval.split=null", "prompts.name=null",
                       "prompts.split=train"]
-        given = {_key(word) for word in self.words}
+        typed_keys = {_key(word) for word in self.words}
         if self.reward is not None or self.own_reward:
-            # the run's rewards and their arguments are taken out
+            # without the run's rewards and their arguments
             words += [f"~reward.{part}.{name}" for part in ("kwargs", "fns")
                       for name in getattr(run.reward, part)]
             # a Python function takes this place once the words have been composed
@@ -150,14 +148,14 @@ class EvalRequest:
         words += [f"{key}={value}" for flag, key, value in self._settings()
                   if value is not None and flag not in ("--prompts", "--reward")]
         keys = {_key(word) for word in (*self.words, *words)}
-        return [word for word in words if _key(word) not in given] + [
+        return [word for word in words if _key(word) not in typed_keys] + [
             *self.words, *(word for word in _counting(self.words) if _key(word) not in keys)]
 
     def find_against(self, target: Target, cfg: TrainConfig, say: Say) -> Target | None:
-        """What the policy is compared with.
+        """The model of ``--against``.
 
         Raises:
-            ConfigError: a model that came from elsewhere has no base.
+            ConfigError: a model without a run has no base.
             CheckpointError, InputError: as :func:`ppocli.runs.target.find_target`.
         """
         if self.against is None:
@@ -168,18 +166,6 @@ class EvalRequest:
                 trust.check_run(other.run_dir, cfg, ("model.",), trusts=self.trust)
             return other
         return base_target(target, cfg.model, "--against base")
-
-    def command(self, target: Target, name: str) -> str:
-        """The command that goes on with this evaluation."""
-        run = self.run or str(target.run_dir)
-        flags = {"--against": self.against,
-                 **{flag: value for flag, _, value in self._settings()},
-                 "--step": self.step, "--output": self.output, "--name": name}
-        words = [text for flag, value in flags.items() if value is not None
-                 for text in (flag, str(value))]
-        words += ["--best"] * self.best + ["--frontier"] * self.frontier + [TRUST] * self.trust
-        words += [*self.printing, "--resume"]
-        return shlex.join(["ppocli", "eval", run, *self.words, *words])
 
     def _settings(self) -> list[tuple[str, str, str | int | None]]:
         return [("--prompts", "prompts.eval.path", self.prompts),
@@ -193,7 +179,7 @@ def base_target(target: Target, model: ModelConfig, asked_by: str) -> Target:
     """The model that ``target`` was trained from.
 
     Raises:
-        ConfigError: ``target`` came from elsewhere and has none.
+        ConfigError: ``target`` has no run, so its base is unknown.
     """
     if target.run_dir is None and model.path == target.model:
         raise ConfigError(f"{target.name} is a model that no run here has trained; its base is not "
@@ -208,17 +194,17 @@ def _key(word: str) -> str:
 def _counting(words: tuple[str, ...]) -> list[str]:
     """``generation.eval.KEY=null`` for each ``generation.KEY=...``; ``prompts`` likewise. The limit
     of the evaluation prompts, which has no such null, takes the number itself."""
-    found = []
+    resets = []
     for word in words:
         section, _, name = _key(word).partition(".")
         value = word.partition("=")[2]
         if (section, name) == ("prompts", "limit") and value.strip().isdecimal():
-            found.append(f"prompts.eval.limit={value}")
+            resets.append(f"prompts.eval.limit={value}")
         if section in _SECTIONS and name in {f.name for f in fields(_SECTIONS[section])
                                              if f.default is None}:
             names = (*_SOURCES, "name", "split") if name in _SOURCES else (name,)
-            found += [f"{section}.eval.{each}=null" for each in names]
-    return list(dict.fromkeys(found))
+            resets += [f"{section}.eval.{each}=null" for each in names]
+    return list(dict.fromkeys(resets))
 
 
 def folder_of(request: EvalRequest, target: Target) -> Path:
@@ -229,11 +215,6 @@ def folder_of(request: EvalRequest, target: Target) -> Path:
     return root / (request.name or target.label)
 
 
-def is_finished(folder: Path) -> bool:
-    """Whether the evaluation in a folder went through."""
-    return (folder / RESULT).is_file()
-
-
 def read_result(folder: Path) -> dict[str, Any] | None:
     """The contents of a finished evaluation's eval.json; None if there is none, or a damaged one.
     """
@@ -241,32 +222,51 @@ def read_result(folder: Path) -> dict[str, Any] | None:
     return report if report is not None and report.keys() >= _REPORT else None
 
 
-def refuse_taken(folder: Path, request: EvalRequest) -> None:
-    """Refuse a name that is taken, before anything is loaded.
+def refuse_existing(folder: Path, request: EvalRequest) -> None:
+    """Refuse a name that exists, before anything is loaded.
 
     Raises:
-        CheckpointError: nothing is overwritten unless asked for, and only an evaluation.
+        CheckpointError: only ``--overwrite`` overwrites, and only an evaluation.
     """
     if not os.path.lexists(folder):
         return
     if request.overwrite:
-        known = {SETTINGS, SAMPLES, RESULT, PICTURE, run_folder.LOCK}
-        foreign = (sorted({path.name for path in folder.iterdir()} - known) if folder.is_dir()
-                   else ["a file"])
+        foreign = (sorted({path.name for path in folder.iterdir()} - {*_FILES, run_folder.LOCK})
+                   if folder.is_dir() else ["a file"])
         if foreign:
             raise CheckpointError(
                 f"{folder} holds what is no evaluation ({foreign[0]}); it is not overwritten.",
                 where=str(folder), fix="choose another --name or --output")
-    elif request.name is not None and not request.resume:
-        what = "a finished" if is_finished(folder) else "an unfinished"
-        raise CheckpointError(f"{folder} holds {what} evaluation already.",
-                              where=f"--name {request.name}", fix="--resume goes on with it, "
-                              "--overwrite starts it again; or choose another --name")
+    elif request.name is not None:
+        kind = "a finished" if (folder / RESULT).is_file() else "an unfinished"
+        raise CheckpointError(f"{folder} holds {kind} evaluation already.",
+                              where=f"--name {request.name}",
+                              fix="--overwrite replaces it; or choose another --name")
+
+
+def new_folder(default: Path, request: EvalRequest) -> Path:
+    """Make the folder of an evaluation: ``default``, or one with a number after its name where that
+    exists.
+
+    Raises:
+        DiskError: the folder can't be made.
+    """
+    with naming_output():
+        run_folder.probe_writable(default.parent)
+        if request.overwrite:
+            atomic.make_dirs(default)
+            return default
+        numbered = (default.with_name(f"{default.name}-{n}") for n in itertools.count(2))
+        for path in itertools.chain([default], numbered):
+            with atomic.disk_errors(path), suppress(FileExistsError):
+                path.mkdir()
+                return path
+    raise AssertionError("unreachable")
 
 
 @contextmanager
 def working_in(folder: Path, overwrite: bool) -> Iterator[None]:
-    """Hold the folder for this process; a folder in which nothing came to be is removed again.
+    """Lock the folder for this process; remove it at the end if it holds no sample.
 
     Raises:
         CheckpointError: another process works there.
@@ -275,17 +275,17 @@ def working_in(folder: Path, overwrite: bool) -> Iterator[None]:
     try:
         with naming_output(), run_folder.lock(folder):
             if overwrite:
-                for name in (RESULT, SETTINGS, SAMPLES, PICTURE):
+                for name in _FILES:
                     with atomic.disk_errors(folder / name):
                         (folder / name).unlink(missing_ok=True)
             try:
                 yield
             finally:
-                if not is_finished(folder) and is_empty(folder / SAMPLES):
-                    for name in (SAMPLES, SETTINGS):
-                        (folder / name).unlink(missing_ok=True)
+                path = folder / SAMPLES
+                if path.is_file() and path.stat().st_size == 0:
+                    path.unlink()
     finally:
-        with suppress(OSError):  # it may be gone
+        with suppress(OSError):  # the folder may not exist any more
             if {entry.name for entry in folder.iterdir()} <= {run_folder.LOCK}:
                 (folder / run_folder.LOCK).unlink(missing_ok=True)
                 folder.rmdir()
@@ -295,7 +295,7 @@ def working_in(folder: Path, overwrite: bool) -> Iterator[None]:
 
 @contextmanager
 def naming_output() -> Iterator[None]:
-    """Name the options of an evaluation in what the disk's errors advise."""
+    """Name the options of an evaluation in the fixes of disk errors."""
     try:
         yield
     except DiskError as error:
@@ -306,39 +306,3 @@ def naming_output() -> Iterator[None]:
         if error.fix is not None:
             error.fix = error.fix.replace("run_name", "--name")
         raise
-
-
-def is_empty(path: Path) -> bool:
-    """Whether a file has nothing in it, or isn't there."""
-    return not path.is_file() or path.stat().st_size == 0
-
-
-def take_up(folder: Path, sizes: Mapping[str, int], chunk: int) -> dict[str, list[Row]]:
-    """Rows there already, by model; what follows the last whole chunk is cut off the file.
-
-    Args:
-        sizes: how many samples each model has, in the order they are evaluated in.
-        chunk: samples of one generate call.
-
-    Raises:
-        DiskError: the file can't be cut.
-    """
-    found: dict[str, list[Row]] = {role: [] for role in sizes}
-    path = folder / SAMPLES
-    if not path.is_file():
-        return found
-    end = place = 0
-    pending: list[Row] = []
-    expected = [(role, number) for role, total in sizes.items() for number in range(total)]
-    with atomic.disk_errors(path), path.open("r+b") as lines:
-        for line, (role, number) in zip(lines, expected, strict=False):
-            row = run_logs.read_row(line) if line.endswith(b"\n") else None
-            if row is None or (row.get("model"), row.get("number")) != (role, number):
-                break
-            place += len(line)
-            pending.append(row)
-            if (number + 1) % chunk == 0 or number + 1 == sizes[role]:
-                found[role] += pending
-                pending, end = [], place
-        lines.truncate(end)
-    return found

@@ -1,4 +1,4 @@
-"""Whether everything is there that a configuration names, found before torch is loaded."""
+"""Checks before torch is loaded that everything exists that a configuration names."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_inputs(cfg: schema.TrainConfig) -> None:
     prompts' columns, before torch is loaded.
 
     Loading torch and transformers takes seconds, and a missing model would be noticed one at a
-    time; a user without network should read within a few seconds everything that has to be put in
-    place. Nothing of the user's is run.
+    time; a user without network should read within a few seconds everything that is missing. No
+    code of the user's runs.
 
     Raises:
         InputError: lists all that are missing, each with the key that takes a local folder; or the
@@ -31,8 +31,8 @@ def check_inputs(cfg: schema.TrainConfig) -> None:
         PpocliError: of its kind: an import path leads nowhere.
     """
     if not (missing := missing_inputs(cfg)):
-        for wanted in named_code(cfg):
-            refuse_absent(wanted)
+        for code in named_code(cfg):
+            refuse_absent(code)
         if tasks.task_name(cfg) not in tasks.DATA_TASKS:
             _check_first_prompts(cfg.prompts)
         return
@@ -69,7 +69,7 @@ def _check_first_prompts(cfg: schema.PromptsConfig) -> None:
 
 
 def missing_inputs(cfg: schema.TrainConfig) -> list[InputError]:
-    """Every package, model and data set that isn't there, each with its key in ``where``."""
+    """Every package, model and data set that is missing, each with its key in ``where``."""
     return [*_missing_packages(cfg), *_missing_models(cfg), *_missing_data(cfg)]
 
 
@@ -90,11 +90,11 @@ def _missing_packages(cfg: schema.TrainConfig) -> Iterator[InputError]:
 def _named_models(cfg: schema.TrainConfig
                   ) -> Iterator[tuple[str, str, str | None, model_files.Needs]]:
     """(key, name, revision, needs) of every model."""
-    own = cfg.model.tokenizer_path
+    tokenizer = cfg.model.tokenizer_path
     yield ("model.path", cfg.model.path, cfg.model.revision,
-           "model" if own else "model and tokenizer")
-    if own:
-        yield "model.tokenizer_path", own, None, "tokenizer"
+           "model" if tokenizer else "model and tokenizer")
+    if tokenizer:
+        yield "model.tokenizer_path", tokenizer, None, "tokenizer"
     if cfg.model.value.path is not None and cfg.model.value.kind == "model":
         start = checkpoints.value_start(cfg.model)
         yield "model.value.path", start.path, start.revision, "model"

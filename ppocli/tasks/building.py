@@ -64,7 +64,7 @@ def check_memory(cfg: schema.TrainConfig, backend: Backend, lm_config: Any, *, p
         OutOfMemoryError: it doesn't.
     """
     ranks, hardware = backend.ranks, cfg.hardware
-    # a rehearsal is one process; what it asks is whether the run fits
+    # a dry run is one process, and checks the memory of the whole run
     planned = hardware.num_processes * hardware.num_nodes if ranks.world == 1 else ranks.world
     ranks.all_do(lambda: check.check_memory(
         cfg, lm_config, prompt_tokens=prompt_tokens, new_tokens=new_tokens, device=backend.device,

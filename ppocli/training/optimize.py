@@ -68,18 +68,6 @@ def optimize(task: Task, plan: Plan, state: TrainState, stop: StopFlag,
         int(ranks.sum(torch.tensor(progress.tokens))), progress.first)
 
 
-def probe_gradient(task: Task, plan: Plan) -> dict[str, float]:
-    """The loss terms and gradient norm of the first update. No weight moves and the gradient is
-    dropped."""
-    trained = task.trained
-    trained.module.train(task.cfg.model.gradient_checkpointing)
-    gradient = _gradient(task, plan, plan.groups[0], (0, 0), poisoned=False)
-    terms = _figures(task, gradient.terms, trained.norm())
-    trained.clear()
-    trained.module.eval()
-    return terms
-
-
 @dataclass(slots=True)
 class _Progress:
     """What an optimize phase has done so far."""

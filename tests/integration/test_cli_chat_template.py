@@ -195,15 +195,3 @@ def test_values_of_a_template_and_wrong_dates(dated, app):
     for wrong in ("tomorrow", "2026-01-05T10:00:00+01:00", "2026-13-01"):
         assert "must be a local date, such as" in app(
             *words, f"model.chat_template_date={wrong}", code=2).err
-
-
-def test_an_evaluation_that_goes_on_tells_the_date_it_was_begun_at(dated, app):
-    app(*SFT, "model.path=talker", "model.chat_template=t.jinja", "sft.epochs=1", "run_name=s",
-        code=0)
-    shutil.copytree("runs/s/model", "model")
-    asks = ("eval", "model", "--prompts", "prompts.jsonl", "--reward", "spies.py:rendered",
-            "--name", "x", "-n", "2", "ppo.chunk_size=2")
-    run(*asks, cwd=dated, PPOCLI_FAULTS="score.before@2:kill9", code=-9)
-    app(*asks, "--resume", code=0)
-    told = {row["prompt"].split()[1] for row in jsonl(dated / "eval/x/samples.jsonl")}
-    assert len(told) == 1

@@ -191,7 +191,7 @@ def test_what_code_of_users_prints_never_mixes_with_results(world):
         <= set(model.err.splitlines())
     place = "out/noisy"
     for line in (["eval", place, "--json"], ["generate", place, "-p", "the", "--score", "--json"],
-                 ["validate", *settings[:-2], "--deep", "--json"]):
+                 ["validate", *settings[:-2], "--json"]):
         done = run(*line, cwd=world, code=0)
         assert json.loads(done.out), line
         assert "NOISE" in done.err

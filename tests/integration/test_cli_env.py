@@ -170,18 +170,6 @@ def test_eval_plays_the_same_episodes_as_the_run(place, app):
     assert [row["turns"] for row in kept] == [row["turns"] for row in last_of(place / RUN)]
 
 
-def test_an_evaluation_goes_on_only_with_the_same_environment(place, app):
-    run("eval", RUN, "--name", "x", "ppo.chunk_size=2", cwd=place,
-                PPOCLI_FAULTS="score.before@2:kill9", code=-9)
-    again = ["eval", RUN, "--name", "x", "--resume", "ppo.chunk_size=2"]
-    assert "env.max_turns: 3 -> 2" in app(*again, "env.max_turns=2", code=5).err
-    with (place / "env.py").open("a") as file:
-        file.write("\n# another one\n")
-    assert "env.py" in app(*again, code=5).err
-    with_environments(place)
-    assert "going on with" in app(*again, code=0).err
-
-
 def test_a_strangers_environment_needs_trust(place, app, monkeypatch):
     shutil.copytree(place / RUN, place / "dl/run", symlinks=True)
     config = place / "dl/run/config.yaml"

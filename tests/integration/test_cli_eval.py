@@ -9,12 +9,13 @@ import sys
 
 import pytest
 from helpers import jsonl, read_json, save_lm, write_prompts
-from judged import NAME, RUN, result
+from judged import BEGUN, NAME, RUN, result
 from runs import PLANTED, rewrite, run
 
 import ppocli
 from ppocli.cli import eval as command
 from ppocli.errors import ConfigError
+from ppocli.storage.run_folder import lock
 
 
 def test_defaults_give_the_runs_own_figures(place, uninterrupted):
@@ -155,8 +156,56 @@ def test_a_reward_below_the_threshold_is_exit_10_after_all_is_written(place, eva
     assert done.err.endswith(
         f"Error: The mean reward is {mean}, below the 99.0 asked for.\n"
         f"  where: {place / RUN / 'eval' / NAME / 'eval.json'}\n")
-    for value in ("nan", "-inf"):
-        assert "is no finite number" in evaluate(RUN, f"--min-reward={value}", code=2).err
+
+
+def test_nothing_is_overwritten_unless_asked_for(place, evaluate):
+    few = [RUN, "--limit", "2", "--name", "x"]
+    assert evaluate(*few).code == 0
+    folder = place / RUN / "eval/x"
+    old = (folder / "samples.jsonl").read_bytes()
+    done = evaluate(*few, "--seed", "9", code=5)
+    assert done.err == (
+        f"Error: {folder} holds a finished evaluation already.\n"
+        "  where: --name x\n  fix:   --overwrite replaces it; or choose another --name\n")
+    assert (folder / "samples.jsonl").read_bytes() == old
+    assert evaluate(*few, "--seed", "9", "--overwrite").code == 0
+    assert result(folder)["seed"] == 9
+    assert (folder / "samples.jsonl").read_bytes() != old
+
+
+def test_a_stopped_evaluation_keeps_its_samples_and_is_run_again(
+        place, evaluate, inject, uninterrupted):
+    inject("score.before@6:int")
+    done = evaluate(RUN, *BEGUN, code=130)
+    folder = place / RUN / "eval/x"
+    whole = (uninterrupted / "samples.jsonl").read_bytes()
+    assert done.err.endswith(
+        f"21 samples stay in {folder / 'samples.jsonl'}\n"
+        "  fix:   run it again, with --overwrite: the same seed gives the same samples\n")
+    assert (folder / "samples.jsonl").read_bytes() == b"".join(whole.splitlines(True)[:21])
+    assert not (folder / "eval.json").exists()
+    inject("")
+    with lock(folder):
+        done = evaluate(RUN, *BEGUN, "--overwrite", code=5)
+    assert "is in use by process" in done.err
+    assert "choose another --name" in done.err
+    assert evaluate(RUN, *BEGUN, "--overwrite").code == 0
+    assert (folder / "samples.jsonl").read_bytes() == whole
+    assert "fix:   run it again: the same seed" in evaluate(RUN, "--resume", code=2).err
+
+
+def test_a_failing_reward_leaves_what_was_scored_or_nothing(place, evaluate):
+    (place / "failing.py").write_text(
+        "calls = []\n\ndef score(outputs, first=1, **_):\n    calls.append(1)\n"
+        "    if len(calls) >= first:\n        raise ValueError('no more')\n"
+        "    return [0.0] * len(outputs)\n")
+    assert "no more" in evaluate(RUN, "--reward", "failing.py:score", code=7).err
+    assert not (place / RUN / "eval").exists()
+    done = evaluate(RUN, "--reward", "failing.py:score", "reward.kwargs.first=3", code=7)
+    folder = place / RUN / "eval" / NAME
+    assert f"5 samples stay in {folder / 'samples.jsonl'}\n" in done.err
+    assert len(jsonl(folder / "samples.jsonl")) == 5
+    assert not (folder / "eval.json").exists()
 
 
 def test_a_run_that_cannot_be_written_to_is_evaluated_elsewhere(place, evaluate):
@@ -167,13 +216,10 @@ def test_a_run_that_cannot_be_written_to_is_evaluated_elsewhere(place, evaluate)
     assert (place / "results" / NAME / "eval.json").is_file()
 
 
-def test_the_frontier_says_its_price_and_what_it_found(place, evaluate, inject, monkeypatch):
+def test_the_frontier_says_its_price_and_what_it_found(place, evaluate, monkeypatch):
     given = [RUN, "--frontier", "--limit", "2", "--name", "x"]
-    inject("score.before@4:term")
-    assert evaluate(*given).code == 143
-    inject("")
-    done = evaluate(*given, "--resume", code=0)
-    assert re.search(r"--frontier costs 22 more responses \(16 of .*/lm \(base\) to each prompt\)",
+    done = evaluate(*given, code=0)
+    assert re.search(r"--frontier costs 32 more responses \(16 of .*/lm \(base\) to each prompt\)",
                      done.err)
     folder = place / RUN / "eval/x"
     found = result(folder)["frontier"]
@@ -288,9 +334,9 @@ def test_samples_reach_the_terminal_without_control_characters(tmp_path):
 
 
 def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
-    clock = iter([0.0, 4.0, 12.0, 13.0])
+    clock = iter([7.0, 11.0, 19.0, 20.0])
     monkeypatch.setattr(command, "monotonic", lambda: next(clock))
     lines = command._Lines()
-    for done in (10, 20, 40, 44):
+    for done in (0, 20, 40, 44):
         lines("policy", done, 100)
-    assert capsys.readouterr().err == "policy: 40 of 100 samples, 12 s, about 24 s left\n"
+    assert capsys.readouterr().err == "policy: 40 of 100 samples, 12 s, about 18 s left\n"

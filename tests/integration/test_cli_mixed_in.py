@@ -30,7 +30,7 @@ def test_it_is_checked_beforehand_and_again_on_resume(trained, tmp_path, command
                                                                 monkeypatch):
     world = trained.parents[1]
     monkeypatch.chdir(world)
-    told = validate(*words(*PTX), "--deep", code=0).out
+    told = validate(*words(*PTX), code=0).out
     assert "ppo.ptx.data:\nline 1 of texts.jsonl:\n" in told
     assert "5 examples, 30 tokens, 20 of them trained on" in told
     # the weight may change, the examples may not

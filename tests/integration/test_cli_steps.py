@@ -23,7 +23,7 @@ KEYS = ("ppo.num_steps=1", "reward.step_separator=' '", "tracking.log_rollouts=t
 def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(command, app, world):
     (world / "steps.py").write_text(STEPS)
     given = words("reward.fn=steps.py:words", "reward.metric_fn=steps.py:count", *KEYS)
-    told = app("validate", "--deep", *given, code=0).out
+    told = app("train", "--dry-run", *given, code=0).out
     command(*given, "run_name=here", code=0)
     rows = jsonl(world / "runs/here/samples.jsonl")
     assert {row["kind"] for row in rows} == {"rollout", "eval"}

@@ -1,8 +1,11 @@
-"""``ppocli validate``: all problems at once, nothing written, and a rehearsal that is the run's."""
+"""``ppocli validate``: all problems at once, nothing written; and ``--dry-run``, which makes the
+run's first step in small."""
 
 import json
+import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from runs import imported_by, words
 
 from ppocli.errors import RewardError
 from ppocli.rewards.resolve import REWARD
+from ppocli.text import clean
 from ppocli.user_code import Wanted, refuse_absent
 
 
@@ -23,8 +27,8 @@ def everything(folder: Path) -> dict[str, int]:
 def test_a_valid_run_is_one_line_and_writes_nothing(validate, world):
     before = everything(world)
     done = validate(*words(), code=0)
-    assert done.err == ("not looked at: weights and memory, what the reward returns (ppocli "
-                        "validate --deep loads everything and tries it)\n")
+    assert done.err == ("not looked at: weights and memory, what the reward returns (--dry-run "
+                        "of the command that trains loads everything and tries a step)\n")
     assert done.out == (
         "valid: ./lm, reward rewards.py:plain, 8 prompts, 4 steps of 12 samples (48 in all), "
         "device cpu fp32, into runs/run-DATE-TIME\n")
@@ -165,35 +169,44 @@ def test_json_holds_the_same(validate, world):
     assert all(problem["fix"] for problem in bad["problems"])
 
 
-def test_the_rehearsal_draws_the_runs_own_first_samples(reference, shared_world):
-    """The reference run logged its rollouts: step 1 begins with the very samples shown here."""
-    own = [row for row in jsonl(reference / "samples.jsonl") if row["kind"] == "rollout"][:2]
-    before = sorted(path.name for path in shared_world.iterdir())
-    done = ppocli("validate", "--deep", "--json", *words("run_name=new", stateful=True),
-                  cwd=shared_world, code=0)
-    found = json.loads(done.stdout)["rehearsal"]
-    assert [s["prompt"] for s in found["samples"]] == [s["prompt"] for s in own]
-    assert [s["response"] for s in found["samples"]] == [s["response"] for s in own]
-    assert found["metrics"]["words"] == [float(len(s["response"].split())) for s in own]
-    assert (found["device"], found["prompts"], found["agrees"]) == ("cpu", 8, True)
-    assert abs(found["kl_per_token"]) < 1e-5
-    assert found["terms"]["grad_norm"] > 0
-    assert set(found["seconds"]) == {"load", "rollout", "reward", "scoring", "metric", "optimize"}
-    assert found["peak_memory_mib"] > 50
-    assert sorted(path.name for path in shared_world.iterdir()) == before
-
-
-def test_prompts_that_end_in_eos_or_are_dropped(validate, world):
+def test_prompts_that_end_in_eos_or_are_dropped(validate, dry_run, world):
     (world / "ends.txt").write_text("the film<eos>\nit was so good and i was not\ni saw <eos>\n")
     warned = validate(*words("prompts.path=ends.txt"), code=0)
     assert warned.err.startswith(
         "warning: prompts: 2 prompts end in the EOS token <eos> (the first: line 1 of ends.txt): "
         "to the model the text is over before the response begins. Leave the token out if they "
         "should be continued\n")
-    deep = validate(*words("prompts.path=ends.txt", "prompts.max_length=5", "prompts.overlong=drop",
-                           "reward.fn=length", "reward.kwargs.target=3"), "--deep", code=0)
-    assert "prompts: 2 prompts end in the EOS token <eos>" in deep.err
-    assert "prompts: 1 prompt was longer than 5 tokens: dropped" in deep.err
+    tried = dry_run(*words("prompts.path=ends.txt", "prompts.max_length=5", "prompts.overlong=drop",
+                           "reward.fn=length", "reward.kwargs.target=3"), code=0)
+    assert "prompts: 2 prompts end in the EOS token <eos>" in tried.err
+    assert "prompts: 1 prompt was longer than 5 tokens: dropped" in tried.err
+
+
+# A dry run ----------------------------------------------------------------------------------------
+
+@pytest.fixture
+def dry_run(app):
+    return partial(app, "train", "--dry-run")
+
+
+def test_deep_names_what_replaced_it(validate, world):
+    assert "fix:   ppocli train ... --dry-run loads everything" in validate(
+        *words(), "--deep", code=2).err
+
+
+def test_it_draws_the_runs_own_first_samples_and_keeps_nothing(reference, shared_world):
+    """The reference run logged its rollouts: step 1 begins with the very samples shown here."""
+    logged = [row for row in jsonl(reference / "samples.jsonl") if row["kind"] == "rollout"][:2]
+    before = sorted(path.name for path in shared_world.iterdir())
+    lines = ppocli("train", "--dry-run", *words("run_name=new", stateful=True), cwd=shared_world,
+                   code=0).stdout.splitlines()
+    assert [line for line in lines if " → " in line] == [
+        f"  {clean(row['prompt'])} → {clean(row['response'])}" for row in logged]
+    assert f"metric words: {', '.join(str(len(s['response'].split())) for s in logged)}" in lines
+    assert re.fullmatch(r"loaded: [\d,]+ parameters, [\d,]+ trained, 8 prompts, on cpu fp32",
+                        lines[1])
+    assert lines[-2].count(".") == 6  # load, rollout, reward, scoring, metric, optimize
+    assert sorted(path.name for path in shared_world.iterdir()) == before
 
 
 def odd(world: Path, body: str) -> None:
@@ -201,11 +214,10 @@ def odd(world: Path, body: str) -> None:
     (world / "odd.py").write_text(f"def score(samples, **columns):\n    {body}\n")
 
 
-def test_the_rehearsal_in_words(validate, world):
+def test_its_words(dry_run, world):
     (world / "odd.py").write_text("def score(completions, trainer_state, **columns):\n"
                                   "    return [6 / trainer_state.max_steps for _ in completions]\n")
-    done = validate(*words("reward.fn=odd.py:score", "prompts.template='\x1b[31m{prompt}'"),
-                    "--deep", code=0)
+    done = dry_run(*words("reward.fn=odd.py:score", "prompts.template='\x1b[31m{prompt}'"), code=0)
     lines = done.out.splitlines()
     assert lines[0].startswith("valid: ./lm")
     assert "first prompt as the model gets it" in lines[2]
@@ -218,54 +230,46 @@ def test_the_rehearsal_in_words(validate, world):
                                                            "peak memory"]
 
 
-def test_a_reference_that_disagrees_is_pointed_out(validate, world, monkeypatch):
-    from ppocli.tasks import rehearsal
+def test_a_reference_that_disagrees_is_pointed_out(dry_run, world, monkeypatch):
+    from ppocli.tasks import preflight
 
-    monkeypatch.setitem(rehearsal.KL_TOLERANCE, "fp32", 1e-9)  # what bf16 rounds off is small here
-    done = validate(*words("model.dtype=bf16"), "--deep")
-    assert "WRONG: before training it must be 0; do model.dtype" in done.out
-
-
-def test_samples_without_scores_are_told(validate, world):
-    odd(world, "return [None] * len(samples)")
-    done = validate(*words("reward.fn=odd.py:score", "reward.on_invalid=skip"), "--deep", code=0)
-    assert "sample 1: score none" in done.out
-    assert "gradient: not tried, no sample has a score" in done.out
+    monkeypatch.setitem(preflight.KL_TOLERANCE, "fp32", 1e-9)  # what bf16 rounds off is small here
+    assert "WRONG: before training it must be 0; do model.dtype" in dry_run(
+        *words("model.dtype=bf16")).out
 
 
 @pytest.mark.parametrize(("more", "notes"), [
     ((), ["the scores of all 2 samples are equal (1)", "the gradient is 0, so that an"]),
     (("ppo.advantage=grpo", "ppo.n=2"), ["the scores of all 2 samples are", "the gradient is 0"]),
-    (("reward.fn=odd.py:size",), [])])
-def test_a_rehearsal_says_what_nothing_can_be_learnt_from(more, notes, validate, world):
+    (("reward.fn=odd.py:size",), []),
+    (("reward.fn=odd.py:none", "reward.on_invalid=skip"), [])])
+def test_it_says_what_nothing_can_be_learnt_from(more, notes, dry_run, world):
     odd(world, "return [1.0] * len(samples)\n\ndef size(samples):\n"
-        "    return [float(len(text)) for text in samples]")
-    out = validate(*words("reward.fn=odd.py:score", *more), "--deep", code=0).out
-    said = [line.removeprefix("note: ") for line in out.splitlines() if line.startswith("note: ")]
-    assert [one[:len(note)] for one, note in zip(said, notes, strict=True)] == notes
+        "    return [float(len(text)) for text in samples]\n\ndef none(samples):\n"
+        "    return [None] * len(samples)")
+    out = dry_run(*words("reward.fn=odd.py:score", *more), code=0).out
+    lines = [line.removeprefix("note: ") for line in out.splitlines() if line.startswith("note: ")]
+    assert [line[:len(note)] for line, note in zip(lines, notes, strict=True)] == notes
+    unscored = "reward.on_invalid=skip" in more
+    assert ("sample 1: score none" in out) == unscored
+    assert ("gradient: not tried, no sample has a score" in out) == unscored
 
 
 @pytest.mark.parametrize(("body", "more", "code", "said"), [
     ("raise RuntimeError('bad day')", [], 7, "bad day"),
     ("return [0.0]", [], 7, "1"),
-    ("return [0.0] * len(samples)", ["generation.max_new_tokens=64"], 2,
-     "leave no room for a prompt"),
-    ("return [0.0] * len(samples)", ["hardware.device=cuda"], 2, "No CUDA device"),
-    ("return [0.0] * len(samples)", ["prompts.chat=true"], 3, "no chat template"),
-])
-def test_a_rehearsal_ends_as_the_run_would(body, more, code, said, validate, world, monkeypatch):
+    ("return [float('nan')] * len(samples)", [], 7, "return a finite number"),
+    ("return [0.0] * len(samples)", ["hardware.device=cuda"], 2, "No CUDA device")])
+def test_it_ends_as_the_run_would(body, more, code, said, dry_run, world, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     odd(world, body)
-    done = validate(*words("reward.fn=odd.py:score", *more), "--deep", "--json", code=code)
-    [problem] = json.loads(done.out)["problems"]
-    assert problem["exit_code"] == code
-    assert said in problem["what"]
+    assert said in dry_run(*words("reward.fn=odd.py:score", *more), code=code).err
 
 
 def test_what_is_wrong_without_a_look_at_the_model_is_said_without_torch(world):
     (world / "plain.py").write_text("def score(samples, **columns):\n    return []\n")
-    script = ("from ppocli.cli.examine import examine\n"
-              f"assert examine({words('reward.fn=plain.py:score', 'ppo.lam=2')!r}).problems")
+    script = ("from ppocli.cli.run_checks import check_words\n"
+              f"assert check_words({words('reward.fn=plain.py:score', 'ppo.lam=2')!r}).problems")
     assert not {"torch", "transformers", "datasets"} & imported_by(script, world)
 
 

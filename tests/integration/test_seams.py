@@ -276,10 +276,8 @@ def test_what_a_task_minimises_is_best_where_it_is_lowest(here, command, app):
 
 
 def test_a_task_from_outside_is_rehearsed_as_it_is(here):
-    found = json.loads(run("validate", "--deep", "--json", *words("task"), cwd=here, code=0).out)
-    rehearsal = found["rehearsal"]
-    assert set(rehearsal["terms"]) == {"total", "right", "margin", "grad_norm"}
-    assert (rehearsal["rows"], rehearsal["examples"]) == (4, None)
     lines = run("train", "--dry-run", *words("task"), cwd=here, code=0).out.splitlines()
     assert next(line for line in lines if line.startswith("loaded: ")).endswith(
         " trained, on cpu fp32")
+    assert any(line.startswith("gradient of the first 4 (") and "margin loss" in line
+               for line in lines)

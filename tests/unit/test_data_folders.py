@@ -210,7 +210,7 @@ def test_commands_read_what_the_library_reads(tmp_path):
         "{{ m.content or '' }}{% for call in m.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
         "{{ eos_token }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}")
-    shown = [ppocli("validate", "--deep", "task=sft", "model=reviews", f"data.path={name}",
+    shown = [ppocli("validate", "task=sft", "model=reviews", f"data.path={name}",
                     "model.chat_template=chat.jinja", cwd=tmp_path, code=0).stdout
              for name in ("rows.jsonl", "rows.parquet")]
     texts = [[line for line in text.splitlines() if line.startswith("  user: ")] for text in shown]

@@ -1,19 +1,13 @@
-"""The arithmetic of evaluations, what a folder of one is taken for, what tells judges apart."""
+"""The arithmetic of evaluations, their arguments and folders."""
 
-import functools
 import itertools
 import json
-import logging
 import math
 import statistics
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from ppocli.config.schema import EvalGenerationConfig, ModelConfig, PromptsConfig, TrainConfig
+from ppocli.config.schema import EvalGenerationConfig, TrainConfig
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.evaluation.figures import (
     best_of_n,
@@ -24,8 +18,7 @@ from ppocli.evaluation.figures import (
     frontier_of,
     frontier_svg,
 )
-from ppocli.evaluation.identity import _as_before, _described, _digest, _weights, choose
-from ppocli.evaluation.request import EvalRequest, read_result, refuse_taken, take_up
+from ppocli.evaluation.request import EvalRequest, new_folder, read_result, refuse_existing
 from ppocli.runs.target import Target
 
 SCORES = [0.3, -1.0, 2.5, 2.5, 0.0, 7.0]
@@ -166,71 +159,23 @@ def test_a_prompt_with_too_few_scores_is_left_out_of_the_points():
     assert b"best-of-n of the base" in frontier_svg(found)
 
 
-def write_rows(folder: Path, count, roles=("policy",), tail=b""):
-    folder.mkdir(exist_ok=True)
-    lines = [json.dumps({"model": role, "number": number}).encode() + b"\n"
-             for role in roles for number in range(count)]
-    (folder / "samples.jsonl").write_bytes(b"".join(lines) + tail)
-    return lines
-
-
-@pytest.mark.parametrize("tail", [b"", b'{"model": "pol', b'{"model": "policy", "number": 6}',
-                                  b"\0\0\0\n", b'{"model": "base", "number": 6}\n', b"[1]\n"])
-def test_samples_after_the_last_whole_chunk_are_cut_off(tmp_path, tail):
-    folder = tmp_path / "e"
-    lines = write_rows(folder, 6, tail=tail)
-    found = take_up(folder, {"policy": 8, "against": 8}, chunk=4)
-    assert {role: len(rows) for role, rows in found.items()} == {"policy": 4, "against": 0}
-    assert (folder / "samples.jsonl").read_bytes() == b"".join(lines[:4])
-
-
-def test_a_models_last_chunk_may_be_shorter(tmp_path):
-    folder = tmp_path / "e"
-    lines = write_rows(folder, 6, ("policy", "against"))
-    found = take_up(folder, {"policy": 6, "against": 6}, chunk=4)
-    assert [len(rows) for rows in found.values()] == [6, 6]
-    assert (folder / "samples.jsonl").read_bytes() == b"".join(lines)
-
-
-def finished(folder: Path, identity=None):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "settings.json").write_text(json.dumps({"identity": identity or {}}))
-    write_rows(folder, 1)
-    (folder / "eval.json").write_text("{}")
-    return folder
-
-
-def test_results_never_land_where_some_are(tmp_path, caplog):
-    caplog.set_level(logging.INFO, "ppocli")
-    default = finished(tmp_path / "step-000004")
-    assert choose(default, EvalRequest(), {}).name == "step-000004-2"
-    assert choose(default, EvalRequest(), {}).name == "step-000004-3"
-    assert caplog.messages == [
-        f"{tmp_path / 'step-000004-2'} holds an unfinished evaluation; to go on with "
-        "it: the same command with --resume --name step-000004-2"]
-
-
-def test_resuming_takes_the_unfinished_one_of_the_same_settings(tmp_path):
-    mine, other = {"seed": 1, "models": {}}, {"seed": 2, "models": {"policy": "x"}}
-    default = finished(tmp_path / "step-000004", mine)
-    begun = finished(tmp_path / "step-000004-2", other)
-    (begun / "eval.json").unlink()
-    resuming = EvalRequest(resume=True)
-    assert choose(default, resuming, mine) == default
-    assert choose(default, resuming, other) == begun
-    assert choose(default, resuming, {**other, "models": {}}) == begun
-    with pytest.raises(CheckpointError, match="seed: 2 -> 3"):
-        choose(default, resuming, {"seed": 3, "models": {}})
-    (begun / "settings.json").unlink()
-    with pytest.raises(CheckpointError, match=r"settings\.json is missing or damaged"):
-        choose(begun, EvalRequest(resume=True, name=begun.name), other)
+def test_results_never_land_where_some_are(tmp_path):
+    default = tmp_path / "step-000004"
+    assert [new_folder(default, EvalRequest()).name for _ in range(3)] == [
+        "step-000004", "step-000004-2", "step-000004-3"]
+    assert new_folder(default, EvalRequest(overwrite=True)) == default
+    for result, kind in ((False, "an unfinished"), (True, "a finished")):
+        if result:
+            (default / "eval.json").write_text("{}")
+        with pytest.raises(CheckpointError, match=f"holds {kind} evaluation already"):
+            refuse_existing(default, EvalRequest(name="step-000004"))
 
 
 def test_only_evaluations_are_overwritten(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("x")
     with pytest.raises(CheckpointError, match=r"holds what is no evaluation \(thesis.tex\)"):
-        refuse_taken(tmp_path / "mine", EvalRequest(name="mine", overwrite=True))
+        refuse_existing(tmp_path / "mine", EvalRequest(name="mine", overwrite=True))
 
 
 def test_a_result_that_lacks_what_readers_count_on_is_none(tmp_path):
@@ -259,7 +204,7 @@ def test_a_word_for_generation_counts_at_evaluation_too():
 
 
 @pytest.mark.parametrize(("request_", "message"), [
-    (EvalRequest(resume=True, overwrite=True), "goes on with an evaluation and --overwrite"),
+    (EvalRequest(min_reward=math.nan), "--min-reward nan is no finite number"),
     (EvalRequest(name="a/b"), "--name a/b: a name is no path"),
     (EvalRequest(limit=3, words=("prompts.eval.limit=4",)),
      "--limit and prompts.eval.limit set the same thing"),
@@ -267,82 +212,3 @@ def test_a_word_for_generation_counts_at_evaluation_too():
 def test_contradictions_are_refused(request_, message):
     with pytest.raises(ConfigError, match=message):
         request_.check()
-
-
-SCALE = 2.0
-
-
-def helper(text):
-    return len(text) * SCALE
-
-
-def scores(completions):
-    return [helper(text) for text in completions]
-
-
-def digest(value: Any) -> str:
-    return _digest(_described(value, set(), 0, plain=True))
-
-
-def scaled(factor):
-    return lambda completions: [factor * len(text) for text in completions]
-
-
-class Judge:
-    __slots__ = ("again", "factor", "model")
-
-    def __init__(self, factor: float, seed: int = 0) -> None:
-        torch.manual_seed(seed)
-        self.factor = factor
-        self.model = torch.nn.Linear(3, 1)
-        self.again = self
-
-    def __call__(self, completions):
-        return [self.factor] * len(completions)
-
-
-def test_equal_code_is_equal_wherever_it_stands():
-    one = lambda completions: [1.0] * len(completions)  # noqa: E731
-
-    again = lambda completions: [1.0] * len(completions)  # noqa: E731
-    assert digest(one) == digest(again)
-    assert digest(scaled(2)) == digest(scaled(2))
-    assert digest(Judge(1.0)) == digest(Judge(1.0))
-
-
-def test_other_code_values_and_weights_are_told_apart():
-    found = [digest(value) for value in (
-        lambda completions: [1.0] * len(completions), lambda completions: [0.5] * len(completions),
-        scaled(2), scaled(3), scaled(math.exp), scaled(math.log),
-        functools.partial(scaled, 2), functools.partial(scaled, 3), Judge(1.0), Judge(2.0),
-        Judge(1.0, seed=1), Judge(1.0).__call__, {"a": scaled(2)}, {"b": scaled(2)}, Judge,
-        lambda completions, k=1: k, lambda completions, k=2: k)]
-    assert len(set(found)) == len(found)
-    assert found[8] == digest(Judge(1.0))
-
-
-def test_what_a_function_calls_counts(monkeypatch):
-    before = digest(scores)
-    monkeypatch.setitem(globals(), "SCALE", 3.0)
-    changed = digest(scores)
-    assert changed != before
-    monkeypatch.setitem(globals(), "helper", len)
-    assert digest(scores) not in (before, changed)
-
-
-def test_models_are_found_in_what_loaded_them():
-    assert _weights(Judge(1.0), []) == _weights(Judge(2.0), []) != _weights(Judge(1.0, 1), [])
-    judge = Judge(1.0)
-    assert len(_weights(lambda: judge, [])) == 1
-    assert _weights(scores, []) == []
-
-
-def test_keys_that_have_come_since_are_no_other_settings():
-    """An evaluation that was begun before there were these is gone on with."""
-    prompts, model = PromptsConfig(), ModelConfig(path="lm")
-    before = _as_before(asdict(prompts)), _as_before(asdict(model))
-    assert not {"tools", "chat_template", "chat_template_kwargs"} & {
-        *before[0], *before[0]["eval"], *before[1]}
-    prompts.eval.tools, model.chat_template_kwargs = "tools", {"thinks": False}
-    assert _as_before(asdict(prompts))["eval"]["tools"] == "tools"
-    assert _as_before(asdict(model))["chat_template_kwargs"] == {"thinks": False}

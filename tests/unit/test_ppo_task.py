@@ -32,7 +32,7 @@ from ppocli.tasks.ppo.records import PPOState, Rollout
 from ppocli.tasks.ppo.step import plan_updates, to_experience, update_of
 from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.loop import _better
-from ppocli.training.optimize import probe_gradient
+from ppocli.training.optimize import optimize
 from ppocli.training.state import Best, PhaseClock, TrainState
 from ppocli.training.task import OptimizeResult, StepContext, Verdict
 
@@ -298,7 +298,7 @@ def test_the_entropy_bonus_changes_by_equal_parts_to_its_end(tmp_path):
         for step, episodes in [(0, 0), (1, 16), (2, 32), (3, 48), (4, 64), (1, 48)]:
             state = TrainState({}, "", step=step, episodes=episodes, task=task.initial()[0])
             plan = task.plan(state, rollout)
-            terms = probe_gradient(task, plan)
+            terms, = optimize(task, plan, state, StopFlag()).first.values()
             bonus = terms["policy"] + session.cfg.ppo.vf_coef * terms["value"] - terms["total"]
             found.append(bonus / terms["entropy"])
             row = optimize_figures(OptimizeResult(0, 0, 0, False, 0.0, {}, 0), plan.atoms,

@@ -42,24 +42,20 @@ def evaluation_size(session: EvalSession) -> int:
     return len(session.eval_prompts) * session.cfg.prompts.eval.repeat
 
 
-def evaluate_chunks(session: EvalSession, context: StepContext, spec: SamplingSpec | None = None, *,
-                    skip: int = 0) -> Iterator[list[dict[str, Any]]]:
+def evaluate_chunks(session: EvalSession, context: StepContext, spec: SamplingSpec | None = None
+                    ) -> Iterator[list[dict[str, Any]]]:
     """Sample and score the evaluation prompts, one generate call at a time: rows as `ppocli eval`
     has them in samples.jsonl, the i-th of which answers prompt ``i % len(eval_prompts)``.
 
-    A sample is a function of seed, prompt and number alone, and chunks always begin at multiples of
-    ``chunk_size`` times the number of ranks; so an evaluation that goes on after ``skip`` samples
-    gives the very same ones.
+    A sample is a function of seed, prompt and number alone.
 
     Args:
         spec: how responses are sampled; None: as the configuration says.
-        skip: how many samples exist already; a multiple of ``session.chunk_size``, with
-            one rank.
 
     Raises:
         RewardError, DivergedError, StopRequested.
     """
-    for batch, num_local in _shares(session, context, skip):
+    for batch, num_local in _shares(session, context):
         yield woven(session.backend.ranks.gather(
             _one_share(session, context, spec or session.eval_sampling, batch, num_local)))
 
@@ -71,13 +67,12 @@ def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
             if name != "metrics" and (name != "rewards" or len(value) > 1)}
 
 
-def _shares(session: EvalSession, context: StepContext, skip: int = 0
-            ) -> Iterator[tuple[PromptBatch, int]]:
+def _shares(session: EvalSession, context: StepContext) -> Iterator[tuple[PromptBatch, int]]:
     """This rank's prompts of each generate call, those after the first so many of which only keep
     the ranks in step."""
     ranks, prompts, total = session.backend.ranks, session.eval_prompts, evaluation_size(session)
     size = session.chunk_size * ranks.world
-    for start in range(skip, total, size):
+    for start in range(0, total, size):
         context.stop.meet()
         episodes, num_local = ranks.share(range(total)[start:start + size])
         yield prompts.batch([episode % len(prompts) for episode in episodes], episodes,

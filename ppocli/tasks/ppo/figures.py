@@ -47,11 +47,11 @@ ADVICE = {
                    "differently in rollout and scoring.",
     "no_spread": "All rewards are equal ({reward:g}) in {rollouts}: there is nothing to learn "
                  "from. Check that the reward reads the response, that its label or pattern "
-                 "occurs, what a reward model gets to see (ppocli validate --deep shows samples "
-                 "and scores), and that prompts vary.",
+                 "occurs, what a reward model gets to see (--dry-run shows samples and "
+                 "scores), and that prompts vary.",
     "flat": "All rewards are nearly equal ({low:.6g} to {high:.6g}) in {rollouts}: there is next "
-            "to nothing to learn from. Look at samples and their scores (ppocli validate --deep), "
-            "at what a reward model gets to see, and at its accuracy on held-back pairs.",
+            "to nothing to learn from. Look at samples and their scores (--dry-run), at "
+            "what a reward model gets to see, and at its accuracy on held-back pairs.",
     "alike_groups": "In {alike:.0%} of the groups all {group} responses have the same reward, in "
                     "{rollouts}: ppo.advantage={estimator} compares within a group and learns "
                     "next to nothing. Raise ppo.n or generation.temperature, give prompts that "

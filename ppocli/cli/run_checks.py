@@ -1,9 +1,8 @@
-"""What is wrong with a run or a sweep, and what it would do: what ``ppocli validate`` finds without
-loading a model."""
+"""Checks of a run or a sweep without weights: what is wrong with it, and what it would do."""
 
 import os
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +28,7 @@ from ppocli.tracking.trackers import check_trackers
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What a valid run would do. ``prompts`` and ``examples`` are None for a Hub data set, which
-    isn't read here; ``steps`` and ``samples`` where they depend on it."""
+    isn't read here; ``steps`` and ``samples`` if they depend on it."""
 
     model: str
     reward: list[str]
@@ -50,13 +49,13 @@ class Plan:
     def __str__(self) -> str:
         one, count = ("prompt", self.prompts) if self.task not in tasks.DATA_TASKS else (
             "pair" if self.task == "reward_model" else "example", self.examples)
-        there = f"{one}s of the Hub" if count is None else counted(count, one)
+        rows = f"{one}s of the Hub" if count is None else counted(count, one)
         what = f"reward {' + '.join(self.reward)}" if one == "prompt" else self.task
         job = "" if self.job is None else f"job {self.job} ({' '.join(self.varied)}): "
         each = counted(self.samples_per_step, "sample" if one == "prompt" else one)
         steps = f"steps of {each}" if self.steps is None else (
             f"{counted(self.steps, 'step')} of {each} ({self.samples} in all)")
-        return (f"{job}{self.model}, {what}, {there}, {steps}, device {self.device} "
+        return (f"{job}{self.model}, {what}, {rows}, {steps}, device {self.device} "
                 f"{self.precision}, into {self.folder}")
 
 
@@ -72,75 +71,75 @@ def plan_of(config: schema.TrainConfig, rows: int | None, folder: Path) -> Plan:
 
 
 @dataclass(slots=True)
-class Examined:
-    """What was found. ``config`` is that of the run, or of a sweep's first job."""
+class Checked:
+    """The results. ``config`` is that of the run, or of a sweep's first job."""
 
     problems: list[PpocliError] = field(default_factory=list)
     plans: list[Plan] = field(default_factory=list)
     config: schema.TrainConfig | None = None
     warnings: list[str] = field(default_factory=list)
-    """what may be meant, and most often isn't"""
+    """on what is allowed and rarely intended"""
     notes: list[str] = field(default_factory=list)
-    """how what was typed is read"""
+    """on how the words were read"""
     facts: list[str] = field(default_factory=list)
     """lines about the data set that a run, or a sweep's first job, trains on"""
     colour: bool = False
-    """whether they may have colours"""
+    """whether ``facts`` may have colours"""
     not_looked_at: list[str] = field(default_factory=list)
     """what only loading everything would show"""
 
     @contextmanager
-    def taking(self) -> Iterator[None]:
-        """Add the error that the block ends with, if it is one that a user can mend."""
+    def collecting(self) -> Iterator[None]:
+        """Add the :class:`PpocliError` that the block ends with to the problems."""
         try:
             yield
         except PpocliError as error:
-            self.add([error])
+            self.add(error)
 
-    def add(self, problems: Iterable[PpocliError]) -> None:
-        """Add problems that are not among those found."""
+    def add(self, *problems: PpocliError) -> None:
+        """Add problems, each once."""
         for error in problems:
             if str(error) not in map(str, self.problems):
                 self.problems.append(error)
 
 
-def examine(words: Sequence[str], *, colour: bool = False) -> Examined:
-    """Everything that is wrong with the words of ``ppocli train``. Nothing is written.
+def check_words(words: Sequence[str], *, colour: bool = False) -> Checked:
+    """Check the words of ``ppocli train``. Nothing is written.
 
     Args:
-        colour: whether what is trained on is marked by its colour.
+        colour: mark the tokens that are trained on by their colour.
     """
-    found = Examined(colour=colour)
-    with found.taking():
+    checked = Checked(colour=colour)
+    with checked.collecting():
         read = read_words(words)
         if read.only_prints:
             raise ConfigError("These options only print something; there is no run to check.",
                               where="command line", fix="leave out --cfg, --info, --hydra-help and "
                               "--shell-completion")
         if read.is_sweep:
-            _examine_sweep(read, found)
+            _check_sweep(read, checked)
         else:
-            _examine_run(compose.compose(read), found)
-    return found
+            _check_run(compose.compose(read), checked)
+    return checked
 
 
-def _examine_run(composed: compose.Composed, found: Examined) -> None:
+def _check_run(composed: compose.Composed, checked: Checked) -> None:
     config, resume_from = composed.config, composed.resume_from
-    found.notes += composed.notes
-    count, wrong = _examine_config(composed, config, found)
+    checked.notes += composed.notes
+    count, wrong = _check_config(composed, config, checked)
     if wrong & {"output_dir", "run_name"}:
         return
     named = resume_from or (Path(config.output_dir) / config.run_name if config.run_name else None)
     if named is not None:
-        _examine_folder(composed, named, found, settled=not wrong)
-    found.add(_unwritable(named or Path(config.output_dir)))
-    if not found.problems:
-        place = named or Path(config.output_dir) / f"{composed.name}-DATE-TIME"
-        found.plans.append(plan_of(config, count, place))
+        _check_folder(composed, named, checked, valid=not wrong)
+    checked.add(*_unwritable(named or Path(config.output_dir)))
+    if not checked.problems:
+        folder = named or Path(config.output_dir) / f"{composed.name}-DATE-TIME"
+        checked.plans.append(plan_of(config, count, folder))
 
 
-def _examine_sweep(words: Words, found: Examined) -> None:
-    """Every job; what is wrong with several jobs alike is told once."""
+def _check_sweep(words: Words, checked: Checked) -> None:
+    """Check every job; a problem that several jobs share is added once, with their numbers."""
     def refuse(key: str) -> NoReturn:
         raise ConfigError(f"{key} decides the jobs while they run, so they can't be listed.",
                           where="command line", fix="check one of them: leave out -m and give one "
@@ -149,17 +148,16 @@ def _examine_sweep(words: Words, found: Examined) -> None:
     for setting in words.settings:
         if setting.key == "hydra/sweeper" and setting.value != "basic":
             refuse(setting.key)
-    given, name = sweep.sweep_dir(words), words.value("run_name") or "sweep-DATE-TIME"
-    jobs: list[tuple[sweep.SweepJob, Examined]] = []
+    sweep_dir, name = sweep.sweep_dir(words), words.value("run_name") or "sweep-DATE-TIME"
+    jobs: list[tuple[sweep.SweepJob, Checked]] = []
 
     def run_job(job: sweep.SweepJob) -> None:
-        one = Examined(colour=found.colour)
+        one = Checked(colour=checked.colour)
         jobs.append((job, one))
-        with one.taking():
-            composed = job.composed
-            found.notes += composed.notes
-            config = replace(composed.config, run_name=None)
-            count, _ = _examine_config(composed, config, one)
+        with one.collecting():
+            checked.notes += job.composed.notes
+            config = replace(job.composed.config, run_name=None)
+            count, _ = _check_config(job.composed, config, one)
             if not one.problems:
                 one.plans.append(replace(plan_of(config, count, job.folder), job=job.number,
                                          varied=list(job.varied)))
@@ -167,90 +165,90 @@ def _examine_sweep(words: Words, found: Examined) -> None:
     with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
         sweep.run_sweep_jobs(words, run_job, lambda shared, grid: Path(scratch, "sweep"),
                              search=lambda *_: refuse("sweep.search"))
-    told: dict[str, tuple[PpocliError, list[int]]] = {}
+    shared: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
-        found.config, found.facts = found.config or one.config, found.facts or one.facts
-        found.not_looked_at = found.not_looked_at or one.not_looked_at
-        place = Path(given or f"{one.config.output_dir if one.config else ''}/{name}")
-        found.warnings += one.warnings
-        found.plans += [replace(plan, folder=str(place / str(job.number))) for plan in one.plans]
+        checked.config, checked.facts = checked.config or one.config, checked.facts or one.facts
+        checked.not_looked_at = checked.not_looked_at or one.not_looked_at
+        folder = Path(sweep_dir or f"{one.config.output_dir if one.config else ''}/{name}")
+        checked.warnings += one.warnings
+        checked.plans += [replace(plan, folder=str(folder / str(job.number))) for plan in one.plans]
         for problem in one.problems:
-            told.setdefault(str(problem), (problem, []))[1].append(job.number)
-    found.add([problem.reworded(what=f"job {', '.join(map(str, numbers))}: {problem.what}")
-               for problem, numbers in told.values()])
-    if found.config is not None:
-        found.add(_unwritable(Path(given or found.config.output_dir)))
+            shared.setdefault(str(problem), (problem, []))[1].append(job.number)
+    checked.add(*(problem.reworded(what=f"job {', '.join(map(str, numbers))}: {problem.what}")
+                  for problem, numbers in shared.values()))
+    if checked.config is not None:
+        checked.add(*_unwritable(Path(sweep_dir or checked.config.output_dir)))
 
 
 # Inputs -------------------------------------------------------------------------------------------
 
-def _examine_config(composed: compose.Composed, config: schema.TrainConfig, found: Examined
-                    ) -> tuple[int | None, frozenset[str]]:
-    """Settings; then models, DeepSpeed's file, prompts and rewards, apart from keys that are wrong
-    already. Returns how many prompts or examples to train on there are, and the wrong keys."""
+def _check_config(composed: compose.Composed, config: schema.TrainConfig, checked: Checked
+                  ) -> tuple[int | None, frozenset[str]]:
+    """Check the settings; then models, DeepSpeed's file, prompts and rewards as far as their keys
+    are right. Returns the number of prompts or examples to train on, and the wrong keys."""
     problems = composed.problems()
-    found.config = config
-    found.add([_config_error(problem, composed.hint) for problem in problems])
+    checked.config = config
+    checked.add(*(_config_error(problem, composed.hint) for problem in problems))
     wrong = frozenset(key for problem in problems for key in problem.key.split(", "))
     absent = inputs.missing_inputs(config)
     if not wrong & {"model.path", "model.tokenizer_path"}:
-        found.add(absent)
+        checked.add(*absent)
     if not any(key.startswith("hardware") for key in wrong):
-        with found.taking():
+        with checked.collecting():
             opened_folder.check_deepspeed(config)
     count, columns = None, None
     on_data = tasks.task_name(config) in tasks.DATA_TASKS
     section = "data" if on_data else "ppo.ptx"
     if (on_data or config.ppo.ptx.data.path is not None) and not absent \
             and not any(key.startswith((section, "model")) for key in wrong):
-        count = _examine_data(config, found)
+        count = _check_data(config, checked)
     if not on_data and not any(key.startswith("prompts") for key in wrong):
-        count, columns = _examine_prompts(config, found)
+        count, columns = _check_prompts(config, checked)
     try:
         target_config.allow_code(composed)
     except PpocliError as error:
-        found.add([error])
+        checked.add(error)
         return count, wrong
     for part in () if on_data else _reward_parts(config.reward):
         keys = {"reward.fn", "reward.fns", "reward.kwargs",
                 *(f"reward.fns.{name}" for name in part.fns)}
         if not wrong & keys:
-            with found.taking():
+            with checked.collecting():
                 check_reward_config(part, columns)
     if config.env.fn is not None and not any(key.startswith("env") for key in wrong):
-        with found.taking():
+        with checked.collecting():
             resolve(config.env, columns)
     if not wrong & {"task.fn", "rollout.engine"} and any(
-            wanted.key in ("task.fn", "rollout.engine") for wanted in inputs.named_code(config)):
-        with found.taking():
+            code.key in ("task.fn", "rollout.engine") for code in inputs.named_code(config)):
+        with checked.collecting():
             from ppocli.tasks import check_own_classes
 
             check_own_classes(config)
     if "tracking.trackers" not in wrong:
-        with found.taking():
+        with checked.collecting():
             check_trackers(config.tracking)
-    found.not_looked_at = list(_not_looked_at(config))
-    if not found.problems and tasks.task_name(config) in ("ppo", *tasks.DATA_TASKS):
-        from ppocli.cli.examine_model import check_models  # loads torch
+    checked.not_looked_at = _not_looked_at(config)
+    if not checked.problems and tasks.task_name(config) in ("ppo", *tasks.DATA_TASKS):
+        from ppocli.tasks.preflight import check_models  # loads torch
 
         model_files.quiet_transformers()
-        with found.taking():
+        with checked.collecting():
             check_models(config)
     return count, wrong
 
 
-def _examine_prompts(config: schema.TrainConfig, found: Examined
-                     ) -> tuple[int | None, list[str] | None]:
-    """How many training prompts there are and the metadata columns that rewards will get, None
-    where that isn't known without the Hub."""
+def _check_prompts(config: schema.TrainConfig, checked: Checked
+                   ) -> tuple[int | None, list[str] | None]:
+    """The number of training prompts and the metadata columns that rewards will get; None for
+    prompts on the Hub."""
     count: int | None = None
     columns: list[str] | None = None
-    with found.taking():
+    with checked.collecting():
         config = decided(config, config.model.path, config.model.revision)
     for spec_of in (sources.training_spec, sources.evaluation_spec):
-        with found.taking():
+        with checked.collecting():
             spec = spec_of(config.prompts, None)
-            rows = _rows(spec, config.model, found)
+            rows = _rows(spec, config.model, checked)
             names = list(render.metadata(rows, spec)) if rows else []
             if spec_of is sources.training_spec and rows is not None:
                 count = len(rows) if spec.has_source else 1  # the BOS token alone
@@ -258,41 +256,43 @@ def _examine_prompts(config: schema.TrainConfig, found: Examined
     return count, columns
 
 
-def _examine_data(config: schema.TrainConfig, found: Examined) -> int | None:
-    """How many examples or pairs there are to train on, as the tokenizer makes them; None where
-    that isn't known without the Hub, and of PPO, which mixes examples in."""
-    held, on_data = tasks.val_source(config.data), tasks.task_name(config) in tasks.DATA_TASKS
-    named = (config.data.path, held) if on_data else (config.ppo.ptx.data.path,)
-    if any(path is not None and sources.names_hub_dataset(path) for path in named):
+def _check_data(config: schema.TrainConfig, checked: Checked) -> int | None:
+    """The number of examples or pairs to train on, as the tokenizer makes them; None for data on
+    the Hub, and for PPO, which mixes examples in."""
+    val, on_data = tasks.val_source(config.data), tasks.task_name(config) in tasks.DATA_TASKS
+    if _on_hub(config.data.path, val) if on_data else _on_hub(config.ppo.ptx.data.path):
         return None
     from ppocli.data import encoding
     from ppocli.models.loading import model_config
     from ppocli.models.loading.tokenizer import load_tokenizer
     from ppocli.tasks import supervised
 
-    with found.taking():
-        tokenizer = load_tokenizer(config.model)
-        unloaded = model_config.read_lm(config.model)
+    with checked.collecting():
+        tokenizer, unloaded = load_tokenizer(config.model), model_config.read_lm(config.model)
         if not on_data:
             mixed_in: Any = supervised.read_mixed_in(config, tokenizer, unloaded)
-            found.facts = ["ppo.ptx.data:",
-                           *encoding.facts(mixed_in, tokenizer, colour=found.colour)]
+            checked.facts = ["ppo.ptx.data:",
+                             *encoding.facts(mixed_in, tokenizer, colour=checked.colour)]
             return None
-        train, val = supervised.read_rows(config, tokenizer, unloaded)
-        found.facts = list(encoding.facts(train, tokenizer, colour=found.colour))
-        if val is not None:
-            *_, count = encoding.facts(val, tokenizer, colour=False)
-            found.facts += [f"data.val: {line}" for line in (*val.notes, count)
-                            if line == count or held is not None]
+        train, val_rows = supervised.read_rows(config, tokenizer, unloaded)
+        checked.facts = list(encoding.facts(train, tokenizer, colour=checked.colour))
+        if val_rows is not None:
+            *_, count = encoding.facts(val_rows, tokenizer, colour=False)
+            notes = [] if val is None else val_rows.notes
+            checked.facts += [f"data.val: {line}" for line in (*notes, count)]
         return len(train)
     return None
 
 
-def _rows(spec: sources.Source, model: schema.ModelConfig, found: Examined) -> list[Any] | None:
+def _on_hub(*paths: str | None) -> bool:
+    return any(path is not None and sources.names_hub_dataset(path) for path in paths)
+
+
+def _rows(spec: sources.Source, model: schema.ModelConfig, checked: Checked) -> list[Any] | None:
     """The rows of a source on this machine; None for a data set of the Hub."""
     if not spec.has_source:
         return []
-    if spec.path is not None and sources.names_hub_dataset(spec.path):
+    if _on_hub(spec.path):
         return None
     rows = render.take_rows(sources.open_rows(spec, []), spec, [],
                             most=spec.limit if spec.key == "prompts" else None)
@@ -302,7 +302,7 @@ def _rows(spec: sources.Source, model: schema.ModelConfig, found: Examined) -> l
                                    None if model.tokenizer_path else model.revision)
         ended = [row for row, text in zip(rows, texts, strict=True) if eos and text.endswith(eos)]
         if ended:
-            found.warnings.append(f"{spec.key}: {render.ends_in_eos(ended, eos)}")
+            checked.warnings.append(f"{spec.key}: {render.ends_in_eos(ended, eos)}")
     return rows
 
 
@@ -313,51 +313,47 @@ def _reward_parts(reward: schema.RewardConfig) -> Iterator[schema.RewardConfig]:
             yield replace(reward, fns={name: entry}, metric_fn=None)
     elif reward.fn is not None:
         yield replace(reward, metric_fn=None)
-    if reward.metric_fn is not None:  # beside a reward that is right
+    if reward.metric_fn is not None:  # with a reward that is right
         yield replace(reward, fn="length", fns={}, kwargs={"target": 1})
 
 
-def _not_looked_at(config: schema.TrainConfig) -> Iterator[str]:
+def _not_looked_at(config: schema.TrainConfig) -> list[str]:
     """What a check without weights leaves open, in words."""
     ppo = tasks.task_name(config) not in tasks.DATA_TASKS
-    yield "weights and memory"
-    if ppo:
-        yield "what the reward returns"
-    read = (config.prompts.path, config.prompts.eval.path) if ppo else (
+    paths = (config.prompts.path, config.prompts.eval.path) if ppo else (
         config.data.path, tasks.val_source(config.data))
-    if any(path is not None and sources.names_hub_dataset(path) for path in read):
-        yield "data on the Hub"
-    if config.rollout.engine == "vllm":
-        yield "whether the servers answer"
-    if config.hardware.device == "cuda" or config.model.quantization is not None:
-        yield "whether there is a GPU"
+    on_gpu = config.hardware.device == "cuda" or config.model.quantization is not None
+    return ["weights and memory", *["what the reward returns"] * ppo,
+            *["data on the Hub"] * _on_hub(*paths),
+            *["whether the servers answer"] * (config.rollout.engine == "vllm"),
+            *["whether there is a GPU"] * on_gpu]
 
 
 # The folder ---------------------------------------------------------------------------------------
 
-def _examine_folder(composed: compose.Composed, folder: Path, found: Examined, *, settled: bool
-                    ) -> None:
-    """Whether the run may have its folder: a new one, or one that it goes on with.
+def _check_folder(composed: compose.Composed, folder: Path, checked: Checked, *, valid: bool
+                  ) -> None:
+    """Check the run's folder: a new one, or the one that it resumes.
 
     Args:
-        settled: the configuration has no problems, so that it can be compared with the run's own.
+        valid: the configuration has no problems, so that it can be compared with the run's own.
     """
     config, resume_from = composed.config, composed.resume_from
-    goes_on = resume_from is not None or (
+    resumes = resume_from is not None or (
         config.resume == "auto" and opened_folder.goes_on_with(folder))
-    with found.taking():
-        if not goes_on:
+    with checked.collecting():
+        if not resumes:
             opened_folder.refuse_taken(folder, config)
         else:
             opened_folder.refuse_running(folder)
-        if goes_on and settled:
+        if resumes and valid:
             opened_folder.changes_on_resume(folder.absolute(), resolved.with_absolute_paths(config),
                                             accept_changes=composed.accept_changes)
     if not resume_from:
         return
     run = run_folder.RunFolder(folder)
     newest = find_latest(run.checkpoints, run_id=None, verify="size").found
-    with found.taking():
+    with checked.collecting():
         refuse_pruned(run, getattr(newest, "step", None))
         if newest is None:
             raise CheckpointError(f"{folder} has no valid checkpoint to go on from.",
@@ -366,7 +362,7 @@ def _examine_folder(composed: compose.Composed, folder: Path, found: Examined, *
 
 
 def _unwritable(folder: Path) -> Iterator[PpocliError]:
-    """Whether ``folder``, or the nearest folder above it that exists, takes a file."""
+    """The error of writing to ``folder``, or to the nearest folder above it that exists."""
     place = next(part for part in (folder.absolute(), *folder.absolute().parents)
                  if os.path.lexists(part))
     try:
@@ -375,11 +371,12 @@ def _unwritable(folder: Path) -> Iterator[PpocliError]:
         yield error.reworded(what=error.what.replace(str(place), str(folder), 1), where=str(folder))
 
 
-# Telling ------------------------------------------------------------------------------------------
+# Errors -------------------------------------------------------------------------------------------
 
 def _config_error(problem: Problem, fix: str | None) -> ConfigError:
-    known = next((key for key in problem.key.split(", ") if key in schema_keys()), None)
-    hint = f"ppocli schema {known} tells what it takes" if known else "ppocli schema lists all keys"
+    valid_key = next((key for key in problem.key.split(", ") if key in schema_keys()), None)
+    hint = (f"ppocli schema {valid_key} tells what it takes" if valid_key
+            else "ppocli schema lists all keys")
     problem, words = (problem, None) if fix else problem.parted()
     return ConfigError(f"{problem.key}: {problem.text}",
                        where=None if problem.source == DEFAULT_SOURCE else problem.source,
