@@ -165,8 +165,11 @@ def _examine_sweep(words: Words, found: Examined) -> None:
                                          varied=list(job.varied)))
 
     with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
-        sweep.run_sweep_jobs(words, run_job, lambda shared, grid: Path(scratch, "sweep"),
-                             search=lambda *_: refuse("sweep.search"))
+        sweep.run_sweep_jobs(
+            words.without(*(each.key for each in words.settings
+                            if each.key.startswith(("hydra/launcher", "hydra.launcher")))),
+            lambda begin: (Path(scratch, "sweep"), run_job),
+            search=lambda *_: refuse("sweep.search"))
     told: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
         found.config, found.facts = found.config or one.config, found.facts or one.facts

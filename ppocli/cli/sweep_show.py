@@ -11,7 +11,7 @@ import typer
 
 from ppocli.cli import options as opt
 from ppocli.cli import output
-from ppocli.cli.options import WORDS, AsJson, Command, Overrides, flag, group, option
+from ppocli.cli.options import WORDS, AsJson, Command, Overrides, group, option
 from ppocli.display.results import put
 from ppocli.text import pasted
 
@@ -28,10 +28,6 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
                sort: Literal["best", "reward", "kl", "job"] = option(
                    "ORDER", "best (by checkpoint.metric), reward (highest first), kl (lowest "
                    "first) or job.", default="best"),
-               out: Path | None = option("FILE", "Write a picture, .svg or .png: every job as a "
-                   "line through its values and figures, and how much each key decides.",
-                   "--output", "-o"),
-               overwrite: bool = flag("Replace FILE if it exists.", "--overwrite"),
                as_json: AsJson = False) -> None:
     """Print the jobs of a sweep: status, reward and KL after training, and the swept values.
     Trainings on a data set show their loss, perplexity or accuracy instead.
@@ -42,15 +38,11 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     Examples:
       ppocli sweep show
       ppocli sweep show runs/sweep-20260131-120000 --sort kl
-      ppocli sweep show --output sweep.svg
       ppocli sweep show --json
     """
-    from ppocli.cli.plot import check_out
-    from ppocli.report.render import write_file
-    from ppocli.runs import pictures, search
+    from ppocli.runs import search
     from ppocli.runs.sweeps import find_sweep, jobs_now, labels_of, read_sweep
 
-    check_out(out, overwrite)
     folder = find_sweep(given)
     if given is None:
         output.say(f"using {folder} (the newest sweep)")
@@ -59,11 +51,6 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     labels = labels_of(job for job, _ in now)
     jobs = [_facts(job, run) for job, run in sorted(now, key=lambda each: _rank(each[0], sort))]
     means, found = marginal_means(jobs), search.findings(sweep) if sweep.is_search else {}
-    if out is not None:
-        form = out.suffix.lower().removeprefix(".")
-        write_file(out, pictures.draw_sweep([job for job, _ in now], found.get("importance", {}),
-                                            form))
-        output.say(f"drawn into {out}")
     if as_json:
         output.print_json({"sweep": str(sweep.folder), "words": list(sweep.words),
                            "grid": sweep.grid, "jobs": jobs, "marginal_means": means, **found})
@@ -78,7 +65,7 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     if found:
         _print_findings(found)
     statuses = [job["status"] for job in jobs]
-    over = {"finished", "running", "pruned"} | ({"failed", "gone"} if sweep.is_search else set())
+    over = {"finished", "running"} | ({"failed", "gone"} if sweep.is_search else set())
     unfinished = [status for status in statuses if status not in over]
     if unfinished and sweep.goes_on and "running" not in statuses:
         output.say(f"{len(unfinished)} of {len(jobs)} jobs are not finished; go on with: "

@@ -36,8 +36,7 @@ class JobRecord:
     """all its words; empty before it is started"""
     varied: tuple[str, ...]
     status: str
-    """``planned``, ``running``, ``finished``, ``failed``, ``stopped``, or ``pruned`` by a search
-    """
+    """``planned``, ``running``, ``finished``, ``failed``, ``stopped``"""
     exit_code: int | None = None
     reward_mean: float | None = None
     kl_mean: float | None = None
@@ -48,7 +47,7 @@ class JobRecord:
     figures: dict[str, float | None] = field(default_factory=dict)
     """the figures that say most of what it trained, by their labels"""
     objective: float | None = None
-    """``checkpoint.metric``, which Hydra's optimizers are told"""
+    """``checkpoint.metric``, which is returned to Hydra's sweepers"""
     lower_is_better: bool = False
     """of the objective"""
 
@@ -123,6 +122,32 @@ def write_sweep(sweep: SweepRecord) -> None:
         **signature.signed({}, SWEEP_FILE, json.dumps(words))}))
 
 
+def write_job(sweep: Path, job: JobRecord) -> None:
+    """Leave the record of a job for the sweep's process, which adds it to ``sweep.json``. The job
+    runs in another process, perhaps on another machine.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    atomic.write_json_atomic(sweep / f"{job.number}.json",
+                             run_folder.finite_or_null(asdict(job)))
+
+
+def job_files(sweep: Path) -> list[Path]:
+    """The files of :func:`write_job`."""
+    return [path for path in sweep.glob("*.json") if path.stem.isdigit()]
+
+
+def job_records(sweep: Path) -> dict[int, JobRecord]:
+    """The records that jobs have left, by number; a damaged file is left out."""
+    records = {}
+    for path in job_files(sweep):
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            job = _job(bounded.read_json(path), sweep, sweep)
+            records[job.number] = job
+    return records
+
+
 def check_own(sweep: SweepRecord, trusts: bool) -> None:
     """Refuse to type the words of somebody else's sweep once more.
 
@@ -154,9 +179,12 @@ def read_sweep(folder: Path) -> SweepRecord:
     try:
         data = bounded.read_json(path)
         home = Path(data.get("dir") or folder)
-        jobs = tuple(_job(entry, home, folder) for entry in data["jobs"])
+        jobs = {job.number: job for job in (_job(each, home, folder) for each in data["jobs"])}
+        # jobs in other processes may have ended after the sweep's process was killed
+        jobs |= job_records(folder)
         return SweepRecord(folder, tuple(str(word) for word in data["words"]),
-                           str(data.get("cwd") or ""), bool(data.get("grid")), jobs)
+                           str(data.get("cwd") or ""), bool(data.get("grid")),
+                           tuple(jobs[number] for number in sorted(jobs)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: {error}", where=str(path), fix="restore it from "
                               "a copy; the runs of its jobs are untouched") from error
@@ -297,7 +325,7 @@ def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
         return run.status
     if job.status == "running" and sweep_alive:
         return "running"  # its process is starting
-    return job.status if job.status in ("failed", "stopped", "pruned") else run.status
+    return job.status if job.status in ("failed", "stopped") else run.status
 
 
 def running_job(jobs: Iterable[JobRecord]) -> tuple[JobRecord, run_folder.Owner] | None:
