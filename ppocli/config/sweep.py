@@ -74,6 +74,8 @@ Search = Callable[[schema.SweepConfig, Ranges, Path, int, MakeJob,
 BASIC = "basic"
 """Hydra's own launcher: one job after another, in this process"""
 SLURM = "submitit_slurm"
+_SWEEPER = "hydra_plugins.ppocli.SearchSweeper"
+"""Hydra builds no plugin whose name says another package; there is no such module"""
 _REQUEUES = 3
 """times that a job is queued again which Slurm has preempted, or whose time was up"""
 
@@ -184,11 +186,10 @@ def run_sweep_jobs(words: Words, begin: Callable[[Begin], tuple[Path, RunJob]], 
         if launcher.name == SLURM and words.value("hydra.launcher.max_num_timeout") is None:
             of_hydra.append(f"hydra.launcher.max_num_timeout={_REQUEUES}")
         if searches:
-            Plugins.instance().register(SearchSweeper)
-            target = f"{SearchSweeper.__module__}.{SearchSweeper.__qualname__}"
+            Plugins.instance().class_name_to_class[_SWEEPER] = SearchSweeper
             ConfigStore.instance().store(
                 group="hydra/sweeper", name="ppocli", provider="ppocli",
-                node={"_target_": target, "max_batch_size": None})
+                node={"_target_": _SWEEPER, "max_batch_size": None})
             of_hydra.append("hydra/sweeper=ppocli")
         token = _search.set(lambda run_batch: search(
             plan, swept.ranges, folder, launcher.at_a_time or 1,
