@@ -16,6 +16,7 @@ from pathlib import Path
 from ppocli import errors
 from ppocli.cli import output, sweep_jobs
 from ppocli.config import compose, resolved
+from ppocli.config.gone import gone_key
 from ppocli.config.kept import keeping_settled
 from ppocli.config.layers import LENGTHS
 from ppocli.config.schema import SweepConfig
@@ -37,7 +38,7 @@ from ppocli.runs import search, sweeps
 from ppocli.runs.record import is_run, read_run
 from ppocli.storage.model_files import check_folder
 from ppocli.storage.run_folder import LOCK, live_owner, lock
-from ppocli.text import pasted, short_path
+from ppocli.text import first_line, pasted, short_path
 
 
 class _Book:
@@ -55,6 +56,10 @@ class _Book:
         self.jobs: dict[int, sweeps.JobRecord] = {}
         self.total: int | None = None
         self.begun: set[int] = set()
+        self.kept: dict[int, sweeps.JobRecord] = {}
+        """finished jobs, which don't run again"""
+        self.watch: sweep_jobs.Watch | None = None
+        """there is one where a launcher plugin runs the jobs"""
         self.held = ExitStack()
         """the folder's lock"""
         self._new_folder = self._new_file = False
@@ -130,6 +135,48 @@ class _Book:
         sweeps.write_sweep(sweeps.SweepRecord(self.folder, self.written, str(Path.cwd()), self.grid,
                                               jobs))
 
+    def begin(self, facts: Begin) -> tuple[Path, RunJob]:
+        """Open the folder; returns it, and the function that runs one job."""
+        folder, goes_on = self.open(facts.grid, facts.shared.output_dir), self.going_on is not None
+        plan, launcher, hardware = facts.shared.sweep, facts.launcher, facts.shared.hardware
+        self.total = plan.trials if plan.search != "grid" else \
+            None if facts.grid is None else len(facts.grid)
+        self._keep_finished(facts.make_job(folder, *each) for each in enumerate(facts.grid or ()))
+        if launcher.name == BASIC:
+            return folder, sweep_jobs.JobRunner(folder, BASIC, self.note, self.kept, goes_on)
+        self.watch = sweep_jobs.Watch(folder, self.note)
+        self.held.enter_context(self.watch.running())
+        on_this_machine = launcher.name in ("joblib", "submitit_local")
+        at_a_time = min(launcher.at_a_time or self.total or 1, self.total or 1)
+        return folder, sweep_jobs.JobRunner(
+            folder, launcher.name, partial(sweeps.write_job, folder), self.kept, goes_on,
+            sweep_jobs.gpu_shares(hardware) if on_this_machine else (),
+            sweep_jobs.core_share(at_a_time, hardware.num_processes) if on_this_machine else {})
+
+    def _keep_finished(self, jobs: Iterable[SweepJob]) -> None:
+        for job in jobs:
+            if (record := _finished_before(job, self)) is not None:
+                self.kept[job.number] = record
+                self.note(record, kept=True)
+
+    def run_search(self, plan: SweepConfig, ranges: Ranges, folder: Path, batch_size: int,
+                   make_job: MakeJob, launch: Callable[[Sequence[SweepJob]], None]) -> None:
+        """Run the jobs of a search, which ``launch`` hands to Hydra's launcher."""
+        def run_batch(jobs: Sequence[SweepJob]) -> None:
+            self._keep_finished(jobs)
+            launch(jobs)
+            if self.watch is not None:
+                self.watch.read_records()
+            self.leave_if_stopped()
+
+        search.run_search(plan, ranges, folder, batch_size, make_job, run_batch,
+                          self.jobs.__getitem__)
+
+    def leave_if_stopped(self) -> None:
+        """Raise StopRequested where a signal came while a launcher plugin ran the jobs."""
+        if self.watch is not None and self.watch.stopped_by is not None:
+            raise StopRequested(self.watch.stopped_by)
+
     def close(self) -> None:
         """Remove what only a sweep at work needs, and a new sweep none of whose jobs has begun."""
         if self.folder is not None:
@@ -151,9 +198,9 @@ def _sweep_folder(words: Words, base: str) -> tuple[Path, bool]:
         if name is not None and (name[:1] in ("", ".") or {",", "(", "/", "{"} & {*name}):
             raise errors.ConfigError(f"run_name={name}: a sweep has one name, and its jobs have "
                                      "numbers.", where="run_name", fix="give one name, or none")
-        given = sweep_dir(words) or (name and f"{base}/{name}")
-        if given is not None:
-            folder = Path(given).expanduser().absolute()
+        place = sweep_dir(words) or (name and f"{base}/{name}")
+        if place is not None:
+            folder = Path(place).expanduser().absolute()
             if is_run(folder):
                 raise errors.CheckpointError(f"{folder} is a run's; nothing is overwritten.",
                                              where=str(folder), fix="choose another name")
@@ -183,52 +230,19 @@ def run_sweep(words: Words, going_on: sweeps.SweepRecord | None = None) -> None:
         ConfigError: something is wrong with all jobs alike; none was started.
     """
     book = _Book(words, going_on)
-    watch: sweep_jobs.Watch | None = None
-    kept: dict[int, sweeps.JobRecord] = {}
-
-    def keep_finished(jobs: Iterable[SweepJob]) -> None:
-        for job in jobs:
-            if (record := _finished_before(job, book)) is not None:
-                kept[job.number] = record
-                book.note(record, kept=True)
-
-    def begin(facts: Begin) -> tuple[Path, RunJob]:
-        nonlocal watch
-        folder = book.open(facts.grid, facts.shared.output_dir)
-        plan, name, hardware = facts.shared.sweep, facts.launcher.name, facts.shared.hardware
-        book.total = plan.trials if plan.search != "grid" else \
-            None if facts.grid is None else len(facts.grid)
-        keep_finished(facts.make_job(folder, *each) for each in enumerate(facts.grid or ()))
-        goes_on = going_on is not None
-        if name == BASIC:
-            return folder, sweep_jobs.JobRunner(folder, name, book.note, kept, goes_on)
-        watch = sweep_jobs.Watch(folder, book.note)
-        book.held.enter_context(watch.running())
-        on_this_machine = name in ("joblib", "submitit_local")
-        at_a_time = min(facts.launcher.at_a_time or book.total or 1, book.total or 1)
-        return folder, sweep_jobs.JobRunner(
-            folder, name, partial(sweeps.write_job, folder), kept, goes_on,
-            sweep_jobs.gpu_shares(hardware) if on_this_machine else (),
-            sweep_jobs.core_share(at_a_time, hardware.num_processes) if on_this_machine else {})
-
-    def run_batch(jobs: Sequence[SweepJob], launch: Callable[[Sequence[SweepJob]], None]) -> None:
-        keep_finished(jobs)
-        launch(jobs)
-        if watch is not None:
-            watch.read_records()
-            if watch.stopped_by is not None:
-                raise StopRequested(watch.stopped_by)
-
-    def run_search(plan: SweepConfig, ranges: Ranges, folder: Path, batch_size: int,
-                   make_job: MakeJob, launch: Callable[[Sequence[SweepJob]], None]) -> None:
-        search.run_search(plan, ranges, folder, batch_size, make_job,
-                          partial(run_batch, launch=launch), lambda number: book.jobs[number])
-
     try:
         with book.held:
-            run_sweep_jobs(words, begin, run_search)
-        if watch is not None and watch.stopped_by is not None:
-            raise StopRequested(watch.stopped_by)
+            try:
+                run_sweep_jobs(words, book.begin, book.run_search)
+            except (RuntimeError, ValueError, TypeError, NameError) as error:
+                if book.watch is None:
+                    raise
+                book.leave_if_stopped()  # submitit fails for jobs that were cancelled
+                raise errors.ConfigError(
+                    f"Hydra's launcher could not run the jobs: {first_line(error)}",
+                    where="hydra/launcher", fix="correct hydra.launcher.NAME, or choose "
+                    "another launcher: joblib, submitit_local") from error
+        book.leave_if_stopped()
     except (StopRequested, KeyboardInterrupt) as stop:
         number = stop.signal_number if isinstance(stop, StopRequested) else signal.SIGINT
         _print_table(book.ended)
@@ -273,9 +287,10 @@ def go_on(name: str, words: Sequence[str], trusts: bool = False) -> None:
                                  where=str(sweep.folder / sweeps.SWEEP_FILE))
     sweeps.check_own(sweep, trusts)
     swept = {_key(word) for job in sweep.jobs for word in job.varied}
-    given_keys = {_key(word) or "" for word in words}
-    for key in sorted(given_keys):
-        if key in {*swept, "resume", "run_name", "output_dir"} or key.startswith("hydra"):
+    typed = {_key(word) or "" for word in words}
+    for key in sorted(typed):
+        if key in {*swept, "resume", "run_name", "output_dir"} or (
+                key.startswith("hydra") and not _is_of_launcher(key)):
             raise errors.ConfigError(f"{key} can't be changed: " + (
                 "its values make the jobs of this sweep." if key in swept else
                 "a sweep goes on where it is."), where="command line",
@@ -289,8 +304,10 @@ def go_on(name: str, words: Sequence[str], trusts: bool = False) -> None:
     decided = {_key(word) for word in words if not word.endswith("=null")}
     for section, names in LENGTHS.items():
         lengths = {f"{section}.{name}" for name in names}
-        given_keys |= lengths if lengths & decided else set()
-    kept = [word for word in _without_place(sweep.words) if _key(word) not in given_keys]
+        typed |= lengths if lengths & decided else set()
+    kept = [word for word in _without_place(sweep.words) if _key(word) not in typed
+            and gone_key(_key(word) or "") is None
+            and not (_is_of_launcher(_key(word) or "") and "hydra/launcher" in typed)]
     place = f"hydra.sweep.dir={resolved.quoted(str(sweep.folder))}"
     run_sweep(read_words([*kept, *words, "resume=auto", place]), going_on=sweep)
 
@@ -316,6 +333,10 @@ def refuse_running(folder: Path) -> None:
 def _without_place(words: Sequence[str]) -> tuple[str, ...]:
     """The words of a sweep without those that say where it lies and whether it goes on."""
     return tuple(word for word in words if _key(word) not in ("resume", "hydra.sweep.dir"))
+
+
+def _is_of_launcher(key: str) -> bool:
+    return key.startswith(("hydra/launcher", "hydra.launcher."))
 
 
 def _key(word: str) -> str | None:

@@ -18,6 +18,11 @@ GONE = {
 """dotted key, or section -> what holds in its place, as the end of a sentence"""
 
 
+def gone_key(key: str) -> str | None:
+    """The entry of :data:`GONE` that a key is, or belongs to."""
+    return next((name for name in GONE if f"{key}.".startswith(f"{name}.")), None)
+
+
 def without_gone_keys(loaded: dict[str, Any]) -> dict[str, Any]:
     """A run's settings without the keys that are gone; each of them is logged once."""
     settings = dict(loaded)

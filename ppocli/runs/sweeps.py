@@ -1,4 +1,4 @@
-"""A sweep as its folder tells it: the words, and what came of every job. No torch here."""
+"""Reading and writing a sweep's folder: its words and the results of its jobs. No torch here."""
 
 import json
 import os
@@ -28,8 +28,8 @@ JOURNAL = "search.journal"
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """What came of one job, as the sweep wrote it down. ``varied`` are the overrides that differ
-    between jobs; the figures are of the evaluation after training."""
+    """The result of one job. ``varied`` are the overrides that differ between jobs; the figures are
+    those of the evaluation after training."""
 
     number: int
     overrides: tuple[str, ...]
@@ -42,7 +42,7 @@ class JobRecord:
     kl_mean: float | None = None
     seconds: float = 0.0
     folder: str = ""
-    """absolute, or empty before it is known"""
+    """absolute, or empty before the job has begun"""
     error: str | None = None
     figures: dict[str, float | None] = field(default_factory=dict)
     """the figures that say most of what it trained, by their labels"""
@@ -65,24 +65,24 @@ class JobRecord:
 
 def figures_of(config: schema.TrainConfig, folder: Path, evaluation: Mapping[str, Any]
                ) -> dict[str, Any]:
-    """What a :class:`JobRecord` tells of the evaluation of a job in ``folder``, which has these
-    figures by name."""
-    found = {name: finite_number(value) for name, value in evaluation.items()}
+    """The fields of a :class:`JobRecord` that hold figures, for a job in ``folder`` with these
+    figures of its evaluation by name."""
+    finite = {name: finite_number(value) for name, value in evaluation.items()}
     kind = tasks.kind_of(config, environment.lower_is_better(folder))
     metric = config.checkpoint.metric
     named = dict(kind.evaluations)
     if metric not in kind.names:
         named[metric.rpartition("/")[2]] = metric
-    return {"reward_mean": found.get("reward_mean"), "kl_mean": found.get("kl_mean"),
-            "figures": {label: found.get(name) for label, name in named.items()},
-            "objective": found.get(metric), "lower_is_better": metric in kind.lower_is_better}
+    return {"reward_mean": finite.get("reward_mean"), "kl_mean": finite.get("kl_mean"),
+            "figures": {label: finite.get(name) for label, name in named.items()},
+            "objective": finite.get(metric), "lower_is_better": metric in kind.lower_is_better}
 
 
 def labels_of(jobs: Iterable[JobRecord]) -> list[str]:
     """The columns of a table of jobs: labels of what those have that were evaluated."""
     jobs = list(jobs)
-    told = [job for job in jobs if any(value is not None for value in job.shown.values())]
-    return list(dict.fromkeys(label for job in told or jobs for label in job.shown))
+    evaluated = [job for job in jobs if any(value is not None for value in job.shown.values())]
+    return list(dict.fromkeys(label for job in evaluated or jobs for label in job.shown))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,46 +205,46 @@ def _job(entry: dict[str, Any], home: Path, folder: Path) -> JobRecord:
                         "seconds": finite_number(entry.get("seconds")) or 0.0})
 
 
-def find_sweep(given: str | None) -> Path:
+def find_sweep(name: str | None) -> Path:
     """The folder of a sweep: a path, a name below ``runs/``, or by default the newest there.
 
     Raises:
-        ConfigError: nothing was given and there is no sweep.
-        CheckpointError: what was given is none.
+        ConfigError: no name, and there is no sweep.
+        CheckpointError: there is no sweep of that name.
     """
-    if given is not None:
-        path = run_named(given, which=is_sweep)
+    if name is not None:
+        path = run_named(name, which=is_sweep)
         if not is_sweep(path):
-            raise CheckpointError(f"{given} is no sweep (it holds no {SWEEP_FILE}).",
-                                  where=str(path.absolute()), fix=_instead(given))
+            raise CheckpointError(f"{name} is no sweep (it holds no {SWEEP_FILE}).",
+                                  where=str(path.absolute()), fix=_instead(name))
         return path
-    found = _list_sweeps()
-    if not found:
+    sweeps = _list_sweeps()
+    if not sweeps:
         raise ConfigError(f"There is no sweep in {RUNS} yet.", where=str(RUNS.absolute()),
                           fix="name a sweep's folder; or make one: "
                           "ppocli train -m +recipe=quickstart seed=1,2")
-    return found[-1]
+    return sweeps[-1]
 
 
 def _list_sweeps() -> list[Path]:
     """Folders of sweeps below ``runs/``, the one written to last at the end."""
-    found = []
+    changed = []
     for folder in subfolders(RUNS):
         with suppress(OSError):  # no sweep, not readable, or gone by now
-            found.append(((folder / SWEEP_FILE).stat().st_mtime, folder))
-    return [folder for _, folder in sorted(found)]
+            changed.append(((folder / SWEEP_FILE).stat().st_mtime, folder))
+    return [folder for _, folder in sorted(changed)]
 
 
-def _instead(given: str) -> str:
-    """What somebody may have meant who named something that is no sweep."""
-    place = run_named(given)
+def _instead(name: str) -> str:
+    """A hint for somebody who named something that is no sweep."""
+    place = run_named(name)
     if os.path.isdir(place) and is_sweep(place.parent):
         return f"it is a job of a sweep: name {place.parent}"
-    known = _list_sweeps()
-    if not known:
+    sweeps = _list_sweeps()
+    if not sweeps:
         return f"name a folder that ppocli train -m made; there is none in {RUNS}"
-    hint = did_you_mean(given, [name for each in known for name in (str(each), each.name)])
-    return f"name one of {', '.join(map(str, known[:-9:-1]))}{hint}"
+    hint = did_you_mean(name, [text for each in sweeps for text in (str(each), each.name)])
+    return f"name one of {', '.join(map(str, sweeps[:-9:-1]))}{hint}"
 
 
 def jobs_now(sweep: SweepRecord) -> list[tuple[JobRecord, RunRecord | None]]:
@@ -277,8 +277,8 @@ def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | 
 
 
 def changed_on_resume(job: JobRecord) -> dict[str, list[dict[str, Any]]]:
-    """What a job was resumed with beside its words, by key: changes as
-    :func:`~ppocli.runs.record.read_changes` gives them, without those that change no result."""
+    """The settings with which a job was resumed and that differ from its words, by key, as
+    :func:`~ppocli.runs.record.read_changes` returns them, without those that change no result."""
     changes: dict[str, list[dict[str, Any]]] = {}
     for change in read_changes(Path(job.folder)) if job.folder else ():
         if resolved.classify_change(change["key"]) != "harmless":

@@ -53,24 +53,24 @@ def test_jobs_run_together_and_come_to_what_they_come_to_in_turn(world: Path, la
     (world / "cfg/recipes/mine.yaml").write_text("ppo: {num_steps: 2}\n")
     (world / "bad.py").write_text("def score(outputs):\n    raise ValueError('no such luck')\n")
     own = [word for word in words() if not word.startswith(("ppo.num_steps", "reward.fn"))]
-    given = ["train", "-m", *own, "+recipe=mine", "--config-dir=cfg", "seed=1,2",
-             "reward.fn=rewards.py:plain,bad.py:score"]
+    given = ["train", "-m", *own, "+recipe=mine", "--config-dir=cfg",
+             "reward.fn=rewards.py:plain,bad.py:score", "seed=1,2"]
     process = spawn(*given, IN, *launcher, cwd=world, PPOCLI_FAULTS="score.before@8:sleep=2")
-    wait_for(lambda: both_run(world, 0, 2), process, 120)
+    wait_for(lambda: both_run(world, 0, 1), process, 240)
     _, err = process.communicate()
     assert process.returncode == 11, err
     assert "job 0: finished in" in err
     assert err.count("no such luck") == 2
     jobs = book(world)
-    assert [job["exit_code"] for job in jobs] == [0, 7] * 2
-    assert "no such luck" in jobs[1]["error"]
+    assert [job["exit_code"] for job in jobs] == [0, 0, 7, 7]
+    assert "no such luck" in jobs[2]["error"]
     assert "step 2/2" in (world / "runs/s/0.log").read_text()
     assert not list((world / "runs/s").glob("[0-9].json"))
     run(*given, "hydra.sweep.dir=runs/turn", cwd=world, code=11)
     for one, other in zip(jobs, book(world, "turn"), strict=True):
         assert (one["varied"], one["status"], one["figures"]) == \
             (other["varied"], other["status"], other["figures"])
-    assert_same_weights(world, 0, 2)
+    assert_same_weights(world, 0, 1)
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_however_a_sweep_is_stopped_its_jobs_save_and_no_other_starts(world: Pat
     given = ["train", "-m", *words("ppo.num_steps=4"), "seed=1,2,3"]
     process = spawn(*given, IN, *launcher, cwd=world,
                     PPOCLI_FAULTS="score.before@14:sleep=3,save.before_manifest@2:sleep=3")
-    wait_for(lambda: both_saved(world), process, 120)
+    wait_for(lambda: both_saved(world), process, 240)
     pids = both_run(world, 0, 1)
     assert pids is not None
     ended = [os.pidfd_open(pid) for pid in pids]
@@ -102,8 +102,8 @@ def test_however_a_sweep_is_stopped_its_jobs_save_and_no_other_starts(world: Pat
     else:
         assert [job["status"] for job in book(world)] == ["stopped", "stopped", "planned"]
         assert "ppocli sweep resume" in err
-    run("sweep", "resume", "s", cwd=world, code=0)
     if sent == signal.SIGTERM:
+        run("sweep", "resume", "s", cwd=world, code=0)
         run(*given, "hydra.sweep.dir=runs/turn", cwd=world, code=0)
         assert_same_weights(world, 0, 1, 2)
 
@@ -187,7 +187,7 @@ def test_slurm_runs_the_jobs_and_goes_on_with_one_that_it_has_preempted(world: P
     process = spawn(*given, IN, *SLURM, "hydra.launcher.partition=long", cwd=world,
                     PPOCLI_FAULTS="score.before@14:sleep=3,save.before_manifest@2:sleep=1",
                     PATH=os.environ["PATH"])
-    wait_for((world / "runs/s/0/checkpoints/step-000001").exists, process, 120)
+    wait_for((world / "runs/s/0/checkpoints/step-000001").exists, process, 240)
     slurm_double.interrupt(slurm, "1_0", *sent)
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
@@ -207,7 +207,7 @@ def test_slurm_runs_the_jobs_and_goes_on_with_one_that_it_has_preempted(world: P
 def test_a_stopped_sweep_stops_slurms_jobs(world: Path, slurm: Path):
     process = spawn("train", "-m", *words("ppo.num_steps=4"), "seed=1,2", IN, *SLURM, cwd=world,
                     PPOCLI_FAULTS="score.before@8:sleep=3", PATH=os.environ["PATH"])
-    wait_for(lambda: both_saved(world), process, 120)
+    wait_for(lambda: both_saved(world), process, 240)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
