@@ -76,6 +76,8 @@ def main() -> None:
             os.write(result, bytes([code if code >= 0 else 128 - code]))
         os._exit(0)
     os.close(result)
+    for number in signals[:3]:  # a plugin's worker may ignore them
+        signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning reaches all processes
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     from ppocli.parallel.stop import stop_when_closed

@@ -125,7 +125,7 @@ class _Book:
         if kept:
             output.say(f"job {job.number}: finished already, kept")
         elif job.status != "running":
-            if job.error:
+            if job.error and self.watch is not None:  # nobody has seen what a job printed
                 output.complain(f"job {job.number}: {job.error}")
             output.say(f"job {job.number}: {_result(job)}")
 

@@ -63,6 +63,8 @@ class JobRunner:
         """
         if (kept := self.kept.get(job.number)) is not None:
             return kept.objective
+        if self.launcher != BASIC:
+            _ignore_signals()
         with self._gpus(job.number) as variables:
             if self.launcher != BASIC and self._is_over():
                 return None
@@ -83,6 +85,8 @@ class JobRunner:
                 record = self._run_elsewhere(job, config, started, variables)
         except errors.PpocliError as problem:
             error = secrets.safe_text(str(problem))
+            if self.launcher == BASIC:
+                output.complain(f"Error: {error}")
             with suppress(OSError):
                 job.folder.rmdir()  # Hydra made it; nothing came into it
             record = record_of(job, "failed", problem.exit_code, None, started, config, error)
@@ -177,6 +181,15 @@ def _last_error(log: Path, before: int) -> str | None:
         _, separator, error = text.decode(errors="replace").rpartition("\nError: ")
         return error.strip() if separator else None
     return None
+
+
+def _ignore_signals() -> None:
+    """Let a plugin's worker outlive Ctrl-C, which the terminal sends to it as well, until its job
+    has saved; handlers of the plugin stay."""
+    with suppress(ValueError):  # outside the main thread, where Python allows no handlers
+        for number in heeded():
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
