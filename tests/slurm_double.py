@@ -1,10 +1,12 @@
 """The commands of Slurm that submitit calls, for one machine: ``sbatch`` runs the batch script at
-once, ``srun`` its command, ``scontrol requeue`` the script again when it has ended.
+once for each index of its array, ``srun`` its command, ``scontrol requeue`` the script again when
+it has ended.
 
 ``install(folder)`` puts them into a folder for ``PATH``; their state lies beside them.
 """
 
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -12,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-NAMES = ("sbatch", "srun", "sacct", "squeue", "scancel", "scontrol")
+NAMES = ("sbatch", "srun", "sacct", "scancel", "scontrol")
 
 
 def install(folder: Path) -> Path:
@@ -30,9 +32,9 @@ def scripts(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("job-*.sh"))]
 
 
-def interrupt(folder: Path, number: int, *sent: signal.Signals) -> None:
-    """Send signals to all processes of a job's step, as Slurm does."""
-    step = int((folder / f"step-{number}").read_text())
+def interrupt(folder: Path, name: str, *sent: signal.Signals) -> None:
+    """Send signals to all processes of a job's step, such as ``1_0``, as Slurm does."""
+    step = int((folder / f"step-{name}").read_text())
     for process in (step, *_children(step)):
         for one in sent:
             os.kill(process, one)
@@ -48,23 +50,27 @@ def _sbatch(folder: Path, script: str) -> None:
     number = 1 + len(list(folder.glob("job-*.sh")))
     copy = folder / f"job-{number}.sh"
     copy.write_text(Path(script).read_text())
-    subprocess.Popen([sys.executable, __file__, "batch", str(folder), str(number), str(copy)],
-                     start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                     stderr=subprocess.DEVNULL)
+    indices = re.search(r"#SBATCH --array=0-(\d+)", copy.read_text())
+    for index in range(int(indices[1]) + 1 if indices else 1):
+        subprocess.Popen([sys.executable, __file__, "batch", str(folder), f"{number}_{index}",
+                          str(copy)], start_new_session=True, stdin=subprocess.DEVNULL,
+                         stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     print(f"Submitted batch job {number}")
 
 
-def _batch(folder: Path, number: str, script: str) -> None:
-    variables = {"SLURM_JOB_ID": number, "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1",
+def _batch(folder: Path, name: str, script: str) -> None:
+    number, _, index = name.partition("_")
+    variables = {"SLURM_JOB_ID": name, "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1",
                  "SLURM_NODEID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0",
-                 "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost"}
-    again = folder / f"again-{number}"
+                 "SLURM_STEP_ID": "0", "SLURM_JOB_NODELIST": "localhost",
+                 "SLURM_ARRAY_JOB_ID": number, "SLURM_ARRAY_TASK_ID": index}
+    again = folder / f"again-{name}"
     while True:
         again.unlink(missing_ok=True)
         subprocess.run(["bash", script], check=False, env={**os.environ, **variables})
         if not again.exists():
             break
-    (folder / f"over-{number}").touch()
+    (folder / f"over-{name}").touch()
 
 
 def _srun(folder: Path, *words: str) -> None:
@@ -76,25 +82,16 @@ def _srun(folder: Path, *words: str) -> None:
     os.execvp(command[0], command)
 
 
-def _squeue(folder: Path, *words: str) -> None:
-    number = words[-1]
-    if not (folder / f"job-{number}.sh").exists():
-        sys.exit("slurm_load_jobs error: Invalid job id specified")
-    if not (folder / f"over-{number}").exists():
-        print(f"{number} RUNNING")
-
-
 def _sacct(folder: Path, *words: str) -> None:
-    if (folder / "no-accounting").exists():
-        sys.exit("Slurm accounting storage is disabled")
     print("JobID|State|NodeList")
-    for number in (each for each in words if each.isdigit()):
-        state = "COMPLETED" if (folder / f"over-{number}").exists() else "RUNNING"
-        print(f"{number}|{state}|localhost")
+    for step in folder.glob("step-*"):
+        name = step.name.removeprefix("step-")
+        state = "COMPLETED" if (folder / f"over-{name}").exists() else "RUNNING"
+        print(f"{name}|{state}|localhost")
 
 
-def _scancel(folder: Path, number: str) -> None:
-    interrupt(folder, int(number), signal.SIGTERM)
+def _scancel(folder: Path, state: str, *numbers: str) -> None:
+    assert state == "--state=PENDING"  # here no job waits
 
 
 def _scontrol(folder: Path, word: str, number: str) -> None:
@@ -103,5 +100,5 @@ def _scontrol(folder: Path, word: str, number: str) -> None:
 
 
 if __name__ == "__main__":
-    {"sbatch": _sbatch, "batch": _batch, "srun": _srun, "sacct": _sacct, "squeue": _squeue,
+    {"sbatch": _sbatch, "batch": _batch, "srun": _srun, "sacct": _sacct,
      "scancel": _scancel, "scontrol": _scontrol}[sys.argv[1]](Path(sys.argv[2]), *sys.argv[3:])

@@ -163,8 +163,11 @@ def _check_sweep(words: Words, checked: Checked) -> None:
                                          varied=list(job.varied)))
 
     with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
-        sweep.run_sweep_jobs(words, run_job, lambda shared, grid: Path(scratch, "sweep"),
-                             search=lambda *_: refuse("sweep.search"))
+        sweep.run_sweep_jobs(
+            words.without(*(each.key for each in words.settings
+                            if each.key.startswith(("hydra/launcher", "hydra.launcher")))),
+            lambda begin: (Path(scratch, "sweep"), run_job),
+            search=lambda *_: refuse("sweep.search"))
     shared: dict[str, tuple[PpocliError, list[int]]] = {}
     for job, one in jobs:
         checked.config, checked.facts = checked.config or one.config, checked.facts or one.facts

@@ -1,368 +1,302 @@
-"""How the jobs of a sweep run: in turn, in this terminal; ``sweep.jobs`` of them at a time, each
-the command that a person would type for it; or so on Slurm, through submitit.
+"""What one job of a sweep does, called by Hydra: train in this terminal, or, under a launcher
+plugin, in a process of its own that outlives the plugin's worker until it has saved.
 """
 
-import logging
+import fcntl
 import os
+import select
+import shutil
 import signal
 import subprocess
+import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ppocli import errors
 from ppocli.cli import job as job_process
 from ppocli.cli import output
-from ppocli.config import compose, extras, resolved, schema, secrets
-from ppocli.config.sweep import SweepJob
+from ppocli.config import compose, resolved, schema, secrets
+from ppocli.config.sweep import BASIC, SweepJob
 from ppocli.launching.launch import Caller, launch
+from ppocli.launching.opened_folder import changes_on_resume, goes_on_with
 from ppocli.parallel.stop import StopRequested, heeded, signal_handlers
-from ppocli.runs import search, sweeps
+from ppocli.runs import sweeps
 from ppocli.storage import atomic, environment, run_folder
-from ppocli.text import short_path
 
-SLURM_FOLDER = "slurm"
-"""what submitit keeps, in the sweep's folder"""
+STOP = ".stop"
+"""a file in the sweep's folder: its jobs save and end, and no other job starts"""
 _PAUSE = 0.2
-"""seconds between two looks at the jobs that run"""
-_ASK = 5.0
-"""seconds between two questions to Slurm about a job"""
-_MISSED = 3
-"""questions in a row after which a job that the queue doesn't know has ended: a result may arrive
-a little later on a shared file system"""
-Ended = Callable[[sweeps.JobRecord], None]
-"""is told what came of each job, in the thread that waits for it"""
+"""seconds between two looks at a job and at its sweep"""
+_SETTLE = 1.0
+"""seconds in which further signals are the same request to stop"""
 
 
-class Jobs:
-    """The jobs of a sweep at work: one after another, each shown as a single run is. Its methods
-    raise :class:`StopRequested` once all jobs have ended that a signal has stopped."""
+@dataclass(frozen=True)
+class JobRunner:
+    """Runs a job of a sweep. Under a launcher plugin it is pickled and called elsewhere."""
 
-    def __init__(self, ended: Ended) -> None:
-        self._ended = ended
-        self._received: list[int] = []
-        """signals"""
+    folder: Path
+    """the sweep's"""
+    launcher: str
+    note: Callable[[sweeps.JobRecord], None]
+    """gets the record of the job whenever it changes"""
+    kept: Mapping[int, sweeps.JobRecord] = field(default_factory=dict)
+    """jobs that are finished and don't run again, by number"""
+    goes_on: bool = False
+    """the sweep is being resumed, so a job is checked against its own run first"""
+    gpus: tuple[str, ...] = ()
+    """values of ``CUDA_VISIBLE_DEVICES``, one for each job that runs at a time"""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """other environment variables of jobs"""
+    cwd: str = field(default_factory=os.getcwd)
 
-    def wait_for_place(self) -> None:
-        """Wait until another job can be started."""
+    def __call__(self, job: SweepJob) -> float | None:
+        """``checkpoint.metric`` of the job; None if it has no such figure.
 
-    def start(self, job: SweepJob) -> None:
-        """Start a job, for which there is a place."""
-        started, config = time.monotonic(), None
+        Raises:
+            StopRequested: a signal has stopped the job that ran in this terminal.
+        """
+        if (kept := self.kept.get(job.number)) is not None:
+            return kept.objective
+        if self.launcher != BASIC:
+            _ignore_signals()
+        with self._gpus(job.number) as variables:
+            if self.launcher != BASIC and self._is_over():
+                return None
+            return self._run(job, variables).objective
+
+    def _run(self, job: SweepJob, variables: Mapping[str, str]) -> sweeps.JobRecord:
+        started, config, stopped_by = time.monotonic(), None, None
         try:
             checked = compose.check(job.composed)
             config = checked.config
-            record = self._begin(job, checked, started)
+            if self.goes_on and goes_on_with(job.folder):
+                changes_on_resume(job.folder, resolved.with_absolute_paths(config))
+            self.note(sweeps.JobRecord(job.number, job.words, job.varied, "running",
+                                       folder=str(job.folder)))
+            if self.launcher == BASIC:
+                record, stopped_by = _run_here(job, checked, started)
+            else:
+                record = self._run_elsewhere(job, config, started, variables)
         except errors.PpocliError as problem:
             error = secrets.safe_text(str(problem))
-            output.complain(f"Error: {error}")
+            if self.launcher == BASIC:
+                output.complain(f"Error: {error}")
             with suppress(OSError):
                 job.folder.rmdir()  # Hydra made it; nothing came into it
             record = record_of(job, "failed", problem.exit_code, None, started, config, error)
-        if record is not None:
-            self._ended(record)
-            self._leave_if_stopped()
+        except Exception:  # a plugin would end the other jobs
+            if self.launcher == BASIC:
+                raise
+            record = record_of(job, "failed", 1, None, started, config, traceback.format_exc())
+        self.note(record)
+        if stopped_by is not None:
+            raise StopRequested(stopped_by)  # Hydra's sweeper goes on after an Exception of a job
+        return record
 
-    def wait(self, number: int | None = None) -> None:
-        """Wait for the end of a job, or of all."""
+    def _is_over(self) -> bool:
+        """Whether the sweep was stopped or its process has died. The process of a sweep on another
+        machine counts as alive."""
+        return (self.folder / STOP).exists() or (
+            run_folder.live_owner(self.folder) is None
+            and run_folder.other_host(self.folder) is None)
 
-    def end(self, number: int) -> None:
-        """Have a job stop that runs on another machine; here there is none."""
+    def _run_elsewhere(self, job: SweepJob, config: schema.TrainConfig, started: float,
+                       variables: Mapping[str, str]) -> sweeps.JobRecord:
+        """Run a job as a command whose output goes to ``N.log``, and wait for its end."""
+        log = self.folder / f"{job.number}.log"
+        place = (f"output_dir={resolved.quoted(str(self.folder))}",
+                 f"run_name={resolved.quoted(job.folder.name)}", "resume=auto")
+        words = job.typed.without("resume", "output_dir", "--multirun").adding(*place)
+        before = log.stat().st_size if log.exists() else 0
+        code = self._exit_code(job_process.start(words.argv(whole=True), log, self.cwd,
+                                                 {**self.variables, **variables}))
+        status = "finished" if code == 0 else \
+            "stopped" if code in (128 + signal.SIGINT, 128 + signal.SIGTERM) else "failed"
+        summary = atomic.read_json(run_folder.RunFolder(job.folder).summary)
+        return record_of(job, status, code, summary, started, config,
+                         None if code == 0 else _last_error(log, before))
 
-    def _begin(self, job: SweepJob, checked: compose.Checked, started: float
-               ) -> sweeps.JobRecord | None:
-        """The record of a job, or None while it runs."""
-        place = {"output_dir": str(job.folder.parent), "run_name": job.folder.name}
-        here = replace(checked, config=resolved.with_values(checked.config, place))
-        outcome = launch(here, Caller("fresh", output.display_mode(), output.say))
-        status = "finished" if outcome.exit_code == 0 else "failed"
-        if outcome.stopped_by is not None:
-            self._received.append(outcome.stopped_by)
-            status = "stopped" if outcome.exit_code else status
-        return record_of(job, status, outcome.exit_code, outcome.summary, started, checked.config)
-
-    def _leave_if_stopped(self) -> None:
-        if self._received:
-            # Hydra's sweeper goes on after an Exception of a job
-            raise StopRequested(self._received[0])
-
-
-@contextmanager
-def jobs_of(config: schema.TrainConfig, folder: Path, ended: Ended) -> Iterator[Jobs]:
-    """What runs the jobs of a sweep. Signals are handed on to its jobs, which end with the block.
-
-    Args:
-        config: what all jobs share.
-
-    Raises:
-        ConfigError: there are too few devices, or Slurm or submitit is missing.
-    """
-    plan = config.sweep
-    if plan.launcher != "slurm" and plan.jobs == 1:
-        yield Jobs(ended)
-        return
-    places = _Slurm(plan, folder) if plan.launcher == "slurm" \
-        else _Places(plan.jobs, config.hardware)
-    jobs = _AtATime(ended, plan.jobs, places.start)
-    with signal_handlers(dict.fromkeys(heeded(), jobs.hand_on)):
+    def _exit_code(self, process: job_process.Process) -> int:
+        """Wait for a job, which is stopped once the sweep is over."""
         try:
-            yield jobs
-        except StopRequested:
-            raise
-        except BaseException:
-            jobs.stop()
-            raise
+            with _saving_before_requeue(process):
+                while not select.select([process.ended], [], [], _PAUSE)[0]:
+                    if self._is_over():
+                        process.stop()
+        finally:  # submitit leaves by SystemExit when Slurm takes its job back
+            process.stop()
+            code = process.exit_code()
+        return code
+
+    @contextmanager
+    def _gpus(self, number: int) -> Iterator[dict[str, str]]:
+        """Wait for GPUs that no other job of the sweep uses: by its number, or the next ones."""
+        while self.gpus and not self._is_over():
+            for place in (each % len(self.gpus) for each in range(number,
+                                                                  number + len(self.gpus))):
+                with (self.folder / f".gpus-{place}").open("a") as file:
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        continue
+                    yield {"CUDA_VISIBLE_DEVICES": self.gpus[place]}
+                    return
+            time.sleep(_PAUSE)
+        yield {}
+
+
+def _run_here(job: SweepJob, checked: compose.Checked, started: float
+              ) -> tuple[sweeps.JobRecord, int | None]:
+    """Run a job as a single run is shown. Returns its record and the signal that stopped it."""
+    place = {"output_dir": str(job.folder.parent), "run_name": job.folder.name}
+    here = replace(checked, config=resolved.with_values(checked.config, place))
+    outcome = launch(here, Caller("fresh", output.display_mode(), output.say))
+    status = "finished" if outcome.exit_code == 0 else \
+        "failed" if outcome.stopped_by is None else "stopped"
+    return record_of(job, status, outcome.exit_code, outcome.summary, started,
+                     checked.config), outcome.stopped_by
 
 
 def record_of(job: SweepJob, status: str, code: int, summary: dict[str, Any] | None, started: float,
               config: schema.TrainConfig | None, error: str | None = None) -> sweeps.JobRecord:
-    """What is written down of a job that has ended; ``started`` on the monotonic clock."""
+    """The record of a job that has ended; ``started`` is on the monotonic clock."""
     refused = code == errors.CheckpointError.exit_code  # the folder's figures may be of another
     after = {} if refused else (summary or {}).get("eval_after") or {}
     figures = {} if config is None else sweeps.figures_of(config, job.folder, after)
-    if status == "failed" and search.was_pruned(job.folder):
-        status = search.PRUNED
     return sweeps.JobRecord(job.number, job.words, job.varied, status, code, **figures,
                             seconds=round(time.monotonic() - started, 1), folder=str(job.folder),
                             error=error or (summary or {}).get("error"))
 
 
-@dataclass(frozen=True, slots=True)
-class _Begun:
-    """A job that runs, and what is needed when it has ended."""
-
-    job: SweepJob
-    process: "_Local | _Queued"
-    config: schema.TrainConfig
-    started: float
-    log: Path
-    said_before: int
-    """size of the log, which earlier attempts have written to, in bytes"""
-
-    def last_error(self) -> str | None:
-        """What the job has said last of why it failed."""
-        with suppress(OSError):
-            said = b"\n" + self.log.read_bytes()[self.said_before:]
-            _, found, text = said.decode(errors="replace").rpartition("\nError: ")
-            return text.strip() if found else None
-        return None
+def _last_error(log: Path, before: int) -> str | None:
+    """The last error in a log, of which earlier attempts have written ``before`` bytes."""
+    with suppress(OSError):
+        text = b"\n" + log.read_bytes()[before:]
+        _, separator, error = text.decode(errors="replace").rpartition("\nError: ")
+        return error.strip() if separator else None
+    return None
 
 
-class _AtATime(Jobs):
-    """Several jobs at a time, in processes that are looked at every now and then.
+def _ignore_signals() -> None:
+    """Let a plugin's worker outlive Ctrl-C, which the terminal sends to it as well, until its job
+    has saved; handlers of the plugin stay."""
+    with suppress(ValueError):  # outside the main thread, where Python allows no handlers
+        for number in heeded():
+            if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
+                signal.signal(number, signal.SIG_IGN)
+
+
+@contextmanager
+def _saving_before_requeue(process: job_process.Process) -> Iterator[None]:
+    """Let a job save before submitit has Slurm queue it again, which ends all its processes."""
+    requeue = signal.getsignal(signal.SIGUSR2)
+    if not callable(requeue):
+        yield
+        return
+
+    def save_first(number: int, frame: Any) -> None:
+        process.stop()
+        select.select([process.ended], [], [])
+        requeue(number, frame)
+
+    with signal_handlers({signal.SIGUSR2: save_first}):
+        yield
+
+
+# In the process of the sweep ----------------------------------------------------------------------
+
+class Watch:
+    """While a plugin runs the jobs: a signal makes a :data:`STOP` file rather than an exception,
+    at which the plugin would kill its workers; the records of jobs are read.
 
     Args:
-        start_process: gets the words after ``ppocli train``, and the file for what it prints.
+        note: gets each record that a job has left.
     """
 
-    def __init__(self, ended: Ended, places: int, start_process: Callable[
-            [SweepJob, list[str], Path], "_Local | _Queued"]) -> None:
-        super().__init__(ended)
-        self._places, self._start_process = places, start_process
-        self._running: dict[int, _Begun] = {}
+    def __init__(self, folder: Path, note: Callable[[sweeps.JobRecord], None]) -> None:
+        self.folder, self._note = folder, note
+        self.stopped_by: int | None = None
+        self._settled = 0.0
+        self._over = threading.Event()
+        self._records: dict[int, sweeps.JobRecord] = {}
+        self._lock = threading.Lock()
 
-    def hand_on(self, number: int, frame: object = None) -> None:
-        """As a signal's handler: the jobs get it."""
-        self._received.append(number)
-        for begun in [*self._running.values()]:
-            begun.process.send(number)
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Watch inside the block."""
+        signals = heeded()
+        thread = threading.Thread(target=self._watch, args=(signals,), name="ppocli-sweep",
+                                  daemon=True)
+        # workers inherit the mask: Ctrl-C reaches this process alone
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+        try:
+            with signal_handlers(dict.fromkeys(signals, self._stop)):
+                thread.start()
+                try:
+                    yield
+                finally:
+                    self._over.set()
+                    thread.join()
+                    self.read_records()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
-    def stop(self) -> None:
-        """Stop what still runs, and wait for it."""
-        for begun in self._running.values():
-            begun.process.send(signal.SIGTERM)
-        while self._running:
-            self._look()
+    def read_records(self) -> None:
+        """Note what jobs have left since the last time."""
+        with self._lock:
+            for number, record in sorted(sweeps.job_records(self.folder).items()):
+                if self._records.get(number) != record:
+                    self._records[number] = record
+                    self._note(record)
 
-    def end(self, number: int) -> None:
-        """As of one at a time."""
-        if (begun := self._running.get(number)) is not None:
-            begun.process.send(signal.SIGTERM)
+    def _stop(self, number: int, frame: object = None) -> None:
+        number = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        if self.stopped_by is None:
+            self.stopped_by, self._settled = number, time.monotonic() + _SETTLE
+            (self.folder / STOP).touch()
+            _cancel_pending(self.folder)
+        elif time.monotonic() > self._settled:
+            os._exit(128 + number)  # as kill -9 would: the jobs save and end without us
 
-    def wait_for_place(self) -> None:
-        """As of one at a time."""
-        while len(self._running) >= self._places:
-            self._look()
-        self._leave_if_stopped()
-
-    def _begin(self, job: SweepJob, checked: compose.Checked, started: float) -> None:
-        log = job.folder.with_name(f"{job.number}.log")
-        place = (f"output_dir={resolved.quoted(str(job.folder.parent))}",
-                 f"run_name={resolved.quoted(job.folder.name)}", "resume=auto")
-        words = job.typed.without("resume", "output_dir", "--multirun").adding(*place)
-        before, size = len(self._received), log.stat().st_size if log.exists() else 0
-        process = self._start_process(job, words.argv(whole=True), log)
-        self._running[job.number] = _Begun(job, process, checked.config, started, log, size)
-        for number in self._received[before:]:  # which came before it was among those that run
-            process.send(number)
-        output.say(f"job {job.number}: output in {short_path(str(log))}")
-
-    def wait(self, number: int | None = None) -> None:
-        """As of one at a time."""
-        while self._running if number is None else number in self._running:
-            self._look()
-        self._leave_if_stopped()
-
-    def _leave_if_stopped(self) -> None:
-        while self._received and self._running:
-            self._look()
-        super()._leave_if_stopped()
-
-    def _look(self) -> None:
-        """Tell of the jobs that have ended; wait a moment if none has."""
-        found = [(number, code) for number, begun in self._running.items()
-                 if (code := begun.process.code()) is not None]
-        for number, code in found:
-            begun = self._running.pop(number)
-            stopped = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-            status = "finished" if code == 0 else \
-                "stopped" if stopped and not search.was_pruned(begun.job.folder) else "failed"
-            summary = atomic.read_json(run_folder.RunFolder(begun.job.folder).summary)
-            error = None if code == 0 else begun.last_error()
-            if error is not None:
-                output.complain(f"job {number}: {error}")
-            self._ended(record_of(begun.job, status, code, summary, begun.started, begun.config,
-                                  error))
-        if not found:
-            time.sleep(_PAUSE)
+    def _watch(self, signals: list[signal.Signals]) -> None:
+        while not self._over.is_set():
+            if (received := signal.sigtimedwait(signals, _PAUSE)) is not None:
+                self._stop(received.si_signo)
+            self.read_records()
 
 
-# On this machine ----------------------------------------------------------------------------------
-
-class _Places:
-    """The places of this machine: GPUs of its own for each, or a share of the cores."""
-
-    def __init__(self, count: int, hardware: schema.HardwareConfig) -> None:
-        each, devices = hardware.num_processes, _visible_gpus(hardware)
-        if devices and len(devices) < count * each:
-            raise errors.ConfigError(
-                f"sweep.jobs={count}: each job has GPUs of its own, which takes {count * each} of "
-                f"them, and there are {len(devices)}", where="sweep.jobs",
-                fix=f"sweep.jobs={max(1, len(devices) // each)}")
-        cores = str(max(1, environment.usable_cores() // (count * each)))
-        shared = {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": cores}
-        self._free = deque(shared | ({"CUDA_VISIBLE_DEVICES": ",".join(
-            devices[place * each:(place + 1) * each])} if devices else {})
-            for place in range(count))
-
-    def start(self, job: SweepJob, words: Sequence[str], log: Path) -> "_Local":
-        """Start a job at a free place."""
-        variables = self._free.popleft()
-        process, lifeline = job_process.start(words, log, variables=variables)
-        return _Local(process, lifeline, variables, self._free)
+def _cancel_pending(sweep: Path) -> None:
+    """Take jobs out of Slurm's queue that have not started."""
+    numbers = {folder.name.partition("_")[0] for folder in (sweep / ".submitit").glob("[0-9]*")}
+    if numbers and shutil.which("scancel"):
+        subprocess.run(["scancel", "--state=PENDING", *sorted(numbers)], check=False,
+                       stderr=subprocess.DEVNULL, timeout=60)
 
 
-@dataclass(slots=True)
-class _Local:
-    process: subprocess.Popen[bytes]
-    lifeline: int
-    place: dict[str, str]
-    free: deque[dict[str, str]]
-    """gets the place back, once, when the job has ended"""
-
-    def code(self) -> int | None:
-        if (code := self.process.poll()) is None:
-            return None
-        os.close(self.lifeline)
-        self.free.append(self.place)
-        return code if code >= 0 else 128 - code
-
-    def send(self, number: int) -> None:
-        self.process.send_signal(number)  # none is sent to a process that has ended
-
-
-def _visible_gpus(hardware: schema.HardwareConfig) -> list[str]:
-    """What ``CUDA_VISIBLE_DEVICES`` names, or would name, where GPUs compute."""
+def gpu_shares(hardware: schema.HardwareConfig) -> tuple[str, ...]:
+    """GPUs for as many jobs as there are GPUs for, as values of ``CUDA_VISIBLE_DEVICES``; empty
+    where none compute."""
     if hardware.device == "cpu":
-        return []
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
-        return [name for name in given.split(",") if name.strip() not in ("", "-1")]
-    import torch
+        return ()
+    if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        gpus = [name for name in visible.split(",") if name.strip() not in ("", "-1")]
+    else:
+        import torch
 
-    return [str(number) for number in range(torch.cuda.device_count())]
-
-
-# On Slurm -----------------------------------------------------------------------------------------
-
-class _Slurm:
-    """Jobs in Slurm's queue, as many at a time as there are places."""
-
-    def __init__(self, plan: schema.SweepConfig, folder: Path) -> None:
-        if not extras.installed("submitit"):
-            raise errors.ConfigError("Jobs on Slurm need submitit, which is not installed.",
-                                     where="sweep.launcher", fix=extras.pip_line("submitit"))
-        import submitit
-
-        # a cluster without accounting is no reason to warn each time a job is asked for
-        logging.getLogger("submitit").setLevel(logging.ERROR)
-        try:
-            self._executor = submitit.AutoExecutor(folder / SLURM_FOLDER, cluster="slurm")
-            self._executor.update_parameters(name="ppocli", **plan.slurm)
-        except (RuntimeError, ValueError, TypeError, NameError) as error:
-            raise errors.ConfigError(f"Slurm can't be used: {error}", where="sweep.slurm",
-                                     fix="give it parameters of submitit, such as timeout_min, "
-                                     "gpus_per_node, slurm_partition, on a machine with sbatch"
-                                     ) from None
-
-    def start(self, job: SweepJob, words: Sequence[str], log: Path) -> "_Queued":
-        """Put a job into the queue."""
-        command = job_process.Command(tuple(words), log, os.getcwd())
-        try:
-            submitted = self._executor.submit(command)
-        except Exception as error:  # sbatch's word, in an exception of submitit's
-            raise errors.PpocliError(f"Slurm took no job: {error}", where="sbatch",
-                                     fix="see what it says; then: ppocli sweep resume") from error
-        output.say(f"job {job.number}: Slurm's job {submitted.job_id}")
-        return _Queued(submitted, log)
+        gpus = [str(number) for number in range(torch.cuda.device_count())]
+    each = hardware.num_processes
+    return tuple(",".join(gpus[start:start + each])
+                 for start in range(0, len(gpus) - each + 1, each))
 
 
-@dataclass(slots=True)
-class _Queued:
-    submitted: Any
-    """submitit's job"""
-    log: Path
-    cancelled: bool = False
-    _asked: float = 0.0
-    _missed: int = 0
-    """times in a row that the queue was without it"""
-
-    def code(self) -> int | None:
-        # one that was cancelled in the queue leaves no result, and submitit asks seldom
-        ask = time.monotonic() - self._asked > _ASK
-        if ask:
-            self._asked = time.monotonic()
-        job = self.submitted
-        if not job.done(force_check=ask and self.cancelled):
-            if ask and job.state == "UNKNOWN":
-                self._missed = self._missed + 1 if self._has_left() else 0
-            if self._missed < _MISSED:
-                return None
-        if job.paths.result_pickle.exists() or not (self.cancelled or self._missed):
-            if (error := job.exception()) is None:
-                return int(job.result())
-            why = f"ended as {job.state}: {error}"
-        elif self.cancelled:
-            return 128 + signal.SIGTERM
-        else:
-            why = "left the queue without a result: it was cancelled, or its node failed"
-        with self.log.open("a") as file:
-            file.write(f"\nError: Slurm's job {job.job_id} {why}\n")
-        return 1
-
-    def _has_left(self) -> bool:
-        """Whether the queue, all there is to ask on a cluster without accounting, is without it."""
-        try:
-            done = subprocess.run(["squeue", "--noheader", "--jobs", self.submitted.job_id],
-                                  capture_output=True, text=True, timeout=60, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return False
-        return "Invalid job id" in done.stderr if done.returncode else not done.stdout.strip()
-
-    def send(self, number: int) -> None:
-        with suppress(OSError):
-            self.submitted.cancel(check=False)
-            self.cancelled, self._asked = True, 0.0
+def core_share(jobs: int, processes: int) -> dict[str, str]:
+    """``OMP_NUM_THREADS`` for jobs that share the cores, unless it is set already."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, environment.usable_cores() // (jobs * processes)))}

@@ -1,4 +1,4 @@
-"""``ppocli sweep``: what came of the jobs of a sweep, and going on with it."""
+"""``ppocli sweep``: show the results of a sweep, and resume it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 from ppocli.cli import options as opt
 from ppocli.cli import output
-from ppocli.cli.options import WORDS, AsJson, Command, Overrides, flag, group, option
+from ppocli.cli.options import WORDS, AsJson, Command, Overrides, group, option
 from ppocli.display.results import put
 from ppocli.text import pasted
 
@@ -22,16 +22,12 @@ sweep_app = group("Show the results of a sweep (ppocli train -m), or continue on
 
 
 @sweep_app.command("show", cls=Command)
-def show_sweep(given: Annotated[str | None, typer.Argument(
+def show_sweep(name: Annotated[str | None, typer.Argument(
                    metavar="[SWEEP]",
                    help="A sweep's folder or name (default: the newest below runs/).")] = None,
                sort: Literal["best", "reward", "kl", "job"] = option(
                    "ORDER", "best (by checkpoint.metric), reward (highest first), kl (lowest "
                    "first) or job.", default="best"),
-               out: Path | None = option("FILE", "Write a picture, .svg or .png: every job as a "
-                   "line through its values and figures, and how much each key decides.",
-                   "--output", "-o"),
-               overwrite: bool = flag("Replace FILE if it exists.", "--overwrite"),
                as_json: AsJson = False) -> None:
     """Print the jobs of a sweep: status, reward and KL after training, and the swept values.
     Trainings on a data set show their loss, perplexity or accuracy instead.
@@ -42,31 +38,22 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
     Examples:
       ppocli sweep show
       ppocli sweep show runs/sweep-20260131-120000 --sort kl
-      ppocli sweep show --output sweep.svg
       ppocli sweep show --json
     """
-    from ppocli.cli.plot import check_out
-    from ppocli.report.render import write_file
-    from ppocli.runs import pictures, search
+    from ppocli.runs import search
     from ppocli.runs.sweeps import find_sweep, jobs_now, labels_of, read_sweep
 
-    check_out(out, overwrite)
-    folder = find_sweep(given)
-    if given is None:
+    folder = find_sweep(name)
+    if name is None:
         output.say(f"using {folder} (the newest sweep)")
     sweep = read_sweep(folder)
     now = jobs_now(sweep)
     labels = labels_of(job for job, _ in now)
     jobs = [_facts(job, run) for job, run in sorted(now, key=lambda each: _rank(each[0], sort))]
-    means, found = marginal_means(jobs), search.findings(sweep) if sweep.is_search else {}
-    if out is not None:
-        form = out.suffix.lower().removeprefix(".")
-        write_file(out, pictures.draw_sweep([job for job, _ in now], found.get("importance", {}),
-                                            form))
-        output.say(f"drawn into {out}")
+    means, results = marginal_means(jobs), search.findings(sweep) if sweep.is_search else {}
     if as_json:
         output.print_json({"sweep": str(sweep.folder), "words": list(sweep.words),
-                           "grid": sweep.grid, "jobs": jobs, "marginal_means": means, **found})
+                           "grid": sweep.grid, "jobs": jobs, "marginal_means": means, **results})
         return
     _print_jobs(jobs, labels, sweep.folder)
     if means:
@@ -75,10 +62,10 @@ def show_sweep(given: Annotated[str | None, typer.Argument(
             (f"{row['key']}={row['value']}", str(row["jobs"]),
              *(output.shown_figure(row["figures"].get(label)) for label in labels))
             for row in means)], right=frozenset(range(1, 2 + len(labels))))
-    if found:
-        _print_findings(found)
+    if results:
+        _print_findings(results)
     statuses = [job["status"] for job in jobs]
-    over = {"finished", "running", "pruned"} | ({"failed", "gone"} if sweep.is_search else set())
+    over = {"finished", "running"} | ({"failed", "gone"} if sweep.is_search else set())
     unfinished = [status for status in statuses if status not in over]
     if unfinished and sweep.goes_on and "running" not in statuses:
         output.say(f"{len(unfinished)} of {len(jobs)} jobs are not finished; go on with: "
@@ -135,24 +122,24 @@ def marginal_means(jobs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     in_order = sorted(jobs, key=lambda job: job["job"])
     keys = list(dict.fromkeys(key for job in in_order for key in job["varied"]))
-    if len(jobs) > 1:  # what a search draws may never come twice
+    if len(jobs) > 1:  # values of a search may never come twice
         keys = [key for key in keys if len({job["varied"].get(key) for job in jobs}) < len(jobs)]
     rows = []
     for key, value in dict.fromkeys((key, job["varied"][key]) for key in keys for job in in_order
                                     if key in job["varied"]):
-        there = [job for job in jobs if job["status"] == "finished"
+        finished = [job for job in jobs if job["status"] == "finished"
                  and job["varied"].get(key) == value and key not in job.get("changed", ())]
-        rows.append({"key": key, "value": value, "jobs": len(there), **{
-            name: _mean([job[name] for job in there]) for name in ("reward_mean", "kl_mean")},
-                     "figures": {label: _mean([job["figures"].get(label) for job in there])
-                                 for label in dict.fromkeys(label for job in there
+        rows.append({"key": key, "value": value, "jobs": len(finished), **{
+            name: _mean([job[name] for job in finished]) for name in ("reward_mean", "kl_mean")},
+                     "figures": {label: _mean([job["figures"].get(label) for job in finished])
+                                 for label in dict.fromkeys(label for job in finished
                                                             for label in job["figures"])}})
     return rows if len(keys) > 1 else []
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None
+    present = [value for value in values if value is not None]
+    return sum(present) / len(present) if present else None
 
 
 def _print_jobs(jobs: Sequence[dict[str, Any]], labels: Sequence[str], sweep: Path) -> None:
@@ -171,22 +158,22 @@ def _print_jobs(jobs: Sequence[dict[str, Any]], labels: Sequence[str], sweep: Pa
     output.print_table(rows, right=frozenset(range(3, 4 + len(labels))))
 
 
-def _print_findings(found: Mapping[str, Any]) -> None:
-    """What a search has found as tables, and a command to paste."""
-    if metrics := list(found["importance"]):
+def _print_findings(results: Mapping[str, Any]) -> None:
+    """The results of a search as tables, and a command to paste."""
+    if metrics := list(results["importance"]):
         put()
         output.print_table([("share of", *metrics), *(
-            (key, *(f"{found['importance'][name].get(key, 0):.0%}" for name in metrics))
-            for key in found["importance"][metrics[0]])],
+            (key, *(f"{results['importance'][name].get(key, 0):.0%}" for name in metrics))
+            for key in results["importance"][metrics[0]])],
             right=frozenset(range(1, 1 + len(metrics))))
-    if len(found["best"]) > 1:
+    if len(results["best"]) > 1:
         put()
-        output.print_table([("not outdone", *found["best"][0]["metrics"], "values"), *(
+        output.print_table([("not outdone", *results["best"][0]["metrics"], "values"), *(
             (f"job {each['job']}", *map(output.shown_figure, each["metrics"].values()),
-             " ".join(each["varied"])) for each in found["best"])])
-    if found["command"]:
+             " ".join(each["varied"])) for each in results["best"])])
+    if results["command"]:
         put()
-        output.show_text(found["command"])
+        output.show_text(results["command"])
 
 
 def _place(folder: str | None, sweep: Path) -> str:

@@ -7,8 +7,10 @@ from pathlib import Path
 from ppocli.errors import InputError
 
 EXTRAS = {"bitsandbytes": "8bit", "matplotlib": "plot", "optuna": "sweep", "peft": "peft",
-          "submitit": "slurm", "trackio": "trackio", "wandb": "wandb"}
+          "trackio": "trackio", "wandb": "wandb"}
 """name to import -> extra"""
+LAUNCHERS = {"joblib": "sweep", "submitit_local": "sweep", "submitit_slurm": "sweep", "ray": "ray"}
+"""option of hydra/launcher -> extra"""
 
 
 def installed(library: str) -> bool:

@@ -9,9 +9,18 @@ log = logging.getLogger("ppocli")
 
 GONE = {
     "checkpoint.background": "training waits while a checkpoint is written",
+    "sweep.jobs": "hydra/launcher=joblib hydra.launcher.n_jobs=N runs N jobs at a time",
+    "sweep.launcher": "hydra/launcher=submitit_slurm runs the jobs on Slurm",
+    "sweep.slurm": "with hydra/launcher=submitit_slurm, Slurm's settings are hydra.launcher.NAME",
+    "sweep.prune": "a search runs each of its jobs to the end",
     "rollout.transfer": "vLLM servers read new weights from a folder (rollout.weights_dir)",
 }
 """dotted key, or section -> what holds in its place, as the end of a sentence"""
+
+
+def gone_key(key: str) -> str | None:
+    """The entry of :data:`GONE` that a key is, or belongs to."""
+    return next((name for name in GONE if f"{key}.".startswith(f"{name}.")), None)
 
 
 def without_gone_keys(loaded: dict[str, Any]) -> dict[str, Any]:

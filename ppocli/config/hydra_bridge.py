@@ -33,6 +33,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import config_groups, shipped
+from ppocli.config import extras
 from ppocli.config.keys import schema_keys
 from ppocli.config.words import COMMAND_LINE, Words
 from ppocli.errors import ConfigError
@@ -240,6 +241,8 @@ def unknown_option(group: str, name: str, options: list[str], where: str = COMMA
             else f"ppo.policy_loss={plain}"
         fix += ", beside the other words; published settings are " + ", ".join(
             f"ppo={option}" for option in config_groups()["ppo"])
+    if group == "hydra/launcher" and name in extras.LAUNCHERS:
+        fix = f"pip install 'ppocli[{extras.LAUNCHERS[name]}]'"
     kind = "recipe" if group == "recipe" else f"option of the config group {group}:"
     return ConfigError(f"unknown {kind} {name}{did_you_mean(name, options)}", where=where,
                        fix=fix or "choose one of: " + ", ".join(options))

@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import config_groups
 from ppocli.config import keys, resolved
+from ppocli.config.gone import GONE, gone_key
 from ppocli.config.hydra_bridge import SCHEMA, config_name
 from ppocli.config.problems import Problem
 from ppocli.config.row_paths import joined_paths
@@ -312,6 +313,8 @@ def _each_converted(key: keys.Key, value: Any) -> Any:
 
 
 def _unknown(entry: Entry, task: str | None) -> str:
+    if (name := gone_key(entry.key)) is not None:
+        return f"no longer exists: {GONE[name]}"
     if entry.key in keys.schema_sections():
         inside = [name for name in keys.schema_keys() if name.startswith(entry.key + ".")]
         return (f"is a section, not a single value; it holds {', '.join(inside[:3])}"

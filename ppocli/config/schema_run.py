@@ -153,23 +153,14 @@ class TrackingConfig:
 @dataclass
 class SweepConfig:
     search: str = key("grid", choices=("grid", "random", "optuna"))
-    """jobs of `-m`: every combination of the values; values drawn from ranges (random); or those
-    that earlier jobs promise most of (optuna)"""
+    """how `-m` chooses values: every combination (grid), random values of ranges (random), or
+    values that are promising after the earlier jobs (optuna)"""
     trials: int = key(20, ge=1)
-    """jobs of a search"""
+    """number of jobs of a search"""
     metric: Any = key(None, each=str)
-    """figure of the evaluation after training that is searched for, or a list of several (default:
-    checkpoint.metric)"""
+    """metric of the evaluation after training that a search optimises, or a list of several
+    (default: checkpoint.metric)"""
     direction: Any = key(None, choices=("minimize", "maximize"), each=str)
     """minimize or maximize, for each metric (default: minimize for kl_mean and losses)"""
-    prune: bool = key(False)
-    """stop jobs whose evaluations during training are worse than half of the earlier jobs' at that
-    step"""
     seed: int = key(0, ge=0, lt=MAX_SEED)
-    """of what is drawn"""
-    jobs: int = key(1, ge=1)
-    """jobs that run at a time, each on GPUs of its own or on a share of the cores"""
-    launcher: str = key("local", choices=("local", "slurm"))
-    """what runs them: this machine, or Slurm (ppocli[slurm])"""
-    slurm: dict[str, Any] = key({})
-    """what Slurm is asked for, as submitit calls it: timeout_min"""
+    """seed of a search"""

@@ -1,29 +1,23 @@
-"""``sweep.search``: the jobs of a sweep whose values optuna draws or chooses, asked and told on a
-journal in the sweep's folder.
+"""``sweep.search``: optuna chooses the values of the jobs, with a journal in the sweep's folder.
 
-Each job has a sampler of its own, seeded by its number: together with what the journal holds of
-earlier jobs that decides its values, so a sweep that goes on chooses as it would have.
+Jobs come in batches of as many as run at a time. The seed of a job's sampler is its number, and the
+sampler sees the results of all earlier batches, so the values of a job depend neither on the order
+in which jobs end nor on whether the sweep was interrupted.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import shlex
-import signal
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 from ppocli.config import extras, keys, schema, tasks
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.runs.sweeps import JOURNAL, JobRecord, SweepRecord
-from ppocli.storage import atomic, run_folder, run_logs
+from ppocli.storage import atomic, run_folder
 from ppocli.text import counted, finite_number
 
 if TYPE_CHECKING:
@@ -33,14 +27,11 @@ if TYPE_CHECKING:
 
 STUDY = "sweep"
 METRICS = "metrics"
-"""attribute of the study: the names of what it is told"""
+"""attribute of the study: the names of its metrics"""
 ENOUGH = 4
-"""finished jobs from which on the importance of a key is told"""
+"""the importance of keys is computed from this many finished jobs on"""
 STARTUP = 5
-"""jobs that are drawn at random, and never stopped early, before earlier ones tell anything"""
-_PAUSE = 0.5
-"""seconds between two looks at the evaluations of a job"""
-PRUNED = "pruned"
+"""jobs with random values, before the sampler learns from earlier ones"""
 
 
 def load_optuna() -> Any:
@@ -67,73 +58,78 @@ def open_study(folder: Path, directions: Sequence[str] | None = None) -> Study:
         if directions is None:
             return optuna.load_study(study_name=STUDY, storage=storage)
         return optuna.create_study(study_name=STUDY, storage=storage, directions=list(directions),
-                                   load_if_exists=True, pruner=optuna.pruners.MedianPruner(STARTUP))
+                                   load_if_exists=True)
     except Exception as error:  # whatever lines that are none of its own make it raise
         raise CheckpointError(f"the search can't be read: {type(error).__name__}: {error}",
                               where=str(folder / JOURNAL), fix="start another sweep") from error
 
 
-def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path,
-               make_job: Callable[[int, tuple[str, ...]], Any], start: Callable[[Any], None],
-               result: Callable[[int], JobRecord], end: Callable[[int], None]) -> None:
-    """Run the jobs that are left of ``plan.trials``, and tell the study what came of each.
-
-    Of ``plan.jobs`` that run at a time it is told in their order, so that the values of a job
-    depend on what came of the same earlier ones whichever of them ends first.
+def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path, batch_size: int,
+               make_job: Callable[[int, tuple[str, ...]], Any],
+               run_batch: Callable[[Sequence[Any]], None], result: Callable[[int], JobRecord]
+               ) -> None:
+    """Run the remaining jobs of ``plan.trials`` in batches, and report their figures to the study.
 
     Args:
-        ranges, make_job: as of ``ppocli.config.sweep.Search``; jobs are its ``SweepJob``.
-        start, result, end: start a job; wait for the end of that number; end it, where it runs on
-            another machine.
+        ranges, make_job: see ``ppocli.config.sweep.Search``; a job is its ``SweepJob``.
+        batch_size: number of jobs that run at a time.
+        run_batch: runs jobs of consecutive numbers, and returns when all have ended.
+        result: the record of a job that has ended.
 
     Raises:
         ConfigError: optuna isn't installed, or the settings of the search contradict each other.
-        CheckpointError: the journal is damaged or of another search.
+        CheckpointError: the journal is damaged or belongs to another search.
     """
     optuna = load_optuna()
-    wanted = {name: distribution(name, each) for name, each in ranges.items()}
-    first = make_job(0, tuple(f"{name}={_first(each)}" for name, each in wanted.items()))
+    distributions = {name: distribution(name, each) for name, each in ranges.items()}
+    first = make_job(0, tuple(f"{name}={_first(each)}" for name, each in distributions.items()))
     metrics, directions = objectives(plan, first.composed.config)
     study = open_study(folder, directions)
-    told = study.user_attrs.get(METRICS, metrics), [each.name.lower() for each in study.directions]
-    if told != (metrics, directions):
-        raise ConfigError(f"this search is for {_aims(*told)}, not {_aims(metrics, directions)}",
+    before = study.user_attrs.get(METRICS, metrics), [each.name.lower()
+                                                      for each in study.directions]
+    if before != (metrics, directions):
+        raise ConfigError(f"this search is for {_aims(*before)}, not {_aims(metrics, directions)}",
                           where="sweep.metric",
                           fix="put back its metric and direction, or start another sweep")
     study.set_user_attr(METRICS, metrics)
-    begun = study.get_trials(states=(optuna.trial.TrialState.RUNNING,))
-    running: deque[tuple[Trial, Any, ExitStack]] = deque()
-    with ExitStack() as watched:
-        while True:
-            while len(running) < plan.jobs and (
-                    begun or len(study.get_trials(deepcopy=False)) < plan.trials):
-                if begun:
-                    frozen = begun.pop(0)
-                    trial = optuna.trial.Trial(study, frozen._trial_id)
-                    _check(frozen.params, wanted, folder)
-                else:
-                    number = len(study.get_trials(deepcopy=False))
-                    study.sampler = _sampler(optuna, plan, number)
-                    trial = study.ask(fixed_distributions=wanted)
-                job = make_job(trial.number, tuple(f"{name}={_shown(trial.params[name], each)}"
-                                                   for name, each in wanted.items()))
-                watch = watched.enter_context(ExitStack())
-                if plan.prune:
-                    watch.enter_context(_stopping_early(trial, job, metrics[0], end))
-                running.append((trial, job, watch))
-                start(job)
-            if not running:
-                return
-            trial, job, watch = running.popleft()
-            record = result(job.number)
-            watch.close()
-            _tell(study, trial, record, job.folder, metrics)
+    while True:
+        trials = [_begun_trial(study, frozen, distributions, folder) for frozen in
+                  study.get_trials(states=(optuna.trial.TrialState.RUNNING,))]
+        count = len(study.get_trials(deepcopy=False))
+        start = trials[0].number if trials else count
+        # after an interruption, too, a batch ends where it would have ended
+        for number in range(count, min(start - start % batch_size + batch_size, plan.trials)):
+            study.sampler = _sampler(optuna, plan, number)
+            trials.append(study.ask(fixed_distributions=distributions))
+        if not trials:
+            return
+        run_batch([make_job(trial.number, tuple(f"{name}={_shown(trial.params[name], each)}"
+                                                for name, each in distributions.items()))
+                   for trial in trials])
+        for trial in trials:
+            _tell(study, trial, result(trial.number), folder / str(trial.number), metrics)
+
+
+def _begun_trial(study: Study, frozen: Any, distributions: Mapping[str, Any], folder: Path
+                 ) -> Trial:
+    """A trial that an earlier call has begun.
+
+    Raises:
+        CheckpointError: the sweep's own words, which are signed, don't allow its values.
+    """
+    if frozen.params.keys() != distributions.keys() or not all(
+            frozen.params[name] in each.choices if hasattr(each, "choices")
+            else each.low <= frozen.params[name] <= each.high
+            for name, each in distributions.items()):
+        raise CheckpointError("the search has begun a job with values outside of its ranges.",
+                              where=str(folder / JOURNAL), fix="start another sweep")
+    return load_optuna().trial.Trial(study, frozen._trial_id)
 
 
 def _tell(study: Study, trial: Trial, record: JobRecord, folder: Path, metrics: Sequence[str]
           ) -> None:
-    """The figures of the evaluation after a job's training, or that it came to nothing, also where
-    one of them is no finite number.
+    """Report the figures of the evaluation after a job's training; the trial has failed if the job
+    has, or if a figure isn't finite.
 
     Raises:
         ConfigError: a finished job has no such figure.
@@ -148,26 +144,20 @@ def _tell(study: Study, trial: Trial, record: JobRecord, folder: Path, metrics: 
                           f"evaluation: {', '.join(after) or 'it has none'}.",
                           where="sweep.metric", fix="start another sweep, with " + (
                               "one of them" if after else "an evaluation (data.val)"))
-    if record.status == PRUNED:
-        study.tell(trial, state=states.PRUNED)
-    elif None not in values and record.status == "finished":
+    if None not in values and record.status == "finished":
         study.tell(trial, values)
     else:
         study.tell(trial, state=states.FAIL)
 
 
 def objectives(plan: schema.SweepConfig, config: schema.TrainConfig) -> tuple[list[str], list[str]]:
-    """The figures that are searched for, and their directions.
+    """The metrics of a search, and their directions.
 
     Raises:
-        ConfigError: there is another number of directions than of metrics, or several to prune by.
+        ConfigError: the numbers of directions and metrics differ.
     """
     metrics = [name.removeprefix("eval/") for name in
                keys.several(plan.metric) or [config.checkpoint.metric]]
-    if plan.prune and len(metrics) > 1:
-        raise ConfigError(f"sweep.prune=true goes by one metric, and there are {len(metrics)}",
-                          where="sweep.prune, sweep.metric", fix="leave out sweep.prune, or give "
-                          "one metric")
     lower = {"kl_mean", "loss", *tasks.kind_of(config).lower_is_better}
     directions = keys.several(plan.direction) or [
         "minimize" if name in lower else "maximize" for name in metrics]
@@ -209,26 +199,21 @@ def distribution(name: str, override: Any) -> BaseDistribution:
     return kind(low, high, log=log)
 
 
-def _shown(value: Any, wanted: Any) -> str:
-    """A value as a word; four digits are enough of a number from an interval, unless they leave it.
-
-    Args:
-        wanted: optuna's distribution that it is of.
-    """
-    if not isinstance(value, float) or hasattr(wanted, "choices"):
+def _shown(value: Any, distribution: Any) -> str:
+    """A value as a word: a number of an interval has four digits, or as many as keep it inside."""
+    if not isinstance(value, float) or hasattr(distribution, "choices"):
         return str(value)
     return next(text for digits in range(4, 18)
-                if wanted.low <= float(text := f"{value:.{digits}g}") <= wanted.high)
+                if distribution.low <= float(text := f"{value:.{digits}g}") <= distribution.high)
 
 
-def _first(wanted: Any) -> Any:
-    return wanted.choices[0] if hasattr(wanted, "choices") else wanted.low
+def _first(distribution: Any) -> Any:
+    return distribution.choices[0] if hasattr(distribution, "choices") else distribution.low
 
 
 def findings(sweep: SweepRecord) -> dict[str, Any]:
-    """What a search has found: for each metric the share of each key in what made jobs good
-    (PED-ANOVA, arXiv 2304.10255), the jobs that no other outdoes in all metrics, best first, and
-    the command of the first of them."""
+    """The results of a search: for each metric the importance of each key (PED-ANOVA, arXiv
+    2304.10255), the Pareto-optimal jobs, best first, and the command of the first of them."""
     optuna, study = load_optuna(), open_study(sweep.folder)
     done = study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))
     metrics = list(study.user_attrs.get(METRICS, ()))
@@ -237,10 +222,10 @@ def findings(sweep: SweepRecord) -> dict[str, Any]:
     for place, name in enumerate(metrics if len(done) >= ENOUGH else ()):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that low values of a target count as good: so they do
-            found = optuna.importance.get_param_importances(
+            shares = optuna.importance.get_param_importances(
                 study, evaluator=optuna.importance.PedAnovaImportanceEvaluator(),
                 target=lambda trial, place=place: signs[place] * trial.values[place])
-        importance[name] = {key: round(share, 3) for key, share in found.items()}
+        importance[name] = {key: round(share, 3) for key, share in shares.items()}
     jobs = {job.number: job for job in sweep.jobs}
     best = [(trial, jobs[trial.number]) for trial in study.best_trials if trial.number in jobs] \
         if done else []
@@ -259,62 +244,7 @@ def _flags(words: Sequence[str]) -> list[str]:
         word.startswith("-") or ("=" not in word and not word.startswith("~")))]
 
 
-def _check(params: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
-    """Refuse values of a begun job that the sweep's own words, which are signed, don't allow."""
-    if params.keys() != wanted.keys() or not all(
-            params[name] in each.choices if hasattr(each, "choices")
-            else each.low <= params[name] <= each.high for name, each in wanted.items()):
-        raise CheckpointError("the search has begun a job with values outside of its ranges.",
-                              where=str(folder / JOURNAL), fix="start another sweep")
-
-
 def _sampler(optuna: Any, plan: schema.SweepConfig, number: int) -> Any:
     seed = (plan.seed * 1_000_003 + number) % 2**32  # the most that NumPy takes
     return optuna.samplers.RandomSampler(seed) if plan.search == "random" else \
         optuna.samplers.TPESampler(n_startup_trials=STARTUP, seed=seed)
-
-
-@contextmanager
-def _stopping_early(trial: Trial, job: Any, metric: str, end: Callable[[int], None]
-                    ) -> Iterator[None]:
-    """Meanwhile report the evaluations of a job, and end it where optuna's pruner says so: by
-    SIGTERM, so that it saves. What was reported before a kill counts once."""
-    over = Event()
-    reported = set[int]()
-
-    def look() -> None:
-        while not over.wait(_PAUSE):
-            for row in run_logs.read_jsonl(run_folder.RunFolder(job.folder).metrics):
-                value, step = finite_number(row.get(f"eval/{metric}")), int(row.get("step") or 0)
-                if value is not None and step not in reported:
-                    reported.add(step)
-                    trial.report(value, step)
-                    if step > 0 and trial.should_prune():
-                        _end(job.folder, partial(end, job.number))
-                        return
-
-    thread = Thread(target=look, name="ppocli-pruning", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _end(folder: Path, elsewhere: Callable[[], None]) -> None:
-    """End the job of a folder, on this machine or ``elsewhere``, and note that this was wanted."""
-    owner = run_folder.live_owner(folder)
-    if owner is None and run_folder.other_host(folder) is None:
-        return  # it has ended
-    (folder / PRUNED).touch()
-    if owner is None:
-        elsewhere()
-    else:
-        with suppress(ProcessLookupError):
-            os.kill(owner.pid, signal.SIGTERM)
-
-
-def was_pruned(folder: Path) -> bool:
-    """Whether :func:`run_search` has ended a job."""
-    return (folder / PRUNED).exists()

@@ -1,4 +1,4 @@
-"""A sweep as its folder tells it: the words, and what came of every job. No torch here."""
+"""Reading and writing a sweep's folder: its words and the results of its jobs. No torch here."""
 
 import json
 import os
@@ -28,27 +28,26 @@ JOURNAL = "search.journal"
 
 @dataclass(frozen=True, slots=True)
 class JobRecord:
-    """What came of one job, as the sweep wrote it down. ``varied`` are the overrides that differ
-    between jobs; the figures are of the evaluation after training."""
+    """The result of one job. ``varied`` are the overrides that differ between jobs; the figures are
+    those of the evaluation after training."""
 
     number: int
     overrides: tuple[str, ...]
     """all its words; empty before it is started"""
     varied: tuple[str, ...]
     status: str
-    """``planned``, ``running``, ``finished``, ``failed``, ``stopped``, or ``pruned`` by a search
-    """
+    """``planned``, ``running``, ``finished``, ``failed``, ``stopped``"""
     exit_code: int | None = None
     reward_mean: float | None = None
     kl_mean: float | None = None
     seconds: float = 0.0
     folder: str = ""
-    """absolute, or empty before it is known"""
+    """absolute, or empty before the job has begun"""
     error: str | None = None
     figures: dict[str, float | None] = field(default_factory=dict)
     """the figures that say most of what it trained, by their labels"""
     objective: float | None = None
-    """``checkpoint.metric``, which Hydra's optimizers are told"""
+    """``checkpoint.metric``, which is returned to Hydra's sweepers"""
     lower_is_better: bool = False
     """of the objective"""
 
@@ -66,24 +65,24 @@ class JobRecord:
 
 def figures_of(config: schema.TrainConfig, folder: Path, evaluation: Mapping[str, Any]
                ) -> dict[str, Any]:
-    """What a :class:`JobRecord` tells of the evaluation of a job in ``folder``, which has these
-    figures by name."""
-    found = {name: finite_number(value) for name, value in evaluation.items()}
+    """The fields of a :class:`JobRecord` that hold figures, for a job in ``folder`` with these
+    figures of its evaluation by name."""
+    finite = {name: finite_number(value) for name, value in evaluation.items()}
     kind = tasks.kind_of(config, environment.lower_is_better(folder))
     metric = config.checkpoint.metric
     named = dict(kind.evaluations)
     if metric not in kind.names:
         named[metric.rpartition("/")[2]] = metric
-    return {"reward_mean": found.get("reward_mean"), "kl_mean": found.get("kl_mean"),
-            "figures": {label: found.get(name) for label, name in named.items()},
-            "objective": found.get(metric), "lower_is_better": metric in kind.lower_is_better}
+    return {"reward_mean": finite.get("reward_mean"), "kl_mean": finite.get("kl_mean"),
+            "figures": {label: finite.get(name) for label, name in named.items()},
+            "objective": finite.get(metric), "lower_is_better": metric in kind.lower_is_better}
 
 
 def labels_of(jobs: Iterable[JobRecord]) -> list[str]:
     """The columns of a table of jobs: labels of what those have that were evaluated."""
     jobs = list(jobs)
-    told = [job for job in jobs if any(value is not None for value in job.shown.values())]
-    return list(dict.fromkeys(label for job in told or jobs for label in job.shown))
+    evaluated = [job for job in jobs if any(value is not None for value in job.shown.values())]
+    return list(dict.fromkeys(label for job in evaluated or jobs for label in job.shown))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +122,32 @@ def write_sweep(sweep: SweepRecord) -> None:
         **signature.signed({}, SWEEP_FILE, json.dumps(words))}))
 
 
+def write_job(sweep: Path, job: JobRecord) -> None:
+    """Leave the record of a job for the sweep's process, which adds it to ``sweep.json``. The job
+    runs in another process, perhaps on another machine.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    atomic.write_json_atomic(sweep / f"{job.number}.json",
+                             run_folder.finite_or_null(asdict(job)))
+
+
+def job_files(sweep: Path) -> list[Path]:
+    """The files of :func:`write_job`."""
+    return [path for path in sweep.glob("*.json") if path.stem.isdigit()]
+
+
+def job_records(sweep: Path) -> dict[int, JobRecord]:
+    """The records that jobs have left, by number; a damaged file is left out."""
+    records = {}
+    for path in job_files(sweep):
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            job = _job(bounded.read_json(path), sweep, sweep)
+            records[job.number] = job
+    return records
+
+
 def check_own(sweep: SweepRecord, trusts: bool) -> None:
     """Refuse to type the words of somebody else's sweep once more.
 
@@ -154,9 +179,12 @@ def read_sweep(folder: Path) -> SweepRecord:
     try:
         data = bounded.read_json(path)
         home = Path(data.get("dir") or folder)
-        jobs = tuple(_job(entry, home, folder) for entry in data["jobs"])
+        jobs = {job.number: job for job in (_job(each, home, folder) for each in data["jobs"])}
+        # jobs in other processes may have ended after the sweep's process was killed
+        jobs |= job_records(folder)
         return SweepRecord(folder, tuple(str(word) for word in data["words"]),
-                           str(data.get("cwd") or ""), bool(data.get("grid")), jobs)
+                           str(data.get("cwd") or ""), bool(data.get("grid")),
+                           tuple(jobs[number] for number in sorted(jobs)))
     except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise CheckpointError(f"{path} is damaged: {error}", where=str(path), fix="restore it from "
                               "a copy; the runs of its jobs are untouched") from error
@@ -177,46 +205,46 @@ def _job(entry: dict[str, Any], home: Path, folder: Path) -> JobRecord:
                         "seconds": finite_number(entry.get("seconds")) or 0.0})
 
 
-def find_sweep(given: str | None) -> Path:
+def find_sweep(name: str | None) -> Path:
     """The folder of a sweep: a path, a name below ``runs/``, or by default the newest there.
 
     Raises:
-        ConfigError: nothing was given and there is no sweep.
-        CheckpointError: what was given is none.
+        ConfigError: no name, and there is no sweep.
+        CheckpointError: there is no sweep of that name.
     """
-    if given is not None:
-        path = run_named(given, which=is_sweep)
+    if name is not None:
+        path = run_named(name, which=is_sweep)
         if not is_sweep(path):
-            raise CheckpointError(f"{given} is no sweep (it holds no {SWEEP_FILE}).",
-                                  where=str(path.absolute()), fix=_instead(given))
+            raise CheckpointError(f"{name} is no sweep (it holds no {SWEEP_FILE}).",
+                                  where=str(path.absolute()), fix=_instead(name))
         return path
-    found = _list_sweeps()
-    if not found:
+    sweeps = _list_sweeps()
+    if not sweeps:
         raise ConfigError(f"There is no sweep in {RUNS} yet.", where=str(RUNS.absolute()),
                           fix="name a sweep's folder; or make one: "
                           "ppocli train -m +recipe=quickstart seed=1,2")
-    return found[-1]
+    return sweeps[-1]
 
 
 def _list_sweeps() -> list[Path]:
     """Folders of sweeps below ``runs/``, the one written to last at the end."""
-    found = []
+    changed = []
     for folder in subfolders(RUNS):
         with suppress(OSError):  # no sweep, not readable, or gone by now
-            found.append(((folder / SWEEP_FILE).stat().st_mtime, folder))
-    return [folder for _, folder in sorted(found)]
+            changed.append(((folder / SWEEP_FILE).stat().st_mtime, folder))
+    return [folder for _, folder in sorted(changed)]
 
 
-def _instead(given: str) -> str:
-    """What somebody may have meant who named something that is no sweep."""
-    place = run_named(given)
+def _instead(name: str) -> str:
+    """A hint for somebody who named something that is no sweep."""
+    place = run_named(name)
     if os.path.isdir(place) and is_sweep(place.parent):
         return f"it is a job of a sweep: name {place.parent}"
-    known = _list_sweeps()
-    if not known:
+    sweeps = _list_sweeps()
+    if not sweeps:
         return f"name a folder that ppocli train -m made; there is none in {RUNS}"
-    hint = did_you_mean(given, [name for each in known for name in (str(each), each.name)])
-    return f"name one of {', '.join(map(str, known[:-9:-1]))}{hint}"
+    hint = did_you_mean(name, [text for each in sweeps for text in (str(each), each.name)])
+    return f"name one of {', '.join(map(str, sweeps[:-9:-1]))}{hint}"
 
 
 def jobs_now(sweep: SweepRecord) -> list[tuple[JobRecord, RunRecord | None]]:
@@ -249,8 +277,8 @@ def _job_now(job: JobRecord, sweep_alive: bool) -> tuple[JobRecord, RunRecord | 
 
 
 def changed_on_resume(job: JobRecord) -> dict[str, list[dict[str, Any]]]:
-    """What a job was resumed with beside its words, by key: changes as
-    :func:`~ppocli.runs.record.read_changes` gives them, without those that change no result."""
+    """The settings with which a job was resumed and that differ from its words, by key, as
+    :func:`~ppocli.runs.record.read_changes` returns them, without those that change no result."""
     changes: dict[str, list[dict[str, Any]]] = {}
     for change in read_changes(Path(job.folder)) if job.folder else ():
         if resolved.classify_change(change["key"]) != "harmless":
@@ -297,7 +325,7 @@ def _status(job: JobRecord, run: RunRecord | None, sweep_alive: bool) -> str:
         return run.status
     if job.status == "running" and sweep_alive:
         return "running"  # its process is starting
-    return job.status if job.status in ("failed", "stopped", "pruned") else run.status
+    return job.status if job.status in ("failed", "stopped") else run.status
 
 
 def running_job(jobs: Iterable[JobRecord]) -> tuple[JobRecord, run_folder.Owner] | None:

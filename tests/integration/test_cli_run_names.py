@@ -134,7 +134,7 @@ except PermissionError:
 print_runs(None, False)
 prune_runs(None, checkpoints=True, failed=True, keep_best=False, older_than=None, dry_run=True,
            yes=False, as_json=False)
-show_sweep(None, "reward", None, False, False)
+show_sweep(None, "reward", False)
 find_watched(None)
 find_run(None, say=print)
 compare(["done", "kl/0"], "", None, False, False)

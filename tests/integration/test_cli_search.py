@@ -12,21 +12,19 @@ import pytest
 from helpers import read_json
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
-from optuna.trial import TrialState, create_trial
+from optuna.trial import TrialState
 from runs import run, spawn, wait_for, words
 
 from ppocli.config.schema import SweepConfig, TrainConfig
 from ppocli.errors import ConfigError
 from ppocli.runs.search import (
     METRICS,
-    _end,
     _shown,
     _tell,
     distribution,
     findings,
     objectives,
     open_study,
-    was_pruned,
 )
 from ppocli.runs.sweeps import JobRecord, SweepRecord, read_sweep, write_sweep
 from ppocli.storage.run_folder import RunFolder
@@ -121,9 +119,7 @@ def test_several_objectives_importance_and_the_best_command(world: Path, app):
     assert found["best"][0]["job"] == min(front, key=points.__getitem__)
     assert set(found["importance"]) == {"reward_mean", "kl_mean"}
     assert sum(found["importance"]["kl_mean"].values()) == pytest.approx(1, abs=0.01)
-    shown = app("sweep", "show", "s", "--output", "s.svg", code=0).out
-    drawn = (world / "s.svg").read_text()
-    assert all(name in drawn for name in ("5 jobs", "share of each key in kl_mean", "epochs"))
+    shown = app("sweep", "show", "s", code=0).out
     assert shown.endswith(found["command"] + "\n")
     app(*shlex.split(found["command"])[1:], "run_name=again", code=0)
     best = found["best"][0]["job"]
@@ -132,33 +128,13 @@ def test_several_objectives_importance_and_the_best_command(world: Path, app):
     assert again == first
 
 
-@pytest.mark.long
-def test_a_job_that_is_worse_than_half_of_the_earlier_is_ended(world: Path):
-    folder = world / "runs/s"
-    folder.mkdir(parents=True)
-    study, lr = open_study(folder, ["maximize"]), FloatDistribution(0.1, 0.2)
-    for _ in range(5):
-        study.add_trial(create_trial(value=1e6, params={"ppo.gamma": 0.15},
-                                     distributions={"ppo.gamma": lr},
-                                     intermediate_values=dict.fromkeys(range(3000), 1e6)))
-    own = words("ppo.num_steps=2000", "eval.every_steps=1")
-    run("train", "-m", *own, "hydra.sweep.dir=runs/s", "ppo.gamma=interval(0.1,0.2)",
-        "sweep.search=optuna", "sweep.trials=6", "sweep.prune=true", cwd=world, code=0)
-    job, = read_json(folder / "sweep.json")["jobs"]
-    assert (job["number"], job["status"]) == (5, "pruned")
-    assert read_json(folder / "5/summary.json")["steps"] < 2000
-    assert open_study(folder).trials[5].state == TrialState.PRUNED
-
-
 @pytest.mark.parametrize(("more", "said"), [
     (["ppo.gamma=interval(0.1,0.2)"], "add sweep.search=optuna or sweep.search=random"),
     (["sweep.search=optuna"], "there is nothing to search"),
     (["seed=range(3,3)"], "there is nothing in that range"),
     (["sweep.search=optun", "ppo.gamma=1,0.9"], "did you mean optuna?"),
     (["sweep.search=optuna", "ppo.gamma=1,0.9", "sweep.metric=[reward_mean,kl_mean]",
-      "sweep.direction=maximize"], "1 direction for 2 metrics"),
-    (["sweep.search=optuna", "ppo.gamma=1,0.9", "sweep.metric=[reward_mean,kl_mean]",
-      "sweep.prune=true"], "sweep.prune=true goes by one metric, and there are 2")])
+      "sweep.direction=maximize"], "1 direction for 2 metrics")])
 def test_what_is_wrong_with_a_search_is_told_before_a_job(more, said, world, command):
     assert said in command("-m", *words(), *more, code=2).err
     assert not list(world.glob("runs/*/[0-9]"))
@@ -172,19 +148,6 @@ def test_a_number_of_trials_needs_a_sweep(world, command):
     (0.999964321, 0.99999, "0.99996"), (0.123456789, 0.2, "0.1235"), (0.12345, 0.12345, "0.12345")])
 def test_a_value_that_is_rounded_stays_in_its_interval(value, high, shown):
     assert _shown(value, FloatDistribution(0.0, high)) == shown
-
-
-def test_a_job_on_another_machine_is_ended_by_what_started_it(tmp_path):
-    ended = []
-
-    def end() -> bool:
-        _end(tmp_path, lambda: ended.append(1))
-        return was_pruned(tmp_path)
-
-    (tmp_path / ".lock").write_text("")
-    assert (end(), ended) == (False, [])  # it has ended already
-    (tmp_path / ".lock").write_text(json.dumps({"pid": 1, "host": "node1", "start_ticks": 1}))
-    assert (end(), ended) == (True, [1])
 
 
 def test_a_figure_that_no_job_has_ends_the_search(tmp_path):
