@@ -39,7 +39,7 @@ def clean(text: str) -> str:
     return CONTROL.sub("?", text.replace("\n", " ⏎ "))
 
 
-def said(error: object) -> str:
+def error_text(error: object) -> str:
     """What an exception says, the end of a very long text left out."""
     try:
         return cut(str(error), LONGEST_MESSAGE)
@@ -49,13 +49,13 @@ def said(error: object) -> str:
 
 def first_line(error: BaseException | str) -> str:
     """The first line of what a library's exception says; its type's name where it says nothing."""
-    text = said(error).strip()
+    text = error_text(error).strip()
     return text.splitlines()[0][:LONGEST_LINE] if text else type(error).__name__
 
 
 def error_line(error: BaseException) -> str:
     """``ValueError: message``: the type and the first line of an exception of a user's own code."""
-    lines = said(error).strip().splitlines()
+    lines = error_text(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
@@ -205,8 +205,8 @@ def sparkline(values: Sequence[float | None], cells: int = 32) -> str:
     parts = [[value for value in share if value is not None] for share in shares]
     # halved, so that no sum or difference of them overflows
     means = [math.fsum(value / len(part) / 2 for value in part) if part else None for part in parts]
-    there = [mean for mean in means if mean is not None]
-    low, spread = min(there, default=0.0), max(there, default=0.0) - min(there, default=0.0)
+    present = [mean for mean in means if mean is not None]
+    low, spread = min(present, default=0.0), max(present, default=0.0) - min(present, default=0.0)
 
     def block(mean: float) -> str:
         share = (mean - low) / spread if spread > 0 else 0.5
@@ -283,10 +283,10 @@ def raised_at(error: BaseException, file: str | None = None) -> str | None:
         return f"{short_path(error.filename)}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if not frame.filename.startswith("<frozen importlib")]
-    own = [frame for frame in frames if file is not None and frame.filename == file]
+    in_file = [frame for frame in frames if file is not None and frame.filename == file]
     if not frames:
         return None
-    frame = (own or frames)[-1]
+    frame = (in_file or frames)[-1]
     return f"{short_path(frame.filename)}:{frame.lineno}"
 
 

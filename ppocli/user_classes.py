@@ -8,7 +8,7 @@ from typing import Any
 
 from ppocli.errors import PpocliError
 from ppocli.text import error_line, raised_at
-from ppocli.user_code import Located, Wanted, locate
+from ppocli.user_code import CodeSetting, Located, locate
 
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
@@ -102,19 +102,20 @@ def _shown(method: Any) -> str:
     return str(inspect.Signature(bare))
 
 
-def check_class(wanted: Wanted, base: type) -> Located:
-    """Import what ``wanted`` names and, where it is a class, look for the methods of ``base``.
+def check_class(setting: CodeSetting, base: type) -> Located:
+    """Import what ``setting`` names and, if it is a class, check it for the methods of ``base``.
 
     Raises:
         PpocliError: as :func:`~ppocli.user_code.locate` and :func:`refuse_unfit`.
     """
-    located = locate(wanted)
-    refuse_unfit(located, base, wanted.kind.error)
+    located = locate(setting)
+    refuse_unfit(located, base, setting.kind.error)
     return located
 
 
-def build(wanted: Wanted, base: type, *arguments: Any, kwargs: Mapping[str, Any], key: str) -> Any:
-    """What comes of calling what ``wanted`` names.
+def build(setting: CodeSetting, base: type, *arguments: Any, kwargs: Mapping[str, Any], key: str
+          ) -> Any:
+    """Call the function or class that ``setting`` names, and return its result.
 
     Args:
         base: that the result stands for: it has its methods and what its annotations name.
@@ -126,28 +127,28 @@ def build(wanted: Wanted, base: type, *arguments: Any, kwargs: Mapping[str, Any]
         PpocliError: as :func:`check_class`; or it doesn't take these arguments, or what it made
             lacks something.
     """
-    target = (located := check_class(wanted, base)).target
+    target = (located := check_class(setting, base)).target
     try:
         inspect.signature(target).bind(*arguments, **kwargs)
     except TypeError as error:
-        raise wanted.refused(f"{wanted.spec} can't be called with what it would get: {error}.",
-                             where=f"{wanted.key}, {key}",
-                             fix="it gets one argument from ppocli, and those of "
-                             f"{key}={dict(kwargs)} by name") from error
+        raise setting.refused(f"{setting.spec} can't be called with what it would get: {error}.",
+                              where=f"{setting.key}, {key}",
+                              fix="it gets one argument from ppocli, and those of "
+                              f"{key}={dict(kwargs)} by name") from error
     try:
         made = target(*arguments, **kwargs)
     except TypeError as error:
         if not str(error).startswith("Can't instantiate abstract class"):
             raise
-        raise wanted.refused(f"{error_line(error)}.", where=raised_at(error, located.file),
-                             fix="define that method") from error
+        raise setting.refused(f"{error_line(error)}.", where=raised_at(error, located.file),
+                              fix="define that method") from error
     if inspect.isabstract(base) and not isinstance(made, base):
-        raise wanted.refused(f"{wanted.spec} has returned {type(made).__name__}, which is no "
-                             f"{base.__module__}.{base.__name__}.",
-                             fix="return an instance of a subclass")
+        raise setting.refused(f"{setting.spec} has returned {type(made).__name__}, which is no "
+                              f"{base.__module__}.{base.__name__}.",
+                              fix="return an instance of a subclass")
     if absent := [name for name in inspect.get_annotations(base)
                   if not (hasattr(base, name) or hasattr(made, name))]:
-        raise wanted.refused(f"{type(made).__name__} sets no {' and no '.join(absent)}.",
-                             where=f"{wanted.key}={located.label}",
-                             fix="set it in the class, or in __init__")
+        raise setting.refused(f"{type(made).__name__} sets no {' and no '.join(absent)}.",
+                              where=f"{setting.key}={located.label}",
+                              fix="set it in the class, or in __init__")
     return made

@@ -35,11 +35,11 @@ def resolve_builtin(name: str) -> Path:
         InputError: there is no built-in of that name, or its files are missing.
     """
     bare = name.removeprefix(BUILTIN_PREFIX)
-    if bare not in (known := list_builtins()):
-        near = nearest(bare, known, count=1)
+    if bare not in (names := list_builtins()):
+        near = nearest(bare, names, count=1)
         hint = f"did you mean {BUILTIN_PREFIX}{near[0]}? " if near else ""
         raise InputError(f"there is no built-in model or prompt file named {bare!r}", where=name,
-                         fix=f"{hint}known: " + ", ".join(BUILTIN_PREFIX + each for each in known))
+                         fix=f"{hint}known: " + ", ".join(BUILTIN_PREFIX + each for each in names))
     is_folder = bare in list_builtins("model", "reward")
     path = _DATA / (bare if is_folder else f"{bare.replace('-', '_')}.jsonl")
     if not path.exists():
@@ -80,9 +80,9 @@ def config_groups() -> dict[str, list[str]]:
 
 def recipe_files() -> dict[str, Path]:
     """Recipe names and files: those of ``./recipes`` in the current folder, then the shipped."""
-    found: dict[str, Path] = {}
+    recipes: dict[str, Path] = {}
     for folder in (Path.cwd() / "recipes", shipped("recipes")):
         if folder.is_dir():
             for file in sorted(folder.glob("*.yaml")):
-                found.setdefault(file.stem, file)
-    return found
+                recipes.setdefault(file.stem, file)
+    return recipes

@@ -26,8 +26,8 @@ def peft_fields(kind: str) -> dict[str, str]:
 
 def adapter_kind(model: schema.ModelConfig) -> str | None:
     """``lora``, ``prefix`` or ``prompt``; None where no adapter is asked for, or no such one."""
-    _, given = _type(model)
-    kind = _PEFT_NAMES.get(given.lower(), given.lower())
+    _, type_name = _type(model)
+    kind = _PEFT_NAMES.get(type_name.lower(), type_name.lower())
     return kind if kind in _CLASSES else None
 
 
@@ -55,11 +55,11 @@ def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
                "model.peft.type=lora")
         return
     if (kind := adapter_kind(model)) is None or not extras.installed("peft"):
-        key, given = _type(model)
-        yield (not given, "model.peft", "type is missing; it must be given: model.peft.type=lora "
-               "(or prefix, prompt)")
-        yield (given and kind is None, f"model.peft.{key}",
-               f"{given} must be one of {', '.join(_CLASSES)}{did_you_mean(given, _CLASSES)}")
+        key, type_name = _type(model)
+        yield (not type_name, "model.peft",
+               "type is missing; it must be given: model.peft.type=lora (or prefix, prompt)")
+        yield (type_name and kind is None, f"model.peft.{key}", f"{type_name} must be one of "
+               f"{', '.join(_CLASSES)}{did_you_mean(type_name, _CLASSES)}")
         yield kind, "model.peft", f"needs the library PEFT: {extras.pip_line('peft')}"
     else:
         yield from _fields(kind, model)
@@ -86,9 +86,9 @@ def _fields(kind: str, model: schema.ModelConfig) -> keys.Rules:
                           or isinstance(value, bool) != (bool in takes)), key,
                f"{value!r} must be of the type {fields.get(name)}")
     count = "r" if kind == "lora" else "num_virtual_tokens"
-    given = settings.get(count)
-    yield isinstance(given, int) and given < 1, f"model.peft.{count}", f"{given} must be >= 1"
-    yield (kind != "lora" and given is None, f"model.peft.{count}",
+    size = settings.get(count)
+    yield isinstance(size, int) and size < 1, f"model.peft.{count}", f"{size} must be >= 1"
+    yield (kind != "lora" and size is None, f"model.peft.{count}",
            f"missing; it must be given: model.peft.{count}=16")
     if kind == "lora":
         yield from _lora(model, settings)

@@ -86,10 +86,10 @@ def exact_when_decoded(config: schema.TrainConfig) -> bool:
 
 def reference_sharded(cfg: schema.TrainConfig) -> bool:
     """Whether each process of a training keeps its part of the reference only."""
-    wanted = cfg.model.reference
-    if wanted.shard is None:
-        return cfg.hardware.zero_stage == 3 and wanted.device is None
-    return wanted.shard
+    reference = cfg.model.reference
+    if reference.shard is None:
+        return cfg.hardware.zero_stage == 3 and reference.device is None
+    return reference.shard
 
 
 def whole_while_acting(cfg: schema.TrainConfig) -> bool:
@@ -104,7 +104,7 @@ def algorithm_rules(config: schema.TrainConfig) -> keys.Rules:
         yield from _ppo(config)
     yield from _optimizers(config)
     yield from _schedule(f"{owner}.scheduler", updates.scheduler)
-    if owner == "ppo" and _given(config.ppo.value_scheduler):
+    if owner == "ppo" and _set_values(config.ppo.value_scheduler):
         yield from _schedule("ppo.value_scheduler", value_scheduler(config.ppo))
 
 
@@ -123,17 +123,17 @@ def _ppo(config: schema.TrainConfig) -> keys.Rules:
 
 
 def _schedule(where: str, schedule: schema_training.SchedulerConfig) -> keys.Rules:
-    name, given = schedule.name, schedule.kwargs
-    known = schema_training.SCHEDULE_ARGUMENTS.get(name, ())
-    for argument, value in given.items():
-        wrong = (f"the schedule {name} has {' and '.join(known) or 'no arguments'}"
-                 + did_you_mean(argument, known) if argument not in known else
+    name, kwargs = schedule.name, schedule.kwargs
+    accepted = schema_training.SCHEDULE_ARGUMENTS.get(name, ())
+    for argument, value in kwargs.items():
+        wrong = (f"the schedule {name} has {' and '.join(accepted) or 'no arguments'}"
+                 + did_you_mean(argument, accepted) if argument not in accepted else
                  f"{value} must be {', '.join(DECAY_TYPES)}"
                  if argument == "decay_type" and value not in DECAY_TYPES else
                  f"{value} must be a number above 0" if argument != "decay_type"
                  and (type(value) not in (int, float) or not value > 0) else "")
         yield (wrong, f"{where}.kwargs.{argument}", wrong)
-    yield (name == "warmup_stable_decay" and "num_decay_steps" not in given, f"{where}.kwargs",
+    yield (name == "warmup_stable_decay" and "num_decay_steps" not in kwargs, f"{where}.kwargs",
            "warmup_stable_decay needs the number of updates at the end in which the rate falls: "
            f"set {where}.kwargs.num_decay_steps=100, say")
 
@@ -187,7 +187,7 @@ def _critic(config: schema.TrainConfig) -> keys.Rules:
     yield (ppo.optimizer.value_lr is not None, "ppo.optimizer.value_lr, ppo.advantage",
            f"{ppo.advantage} has no value head to learn: set ppo.optimizer.value_lr=null")
     for node in ("value_optimizer", "value_scheduler"):
-        for name in _given(getattr(ppo, node)):
+        for name in _set_values(getattr(ppo, node)):
             yield (True, f"ppo.{node}.{name}, ppo.advantage",
                    f"{ppo.advantage} has no value function to train: set ppo.{node}.{name}="
                    + ("{}" if name == "kwargs" else "null"))
@@ -320,18 +320,18 @@ def require_optimizer(optimizer: schema_training.OptimizerConfig, section: str =
 def value_optimizer(ppo: schema.PPOConfig) -> schema_training.PPOOptimizerConfig:
     """The value function's optimizer: the policy's, with what is set for it alone laid over."""
     lr = ppo.optimizer.lr if ppo.optimizer.value_lr is None else ppo.optimizer.value_lr
-    return replace(ppo.optimizer, lr=lr, value_lr=None, **_given(ppo.value_optimizer))
+    return replace(ppo.optimizer, lr=lr, value_lr=None, **_set_values(ppo.value_optimizer))
 
 
 def value_scheduler(ppo: schema.PPOConfig) -> schema_training.SchedulerConfig:
     """The value function's schedule: the policy's, with what is set for it alone laid over."""
-    given = _given(ppo.value_scheduler)
-    same = given.get("name", ppo.scheduler.name) == ppo.scheduler.name
-    kwargs = {**(ppo.scheduler.kwargs if same else {}), **given.pop("kwargs", {})}
-    return replace(ppo.scheduler, **given, kwargs=kwargs)
+    overrides = _set_values(ppo.value_scheduler)
+    same = overrides.get("name", ppo.scheduler.name) == ppo.scheduler.name
+    kwargs = {**(ppo.scheduler.kwargs if same else {}), **overrides.pop("kwargs", {})}
+    return replace(ppo.scheduler, **overrides, kwargs=kwargs)
 
 
-def _given(section: Any) -> dict[str, Any]:
+def _set_values(section: Any) -> dict[str, Any]:
     return {f.name: value for f in fields(section)
             if (value := getattr(section, f.name)) not in (None, {})}
 
@@ -342,20 +342,20 @@ def _optimizers(config: schema.TrainConfig) -> keys.Rules:
     section = tasks.updates_of(config)
     kinds = [optimizer.name for optimizer in optimizers_of(section)]
     for node, kind in zip(("optimizer", "value_optimizer"), kinds, strict=False):
-        given = getattr(section, node)
-        yield (given.betas is not None and len(given.betas) != 2, f"{owner}.{node}.betas",
-               f"{given.betas} must be two numbers, e.g. [0.9,0.999]")
+        settings = getattr(section, node)
+        yield (settings.betas is not None and len(settings.betas) != 2, f"{owner}.{node}.betas",
+               f"{settings.betas} must be two numbers, e.g. [0.9,0.999]")
         for name in ("betas", "eps", "momentum"):
             default = keys.schema_keys()[f"{owner}.{node}.{name}"].default
             elsewhere = (f" (for the value function's {kinds[-1]}: {owner}.value_optimizer.{name})"
                          if len(kinds) > 1 and node == "optimizer"
                          and name in schema_training.OPTIMIZER_KEYS.get(kinds[-1], ()) else "")
             yield (name not in schema_training.OPTIMIZER_KEYS.get(kind, (name,))
-                   and getattr(given, name) != default,
+                   and getattr(settings, name) != default,
                    f"{owner}.{node}.{name}, {owner}.{node}.name",
                    f"{kind} has no {name}: leave it at {shown(default)}{elsewhere}")
-        yield (zero and given.name in UNSHARDED_OPTIMIZERS,
-               f"{owner}.{node}.name, hardware.zero_stage", f"{given.name} needs whole weights, "
+        yield (zero and settings.name in UNSHARDED_OPTIMIZERS,
+               f"{owner}.{node}.name, hardware.zero_stage", f"{settings.name} needs whole weights, "
                f"and ZeRO shards its state: use {owner}.{node}.name=adamw or hardware.zero_stage=0")
     yield (zero and kinds[-1] != kinds[0], "ppo.value_optimizer.name, hardware.zero_stage",
            "DeepSpeed drives one optimizer: leave ppo.value_optimizer.name at null, or use "

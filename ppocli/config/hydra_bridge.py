@@ -91,8 +91,8 @@ class PpocliSearchPath(SearchPathPlugin):
             search_path.append("config-dir", f"recipes://{folder}")
             if (folder / "recipes").is_dir():
                 search_path.append("config-dir", f"recipes://{folder / 'recipes'}")
-        if (own := Path.cwd() / "recipes").is_dir():
-            search_path.append("current-folder", f"recipes://{own}")
+        if (recipes := Path.cwd() / "recipes").is_dir():
+            search_path.append("current-folder", f"recipes://{recipes}")
         search_path.append("ppocli", f"recipes://{shipped('recipes')}")
 
 
@@ -143,10 +143,10 @@ def run_hydra(words: Words, job: Callable[[DictConfig], object] = lambda config:
 
 
 def _config_path(words: Words) -> str:
-    given = words.flag("--config-path")
-    folder = Path(given).expanduser().absolute() if given else shipped("conf")
+    config_path = words.flag("--config-path")
+    folder = Path(config_path).expanduser().absolute() if config_path else shipped("conf")
     if not folder.is_dir():
-        raise ConfigError(f"config folder {given} does not exist", where="--config-path",
+        raise ConfigError(f"config folder {config_path} does not exist", where="--config-path",
                           fix="to add a folder to the shipped ones use --config-dir")
     return str(folder)
 

@@ -219,10 +219,10 @@ def overruled(entries: list[Entry], words: Words) -> str | None:
             lost.setdefault((before, file), {})[entry.key] = \
                 f"{entry.key}={shown(entry.value)} (not {shown(value)})"
     typed = {entry.key for entry in entries if entry.source == COMMAND_LINE}
-    told = [f"{file} goes over {option}: {', '.join(left)}"
-            for (option, file), found in lost.items()
-            if (left := [text for key, text in found.items() if key not in typed])]
-    return "; ".join(told) + "; a key that is typed goes over both" if told else None
+    sentences = [f"{file} goes over {option}: {', '.join(left)}"
+                 for (option, file), texts in lost.items()
+                 if (left := [text for key, text in texts.items() if key not in typed])]
+    return "; ".join(sentences) + "; a key that is typed goes over both" if sentences else None
 
 
 def _give_way(node: DictConfig, typed: set[str]) -> None:
@@ -250,11 +250,11 @@ def _give_way(node: DictConfig, typed: set[str]) -> None:
 
 
 def _give_way_to_length(node: DictConfig, typed: set[str]) -> None:
-    longest, drawn = node.generation.max_new_tokens, node.generation.length_sampler
+    longest, length_range = node.generation.max_new_tokens, node.generation.length_sampler
     for name in ("min_response_length", "overlong_buffer"):
         if f"reward.{name}" not in typed and (node.reward[name] or 0) > longest > 0:
             node.reward[name] = longest
-    if "generation.length_sampler" not in typed and drawn and max(drawn) > longest:
+    if "generation.length_sampler" not in typed and length_range and max(length_range) > longest:
         node.generation.length_sampler = None
 
 
@@ -319,7 +319,7 @@ def _unknown(entry: Entry, task: str | None) -> str:
     names = [*keys.schema_keys(), *keys.schema_sections(), *config_groups()]
     if entry.source == COMMAND_LINE and "." not in entry.key:
         names.append("recipe")
-    elsewhere = keys.told_elsewhere(keys.named_elsewhere(entry.key, task))
+    elsewhere = keys.format_foreign_names(keys.named_elsewhere(entry.key, task))
     return f"unknown key{elsewhere or did_you_mean(entry.key, list(dict.fromkeys(names)))}"
 
 

@@ -81,16 +81,16 @@ def find_problems(config: schema.TrainConfig, sources: Mapping[str, str] | None 
             launcher provides, of ``hardware.rdzv_endpoint``, ``run_name``.
     """
     sources = sources or {}
-    found = range_problems(config, sources)
-    bad = {problem.key for problem in found}
+    problems = range_problems(config, sources)
+    bad = {problem.key for problem in problems}
     for broken, keys, text in _rules(config, handed_in):
         names = keys.split(", ")
         # a value that is wrong in itself is not also reported as a contradiction
         if broken and not bad.intersection(names):
-            given = dict.fromkeys(origin for name in names if (
+            origins = dict.fromkeys(origin for name in names if (
                 origin := sources.get(name) or sources.get(free_mapping_of(name) or "")))
-            found.append(Problem(keys, text, " and ".join(given) or DEFAULT_SOURCE))
-    return found
+            problems.append(Problem(keys, text, " and ".join(origins) or DEFAULT_SOURCE))
+    return problems
 
 
 def _rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
@@ -171,14 +171,14 @@ def _date(config: schema.TrainConfig) -> Rules:
 
 def _sizes(config: schema.TrainConfig) -> Rules:
     ppo = config.ppo
-    given = {name: value for name in ("total_episodes", "epochs", "num_steps")
-             if (value := getattr(ppo, name)) is not None}
-    counts = [f"{value} {name.rpartition('_')[2]}" for name, value in given.items()]
-    yield (not given, "ppo.total_episodes, ppo.num_steps",
+    lengths = {name: value for name in ("total_episodes", "epochs", "num_steps")
+               if (value := getattr(ppo, name)) is not None}
+    counts = [f"{value} {name.rpartition('_')[2]}" for name, value in lengths.items()]
+    yield (not lengths, "ppo.total_episodes, ppo.num_steps",
            "say how long to train: give one of them, or ppo.epochs")
-    yield (len(given) > 1, ", ".join(f"ppo.{name}" for name in given),
+    yield (len(lengths) > 1, ", ".join(f"ppo.{name}" for name in lengths),
            f"{' and '.join(counts)} contradict each other: leave one "
-           f"out, or set it to null: ppo.{next(iter(given), '')}=null")
+           f"out, or set it to null: ppo.{next(iter(lengths), '')}=null")
     for name, most in (("mini_batch_size", "num_rollouts"),
                        ("micro_batch_size", "mini_batch_size")):
         size, limit = getattr(ppo, name), getattr(ppo, most)

@@ -179,8 +179,8 @@ def parsed(text: str) -> TrainConfig | None:
 def _refuse_interpolation(text: str) -> str:
     """A resolved configuration holds plain values: to look one up could read the environment, and
     put a secret of the reader's where the run's writer wants it."""
-    if found := re.search(r"(?<!\\)(?:\\\\)*(\$\{.*)", text, re.DOTALL):
-        raise yaml.YAMLError(f"{found[1]!r} is an interpolation, and a run's configuration holds "
+    if match := re.search(r"(?<!\\)(?:\\\\)*(\$\{.*)", text, re.DOTALL):
+        raise yaml.YAMLError(f"{match[1]!r} is an interpolation, and a run's configuration holds "
                              "plain values only")
     return text
 
@@ -261,8 +261,8 @@ def leaves(prefix: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     of its free mappings."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        known = schema_keys().get(key)
-        descend = known is None or (known.kind == "mapping" and bool(value))
+        schema_key = schema_keys().get(key)
+        descend = schema_key is None or (schema_key.kind == "mapping" and bool(value))
         if isinstance(value, dict) and descend and free_mapping_of(key) is None:
             yield from leaves(f"{key}.", value)
         else:
@@ -300,11 +300,11 @@ def classify_change(key: str) -> ChangeKind:
     result of the steps already planned is the same. ``accepted``: the training goes on
     differently from here, as the user asked.
     """
-    known = key_for(key)
-    told = known and known.metadata["on_resume"]
-    if told == "harmless" or key.startswith(_HARMLESS_SECTIONS):
+    schema_key = key_for(key)
+    policy = schema_key and schema_key.metadata["on_resume"]
+    if policy == "harmless" or key.startswith(_HARMLESS_SECTIONS):
         return "harmless"
-    return "refused" if told == "refused" or key.startswith(_REFUSED_SECTIONS) else "accepted"
+    return "refused" if policy == "refused" or key.startswith(_REFUSED_SECTIONS) else "accepted"
 
 
 def config_differences(old: TrainConfig, new: TrainConfig) -> list[tuple[str, Any, Any]]:

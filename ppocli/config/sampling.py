@@ -99,12 +99,13 @@ def engine_rules(config: schema.TrainConfig) -> keys.Rules:
 
 def _servers(config: schema.TrainConfig) -> keys.Rules:
     """Servers that sample: their addresses, and what can't be sent to them."""
-    rollout, own = config.rollout, schema.RolloutConfig()
+    rollout, defaults = config.rollout, schema.RolloutConfig()
     if rollout.engine != "vllm":
-        for name in (f.name for f in fields(own) if f.name not in ("engine", "kwargs")):
-            yield (getattr(rollout, name) != getattr(own, name), f"rollout.{name}, rollout.engine",
-                   f"{name} belongs to servers: leave it out (rollout.{name}="
-                   f"{shown(getattr(own, name))} where a run has it), or set rollout.engine=vllm")
+        for name in (f.name for f in fields(defaults) if f.name not in ("engine", "kwargs")):
+            default = getattr(defaults, name)
+            yield (getattr(rollout, name) != default, f"rollout.{name}, rollout.engine",
+                   f"{name} belongs to servers: leave it out (rollout.{name}={shown(default)} "
+                   "where a run has it), or set rollout.engine=vllm")
         return
     yield (rollout.ahead and config.ppo.staleness, "rollout.ahead, ppo.staleness",
            "ahead=1 already trains on samples of the policy before: set one of them to 0")
@@ -175,7 +176,7 @@ def env_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Rul
     longest = config.generation.max_new_tokens
     yield (longest > env.max_tokens, "generation.max_new_tokens, env.max_tokens",
            f"a turn of {longest} tokens doesn't fit an episode of {env.max_tokens}")
-    for wanted, where, why in (
+    for is_set, where, why in (
             (config.ppo.staleness > 0, "ppo.staleness", "samples that wait keep no episodes"),
             (reward.step_separator or reward.step_fn, "reward.step_separator, reward.step_fn",
              "an episode has turns in place of steps: an environment rewards each of them"),
@@ -183,4 +184,4 @@ def env_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Rul
              "the limit of a turn is the same for all"),
             (config.hardware.zero_stage == 3 and not config.hardware.gather_for_generation,
              "hardware.gather_for_generation", "episodes need whole weights on each process")):
-        yield wanted, f"{where}, env.fn", f"not with an environment: {why}"
+        yield is_set, f"{where}, env.fn", f"not with an environment: {why}"

@@ -37,8 +37,8 @@ def updates_section(config: schema.TrainConfig) -> str:
 
 def updates_of(config: schema.TrainConfig) -> Updates:
     """What stands in that section."""
-    found: Updates = getattr(config, updates_section(config))
-    return found
+    updates: Updates = getattr(config, updates_section(config))
+    return updates
 
 
 def rows_per_pass(updates: Updates) -> int:
@@ -90,8 +90,8 @@ def total_steps(config: schema.TrainConfig, step: int, episodes: int,
                 examples: int | None = None) -> int:
     """Steps in the whole run, of which ``step`` have used ``episodes`` samples; those still to come
     are of as many as the configuration says, which may have been another number before a resume."""
-    if (asked := steps_asked(config)) is not None:
-        return max(asked, step)
+    if (steps := steps_asked(config)) is not None:
+        return max(steps, step)
     left = max((planned_samples(config, examples) or 0) - episodes, 0)
     return step + -(-left // samples_per_step(config))
 
@@ -110,18 +110,19 @@ def task_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Ru
         for name, values in vars(config.generation.eval).items():
             yield (len(keys.several(values)) > 1, f"generation.eval.{name}",
                    f"{values} are several values, which ppocli train alone compares: give one")
-        metric, known = config.checkpoint.metric, _METRICS[task]
-        yield (metric not in known, "checkpoint.metric", f"{metric} must be {' or '.join(known)} "
-               f"with task.fn={task}" + did_you_mean(metric, known))
+        metric, metrics = config.checkpoint.metric, _METRICS[task]
+        yield (metric not in metrics, "checkpoint.metric", f"{metric} must be "
+               f"{' or '.join(metrics)} with task.fn={task}" + did_you_mean(metric, metrics))
 
 
 def _strangers(config: schema.TrainConfig, task: str) -> keys.Rules:
-    own = {"ppo": "ppocli train", "own": f"task.fn={config.task.fn}"}.get(task, f"ppocli {task}")
+    command = {"ppo": "ppocli train", "own": f"task.fn={config.task.fn}"}.get(
+        task, f"ppocli {task.replace('_', '-')}")
     for name, key in keys.schema_keys().items():
         if not is_read(name, task):
             value = attrgetter(name)(config)
             yield (value != key.default, name,
-                   f"{own.replace('_', '-')} has no use for it: leave it out")
+                   f"{command} has no use for it: leave it out")
 
 
 def _data(config: schema.TrainConfig, task: str, handed_in: frozenset[str]) -> keys.Rules:
@@ -213,8 +214,8 @@ def curves_of(row: Mapping[str, Any]) -> Named:
 
 def evaluation_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
     """(label, name in the row) of the figure that an evaluation is told by; None without one."""
-    known = ("reward_mean", "accuracy", "loss")
-    name = next((f"eval/{name}" for name in known if f"eval/{name}" in row), None) or next(
+    preferred = ("reward_mean", "accuracy", "loss")
+    name = next((f"eval/{name}" for name in preferred if f"eval/{name}" in row), None) or next(
         (name for name in row if name.startswith("eval/")), None)
     return None if name is None else (
         "" if name == "eval/reward_mean" else name.rpartition("/")[2], name)

@@ -16,11 +16,11 @@ from typing import Any
 from ppocli.builtin.names import config_groups
 from ppocli.config import resolved, secrets
 from ppocli.config.keys import (
+    format_foreign_names,
     key_for,
     named_elsewhere,
     schema_keys,
     takes_escapes,
-    told_elsewhere,
 )
 from ppocli.errors import ConfigError
 from ppocli.own_code import TRUST
@@ -154,22 +154,22 @@ def read_words(words: Sequence[str]) -> Words:
         flags.append((name, value))
     _check_combination(dict(flags))
     secrets.refuse_secrets((setting.key, setting.value, COMMAND_LINE) for setting in settings)
-    given = [value for flag, value in flags if flag == "--config-dir" and value]
+    folders = [value for flag, value in flags if flag == "--config-dir" and value]
     return Words(tuple(settings), tuple(flags),
-                 tuple(_config_dir(folder, "--config-dir") for folder in given)
+                 tuple(_config_dir(folder, "--config-dir") for folder in folders)
                  + tuple(_config_dir(folder, "PPOCLI_CONFIG_DIR") for folder
                          in os.environ.get("PPOCLI_CONFIG_DIR", "").split(":") if folder),
                  tuple(words))
 
 
-def given_words(given: Sequence[str] | Mapping[str, Any]) -> list[str]:
+def given_words(settings: Sequence[str] | Mapping[str, Any]) -> list[str]:
     """What a Python caller gives as settings: words, or a nested mapping of them.
 
     Raises:
         ConfigError: one text, or something else than texts in the list.
     """
-    return (resolved.mapping_words(given) if isinstance(given, Mapping)
-            else list_of_texts(given, "overrides"))
+    return (resolved.mapping_words(settings) if isinstance(settings, Mapping)
+            else list_of_texts(settings, "overrides"))
 
 
 def list_of_texts(values: Sequence[str], name: str) -> list[str]:
@@ -197,13 +197,13 @@ def _unknown_flag(word: str, value: str | None, words: Sequence[str]) -> ConfigE
     task = next((each.partition("=")[2] for each in words if each.startswith("task=")), None)
     elsewhere = named_elsewhere(name, task)
     keys = list(elsewhere) or nearest(name, list(schema_keys()), count=1)
-    given = "..." if value is None or value.startswith("-") or "=" in value else value
-    fix = f"settings are written without dashes: {pasted(f'{keys[0]}={given}')}" if keys else \
+    example = "..." if value is None or value.startswith("-") or "=" in value else value
+    fix = f"settings are written without dashes: {pasted(f'{keys[0]}={example}')}" if keys else \
         "see `ppocli train --help`"
     if shown in _BEFORE:
         fix = f"it stands before the command: ppocli {shown} train ..."
     return ConfigError(f"unknown option {shown}" + (
-        told_elsewhere(elsewhere) or did_you_mean(shown, (*FLAGS, *_OURS))),
+        format_foreign_names(elsewhere) or did_you_mean(shown, (*FLAGS, *_OURS))),
         where=COMMAND_LINE, fix=fix)
 
 

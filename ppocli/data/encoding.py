@@ -41,8 +41,8 @@ def load_data(cfg: DataConfig, tokenizer: Any, *, wants: Wants, seed: int, max_t
     """
     share = None if val_items is not None else tasks.val_share(cfg)
 
-    def encoded(key: str, given: Sequence[Any] | None) -> Examples | Pairs:
-        read = read_examples(cfg, wants=wants, items=given, path_key=key)
+    def encoded(key: str, rows: Sequence[Any] | None) -> Examples | Pairs:
+        read = read_examples(cfg, wants=wants, items=rows, path_key=key)
         if wants == "pairs":
             return encode_pairs(read, cfg, tokenizer, max_tokens=max_tokens)
         return encode_examples(read, cfg, tokenizer, max_tokens=max_tokens, encoder=encoder)
@@ -79,8 +79,9 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
     longest = min(cfg.max_length or max_tokens, max_tokens)
     every = [(example, _example_pieces(example, cfg, tokenizer, encoder))
              for example in read.examples]
-    taught = [(example, pieces) for example, pieces in every if any(said for _, said in pieces)]
-    found = Examples([], (), [], [], [], [], [])
+    taught = [(example, pieces) for example, pieces in every
+              if any(is_trained for _, is_trained in pieces)]
+    examples = Examples([], (), [], [], [], [], [])
     plain = isinstance(read.examples[0].completion, str)
     cut = empty = 0
     for (example, _), line in zip(taught, _lines([pieces for _, pieces in taught], tokenizer,
@@ -92,24 +93,24 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
         if not trained.any() or (encoder and not line.prompt_ids):
             empty += 1
             continue
-        found.tokens.append(np.array(line.tokens[:room], np.int32))
-        found.trained.append(trained)
+        examples.tokens.append(np.array(line.tokens[:room], np.int32))
+        examples.trained.append(trained)
         if encoder:
-            found.encoder_tokens.append(np.array(line.prompt_ids[:longest], np.int32))
+            examples.encoder_tokens.append(np.array(line.prompt_ids[:longest], np.int32))
         # a prompt that is cut itself, behind earlier turns, is none that could be answered
         prompt = line.prompt if len(line.prompt_ids) <= longest else ""
-        found.prompts.append(prompt)
-        found.prompt_lengths.append(len(line.prompt_ids) if prompt and not encoder else 0)
-        found.places.append(example.place)
+        examples.prompts.append(prompt)
+        examples.prompt_lengths.append(len(line.prompt_ids) if prompt and not encoder else 0)
+        examples.places.append(example.place)
     note_count(read.notes, len(every) - len(taught), "had no turn to train on: left out", "example")
     note_count(read.notes, cut, f"{{was}} longer than {longest} tokens: cut at the end", "example")
     note_count(read.notes, empty, "had nothing to train on within that: left out", "example")
-    if not len(found):
+    if not len(examples):
         raise InputError(f"None of the {len(read.examples)} examples has a token to train on "
                          f"within {longest} tokens.", where="data.max_length",
                          fix=f"{_longer(cfg, max_tokens)}, or another data.train_on")
     _note_tools(read, tokenizer)
-    return replace(found, notes=tuple(read.notes), chat=_by_template(
+    return replace(examples, notes=tuple(read.notes), chat=_by_template(
         [pieces for _, pieces in taught], tokenizer, plain))
 
 
@@ -196,10 +197,10 @@ def _lines(texts: list[list[Piece]], tokenizer: Any, *, plain: bool, encoder: bo
                          where="model.tokenizer_path", fix="a tokenizer that has one")
     anchors = {} if encoder else _anchors(tokenizer)
     for parts, ids in zip(texts, _tokenised(texts, tokenizer, anchors), strict=True):
-        last = max(i for i, (_, said) in enumerate(parts) if said)
+        last = max(i for i, (_, is_trained) in enumerate(parts) if is_trained)
         before = [token for piece in ids[:last] for token in piece]
         tokens, trained = [*before, *ids[last]], [
-            said for (_, said), piece in zip(parts, ids, strict=False) for _ in piece
+            is_trained for (_, is_trained), piece in zip(parts, ids, strict=False) for _ in piece
             ][:len(before) + len(ids[last])]
         if plain and tokens[-1:] != [eos]:
             tokens, trained = [*tokens, eos], [*trained, True]
@@ -220,39 +221,39 @@ def _tokenised(pieces: list[list[Piece]], tokenizer: Any, anchors: dict[str, lis
     for start in range(0, len(pieces), _CHUNK):
         chunk = pieces[start:start + _CHUNK]
         done: list[list[int]] = [[] for _ in chunk]
-        found: list[list[list[int]]] = [[] for _ in chunk]
+        piece_ids: list[list[list[int]]] = [[] for _ in chunk]
         for level in range(max(map(len, chunk))):
             rows = [i for i, parts in enumerate(chunk) if len(parts) > level]
             texts = ["".join(text for text, _ in chunk[i][:level + 1]) for i in rows]
             for i, ids in zip(rows, encode(texts), strict=True):
                 fits = ids[:len(done[i])] == done[i]
-                found[i].append(ids[len(done[i]):] if fits else
-                                _apart(chunk[i][level][0], encode, anchors))
-                done[i] = done[i] + found[i][-1]
-        yield from found
+                piece_ids[i].append(ids[len(done[i]):] if fits else
+                                    _ids_alone(chunk[i][level][0], encode, anchors))
+                done[i] = done[i] + piece_ids[i][-1]
+        yield from piece_ids
 
 
-def _apart(text: str, encode: Callable[[list[str]], Iterator[list[int]]],
-           anchors: dict[str, list[int]]) -> list[int]:
-    own, *behind = encode([text, *(anchor + text for anchor in anchors)])
+def _ids_alone(text: str, encode: Callable[[list[str]], Iterator[list[int]]],
+               anchors: dict[str, list[int]]) -> list[int]:
+    alone, *behind = encode([text, *(anchor + text for anchor in anchors)])
     return next((ids[len(front):] for front, ids in zip(anchors.values(), behind, strict=True)
-                 if ids[:len(front)] == front != ids), own)
+                 if ids[:len(front)] == front != ids), alone)
 
 
 def _anchors(tokenizer: Any) -> dict[str, list[int]]:
     """Texts, with their ids, that show a text behind them without the space that some tokenizers,
     such as Llama's, put in front of any text; none for other tokenizers."""
-    found: dict[str, list[int]] = {}
+    anchors: dict[str, list[int]] = {}
     for anchor in "\n:.(":
         try:
-            front, own, behind, spaced = token_ids_of([anchor, "a", f"{anchor}a", f"{anchor} a"],
-                                                      tokenizer)
+            front, letter, behind, spaced = token_ids_of([anchor, "a", f"{anchor}a", f"{anchor} a"],
+                                                         tokenizer)
         except InputError:  # a closed vocabulary
             continue
         if (tokenizer.unk_token_id not in front and behind[:len(front)] == front
-                and spaced == front + own != behind):
-            found[anchor] = front
-    return found
+                and spaced == front + letter != behind):
+            anchors[anchor] = front
+    return anchors
 
 
 # Pairs --------------------------------------------------------------------------------------------
@@ -274,7 +275,7 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
             for pair in read.pairs for answer in (pair.chosen, pair.rejected)]
     plain = isinstance(read.pairs[0].chosen, str)
     lines = _lines(both, tokenizer, plain=plain)
-    found = Pairs([], (), [], [], [], [])
+    pairs = Pairs([], (), [], [], [], [])
     overlong, identical = 0, read.identical
     for pair, chosen, rejected in zip(read.pairs, lines, lines, strict=True):
         if max(len(chosen.tokens), len(rejected.tokens)) > longest:
@@ -282,21 +283,21 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
         elif chosen.tokens == rejected.tokens:
             identical += 1
         else:
-            found.chosen.append(np.array(chosen.tokens, np.int32))
-            found.rejected.append(np.array(rejected.tokens, np.int32))
-            found.margins.append(pair.margin)
-            found.prompt_lengths.append(len(chosen.prompt_ids))
-            found.places.append(pair.place)
+            pairs.chosen.append(np.array(chosen.tokens, np.int32))
+            pairs.rejected.append(np.array(rejected.tokens, np.int32))
+            pairs.margins.append(pair.margin)
+            pairs.prompt_lengths.append(len(chosen.prompt_ids))
+            pairs.places.append(pair.place)
     note_count(read.notes, identical, "{was} identical: left out", "pair")
     note_count(read.notes, overlong, f"{{was}} longer than {longest} tokens: left out", "pair")
-    if not len(found):
+    if not len(pairs):
         raise InputError(f"None of the {overlong + identical} pairs is left: {overlong} are longer "
                          f"than {longest} tokens, {identical} hold the same answer twice.",
                          where="data.max_length" if overlong else "data.path",
                          fix=_longer(cfg, max_tokens) if overlong else
                          "give pairs whose answers differ")
     _note_tools(read, tokenizer)
-    return replace(found, notes=tuple(read.notes), chat=_by_template(both, tokenizer, plain))
+    return replace(pairs, notes=tuple(read.notes), chat=_by_template(both, tokenizer, plain))
 
 
 def _pair_pieces(pair: Pair, answer: Any, tokenizer: Any) -> list[Piece]:

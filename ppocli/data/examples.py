@@ -109,21 +109,21 @@ def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None 
                     path_key=path_key, items=items, column="text", name=cfg.name, split=cfg.split,
                     split_asked=cfg.split != "train", template=cfg.template, chat=cfg.chat,
                     limit=cfg.limit if path_key == "data.path" else None)
-    found = Read()
-    reader = _Reader(source, dict(cfg.columns), wants, found)
-    for row in islice(open_rows(source, found.notes), source.limit):
+    result = Read()
+    reader = _Reader(source, dict(cfg.columns), wants, result)
+    for row in islice(open_rows(source, result.notes), source.limit):
         reader.take(row)
-    if not found.examples and not found.pairs:
-        raise InputError("The data is empty." if not found.rows else
-                         f"Nothing is left of the {found.rows} rows: {found.empty} are empty, "
-                         f"and {found.identical} hold the same answer twice.", where=source.where,
+    if not result.examples and not result.pairs:
+        raise InputError("The data is empty." if not result.rows else
+                         f"Nothing is left of the {result.rows} rows: {result.empty} are empty, "
+                         f"and {result.identical} hold the same answer twice.", where=source.where,
                          fix="give at least one row")
-    render.note_count(found.notes, found.empty, "{was} empty: left out", "row")
+    render.note_count(result.notes, result.empty, "{was} empty: left out", "row")
     if wants == "completions":
-        render.note_count(found.notes, found.untrained, "{was} marked as not trained on: masked",
+        render.note_count(result.notes, result.untrained, "{was} marked as not trained on: masked",
                           "turn")
     reader.note_unread()
-    return found
+    return result
 
 
 class _Reader:
@@ -309,9 +309,9 @@ class _Reader:
             self.shapes.note("turns of others than the assistant are marked as trained on, and are "
                              "not: data.train_on=all trains on every turn")
 
-    def _tools(self, row: Row, said: Cell) -> list[Any] | None:
+    def _tools(self, row: Row, cell: Cell) -> list[Any] | None:
         """What the column ``tools`` holds for a conversation: a list of descriptions, or JSON."""
-        return None if isinstance(said, str) else render.described_tools(
+        return None if isinstance(cell, str) else render.described_tools(
             row, "tools", self.source.where, "data.columns.tools=null")
 
     def _prompt(self, row: Row) -> Cell | None:

@@ -97,7 +97,7 @@ def _file_rows(folder: Path, spec: "Source", notes: list[str]) -> Iterator[Row]:
     if splits:
         notes.extend(f"{file.relative_to(root)} belongs to no split of {folder.name}: left out"
                      for file in strays)
-        files = [file for name in _wanted_splits(spec, splits) for file in splits[name]]
+        files = [file for name in _chosen_splits(spec, splits) for file in splits[name]]
     else:
         note_ignored(folder, spec, notes, split=True)
     return (row for file in files for row in read_file(file, spec.column, spec.noun))
@@ -114,16 +114,16 @@ def _split_of(file: Path) -> str | None:
                           if word in _SPLITS), None)
 
 
-def _wanted_splits(spec: "Source", splits: Iterable[Any]) -> list[str]:
+def _chosen_splits(spec: "Source", splits: Iterable[Any]) -> list[str]:
     present = [str(name) for name in splits]
-    wanted = [name.strip() for name in spec.split.split("+")]
-    for name in wanted:
+    names = [name.strip() for name in spec.split.split("+")]
+    for name in names:
         if name not in present:
             near = nearest(name, present, count=1)
             raise InputError(f"There is no split {name!r} in {spec.path}; it has "
                              f"{', '.join(present)}.", where=f"{spec.key}.split={spec.split}",
                              fix=pasted(f"{spec.key}.split={(near or present)[0]}"))
-    return wanted
+    return names
 
 
 # The datasets library -----------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def _saved_rows(folder: Path, spec: "Source", notes: list[str]) -> Iterator[Row]
         raise InputError(f"The data set saved in {folder} cannot be loaded: {first_line(error)}",
                          where=spec.where) from error
     if isinstance(saved, datasets.DatasetDict):
-        parts = [saved[name] for name in _wanted_splits(spec, saved)]
+        parts = [saved[name] for name in _chosen_splits(spec, saved)]
         return (row for part in parts for row in named_rows(part, folder.name))
     note_ignored(folder, spec, notes, split=spec.split != str(saved.split))
     return named_rows(saved, folder.name)
@@ -176,7 +176,7 @@ def _configuration_rows(folder: Path, spec: "Source") -> Iterator[Row]:
                                  "configs")) from error
     files = {str(split): [Path(file) for file in paths]
              for split, paths in (builder.config.data_files or {}).items()}
-    splits = _wanted_splits(spec, files)
+    splits = _chosen_splits(spec, files)
     base = {field.name for field in dataclasses.fields(datasets.BuilderConfig)}
     plain = type(builder.config)()
     options = [field.name for field in dataclasses.fields(builder.config) if field.name not in base

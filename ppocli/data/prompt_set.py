@@ -50,9 +50,9 @@ class PromptBatch:
 
     def rows(self, places: Sequence[int]) -> Self:
         """The rows at ``places``, with the padding that none of them needs cut off."""
-        some = rows_of(self, list(places))
-        longest = max(int(some.mask.sum(1).max()), 1)
-        return replace(some, tokens=some.tokens[:, -longest:], mask=some.mask[:, -longest:])
+        batch = rows_of(self, list(places))
+        longest = max(int(batch.mask.sum(1).max()), 1)
+        return replace(batch, tokens=batch.tokens[:, -longest:], mask=batch.mask[:, -longest:])
 
     @staticmethod
     def joined(parts: "Sequence[PromptBatch]") -> "PromptBatch":
@@ -96,9 +96,9 @@ class PromptSet:
             episodes: [B] numbers of the samples within the run.
             pad_id: id in padded places; those are masked, so any valid id will do.
         """
-        some = self.rows(indices)
-        tokens, mask = padded_left(some.token_ids, pad_id)
-        return PromptBatch(tokens, mask, some.texts, some.columns, list(episodes), some.messages)
+        rows = self.rows(indices)
+        tokens, mask = padded_left(rows.token_ids, pad_id)
+        return PromptBatch(tokens, mask, rows.texts, rows.columns, list(episodes), rows.messages)
 
     def rows(self, places: Sequence[int]) -> Self:
         """The prompts at ``places``, with what is said of the whole."""
@@ -183,9 +183,9 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prom
     rows = render.take_rows(source, spec, notes)
     if spec.overlong != "drop":  # else whatever is left is spread
         rows = _spread(rows, cfg.eval.limit)
-    found = _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
-                   notes=notes, whole=whole)
-    return found.rows(_evenly(len(found), cfg.eval.limit))
+    prompts = _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
+                     notes=notes, whole=whole)
+    return prompts.rows(_evenly(len(prompts), cfg.eval.limit))
 
 
 def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) -> list[int]:

@@ -107,16 +107,16 @@ def metadata(rows: Sequence[Row], spec: Source) -> dict[str, list[Any]]:
         InputError: a column of ``spec.columns`` is in no row.
     """
     present = column_names(rows)
-    wanted = ([name for name in present if name != spec.column] if spec.columns is None
-              else spec.columns)
-    for name in wanted:
+    names = ([name for name in present if name != spec.column] if spec.columns is None
+             else spec.columns)
+    for name in names:
         if name not in present:
             raise InputError(f"There is no metadata column {name!r} in the prompts; their columns "
                              f"are {', '.join(present)}. {suggestion(name, present)}".rstrip(),
-                             where=f"{spec.key}.columns={wanted}",
+                             where=f"{spec.key}.columns={names}",
                              fix=f"take it out of {spec.key}.columns")
     cells = [row.values if row.typed is None else row.typed for row in rows]
-    return {name: [values.get(name) for values in cells] for name in wanted}
+    return {name: [values.get(name) for values in cells] for name in names}
 
 
 def prompt_texts(cells: Sequence[Any], rows: Sequence[Row], spec: Source, tokenizer: Any
@@ -167,7 +167,7 @@ def described_tools(row: Row, column: str, where: str, without: str) -> list[Any
     return cell
 
 
-def note_tools(notes: list[str], told: Iterable[tuple[str, Any, list[Any] | None]],
+def note_tools(notes: list[str], conversations: Iterable[tuple[str, Any, list[Any] | None]],
                tokenizer: Any, *, prompt: bool = False, column: str = "tools") -> None:
     """Note that the chat template leaves out tools or calls of them: of places, conversations and
     what they are told of, the first with tools stands for all, and the first with calls.
@@ -176,15 +176,15 @@ def note_tools(notes: list[str], told: Iterable[tuple[str, Any, list[Any] | None
         prompt: whether an answer is to follow.
         column: that describes them.
     """
-    told = list(told)
-    for place, messages, tools in told:
+    conversations = list(conversations)
+    for place, messages, tools in conversations:
         if tools:
             without, with_tools = (rendered_chat(messages, place, tokenizer, tools=each,
                                                  prompt=prompt) for each in (None, tools))
             if without == with_tools:
                 notes.append(f"the chat template leaves out what the column {column} describes")
             break
-    for place, messages, _ in told:
+    for place, messages, _ in conversations:
         if isinstance(messages, list) and (names := names_of(messages)):
             text = rendered_chat(messages, place, tokenizer, tools=None, prompt=prompt)
             if not any(name in text for name in names):
@@ -216,11 +216,11 @@ def prompt_cells(rows: Sequence[Row], spec: Source, notes: list[str] | None = No
                 cell = fill(pieces, cell, row, spec)
             if spec.chat:
                 cell = [{"role": "user", "content": cell}]
-        elif given := [name for name in ("first_words", "template")
-                       if getattr(spec, name) is not None]:
-            raise InputError(f"{spec.key}.{given[0]} works on texts, but {row.place} holds chat "
-                             "messages.", where=f"{spec.key}.{given[0]}={getattr(spec, given[0])}",
-                             fix=f"{spec.key}.{given[0]}=null")
+        elif text_key := next((name for name in ("first_words", "template")
+                               if getattr(spec, name) is not None), None):
+            key = f"{spec.key}.{text_key}"
+            raise InputError(f"{key} works on texts, but {row.place} holds chat messages.",
+                             where=f"{key}={getattr(spec, text_key)}", fix=f"{key}=null")
         cells.append(with_system_turn(cell, row, spec, [] if notes is None else notes))
     return cells
 
@@ -299,7 +299,7 @@ def parse_template(spec: Source, names: list[str]) -> list[Piece]:
     """
     template = spec.template or ""
     where = f"{spec.key}.template={template!r}"
-    known = list(dict.fromkeys(["prompt", *names]))
+    columns = list(dict.fromkeys(["prompt", *names]))
     pieces: list[Piece] = []
     try:
         for literal, name, form, conversion in string.Formatter().parse(template):
@@ -308,10 +308,10 @@ def parse_template(spec: Source, names: list[str]) -> list[Piece]:
                 continue
             # with a format or a conversion it is no bare {name}, most often a brace meant literally
             full = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            if full not in known:
-                near = nearest(full, known, count=1)
+            if full not in columns:
+                near = nearest(full, columns, count=1)
                 raise ConfigError(f"The template's placeholder {{{full}}} is no column; there are "
-                                  f"{', '.join(known)}."
+                                  f"{', '.join(columns)}."
                                   + (f" Did you mean {{{near[0]}}}?" if near else ""),
                                   where=where, fix="write a literal brace twice: {{ or }}")
             pieces.append((literal, full))

@@ -71,16 +71,16 @@ def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Sourc
     Raises:
         ConfigError: as :func:`training_spec`.
     """
-    own, path = cfg.eval, cfg.eval.path
+    section, path = cfg.eval, cfg.eval.path
     if items is None:
-        items = own.items
-    if path is None and items is None and (own.split is not None or own.name is not None):
+        items = section.items
+    if path is None and items is None and (section.split is not None or section.name is not None):
         path = cfg.path
-    given = {name: value for name, value in vars(own).items()
-             if value is not None and name != "repeat"}
-    return Source(key="prompts.eval", split_asked=own.split is not None,
-                  path_key="prompts.path" if own.path is None else "prompts.eval.path",
-                  **vars(cfg) | given | {"path": path, "items": as_list(
+    overrides = {name: value for name, value in vars(section).items()
+                 if value is not None and name != "repeat"}
+    return Source(key="prompts.eval", split_asked=section.split is not None,
+                  path_key="prompts.path" if section.path is None else "prompts.eval.path",
+                  **vars(cfg) | overrides | {"path": path, "items": as_list(
                       items, where="prompts.eval.items")})
 
 

@@ -50,10 +50,10 @@ def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_pro
     Raises:
         InputError: the tokenizer fails on a text.
     """
-    found = Encoded(longest=min(spec.max_length or max_prompt_tokens, max_prompt_tokens))
+    encoded = Encoded(longest=min(spec.max_length or max_prompt_tokens, max_prompt_tokens))
     front, behind = ([], []) if spec.chat else tokens_around(tokenizer)
     behind = behind if whole else []
-    room = max(found.longest - len(behind), 1)
+    room = max(encoded.longest - len(behind), 1)
     lengths = None
     if spec.length_sampler is not None:
         shortest, most = spec.length_sampler
@@ -65,21 +65,21 @@ def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_pro
         fixed = len(front) or int(ids[0] == tokenizer.bos_token_id)
         uncut = len(ids)
         if lengths is not None:
-            ids = ids[:lengths[len(found.kept) + found.overlong * (spec.overlong == "drop")]]
+            ids = ids[:lengths[len(encoded.kept) + encoded.overlong * (spec.overlong == "drop")]]
         if len(ids) > room:
-            found.overlong += 1
+            encoded.overlong += 1
             if spec.overlong == "drop":
                 continue
             # on the left, what is fixed (BOS) stays
             head = room if spec.truncation_side == "right" else min(fixed, room)
             ids = ids[:head] + ids[len(ids) - (room - head):]
         if ids[-1] == tokenizer.eos_token_id and len(ids) > len(front):
-            found.ended.append(i)
-        found.kept.append(i)
-        found.token_ids.append(ids + behind)
-        found.texts.append(texts[i] if len(ids) == uncut else str(tokenizer.decode(
+            encoded.ended.append(i)
+        encoded.kept.append(i)
+        encoded.token_ids.append(ids + behind)
+        encoded.texts.append(texts[i] if len(ids) == uncut else str(tokenizer.decode(
             ids[len(front):], skip_special_tokens=False, clean_up_tokenization_spaces=False)))
-    return found
+    return encoded
 
 
 def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:

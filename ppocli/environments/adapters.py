@@ -40,8 +40,8 @@ def parsed(call: str) -> tuple[str, dict[str, Any]]:
         ValueError: says what is wrong.
     """
     try:
-        said = json.loads(call)
-        name, arguments = said["name"], said.get("arguments") or {}
+        fields = json.loads(call)
+        name, arguments = fields["name"], fields.get("arguments") or {}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the call is no JSON object with a name: {error_line(error)}") from error
     if isinstance(arguments, str):  # some models write JSON into JSON
@@ -89,26 +89,26 @@ class ToolPlay:
 class TRLPlay(ToolPlay):
     """An environment of TRL's, whose methods are the tools."""
 
-    def __init__(self, own: Any) -> None:
-        super().__init__(tools_of(own))
-        self.own = own
+    def __init__(self, environment: Any) -> None:
+        super().__init__(tools_of(environment))
+        self.environment = environment
 
     def reset(self, *, prompt: Any = None, messages: Any = None, rng: Any = None, **columns: Any
               ) -> Any:
         """TRL hands the whole row over, the prompt with it."""
-        return self.own.reset(prompt=messages or prompt, **columns)
+        return self.environment.reset(prompt=messages or prompt, **columns)
 
 
 class OpenRLHFPlay:
     """An ``AgentInstance`` of OpenRLHF's."""
 
-    def __init__(self, own: Any) -> None:
-        self.own, self._text, self._label = own, "", None
+    def __init__(self, agent: Any) -> None:
+        self.agent, self._text, self._label = agent, "", None
 
     async def reset(self, *, prompt: Any, label: Any = None, **_: Any) -> Any:
         """What it adds to the prompt; it may not change what stands there."""
         self._label = label
-        text = (await self.own.reset({"observation": prompt, "label": label}))["observation"]
+        text = (await self.agent.reset({"observation": prompt, "label": label}))["observation"]
         if not isinstance(text, str) or not text.startswith(prompt):
             raise ValueError("reset returned an observation that does not begin with the prompt")
         self._text = text
@@ -116,12 +116,12 @@ class OpenRLHFPlay:
 
     async def step(self, response: str) -> Step:
         """One turn."""
-        said = await self.own.step({"observation_text": self._text, "action_text": response,
-                                    "label": self._label, "sampling_params": None})
-        feedback = said.get("environment_feedback") or ""
+        result = await self.agent.step({"observation_text": self._text, "action_text": response,
+                                        "label": self._label, "sampling_params": None})
+        feedback = result.get("environment_feedback") or ""
         self._text += response + feedback
-        return Step(observation=feedback or None, reward=float(said["rewards"]),
-                    done=bool(said["done"]))
+        return Step(observation=feedback or None, reward=float(result["rewards"]),
+                    done=bool(result["done"]))
 
 
 class _AgentInstanceBase:

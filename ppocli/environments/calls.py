@@ -16,12 +16,12 @@ from ppocli.config.schema import EnvConfig
 from ppocli.daemon import awaited, in_daemon, in_loop, leave_loop
 from ppocli.data.prompt_set import PromptBatch, PromptSet
 from ppocli.environments.resolve import EnvironmentClass
-from ppocli.environments.wording import can_be_said, spelled
+from ppocli.environments.wording import can_be_said, escape_surrogates
 from ppocli.episode import Step
 from ppocli.errors import RewardError
 from ppocli.ppo.noise import ROLLOUT, USER
 from ppocli.rewards import guard
-from ppocli.text import error_line, raised_at, said, short_path
+from ppocli.text import error_line, error_text, raised_at, short_path
 from ppocli.user_code import shorten
 
 
@@ -34,7 +34,7 @@ class Called:
     episode: int
     turn: int
     """0: ``reset``"""
-    given: Mapping[str, Any]
+    arguments: Mapping[str, Any]
     """to ``reset``: all that is known of the episode; to ``step``: the response"""
 
 
@@ -43,7 +43,7 @@ class Answered:
     """What came of a call."""
 
     environment: Any
-    told: Any = None
+    result: Any = None
     """what ``reset`` returned, or the :class:`Step`"""
     error: RewardError | None = None
 
@@ -82,16 +82,16 @@ class Calls:
         make = partial(self._tried, stream=stream)
         with guard.contained(self.what.label, "env.fn", f"{len(calls)} calls"):
             if self.what.waits:
-                found = self._together(calls, stream)
+                outcomes = self._together(calls, stream)
             elif self.cfg.workers > 1 and len(calls) > 1:
                 with ThreadPoolExecutor(self.cfg.workers) as pool:
-                    found = list(pool.map(make, calls))
+                    outcomes = list(pool.map(make, calls))
             else:
-                found = [make(call) for call in calls]
-        for one in found:
+                outcomes = [make(call) for call in calls]
+        for one in outcomes:
             if one.error is not None and self.cfg.on_error == "stop":
                 raise one.error
-        return found
+        return outcomes
 
     def rehearse(self, prompts: PromptSet) -> None:
         """Begin an episode of the first prompt and say one empty turn, whose answers don't count.
@@ -108,9 +108,9 @@ class Calls:
 
         async def one(call: Called) -> Answered:
             nonlocal answered
-            found = await self._awaited(call, stream)
+            outcome = await self._awaited(call, stream)
             answered += 1
-            return found
+            return outcome
 
         async def together() -> list[Answered]:
             return list(await asyncio.gather(*map(one, calls)))
@@ -139,7 +139,7 @@ class Calls:
                 environment, result = self._begun(call, stream)
                 if inspect.isawaitable(result):
                     result = await self._in_time(result)
-                return Answered(environment, self._told(call, result))
+                return Answered(environment, self._checked(call, result))
             except BaseException as error:
                 if (outcome := self._given_up(call, error, left)) is not None:
                     return outcome
@@ -159,19 +159,19 @@ class Calls:
         for left in range(self.cfg.retries, -1, -1):
             try:
                 environment, result = self._limited(partial(self._begun, call, stream))
-                return Answered(environment, self._told(call, result))
+                return Answered(environment, self._checked(call, result))
             except BaseException as error:
                 if (outcome := self._given_up(call, error, left)) is not None:
                     return outcome
         raise AssertionError
 
     @staticmethod
-    def _told(call: Called, result: Any) -> Any:
+    def _checked(call: Called, result: Any) -> Any:
         if call.turn:
             return as_step(result)
         if not can_be_said(result):
             raise TypeError(f"reset returned {shorten(repr(result))}, neither text nor messages")
-        return spelled(result)
+        return escape_surrogates(result)
 
     def _given_up(self, call: Called, error: BaseException, left: int) -> Answered | None:
         """What comes of a call that failed; None: it is tried again. One past its time limit is
@@ -190,12 +190,12 @@ class Calls:
             [self.seed, stream, call.episode // self.group_size, 0] if shared else numbers)
         if call.turn == 0:
             environment, takes = what.make(), what.reset_names
-            arguments = {**call.given, "rng": rng}
+            arguments = {**call.arguments, "rng": rng}
             result = environment.reset(**{name: value for name, value in arguments.items()
                                           if takes is None or name in takes})
         else:
             environment, named = call.environment, {"rng": rng} if what.step_takes_rng else {}
-            result = environment.step(call.given["response"], **named)
+            result = environment.step(call.arguments["response"], **named)
         if shared:  # a generator that reset keeps goes on with the episode's own numbers
             state = np.random.default_rng([*numbers, 1]).bit_generator.state
             if inspect.isawaitable(result):
@@ -217,12 +217,13 @@ class Calls:
 
     def _failed(self, call: Called, error: BaseException) -> RewardError:
         doing = "reset" if call.turn == 0 else f"step, turn {call.turn},"
-        shown = "" if call.turn == 0 else f"\n  response: {shorten(str(call.given['response']))}"
+        shown = "" if call.turn == 0 else (
+            f"\n  response: {shorten(str(call.arguments['response']))}")
         where = raised_at(error, self.what.file)
         if where is None or where.startswith(short_path(__file__)):  # of what it returned
             where = "env.fn"
         return RewardError(f"{self.what.label} failed in {doing} of episode {call.episode}: "
-                           f"{type(error).__name__}: {said(error)}{shown}", where=where,
+                           f"{type(error).__name__}: {error_text(error)}{shown}", where=where,
                            fix="mend the environment; env.on_error=truncate ends such episodes "
                            "where they are, drop leaves them out, env.retries=N tries again")
 
@@ -269,5 +270,5 @@ def as_step(result: Any) -> Step:
     failed = getattr(result, "failed", None)
     if isinstance(failed, BaseException):
         failed = error_line(failed)
-    return Step(spelled(observation) or None, reward, bool(result.done),
-                None if failed in (None, False) else spelled(str(failed)))
+    return Step(escape_surrogates(observation) or None, reward, bool(result.done),
+                None if failed in (None, False) else escape_surrogates(str(failed)))

@@ -13,7 +13,7 @@ from ppocli.environments import adapters
 from ppocli.errors import RewardError
 from ppocli.text import first_line, suggestion
 from ppocli.user_classes import refuse_abstract
-from ppocli.user_code import Kind, Located, Wanted, locate
+from ppocli.user_code import CodeSetting, Kind, Located, locate
 
 BUILTIN_ENVIRONMENTS: Mapping[str, str] = {
     "guess_number": "ppocli.environments.shipped:GuessNumber",
@@ -57,9 +57,9 @@ def code_files(cfg: EnvConfig) -> list[str]:
 
 def _located(cfg: EnvConfig) -> list[Located]:
     if cfg.fn == TOOLS:
-        return [locate(Wanted(spec, "env.tools", TOOL)) for spec in cfg.tools]
+        return [locate(CodeSetting(spec, "env.tools", TOOL)) for spec in cfg.tools]
     with adapters.openrlhf_names() if cfg.adapter == "openrlhf" else nullcontext():
-        return [locate(Wanted(str(cfg.fn), "env.fn", ENVIRONMENT))]
+        return [locate(CodeSetting(str(cfg.fn), "env.fn", ENVIRONMENT))]
 
 
 def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass:
@@ -72,13 +72,13 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
         RewardError: the path leads to nothing, a method is missing, or one asks for what there
             isn't.
     """
-    found = _located(cfg)
+    locations = _located(cfg)
     if cfg.fn == TOOLS:
-        functions = _described([one.target for one in found], "env.tools")
-        return EnvironmentClass(", ".join(cfg.tools), found[0].file,
+        functions = _described([one.target for one in locations], "env.tools")
+        return EnvironmentClass(", ".join(cfg.tools), locations[0].file,
                                 partial(adapters.ToolPlay, functions), frozenset(),
                                 tools=functions)
-    located, = found
+    located, = locations
     cls: Any = located.target
     where = f"env.fn={cfg.fn}"
     if not inspect.isclass(cls):
@@ -159,13 +159,13 @@ def _reset_names(cls: Any, located: Located, columns: Collection[str] | None
         RewardError: it asks for what there isn't.
     """
     parameters = list(inspect.signature(cls.reset).parameters.values())[_receivers(cls, "reset"):]
-    known = {"prompt", "messages", "rng", *(columns or ())}
+    available = {"prompt", "messages", "rng", *(columns or ())}
     for parameter in () if columns is None else parameters:
         if (parameter.kind in _NAMED and parameter.default is Parameter.empty
-                and parameter.name not in known):
+                and parameter.name not in available):
             listed = ", ".join(sorted(columns or ())) or "none"
             raise RewardError(f"{located.label}: reset asks for {parameter.name!r}, which nothing "
-                              f"provides. {suggestion(parameter.name, known)}".rstrip(),
+                              f"provides. {suggestion(parameter.name, available)}".rstrip(),
                               where="env.fn", fix="use prompt, messages, rng or a metadata column "
                               f"of the prompts (there are: {listed}; see prompts.columns)")
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):

@@ -42,8 +42,8 @@ class GuessNumber:
     def step(self, response: str) -> Step:
         """Answer a guess."""
         self.turns += 1
-        said = response.strip()
-        guess = int(said) if said.isdecimal() and len(said) < 10 else 0
+        text = response.strip()
+        guess = int(text) if text.isdecimal() and len(text) < 10 else 0
         if not 1 <= guess <= self.limit:
             return Step(" invalid\n")
         if guess == self.number:

@@ -13,13 +13,13 @@ from ppocli.user_code import shorten
 
 log = logging.getLogger("ppocli")
 
-_ASKED = [{"role": "user", "content": "a question"}]
-_SAID = [{"role": "assistant", "content": "<think>\nwords\n</think>\n\nan answer"}]
-_ANSWERED = [{"role": "user", "content": "more"}]
+_QUESTION = [{"role": "user", "content": "a question"}]
+_ANSWER = [{"role": "assistant", "content": "<think>\nwords\n</think>\n\nan answer"}]
+_FOLLOW_UP = [{"role": "user", "content": "more"}]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class RenderedText:
     """What stands in a context by an environment's will."""
 
     ids: list[int]
@@ -34,12 +34,14 @@ class PlainWords:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
-    def opening(self, prompt: list[int], messages: Any, said: Any) -> tuple[list[int], Said]:
+    def opening(self, prompt: list[int], messages: Any, observation: Any
+                ) -> tuple[list[int], RenderedText]:
         """The prompt's ids and what ``reset`` adds to them."""
-        return prompt, self.between(said)
+        return prompt, self.between(observation)
 
-    def between(self, said: Any, *, ended: bool = True, last: int | None = None) -> Said:
-        """An observation.
+    def between(self, observation: Any, *, ended: bool = True, last: int | None = None
+                ) -> RenderedText:
+        """An observation as token ids.
 
         Args:
             ended: whether a stop token ended the turn before.
@@ -48,13 +50,14 @@ class PlainWords:
         Raises:
             RewardError: it is no text.
         """
-        if said is None:
-            return Said([])
-        if not isinstance(said, str):
-            raise RewardError(f"An observation is of type {type(said).__name__}; without a chat "
-                              "template it must be text.", where="env.fn",
+        if observation is None:
+            return RenderedText([])
+        if not isinstance(observation, str):
+            raise RewardError(f"An observation is of type {type(observation).__name__}; without a "
+                              "chat template it must be text.", where="env.fn",
                               fix="return a text, or set prompts.chat=true")
-        return Said(list(self.tokenizer(said, add_special_tokens=False)["input_ids"]), said)
+        ids = self.tokenizer(observation, add_special_tokens=False)["input_ids"]
+        return RenderedText(list(ids), observation)
 
 
 @dataclass
@@ -70,16 +73,16 @@ class ChatWords:
     tools: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        first = self._render(_ASKED, ask=True)
-        second = self._render([*_ASKED, *_SAID, *_ANSWERED], ask=True)
-        third = self._render([*_ASKED, *_SAID, *_ANSWERED, *_SAID], ask=False)
-        if not second.startswith(first + _SAID[0]["content"]) or not third.startswith(second):
+        first = self._render(_QUESTION, ask=True)
+        second = self._render([*_QUESTION, *_ANSWER, *_FOLLOW_UP], ask=True)
+        third = self._render([*_QUESTION, *_ANSWER, *_FOLLOW_UP, *_ANSWER], ask=False)
+        if not second.startswith(first + _ANSWER[0]["content"]) or not third.startswith(second):
             raise InputError(
                 "The tokenizer's chat template rewrites what was said before when a message is "
                 "added (it may drop thoughts of earlier turns): what an episode's policy has read "
                 "could not be shown to it again.", where="prompts.chat, env.fn",
                 fix="give the tokenizer a template that leaves the history as it is")
-        if self.tools and self._render(_ASKED, ask=True, tools=()) == first:
+        if self.tools and self._render(_QUESTION, ask=True, tools=()) == first:
             log.warning("The tokenizer's chat template leaves out tools: the policy knows of them "
                         "what the prompts say, and no more.")
 
@@ -92,7 +95,8 @@ class ChatWords:
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def opening(self, prompt: list[int], messages: Any, said: Any) -> tuple[list[int], Said]:
+    def opening(self, prompt: list[int], messages: Any, observation: Any
+                ) -> tuple[list[int], RenderedText]:
         """The prompt's ids, rendered anew with what ``reset`` says: text goes to the end of the
         last message, messages follow it.
 
@@ -100,8 +104,8 @@ class ChatWords:
             RewardError: it is a text, and the last message holds none.
             InputError: the prompt was cut, which its messages aren't.
         """
-        if said is None and not self.tools:
-            return prompt, Said([])
+        if observation is None and not self.tools:
+            return prompt, RenderedText([])
         # what differs otherwise is the template's, which may say the date
         whole, count = self._ids(self._render(messages, ask=True, tools=())), len(prompt)
         if count < len(whole) and (whole[:count] == prompt or whole[1 - count:] == prompt[1:]):
@@ -110,29 +114,32 @@ class ChatWords:
                              where="prompts.max_length, env.fn", fix="leave such prompts out "
                              "(prompts.overlong=drop), or allow longer ones (prompts.max_length, "
                              "prompts.length_sampler)")
-        if not isinstance(said, str):
-            added = list(said or ())
+        if not isinstance(observation, str):
+            added = list(observation or ())
             whole_messages = (*messages, *added)
             return (self._ids(self._render(whole_messages, ask=True)),
-                    Said([], text_of(added), whole_messages))
+                    RenderedText([], text_of(added), whole_messages))
         *before, last = messages
         if not isinstance(last["content"], str):
             raise RewardError("reset returned a text, which can't go behind a message that holds "
                               f"{shorten(repr(last['content']))}.", where="env.fn",
                               fix="return a list of {role, content} messages")
-        told = {**last, "content": f"{last['content']}{said}"}
-        return self._ids(self._render([*before, told], ask=True)), Said([], said, (*before, told))
+        extended = {**last, "content": f"{last['content']}{observation}"}
+        return (self._ids(self._render([*before, extended], ask=True)),
+                RenderedText([], observation, (*before, extended)))
 
-    def between(self, said: Any, *, ended: bool, last: int) -> Said:
+    def between(self, observation: Any, *, ended: bool, last: int) -> RenderedText:
         """As :meth:`PlainWords.between`: the end of the policy's own message, as far as it has not
         said it itself, the observation, and the beginning of the policy's next one."""
-        messages = [] if said is None else (
-            [{"role": "user", "content": said}] if isinstance(said, str) else list(said))
-        whole = self._render([*_ASKED, *_SAID, *messages], ask=True)
-        before = self._render(_ASKED, ask=True) + _SAID[0]["content"]
+        if isinstance(observation, str):
+            observation = [{"role": "user", "content": observation}]
+        messages = list(observation or ())
+        whole = self._render([*_QUESTION, *_ANSWER, *messages], ask=True)
+        before = self._render(_QUESTION, ask=True) + _ANSWER[0]["content"]
         rest = whole[len(before):]
-        own = self.tokenizer.decode([last]) if ended else ""
-        return Said(self._ids(rest.removeprefix(own)), text_of(messages), tuple(messages))
+        last_text = self.tokenizer.decode([last]) if ended else ""
+        return RenderedText(self._ids(rest.removeprefix(last_text)), text_of(messages),
+                            tuple(messages))
 
 
 def can_be_said(value: Any) -> bool:
@@ -142,10 +149,10 @@ def can_be_said(value: Any) -> bool:
         and all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in value))
 
 
-def spelled(said: Any) -> Any:
+def escape_surrogates(value: Any) -> Any:
     """What an environment says, with halves of UTF-16 pairs, which no tokenizer takes, spelled out:
     a tool may repeat a policy's own ``\\ud800``."""
-    return each_text(said, lambda text: text.encode(errors="backslashreplace").decode())
+    return each_text(value, lambda text: text.encode(errors="backslashreplace").decode())
 
 
 def text_of(messages: Sequence[Any]) -> str:

@@ -21,14 +21,14 @@ SUCCESSORS = {
 
 def shortest_lengths(successors: Mapping[str, str]) -> dict[str, int]:
     """Nodes on the shortest walk to the goal from each node that has one, both ends counted."""
-    found = {GOAL: 1}
+    lengths = {GOAL: 1}
     queue = [GOAL]
     for node in queue:  # grows while it is read: a breadth-first search
         for before, after in successors.items():
-            if node in after and before not in found:
-                found[before] = found[node] + 1
+            if node in after and before not in lengths:
+                lengths[before] = lengths[node] + 1
                 queue.append(before)
-    return found
+    return lengths
 
 
 SHORTEST = shortest_lengths(SUCCESSORS)

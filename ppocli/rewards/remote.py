@@ -89,28 +89,28 @@ class HttpReward:
         with ThreadPool(min(self.concurrency, len(parts))) as pool:
             answers = list(pool.imap(partial(self._scores, request), parts))
         request.logs.take([log for scores, logs in answers for log in logs or [{}] * len(scores)])
-        found = [score for scores, _ in answers for score in scores]
+        flat = [score for scores, _ in answers for score in scores]
         per_step = any(isinstance(scores, records.StepScores) for scores, _ in answers)
-        return records.StepScores(found) if per_step else found
+        return records.StepScores(flat) if per_step else flat
 
     def _scores(self, request: RewardRequest, part: slice) -> tuple[list[Any], list[Any]]:
         """The answer for some of the samples: their scores, and what was logged."""
-        asked = part.stop - part.start
+        count = part.stop - part.start
         tokens = sum(len(ids) for ids in request.response_ids[part])
-        most = LEAST_ANSWER + A_NUMBER * tokens + A_SAMPLE * asked
+        most = LEAST_ANSWER + A_NUMBER * tokens + A_SAMPLE * count
         answer = self._patiently("POST", encode_request(request, part), most)
         try:
             if len(answer.content) > most:
-                raise WireError(f"more than {most} bytes for {asked} samples")
+                raise WireError(f"more than {most} bytes for {count} samples")
             scores, logs = decode_scores(answer.content)
         except WireError as problem:
             raise RewardError(f"{self.url} answered {answer.status_code} with {problem}.",
                               where="reward.kwargs.url",
                               fix='it must answer {"scores": [...]}, one a sample') from None
-        if len(scores) != asked:
+        if len(scores) != count:
             raise RewardError(
                 f"{self.url} answered {answer.status_code} with {counted(len(scores), 'score')} "
-                f"for {asked} samples (sample {part.start} to {part.stop - 1} of {len(request)}): "
+                f"for {count} samples (sample {part.start} to {part.stop - 1} of {len(request)}): "
                 f"{shorten(opening(answer.content))}", where="reward.kwargs.url",
                 fix="it must answer one score a sample, in their order")
         return scores, logs
@@ -166,17 +166,17 @@ def _secret_headers(token_env: str | None, headers: Sequence[str]) -> dict[str, 
         raise RewardError("reward.kwargs.headers is not a list of texts (not shown).",
                           where="reward.kwargs.headers", fix="give 'Name: VARIABLE' for each: "
                           "reward.kwargs.headers=[\"Name: VARIABLE\"]")
-    wanted = [("headers", text, "") for text in headers]
+    sources = [("headers", text, "") for text in headers]
     if token_env is not None:
-        wanted.insert(0, ("token_env", f"Authorization: {token_env}", "Bearer "))
-    found = {}
-    for key, text, prefix in wanted:
+        sources.insert(0, ("token_env", f"Authorization: {token_env}", "Bearer "))
+    values = {}
+    for key, text, prefix in sources:
         if (matched := _HEADER.fullmatch(text)) is None:
             what = "the name of a variable" if prefix else "of the form 'Name: VARIABLE'"
             raise RewardError(f"What reward.kwargs.{key} holds is not {what} (not shown).",
                               where=f"reward.kwargs.{key}", fix="put the value into a variable of "
                               "the environment and give the variable's name")
         header, variable = matched.groups()
-        found[header] = prefix + from_environment(variable, header, f"reward.kwargs.{key}",
-                                                  RewardError)
-    return found
+        values[header] = prefix + from_environment(variable, header, f"reward.kwargs.{key}",
+                                                   RewardError)
+    return values

@@ -16,7 +16,7 @@ from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, records, styles
 from ppocli.text import error_line, pasted, raised_at, suggestion
 from ppocli.user_classes import refuse_abstract
-from ppocli.user_code import Kind, Located, Wanted, from_object, locate, shorten
+from ppocli.user_code import CodeSetting, Kind, Located, from_object, locate, shorten
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +75,8 @@ class BoundCallable:
             raise RewardError(f"Building {self.label} with {dict(self.init_kwargs)} failed: "
                               f"{error_line(error)}", where=raised_at(error, located.file),
                               fix=f"see {kwargs_key(located.key)}") from error
-        if isinstance(told := getattr(call, "told_as", None), str):  # better known than its class
-            located = replace(located, spec=told, file=None, line=None)
+        if isinstance(label := getattr(call, "told_as", None), str):  # in place of its class
+            located = replace(located, spec=label, file=None, line=None)
         return replace(self, located=located, call=call, parameters=_parameters(call, located))
 
     def check_columns(self, columns: Sequence[str], *, steps: bool = False) -> None:
@@ -88,18 +88,18 @@ class BoundCallable:
         Raises:
             RewardError: a parameter is neither a known argument nor a column nor in the kwargs.
         """
-        known = styles.known(self.style, columns, steps=steps)
-        own = known.keys() | self.kwargs.keys()
+        providers = styles.known(self.style, columns, steps=steps)
+        reserved = providers.keys() | self.kwargs.keys()
         if not inspect.isfunction(self.call):
-            own |= {"self"}  # as the call of an object gets it
-        wanted = set(columns)
+            reserved |= {"self"}  # as the call of an object gets it
+        column_names = set(columns)
         if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in self.parameters):
-            wanted &= {parameter.name for parameter in self.parameters}
+            column_names &= {parameter.name for parameter in self.parameters}
         for parameter in self.parameters:
             if (parameter.default is Parameter.empty and parameter.kind not in _VARIADIC
-                    and parameter.name not in own | wanted):
+                    and parameter.name not in reserved | column_names):
                 raise self._unbound(parameter.name, columns)
-        for name in sorted(wanted & own - (styles.MADE_OF_COLUMN & known.keys())):
+        for name in sorted(column_names & reserved - (styles.MADE_OF_COLUMN & providers.keys())):
             winner = "configured argument" if name in self.kwargs else "reward's own argument"
             log.warning("prompt column %r is hidden from %s by the %s of the same name",
                         name, self.located.spec, winner)
@@ -113,15 +113,16 @@ class BoundCallable:
         """
         positional: list[Any] = []
         named: dict[str, Any] = {}
-        known = styles.known(self.style, request.columns, steps=request.steps is not None)
-        sources = {**dict.fromkeys(request.columns), **known, **self.kwargs}
+        providers = styles.known(self.style, request.columns, steps=request.steps is not None)
+        sources = {**dict.fromkeys(request.columns), **providers, **self.kwargs}
         if not inspect.isfunction(self.call):
             sources.pop("self", None)
 
         def value(name: str) -> Any:
             if name in self.kwargs:
                 return self.kwargs[name]
-            return known[name](request) if name in known else styles.fresh(request.columns[name])
+            return (providers[name](request) if name in providers
+                    else styles.fresh(request.columns[name]))
 
         for parameter in self.parameters:
             name = parameter.name
@@ -141,7 +142,7 @@ class BoundCallable:
 
     def _unbound(self, name: str, columns: Sequence[str]) -> RewardError:
         names = list(styles.known(self.style, columns))
-        known, listed = ", ".join(names), ", ".join(columns) or "none"
+        usable, listed = ", ".join(names), ", ".join(columns) or "none"
         near = suggestion(name, [*names, *columns])
         key = self.located.key
         if name == "steps":
@@ -153,7 +154,7 @@ class BoundCallable:
         return RewardError(
             f"{self.label} needs an argument {name!r} that nothing provides. {near}".rstrip(),
             where=f"{key}={self.located.spec}",
-            fix=f"use one of {known}; or a metadata column of the prompts (there are: {listed}; "
+            fix=f"use one of {usable}; or a metadata column of the prompts (there are: {listed}; "
                 f"see prompts.columns){configure}")
 
 
@@ -194,7 +195,7 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
         with guard.contained(target, key, "while it was imported"):
             located = locate_reward(target, key=key)
     else:
-        located = from_object(target, Wanted(
+        located = from_object(target, CodeSetting(
             getattr(target, "__qualname__", type(target).__qualname__), key, REWARD))
     call = located.target
     parameters = _parameters(call, located)
@@ -203,13 +204,13 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
     style = getattr(call, "reward_style", style)
     if name is None:
         name = located.spec.rpartition(":")[2].rpartition(".")[2]
-    found = BoundCallable(located, call, parameters, style=style, name=name, weight=weight)
+    bound = BoundCallable(located, call, parameters, style=style, name=name, weight=weight)
     if inspect.isclass(call):
         refuse_abstract(located, RewardError)
         _check_kwargs(located, _signature(call, located), kwargs, complete=True)
-        return replace(found, init_kwargs=kwargs)
+        return replace(bound, init_kwargs=kwargs)
     _check_kwargs(located, parameters, kwargs, styles.known(style, ()), complete=False)
-    return replace(found, kwargs=kwargs)
+    return replace(bound, kwargs=kwargs)
 
 
 def _parameters(call: Any, located: Located) -> tuple[Parameter, ...]:
@@ -241,7 +242,7 @@ def _signature(target: Any, located: Located) -> tuple[Parameter, ...]:
 
 
 def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Mapping[str, Any],
-                  known: Collection[str] = (), *, complete: bool) -> None:
+                  reserved: Collection[str] = (), *, complete: bool) -> None:
     """Refuse kwargs the target doesn't take and, for a constructor, those it lacks."""
     key = kwargs_key(located.key)
     accepted = [p.name for p in parameters if p.kind in _KEYWORD]
@@ -251,11 +252,11 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
             raise RewardError(f"An argument is called {name!r}, which is no text.", where=key,
                               fix="put it in quotes: YAML reads a bare on, off, yes or no as true "
                               "or false")
-        if name in known:
+        if name in reserved:
             raise RewardError(f"{key}.{name} can't be set: every call passes its own {name!r}.",
                               where=f"{located.key}={located.spec}", fix="remove that key")
         if name not in accepted and not takes_all:
-            settable = [a for a in accepted if a not in known]
+            settable = [a for a in accepted if a not in reserved]
             listed = ", ".join(settable) or "nothing that can be set"
             near = suggestion(name, settable)
             # what a recipe or a group has set stays where another function is named
@@ -298,4 +299,4 @@ def locate_reward(spec: str, *, key: str) -> Located:
         raise RewardError(
             f"{key} was a Python object, which a configuration can't hold.", where=key,
             fix=f"pass {name}= to ppocli.train again, or set {key}=pkg.module:function")
-    return locate(Wanted(spec, key, STEPS if key == "reward.step_fn" else REWARD))
+    return locate(CodeSetting(spec, key, STEPS if key == "reward.step_fn" else REWARD))

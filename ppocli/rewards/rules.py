@@ -121,8 +121,8 @@ class StepWordList(WordList):
 
     def __call__(self, steps: list[list[str]]) -> list[list[float]]:  # type: ignore[override]
         """[N] lists of one number a step."""
-        return [differences(super(StepWordList, self).__call__(list(accumulate(own))))
-                for own in steps]
+        return [differences(super(StepWordList, self).__call__(list(accumulate(pieces))))
+                for pieces in steps]
 
 
 def words(responses: list[str]) -> list[list[str]]:
@@ -154,21 +154,21 @@ class Answer:
         if self.column not in columns:
             raise RewardError(f"The prompts have no column {self.column!r}.",
                               where="reward.kwargs.column", fix="name the column with the answers")
-        wanted = [_last_number(str(answer)) for answer in columns[self.column]]
-        if None in wanted:
-            answer = columns[self.column][wanted.index(None)]
+        expected = [_last_number(str(answer)) for answer in columns[self.column]]
+        if None in expected:
+            answer = columns[self.column][expected.index(None)]
             raise RewardError(f"{answer!r} holds no number to compare with.",
                               where=f"prompts, column {self.column}", fix="name another column: "
                               "reward.kwargs.column")
-        said = [response.rpartition(self.after)[2] if self.after in response else ""
-                for response in responses] if self.after else responses
+        texts = [response.rpartition(self.after)[2] if self.after in response else ""
+                 for response in responses] if self.after else responses
         return [float(_last_number(text) == number)
-                for text, number in zip(said, wanted, strict=True)]
+                for text, number in zip(texts, expected, strict=True)]
 
 
 def _last_number(text: str) -> Decimal | None:
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def _folded(word: str) -> str:

@@ -108,8 +108,8 @@ def _refuse_absent(name: str, info: dict[str, Any], new: set[str]) -> None:
     Args:
         new: those that come from elsewhere.
     """
-    sizes = {key: f"{key} ({list(there)} in the files, {list(here)} by config.json)"
-             for key, there, here in info["mismatched_keys"] if key not in new}
+    sizes = {key: f"{key} ({list(stored)} in the files, {list(here)} by config.json)"
+             for key, stored, here in info["mismatched_keys"] if key not in new}
     if absent := sorted((set(info["missing_keys"]) - new) | sizes.keys()):
         shown = ", ".join(sizes.get(key, key) for key in absent[:5])
         raise InputError(

@@ -148,15 +148,15 @@ class RewardServer(ThreadingHTTPServer):
                 status = 422
                 reward.check_columns(list(request.columns), steps=request.steps is not None)
                 status = 500
-                found = reward.score(request)
+                result = reward.score(request)
             with self._counting:
                 self.requests, self.samples = self.requests + 1, self.samples + len(request)
         except (records.WireError, PpocliError) as error:
             raise Refused(status, error.args[0]) from None
-        scores: Sequence[records.Score] = found.dense or found.scores
+        scores: Sequence[records.Score] = result.dense or result.scores
         return records.encode_scores([score if valid else None
-                                      for score, valid in zip(scores, found.valid, strict=True)],
-                                     found.logs)
+                                      for score, valid in zip(scores, result.valid, strict=True)],
+                                     result.logs)
 
     def finish(self) -> bool:
         """Wait a while for the requests under way; whether all were answered."""
@@ -231,8 +231,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _allowed(self) -> None:
         """Whether this request may be scored at all, by its head alone."""
-        token, given = self.server.token, self.headers.get("Authorization", "")
-        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()
+        token, header = self.server.token, self.headers.get("Authorization", "")
+        if token is not None and not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()
                                                          ):
             raise Refused(401, "the token is missing or wrong")
         if self.path not in self.server.rewards:
@@ -241,13 +241,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _body(self, under_way: contextlib.ExitStack) -> bytes:
         """The body, for which room is held until the request is answered."""
-        if not (given := self.headers.get("Content-Length", "")).isdecimal():
+        if not (length_text := self.headers.get("Content-Length", "")).isdecimal():
             raise Refused(411, "Content-Length is missing")
         # int() takes no thousands of digits
-        if len(given) > 18 or int(given) > self.server.max_body:
-            raise Refused(413, f"{cut(given, 18)} bytes are more than the {self.server.max_body} "
-                          "that are allowed")
-        length = int(given)
+        if len(length_text) > 18 or int(length_text) > self.server.max_body:
+            raise Refused(413, f"{cut(length_text, 18)} bytes are more than the "
+                          f"{self.server.max_body} that are allowed")
+        length = int(length_text)
         self.server.hold(length)
         under_way.callback(self.server.hold, -length)
         self._arriving.expect(length, IDLE + length / SLOWEST)
