@@ -20,8 +20,8 @@ DEEPSPEED_FILE = "deepspeed.json"
 """the run folder's copy of the configuration that DeepSpeed received"""
 
 _DEFAULTS = {"zero_optimization": {"reduce_bucket_size": 2**24}}
-"""used if the file doesn't set it: gradients are reduced in buckets of 64 MiB. DeepSpeed's default of
-2 GB is allocated at once on a GPU, up to three times while it reduces"""
+"""used if the file doesn't set it: gradients are reduced in buckets of 64 MiB. DeepSpeed's default,
+2 GB, is allocated at once on a GPU, up to three times while it reduces"""
 # sections that other parts of ppocli would have to support, and don't
 _FOREIGN = ("amp", "autotuning", "compression_training", "curriculum_learning", "data_efficiency",
             "elasticity", "hybrid_engine", "pipeline", "progressive_layer_drop",
