@@ -1,4 +1,4 @@
-"""Examples and pairs as tokens, with the places of those that are trained on."""
+"""Examples and pairs as tokens, with masks of the tokens that are trained on."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,11 +28,11 @@ def load_data(cfg: DataConfig, tokenizer: Any, *, wants: Wants, seed: int, max_t
               encoder: bool = False, items: Sequence[Any] | None = None,
               val_items: Sequence[Any] | None = None
               ) -> tuple[Examples | Pairs, Examples | Pairs | None]:
-    """What to train on, and what is held back for evaluations: ``data.val``, or None without it.
+    """The training data, and the data held back for evaluations (``data.val``; None without it).
 
     Args:
         wants: examples or pairs.
-        seed: draws the share that is held back.
+        seed: of the random choice of rows that are held back.
         max_tokens, encoder: as of :func:`encode_examples`.
         items, val_items: rows from Python, in place of ``data.path`` and ``data.val``.
 
@@ -58,22 +58,22 @@ def load_data(cfg: DataConfig, tokenizer: Any, *, wants: Wants, seed: int, max_t
 
 def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int, encoder: bool
                     ) -> Examples:
-    """Tokenise, mark what is trained on, cut what is too long at its end.
+    """Tokenise examples, mark the tokens to train on, and cut long ones at the end.
 
-    A prompt is tokenised as PPO does it (:func:`ppocli.data.tokens.encode`): BOS in front where
-    the tokenizer puts it, none where a chat template wrote the text. Where prompt and response
-    share no token, they are tokenised as one text, else apart. A response or text gets the EOS
-    token behind it unless it ends in it; a turn of a conversation ends as its template says.
+    A prompt is tokenised as for PPO (:func:`ppocli.data.tokens.encode`): with BOS in front if the
+    tokenizer adds it, without if a chat template rendered the text. Prompt and response are
+    tokenised as one text unless that would join them in one token. A response or text is followed
+    by the EOS token unless it ends in it; a turn of a conversation ends as its template says.
 
     Args:
         read: has examples.
-        max_tokens: what the model reads at most; ``data.max_length`` may be less.
-        encoder: whether an encoder reads the prompt and a decoder says the response.
+        max_tokens: maximum number of tokens that the model reads; ``data.max_length`` may be less.
+        encoder: whether an encoder reads the prompt and a decoder produces the response.
 
     Raises:
-        ConfigError: ``data.train_on`` asks for what the rows don't have.
-        InputError: no chat template or one that can't be followed, no EOS token, a text that can't
-            be tokenised, or nothing left.
+        ConfigError: ``data.train_on`` doesn't fit the rows.
+        InputError: the chat template is missing or can't be followed, the tokenizer has no EOS
+            token or fails on a text, or no example is left.
     """
     _check_template(read, tokenizer)
     longest = min(cfg.max_length or max_tokens, max_tokens)
@@ -97,7 +97,7 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
         examples.trained.append(trained)
         if encoder:
             examples.encoder_tokens.append(np.array(line.prompt_ids[:longest], np.int32))
-        # a prompt that is cut itself, behind earlier turns, is none that could be answered
+        # a prompt that was cut itself, after earlier turns, can't be answered
         prompt = line.prompt if len(line.prompt_ids) <= longest else ""
         examples.prompts.append(prompt)
         examples.prompt_lengths.append(len(line.prompt_ids) if prompt and not encoder else 0)
@@ -109,7 +109,7 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
         raise InputError(f"None of the {len(read.examples)} examples has a token to train on "
                          f"within {longest} tokens.", where="data.max_length",
                          fix=f"{_longer(cfg, max_tokens)}, or another data.train_on")
-    _note_tools(read, tokenizer)
+    note_tools(read.notes, read.conversations, tokenizer)
     return replace(examples, notes=tuple(read.notes), chat=_by_template(
         [pieces for _, pieces in taught], tokenizer, plain))
 
@@ -120,25 +120,16 @@ def _by_template(pieces: list[list[Piece]], tokenizer: Any, plain: bool) -> bool
 
 
 def _check_template(read: Read, tokenizer: Any) -> None:
-    rows: list[Example | Pair] = [*read.examples, *read.pairs]
-    first = rows[0]
-    cell = first.completion if isinstance(first, Example) else first.chosen
+    place, cell, _ = read.conversations[0]
     if isinstance(cell, list) and not getattr(tokenizer, "chat_template", None):
         raise InputError("The tokenizer has no chat template, which conversations need.",
-                         where=first.place, fix="give it one: model.chat_template=FILE, or "
+                         where=place, fix="give it one: model.chat_template=FILE, or "
                          "model.tokenizer_path of a chat model" + (
                              "; or data.chat=false: texts need none" if read.turned else ""))
 
 
-def _note_tools(read: Read, tokenizer: Any) -> None:
-    rows: list[Example | Pair] = [*read.examples, *read.pairs]
-    note_tools(read.notes, (
-        (row.place, row.prompt or (row.completion if isinstance(row, Example) else row.chosen),
-         row.tools) for row in rows), tokenizer)
-
-
 def _longer(cfg: DataConfig, max_tokens: int) -> str:
-    """What helps where texts are too long."""
+    """The fix for texts that are too long."""
     if (cfg.max_length or max_tokens) < max_tokens:
         return "a higher data.max_length"
     return f"shorter texts, or a model that reads more than {max_tokens} tokens"
@@ -146,7 +137,7 @@ def _longer(cfg: DataConfig, max_tokens: int) -> str:
 
 def _example_pieces(example: Example, cfg: DataConfig, tokenizer: Any, encoder: bool
                     ) -> list[Piece]:
-    """The example's text in pieces, with whether each is trained on."""
+    """The example's text in pieces, each with whether it is trained on."""
     prompt: Any = example.prompt
     completion, train_on = example.completion, cfg.train_on
     chat = isinstance(completion, list)
@@ -174,8 +165,8 @@ def _example_pieces(example: Example, cfg: DataConfig, tokenizer: Any, encoder: 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One text as tokens; what follows the last of those that are trained on is left out, as it
-    changes nothing."""
+    """One text as tokens, through the last one that is trained on; later ones would change nothing.
+    """
 
     tokens: list[int]
     trained: list[bool]
@@ -187,8 +178,11 @@ class _Line:
 
 def _lines(texts: list[list[Piece]], tokenizer: Any, *, plain: bool, encoder: bool = False
            ) -> Iterator[_Line]:
-    """Each text as tokens, plain ones with what the tokenizer puts in front (and behind what an
-    encoder reads) and the EOS token at the end. The tokens of an ``encoder``'s are the last piece.
+    """Each text as tokens. Plain texts get the tokens that the tokenizer adds in front (and, for an
+    encoder, behind), and the EOS token at the end.
+
+    Args:
+        encoder: whether ``tokens`` are those of the last piece alone, the decoder's.
     """
     front, behind = tokens_around(tokenizer) if plain else ([], [])
     eos = tokenizer.eos_token_id
@@ -214,9 +208,9 @@ def _lines(texts: list[list[Piece]], tokenizer: Any, *, plain: bool, encoder: bo
 
 def _tokenised(pieces: list[list[Piece]], tokenizer: Any, anchors: dict[str, list[int]]
                ) -> Iterator[list[list[int]]]:
-    """The ids of each text's pieces. What is before a piece has the ids that it has alone; a piece
-    has those that it has behind it, or, where the tokenizer would join the two, its own, without
-    the space that those behind ``anchors`` are free of."""
+    """The ids of each text's pieces. The text before a piece keeps the ids that it has alone. A
+    piece gets the ids that it has after that text or, if the tokenizer would join the two, those of
+    :func:`_ids_alone`."""
     encode = partial(token_ids_of, tokenizer=tokenizer)
     for start in range(0, len(pieces), _CHUNK):
         chunk = pieces[start:start + _CHUNK]
@@ -241,8 +235,8 @@ def _ids_alone(text: str, encode: Callable[[list[str]], Iterator[list[int]]],
 
 
 def _anchors(tokenizer: Any) -> dict[str, list[int]]:
-    """Texts, with their ids, that show a text behind them without the space that some tokenizers,
-    such as Llama's, put in front of any text; none for other tokenizers."""
+    """Short texts, with their ids, after which a text is tokenised without the space that some
+    tokenizers, such as Llama's, add in front of any text; none for other tokenizers."""
     anchors: dict[str, list[int]] = {}
     for anchor in "\n:.(":
         try:
@@ -259,12 +253,12 @@ def _anchors(tokenizer: Any) -> dict[str, list[int]]:
 # Pairs --------------------------------------------------------------------------------------------
 
 def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int) -> Pairs:
-    """Tokenise, as :func:`encode_examples` does, and leave out the pairs of which one is too long,
-    and those of which both come to the same tokens.
+    """Tokenise pairs as :func:`encode_examples` does. Pairs with a text that is too long, or whose
+    answers have the same tokens, are left out.
 
     Args:
         read: has pairs.
-        max_tokens: what the model reads at most; ``data.max_length`` may be less.
+        max_tokens: as of :func:`encode_examples`.
 
     Raises:
         InputError: as :func:`encode_examples`.
@@ -296,7 +290,7 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
                          where="data.max_length" if overlong else "data.path",
                          fix=_longer(cfg, max_tokens) if overlong else
                          "give pairs whose answers differ")
-    _note_tools(read, tokenizer)
+    note_tools(read.notes, read.conversations, tokenizer)
     return replace(pairs, notes=tuple(read.notes), chat=_by_template(both, tokenizer, plain))
 
 
@@ -311,8 +305,8 @@ def _pair_pieces(pair: Pair, answer: Any, tokenizer: Any) -> list[Piece]:
 # For people ---------------------------------------------------------------------------------------
 
 def rendered(tokens: Ids, trained: Mask, tokenizer: Any, *, colour: bool) -> str:
-    """The text of an example with what is trained on marked, in green or between brackets, and
-    control characters spelled out."""
+    """The text of an example. Trained parts are green or in brackets, control characters are
+    escaped."""
     on, off = ("\x1b[32m", "\x1b[0m") if colour else ("[", "]")
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
     parts: list[str] = []
@@ -324,8 +318,8 @@ def rendered(tokens: Ids, trained: Mask, tokenizer: Any, *, colour: bool) -> str
 
 
 def facts(data: Examples | Pairs, tokenizer: Any, *, colour: bool) -> Iterator[str]:
-    """Lines about the data for a person: its first rows as the model sees them, what was left out
-    or cut, and how much there is."""
+    """Lines about the data: the first rows as the model sees them, the number of rows that were
+    left out or cut, and the size."""
     show = partial(rendered, tokenizer=tokenizer, colour=colour)
     for i, place in enumerate(data.places[:SHOWN]):
         yield f"{place}:"

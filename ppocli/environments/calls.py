@@ -1,5 +1,5 @@
-"""Calls of environments: several at a time, with a time limit and retries, and checks of what they
-answer. What goes wrong is an error that names episode, turn, file and line."""
+"""Calls of environments: several at a time, with a time limit and retries, and checks of their
+results. Errors name episode, turn, file and line."""
 
 import asyncio
 import inspect
@@ -30,21 +30,21 @@ class Called:
     """One call of an environment: ``reset``, or ``step``."""
 
     environment: Any
-    """None: it is to be made"""
+    """None: make a new one"""
     episode: int
     turn: int
     """0: ``reset``"""
     arguments: Mapping[str, Any]
-    """to ``reset``: all that is known of the episode; to ``step``: the response"""
+    """of ``reset``: all data of the episode; of ``step``: the response"""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What came of a call."""
+    """The outcome of a call."""
 
     environment: Any
     result: Any = None
-    """what ``reset`` returned, or the :class:`Step`"""
+    """of ``reset``: what it returned; of ``step``: a :class:`Step`"""
     error: RewardError | None = None
 
 
@@ -59,9 +59,9 @@ class Calls:
     """Makes calls for one run.
 
     Args:
-        seed: what random numbers of environments depend on beside stream, episode and turn.
-        group_size: how many rollouts of one prompt are compared (``ppo.n``): ``reset`` gets the
-            same random numbers in all of them, so that they play the same game.
+        seed: of the environments' random numbers, together with stream, episode and turn.
+        group_size: number of rollouts of one prompt that are compared (``ppo.n``): ``reset`` gets
+            the same random numbers in all of them, so that they play the same game.
     """
 
     def __init__(self, what: EnvironmentClass, cfg: EnvConfig, seed: int, group_size: int = 1
@@ -74,7 +74,7 @@ class Calls:
         return self.what.waits or self.cfg.workers > 1
 
     def answers(self, calls: Sequence[Called], stream: int) -> list[Answered]:
-        """Make these calls: at once if they are ``async``, else ``env.workers`` at a time.
+        """Make the calls: all at once if they are ``async``, else ``env.workers`` at a time.
 
         Raises:
             RewardError: one failed, and ``env.on_error`` is ``stop``.
@@ -94,10 +94,10 @@ class Calls:
         return outcomes
 
     def rehearse(self, prompts: PromptSet) -> None:
-        """Begin an episode of the first prompt and say one empty turn, whose answers don't count.
+        """Try the environment: ``reset`` with the first prompt, and one step with an empty turn.
 
         Raises:
-            RewardError: what the environment does then.
+            RewardError: one of the two fails.
         """
         trial = Calls(self.what, replace(self.cfg, on_error="stop"), self.seed)
         begun, = trial.answers([Called(None, 0, 0, known_of(prompts, 0))], USER)
@@ -115,7 +115,7 @@ class Calls:
         async def together() -> list[Answered]:
             return list(await asyncio.gather(*map(one, calls)))
 
-        # each has the limit for itself; one that never awaits would hold up all of them
+        # each call has a limit of its own; one that never awaits would block all others
         limit, before = self.cfg.timeout, 0
         seconds = None if limit is None else 2 * (1 + self.cfg.retries) * limit
         begun = in_loop(together(), "environments")
@@ -151,7 +151,7 @@ class Calls:
             async with limit:
                 return await result
         except TimeoutError:
-            if limit.expired():  # else it is the environment's own
+            if limit.expired():  # else the environment has raised it
                 raise CallTimeoutError(self.cfg.timeout) from None
             raise
 
@@ -174,8 +174,8 @@ class Calls:
         return escape_surrogates(result)
 
     def _given_up(self, call: Called, error: BaseException, left: int) -> Answered | None:
-        """What comes of a call that failed; None: it is tried again. One past its time limit is
-        not, for it may still be running."""
+        """The outcome of a call that failed; None to try again. A call past its time limit isn't
+        tried again, since it may still be running."""
         if not guard.is_its_own(error):
             raise error
         if left and not isinstance(error, CallTimeoutError):
@@ -183,7 +183,7 @@ class Calls:
         return Answered(call.environment, error=self._failed(call, error))
 
     def _begun(self, call: Called, stream: int) -> tuple[Any, Any]:
-        """The environment, and what its method returned."""
+        """The environment, and the result of its method."""
         what, numbers = self.what, [self.seed, stream, call.episode, call.turn]
         shared = call.turn == 0 and stream == ROLLOUT and self.group_size > 1
         rng = np.random.default_rng(
@@ -196,7 +196,7 @@ class Calls:
         else:
             environment, named = call.environment, {"rng": rng} if what.step_takes_rng else {}
             result = environment.step(call.arguments["response"], **named)
-        if shared:  # a generator that reset keeps goes on with the episode's own numbers
+        if shared:  # if reset keeps the generator, later numbers are the episode's own
             state = np.random.default_rng([*numbers, 1]).bit_generator.state
             if inspect.isawaitable(result):
                 result = _then(result, partial(setattr, rng.bit_generator, "state", state))
@@ -220,7 +220,7 @@ class Calls:
         shown = "" if call.turn == 0 else (
             f"\n  response: {shorten(str(call.arguments['response']))}")
         where = raised_at(error, self.what.file)
-        if where is None or where.startswith(short_path(__file__)):  # of what it returned
+        if where is None or where.startswith(short_path(__file__)):  # an error in its result
             where = "env.fn"
         return RewardError(f"{self.what.label} failed in {doing} of episode {call.episode}: "
                            f"{type(error).__name__}: {error_text(error)}{shown}", where=where,
@@ -229,9 +229,9 @@ class Calls:
 
 
 def known_of(prompts: PromptSet | PromptBatch, place: int) -> dict[str, Any]:
-    """What ``reset`` may ask for of the prompt at that place, beside random numbers."""
+    """Arguments that ``reset`` may take for the prompt at ``place``, besides random numbers."""
     return {**{name: cells[place] for name, cells in prompts.columns.items()},
-            # columns of these names may hold the answer as well
+            # these hide columns of the same names
             "prompt": prompts.texts[place],
             "messages": prompts.messages[place] if prompts.messages else None}
 
@@ -241,14 +241,14 @@ async def _awaited(result: Any) -> Any:
 
 
 async def _then(result: Any, work: Callable[[], None]) -> Any:
-    """What an awaitable gives; ``work`` is done once it is there."""
+    """The value of an awaitable, after which ``work`` is called."""
     value = await result
     work()
     return value
 
 
 def as_step(result: Any) -> Step:
-    """What ``step`` returned: a :class:`Step`, or ``(observation, reward, done)``.
+    """The result of ``step``, a :class:`Step` or ``(observation, reward, done)``, checked.
 
     Raises:
         TypeError, ValueError: it is something else, or the reward is no finite number.

@@ -1,4 +1,4 @@
-"""From ``env.fn`` to an environment that can be played: imported, its signatures checked."""
+"""From ``env.fn`` to an environment: imported, with its signatures checked."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +19,7 @@ BUILTIN_ENVIRONMENTS: Mapping[str, str] = {
     "guess_number": "ppocli.environments.shipped:GuessNumber",
     "calculator": "ppocli.environments.shipped:Calculator"}
 TOOLS = "tools"
-"""value of ``env.fn`` that plays functions of the user's own (``env.tools``)"""
+"""value of ``env.fn`` for the user's functions as tools (``env.tools``)"""
 ENVIRONMENT = Kind("class", RewardError, BUILTIN_ENVIRONMENTS)
 TOOL = Kind("function", RewardError)
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -27,26 +27,26 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentClass:
-    """What ``env.fn`` names. An object of it plays one episode."""
+    """The class that ``env.fn`` names. Each object plays one episode."""
 
     label: str
-    """with file and line, for messages"""
+    """name, file and line, for messages"""
     file: str | None
     make: Callable[[], Any]
-    """a new environment with ``reset`` and ``step``, ours or adapted"""
+    """returns a new environment with ``reset`` and ``step``"""
     reset_names: frozenset[str] | None = None
-    """what ``reset`` takes by name; None: all there is"""
+    """names of the arguments that ``reset`` takes; None: all"""
     step_takes_rng: bool = False
     waits: bool = False
-    """``step`` is ``async``: those of a batch wait together"""
+    """whether ``step`` is ``async``, so that the calls of a batch wait together"""
     deterministic: bool = True
-    """whether the same words and random numbers give the same episode"""
+    """whether the same responses and random numbers give the same episode"""
     tools: tuple[Any, ...] = ()
     """functions that the chat template describes to the policy"""
 
 
 def code_files(cfg: EnvConfig) -> list[str]:
-    """Files of the user's code that playing runs, for ``running code from FILE``.
+    """Files of the user's code that episodes run, for ``running code from FILE``.
 
     Raises:
         RewardError: as :func:`resolve`.
@@ -63,14 +63,14 @@ def _located(cfg: EnvConfig) -> list[Located]:
 
 
 def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass:
-    """Import and check what is to be played.
+    """Import and check the environment.
 
     Args:
         columns: metadata columns of the prompts; None while they aren't known.
 
     Raises:
-        RewardError: the path leads to nothing, a method is missing, or one asks for what there
-            isn't.
+        RewardError: the path leads to nothing, a method is missing, or ``reset`` or ``step`` takes
+            an argument that nothing provides.
     """
     locations = _located(cfg)
     if cfg.fn == TOOLS:
@@ -102,7 +102,7 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
     plain = EnvironmentClass(located.label, located.file, partial(cls, **cfg.kwargs),
                              waits=inspect.iscoroutinefunction(step),
                              deterministic=bool(getattr(cls, "deterministic", True)))
-    if cfg.adapter == "trl":  # of whose methods a tool may be called step
+    if cfg.adapter == "trl":  # a tool may be called step
         return replace(plain, make=lambda: adapters.TRLPlay(plain.make()), waits=False,
                        tools=_described(adapters.tools_of(cls), where))
     if cfg.adapter == "openrlhf":
@@ -112,12 +112,12 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
 
 
 def _receivers(cls: Any, method: str) -> int:
-    """1 where a method, found at its class, takes ``self`` as its first argument; else 0."""
+    """1 if a method, taken from its class, has ``self`` as its first argument; else 0."""
     return int(not isinstance(inspect.getattr_static(cls, method), staticmethod | classmethod))
 
 
 def _check_step(cls: Any, located: Located) -> None:
-    """Refuse a ``step`` that takes something else than a response and random numbers."""
+    """Refuse a ``step`` with other arguments than a response and random numbers."""
     signature, receiver = inspect.signature(cls.step), (None,) * _receivers(cls, "step")
     named = {"rng": None} if "rng" in signature.parameters else {}
     try:
@@ -129,10 +129,10 @@ def _check_step(cls: Any, located: Located) -> None:
 
 
 def _described(tools: Sequence[Any], where: str) -> tuple[Any, ...]:
-    """These functions, which chat templates can describe, each by a name of its own.
+    """The functions, if chat templates can describe each of them and their names differ.
 
     Raises:
-        RewardError: one can't be described, or would hide another.
+        RewardError: a function can't be described, or has the name of another.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -153,10 +153,10 @@ def _described(tools: Sequence[Any], where: str) -> tuple[Any, ...]:
 
 def _reset_names(cls: Any, located: Located, columns: Collection[str] | None
                  ) -> frozenset[str] | None:
-    """What ``reset`` takes by name.
+    """The names of the arguments of ``reset``; None: it takes all.
 
     Raises:
-        RewardError: it asks for what there isn't.
+        RewardError: nothing provides a required argument.
     """
     parameters = list(inspect.signature(cls.reset).parameters.values())[_receivers(cls, "reset"):]
     available = {"prompt", "messages", "rng", *(columns or ())}

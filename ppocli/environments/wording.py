@@ -1,5 +1,5 @@
-"""What environments say, as token ids behind what is there. Nothing is encoded again: what the
-policy said stays the ids that it sampled."""
+"""Observations of environments as token ids, appended to a context. Nothing is tokenised again: the
+policy's turns keep the ids that it sampled."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -20,16 +20,16 @@ _FOLLOW_UP = [{"role": "user", "content": "more"}]
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """What stands in a context by an environment's will."""
+    """Text of an environment in a context."""
 
     ids: list[int]
     text: str = ""
     messages: tuple[Any, ...] = ()
-    """the text's messages where a chat template rendered them; of an opening the prompt's too"""
+    """the text's messages, if a chat template rendered them; of an opening also the prompt's"""
 
 
 class PlainWords:
-    """Text as it is."""
+    """Observations as plain text, without a chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
@@ -45,10 +45,10 @@ class PlainWords:
 
         Args:
             ended: whether a stop token ended the turn before.
-            last: the last token of that turn.
+            last: id of the last token of that turn.
 
         Raises:
-            RewardError: it is no text.
+            RewardError: the observation is no text.
         """
         if observation is None:
             return RenderedText([])
@@ -65,8 +65,8 @@ class ChatWords:
     """Observations as messages, rendered by the tokenizer's chat template.
 
     Raises:
-        InputError: the template changes what stands before a message that is added, so that what
-            the policy reads in training isn't what it would be shown; or it refuses a message.
+        InputError: the template changes earlier messages when one is added, so that training and
+            the next turn would read different texts; or it refuses a message.
     """
 
     tokenizer: Any
@@ -97,16 +97,16 @@ class ChatWords:
 
     def opening(self, prompt: list[int], messages: Any, observation: Any
                 ) -> tuple[list[int], RenderedText]:
-        """The prompt's ids, rendered anew with what ``reset`` says: text goes to the end of the
-        last message, messages follow it.
+        """The prompt's ids, rendered again with the result of ``reset``: a text goes to the end of
+        the last message, messages follow it.
 
         Raises:
-            RewardError: it is a text, and the last message holds none.
-            InputError: the prompt was cut, which its messages aren't.
+            RewardError: ``reset`` returned a text, and the last message has none.
+            InputError: the prompt was cut, so that its messages don't stand for it.
         """
         if observation is None and not self.tools:
             return prompt, RenderedText([])
-        # what differs otherwise is the template's, which may say the date
+        # other differences are the template's, which may contain the date
         whole, count = self._ids(self._render(messages, ask=True, tools=())), len(prompt)
         if count < len(whole) and (whole[:count] == prompt or whole[1 - count:] == prompt[1:]):
             raise InputError("A prompt was cut, and what reset says, or a description of tools, "
@@ -129,8 +129,8 @@ class ChatWords:
                 RenderedText([], observation, (*before, extended)))
 
     def between(self, observation: Any, *, ended: bool, last: int) -> RenderedText:
-        """As :meth:`PlainWords.between`: the end of the policy's own message, as far as it has not
-        said it itself, the observation, and the beginning of the policy's next one."""
+        """As :meth:`PlainWords.between`: the end of the policy's message, unless its turn contains
+        it, the observation, and the beginning of the policy's next message."""
         if isinstance(observation, str):
             observation = [{"role": "user", "content": observation}]
         messages = list(observation or ())
@@ -143,19 +143,19 @@ class ChatWords:
 
 
 def can_be_said(value: Any) -> bool:
-    """Whether it is what an environment may say: a text, messages, or nothing."""
+    """Whether a value can be an observation: a text, messages, or None."""
     return value is None or isinstance(value, str) or (
         isinstance(value, (list, tuple))
         and all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in value))
 
 
 def escape_surrogates(value: Any) -> Any:
-    """What an environment says, with halves of UTF-16 pairs, which no tokenizer takes, spelled out:
-    a tool may repeat a policy's own ``\\ud800``."""
+    """An observation with halves of UTF-16 pairs, which tokenizers refuse, as ``\\ud800``: a tool
+    may repeat one that the policy wrote."""
     return each_text(value, lambda text: text.encode(errors="backslashreplace").decode())
 
 
 def text_of(messages: Sequence[Any]) -> str:
-    """Messages as samples show them."""
+    """Messages as text, in the form of samples."""
     return "".join(f"\n[{one.get('role', 'user')}] {one.get('content', '')}\n" for one in messages)
 
