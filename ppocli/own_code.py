@@ -1,10 +1,10 @@
-"""Which import paths a configuration may name: code of the user's own, of packages that offer
-rewards, and ours. Everything else has to be typed on the command line.
+"""The import paths that a configuration may name: the user's code, packages that offer rewards, and
+ppocli's. All others have to be typed on the command line.
 
-A recipe is passed on as data, and ``reward.fn: numpy:load`` with arguments of its own choice would
-make it a program. Checked where a path is followed, for what it leads to may be another module's.
+People share recipes as data, and ``reward.fn: numpy:load`` with chosen arguments would make a
+recipe a program. The object's own module is checked too, since another may have imported it.
 
-And how the current folder, where code of the user's own lies, joins what Python imports from.
+Also here: the current folder, with the user's code, as a place that Python imports from.
 """
 
 import ast
@@ -22,25 +22,25 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 ENTRY_POINTS = "ppocli.rewards"
-"""group of entry points with which an installed package says that it is made for configurations"""
+"""group of entry points by which an installed package allows configurations to name it"""
 TRUST = "--trust"
-"""the option with which a person says that somebody else's run may run what it names"""
+"""the option that allows the code that somebody else's run names"""
 limited: set[str] = set()
-"""import paths that :func:`limit` was told last"""
+"""the import paths of the last call of :func:`limit`"""
 
 
 def limit(specs: Iterable[str]) -> None:
-    """From now on these import paths, which a configuration names, lead to such code alone."""
+    """Restrict these import paths, which a configuration names, to code that it may name."""
     limited.clear()
     limited.update(specs)
 
 
 def may_name(module: str | None, file: str | None) -> bool:
-    """Whether a configuration may name what lies in a module.
+    """Whether a configuration may name the code in a module.
 
     Args:
-        module: dotted name; None for a file that is no module's.
-        file: that it is read from; None: it is looked for, without importing anything.
+        module: dotted name; None for a file alone.
+        file: the module's file; None: it is looked for, without importing anything.
     """
     top = (module or "").partition(".")[0]
     if top in _offering():
@@ -58,7 +58,7 @@ def _source_of(package: str) -> str | None:
 
 
 def _is_own_file(file: str) -> bool:
-    """Whether a file lies under the current folder, and not in an environment that lies there."""
+    """Whether a file lies in the current folder, outside any Python environment in it."""
     real = Path(os.path.realpath(file))
     if any(map(real.is_relative_to, _installed())) or \
             {"site-packages", "dist-packages"} & {*real.parts}:

@@ -1,5 +1,4 @@
-"""Classes of the user's own that stand where a class of ours could: what they lack is found before
-anything is loaded for them."""
+"""Checks of the user's classes that replace a class of ppocli, made before anything is loaded."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -15,12 +14,12 @@ _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 def refuse_unfit(located: Located, base: type, error: type[PpocliError],
                  required: frozenset[str] | None = None) -> None:
-    """Refuse a class without the methods of ``base``, or whose methods don't take what they get.
+    """Refuse a class without the methods of ``base``, or with methods of other arguments.
 
     Args:
-        base: an abstract class or a protocol, whose signatures say how its methods are called:
+        base: an abstract class or a protocol, whose signatures show how its methods are called:
             keyword-only arguments by name, the others by position.
-        required: the methods that must be there; by default those that ``base`` leaves open.
+        required: the methods that must exist (default: the abstract ones of ``base``).
 
     Raises:
         PpocliError: of the kind ``error``; names every method that is missing or wrong.
@@ -36,10 +35,10 @@ def refuse_unfit(located: Located, base: type, error: type[PpocliError],
 
 
 def refuse_abstract(located: Located, error: type[PpocliError]) -> None:
-    """Refuse a class of which no object can be made.
+    """Refuse a class that is still abstract.
 
     Raises:
-        PpocliError: of the kind ``error``; names the methods that its own bases ask for.
+        PpocliError: of the kind ``error``; names the abstract methods.
     """
     cls: Any = located.target
     if inspect.isabstract(cls):
@@ -71,7 +70,7 @@ def _problems(cls: Any, base: type, required: frozenset[str] | None) -> Iterator
 
 
 def _misfits(name: str, override: Any, method: Any) -> Iterator[str]:
-    """In what way a method can't be called as the one that it replaces."""
+    """The ways in which a method can't be called like the one that it replaces."""
     function = getattr(override, "__func__", override)  # of a static method or one of the class
     # an object that can be called, such as a partial, is no method and gets no ``self``
     receiver = (None,) * (hasattr(function, "__get__") and not isinstance(override, staticmethod))
@@ -80,7 +79,7 @@ def _misfits(name: str, override: Any, method: Any) -> Iterator[str]:
     named = {one.name: None for one in parameters if one.kind is Parameter.KEYWORD_ONLY}
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a callable that doesn't tell it
+    except (TypeError, ValueError):  # of a callable without a signature
         return
     try:
         signature.bind(*receiver, *positional, **named)
@@ -118,13 +117,13 @@ def build(setting: CodeSetting, base: type, *arguments: Any, kwargs: Mapping[str
     """Call the function or class that ``setting`` names, and return its result.
 
     Args:
-        base: that the result stands for: it has its methods and what its annotations name.
-        arguments: what we hand over.
-        kwargs: the user's further arguments.
-        key: that holds ``kwargs``, for messages.
+        base: the class that the result replaces: it needs its methods and annotated attributes.
+        arguments: arguments from ppocli.
+        kwargs: arguments from the user.
+        key: the config key of ``kwargs``, for messages.
 
     Raises:
-        PpocliError: as :func:`check_class`; or it doesn't take these arguments, or what it made
+        PpocliError: as :func:`check_class`; or the call doesn't take these arguments, or its result
             lacks something.
     """
     target = (located := check_class(setting, base)).target

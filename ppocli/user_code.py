@@ -1,8 +1,7 @@
-"""Code of the user's own: from an import path to the object it names, and words for messages about
-it: where it lies, where it raised, what a text looked like.
+"""The user's code: from an import path to the object it names, with file and line for messages.
 
-Only code of the user's own or of an installed third-party package is accepted: a shared recipe
-names Python that will run, so ``os:system`` and everything else of the standard library is refused.
+Only the user's code and installed third-party packages are accepted. A shared recipe names Python
+that will run, so ``os:system`` and all of the standard library is refused.
 """
 
 import ast
@@ -32,7 +31,7 @@ from ppocli.own_code import (
 from ppocli.text import error_line, pasted, raised_at, short_path, suggestion
 
 SHOWN_CHARS = 100
-"""longest piece of a sample that a message shows"""
+"""maximum characters of a sample in a message"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,47 +41,47 @@ class Kind:
     noun: str
     """``function`` or ``class``"""
     error: type[PpocliError]
-    """what is raised where the path leads to nothing that can be used"""
+    """raised for a path that can't be used"""
     short_names: Mapping[str, str] = field(default_factory=dict)
-    """names of what ships with ppocli, and the import path of each"""
+    """name of a built-in -> its import path"""
 
 
 @dataclass(frozen=True, slots=True)
 class CodeSetting:
-    """What a key asks for."""
+    """A config key's value that names code."""
 
     spec: str
-    """as the user wrote it"""
+    """the value, an import path or the name of a built-in"""
     key: str
-    """config key it came from, such as ``reward.fn``"""
+    """the config key, such as ``reward.fn``"""
     kind: Kind
 
     @property
     def forms(self) -> str:
-        """The forms that a path may have."""
+        """The forms of an import path, for messages."""
         return ", ".join(form + self.kind.noun for form in (
             "pkg.module:", "pkg.module.", "path/to/file.py:"))
 
     def refused(self, what: str, *, fix: str, where: str | None = None) -> PpocliError:
-        """The error that says why the path won't do."""
+        """The error for a path that can't be used."""
         return self.kind.error(what, where=where or self.key, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A callable that a key names, before anything is bound to it."""
+    """A callable that a key names, without arguments."""
 
     spec: str
-    """as the user wrote it"""
+    """as of :class:`CodeSetting`"""
     key: str
-    """config key it came from, such as ``reward.fn``"""
+    """as of :class:`CodeSetting`"""
     target: Callable[..., Any]
     """function, class or callable object"""
     file: str | None
     """source file, for ``running code from FILE``"""
     line: int | None
     module: str
-    """that its code belongs to"""
+    """the module of its code"""
 
     @property
     def label(self) -> str:
@@ -93,12 +92,12 @@ class Located:
 
 
 def locate(setting: CodeSetting) -> Located:
-    """Import what is wanted: ``pkg.module:function``, ``pkg.module.function``,
-    ``path/to/file.py:function`` or a short name. A class, a nested attribute or a callable object
-    will do as well.
+    """Import the function, class or other callable that a setting names:
+    ``pkg.module:function``, ``pkg.module.function``, ``path/to/file.py:function`` or a built-in's
+    name; nested attributes work as well.
 
     Raises:
-        PpocliError: of the wanted kind: no such module, file or attribute; an error inside the
+        PpocliError: of the setting's kind: no such module, file or attribute; an error inside the
             module; something that can't be called; code of the standard library; or code that a
             configuration may not name (:mod:`ppocli.own_code`).
     """
@@ -112,13 +111,13 @@ def locate(setting: CodeSetting) -> Located:
         module, attribute = _split_dotted(module_name or "", setting)
     located = from_object(_attribute(module, attribute, setting), setting)
     if inspect.isroutine(located.target) or inspect.isclass(located.target):
-        # it may have been imported there; another object, of whatever class, was made there
+        # the module may have imported a function or class from elsewhere; it made other objects
         _refuse_unnamable(setting, located.module, located.file)
     return located
 
 
 def _parted(setting: CodeSetting) -> tuple[str | None, str | None, str]:
-    """(file, module, name in it) of a path; all as the module of one that has dots alone."""
+    """(file, module, name in it) of a path; of a path with dots alone, all is the module."""
     path = setting.kind.short_names.get(setting.spec, setting.spec)
     join_working_directory()
     source, colon, attribute = path.rpartition(":")
@@ -132,10 +131,10 @@ def _parted(setting: CodeSetting) -> tuple[str | None, str | None, str]:
 
 
 def refuse_absent(setting: CodeSetting) -> None:
-    """Refuse a path of which it can be told without running any code that it leads nowhere.
+    """Refuse a path that leads nowhere, as far as can be seen without running code.
 
     Raises:
-        PpocliError: of the wanted kind; no built-in, file, package or definition of that name.
+        PpocliError: of the setting's kind: no built-in, file, package or definition of that name.
     """
     file, module, attribute = _parted(setting)
     if module is None:
@@ -153,7 +152,7 @@ def refuse_absent(setting: CodeSetting) -> None:
 
 
 def _may_define(file: str, name: str) -> bool:
-    """Whether some line of a module may bind ``name``; true of what can't be read."""
+    """Whether a line of a module may define ``name``; true for a module that can't be read."""
     try:
         nodes = list(ast.walk(ast.parse(Path(file).read_bytes())))
     except (OSError, SyntaxError, ValueError):
@@ -165,7 +164,7 @@ def _may_define(file: str, name: str) -> bool:
 
 
 def _refuse_unnamable(setting: CodeSetting, module: str | None, file: str | None) -> None:
-    """Refuse a path that a configuration names and that leads out of where it may lead."""
+    """Refuse code that a configuration names but may not."""
     ours = [path.partition(":")[0] for path in setting.kind.short_names.values()]
     shipped = any(f"{module}.".startswith(f"{name}.") for name in ours)
     if setting.spec in limited and not shipped and not may_name(module, file):
@@ -177,7 +176,7 @@ def _refuse_unnamable(setting: CodeSetting, module: str | None, file: str | None
 
 
 def from_object(target: Any, setting: CodeSetting) -> Located:
-    """Check a Python object as :func:`locate` does and note where its code lies.
+    """Check a Python object as :func:`locate` does, and find the file and line of its code.
 
     Raises:
         PpocliError: it can't be called, or belongs to the standard library.
@@ -213,7 +212,7 @@ def _refuse_standard_library(module_name: str, setting: CodeSetting) -> None:
 
 @contextmanager
 def _import_errors(setting: CodeSetting, source: str) -> Iterator[None]:
-    """Turn what a module raises while it is imported into one error with the real cause."""
+    """Turn an exception during an import into an error that names the module and the cause."""
     try:
         yield
     except PpocliError:
@@ -282,7 +281,7 @@ def _load_file(source: str, setting: CodeSetting) -> ModuleType:
 
 
 def _split_dotted(path: str, setting: CodeSetting) -> tuple[ModuleType, str]:
-    """The longest importable module at the start of ``a.b.c.d``, and the attribute path left."""
+    """The longest importable module at the start of ``a.b.c.d``, and the rest, its attribute."""
     parts = path.split(".")
     module = _load_module(parts[0], setting)
     for position, part in enumerate(parts[1:], start=1):
@@ -299,7 +298,7 @@ def _split_dotted(path: str, setting: CodeSetting) -> tuple[ModuleType, str]:
 
 
 def _no_module(name: str, setting: CodeSetting) -> PpocliError:
-    """The error for a module (or short name) that isn't there, with the nearest that is."""
+    """The error for a missing module or built-in; suggests the nearest that exists."""
     if Path(f"{setting.spec}.py").is_file():
         return _no_function(setting)
     parent, _, leaf = name.rpartition(".")
@@ -332,7 +331,7 @@ def _no_function(setting: CodeSetting) -> PpocliError:
 
 
 def _defined(module: str, noun: str) -> list[str]:
-    """The public functions or classes that a file of the user's defines; it isn't run."""
+    """The public functions or classes that the user's file defines; the file isn't run."""
     path = Path(module if module.endswith(".py") else module.replace(".", "/") + ".py")
     try:
         body = ast.parse(path.read_bytes()).body
@@ -358,7 +357,7 @@ def _attribute(module: ModuleType, attribute: str, setting: CodeSetting) -> Any:
 
 
 def _no_attribute(part: str, home: str, names: list[str], setting: CodeSetting) -> PpocliError:
-    """The error for a module without that function, with the nearest that it has."""
+    """The error for a module without that function; suggests the nearest that it has."""
     hint = suggestion(part, names) or (
         f"It has: {', '.join(sorted(names)[:10])}." if names else "It has no functions.")
     file = f"{setting.spec.split(':')[0].split('.')[0]}.py"

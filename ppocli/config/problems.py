@@ -1,7 +1,7 @@
-"""What is wrong with a composed configuration, all of it at once.
+"""All problems of a composed configuration at once.
 
-Types are checked while composing; here are the ranges and choices of the schema's field metadata
-and the checks that need more than one key.
+Types are checked while composing; here are the ranges and choices in the schema's field metadata,
+and the rules between keys.
 """
 
 import math
@@ -26,7 +26,7 @@ FNS_KEYS = ("fn", "kwargs", "weight", "style")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: the key(s), what is wrong and allowed, and where it came from."""
+    """One problem: its key or keys, what is wrong and allowed, and the source of the value."""
 
     key: str
     text: str
@@ -37,7 +37,7 @@ class Problem:
         return f"{self.key}: {self.text}{origin}"
 
     def parted(self) -> tuple[Self, str | None]:
-        """The problem without the words to paste that its text ends with, and these."""
+        """A copy whose text ends with other words to paste."""
         what, colon, words = self.text.rpartition(": ")
         if not colon or not (_ASSIGNMENT.search(words) or words.startswith("pip install ")):
             return self, None
@@ -45,13 +45,13 @@ class Problem:
 
 
 _MOST = 2**53
-"""of a number without a bound of its own: beyond it, doubles skip numbers"""
+"""bound of numbers without a bound of their own: beyond it, doubles skip whole numbers"""
 _ASSIGNMENT = re.compile(r"\b[a-z_]+(\.[a-z_]+)*=")
 
 
 def raise_problems(problems: Iterable[Problem], fix: str | None = None) -> None:
-    """Raise one ConfigError that lists every problem; do nothing if there is none. What can be
-    pasted against a single one is its fix, unless ``fix`` says something else."""
+    """Raise one ConfigError that lists every problem; do nothing without any. For a single problem,
+    words to paste become the fix, unless ``fix`` is given."""
     problems = list(dict.fromkeys(problems))
     if len(problems) == 1 and fix is None:
         alone, fix = problems[0].parted()
@@ -61,7 +61,7 @@ def raise_problems(problems: Iterable[Problem], fix: str | None = None) -> None:
 
 
 def listed(problems: Iterable[str], before: str = "", place: str = "in the configuration") -> str:
-    """One problem, ``before`` it where it is, or several on lines of their own."""
+    """The text of one problem after ``before``, or of several on lines of their own."""
     first, *more = problems
     if not more:
         return before + first
@@ -117,8 +117,8 @@ def _rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
 
 def range_problems(config: schema.TrainConfig, sources: Mapping[str, str],
                    names: Collection[str] | None = None) -> list[Problem]:
-    """Missing values, and those outside what the schema allows, each key for itself; of all keys or
-    of some."""
+    """Missing values, and values outside the ranges and choices of the schema, for all keys or for
+    some."""
     return [Problem(name, text, sources.get(name, DEFAULT_SOURCE))
             for name in schema_keys() if names is None or name in names
             for text in _range_problems(schema_keys()[name], attrgetter(name)(config))]
@@ -218,7 +218,7 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
 
 
 def _shaping(config: schema.TrainConfig) -> Rules:
-    """What is made of a score, and what comes off it."""
+    """Rules on shaping scores, and on penalties."""
     reward, longest = config.reward, sampling.longest_rollout(config)
     limit = "generation.max_new_tokens" if config.env.fn is None else "env.max_tokens"
     for name, scales in (("ref_mean", ("ref",)), ("ref_std", ("ref",)),
@@ -270,7 +270,7 @@ def _fns_entry(entry: Any) -> Iterator[str]:
 
 
 def _why_not(metadata: Mapping[str, Any], item: Any) -> str:
-    """What there is to say of a value that people bring from elsewhere."""
+    """The hint for a value that people know from other libraries."""
     if "bf16" in (metadata["choices"] or ()) and item in ("fp16", "float16", "half"):
         return ("; fp16 holds nothing below 6e-8, so that gradients vanish, nor above 65504: it "
                 "needs loss scaling, which skips updates. bf16 takes as little memory")
@@ -278,7 +278,7 @@ def _why_not(metadata: Mapping[str, Any], item: Any) -> str:
 
 
 def _bf16_weights(config: schema.TrainConfig) -> Rules:
-    """What ``hardware.weights=bf16`` doesn't go together with."""
+    """Rules on ``hardware.weights=bf16``."""
     hardware, optimizers = config.hardware, algorithm.optimizers_of(tasks.updates_of(config))
     yield (hardware.precision != "bf16", "hardware.weights, hardware.precision",
            "weights in bf16 are computed with in bf16: set hardware.precision=bf16")

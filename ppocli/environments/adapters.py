@@ -89,24 +89,24 @@ class TRLPlay(ToolPlay):
 
     def __init__(self, environment: Any) -> None:
         super().__init__(tools_of(environment))
-        self.environment = environment
+        self.wrapped = environment
 
     def reset(self, *, prompt: Any = None, messages: Any = None, rng: Any = None, **columns: Any
               ) -> Any:
         """Pass the whole row with the prompt, as TRL does."""
-        return self.environment.reset(prompt=messages or prompt, **columns)
+        return self.wrapped.reset(prompt=messages or prompt, **columns)
 
 
 class OpenRLHFPlay:
     """An OpenRLHF ``AgentInstance``."""
 
     def __init__(self, agent: Any) -> None:
-        self.agent, self._text, self._label = agent, "", None
+        self.wrapped, self._text, self._label = agent, "", None
 
     async def reset(self, *, prompt: Any, label: Any = None, **_: Any) -> Any:
         """The text that the agent adds to the prompt, which it may not change."""
         self._label = label
-        text = (await self.agent.reset({"observation": prompt, "label": label}))["observation"]
+        text = (await self.wrapped.reset({"observation": prompt, "label": label}))["observation"]
         if not isinstance(text, str) or not text.startswith(prompt):
             raise ValueError("reset returned an observation that does not begin with the prompt")
         self._text = text
@@ -114,8 +114,8 @@ class OpenRLHFPlay:
 
     async def step(self, response: str) -> Step:
         """One turn."""
-        result = await self.agent.step({"observation_text": self._text, "action_text": response,
-                                        "label": self._label, "sampling_params": None})
+        result = await self.wrapped.step({"observation_text": self._text, "action_text": response,
+                                          "label": self._label, "sampling_params": None})
         feedback = result.get("environment_feedback") or ""
         self._text += response + feedback
         return Step(observation=feedback or None, reward=float(result["rewards"]),

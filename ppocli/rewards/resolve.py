@@ -1,7 +1,7 @@
-"""From a config value to a callable ready to score: imported, built, its signature checked.
+"""From a config value to a function that scores: imported, built, and its signature checked.
 
-What a function receives is chosen by the names of its own parameters, so that functions written for
-other libraries work unchanged: see :mod:`ppocli.rewards.styles`.
+The names of a function's parameters decide its arguments, so that functions written for other
+libraries work unchanged: see :mod:`ppocli.rewards.styles`.
 """
 
 import inspect
@@ -26,18 +26,18 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True, slots=True)
 class BoundCallable:
-    """A reward or metric function with its arguments settled. Made by :func:`bind`."""
+    """A reward or metric function with its configured arguments, from :func:`bind`."""
 
     located: Located
     call: Callable[..., Any]
-    """the function itself; a class, or the object that :meth:`built` has made of it"""
+    """the function, or a class, or the object that :meth:`built` has made of it"""
     parameters: tuple[Parameter, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """what the configuration gives to each call"""
+    """configured arguments of each call"""
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """what it gives to a class when it is built"""
+    """configured arguments of a class's constructor"""
     style: str = "ppocli"
-    """how it is called and its answer read, one of :mod:`ppocli.rewards.styles`"""
+    """calling convention, one of :mod:`ppocli.rewards.styles`"""
     name: str = ""
     """among the rewards that are summed"""
     weight: float = 1.0
@@ -45,7 +45,7 @@ class BoundCallable:
 
     @property
     def takes_steps(self) -> bool:
-        """Whether it asks for the steps of responses: lists that it returns are then theirs."""
+        """Whether it takes the steps of responses; lists that it returns are then step scores."""
         return "steps" not in self.kwargs and any(p.name == "steps" for p in self.parameters)
 
     @property
@@ -54,7 +54,7 @@ class BoundCallable:
         return self.located.label
 
     def built(self) -> Self:
-        """With the object that a class makes in place of the class; others are ready as they are.
+        """A copy with an object of the class in place of the class; other callables unchanged.
 
         Raises:
             RewardError: the constructor raised.
@@ -83,10 +83,11 @@ class BoundCallable:
         """Check that every required parameter has a source, now that the columns are known.
 
         Args:
-            steps: whether something says what the steps of a response are.
+            steps: whether the steps of responses are defined.
 
         Raises:
-            RewardError: a parameter is neither a known argument nor a column nor in the kwargs.
+            RewardError: a parameter is neither an argument of the style nor a column nor in the
+                kwargs.
         """
         providers = styles.known(self.style, columns, steps=steps)
         reserved = providers.keys() | self.kwargs.keys()
@@ -105,11 +106,11 @@ class BoundCallable:
                         name, self.located.spec, winner)
 
     def answer(self, request: records.RewardRequest) -> Any:
-        """What the function returns for a request, or what awaits it. It gets fresh lists: a call
-        that failed may have cut them.
+        """The function's result for a request, or an awaitable of it. The function gets fresh
+        lists, since a call that failed may have changed them.
 
         Raises:
-            RewardError: as :meth:`check_columns`; and whatever it raises.
+            RewardError: as :meth:`check_columns`; also whatever the function raises.
         """
         positional: list[Any] = []
         named: dict[str, Any] = {}
@@ -164,29 +165,29 @@ def kwargs_key(key: str) -> str:
 
 
 def name_own_key(error: PpocliError, key: str) -> None:
-    """Built-ins name the usual key in their errors; under ``reward.fns`` it is another one."""
+    """Replace ``reward.kwargs`` in a built-in's error by the key of the reward that raised it."""
     named = kwargs_key(key)
     error.where = error.where and error.where.replace("reward.kwargs", named)
     error.fix = error.fix and error.fix.replace("reward.kwargs", named)
 
 
 def wrong_argument(name: str, value: object, expected: str) -> RewardError:
-    """A built-in's error for an argument that is not what it takes."""
+    """A built-in's error for an argument of a wrong type or value."""
     return RewardError(f"{name}={shorten(repr(value))[1:-1]} is not {expected}.",
                        where=f"reward.kwargs.{name}", fix=f"set reward.kwargs.{name} to {expected}")
 
 
 def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppocli",
          name: str | None = None, weight: float = 1.0) -> BoundCallable:
-    """Find a function, check its kwargs and read its signature, once. Nothing is built yet: no
-    model is loaded for this.
+    """Import a function, read its signature and check its kwargs. Classes aren't built yet, so no
+    model is loaded.
 
     Args:
         target: an import path, a built-in's short name, or a Python object.
-        key: the config key it came from.
-        style: how it is called; ``auto``: by its signature.
-        name: among several (default: the last part of its own).
-        weight: of a reward in the sum.
+        key: the config key that names it.
+        style: calling convention; ``auto``: by its signature.
+        name: among several rewards (default: the last part of the import path).
+        weight: of the reward in the sum.
 
     Raises:
         RewardError: the path leads to nothing, or something is wrong with signature or kwargs.
@@ -214,8 +215,7 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
 
 
 def _parameters(call: Any, located: Located) -> tuple[Parameter, ...]:
-    """What a call takes besides ``self``: the parameters of ``forward`` for a ``torch.nn.Module``.
-    """
+    """The parameters of a call without ``self``; for a ``torch.nn.Module`` those of ``forward``."""
     is_class, method = inspect.isclass(call), call
     if not inspect.isroutine(call) and hasattr(call, "forward") and hasattr(call, "parameters"):
         method = call.forward
@@ -259,7 +259,7 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
             settable = [a for a in accepted if a not in reserved]
             listed = ", ".join(settable) or "nothing that can be set"
             near = suggestion(name, settable)
-            # what a recipe or a group has set stays where another function is named
+            # arguments from a recipe or a group stay when another function is named
             drop = "; or, where a recipe brought it, take the recipe's reward out: reward=null " \
                 + pasted(f"reward.fn={located.spec}") if located.key == "reward.fn" else ""
             raise RewardError(f"{located.label} has no argument {name!r}. {near}".rstrip(),
@@ -281,18 +281,20 @@ BUILTIN_STEPS = {"words": "ppocli.rewards.rules:words"}
 """of ``reward.step_fn``"""
 
 MODEL_REWARDS = ("classifier", "reward_model", "step_reward_model")
-"""those whose ``model`` argument names a model of their own"""
+"""built-ins whose argument ``model`` names a model"""
 REWARD = Kind("function", RewardError, BUILTIN_REWARDS)
 STEPS = Kind("function", RewardError, BUILTIN_STEPS)
 
 
 def locate_reward(spec: str, *, key: str) -> Located:
-    """Import the reward function that ``key`` names, or the function that says where steps end:
-    an import path or a built-in's short name.
+    """Import the reward function, or the function that finds steps, that ``key`` names.
+
+    Args:
+        spec: an import path or a built-in's short name.
 
     Raises:
-        RewardError: the path leads to nothing that can be called, or its module can't be imported;
-            or it stands for a Python object, which nobody handed over this time.
+        RewardError: the path leads to nothing that can be called, its module can't be imported, or
+            it stands for a Python object, which has to be passed again.
     """
     if spec == PYTHON_OBJECT:
         name = "metric_fn" if key.endswith("metric_fn") else "reward_fn"

@@ -68,7 +68,7 @@ class Game:
 
     def record(self) -> Episode:
         """The finished episode."""
-        own = getattr(self.environment, "own", self.environment)  # what an adapter is around
+        own = getattr(self.environment, "wrapped", self.environment)  # what an adapter is around
         return Episode(self.opening, tuple(self.turns), self.ended or DONE, self.error, own,
                        self.context)
 

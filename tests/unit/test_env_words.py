@@ -152,7 +152,7 @@ def test_an_environment_of_trl_s_runs_unchanged():
     told = stepped(calls, [one.environment], 1, call)[0].result
     assert told.observation == [{"role": "tool", "name": "look", "content": "it is good"}]
     assert stepped(calls, [one.environment], 2, "so it is")[0].result.done
-    assert one.environment.own.found == 1
+    assert one.environment.wrapped.found == 1
 
 
 def test_an_environment_of_trl_s_may_have_an_async_tool_called_step():
