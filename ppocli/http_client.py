@@ -119,7 +119,7 @@ def from_environment(variable: str, header: str, key: str, error: type[PpocliErr
     return value
 
 
-def asked_pause(answer: Any, most: float) -> float:
+def retry_after(answer: Any, most: float) -> float:
     """Seconds to wait by the header ``Retry-After``, at most ``most``; 0 without a number."""
     try:
         return min(float(answer.headers.get("Retry-After") or 0), most)

@@ -46,7 +46,7 @@ def may_name(module: str | None, file: str | None) -> bool:
     if top in _offering():
         return True
     file = file or _source_of(top)
-    return file is not None and _is_own_file(file)
+    return file is not None and _is_user_file(file)
 
 
 def _source_of(package: str) -> str | None:
@@ -57,7 +57,7 @@ def _source_of(package: str) -> str | None:
     return None
 
 
-def _is_own_file(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     """Whether a file lies in the current folder, outside any Python environment in it."""
     real = Path(os.path.realpath(file))
     if any(map(real.is_relative_to, _installed())) or \

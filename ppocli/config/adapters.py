@@ -63,7 +63,7 @@ def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
         yield kind, "model.peft", f"needs the library PEFT: {extras.pip_line('peft')}"
     else:
         yield from _fields(kind, model)
-    yield from _beside_adapter(model)
+    yield from _adapter_conflicts(model)
     yield (config.hardware.zero_stage == 3 and adapter_settings(model).get("use_dora"),
            "model.peft.use_dora, hardware.zero_stage", "DoRA reads the norms of whole weights, "
            "which ZeRO 3 shards: use zero_stage 0 to 2")
@@ -110,7 +110,7 @@ def _lora(model: schema.ModelConfig, settings: Mapping[str, Any]) -> keys.Rules:
            "model.reference.kind=copy")
 
 
-def _beside_adapter(model: schema.ModelConfig) -> keys.Rules:
+def _adapter_conflicts(model: schema.ModelConfig) -> keys.Rules:
     yield (adapter_kind(model) == "prefix" and model.gradient_checkpointing,
            "model.peft, model.gradient_checkpointing", "prefix tuning puts its tokens into the "
            "cache, which gradient checkpointing doesn't use: set "

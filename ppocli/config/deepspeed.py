@@ -26,8 +26,8 @@ _DEFAULTS = {"zero_optimization": {"reduce_bucket_size": 2**24}}
 _FOREIGN = ("amp", "autotuning", "compression_training", "curriculum_learning", "data_efficiency",
             "elasticity", "hybrid_engine", "pipeline", "progressive_layer_drop",
             "sparse_attention", "tensor_parallel", "weight_quantization")
-_GIVEN_UP = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param",
-             "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory"}
+_RENAMED = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param",
+            "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory"}
 """what DeepSpeed's keys of ZeRO are called now"""
 # which of our keys decides; {} is the section of updates
 _DECIDED_BY = {
@@ -121,8 +121,8 @@ def _unknown(theirs: Mapping[str, Any]) -> Iterator[str]:
             ("", theirs, table["deepspeed"]),
             ("zero_optimization.", _zero(theirs), table["deepspeed_zero"])):
         for name in names:
-            if prefix and name in _GIVEN_UP:
-                yield f"{prefix}{name}: DeepSpeed has given it up for {prefix}{_GIVEN_UP[name]}"
+            if prefix and name in _RENAMED:
+                yield f"{prefix}{name}: DeepSpeed has given it up for {prefix}{_RENAMED[name]}"
             elif name not in accepted:
                 yield f"{prefix}{name}: DeepSpeed has no such key{did_you_mean(name, accepted)}"
 

@@ -112,7 +112,7 @@ def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None 
     items = as_list(items, "Examples", "data.items")
     source = Source(key="data", noun="data", path=None if items is not None else str(path),
                     path_key=path_key, items=items, column="text", name=cfg.name, split=cfg.split,
-                    split_asked=cfg.split != "train", template=cfg.template, chat=cfg.chat,
+                    split_is_set=cfg.split != "train", template=cfg.template, chat=cfg.chat,
                     limit=cfg.limit if path_key == "data.path" else None)
     result = Read()
     reader = _Reader(source, dict(cfg.columns), wants, result)

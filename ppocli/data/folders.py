@@ -22,7 +22,7 @@ _SPLITS = {"training": "train", "testing": "test", "evaluation": "eval"} | {
 """split by the word in the name of a file or folder that stands for it, as in `datasets`"""
 _WORD = re.compile(r"[^-._ 0-9]+")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}.*$")  # train-00000-of-00002.parquet
-_CARD = re.compile(r"\ufeff?---\s*\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
+_CONFIGS = re.compile(r"\ufeff?---\s*\n(?:(?!---).*\n)*?configs\s*:")
 
 
 def folder_rows(folder: Path, spec: "Source", notes: list[str]) -> Iterator[Row]:
@@ -73,7 +73,7 @@ def note_ignored(path: Path, spec: "Source", notes: list[str], *, name: bool = F
     splits, so that they have no effect."""
     if name and spec.name is not None:
         notes.append(f"{path.name} has no configurations: {spec.key}.name={spec.name} was ignored")
-    if split and spec.split_asked:
+    if split and spec.split_is_set:
         notes.append(f"{path.name} has no splits: {spec.key}.split={spec.split} was ignored and "
                      "all its rows were used")
 
@@ -159,10 +159,8 @@ def named_rows(dataset: Any, name: str, split: str | None = None) -> Iterator[Ro
 
 def _lists_configurations(card: Path) -> bool:
     """Whether a README has ``configs`` in its front matter."""
-    if not card.is_file():
-        return False
-    front = _CARD.match(card.read_text(encoding="utf-8", errors="replace"))
-    return front is not None and re.search(r"^configs\s*:", front[1], re.MULTILINE) is not None
+    return card.is_file() and _CONFIGS.match(
+        card.read_text(encoding="utf-8", errors="replace")) is not None
 
 
 def _configuration_rows(folder: Path, spec: "Source") -> Iterator[Row]:

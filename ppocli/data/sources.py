@@ -35,7 +35,7 @@ class Source(schema.PromptsConfig):
     """a row's content, for errors: ``prompt`` or ``data``"""
     path_key: str = "prompts.path"
     """the key that ``path`` comes from; evaluation prompts may inherit it"""
-    split_asked: bool
+    split_is_set: bool
     """whether the split was set for this source, so that a note says where it has no effect"""
 
     @property
@@ -60,7 +60,7 @@ def training_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Source:
     """
     if items is None:
         items = cfg.items
-    return Source(split_asked=cfg.split != "train", **vars(cfg) | {
+    return Source(split_is_set=cfg.split != "train", **vars(cfg) | {
         "items": as_list(items), "path": cfg.path if items is None else None})
 
 
@@ -82,7 +82,7 @@ def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Sourc
         path = cfg.path
     overrides = {name: value for name, value in vars(section).items()
                  if value is not None and name != "repeat"}
-    return Source(key="prompts.eval", split_asked=section.split is not None,
+    return Source(key="prompts.eval", split_is_set=section.split is not None,
                   path_key="prompts.path" if section.path is None else "prompts.eval.path",
                   **vars(cfg) | overrides | {"path": path, "items": as_list(
                       items, where="prompts.eval.items")})

@@ -16,7 +16,7 @@ from ppocli.config.schema import EnvConfig
 from ppocli.daemon import awaited, in_daemon, in_loop, leave_loop
 from ppocli.data.prompt_set import PromptBatch, PromptSet
 from ppocli.environments.resolve import EnvironmentClass
-from ppocli.environments.wording import can_be_said, escape_surrogates
+from ppocli.environments.wording import escape_surrogates, is_observation
 from ppocli.episode import Step
 from ppocli.errors import RewardError
 from ppocli.ppo.noise import ROLLOUT, USER
@@ -100,7 +100,7 @@ class Calls:
             RewardError: one of the two fails.
         """
         trial = Calls(self.what, replace(self.cfg, on_error="stop"), self.seed)
-        begun, = trial.answers([Called(None, 0, 0, known_of(prompts, 0))], USER)
+        begun, = trial.answers([Called(None, 0, 0, reset_arguments(prompts, 0))], USER)
         trial.answers([Called(begun.environment, 0, 1, {"response": ""})], USER)
 
     def _together(self, calls: Sequence[Called], stream: int) -> list[Answered]:
@@ -141,7 +141,7 @@ class Calls:
                     result = await self._in_time(result)
                 return Answered(environment, self._checked(call, result))
             except BaseException as error:
-                if (outcome := self._given_up(call, error, left)) is not None:
+                if (outcome := self._failure(call, error, left)) is not None:
                     return outcome
         raise AssertionError
 
@@ -161,7 +161,7 @@ class Calls:
                 environment, result = self._limited(partial(self._begun, call, stream))
                 return Answered(environment, self._checked(call, result))
             except BaseException as error:
-                if (outcome := self._given_up(call, error, left)) is not None:
+                if (outcome := self._failure(call, error, left)) is not None:
                     return outcome
         raise AssertionError
 
@@ -169,11 +169,11 @@ class Calls:
     def _checked(call: Called, result: Any) -> Any:
         if call.turn:
             return as_step(result)
-        if not can_be_said(result):
+        if not is_observation(result):
             raise TypeError(f"reset returned {shorten(repr(result))}, neither text nor messages")
         return escape_surrogates(result)
 
-    def _given_up(self, call: Called, error: BaseException, left: int) -> Answered | None:
+    def _failure(self, call: Called, error: BaseException, left: int) -> Answered | None:
         """The outcome of a call that failed; None to try again. A call past its time limit isn't
         tried again, since it may still be running."""
         if not guard.is_its_own(error):
@@ -228,7 +228,7 @@ class Calls:
                            "where they are, drop leaves them out, env.retries=N tries again")
 
 
-def known_of(prompts: PromptSet | PromptBatch, place: int) -> dict[str, Any]:
+def reset_arguments(prompts: PromptSet | PromptBatch, place: int) -> dict[str, Any]:
     """Arguments that ``reset`` may take for the prompt at ``place``, besides random numbers."""
     return {**{name: cells[place] for name, cells in prompts.columns.items()},
             # these hide columns of the same names
@@ -264,7 +264,7 @@ def as_step(result: Any) -> Step:
     if not math.isfinite(reward) or abs(reward) > 3e38:
         raise ValueError(f"the reward is {reward:g}, which is no finite number")
     observation = result.observation
-    if not can_be_said(observation):
+    if not is_observation(observation):
         raise TypeError(f"the observation is {shorten(repr(observation))}, neither text nor "
                         "messages")
     failed = getattr(result, "failed", None)

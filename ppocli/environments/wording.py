@@ -142,7 +142,7 @@ class ChatWords:
                             tuple(messages))
 
 
-def can_be_said(value: Any) -> bool:
+def is_observation(value: Any) -> bool:
     """Whether a value can be an observation: a text, messages, or None."""
     return value is None or isinstance(value, str) or (
         isinstance(value, (list, tuple))

@@ -22,7 +22,7 @@ from ppocli.daemon import awaited, in_daemon, leave_loop
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, styles
 from ppocli.rewards.records import RewardRequest, Score, StepScores, on_tokens
-from ppocli.rewards.resolve import BoundCallable, name_own_key
+from ppocli.rewards.resolve import BoundCallable, name_reward_key
 from ppocli.text import counted, error_line, error_text, first_line, raised_at
 from ppocli.user_code import shorten
 
@@ -62,7 +62,7 @@ def ask(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig,
         try:
             return read(bound, request, _call(bound, request, cfg.timeout))
         except PpocliError as error:
-            name_own_key(error, bound.located.key)
+            name_reward_key(error, bound.located.key)
             raise
         except BaseException as error:
             if not guard.is_its_own(error):

@@ -16,7 +16,7 @@ from typing import Any
 from ppocli.config.schema_training import LONGEST_WAIT
 from ppocli.config.secrets import VARIABLE, why_no_url
 from ppocli.errors import RewardError
-from ppocli.http_client import Client, asked_pause, from_environment
+from ppocli.http_client import Client, from_environment, retry_after
 from ppocli.rewards import records, resolve, styles
 from ppocli.rewards.records import RewardRequest, WireError, decode_scores, encode_request, opening
 from ppocli.text import counted
@@ -139,7 +139,7 @@ class HttpReward:
                 cause, fix = None, _REMEDIES.get(status, "look into the server's own messages")
                 if elsewhere := answer.headers.get("Location"):
                     fix = f"it points to {elsewhere}: correct reward.kwargs.url"
-                pause = max(pause, asked_pause(answer, LONGEST_PAUSE))
+                pause = max(pause, retry_after(answer, LONGEST_PAUSE))
                 if status < 500 and status != 429:  # too many requests
                     raise RewardError(failed, where="reward.kwargs.url", fix=fix)
             if attempt < self.retries:

@@ -67,7 +67,7 @@ class BoundCallable:
                 with guard.contained(self.label, located.key, "while it was built"):
                     call = call(**self.init_kwargs)
         except PpocliError as error:
-            name_own_key(error, located.key)
+            name_reward_key(error, located.key)
             raise
         except BaseException as error:
             if not guard.is_its_own(error):
@@ -164,7 +164,7 @@ def kwargs_key(key: str) -> str:
     return f"{key.removesuffix('.fn')}.kwargs"
 
 
-def name_own_key(error: PpocliError, key: str) -> None:
+def name_reward_key(error: PpocliError, key: str) -> None:
     """Replace ``reward.kwargs`` in a built-in's error by the key of the reward that raised it."""
     named = kwargs_key(key)
     error.where = error.where and error.where.replace("reward.kwargs", named)

@@ -17,7 +17,7 @@ import torch
 from ppocli.config.schema import EnvConfig
 from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.environments.calls import Answered, Called, Calls, known_of
+from ppocli.environments.calls import Answered, Called, Calls, reset_arguments
 from ppocli.environments.wording import ChatWords, PlainWords, RenderedText
 from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, Step, Turn
 from ppocli.errors import ConfigError, InputError
@@ -169,7 +169,7 @@ class EpisodeSampler:
         return settle
 
     def _begin(self, prompts: PromptBatch, stream: int) -> list[Game]:
-        asked = [Called(None, episode, 0, known_of(prompts, i))
+        asked = [Called(None, episode, 0, reset_arguments(prompts, i))
                  for i, episode in enumerate(prompts.episodes)]
         games = []
         for i, answer in enumerate(self.calls.answers(asked, stream)):

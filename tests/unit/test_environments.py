@@ -10,7 +10,7 @@ from sessions import set_keys
 
 from ppocli.config.schema import EnvConfig
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.environments.calls import Called, Calls, as_step, known_of
+from ppocli.environments.calls import Called, Calls, as_step, reset_arguments
 from ppocli.environments.resolve import resolve
 from ppocli.episode import Step
 from ppocli.errors import RewardError
@@ -88,8 +88,8 @@ def test_what_is_known_of_a_prompt_is_no_column_of_that_name():
                             mask=torch.ones(1, 1, dtype=torch.bool), texts=["hi"],
                             messages=[asked] if chat else [], episodes=[0],
                             columns={"prompt": ["secret"], "messages": ["column"], "label": [3]})
-        assert known_of(batch, 0) == {"prompt": "hi", "messages": asked if chat else None,
-                                      "label": 3}
+        assert reset_arguments(batch, 0) == {"prompt": "hi", "messages": asked if chat else None,
+                                             "label": 3}
 
 
 def test_awaited_calls_wait_together():
