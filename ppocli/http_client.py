@@ -46,7 +46,7 @@ class Client:
                                      keepalive_expiry=2.0))
         except Exception as error:  # of many kinds: no such file, no such protocol, no address
             raise ConfigError(
-                f"{url} can't be asked by way of the proxy or with the certificates that the "
+                f"{url} can't be reached through the proxy, or with the certificates, that the "
                 f"environment names: {error_line(error)}",
                 where="HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE, SSL_CERT_DIR",
                 fix="correct the variable, or unset it") from error

@@ -99,7 +99,7 @@ def refuse_other_neighbours(path: Path, refused: Callable[..., Exception]) -> No
             file = getattr(sys.modules.get(name), "__file__", None) or ""
             if os.path.dirname(file) in others and path.with_name(f"{name}.py").is_file():
                 raise refused(f"{path} imports {name}, which is loaded already, from {file}.",
-                              fix="give one of the two another name, and the import of it")
+                              fix="rename one of the two files, and its imports")
 
 
 def join_working_directory() -> None:

@@ -206,8 +206,8 @@ def _resumed_run(words: Words) -> Path | None:
     """The run folder of ``resume=FOLDER``; None for the other values of that key."""
     if (folder_text := words.value("resume")) in (None, "auto", "never"):
         if words.flag(TRUST) is not None:
-            raise ConfigError(f"{TRUST} is about the configuration of a run, and these words name "
-                              "none.", where=COMMAND_LINE,
+            raise ConfigError(f"{TRUST} applies to the configuration of a run, and these words "
+                              "name none.", where=COMMAND_LINE,
                               fix=f"leave it out, or ppocli resume RUN {TRUST}")
         return None
     run = Path(folder_text).expanduser().absolute()

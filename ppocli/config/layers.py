@@ -93,9 +93,9 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
             raise ConfigError("recipes and groups are not looked for in hydra.searchpath",
                               where=COMMAND_LINE, fix="give their folder with --config-dir")
         if key.startswith(("hydra.", "hydra/")) and not key[6:].startswith(_OF_SWEEPS):
-            raise ConfigError(f"{key} has no effect here: of Hydra's own words those on sweeps "
-                              "are read", where=COMMAND_LINE, fix="leave it out; output_dir and "
-                              "run_name say where a run goes")
+            raise ConfigError(f"{key} has no effect here: of Hydra's own settings, only those "
+                              "of sweeps are read", where=COMMAND_LINE, fix="leave it out; "
+                              "output_dir and run_name say where a run goes")
     try:
         defaults = loader.compute_defaults_list(config_name(words), overrides, RunMode.RUN)
     except UnicodeError:

@@ -19,5 +19,5 @@ def joined_paths(paths: Sequence[str]) -> str:
     if len(paths) == 1:
         return paths[0]
     if not paths or any(not path.strip() or set(path) & set("{},") for path in paths):
-        raise ValueError("a list of paths must have some, without commas and braces in them")
+        raise ValueError("a list of paths needs at least one, without commas and braces in them")
     return "{" + ",".join(paths) + "}"

@@ -187,7 +187,7 @@ def _lines(texts: list[list[Piece]], tokenizer: Any, *, plain: bool, encoder: bo
     front, behind = tokens_around(tokenizer) if plain else ([], [])
     eos = tokenizer.eos_token_id
     if plain and eos is None:
-        raise InputError("The tokenizer has no EOS token, which ends what is learned.",
+        raise InputError("The tokenizer has no EOS token to end the training texts with.",
                          where="model.tokenizer_path", fix="a tokenizer that has one")
     anchors = {} if encoder else _anchors(tokenizer)
     for parts, ids in zip(texts, _tokenised(texts, tokenizer, anchors), strict=True):

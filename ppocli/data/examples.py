@@ -260,8 +260,8 @@ class _Reader:
         if isinstance(cell, str):
             if name == "messages":
                 self._refuse(f"{here} holds a text, not a list of {{role, content}} messages",
-                             "give JSON lines or Parquet, whose cells can be lists; a text to be "
-                             "learnt as it stands belongs in a column 'text'")
+                             "give JSON lines or Parquet, whose cells can be lists; a text to "
+                             "train on unchanged belongs in a column 'text'")
             self._check_kind(here, "a text")
             return render.encodable(cell, row, self.source) if cell.strip() else None
         if not isinstance(cell, list):
@@ -311,8 +311,8 @@ class _Reader:
         if trained is False and role == "assistant":
             self.read.untrained += 1
         elif trained and role != "assistant":
-            self.shapes.note("turns of others than the assistant are marked as trained on, and are "
-                             "not: data.train_on=all trains on every turn")
+            self.shapes.note("turns of other roles than the assistant are marked as trained on, "
+                             "but aren't; data.train_on=all trains on every turn")
 
     def _tools(self, row: Row, cell: Cell) -> list[Any] | None:
         """The descriptions in the column ``tools``, for a conversation; None for a text."""

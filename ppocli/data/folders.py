@@ -174,8 +174,8 @@ def _configuration_rows(folder: Path, spec: "Source") -> Iterator[Row]:
         except Exception as error:  # what YAML, fsspec and the library raise
             raise (configuration_error(str(folder), spec)
                    or InputError(f"The data set in {folder} cannot be loaded: {first_line(error)}",
-                                 where=spec.where, fix="mend its README.md, or remove its "
-                                 "configs")) from error
+                                 where=spec.where, fix="correct its README.md, or remove "
+                                 "its configs")) from error
     files = {str(split): [Path(file) for file in paths]
              for split, paths in (builder.config.data_files or {}).items()}
     splits = _chosen_splits(spec, files)

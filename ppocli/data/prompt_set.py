@@ -229,7 +229,7 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
                          fix=f"{spec.key}.overlong=cut, or a higher {spec.key}.max_length or lower "
                              "generation.max_new_tokens")
     if not encoded.kept:
-        raise InputError(f"The tokenizer makes no token of any of the {len(rows)} prompts.",
+        raise InputError(f"The tokenizer returns no token for any of the {len(rows)} prompts.",
                          where=f"{spec.key}.column={spec.column}",
                          fix="is it the tokenizer of this model? (model.tokenizer_path)")
     same = len(encoded.kept) - len({tuple(ids) for ids in encoded.token_ids})

@@ -78,7 +78,7 @@ def url_rows(spec: "Source", url: str) -> Iterator[Row]:
     for each in _matching(spec, url):
         name = Path(unquote(urlsplit(each).path)).name
         if Path(name).suffix.lower() not in SUFFIXES:
-            raise InputError(f"{each} is no {SUFFIX_WORDS} file by the end of its name.",
+            raise InputError(f"The name of {each} doesn't end in {SUFFIX_WORDS}.",
                              where=spec.where, fix="download it, and give the file such a name")
         with _download_errors(spec, each):
             file = str(datasets.DownloadManager().download(each))

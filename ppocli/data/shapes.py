@@ -77,8 +77,8 @@ class Shapes:
             key = self.source.key
             if not self.source.chat and self.source.template is None:
                 raise InputError(
-                    "The rows have Alpaca's columns (instruction, input, output), which don't say "
-                    "in which form a model reads them.", where=self.source.where,
+                    "The rows have Alpaca's columns (instruction, input, output), and their form "
+                    "for the model isn't set.", where=self.source.where,
                     fix=f"{key}.chat=true makes them turns of the chat template; " + pasted(
                         f'{key}.template="### Instruction:\\n{{prompt}}\\n\\n### Response:\\n"')
                     + " makes them a text")
@@ -162,7 +162,7 @@ class Shapes:
         for call in calls if isinstance(calls, list) else [calls]:
             inner = call.get("function", call) if isinstance(call, Mapping) else None
             if not isinstance(inner, Mapping):
-                self._refuse(f"{here} has a call of a tool that is none: {cut(repr(call), 60)}",
+                self._refuse(f"{here} has a malformed tool call: {cut(repr(call), 60)}",
                              'a call looks like {"type": "function", "function": {"name": "...", '
                              '"arguments": {...}}}')
             arguments = inner.get("arguments")
@@ -327,8 +327,8 @@ def shared_turns(one: list[Any], other: list[Any], row: Row, source: Source) -> 
     """
     if one[:-1] != other[:-1] or len(one) < 2:
         raise InputError(f"The conversations in {row.place} have no prompt in common: all turns "
-                         "but the last must be there and be the same.", where=source.where,
-                         fix="give the prompt in a column 'prompt'")
+                         "but the last must be the same, and there must be one.",
+                         where=source.where, fix="give the prompt in a column 'prompt'")
     return one[:-1]
 
 

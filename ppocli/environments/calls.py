@@ -224,8 +224,8 @@ class Calls:
             where = "env.fn"
         return RewardError(f"{self.what.label} failed in {doing} of episode {call.episode}: "
                            f"{type(error).__name__}: {error_text(error)}{shown}", where=where,
-                           fix="mend the environment; env.on_error=truncate ends such episodes "
-                           "where they are, drop leaves them out, env.retries=N tries again")
+                           fix="correct the environment; env.on_error=truncate ends such "
+                           "episodes there, drop leaves them out, env.retries=N tries again")
 
 
 def reset_arguments(prompts: PromptSet | PromptBatch, place: int) -> dict[str, Any]:

@@ -78,13 +78,13 @@ class ChatWords:
         third = self._render([*_QUESTION, *_ANSWER, *_FOLLOW_UP, *_ANSWER], ask=False)
         if not second.startswith(first + _ANSWER[0]["content"]) or not third.startswith(second):
             raise InputError(
-                "The tokenizer's chat template rewrites what was said before when a message is "
-                "added (it may drop thoughts of earlier turns): what an episode's policy has read "
-                "could not be shown to it again.", where="prompts.chat, env.fn",
+                "The tokenizer's chat template changes earlier turns when a message is added (it "
+                "may drop their thoughts), so that training and the next turn would read different "
+                "texts.", where="prompts.chat, env.fn",
                 fix="give the tokenizer a template that leaves the history as it is")
         if self.tools and self._render(_QUESTION, ask=True, tools=()) == first:
-            log.warning("The tokenizer's chat template leaves out tools: the policy knows of them "
-                        "what the prompts say, and no more.")
+            log.warning("The tokenizer's chat template leaves out tools: the policy knows only "
+                        "what the prompts say about them.")
 
     def _render(self, messages: Sequence[Any], *, ask: bool, tools: Sequence[Any] | None = None
                 ) -> str:
@@ -109,8 +109,8 @@ class ChatWords:
         # other differences are the template's, which may contain the date
         whole, count = self._ids(self._render(messages, ask=True, tools=())), len(prompt)
         if count < len(whole) and (whole[:count] == prompt or whole[1 - count:] == prompt[1:]):
-            raise InputError("A prompt was cut, and what reset says, or a description of tools, "
-                             "can't be put into a part of a conversation.",
+            raise InputError("A prompt was cut, so that the text of reset, or descriptions of "
+                             "tools, can't be added to its conversation.",
                              where="prompts.max_length, env.fn", fix="leave such prompts out "
                              "(prompts.overlong=drop), or allow longer ones (prompts.max_length, "
                              "prompts.length_sampler)")

@@ -105,13 +105,13 @@ class HttpReward:
         except WireError as problem:
             raise RewardError(f"{self.url} answered {answer.status_code} with {problem}.",
                               where="reward.kwargs.url",
-                              fix='it must answer {"scores": [...]}, one a sample') from None
+                              fix='it must answer {"scores": [...]}, one per sample') from None
         if len(scores) != count:
             raise RewardError(
                 f"{self.url} answered {answer.status_code} with {counted(len(scores), 'score')} "
                 f"for {count} samples (sample {part.start} to {part.stop - 1} of {len(request)}): "
                 f"{shorten(opening(answer.content))}", where="reward.kwargs.url",
-                fix="it must answer one score a sample, in their order")
+                fix="it must answer one score per sample, in their order")
         return scores, logs
 
     def _patiently(self, method: str, body: bytes = b"", most: int = 0, *,

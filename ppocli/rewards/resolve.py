@@ -148,9 +148,9 @@ class BoundCallable:
         key = self.located.key
         if name == "steps":
             return RewardError(
-                f"{self.label} asks for the steps of responses, and nothing says what they are.",
-                where=f"{key}={self.located.spec}", fix="say where one ends: reward.step_separator "
-                "or reward.step_fn (of a served reward: in the run that asks it)")
+                f"{self.label} takes the steps of responses, and nothing defines them.",
+                where=f"{key}={self.located.spec}", fix="set reward.step_separator or "
+                "reward.step_fn (for a served reward: in the run that uses it)")
         configure = f"; or set {kwargs_key(key)}.{name}=..." if key.endswith(".fn") else ""
         return RewardError(
             f"{self.label} needs an argument {name!r} that nothing provides. {near}".rstrip(),

@@ -80,8 +80,8 @@ def _load_model(name: str, source: str, dtype: torch.dtype, options: dict[str, A
         rows = int(head[1][0])
         if model_files.states_labels(source, options["revision"]):
             raise InputError(
-                f"The head of {name} ({head[0]}) has {counted(rows, 'row')}, one an output, and "
-                f"its config.json tells of {model.config.num_labels} labels.", where=MODEL_KEY,
+                f"The head of {name} ({head[0]}) has {counted(rows, 'row')}, one per output, and "
+                f"its config.json has {model.config.num_labels} labels.", where=MODEL_KEY,
                 fix=f'write the {counted(rows, "label")} that it was trained on into config.json, '
                     f'as "id2label": {json.dumps({i: f"LABEL_{i}" for i in range(rows)})}')
         model, info = _from_files(name, source, dtype, {**options, "num_labels": rows})
@@ -114,8 +114,8 @@ def _refuse_absent(name: str, info: dict[str, Any], new: set[str]) -> None:
         shown = ", ".join(sizes.get(key, key) for key in absent[:5])
         raise InputError(
             f"{name} has no fitting weights for {shown}{', ...' * (len(absent) > 5)}; they would "
-            "be random numbers.", where=MODEL_KEY, fix="mend the sizes in config.json, or put the "
-            "weights that belong to it there" if absent[0] in sizes else
+            "be random numbers.", where=MODEL_KEY, fix="correct the sizes in config.json, or copy "
+            "the weights that belong to it" if absent[0] in sizes else
             "give a model trained for sequence classification, not its base")
 
 
@@ -144,7 +144,7 @@ def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, option
             warnings.filterwarnings("ignore", category=UserWarning, module="peft")
             on_base = peft.PeftModel.from_pretrained(model, str(folder))
             if getattr(on_base.active_peft_config, "is_prompt_learning", False):
-                raise InputError(f"{name} has virtual tokens, which no reward can be made of.",
+                raise InputError(f"{name} has virtual tokens, which a reward can't use.",
                                  where=MODEL_KEY, fix="give a LoRA adapter or a whole model")
             return on_base.merge_and_unload().to(dtype)
     except InputError:

@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "requests": self.server.requests, "samples": self.server.samples}).encode())
         else:
             self._refuse(Refused(405 if self.path in self.server.rewards else 404,
-                                 f"POST samples to {SCORE}; {HEALTH} says how this server is"))
+                                 f"POST samples to {SCORE}; {HEALTH} shows this server's state"))
 
     def do_POST(self) -> None:
         with contextlib.ExitStack() as under_way:
