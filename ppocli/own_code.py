@@ -50,7 +50,7 @@ def may_name(module: str | None, file: str | None) -> bool:
 
 
 def _source_of(package: str) -> str | None:
-    """The file or folder of an outermost package or module."""
+    """The file or folder of a top-level package or module; None if it isn't found."""
     with suppress(ImportError, ValueError):
         if (spec := importlib.util.find_spec(package)) is not None:
             return next(iter(spec.submodule_search_locations or ()), spec.origin)
@@ -77,14 +77,14 @@ def _installed() -> frozenset[str]:
 
 @cache
 def _offering() -> frozenset[str]:
-    """Outermost packages of what is declared in the group."""
+    """Top-level packages with an entry point in the group."""
     return frozenset(entry.module.partition(".")[0]
                      for entry in metadata.entry_points(group=ENTRY_POINTS))
 
 
 def refuse_other_neighbours(path: Path, refused: Callable[..., Exception]) -> None:
-    """Refuse a file of the user's that would get, by the name of a module beside it, the one that
-    a file of another folder has loaded: Python keeps one module of a name.
+    """Refuse a user's file whose import of a neighbour would get a module of the same name from
+    another folder, since Python keeps one module per name.
 
     Args:
         refused: makes the error.
@@ -103,8 +103,8 @@ def refuse_other_neighbours(path: Path, refused: Callable[..., Exception]) -> No
 
 
 def join_working_directory() -> None:
-    """Put the current folder at the end of ``sys.path``, once, for imports of the user's code: what
-    lies there hides no library, nor stands for one that isn't installed."""
+    """Put the current folder at the end of ``sys.path``, once, for imports of the user's code. Its
+    files neither hide libraries nor replace missing ones."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -112,13 +112,13 @@ def join_working_directory() -> None:
 
 
 class _Finder(PathFinder):
-    """Finds modules on ``sys.path`` as Python does, but for an installed library none in the
-    current folder: some look there for others that they can do without (peft for bitsandbytes)."""
+    """Finds modules on ``sys.path`` as Python does, but none in the current folder for an installed
+    library: some look for optional libraries (peft for bitsandbytes)."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Sequence[str] | None = None,
                   target: ModuleType | None = None) -> ModuleSpec | None:
-        """As Python's."""
+        """As ``PathFinder.find_spec``."""
         if path is None and _imports_for_library():
             here = os.getcwd()
             path = [place for place in sys.path if place not in ("", here)]
@@ -126,8 +126,7 @@ class _Finder(PathFinder):
 
 
 def _imports_for_library() -> bool:
-    """Whether the code that imports something now is an installed library's, not ppocli's or the
-    user's own."""
+    """Whether an installed library, not ppocli or the user's code, is importing something now."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back

@@ -1,5 +1,5 @@
-"""``model.peft``: which adapter trains in place of the model, checked against a table of PEFT's
-fields: importing PEFT loads torch, which takes seconds."""
+"""``model.peft``: the adapter that trains in place of the model. It is checked against a table of
+PEFT's fields, since importing PEFT loads torch, which takes seconds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,33 +18,32 @@ _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bo
 
 
 def peft_fields(kind: str) -> dict[str, str]:
-    """The fields of PEFT's configuration that a user may give, each with its type, which is checked
-    unless it is ``any``."""
+    """Fields of PEFT's configuration that a user may set -> their types; ``any`` isn't checked."""
     table: dict[str, list[str]] = shipped_table("library_keys.yaml")["peft"][kind]
     return {name: takes for takes, names in table.items() for name in names}
 
 
 def adapter_kind(model: schema.ModelConfig) -> str | None:
-    """``lora``, ``prefix`` or ``prompt``; None where no adapter is asked for, or no such one."""
+    """``lora``, ``prefix`` or ``prompt``; None without an adapter, or for an unknown kind."""
     _, type_name = _type(model)
     kind = _PEFT_NAMES.get(type_name.lower(), type_name.lower())
     return kind if kind in _CLASSES else None
 
 
 def _type(model: schema.ModelConfig) -> tuple[str, str]:
-    """The key that says which adapter, and what it says; nothing where none does."""
+    """The key that names the adapter's kind, and its value; "" for both if there is none."""
     return next(((name, str(model.peft[name])) for name in TYPE_KEYS
                  if model.peft and model.peft.get(name) is not None), ("", ""))
 
 
 def adapter_settings(model: schema.ModelConfig) -> dict[str, Any]:
-    """The fields given for the PEFT config, without what says its class."""
+    """The fields for PEFT's configuration, without its class."""
     return {name: value for name, value in (model.peft or {}).items()
             if name not in (*TYPE_KEYS, "task_type")}
 
 
 def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
-    """Rules on ``model.peft``, ``model.quantization`` and what doesn't go with them."""
+    """Rules on ``model.peft``, ``model.quantization`` and settings that they exclude."""
     model = config.model
     if not model.peft:
         yield (model.reference.kind == "adapter", "model.reference.kind, model.peft",
@@ -72,7 +71,7 @@ def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
 
 
 def _fields(kind: str, model: schema.ModelConfig) -> keys.Rules:
-    """What is given for PEFT's own config."""
+    """Rules on the fields for PEFT's configuration."""
     settings, fields = adapter_settings(model), peft_fields(kind)
     task = (model.peft or {}).get("task_type")
     yield (task not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"), "model.peft.task_type",
