@@ -312,7 +312,7 @@ class _Reader:
             self.read.untrained += 1
         elif trained and role != "assistant":
             self.shapes.note("turns of other roles than the assistant are marked as trained on, "
-                             "but aren't; data.train_on=all trains on every turn")
+                             "but aren't: data.train_on=all trains on every turn")
 
     def _tools(self, row: Row, cell: Cell) -> list[Any] | None:
         """The descriptions in the column ``tools``, for a conversation; None for a text."""
