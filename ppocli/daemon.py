@@ -1,4 +1,5 @@
-"""Work that may never end, such as a call into a dead network, beside what waits for it."""
+"""Work that may never end, such as a call into a dead network, in threads that don't keep the
+process."""
 
 import asyncio
 import os
@@ -12,13 +13,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 _ONE_AT_A_TIME = threading.Lock()
 _loops: dict[tuple[int, str], asyncio.AbstractEventLoop] = {}
-"""by process, for a fork has none of its parent's threads, and owner"""
+"""by process, since a fork has none of its parent's threads, and owner"""
 LOOK = 0.2
-"""seconds between two looks at whether the run is to stop"""
+"""seconds between checks whether the run should stop"""
 
 
 def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
-    """What ``work`` comes to in a daemon thread: a call that never ends can't keep the process."""
+    """Run ``work`` in a daemon thread, so that a call that never ends can't keep the process."""
     future: Future[T] = Future()
 
     def body() -> None:
@@ -32,12 +33,12 @@ def in_daemon(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def in_loop(work: Coroutine[Any, Any, T], owner: str) -> Future[T]:
-    """What ``work`` comes to in the event loop of all calls of an owner in this process: a lock or
-    a connection that is kept from one call to the next belongs to the loop of the first. Within
-    that loop, whose thread may wait for it, it runs in one of its own.
+    """Run ``work`` in the one event loop of an owner in this process, since a lock or a connection
+    that outlives a call belongs to the loop of its first use. Called within that loop, whose thread
+    may wait for the result, it runs in another loop.
 
     Args:
-        owner: code that keeps its loop busy doesn't keep others waiting.
+        owner: name of the loop; code that blocks its loop doesn't block others.
     """
     key = os.getpid(), owner
     with _ONE_AT_A_TIME:
@@ -48,7 +49,7 @@ def in_loop(work: Coroutine[Any, Any, T], owner: str) -> Future[T]:
 
 
 def awaited(work: Coroutine[Any, Any, T], owner: str) -> T:
-    """As :func:`in_loop`, waited for; whatever ends the waiting ends the work."""
+    """The result of :func:`in_loop`; an exception while waiting cancels the work."""
     begun = in_loop(work, owner)
     try:
         return begun.result()
@@ -58,7 +59,7 @@ def awaited(work: Coroutine[Any, Any, T], owner: str) -> T:
 
 
 def leave_loop(owner: str) -> None:
-    """After work that took too long: a loop that it blocks is for no later call."""
+    """Give up a loop that work blocks, after it took too long; later calls get another one."""
     key, answered = (os.getpid(), owner), threading.Event()
     if (loop := _loops.get(key)) is not None:
         loop.call_soon_threadsafe(answered.set)
@@ -71,7 +72,7 @@ def _started_loop(owner: str) -> asyncio.AbstractEventLoop:
 
     def body() -> None:
         while True:
-            with suppress(BaseException):  # a task's SystemExit is that of its caller
+            with suppress(BaseException):  # the caller gets a task's SystemExit
                 loop.run_forever()
 
     threading.Thread(target=body, name=f"event loop of {owner}", daemon=True).start()
@@ -79,10 +80,10 @@ def _started_loop(owner: str) -> asyncio.AbstractEventLoop:
 
 
 def outcome_of(begun: Future[T], poll: Callable[[], None]) -> T:
-    """What begun work comes to, waited for here.
+    """Wait for the result of ``begun``.
 
     Args:
-        poll: called meanwhile; what it raises ends the waiting, not the work.
+        poll: called while waiting; an exception ends the waiting, not the work.
     """
     while not wait([begun], LOOK).done:
         poll()

@@ -1,5 +1,5 @@
-"""HTTP to servers that a run depends on: a deadline for a whole answer, a limit to its size, and
-secrets by the names of environment variables."""
+"""HTTP requests to servers that a run depends on: with a deadline for the whole answer, a limit of
+its size, and secrets from environment variables."""
 
 import ipaddress
 import os
@@ -21,9 +21,9 @@ class Client:
 
     Args:
         url: of the host.
-        timeout: seconds that a request may take, from the connection to the end of the answer.
-        headers: sent with each.
-        keep: connections that are kept open.
+        timeout: maximum seconds of a request, from the connection to the end of the answer.
+        headers: sent with each request.
+        keep: number of connections that are kept open.
 
     Raises:
         ConfigError: the environment names a proxy or certificates that can't be used.
@@ -33,20 +33,20 @@ class Client:
         import httpx2
 
         self.timeout = timeout
-        # a proxy of the environment's would look for "localhost" on its own machine
+        # a proxy would look for "localhost" on its own machine
         trusts = not is_loopback(urlsplit(url).hostname or "")
         try:
             self._client = httpx2.Client(
                 timeout=timeout, trust_env=trusts,
-                # a compressed answer may be a thousand times as large as it looks
+                # a compressed answer may become a thousand times larger
                 headers={"Accept-Encoding": "identity", **headers},
-                # connections of answers that were given up are not waited for; servers close idle
-                # ones after 5 s, and a request must not meet that
+                # no limit, so that requests don't wait for connections of abandoned answers;
+                # servers close idle connections after 5 s, and a request must not use one then
                 limits=httpx2.Limits(max_connections=None, max_keepalive_connections=keep,
                                      keepalive_expiry=2.0))
         except Exception as error:  # of many kinds: no such file, no such protocol, no address
             raise ConfigError(
-                f"{url} can't be asked by way of the proxy or with the certificates that the "
+                f"{url} can't be reached through the proxy, or with the certificates, that the "
                 f"environment names: {error_line(error)}",
                 where="HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, SSL_CERT_FILE, SSL_CERT_DIR",
                 fix="correct the variable, or unset it") from error
@@ -54,22 +54,21 @@ class Client:
 
     def ask(self, method: str, url: str, body: bytes = b"", most: int = 0,
             timeout: float | None = None) -> Any:
-        """The answer: its status, ``Retry-After``, ``Location``, and at most one more byte than
-        ``most``.
+        """The answer: its status, ``Retry-After``, ``Location``, and at most ``most`` + 1 bytes.
 
         Args:
             timeout: seconds, in place of the client's.
 
         Raises:
-            TimeoutError: it didn't come in time; the server may still be at work on it.
+            TimeoutError: no whole answer in time; the server may still be at work on it.
             ConnectionError: the server can't be reached.
         """
         import httpx2
 
         seconds = timeout or self.timeout
         try:
-            # the client's own timeout, which tells a connection from an answer that did not come
-            # in time, begins anew with every byte
+            # httpx's own timeout starts again with every byte, but tells whether the connection
+            # or the answer took too long
             return in_daemon(lambda: self._ask(method, url, body, most, seconds), f"asking {url}"
                              ).result(seconds + _GRACE)
         except (httpx2.ReadTimeout, httpx2.WriteTimeout, TimeoutError) as error:
@@ -93,7 +92,7 @@ class Client:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name means this machine alone."""
+    """Whether an address or name stands for this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -101,7 +100,7 @@ def is_loopback(host: str) -> bool:
 
 
 def from_environment(variable: str, header: str, key: str, error: type[PpocliError]) -> str:
-    """The value of an environment variable that is sent as a header.
+    """The value of an environment variable, to be sent as a header.
 
     Raises:
         error: there is no such variable, or its value can't be sent.
@@ -116,12 +115,12 @@ def from_environment(variable: str, header: str, key: str, error: type[PpocliErr
                     fix=f"correct it: export {variable}=...")
     from ppocli.config import secrets  # the command line starts without OmegaConf
 
-    secrets.SENT.add(value)  # a server may quote it
+    secrets.SENT.add(value)  # hidden from now on: a server's answer may repeat it
     return value
 
 
-def asked_pause(answer: Any, most: float) -> float:
-    """Seconds that ``Retry-After`` asks for, as far as they are reasonable."""
+def retry_after(answer: Any, most: float) -> float:
+    """Seconds to wait by the header ``Retry-After``, at most ``most``; 0 without a number."""
     try:
         return min(float(answer.headers.get("Retry-After") or 0), most)
     except ValueError:

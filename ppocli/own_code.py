@@ -1,10 +1,10 @@
-"""Which import paths a configuration may name: code of the user's own, of packages that offer
-rewards, and ours. Everything else has to be typed on the command line.
+"""The import paths that a configuration may name: the user's code, packages that offer rewards, and
+ppocli's. All others have to be typed on the command line.
 
-A recipe is passed on as data, and ``reward.fn: numpy:load`` with arguments of its own choice would
-make it a program. Checked where a path is followed, for what it leads to may be another module's.
+People share recipes as data, and ``reward.fn: numpy:load`` with chosen arguments would make a
+recipe a program. The object's own module is checked too, since another may have imported it.
 
-And how the current folder, where code of the user's own lies, joins what Python imports from.
+Also here: the current folder, with the user's code, as a place that Python imports from.
 """
 
 import ast
@@ -22,43 +22,43 @@ from pathlib import Path
 from types import FrameType, ModuleType
 
 ENTRY_POINTS = "ppocli.rewards"
-"""group of entry points with which an installed package says that it is made for configurations"""
+"""group of entry points by which an installed package allows configurations to name it"""
 TRUST = "--trust"
-"""the option with which a person says that somebody else's run may run what it names"""
+"""the option that allows the code that somebody else's run names"""
 limited: set[str] = set()
-"""import paths that :func:`limit` was told last"""
+"""the import paths of the last call of :func:`limit`"""
 
 
 def limit(specs: Iterable[str]) -> None:
-    """From now on these import paths, which a configuration names, lead to such code alone."""
+    """Restrict these import paths, which a configuration names, to code that it may name."""
     limited.clear()
     limited.update(specs)
 
 
 def may_name(module: str | None, file: str | None) -> bool:
-    """Whether a configuration may name what lies in a module.
+    """Whether a configuration may name the code in a module.
 
     Args:
-        module: dotted name; None for a file that is no module's.
-        file: that it is read from; None: it is looked for, without importing anything.
+        module: dotted name; None for a file alone.
+        file: the module's file; None: it is looked for, without importing anything.
     """
     top = (module or "").partition(".")[0]
     if top in _offering():
         return True
     file = file or _source_of(top)
-    return file is not None and _is_own_file(file)
+    return file is not None and _is_user_file(file)
 
 
 def _source_of(package: str) -> str | None:
-    """The file or folder of an outermost package or module."""
+    """The file or folder of a top-level package or module; None if it isn't found."""
     with suppress(ImportError, ValueError):
         if (spec := importlib.util.find_spec(package)) is not None:
             return next(iter(spec.submodule_search_locations or ()), spec.origin)
     return None
 
 
-def _is_own_file(file: str) -> bool:
-    """Whether a file lies under the current folder, and not in an environment that lies there."""
+def _is_user_file(file: str) -> bool:
+    """Whether a file lies in the current folder, outside any Python environment in it."""
     real = Path(os.path.realpath(file))
     if any(map(real.is_relative_to, _installed())) or \
             {"site-packages", "dist-packages"} & {*real.parts}:
@@ -77,14 +77,14 @@ def _installed() -> frozenset[str]:
 
 @cache
 def _offering() -> frozenset[str]:
-    """Outermost packages of what is declared in the group."""
+    """Top-level packages with an entry point in the group."""
     return frozenset(entry.module.partition(".")[0]
                      for entry in metadata.entry_points(group=ENTRY_POINTS))
 
 
 def refuse_other_neighbours(path: Path, refused: Callable[..., Exception]) -> None:
-    """Refuse a file of the user's that would get, by the name of a module beside it, the one that
-    a file of another folder has loaded: Python keeps one module of a name.
+    """Refuse a user's file whose import of a neighbour would get a module of the same name from
+    another folder, since Python keeps one module per name.
 
     Args:
         refused: makes the error.
@@ -99,12 +99,12 @@ def refuse_other_neighbours(path: Path, refused: Callable[..., Exception]) -> No
             file = getattr(sys.modules.get(name), "__file__", None) or ""
             if os.path.dirname(file) in others and path.with_name(f"{name}.py").is_file():
                 raise refused(f"{path} imports {name}, which is loaded already, from {file}.",
-                              fix="give one of the two another name, and the import of it")
+                              fix="rename one of the two files, and its imports")
 
 
 def join_working_directory() -> None:
-    """Put the current folder at the end of ``sys.path``, once, for imports of the user's code: what
-    lies there hides no library, nor stands for one that isn't installed."""
+    """Put the current folder at the end of ``sys.path``, once, for imports of the user's code. Its
+    files neither hide libraries nor replace missing ones."""
     here = os.getcwd()
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
@@ -112,13 +112,13 @@ def join_working_directory() -> None:
 
 
 class _Finder(PathFinder):
-    """Finds modules on ``sys.path`` as Python does, but for an installed library none in the
-    current folder: some look there for others that they can do without (peft for bitsandbytes)."""
+    """Finds modules on ``sys.path`` as Python does, but none in the current folder for an installed
+    library: some look for optional libraries (peft for bitsandbytes)."""
 
     @classmethod
     def find_spec(cls, fullname: str, path: Sequence[str] | None = None,
                   target: ModuleType | None = None) -> ModuleSpec | None:
-        """As Python's."""
+        """As ``PathFinder.find_spec``."""
         if path is None and _imports_for_library():
             here = os.getcwd()
             path = [place for place in sys.path if place not in ("", here)]
@@ -126,8 +126,7 @@ class _Finder(PathFinder):
 
 
 def _imports_for_library() -> bool:
-    """Whether the code that imports something now is an installed library's, not ppocli's or the
-    user's own."""
+    """Whether an installed library, not ppocli or the user's code, is importing something now."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back

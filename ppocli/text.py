@@ -1,5 +1,5 @@
-"""Small texts for people: names that are near, first lines, counts, sizes, figures, and foreign
-text made harmless. Pure functions without a library, for every room."""
+"""Short texts for people: similar names, first lines of errors, counts, sizes, figures, and foreign
+text without control characters. Pure functions of the standard library."""
 
 import difflib
 import math
@@ -12,64 +12,64 @@ from contextlib import suppress
 from typing import Any, Literal
 
 Say = Callable[[str], None]
-"""tells a person something, a line at a time"""
+"""shows one line to a person"""
 LONGEST_LINE = 300
-"""characters of an exception's line that a message repeats"""
+"""maximum characters of an exception's line in a message"""
 LONGEST_MESSAGE = 4000
-"""characters of a whole message that is repeated"""
+"""maximum characters of an exception's message"""
 
-# what moves a cursor, ends a line unseen, reorders neighbouring text or is half of a character
+# characters that move a cursor, end a line, reorder text or are half of a character
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
                      "\ud800-\udfff\ufeff\ufffe\uffff]")
 
 
 def printable(text: str) -> str:
-    """``text`` with control characters, which may be terminal escapes, spelled out: ``\\x1b``.
-    Lines and tabs stay."""
+    """``text`` with control characters, which may be terminal escapes, escaped: ``\\x1b``. Line
+    breaks and tabs stay."""
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text.replace("\r\n", "\n"))
 
 
 def printable_json(text: str) -> str:
-    """Text of JSON with such characters, which only its strings can hold, as JSON escapes them."""
+    """JSON text with control characters as JSON escapes; only its strings can contain any."""
     return CONTROL.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
 
 
 def clean(text: str) -> str:
-    """Model text without control characters, on one line: it may hold terminal escapes."""
+    """Model text on one line, without control characters, which may be terminal escapes."""
     return CONTROL.sub("?", text.replace("\n", " ⏎ "))
 
 
-def said(error: object) -> str:
-    """What an exception says, the end of a very long text left out."""
+def error_text(error: object) -> str:
+    """The message of an exception, cut if it is very long."""
     try:
         return cut(str(error), LONGEST_MESSAGE)
     except Exception as trouble:
-        return f"(its own text can't be had: __str__ raised {type(trouble).__name__})"
+        return f"(without a text: its __str__ raised {type(trouble).__name__})"
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of what a library's exception says; its type's name where it says nothing."""
-    text = said(error).strip()
+    """The first line of a library's exception; the name of its type if its message is empty."""
+    text = error_text(error).strip()
     return text.splitlines()[0][:LONGEST_LINE] if text else type(error).__name__
 
 
 def error_line(error: BaseException) -> str:
-    """``ValueError: message``: the type and the first line of an exception of a user's own code."""
-    lines = said(error).strip().splitlines()
+    """``ValueError: message``: type and first line of an exception of the user's code."""
+    lines = error_text(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def short_path(path: str) -> str:
-    """``path`` relative to the current folder when it lies inside, else as it is."""
+    """``path``, relative to the current folder if it lies inside."""
     try:
         here = os.getcwd() + os.sep
-    except FileNotFoundError:  # it was deleted meanwhile
+    except FileNotFoundError:  # the current folder was deleted
         return path
     return path[len(here):] if path.startswith(here) else path
 
 
 def cut(text: str, longest: int) -> str:
-    """``text``, its end replaced by dots where it is longer."""
+    """``text``; of a longer one the first characters and dots, ``longest`` in all."""
     return text if len(text) <= longest else text[:longest - 3] + "..."
 
 
@@ -88,8 +88,8 @@ _BREAKS = {"n": "\n", "t": "\t"}
 
 
 def unescaped(text: str) -> str:
-    """A text as it is meant on a command line, where a line break can hardly be typed: ``\\n`` is
-    one and ``\\t`` a tab, ``\\\\n`` a backslash and an n. Other backslashes stay as they are."""
+    """The text that is meant on a command line, where a line break is hard to type: ``\\n`` is a
+    line break, ``\\t`` a tab, ``\\\\n`` a backslash and an n. Other backslashes stay."""
     def meant(match: re.Match[str]) -> str:
         backslashes, letter = match[1], match[2]
         kept = backslashes[:len(backslashes) // 2]
@@ -99,12 +99,13 @@ def unescaped(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """What :func:`unescaped` makes ``text`` of."""
+    """The inverse of :func:`unescaped`."""
     return _ESCAPES.sub(r"\1\1\2", text)
 
 
 def how_unescaped(name: str, text: str) -> str | None:
-    """What :func:`unescaped` makes of the value of ``name``, in words; None if ``text`` itself."""
+    """A sentence on how :func:`unescaped` changes ``text``, the value of ``name``; None if it
+    doesn't."""
     if (meant := unescaped(text)) == text:
         return None
     breaks, tabs = "\n" in meant, "\t" in meant
@@ -118,17 +119,17 @@ def how_unescaped(name: str, text: str) -> str | None:
 
 
 def pasted(word: object) -> str:
-    """A word of a command to paste into bash or zsh, in quotes where it needs them."""
+    """A word of a command for bash or zsh, in quotes if it needs them."""
     return shlex.quote(str(word))
 
 
 _TURN = re.compile(r"<\|?[\w:/-]+\|?>|\[/?INST\]")
-"""marks that chat templates set between turns"""
+"""marks that chat templates write between turns"""
 
 
 def without_template(prompts: Sequence[str]) -> list[str]:
-    """What differs in prompts that a chat template has rendered alike: what the users said. Other
-    prompts, and a single one, stay as they are."""
+    """The users' texts in prompts that a chat template has rendered alike, found as the parts that
+    differ. Other prompts, and a single one, stay unchanged."""
     head, tail = map(os.path.commonprefix, (list(prompts), [prompt[::-1] for prompt in prompts]))
     opened, closing = list(_TURN.finditer(head)), _TURN.search(tail[::-1])
     if len(prompts) < 2 or not opened or closing is None:
@@ -144,7 +145,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def finite_number(value: object) -> float | None:
-    """A figure out of a file that may be damaged; None for what is no finite number."""
+    """A figure from a file that may be damaged; None if it is no finite number."""
     with suppress(OverflowError):  # a whole number that is too large for a float
         if isinstance(value, (int, float)) and math.isfinite(value):
             return float(value)
@@ -152,8 +153,7 @@ def finite_number(value: object) -> float | None:
 
 
 def figure(value: object, digits: int, kind: Literal["f", "e"] = "f") -> str:
-    """A figure with so many decimals; ``-`` for one that isn't there or isn't finite, and for what
-    is no number: a damaged file may hold anything."""
+    """A figure with ``digits`` decimals; ``-`` if it is missing or no finite number."""
     if (number := finite_number(value)) is None:
         return "-"
     text = f"{number:.{digits}{kind}}"
@@ -161,19 +161,19 @@ def figure(value: object, digits: int, kind: Literal["f", "e"] = "f") -> str:
 
 
 def share_error(error: float, count: int) -> float:
-    """The standard error to state of a share over ``count`` independent outcomes: never less than
-    half of Wilson's interval (1927) at one standard error where all outcomes are alike, which is
-    ``1 / (2 (count + 1))``. Ten of ten is no certainty.
+    """The standard error to report for a share over ``count`` independent outcomes. It is at least
+    half of Wilson's interval (1927) at one standard error for equal outcomes,
+    ``1 / (2 (count + 1))``: ten of ten is no certainty.
 
     Args:
-        error: as the outcomes themselves have it, 0 where all are alike.
+        error: the standard error of the outcomes, 0 if all are equal.
     """
     return max(error, 0.5 / (count + 1))
 
 
 def each_text(value: Any, change: Callable[[str], str],
               change_key: Callable[[Any], Any] = lambda key: key) -> Any:
-    """Plain data with every text in it changed, keys of mappings by a function of their own."""
+    """Plain data with ``change`` applied to each text, and ``change_key`` to each key."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
@@ -183,8 +183,8 @@ def each_text(value: Any, change: Callable[[str], str],
 
 
 def parts_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of plain data and of everything inside it; items of a list have the
-    list's name."""
+    """(dotted name, value) of plain data and of all parts of it; items of a list have the list's
+    name."""
     yield name, value
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -198,15 +198,15 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[float | None], cells: int = 32) -> str:
-    """The course of a figure in at most ``cells`` characters; each is the mean of its share of
-    values, from the lowest to the highest block; a blank where there is none."""
+    """A curve in at most ``cells`` block characters. Each is the mean of its share of the values,
+    scaled to their range; a share without values is a blank."""
     total, count = len(values), min(cells, len(values))
     shares = (values[cell * total // count:(cell + 1) * total // count] for cell in range(count))
     parts = [[value for value in share if value is not None] for share in shares]
-    # halved, so that no sum or difference of them overflows
+    # halved, so that sums and differences don't overflow
     means = [math.fsum(value / len(part) / 2 for value in part) if part else None for part in parts]
-    there = [mean for mean in means if mean is not None]
-    low, spread = min(there, default=0.0), max(there, default=0.0) - min(there, default=0.0)
+    present = [mean for mean in means if mean is not None]
+    low, spread = min(present, default=0.0), max(present, default=0.0) - min(present, default=0.0)
 
     def block(mean: float) -> str:
         share = (mean - low) / spread if spread > 0 else 0.5
@@ -225,7 +225,7 @@ def format_bytes(count: int) -> str:
 
 
 def format_memory(count: float) -> str:
-    """Bytes with three digits or so, ``23.4 GiB`` (binary units, as memory is sold)."""
+    """``23.4 GiB``: bytes with about three digits (binary units, as memory is sold)."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20)):
         if count >= size:
             return f"{three_digits(count / size)} {unit}"
@@ -233,16 +233,16 @@ def format_memory(count: float) -> str:
 
 
 def three_digits(number: float) -> str:
-    """Three digits, or more before the point."""
+    """A number with three significant digits, or all digits before the point."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def nearest(name: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Up to ``count`` candidates near ``name``, the nearest first.
+    """Up to ``count`` candidates similar to ``name``, the most similar first.
 
     Dotted names are compared whole and by their last part; the same last part (``lr`` for
-    ``ppo.optimizer.lr``), the same section or the same beginning count extra. Candidates much worse
-    than the best one are left out.
+    ``ppo.optimizer.lr``), section or beginning counts extra. Candidates much worse than the best
+    are left out.
     """
     scores = {candidate: _likeness(name, candidate) for candidate in candidates}
     best = sorted((c for c, score in scores.items() if score >= 0.75), key=lambda c: -scores[c])
@@ -262,37 +262,34 @@ def _likeness(name: str, candidate: str) -> float:
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """``; did you mean a or b?``, or an empty text when nothing is near."""
+    """``; did you mean a or b?``, or "" if nothing is similar."""
     near = nearest(name, candidates)
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
 def suggestion(name: str, candidates: Iterable[str]) -> str:
-    """The same as a sentence on the nearest one, ``Did you mean 'a'?``."""
+    """``Did you mean 'a'?``, or "" if nothing is similar."""
     near = nearest(name, candidates, count=1)
     return f"Did you mean {near[0]!r}?" if near else ""
 
 
 def raised_at(error: BaseException, file: str | None = None) -> str | None:
-    """``FILE:LINE`` where ``error`` was raised.
-
-    The innermost frame inside ``file`` when the traceback passes through it (that is the user's own
-    line rather than a library's), else the innermost frame outside the import machinery.
-    """
+    """``FILE:LINE`` where ``error`` was raised: the innermost frame inside ``file``, if the
+    traceback has one (the user's line, not a library's), else the innermost outside Python's import
+    system."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{short_path(error.filename)}:{error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if not frame.filename.startswith("<frozen importlib")]
-    own = [frame for frame in frames if file is not None and frame.filename == file]
+    in_file = [frame for frame in frames if file is not None and frame.filename == file]
     if not frames:
         return None
-    frame = (own or frames)[-1]
+    frame = (in_file or frames)[-1]
     return f"{short_path(frame.filename)}:{frame.lineno}"
 
 
 def user_line(error: BaseException) -> str | None:
-    """``FILE:LINE`` of the innermost frame that is neither ours nor a library's; None where the
-    error came through none."""
+    """``FILE:LINE`` of the innermost frame of the user's code; None if the traceback has none."""
     ours, python = (os.path.dirname(os.path.realpath(file)) for file in (__file__, os.__file__))
     frames = [frame for frame in traceback.extract_tb(error.__traceback__)
               if not frame.filename.startswith("<") and "site-packages" not in frame.filename

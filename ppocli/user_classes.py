@@ -1,5 +1,4 @@
-"""Classes of the user's own that stand where a class of ours could: what they lack is found before
-anything is loaded for them."""
+"""Checks of the user's classes that replace a class of ppocli, made before anything is loaded."""
 
 import inspect
 from collections.abc import Iterator, Mapping
@@ -8,19 +7,19 @@ from typing import Any
 
 from ppocli.errors import PpocliError
 from ppocli.text import error_line, raised_at
-from ppocli.user_code import Located, Wanted, locate
+from ppocli.user_code import CodeSetting, Located, locate
 
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 def refuse_unfit(located: Located, base: type, error: type[PpocliError],
                  required: frozenset[str] | None = None) -> None:
-    """Refuse a class without the methods of ``base``, or whose methods don't take what they get.
+    """Refuse a class without the methods of ``base``, or with methods of other arguments.
 
     Args:
-        base: an abstract class or a protocol, whose signatures say how its methods are called:
+        base: an abstract class or a protocol, whose signatures show how its methods are called:
             keyword-only arguments by name, the others by position.
-        required: the methods that must be there; by default those that ``base`` leaves open.
+        required: the methods that must exist (default: the abstract ones of ``base``).
 
     Raises:
         PpocliError: of the kind ``error``; names every method that is missing or wrong.
@@ -36,10 +35,10 @@ def refuse_unfit(located: Located, base: type, error: type[PpocliError],
 
 
 def refuse_abstract(located: Located, error: type[PpocliError]) -> None:
-    """Refuse a class of which no object can be made.
+    """Refuse a class that is still abstract.
 
     Raises:
-        PpocliError: of the kind ``error``; names the methods that its own bases ask for.
+        PpocliError: of the kind ``error``; names the abstract methods.
     """
     cls: Any = located.target
     if inspect.isabstract(cls):
@@ -71,7 +70,7 @@ def _problems(cls: Any, base: type, required: frozenset[str] | None) -> Iterator
 
 
 def _misfits(name: str, override: Any, method: Any) -> Iterator[str]:
-    """In what way a method can't be called as the one that it replaces."""
+    """The ways in which a method can't be called like the one that it replaces."""
     function = getattr(override, "__func__", override)  # of a static method or one of the class
     # an object that can be called, such as a partial, is no method and gets no ``self``
     receiver = (None,) * (hasattr(function, "__get__") and not isinstance(override, staticmethod))
@@ -80,7 +79,7 @@ def _misfits(name: str, override: Any, method: Any) -> Iterator[str]:
     named = {one.name: None for one in parameters if one.kind is Parameter.KEYWORD_ONLY}
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of a callable that doesn't tell it
+    except (TypeError, ValueError):  # of a callable without a signature
         return
     try:
         signature.bind(*receiver, *positional, **named)
@@ -102,52 +101,53 @@ def _shown(method: Any) -> str:
     return str(inspect.Signature(bare))
 
 
-def check_class(wanted: Wanted, base: type) -> Located:
-    """Import what ``wanted`` names and, where it is a class, look for the methods of ``base``.
+def check_class(setting: CodeSetting, base: type) -> Located:
+    """Import what ``setting`` names and, if it is a class, check it for the methods of ``base``.
 
     Raises:
         PpocliError: as :func:`~ppocli.user_code.locate` and :func:`refuse_unfit`.
     """
-    located = locate(wanted)
-    refuse_unfit(located, base, wanted.kind.error)
+    located = locate(setting)
+    refuse_unfit(located, base, setting.kind.error)
     return located
 
 
-def build(wanted: Wanted, base: type, *arguments: Any, kwargs: Mapping[str, Any], key: str) -> Any:
-    """What comes of calling what ``wanted`` names.
+def build(setting: CodeSetting, base: type, *arguments: Any, kwargs: Mapping[str, Any], key: str
+          ) -> Any:
+    """Call the function or class that ``setting`` names, and return its result.
 
     Args:
-        base: that the result stands for: it has its methods and what its annotations name.
-        arguments: what we hand over.
-        kwargs: the user's further arguments.
-        key: that holds ``kwargs``, for messages.
+        base: the class that the result replaces: it needs its methods and annotated attributes.
+        arguments: arguments from ppocli.
+        kwargs: arguments from the user.
+        key: the config key of ``kwargs``, for messages.
 
     Raises:
-        PpocliError: as :func:`check_class`; or it doesn't take these arguments, or what it made
+        PpocliError: as :func:`check_class`; or the call doesn't take these arguments, or its result
             lacks something.
     """
-    target = (located := check_class(wanted, base)).target
+    target = (located := check_class(setting, base)).target
     try:
         inspect.signature(target).bind(*arguments, **kwargs)
     except TypeError as error:
-        raise wanted.refused(f"{wanted.spec} can't be called with what it would get: {error}.",
-                             where=f"{wanted.key}, {key}",
-                             fix="it gets one argument from ppocli, and those of "
-                             f"{key}={dict(kwargs)} by name") from error
+        raise setting.refused(f"{setting.spec} can't be called with what it would get: {error}.",
+                              where=f"{setting.key}, {key}",
+                              fix="it gets one argument from ppocli, and those of "
+                              f"{key}={dict(kwargs)} by name") from error
     try:
         made = target(*arguments, **kwargs)
     except TypeError as error:
         if not str(error).startswith("Can't instantiate abstract class"):
             raise
-        raise wanted.refused(f"{error_line(error)}.", where=raised_at(error, located.file),
-                             fix="define that method") from error
+        raise setting.refused(f"{error_line(error)}.", where=raised_at(error, located.file),
+                              fix="define that method") from error
     if inspect.isabstract(base) and not isinstance(made, base):
-        raise wanted.refused(f"{wanted.spec} has returned {type(made).__name__}, which is no "
-                             f"{base.__module__}.{base.__name__}.",
-                             fix="return an instance of a subclass")
+        raise setting.refused(f"{setting.spec} has returned {type(made).__name__}, which is no "
+                              f"{base.__module__}.{base.__name__}.",
+                              fix="return an instance of a subclass")
     if absent := [name for name in inspect.get_annotations(base)
                   if not (hasattr(base, name) or hasattr(made, name))]:
-        raise wanted.refused(f"{type(made).__name__} sets no {' and no '.join(absent)}.",
-                             where=f"{wanted.key}={located.label}",
-                             fix="set it in the class, or in __init__")
+        raise setting.refused(f"{type(made).__name__} sets no {' and no '.join(absent)}.",
+                              where=f"{setting.key}={located.label}",
+                              fix="set it in the class, or in __init__")
     return made

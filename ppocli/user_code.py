@@ -1,8 +1,7 @@
-"""Code of the user's own: from an import path to the object it names, and words for messages about
-it: where it lies, where it raised, what a text looked like.
+"""The user's code: from an import path to the object it names, with file and line for messages.
 
-Only code of the user's own or of an installed third-party package is accepted: a shared recipe
-names Python that will run, so ``os:system`` and everything else of the standard library is refused.
+Only the user's code and installed third-party packages are accepted. A shared recipe names Python
+that will run, so ``os:system`` and all of the standard library is refused.
 """
 
 import ast
@@ -32,7 +31,7 @@ from ppocli.own_code import (
 from ppocli.text import error_line, pasted, raised_at, short_path, suggestion
 
 SHOWN_CHARS = 100
-"""longest piece of a sample that a message shows"""
+"""maximum characters of a sample in a message"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,47 +41,47 @@ class Kind:
     noun: str
     """``function`` or ``class``"""
     error: type[PpocliError]
-    """what is raised where the path leads to nothing that can be used"""
+    """raised for a path that can't be used"""
     short_names: Mapping[str, str] = field(default_factory=dict)
-    """names of what ships with ppocli, and the import path of each"""
+    """name of a built-in -> its import path"""
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a key asks for."""
+class CodeSetting:
+    """A config key's value that names code."""
 
     spec: str
-    """as the user wrote it"""
+    """the value, an import path or the name of a built-in"""
     key: str
-    """config key it came from, such as ``reward.fn``"""
+    """the config key, such as ``reward.fn``"""
     kind: Kind
 
     @property
     def forms(self) -> str:
-        """The forms that a path may have."""
+        """The forms of an import path, for messages."""
         return ", ".join(form + self.kind.noun for form in (
             "pkg.module:", "pkg.module.", "path/to/file.py:"))
 
     def refused(self, what: str, *, fix: str, where: str | None = None) -> PpocliError:
-        """The error that says why the path won't do."""
+        """The error for a path that can't be used."""
         return self.kind.error(what, where=where or self.key, fix=fix)
 
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """A callable that a key names, before anything is bound to it."""
+    """A callable that a key names, without arguments."""
 
     spec: str
-    """as the user wrote it"""
+    """as of :class:`CodeSetting`"""
     key: str
-    """config key it came from, such as ``reward.fn``"""
+    """as of :class:`CodeSetting`"""
     target: Callable[..., Any]
     """function, class or callable object"""
     file: str | None
     """source file, for ``running code from FILE``"""
     line: int | None
     module: str
-    """that its code belongs to"""
+    """the module of its code"""
 
     @property
     def label(self) -> str:
@@ -92,68 +91,68 @@ class Located:
         return f"{self.spec} ({short_path(self.file)}:{self.line})"
 
 
-def locate(wanted: Wanted) -> Located:
-    """Import what is wanted: ``pkg.module:function``, ``pkg.module.function``,
-    ``path/to/file.py:function`` or a short name. A class, a nested attribute or a callable object
-    will do as well.
+def locate(setting: CodeSetting) -> Located:
+    """Import the function, class or other callable that a setting names:
+    ``pkg.module:function``, ``pkg.module.function``, ``path/to/file.py:function`` or a built-in's
+    name; nested attributes work as well.
 
     Raises:
-        PpocliError: of the wanted kind: no such module, file or attribute; an error inside the
+        PpocliError: of the setting's kind: no such module, file or attribute; an error inside the
             module; something that can't be called; code of the standard library; or code that a
             configuration may not name (:mod:`ppocli.own_code`).
     """
-    file, module_name, attribute = _parted(wanted)
-    _refuse_unnamable(wanted, module_name, file)
+    file, module_name, attribute = _parted(setting)
+    _refuse_unnamable(setting, module_name, file)
     if file is not None:
-        module = _load_file(file, wanted)
+        module = _load_file(file, setting)
     elif attribute:
-        module = _load_module(module_name or "", wanted)
+        module = _load_module(module_name or "", setting)
     else:
-        module, attribute = _split_dotted(module_name or "", wanted)
-    located = from_object(_attribute(module, attribute, wanted), wanted)
+        module, attribute = _split_dotted(module_name or "", setting)
+    located = from_object(_attribute(module, attribute, setting), setting)
     if inspect.isroutine(located.target) or inspect.isclass(located.target):
-        # it may have been imported there; another object, of whatever class, was made there
-        _refuse_unnamable(wanted, located.module, located.file)
+        # the module may have imported a function or class from elsewhere; it made other objects
+        _refuse_unnamable(setting, located.module, located.file)
     return located
 
 
-def _parted(wanted: Wanted) -> tuple[str | None, str | None, str]:
-    """(file, module, name in it) of a path; all as the module of one that has dots alone."""
-    path = wanted.kind.short_names.get(wanted.spec, wanted.spec)
+def _parted(setting: CodeSetting) -> tuple[str | None, str | None, str]:
+    """(file, module, name in it) of a path; of a path with dots alone, all is the module."""
+    path = setting.kind.short_names.get(setting.spec, setting.spec)
     join_working_directory()
     source, colon, attribute = path.rpartition(":")
     if path.endswith(".py") or (colon and not attribute):
-        raise _no_function(wanted)
+        raise _no_function(setting)
     if not colon and "." not in path:
-        raise _no_module(path, wanted)
+        raise _no_module(path, setting)
     if colon and (source.endswith(".py") or os.sep in source):
         return source, None, attribute
     return None, source if colon else path, attribute if colon else ""
 
 
-def refuse_absent(wanted: Wanted) -> None:
-    """Refuse a path of which it can be told without running any code that it leads nowhere.
+def refuse_absent(setting: CodeSetting) -> None:
+    """Refuse a path that leads nowhere, as far as can be seen without running code.
 
     Raises:
-        PpocliError: of the wanted kind; no built-in, file, package or definition of that name.
+        PpocliError: of the setting's kind: no built-in, file, package or definition of that name.
     """
-    file, module, attribute = _parted(wanted)
+    file, module, attribute = _parted(setting)
     if module is None:
-        file = str(_existing_file(file or "", wanted))
+        file = str(_existing_file(file or "", setting))
     else:
         top = module.partition(".")[0]
         if not top.isidentifier() or top in sys.modules:
             return
-        if (found := importlib.util.find_spec(top)) is None:
-            raise _no_module(module, wanted)
-        file = found.origin if attribute and module == top else None
+        if (module_spec := importlib.util.find_spec(top)) is None:
+            raise _no_module(module, setting)
+        file = module_spec.origin if attribute and module == top else None
     name = attribute.partition(".")[0]
     if file is not None and not _may_define(file, name):
-        raise _no_attribute(name, short_path(file), _defined(file, wanted.kind.noun), wanted)
+        raise _no_attribute(name, short_path(file), _defined(file, setting.kind.noun), setting)
 
 
 def _may_define(file: str, name: str) -> bool:
-    """Whether some line of a module may bind ``name``; true of what can't be read."""
+    """Whether a line of a module may define ``name``; true for a module that can't be read."""
     try:
         nodes = list(ast.walk(ast.parse(Path(file).read_bytes())))
     except (OSError, SyntaxError, ValueError):
@@ -164,27 +163,27 @@ def _may_define(file: str, name: str) -> bool:
     return bool(bound & {name, "*", "__getattr__", "globals", "vars", "setattr", "exec"})
 
 
-def _refuse_unnamable(wanted: Wanted, module: str | None, file: str | None) -> None:
-    """Refuse a path that a configuration names and that leads out of where it may lead."""
-    ours = [path.partition(":")[0] for path in wanted.kind.short_names.values()]
+def _refuse_unnamable(setting: CodeSetting, module: str | None, file: str | None) -> None:
+    """Refuse code that a configuration names but may not."""
+    ours = [path.partition(":")[0] for path in setting.kind.short_names.values()]
     shipped = any(f"{module}.".startswith(f"{name}.") for name in ours)
-    if wanted.spec in limited and not shipped and not may_name(module, file):
-        raise wanted.refused(
-            f"{wanted.spec!r} is refused: a configuration file names it, and it leads to "
+    if setting.spec in limited and not shipped and not may_name(module, file):
+        raise setting.refused(
+            f"{setting.spec!r} is refused: a configuration file names it, and it leads to "
             f"{file or module}, which is neither under the current folder nor in a package that "
             f"declares an entry point in the group {ENTRY_POINTS}.",
-            fix=f"if you mean it, type it: {pasted(f'{wanted.key}={wanted.spec}')}")
+            fix=f"if you mean it, type it: {pasted(f'{setting.key}={setting.spec}')}")
 
 
-def from_object(target: Any, wanted: Wanted) -> Located:
-    """Check a Python object as :func:`locate` does and note where its code lies.
+def from_object(target: Any, setting: CodeSetting) -> Located:
+    """Check a Python object as :func:`locate` does, and find the file and line of its code.
 
     Raises:
         PpocliError: it can't be called, or belongs to the standard library.
     """
     if not callable(target):
-        raise wanted.refused(
-            f"{wanted.spec!r} is of type {type(target).__name__}, which can't be called.",
+        raise setting.refused(
+            f"{setting.spec!r} is of type {type(target).__name__}, which can't be called.",
             fix="name a function, a class or a callable object")
     code = target
     while isinstance(code, functools.partial):
@@ -195,25 +194,25 @@ def from_object(target: Any, wanted: Wanted) -> Located:
     module_name = getattr(code, "__module__", None)
     if module_name is None:  # methods of built-in types carry no module
         module_name = type(getattr(code, "__self__", code)).__module__
-    _refuse_standard_library(module_name, wanted)
+    _refuse_standard_library(module_name, setting)
     file = line = None
     with suppress(TypeError, OSError):
         file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
-    return Located(wanted.spec, wanted.key, target, file, line, module_name)
+    return Located(setting.spec, setting.key, target, file, line, module_name)
 
 
-def _refuse_standard_library(module_name: str, wanted: Wanted) -> None:
+def _refuse_standard_library(module_name: str, setting: CodeSetting) -> None:
     if module_name.partition(".")[0] in sys.stdlib_module_names:
-        raise wanted.refused(
-            f"{wanted.spec!r} is refused: it is part of Python's {module_name!r}, and a "
+        raise setting.refused(
+            f"{setting.spec!r} is refused: it is part of Python's {module_name!r}, and a "
             "configuration may not run the standard library.",
-            fix=f"name a {wanted.kind.noun} of your own; a module of yours that carries the name "
+            fix=f"name a {setting.kind.noun} of your own; a module of yours that carries the name "
                 "of a standard one needs another name")
 
 
 @contextmanager
-def _import_errors(wanted: Wanted, source: str) -> Iterator[None]:
-    """Turn what a module raises while it is imported into one error with the real cause."""
+def _import_errors(setting: CodeSetting, source: str) -> Iterator[None]:
+    """Turn an exception during an import into an error that names the module and the cause."""
     try:
         yield
     except PpocliError:
@@ -223,42 +222,42 @@ def _import_errors(wanted: Wanted, source: str) -> Iterator[None]:
         if relative := "relative import" in str(error):
             module = os.path.relpath(source).removesuffix(".py").replace(os.sep, ".")
         way = pasted(source) if module.endswith(".py") else f"-c 'import {module}'"
-        raise wanted.refused(
-            f"Importing {source} for {wanted.spec!r} failed: {error_line(error)}",
-            where=place and f"{place} (from {wanted.key})",
+        raise setting.refused(
+            f"Importing {source} for {setting.spec!r} failed: {error_line(error)}",
+            where=place and f"{place} (from {setting.key})",
             fix=f"make it importable{f' as {module}' * relative}; try: python {way}") from error
 
 
-def _load_module(name: str, wanted: Wanted) -> ModuleType:
+def _load_module(name: str, setting: CodeSetting) -> ModuleType:
     if not all(part.isidentifier() for part in name.split(".")):
-        raise wanted.refused(
-            f"{wanted.spec!r} is not an import path: {name!r} can't be a module's name.",
-            fix=f"one of these forms: {wanted.forms}")
-    _refuse_standard_library(name, wanted)
+        raise setting.refused(
+            f"{setting.spec!r} is not an import path: {name!r} can't be a module's name.",
+            fix=f"one of these forms: {setting.forms}")
+    _refuse_standard_library(name, setting)
     importlib.invalidate_caches()
-    with _import_errors(wanted, name):
+    with _import_errors(setting, name):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
             missing = error.name or ""
             if name == missing or name.startswith(missing + "."):
-                raise _no_module(name, wanted) from None
+                raise _no_module(name, setting) from None
             raise
 
 
-def _existing_file(source: str, wanted: Wanted) -> Path:
+def _existing_file(source: str, setting: CodeSetting) -> Path:
     path = Path(source).expanduser().resolve()
     if not path.is_file():
         folder = path.parent
         near = suggestion(path.name, (p.name for p in folder.glob("*.py")))
         where_looked = f"folder {folder}" if folder.is_dir() else f"no folder {folder} either"
-        raise wanted.refused(f"There is no file {source!r} ({where_looked}). {near}".rstrip(),
-                             fix="give the file's path from the current folder")
+        raise setting.refused(f"There is no file {source!r} ({where_looked}). {near}".rstrip(),
+                              fix="give the file's path from the current folder")
     return path
 
 
-def _load_file(source: str, wanted: Wanted) -> ModuleType:
-    path = _existing_file(source, wanted)
+def _load_file(source: str, setting: CodeSetting) -> ModuleType:
+    path = _existing_file(source, setting)
     # The name carries the file's time, so that an edited file is read anew in a long session.
     stamp = hashlib.sha256(f"{path}:{path.stat().st_mtime_ns}".encode()).hexdigest()[:12]
     name = f"_ppocli_user_{path.stem}_{stamp}"
@@ -266,14 +265,14 @@ def _load_file(source: str, wanted: Wanted) -> ModuleType:
         return sys.modules[name]
     module_spec = importlib.util.spec_from_file_location(name, path)
     if module_spec is None or module_spec.loader is None:
-        raise wanted.refused(f"{source!r} is not a Python file.", fix="give a .py file")
+        raise setting.refused(f"{source!r} is not a Python file.", fix="give a .py file")
     module = importlib.util.module_from_spec(module_spec)
     if str(path.parent) not in sys.path:  # its neighbours, as `python path/to/file.py` sees them
         sys.path.append(str(path.parent))
     sys.modules[name] = module  # dataclasses and pickling look their module up
     try:
-        with _import_errors(wanted, source):
-            refuse_other_neighbours(path, wanted.refused)
+        with _import_errors(setting, source):
+            refuse_other_neighbours(path, setting.refused)
             module_spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -281,29 +280,29 @@ def _load_file(source: str, wanted: Wanted) -> ModuleType:
     return module
 
 
-def _split_dotted(path: str, wanted: Wanted) -> tuple[ModuleType, str]:
-    """The longest importable module at the start of ``a.b.c.d``, and the attribute path left."""
+def _split_dotted(path: str, setting: CodeSetting) -> tuple[ModuleType, str]:
+    """The longest importable module at the start of ``a.b.c.d``, and the rest, its attribute."""
     parts = path.split(".")
-    module = _load_module(parts[0], wanted)
+    module = _load_module(parts[0], setting)
     for position, part in enumerate(parts[1:], start=1):
-        found, left = getattr(module, part, None), parts[position:]
+        member, left = getattr(module, part, None), parts[position:]
         name = ".".join(parts[:position + 1])
-        if isinstance(found, ModuleType) or (
-                found is None and hasattr(module, "__path__") and importlib.util.find_spec(name)):
-            module = _load_module(name, wanted)
-        elif found is None and len(left) > 1:
-            raise _no_module(name, wanted)
+        if isinstance(member, ModuleType) or (
+                member is None and hasattr(module, "__path__") and importlib.util.find_spec(name)):
+            module = _load_module(name, setting)
+        elif member is None and len(left) > 1:
+            raise _no_module(name, setting)
         else:
             return module, ".".join(left)
-    raise _no_function(wanted)
+    raise _no_function(setting)
 
 
-def _no_module(name: str, wanted: Wanted) -> PpocliError:
-    """The error for a module (or short name) that isn't there, with the nearest that is."""
-    if Path(f"{wanted.spec}.py").is_file():
-        return _no_function(wanted)
+def _no_module(name: str, setting: CodeSetting) -> PpocliError:
+    """The error for a missing module or built-in; suggests the nearest that exists."""
+    if Path(f"{setting.spec}.py").is_file():
+        return _no_function(setting)
     parent, _, leaf = name.rpartition(".")
-    spec, built_in = wanted.spec, wanted.kind.short_names
+    spec, built_in = setting.spec, setting.kind.short_names
     if parent in sys.modules:
         folders = getattr(sys.modules[parent], "__path__", [])
         candidates = [module.name for module in pkgutil.iter_modules(folders)]
@@ -319,20 +318,20 @@ def _no_module(name: str, wanted: Wanted) -> PpocliError:
                     f"{spec!r} is no import path.")
     near = suggestion(leaf, candidates)
     names = f"; or a built-in: {', '.join(sorted(built_in))}" if built_in else ""
-    return wanted.refused(f"{what} {near}".rstrip(), where=f"{wanted.key}={spec}",
-                          fix=f"one of these forms: {wanted.forms}{names}")
+    return setting.refused(f"{what} {near}".rstrip(), where=f"{setting.key}={spec}",
+                           fix=f"one of these forms: {setting.forms}{names}")
 
 
-def _no_function(wanted: Wanted) -> PpocliError:
-    spec, noun, module = wanted.spec, wanted.kind.noun, wanted.spec.rstrip(":")
+def _no_function(setting: CodeSetting) -> PpocliError:
+    spec, noun, module = setting.spec, setting.kind.noun, setting.spec.rstrip(":")
     module = module if module.endswith(".py") else module.replace(":", ".")
-    return wanted.refused(f"{spec!r} names a module or file, but no {noun} in it.",
-                          fix=" or ".join(pasted(f"{wanted.key}={module}:{name}") for name in
-                                          _defined(module, noun)[:3] or [noun.upper()]))
+    return setting.refused(f"{spec!r} names a module or file, but no {noun} in it.",
+                           fix=" or ".join(pasted(f"{setting.key}={module}:{name}") for name in
+                                           _defined(module, noun)[:3] or [noun.upper()]))
 
 
 def _defined(module: str, noun: str) -> list[str]:
-    """The public functions or classes that a file of the user's defines; it isn't run."""
+    """The public functions or classes that the user's file defines; the file isn't run."""
     path = Path(module if module.endswith(".py") else module.replace(".", "/") + ".py")
     try:
         body = ast.parse(path.read_bytes()).body
@@ -343,30 +342,30 @@ def _defined(module: str, noun: str) -> list[str]:
             and not node.name.startswith("_")]
 
 
-def _attribute(module: ModuleType, attribute: str, wanted: Wanted) -> Any:
-    found: Any = module
+def _attribute(module: ModuleType, attribute: str, setting: CodeSetting) -> Any:
+    value: Any = module
     for part in attribute.split("."):
-        if not hasattr(found, part):
-            names = [name for name in dir(found)
-                     if not name.startswith("_") and callable(getattr(found, name, None))]
+        if not hasattr(value, part):
+            names = [name for name in dir(value)
+                     if not name.startswith("_") and callable(getattr(value, name, None))]
             home = short_path(getattr(module, "__file__", None) or module.__name__)
-            raise _no_attribute(part, home, names, wanted)
-        found = getattr(found, part)
-    if isinstance(found, ModuleType):
-        raise _no_function(wanted)
-    return found
+            raise _no_attribute(part, home, names, setting)
+        value = getattr(value, part)
+    if isinstance(value, ModuleType):
+        raise _no_function(setting)
+    return value
 
 
-def _no_attribute(part: str, home: str, names: list[str], wanted: Wanted) -> PpocliError:
-    """The error for a module without that function, with the nearest that it has."""
+def _no_attribute(part: str, home: str, names: list[str], setting: CodeSetting) -> PpocliError:
+    """The error for a module without that function; suggests the nearest that it has."""
     hint = suggestion(part, names) or (
         f"It has: {', '.join(sorted(names)[:10])}." if names else "It has no functions.")
-    file = f"{wanted.spec.split(':')[0].split('.')[0]}.py"
-    fix = (f"an installed package hides {file}; name the file: {wanted.key}={file}:{part}"
+    file = f"{setting.spec.split(':')[0].split('.')[0]}.py"
+    fix = (f"an installed package hides {file}; name the file: {setting.key}={file}:{part}"
            if file != home and Path(file).is_file() else
-           f"name a {wanted.kind.noun} that the module has")
-    return wanted.refused(f"There is no {part!r} in {home!r}. {hint}",
-                          where=f"{wanted.key}={wanted.spec}", fix=fix)
+           f"name a {setting.kind.noun} that the module has")
+    return setting.refused(f"There is no {part!r} in {home!r}. {hint}",
+                           where=f"{setting.key}={setting.spec}", fix=fix)
 
 
 def shorten(text: str) -> str:

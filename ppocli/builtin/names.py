@@ -1,4 +1,4 @@
-"""What comes with ppocli: models and prompt files (``builtin:NAME``), config groups, recipes."""
+"""Files that come with ppocli: models and prompts (``builtin:NAME``), config groups, recipes."""
 
 from functools import cache
 from pathlib import Path
@@ -17,17 +17,17 @@ _BUILTINS = {
                 "everyday-eval-prompts"),
     "data": ("pipeline-sft", "pipeline-sft-eval", "pipeline-pairs", "pipeline-pairs-eval",
              "arithmetic", "arithmetic-eval")}
-"""the section of the configuration that takes them -> names; the README here says what each is"""
+"""section of the configuration -> names; the README beside this file describes them"""
 
 
 def list_builtins(*sections: str) -> list[str]:
-    """Names (without ``builtin:``) of the built-in models and files for these ``sections``, all for
-    none."""
+    """Names (without ``builtin:``) of the built-in models and files for ``sections``; by default
+    all."""
     return [name for section in sections or _BUILTINS for name in _BUILTINS[section]]
 
 
 def resolve_builtin(name: str) -> Path:
-    """The folder or file that ``NAME`` or ``builtin:NAME`` stands for.
+    """The folder or file of ``NAME`` or ``builtin:NAME``.
 
     Models are plain Hugging Face folders; prompt files are JSON lines with a ``prompt`` column.
 
@@ -35,11 +35,11 @@ def resolve_builtin(name: str) -> Path:
         InputError: there is no built-in of that name, or its files are missing.
     """
     bare = name.removeprefix(BUILTIN_PREFIX)
-    if bare not in (known := list_builtins()):
-        near = nearest(bare, known, count=1)
+    if bare not in (names := list_builtins()):
+        near = nearest(bare, names, count=1)
         hint = f"did you mean {BUILTIN_PREFIX}{near[0]}? " if near else ""
         raise InputError(f"there is no built-in model or prompt file named {bare!r}", where=name,
-                         fix=f"{hint}known: " + ", ".join(BUILTIN_PREFIX + each for each in known))
+                         fix=f"{hint}known: " + ", ".join(BUILTIN_PREFIX + each for each in names))
     is_folder = bare in list_builtins("model", "reward")
     path = _DATA / (bare if is_folder else f"{bare.replace('-', '_')}.jsonl")
     if not path.exists():
@@ -50,7 +50,7 @@ def resolve_builtin(name: str) -> Path:
 
 @cache
 def shipped_table(name: str) -> Any:
-    """What a YAML file beside this one holds; to be read only."""
+    """The content of a YAML file beside this one, cached: callers must not change it."""
     import yaml
 
     return yaml.safe_load(Path(__file__).with_name(name).read_text(encoding="utf-8"))
@@ -59,7 +59,7 @@ def shipped_table(name: str) -> Any:
 def shipped(name: str) -> Path:
     """The absolute path of a shipped folder: ``conf`` or ``recipes``.
 
-    In a wheel they lie inside the package, in a checkout (or an editable installation) beside it.
+    In a wheel it lies inside the package, in a checkout (or an editable installation) beside it.
 
     Raises:
         FileNotFoundError: the installation is broken; neither place has the folder.
@@ -80,9 +80,9 @@ def config_groups() -> dict[str, list[str]]:
 
 def recipe_files() -> dict[str, Path]:
     """Recipe names and files: those of ``./recipes`` in the current folder, then the shipped."""
-    found: dict[str, Path] = {}
+    recipes: dict[str, Path] = {}
     for folder in (Path.cwd() / "recipes", shipped("recipes")):
         if folder.is_dir():
             for file in sorted(folder.glob("*.yaml")):
-                found.setdefault(file.stem, file)
-    return found
+                recipes.setdefault(file.stem, file)
+    return recipes

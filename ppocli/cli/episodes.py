@@ -161,16 +161,16 @@ class ShownCalls(Calls):
         """As :meth:`Calls.answers`."""
         for call in calls:
             if call.turn == 0:
-                _show_heading({**call.given, "prompt_index": call.episode})
+                _show_heading({**call.arguments, "prompt_index": call.episode})
             elif self._echo:
-                _show([(POLICY, call.given["response"].strip())])
+                _show([(POLICY, call.arguments["response"].strip())])
         answers = super().answers(calls, stream)
         for call, one in zip(calls, answers, strict=True):
-            if one.told is not None:
-                content = one.told.observation if call.turn else one.told
+            if one.result is not None:
+                content = one.result.observation if call.turn else one.result
                 text = (content if isinstance(content, str) else text_of(content or ())).strip()
                 _show(transcript_turns({"turns": [{"observation": text, "reward": getattr(
-                    one.told, "reward", 0.0)}]})[1:])
+                    one.result, "reward", 0.0)}]})[1:])
         return answers
 
 

@@ -1,5 +1,5 @@
-"""``model.peft``: which adapter trains in place of the model, checked against a table of PEFT's
-fields: importing PEFT loads torch, which takes seconds."""
+"""``model.peft``: the adapter that trains in place of the model. It is checked against a table of
+PEFT's fields, since importing PEFT loads torch, which takes seconds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,33 +18,32 @@ _TYPES: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "bo
 
 
 def peft_fields(kind: str) -> dict[str, str]:
-    """The fields of PEFT's configuration that a user may give, each with its type, which is checked
-    unless it is ``any``."""
+    """Fields of PEFT's configuration that a user may set -> their types; ``any`` isn't checked."""
     table: dict[str, list[str]] = shipped_table("library_keys.yaml")["peft"][kind]
     return {name: takes for takes, names in table.items() for name in names}
 
 
 def adapter_kind(model: schema.ModelConfig) -> str | None:
-    """``lora``, ``prefix`` or ``prompt``; None where no adapter is asked for, or no such one."""
-    _, given = _type(model)
-    kind = _PEFT_NAMES.get(given.lower(), given.lower())
+    """``lora``, ``prefix`` or ``prompt``; None without an adapter, or for an unknown kind."""
+    _, type_name = _type(model)
+    kind = _PEFT_NAMES.get(type_name.lower(), type_name.lower())
     return kind if kind in _CLASSES else None
 
 
 def _type(model: schema.ModelConfig) -> tuple[str, str]:
-    """The key that says which adapter, and what it says; nothing where none does."""
+    """The key that names the adapter's kind, and its value; "" for both if there is none."""
     return next(((name, str(model.peft[name])) for name in TYPE_KEYS
                  if model.peft and model.peft.get(name) is not None), ("", ""))
 
 
 def adapter_settings(model: schema.ModelConfig) -> dict[str, Any]:
-    """The fields given for the PEFT config, without what says its class."""
+    """The fields for PEFT's configuration, without its class."""
     return {name: value for name, value in (model.peft or {}).items()
             if name not in (*TYPE_KEYS, "task_type")}
 
 
 def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
-    """Rules on ``model.peft``, ``model.quantization`` and what doesn't go with them."""
+    """Rules on ``model.peft``, ``model.quantization`` and settings that they exclude."""
     model = config.model
     if not model.peft:
         yield (model.reference.kind == "adapter", "model.reference.kind, model.peft",
@@ -55,15 +54,15 @@ def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
                "model.peft.type=lora")
         return
     if (kind := adapter_kind(model)) is None or not extras.installed("peft"):
-        key, given = _type(model)
-        yield (not given, "model.peft", "type is missing; it must be given: model.peft.type=lora "
-               "(or prefix, prompt)")
-        yield (given and kind is None, f"model.peft.{key}",
-               f"{given} must be one of {', '.join(_CLASSES)}{did_you_mean(given, _CLASSES)}")
+        key, type_name = _type(model)
+        yield (not type_name, "model.peft",
+               "type is missing; it must be given: model.peft.type=lora (or prefix, prompt)")
+        yield (type_name and kind is None, f"model.peft.{key}", f"{type_name} must be one of "
+               f"{', '.join(_CLASSES)}{did_you_mean(type_name, _CLASSES)}")
         yield kind, "model.peft", f"needs the library PEFT: {extras.pip_line('peft')}"
     else:
         yield from _fields(kind, model)
-    yield from _beside_adapter(model)
+    yield from _adapter_conflicts(model)
     yield (config.hardware.zero_stage == 3 and adapter_settings(model).get("use_dora"),
            "model.peft.use_dora, hardware.zero_stage", "DoRA reads the norms of whole weights, "
            "which ZeRO 3 shards: use zero_stage 0 to 2")
@@ -72,7 +71,7 @@ def adapter_rules(config: schema.TrainConfig) -> keys.Rules:
 
 
 def _fields(kind: str, model: schema.ModelConfig) -> keys.Rules:
-    """What is given for PEFT's own config."""
+    """Rules on the fields for PEFT's configuration."""
     settings, fields = adapter_settings(model), peft_fields(kind)
     task = (model.peft or {}).get("task_type")
     yield (task not in (None, "CAUSAL_LM", "SEQ_2_SEQ_LM"), "model.peft.task_type",
@@ -86,9 +85,9 @@ def _fields(kind: str, model: schema.ModelConfig) -> keys.Rules:
                           or isinstance(value, bool) != (bool in takes)), key,
                f"{value!r} must be of the type {fields.get(name)}")
     count = "r" if kind == "lora" else "num_virtual_tokens"
-    given = settings.get(count)
-    yield isinstance(given, int) and given < 1, f"model.peft.{count}", f"{given} must be >= 1"
-    yield (kind != "lora" and given is None, f"model.peft.{count}",
+    size = settings.get(count)
+    yield isinstance(size, int) and size < 1, f"model.peft.{count}", f"{size} must be >= 1"
+    yield (kind != "lora" and size is None, f"model.peft.{count}",
            f"missing; it must be given: model.peft.{count}=16")
     if kind == "lora":
         yield from _lora(model, settings)
@@ -110,7 +109,7 @@ def _lora(model: schema.ModelConfig, settings: Mapping[str, Any]) -> keys.Rules:
            "model.reference.kind=copy")
 
 
-def _beside_adapter(model: schema.ModelConfig) -> keys.Rules:
+def _adapter_conflicts(model: schema.ModelConfig) -> keys.Rules:
     yield (adapter_kind(model) == "prefix" and model.gradient_checkpointing,
            "model.peft, model.gradient_checkpointing", "prefix tuning puts its tokens into the "
            "cache, which gradient checkpointing doesn't use: set "

@@ -1,5 +1,5 @@
-"""What keys come to where they are left open, to the advantage estimator or to ZeRO's stage, and
-which of the algorithm's contradict each other."""
+"""Effective values of keys that are null (by the advantage estimator or ZeRO's stage), and rules
+between the keys of the algorithm."""
 
 import os
 import re
@@ -13,13 +13,13 @@ from ppocli.ppo.off_policy import CRITERIA, why_no_bound
 from ppocli.text import did_you_mean, shown
 
 DECAY_TYPES = ("cosine", "linear", "1-sqrt")
-"""of the schedule warmup_stable_decay"""
+"""values of ``decay_type`` in the schedule warmup_stable_decay"""
 UNSHARDED_OPTIMIZERS = ("adamw_8bit", "adafactor")
 """their state depends on a weight's whole shape, which ZeRO's flat partitions don't have"""
 
 
 def estimator_of(ppo: schema.PPOConfig) -> Estimator:
-    """The entry of the table of advantage estimators."""
+    """The advantage estimator's entry in the table of estimators."""
     return ESTIMATORS[ppo.advantage]
 
 
@@ -34,8 +34,8 @@ def kl_in(ppo: schema.PPOConfig) -> str:
 
 
 def kl_estimator(ppo: schema.PPOConfig) -> str:
-    """The name of the KL estimate: k1 in the reward; in the loss the one with the gradient of the
-    KL, but GRPO's own for estimators without a critic. k1 would have none on average there."""
+    """The name of the KL estimate. In the reward: k1. In the loss: k3+, whose gradient is that of
+    the KL, or k3, GRPO's, for estimators without a critic; k1 would have no gradient on average."""
     in_loss = "k3+" if estimator_of(ppo).needs_critic else "k3"
     return ppo.kl_estimator or ("k1" if kl_in(ppo) == "reward" else in_loss)
 
@@ -46,7 +46,7 @@ def full_kl_in_loss(ppo: schema.PPOConfig) -> bool:
 
 
 def wants_entropy(ppo: schema.PPOConfig) -> bool:
-    """Whether the policy's entropy is a term of the loss, at some time."""
+    """Whether the policy's entropy is a term of the loss, now or later in the run."""
     return max(ppo.ent_coef, ppo.ent_coef_end or 0.0) > 0
 
 
@@ -56,8 +56,9 @@ def whitens_advantages(ppo: schema.PPOConfig) -> bool:
 
 
 def decoding_scores(config: schema.TrainConfig) -> bool:
-    """Whether old logprobs and values are taken from the decoding pass, what ``ppo.logprobs_from``
-    comes to. That of an earlier policy has neither; and what is to be corrected is compared."""
+    """Whether old logprobs and values come from the decoding pass: the effective
+    ``ppo.logprobs_from``. They can't if the samples come from an earlier policy or are corrected
+    for the sampling policy."""
     choice = config.ppo.logprobs_from
     if config.ppo.staleness or corrects(config):
         return False
@@ -65,7 +66,7 @@ def decoding_scores(config: schema.TrainConfig) -> bool:
 
 
 def importance_level(config: schema.TrainConfig) -> str | None:
-    """What ``ppo.importance.level`` comes to; None: no weights."""
+    """The effective ``ppo.importance.level``; None without weights."""
     level = config.ppo.importance.level or (
         "token" if config.rollout.engine == "vllm" and config.ppo.old_logprobs == "trainer"
         else "none")
@@ -73,27 +74,27 @@ def importance_level(config: schema.TrainConfig) -> str | None:
 
 
 def corrects(config: schema.TrainConfig) -> bool:
-    """Whether the policy that sampled and the trained one are compared, token by token."""
+    """Whether the sampling policy and the trained one are compared, token by token."""
     return importance_level(config) is not None or bool(config.ppo.importance.reject)
 
 
 def exact_when_decoded(config: schema.TrainConfig) -> bool:
-    """Whether the policy says of a token while it decodes what it says of it in a forward pass, up
-    to the last digits of fp32."""
+    """Whether decoding and a forward pass give a token the same logprob, up to the last digits of
+    fp32."""
     return (config.hardware.precision == "fp32" and config.model.quantization is None
             and not (config.model.peft and config.model.dtype == "bf16"))
 
 
 def reference_sharded(cfg: schema.TrainConfig) -> bool:
-    """Whether each process of a training keeps its part of the reference only."""
-    wanted = cfg.model.reference
-    if wanted.shard is None:
-        return cfg.hardware.zero_stage == 3 and wanted.device is None
-    return wanted.shard
+    """Whether each process of a training holds only its part of the reference."""
+    reference = cfg.model.reference
+    if reference.shard is None:
+        return cfg.hardware.zero_stage == 3 and reference.device is None
+    return reference.shard
 
 
 def whole_while_acting(cfg: schema.TrainConfig) -> bool:
-    """Whether each process holds all weights of the policy in rollouts and evaluations."""
+    """Whether each process holds all weights of the policy during rollouts and evaluations."""
     return cfg.hardware.zero_stage < 3 or cfg.hardware.gather_for_generation
 
 
@@ -104,7 +105,7 @@ def algorithm_rules(config: schema.TrainConfig) -> keys.Rules:
         yield from _ppo(config)
     yield from _optimizers(config)
     yield from _schedule(f"{owner}.scheduler", updates.scheduler)
-    if owner == "ppo" and _given(config.ppo.value_scheduler):
+    if owner == "ppo" and _set_values(config.ppo.value_scheduler):
         yield from _schedule("ppo.value_scheduler", value_scheduler(config.ppo))
 
 
@@ -123,17 +124,17 @@ def _ppo(config: schema.TrainConfig) -> keys.Rules:
 
 
 def _schedule(where: str, schedule: schema_training.SchedulerConfig) -> keys.Rules:
-    name, given = schedule.name, schedule.kwargs
-    known = schema_training.SCHEDULE_ARGUMENTS.get(name, ())
-    for argument, value in given.items():
-        wrong = (f"the schedule {name} has {' and '.join(known) or 'no arguments'}"
-                 + did_you_mean(argument, known) if argument not in known else
+    name, kwargs = schedule.name, schedule.kwargs
+    accepted = schema_training.SCHEDULE_ARGUMENTS.get(name, ())
+    for argument, value in kwargs.items():
+        wrong = (f"the schedule {name} has {' and '.join(accepted) or 'no arguments'}"
+                 + did_you_mean(argument, accepted) if argument not in accepted else
                  f"{value} must be {', '.join(DECAY_TYPES)}"
                  if argument == "decay_type" and value not in DECAY_TYPES else
                  f"{value} must be a number above 0" if argument != "decay_type"
                  and (type(value) not in (int, float) or not value > 0) else "")
         yield (wrong, f"{where}.kwargs.{argument}", wrong)
-    yield (name == "warmup_stable_decay" and "num_decay_steps" not in given, f"{where}.kwargs",
+    yield (name == "warmup_stable_decay" and "num_decay_steps" not in kwargs, f"{where}.kwargs",
            "warmup_stable_decay needs the number of updates at the end in which the rate falls: "
            f"set {where}.kwargs.num_decay_steps=100, say")
 
@@ -187,7 +188,7 @@ def _critic(config: schema.TrainConfig) -> keys.Rules:
     yield (ppo.optimizer.value_lr is not None, "ppo.optimizer.value_lr, ppo.advantage",
            f"{ppo.advantage} has no value head to learn: set ppo.optimizer.value_lr=null")
     for node in ("value_optimizer", "value_scheduler"):
-        for name in _given(getattr(ppo, node)):
+        for name in _set_values(getattr(ppo, node)):
             yield (True, f"ppo.{node}.{name}, ppo.advantage",
                    f"{ppo.advantage} has no value function to train: set ppo.{node}.{name}="
                    + ("{}" if name == "kwargs" else "null"))
@@ -306,7 +307,7 @@ def value_function_rules(config: schema.TrainConfig) -> keys.Rules:
 
 
 def require_optimizer(optimizer: schema_training.OptimizerConfig, section: str = "ppo") -> None:
-    """Raise unless the package that an optimizer comes from is installed.
+    """Raise an error if the package of an optimizer isn't installed.
 
     Raises:
         InputError: bitsandbytes is missing.
@@ -318,44 +319,44 @@ def require_optimizer(optimizer: schema_training.OptimizerConfig, section: str =
 
 
 def value_optimizer(ppo: schema.PPOConfig) -> schema_training.PPOOptimizerConfig:
-    """The value function's optimizer: the policy's, with what is set for it alone laid over."""
+    """The value function's optimizer: the policy's, with its own settings on top."""
     lr = ppo.optimizer.lr if ppo.optimizer.value_lr is None else ppo.optimizer.value_lr
-    return replace(ppo.optimizer, lr=lr, value_lr=None, **_given(ppo.value_optimizer))
+    return replace(ppo.optimizer, lr=lr, value_lr=None, **_set_values(ppo.value_optimizer))
 
 
 def value_scheduler(ppo: schema.PPOConfig) -> schema_training.SchedulerConfig:
-    """The value function's schedule: the policy's, with what is set for it alone laid over."""
-    given = _given(ppo.value_scheduler)
-    same = given.get("name", ppo.scheduler.name) == ppo.scheduler.name
-    kwargs = {**(ppo.scheduler.kwargs if same else {}), **given.pop("kwargs", {})}
-    return replace(ppo.scheduler, **given, kwargs=kwargs)
+    """The value function's schedule: the policy's, with its own settings on top."""
+    overrides = _set_values(ppo.value_scheduler)
+    same = overrides.get("name", ppo.scheduler.name) == ppo.scheduler.name
+    kwargs = {**(ppo.scheduler.kwargs if same else {}), **overrides.pop("kwargs", {})}
+    return replace(ppo.scheduler, **overrides, kwargs=kwargs)
 
 
-def _given(section: Any) -> dict[str, Any]:
+def _set_values(section: Any) -> dict[str, Any]:
     return {f.name: value for f in fields(section)
             if (value := getattr(section, f.name)) not in (None, {})}
 
 
 def _optimizers(config: schema.TrainConfig) -> keys.Rules:
-    """Rules on optimizers, by what each comes to."""
+    """Rules on optimizers, by their effective settings."""
     zero, owner = config.hardware.zero_stage > 0, tasks.updates_section(config)
     section = tasks.updates_of(config)
     kinds = [optimizer.name for optimizer in optimizers_of(section)]
     for node, kind in zip(("optimizer", "value_optimizer"), kinds, strict=False):
-        given = getattr(section, node)
-        yield (given.betas is not None and len(given.betas) != 2, f"{owner}.{node}.betas",
-               f"{given.betas} must be two numbers, e.g. [0.9,0.999]")
+        settings = getattr(section, node)
+        yield (settings.betas is not None and len(settings.betas) != 2, f"{owner}.{node}.betas",
+               f"{settings.betas} must be two numbers, e.g. [0.9,0.999]")
         for name in ("betas", "eps", "momentum"):
             default = keys.schema_keys()[f"{owner}.{node}.{name}"].default
             elsewhere = (f" (for the value function's {kinds[-1]}: {owner}.value_optimizer.{name})"
                          if len(kinds) > 1 and node == "optimizer"
                          and name in schema_training.OPTIMIZER_KEYS.get(kinds[-1], ()) else "")
             yield (name not in schema_training.OPTIMIZER_KEYS.get(kind, (name,))
-                   and getattr(given, name) != default,
+                   and getattr(settings, name) != default,
                    f"{owner}.{node}.{name}, {owner}.{node}.name",
                    f"{kind} has no {name}: leave it at {shown(default)}{elsewhere}")
-        yield (zero and given.name in UNSHARDED_OPTIMIZERS,
-               f"{owner}.{node}.name, hardware.zero_stage", f"{given.name} needs whole weights, "
+        yield (zero and settings.name in UNSHARDED_OPTIMIZERS,
+               f"{owner}.{node}.name, hardware.zero_stage", f"{settings.name} needs whole weights, "
                f"and ZeRO shards its state: use {owner}.{node}.name=adamw or hardware.zero_stage=0")
     yield (zero and kinds[-1] != kinds[0], "ppo.value_optimizer.name, hardware.zero_stage",
            "DeepSpeed drives one optimizer: leave ppo.value_optimizer.name at null, or use "
@@ -363,6 +364,6 @@ def _optimizers(config: schema.TrainConfig) -> keys.Rules:
 
 
 def optimizers_of(updates: tasks.Updates) -> list[schema_training.OptimizerConfig]:
-    """The optimizers of what trains: the policy's, and PPO's of the value function."""
+    """The optimizers of a section: the policy's, and for PPO the value function's."""
     return [updates.optimizer] if isinstance(updates, schema_training.UpdatesConfig) \
         else [updates.optimizer, value_optimizer(updates)]

@@ -1,6 +1,6 @@
-"""Readers of JSON and YAML that somebody else may have written, such as the files of a downloaded
-run: what is too large, nested too deeply, no plain file or grows by aliases is refused before it
-takes the memory or the time of whoever looks at it."""
+"""Readers of JSON and YAML from others, such as the files of a downloaded run. They refuse files
+that are too large, nested too deeply, no plain files, or grow by aliases, before these cost memory
+or time."""
 
 import json
 import os
@@ -14,18 +14,18 @@ from ppocli.errors import CheckpointError
 from ppocli.text import format_bytes
 
 MOST_BYTES = 64 << 20
-"""of a file that is read as a whole"""
+"""maximum bytes of a file that is read as a whole"""
 MOST_ROWS = 1 << 30
-"""bytes of a file of rows: those of 300,000 steps"""
+"""maximum bytes of a file of rows: those of 300,000 steps"""
 MOST_LINE = 16 << 20
-"""bytes of a row"""
+"""maximum bytes of a row"""
 MOST_DEPTH = 64
 MOST_NODES = 100_000
-"""of YAML; OmegaConf takes 0.2 ms for each"""
+"""maximum values in YAML; OmegaConf takes 0.2 ms for each"""
 
 
 def open_plain(path: Path, most: int = MOST_BYTES) -> BinaryIO:
-    """A file to be read from its beginning.
+    """Open a file for reading, from its beginning.
 
     Raises:
         CheckpointError: it is a pipe, a device or the like, or has more bytes than ``most``.
@@ -54,7 +54,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_tail(path: Path) -> str:
-    """The end of a text that may be long; what is no UTF-8 is marked.
+    """The end of a text file that may be long; bytes that are no UTF-8 are marked.
 
     Raises:
         CheckpointError, OSError: as :func:`open_plain`.
@@ -65,10 +65,10 @@ def read_tail(path: Path) -> str:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What a text of JSON says.
+    """The value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, or nested too deeply for those who walk through it.
+        ValueError: it is no JSON, or nested too deeply for recursive functions.
     """
     try:
         value = json.loads(text)
@@ -86,7 +86,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON says.
+    """The value of a JSON file.
 
     Raises:
         CheckpointError, OSError: as :func:`open_plain`.
@@ -96,7 +96,7 @@ def read_json(path: Path) -> Any:
 
 
 def check_yaml(text: str) -> str:
-    """``text``, once it is sure that parsing it ends soon.
+    """``text``, if it can be parsed in a short time.
 
     Raises:
         YAMLError: it is no YAML, or has aliases, which can stand for any number of copies, or too

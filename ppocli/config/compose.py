@@ -204,15 +204,15 @@ def _entries(words: Words, run: Path | None) -> list[layers.Entry]:
 
 def _resumed_run(words: Words) -> Path | None:
     """The run folder of ``resume=FOLDER``; None for the other values of that key."""
-    if (given := words.value("resume")) in (None, "auto", "never"):
+    if (folder_text := words.value("resume")) in (None, "auto", "never"):
         if words.flag(TRUST) is not None:
-            raise ConfigError(f"{TRUST} is about the configuration of a run, and these words name "
-                              "none.", where=COMMAND_LINE,
+            raise ConfigError(f"{TRUST} applies to the configuration of a run, and these words "
+                              "name none.", where=COMMAND_LINE,
                               fix=f"leave it out, or ppocli resume RUN {TRUST}")
         return None
-    run = Path(given).expanduser().absolute()
+    run = Path(folder_text).expanduser().absolute()
     if not run.is_dir():
-        raise CheckpointError(f"resume={given}: there is no such folder", where=str(run),
+        raise CheckpointError(f"resume={folder_text}: there is no such folder", where=str(run),
                               fix="give a run folder, e.g. resume=runs/NAME; to start afresh leave "
                                   "resume out")
     kept.settings_before(run, accept_changes=words.flag(ACCEPT_CHANGES) is not None)

@@ -1,7 +1,7 @@
-"""The DeepSpeed configuration of a run, computed once from its settings and a file of the user's.
+"""The DeepSpeed configuration of a run, computed once from its settings and the user's file.
 
-Nothing is filled in later, by accelerate or DeepSpeed, but the interval at which DeepSpeed prints,
-which accelerate sets to never.
+Neither accelerate nor DeepSpeed fills anything in later, except the interval at which DeepSpeed
+prints, which accelerate sets to never.
 """
 
 import json
@@ -17,17 +17,17 @@ from ppocli.text import cut, did_you_mean, shown
 
 KEY = "hardware.deepspeed_config"
 DEEPSPEED_FILE = "deepspeed.json"
-"""in a run folder: what DeepSpeed was given"""
+"""the run folder's copy of the configuration that DeepSpeed received"""
 
 _DEFAULTS = {"zero_optimization": {"reduce_bucket_size": 2**24}}
-"""where the file says nothing: gradients are reduced in buckets of 64 MiB instead of DeepSpeed's 2
-GB, which it takes at once on a GPU, and holds up to three times while it reduces one"""
-# what another part of the program has to know of, and doesn't
+"""used if the file doesn't set it: gradients are reduced in buckets of 64 MiB. DeepSpeed's default,
+2 GB, is allocated at once on a GPU, up to three times while it reduces"""
+# sections that other parts of ppocli would have to support, and don't
 _FOREIGN = ("amp", "autotuning", "compression_training", "curriculum_learning", "data_efficiency",
             "elasticity", "hybrid_engine", "pipeline", "progressive_layer_drop",
             "sparse_attention", "tensor_parallel", "weight_quantization")
-_GIVEN_UP = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param",
-             "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory"}
+_RENAMED = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param",
+            "cpu_offload_use_pin_memory": "offload_optimizer.pin_memory"}
 """what DeepSpeed's keys of ZeRO are called now"""
 # which of our keys decides; {} is the section of updates
 _DECIDED_BY = {
@@ -45,32 +45,33 @@ _DECIDED_BY = {
 
 
 def deepspeed_config(cfg: schema.TrainConfig, world: int | None = None) -> dict[str, Any]:
-    """What DeepSpeed is given: the user's own file, if there is one, filled in from the settings.
-    What the file calls ``"auto"`` is as if it were left out.
+    """The configuration for DeepSpeed: the user's file, if there is one, completed from the
+    settings. A value ``"auto"`` in the file counts as left out.
 
     The accumulation boundary is set for each micro-batch by the engine, so DeepSpeed's own count of
     accumulation steps stays 1; losses are normalised over all ranks by the engine.
 
     Args:
-        world: number of ranks, where it is not that of the settings.
+        world: number of ranks (default: that of the settings).
 
     Raises:
-        ConfigError: the file can't be read, or all that contradicts the settings in it.
+        ConfigError: the file can't be read, or contradicts the settings; all contradictions are
+            listed.
     """
-    own = _own(cfg, world or cfg.hardware.num_processes * cfg.hardware.num_nodes)
+    settings = _from_settings(cfg, world or cfg.hardware.num_processes * cfg.hardware.num_nodes)
     if (file := cfg.hardware.deepspeed_config) is None:
-        return _merged(_DEFAULTS, own)
+        return _merged(_DEFAULTS, settings)
     theirs = _without_auto(_read(Path(file)))
-    found = list(dict.fromkeys([*_unknown(theirs), *_unusable(theirs, cfg),
-                                *_differences(theirs, own, tasks.updates_section(cfg))]))
-    if found:
-        raise ConfigError(listed(found, f"{file}: ", f"in {file}"), where=KEY, fix="correct the "
+    problems = list(dict.fromkeys([*_unknown(theirs), *_unusable(theirs, cfg),
+                                   *_differences(theirs, settings, tasks.updates_section(cfg))]))
+    if problems:
+        raise ConfigError(listed(problems, f"{file}: ", f"in {file}"), where=KEY, fix="correct the "
                           "file; what it leaves out, or calls \"auto\", is filled in")
-    return _merged(_merged(_DEFAULTS, theirs), own)
+    return _merged(_merged(_DEFAULTS, theirs), settings)
 
 
-def _own(cfg: schema.TrainConfig, world: int) -> dict[str, Any]:
-    """What the settings come to."""
+def _from_settings(cfg: schema.TrainConfig, world: int) -> dict[str, Any]:
+    """The configuration that follows from the settings alone."""
     hardware = cfg.hardware
     updates = tasks.updates_of(cfg)
     micro = tasks.rows_per_pass(updates)
@@ -116,18 +117,18 @@ def _zero(theirs: Mapping[str, Any]) -> dict[str, Any]:
 
 def _unknown(theirs: Mapping[str, Any]) -> Iterator[str]:
     table = shipped_table("library_keys.yaml")
-    for prefix, names, known in (
+    for prefix, names, accepted in (
             ("", theirs, table["deepspeed"]),
             ("zero_optimization.", _zero(theirs), table["deepspeed_zero"])):
         for name in names:
-            if prefix and name in _GIVEN_UP:
-                yield f"{prefix}{name}: DeepSpeed has given it up for {prefix}{_GIVEN_UP[name]}"
-            elif name not in known:
-                yield f"{prefix}{name}: DeepSpeed has no such key{did_you_mean(name, known)}"
+            if prefix and name in _RENAMED:
+                yield f"{prefix}{name}: DeepSpeed has given it up for {prefix}{_RENAMED[name]}"
+            elif name not in accepted:
+                yield f"{prefix}{name}: DeepSpeed has no such key{did_you_mean(name, accepted)}"
 
 
 def _unusable(theirs: Mapping[str, Any], cfg: schema.TrainConfig) -> Iterator[str]:
-    """Sections that a run has no use for, and offloading that the settings don't know of."""
+    """Sections that a run can't use, and offloading that the settings don't turn on."""
     for name in ("optimizer", "scheduler"):
         if name in theirs:
             yield (f"{name}: ppocli makes its own; remove the section and set "
@@ -139,41 +140,41 @@ def _unusable(theirs: Mapping[str, Any], cfg: schema.TrainConfig) -> Iterator[st
     if theirs.get("sequence_parallel_size", 1) != 1:
         yield "sequence_parallel_size: ppocli does not work with it; remove it"
     for name in ("offload_optimizer", "offload_param"):
-        section, wanted = _zero(theirs).get(name), getattr(cfg.hardware, name)
+        section, offloads = _zero(theirs).get(name), getattr(cfg.hardware, name)
         if not isinstance(section, dict):
             if section is not None:
                 yield f"zero_optimization.{name} is {shown(section)}, not an object"
         elif section.get("device") == "nvme":
             yield (f"zero_optimization.{name}.device is nvme, but ppocli offloads to host memory "
                    f"only: cpu, with hardware.{name}=true")
-        elif section.get("device", "none") != "none" and not wanted:
+        elif section.get("device", "none") != "none" and not offloads:
             yield (f"zero_optimization.{name}.device is {shown(section['device'])}, but "
                    f"hardware.{name} is false: set hardware.{name}=true")
 
 
-def _differences(theirs: Mapping[str, Any], own: Mapping[str, Any], section: str,
+def _differences(theirs: Mapping[str, Any], settings: Mapping[str, Any], section: str,
                  prefix: str = "") -> Iterator[str]:
-    """Where the file says something else than the settings."""
-    for name, value in own.items():
+    """Values in the file that differ from those of the settings."""
+    for name, value in settings.items():
         key = prefix + name
         if name not in theirs or key == "steps_per_print":
             continue
-        there = theirs[name]
+        file_value = theirs[name]
         if isinstance(value, dict):
-            if isinstance(there, dict):
-                yield from _differences(there, value, section, f"{key}.")
+            if isinstance(file_value, dict):
+                yield from _differences(file_value, value, section, f"{key}.")
             elif not name.startswith("offload_"):
-                yield f"{key} is {_json(there)}, not an object"
-        elif (there != value or isinstance(there, bool) != isinstance(value, bool)) \
-                and there != "nvme":
-            yield (f"{key} is {_json(there)}, the settings make it {_json(value)}: "
+                yield f"{key} is {_json(file_value)}, not an object"
+        elif (file_value != value or isinstance(file_value, bool) != isinstance(value, bool)) \
+                and file_value != "nvme":
+            yield (f"{key} is {_json(file_value)}, the settings make it {_json(value)}: "
                    + _DECIDED_BY.get(key, f"remove {key}").format(section))
 
 
-def _merged(theirs: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """``theirs`` with what it leaves out from ``own``."""
-    return {**theirs, **{name: _merged(theirs[name], value) if isinstance(value, dict)
-                         and name in theirs else value for name, value in own.items()}}
+def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """``base`` with the values of ``overrides`` in place of its own, at any depth."""
+    return {**base, **{name: _merged(base[name], value) if isinstance(value, dict)
+                       and name in base else value for name, value in overrides.items()}}
 
 
 def _json(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Optional libraries: which are installed, and the extra of ppocli that brings each."""
+"""Optional libraries: whether they are installed, and the extra of ppocli that installs each."""
 
 import os
 from importlib.util import find_spec
@@ -15,7 +15,7 @@ LAUNCHERS = {"joblib": "sweep", "submitit_local": "sweep", "submitit_slurm": "sw
 
 def installed(library: str) -> bool:
     """Whether a library can be imported. A file or folder of its name in the current folder, such
-    as wandb makes for its files, is no library."""
+    as wandb creates for its files, is no library."""
     try:
         spec = find_spec(library)
     except (ValueError, ImportError):  # a module that somebody has made up
@@ -27,17 +27,17 @@ def installed(library: str) -> bool:
 
 
 def pip_line(library: str) -> str:
-    """What installs a library."""
+    """The command that installs a library."""
     return f"pip install 'ppocli[{EXTRAS[library]}]'" if library in EXTRAS else (
         f"pip install {library}")
 
 
 def require(library: str, need: str, where: str) -> None:
-    """Refuse to go on without a library.
+    """Raise an error if a library isn't installed.
 
     Args:
-        need: what needs it, the subject of the message.
-        where: the key or file that asks for it.
+        need: the feature that needs it, the subject of the message.
+        where: the key or file that turns the feature on.
 
     Raises:
         InputError: it isn't installed.

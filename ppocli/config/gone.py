@@ -1,5 +1,5 @@
-"""Keys of earlier versions that are no longer read. A run's config.yaml may still have them; on a
-command line they are refused with what to do instead."""
+"""Keys of earlier versions that are no longer read. They are ignored in a run's config.yaml, and
+refused on a command line with what to do instead."""
 
 import functools
 import logging
@@ -15,7 +15,7 @@ GONE = {
     "sweep.prune": "a search runs each of its jobs to the end",
     "rollout.transfer": "vLLM servers read new weights from a folder (rollout.weights_dir)",
 }
-"""dotted key, or section -> what holds in its place, as the end of a sentence"""
+"""dotted key or section -> its replacement, as the end of a sentence"""
 
 
 def gone_key(key: str) -> str | None:
@@ -24,7 +24,7 @@ def gone_key(key: str) -> str | None:
 
 
 def without_gone_keys(loaded: dict[str, Any]) -> dict[str, Any]:
-    """A run's settings without the keys that are gone; each of them is logged once."""
+    """A run's settings without the keys that are gone; each of these is logged once."""
     settings = dict(loaded)
     for key in GONE:
         section, _, last = key.rpartition(".")

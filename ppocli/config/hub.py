@@ -1,8 +1,8 @@
 """Whether the Hugging Face Hub can be reached, found out once and quickly.
 
-On a machine without network every library call that asks the Hub waits 20 to 50 seconds before it
-fails. Whoever is about to load something by name asks :func:`hub_reachable` first and calls
-:func:`go_offline` when the answer is no; local caches then answer at once.
+Without a network, each library call to the Hub waits 20 to 50 seconds before it fails. Code that
+loads something by name therefore asks :func:`hub_reachable` first and calls :func:`go_offline` if
+the answer is no; local caches then answer at once.
 """
 
 import functools
@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 from ppocli.daemon import in_daemon
 
 _SECONDS = 2.0
-"""that the Hub has to answer in"""
+"""seconds that the Hub may take to answer"""
 _TRUE = frozenset({"1", "ON", "YES", "TRUE"})  # what huggingface_hub takes for true
 _GATEWAY_ERRORS = frozenset({407, 502, 503, 504})  # the proxy speaking, not the Hub
 _DEFAULT_PORTS = {"https": 443, "http": 80, "socks5": 1080, "socks5h": 1080, "socks4": 1080}
 
 
 def offline_variable() -> str | None:
-    """The variable that forbids downloading, looked for in the order that huggingface_hub has."""
+    """The environment variable that forbids downloads, in huggingface_hub's order of precedence."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
         if value := os.environ.get(name):
             return name if value.upper() in _TRUE else None
@@ -45,7 +45,7 @@ def hub_reachable() -> bool:
 
 
 def offline_hint() -> str:
-    """Why nothing can be downloaded: words that end a sentence about what is missing."""
+    """The reason why nothing can be downloaded, as the end of a sentence."""
     if (name := offline_variable()) is not None:
         return f"{name}={os.environ[name]} forbids downloading"
     return "the Hub cannot be reached"

@@ -1,5 +1,5 @@
-"""Hydra at work in this process: where it looks, its loader, its own main function, and its errors
-as one short ``ConfigError``.
+"""Calls of Hydra: its search path, its loader, its main function, and its errors as one short
+``ConfigError``.
 
 Hydra names a config group after its folder, so the top-level ``recipes/`` would be ``+recipes=``.
 A source that lists the files of a folder as the options of one group gives ``+recipe=``.
@@ -41,7 +41,7 @@ from ppocli.text import did_you_mean, first_line, short_path
 
 # 1.4 warns of any that is named, and has this one's behaviour
 VERSION: Any = "1.3" if hydra.__version__.startswith("1.3") else version._UNSPECIFIED_
-"""whose behaviour is asked of Hydra"""
+"""version of Hydra whose behaviour is requested"""
 SCHEMA = "ppocli_schema"
 """the schema's name in the defaults list"""
 
@@ -92,15 +92,15 @@ class PpocliSearchPath(SearchPathPlugin):
             search_path.append("config-dir", f"recipes://{folder}")
             if (folder / "recipes").is_dir():
                 search_path.append("config-dir", f"recipes://{folder / 'recipes'}")
-        if (own := Path.cwd() / "recipes").is_dir():
-            search_path.append("current-folder", f"recipes://{own}")
+        if (recipes := Path.cwd() / "recipes").is_dir():
+            search_path.append("current-folder", f"recipes://{recipes}")
         search_path.append("ppocli", f"recipes://{shipped('recipes')}")
 
 
 @contextmanager
 def hydra_for(words: Words, schema: DictConfig) -> Iterator[None]:
-    """Let compositions inside the block see the schema and the words' config folders; what goes
-    wrong in them is raised as ConfigError."""
+    """Let compositions inside the block use the schema and the words' config folders; errors are
+    raised as ConfigError."""
     dirs = _config_dirs.set(words.config_dirs)
     try:
         with as_config_errors():
@@ -115,7 +115,7 @@ def hydra_for(words: Words, schema: DictConfig) -> Iterator[None]:
 
 
 def config_loader(words: Words) -> ConfigLoader:
-    """Hydra's loader of config files, to be used inside :func:`hydra_for`."""
+    """Hydra's loader of config files, for use inside :func:`hydra_for`."""
     # without Hydra's global instance: there is one already where a job of a sweep is composed
     version.setbase(VERSION)
     setup_globals()
@@ -123,15 +123,15 @@ def config_loader(words: Words) -> ConfigLoader:
 
 
 def config_name(words: Words) -> str:
-    """The primary config."""
+    """The name of the primary config."""
     return words.flag("--config-name") or "train"
 
 
 def run_hydra(words: Words, job: Callable[[DictConfig], object] = lambda config: None) -> None:
-    """Let Hydra do what the words say: print something, or call ``job`` for each job of a sweep.
+    """Let Hydra print something, or call ``job`` for each job of a sweep, as the words say.
 
     Raises:
-        ConfigError: Hydra refused the words, and has said why.
+        ConfigError: Hydra has refused the words and printed the reason.
     """
     with _process_state(["ppocli train", *words.argv()]):
         try:
@@ -144,18 +144,18 @@ def run_hydra(words: Words, job: Callable[[DictConfig], object] = lambda config:
 
 
 def _config_path(words: Words) -> str:
-    given = words.flag("--config-path")
-    folder = Path(given).expanduser().absolute() if given else shipped("conf")
+    config_path = words.flag("--config-path")
+    folder = Path(config_path).expanduser().absolute() if config_path else shipped("conf")
     if not folder.is_dir():
-        raise ConfigError(f"config folder {given} does not exist", where="--config-path",
+        raise ConfigError(f"config folder {config_path} does not exist", where="--config-path",
                           fix="to add a folder to the shipped ones use --config-dir")
     return str(folder)
 
 
 @contextmanager
 def _process_state(argv: list[str]) -> Iterator[None]:
-    """Hydra reads ``sys.argv``, hands on exceptions only under ``HYDRA_FULL_ERROR``, and under
-    ``--info`` logs to the terminal from then on."""
+    """Restore process state that Hydra needs or changes: it reads ``sys.argv``, raises exceptions
+    only under ``HYDRA_FULL_ERROR``, and under ``--info`` logs to the terminal from then on."""
     old_argv, old_full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     root = logging.getLogger()
     old_handlers, old_level = list(root.handlers), root.level
@@ -174,7 +174,7 @@ def _process_state(argv: list[str]) -> Iterator[None]:
 
 @contextmanager
 def as_config_errors() -> Iterator[None]:
-    """Raise what goes wrong while composing as ConfigError; bugs pass through unchanged."""
+    """Raise errors of composing as ConfigError; bugs pass through unchanged."""
     try:
         yield
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, UnicodeError) as error:
@@ -182,7 +182,7 @@ def as_config_errors() -> Iterator[None]:
 
 
 def yaml_error(error: yaml.YAMLError) -> ConfigError:
-    """A YAML error with the file and line it is in."""
+    """A YAML error with its file and line."""
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or " ".join(str(error).split())
     context = getattr(error, "context", None)
@@ -232,7 +232,7 @@ def _missing(error: MissingConfigException) -> ConfigError:
 
 def unknown_option(group: str, name: str, options: list[str], where: str = COMMAND_LINE,
                    fix: str | None = None) -> ConfigError:
-    """There is no such recipe, or option of a config group."""
+    """The error for an unknown recipe or option of a config group."""
     algorithms = schema_keys()["ppo.advantage"].metadata["choices"]
     losses = schema_keys()["ppo.policy_loss"].metadata["choices"]
     plain = name.lower().replace("-", "_")

@@ -1,5 +1,5 @@
-"""What a run was last started with, kept in its run.json: whether its config.yaml still says so,
-and how the run is gone on with."""
+"""The configuration that a run was last started with, stored in its run.json: whether config.yaml
+still agrees with it, and the command that resumes the run."""
 
 import copy
 import json
@@ -29,14 +29,14 @@ KEPT, BEFORE = "config", "config_before"
 
 
 def kept_texts(run_dir: Path) -> list[str]:
-    """The text of config.yaml as the run last accepted it, and as it was before that, which it
-    still is if a kill came between; none of a run of an earlier version."""
+    """The text of config.yaml as the run last accepted it, and the text before that, which is still
+    in the file if the run was killed in between; empty for runs of an earlier version."""
     try:
-        told = bounded.read_json(run_dir / RUN_FILE)
+        record = bounded.read_json(run_dir / RUN_FILE)
     except (OSError, ValueError):
         return []
     return [text for name in (KEPT, BEFORE)
-            if isinstance(told, dict) and isinstance(text := told.get(name), str)]
+            if isinstance(record, dict) and isinstance(text := record.get(name), str)]
 
 
 def _config_of(text: str) -> schema.TrainConfig | None:
@@ -75,23 +75,24 @@ def change_line(key: str, before: object, after: object) -> str:
             + " (from here on the run differs)" * differs)
 
 
-def keeping_settled(config: schema.TrainConfig, own: schema.TrainConfig,
-                   given: Collection[str] | None = None) -> schema.TrainConfig:
-    """A copy with what a run settled for itself at its start, as its ``own`` configuration says:
-    the style of each reward that both name (that of others is still ``auto``), and of
-    :data:`SETTLED` what ``config`` leaves open.
+def keeping_settled(config: schema.TrainConfig, run_config: schema.TrainConfig,
+                   typed_keys: Collection[str] | None = None) -> schema.TrainConfig:
+    """A copy of ``config`` with the values that a run chose for itself at its first start: the
+    style of each reward that both configurations name (the style of others stays ``auto``), and
+    the keys of :data:`SETTLED` that ``config`` leaves open.
 
     Args:
-        given: keys whose value stays as it is; None: all that ``config`` sets.
+        run_config: the configuration in the run's folder.
+        typed_keys: keys that keep the value in ``config``; None: all that ``config`` sets.
     """
-    if given is None:
-        given = {key for key, style in resolved.flat(config).items()
-                 if key.startswith("reward.") and key.endswith(".style") and style != "auto"}
-    reward, before = copy.deepcopy(config.reward), own.reward
-    if "reward.style" not in given:
+    if typed_keys is None:
+        typed_keys = {key for key, style in resolved.flat(config).items()
+                      if key.startswith("reward.") and key.endswith(".style") and style != "auto"}
+    reward, before = copy.deepcopy(config.reward), run_config.reward
+    if "reward.style" not in typed_keys:
         reward.style = before.style if reward.fn == before.fn else "auto"
     for name, entry in reward.fns.items():
-        if isinstance(entry, dict) and f"reward.fns.{name}.style" not in given:
+        if isinstance(entry, dict) and f"reward.fns.{name}.style" not in typed_keys:
             old = before.fns.get(name) or {}
             entry.pop("style", None)
             if old.get("fn") != entry.get("fn"):
@@ -100,9 +101,9 @@ def keeping_settled(config: schema.TrainConfig, own: schema.TrainConfig,
                 entry["style"] = old["style"]
     for name in SETTLED:
         section, key = name.split(".")
-        if name not in given and getattr(getattr(config, section), key) is None:
+        if name not in typed_keys and getattr(getattr(config, section), key) is None:
             config = replace(config, **{section: replace(getattr(config, section), **{
-                key: getattr(getattr(own, section), key)})})
+                key: getattr(getattr(run_config, section), key)})})
     return replace(config, reward=reward)
 
 
@@ -113,11 +114,11 @@ def objects_of(config: schema.TrainConfig) -> list[str]:
 
 
 def how_to_resume(config: schema.TrainConfig, run_dir: Path | str, *words: str) -> str:
-    """The command that goes on with a run, or the call where Python objects are in its
-    configuration; with further words."""
+    """The command that resumes a run, with further words; the Python call if its configuration
+    holds Python objects."""
     if not (names := objects_of(config)):
         return " ".join(["ppocli resume", pasted(run_dir), *words])
     call = {"sft": "sft", "reward_model": "train_reward_model"}.get(
         tasks.task_name(config), "train")
-    given = json.dumps([f"resume={run_dir}", *words])
-    return f"ppocli.{call}({given}" + "".join(f", {name}=..." for name in names) + ")"
+    words_json = json.dumps([f"resume={run_dir}", *words])
+    return f"ppocli.{call}({words_json}" + "".join(f", {name}=..." for name in names) + ")"

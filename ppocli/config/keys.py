@@ -20,13 +20,13 @@ from ppocli.config.schema import TrainConfig
 _WORDS = {int: ("a whole number", "whole numbers"), float: ("a number", "numbers"),
           bool: ("true or false", "true/false values"), str: ("text", "texts"),
           Any: ("any value", "values")}
-"""what one is called, and several"""
+"""of each type: the words for one value, and for several"""
 
 AUTO = "hardware.num_threads"
-"""the number that may be ``auto`` for null: what it is found by has no name among its values"""
+"""the only number that accepts ``auto``, which means null"""
 _PLACES = ("run_name", "resume")
 Rules = Iterator[tuple[object, str, str]]
-"""rules between keys: whether one is broken, the keys in it (``a, b``), and what is wrong then"""
+"""rules between keys: whether a rule is broken, its keys (``a, b``), and the message if it is"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Key:
     default: Any
     metadata: Mapping[str, Any]
     section: type
-    """that it is a field of"""
+    """the dataclass that has this field"""
 
     @property
     def doc(self) -> str:
@@ -74,16 +74,16 @@ def doc_of(section: type, name: str) -> str:
 
 @cache
 def _docs(module: str) -> Mapping[tuple[str, str], str]:
-    """The docstrings under fields, by class and field. Python drops them: they are read from the
-    source, and only where a meaning is asked for, which takes some milliseconds."""
-    found: dict[tuple[str, str], str] = {}
+    """The docstrings under fields, by class and field. Python drops them, so they are parsed from
+    the source when they are first needed, which takes some milliseconds."""
+    docs: dict[tuple[str, str], str] = {}
     statements = ast.parse(inspect.getsource(sys.modules[module])).body
     for section in (each for each in statements if isinstance(each, ast.ClassDef)):
         for above, below in pairwise(section.body):
             match above, below:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(doc))):
-                    found[section.name, name] = " ".join(doc.split())
-    return found
+                    docs[section.name, name] = " ".join(doc.split())
+    return docs
 
 
 @cache
@@ -113,7 +113,7 @@ def key_for(name: str) -> Key | None:
 
 @cache
 def _names_elsewhere() -> tuple[tuple[str, str, str], ...]:
-    """Names of other libraries, each with its library and our key."""
+    """Settings of other libraries: their name, the library, and our key."""
     return tuple((name, library, key)
                  for key, libraries in shipped_table("other_names.yaml").items()
                  for library, names in libraries.items() for name in names.split())
@@ -139,30 +139,30 @@ def named_elsewhere(name: str, task: str | None = None) -> dict[str, str]:
     """
     parts, ours = name.split("."), {key.rpartition(".")[2] for key in schema_keys()}
     section = next((each for each in (parts[0], task) if each in ("sft", "reward_model")), "ppo")
-    found: dict[int, dict[str, str]] = {}
+    by_overlap: dict[int, dict[str, str]] = {}
     for other, library, here in _names_elsewhere():
         theirs = other.split(".")
         same = max((n for n in range(1, 1 + len(parts)) if parts[-n:] == theirs[-n:]), default=0)
-        own, _, rest = here.partition(".")
-        key = here if section == "ppo" or own not in ("ppo", "sft") else f"{section}.{rest}"
+        root, _, rest = here.partition(".")
+        key = here if section == "ppo" or root not in ("ppo", "sft") else f"{section}.{rest}"
         others = ("data", "sft", "reward_model") if section == "ppo" else (
             "prompts", "generation", "reward")
-        if own not in others and key in schema_keys() and (
+        if root not in others and key in schema_keys() and (
                 same > 1 or other == name or (same == 1 and parts[-1] not in ours)):
-            found.setdefault(99 if other == name else same, {}).setdefault(
+            by_overlap.setdefault(99 if other == name else same, {}).setdefault(
                 key, other if library == "other" else f"{library}'s {other}")
-    return found[max(found)] if found else {}
+    return by_overlap[max(by_overlap)] if by_overlap else {}
 
 
-def told_elsewhere(found: Mapping[str, str]) -> str:
-    """What :func:`named_elsewhere` found, in words; empty if nothing."""
+def format_foreign_names(key_names: Mapping[str, str]) -> str:
+    """The result of :func:`named_elsewhere` as a part of a sentence; "" for an empty one."""
     differ = shipped_table("other_names_differ.yaml")
 
     def fitted(key: str, name: str) -> str:
         note = differ.get(name.rpartition(" ")[2], differ.get(key))
         return f"{name} is {key}" + ("" if note is None else f" ({note})")
 
-    names = " and ".join(fitted(key, name) for key, name in found.items())
+    names = " and ".join(fitted(key, name) for key, name in key_names.items())
     return names and f"; here {names} (docs/coming-from-trlx-and-trl.md)"
 
 

@@ -94,9 +94,9 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
             raise ConfigError("recipes and groups are not looked for in hydra.searchpath",
                               where=COMMAND_LINE, fix="give their folder with --config-dir")
         if key.startswith(("hydra.", "hydra/")) and not key[6:].startswith(_OF_SWEEPS):
-            raise ConfigError(f"{key} has no effect here: of Hydra's own words those on sweeps "
-                              "are read", where=COMMAND_LINE, fix="leave it out; output_dir and "
-                              "run_name say where a run goes")
+            raise ConfigError(f"{key} has no effect here: of Hydra's own settings, only those "
+                              "of sweeps are read", where=COMMAND_LINE, fix="leave it out; "
+                              "output_dir and run_name say where a run goes")
     try:
         defaults = loader.compute_defaults_list(config_name(words), overrides, RunMode.RUN)
     except UnicodeError:
@@ -220,10 +220,10 @@ def overruled(entries: list[Entry], words: Words) -> str | None:
             lost.setdefault((before, file), {})[entry.key] = \
                 f"{entry.key}={shown(entry.value)} (not {shown(value)})"
     typed = {entry.key for entry in entries if entry.source == COMMAND_LINE}
-    told = [f"{file} goes over {option}: {', '.join(left)}"
-            for (option, file), found in lost.items()
-            if (left := [text for key, text in found.items() if key not in typed])]
-    return "; ".join(told) + "; a key that is typed goes over both" if told else None
+    sentences = [f"{file} goes over {option}: {', '.join(left)}"
+                 for (option, file), texts in lost.items()
+                 if (left := [text for key, text in texts.items() if key not in typed])]
+    return "; ".join(sentences) + "; a key that is typed goes over both" if sentences else None
 
 
 def _give_way(node: DictConfig, typed: set[str]) -> None:
@@ -251,11 +251,11 @@ def _give_way(node: DictConfig, typed: set[str]) -> None:
 
 
 def _give_way_to_length(node: DictConfig, typed: set[str]) -> None:
-    longest, drawn = node.generation.max_new_tokens, node.generation.length_sampler
+    longest, length_range = node.generation.max_new_tokens, node.generation.length_sampler
     for name in ("min_response_length", "overlong_buffer"):
         if f"reward.{name}" not in typed and (node.reward[name] or 0) > longest > 0:
             node.reward[name] = longest
-    if "generation.length_sampler" not in typed and drawn and max(drawn) > longest:
+    if "generation.length_sampler" not in typed and length_range and max(length_range) > longest:
         node.generation.length_sampler = None
 
 
@@ -322,7 +322,7 @@ def _unknown(entry: Entry, task: str | None) -> str:
     names = [*keys.schema_keys(), *keys.schema_sections(), *config_groups()]
     if entry.source == COMMAND_LINE and "." not in entry.key:
         names.append("recipe")
-    elsewhere = keys.told_elsewhere(keys.named_elsewhere(entry.key, task))
+    elsewhere = keys.format_foreign_names(keys.named_elsewhere(entry.key, task))
     return f"unknown key{elsewhere or did_you_mean(entry.key, list(dict.fromkeys(names)))}"
 
 

@@ -1,5 +1,5 @@
-"""What keys come to that are left at null and for which the other settings decide, for whoever
-prints a configuration. What reads these keys does so through the functions that this asks."""
+"""Effective values of keys that are null and follow from other settings, for printing a
+configuration. The code that reads these keys uses the same functions."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ppocli.config import algorithm, schema, schema_training, tasks
 
 _OF_PROMPTS = ("column", "columns", "first_words", "length_sampler", "template", "chat", "tools",
                "max_length", "overlong", "truncation_side")
-"""keys of ``prompts.eval`` that are those of ``prompts`` where they are null"""
+"""keys of ``prompts.eval`` that take their value in ``prompts`` if they are null"""
 _SCHEDULE = ("name", "warmup_updates", "min_lr_ratio")
 
 
 def open_values(config: schema.TrainConfig) -> dict[str, Any]:
-    """Dotted key -> its value, for keys that are null in ``config``, what they come to being known
+    """Dotted key -> effective value, for keys that are null in ``config`` and whose value is known
     before anything is loaded."""
     task = tasks.task_name(config)
     values = dict(_of_every_task(config, task))

@@ -1,7 +1,7 @@
-"""What is wrong with a composed configuration, all of it at once.
+"""All problems of a composed configuration at once.
 
-Types are checked while composing; here are the ranges and choices of the schema's field metadata
-and the checks that need more than one key.
+Types are checked while composing; here are the ranges and choices in the schema's field metadata,
+and the rules between keys.
 """
 
 import math
@@ -26,7 +26,7 @@ FNS_KEYS = ("fn", "kwargs", "weight", "style")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong: the key(s), what is wrong and allowed, and where it came from."""
+    """One problem: its key or keys, what is wrong and allowed, and the source of the value."""
 
     key: str
     text: str
@@ -37,7 +37,7 @@ class Problem:
         return f"{self.key}: {self.text}{origin}"
 
     def parted(self) -> tuple[Self, str | None]:
-        """The problem without the words to paste that its text ends with, and these."""
+        """A copy whose text ends with other words to paste."""
         what, colon, words = self.text.rpartition(": ")
         if not colon or not (_ASSIGNMENT.search(words) or words.startswith("pip install ")):
             return self, None
@@ -45,13 +45,13 @@ class Problem:
 
 
 _MOST = 2**53
-"""of a number without a bound of its own: beyond it, doubles skip numbers"""
+"""bound of numbers without a bound of their own: beyond it, doubles skip whole numbers"""
 _ASSIGNMENT = re.compile(r"\b[a-z_]+(\.[a-z_]+)*=")
 
 
 def raise_problems(problems: Iterable[Problem], fix: str | None = None) -> None:
-    """Raise one ConfigError that lists every problem; do nothing if there is none. What can be
-    pasted against a single one is its fix, unless ``fix`` says something else."""
+    """Raise one ConfigError that lists every problem; do nothing without any. For a single problem,
+    words to paste become the fix, unless ``fix`` is given."""
     problems = list(dict.fromkeys(problems))
     if len(problems) == 1 and fix is None:
         alone, fix = problems[0].parted()
@@ -61,7 +61,7 @@ def raise_problems(problems: Iterable[Problem], fix: str | None = None) -> None:
 
 
 def listed(problems: Iterable[str], before: str = "", place: str = "in the configuration") -> str:
-    """One problem, ``before`` it where it is, or several on lines of their own."""
+    """The text of one problem after ``before``, or of several on lines of their own."""
     first, *more = problems
     if not more:
         return before + first
@@ -81,16 +81,16 @@ def find_problems(config: schema.TrainConfig, sources: Mapping[str, str] | None 
             launcher provides, of ``hardware.rdzv_endpoint``, ``run_name``.
     """
     sources = sources or {}
-    found = range_problems(config, sources)
-    bad = {problem.key for problem in found}
+    problems = range_problems(config, sources)
+    bad = {problem.key for problem in problems}
     for broken, keys, text in _rules(config, handed_in):
         names = keys.split(", ")
         # a value that is wrong in itself is not also reported as a contradiction
         if broken and not bad.intersection(names):
-            given = dict.fromkeys(origin for name in names if (
+            origins = dict.fromkeys(origin for name in names if (
                 origin := sources.get(name) or sources.get(free_mapping_of(name) or "")))
-            found.append(Problem(keys, text, " and ".join(given) or DEFAULT_SOURCE))
-    return found
+            problems.append(Problem(keys, text, " and ".join(origins) or DEFAULT_SOURCE))
+    return problems
 
 
 def _rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
@@ -117,8 +117,8 @@ def _rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
 
 def range_problems(config: schema.TrainConfig, sources: Mapping[str, str],
                    names: Collection[str] | None = None) -> list[Problem]:
-    """Missing values, and those outside what the schema allows, each key for itself; of all keys or
-    of some."""
+    """Missing values, and values outside the ranges and choices of the schema, for all keys or for
+    some."""
     return [Problem(name, text, sources.get(name, DEFAULT_SOURCE))
             for name in schema_keys() if names is None or name in names
             for text in _range_problems(schema_keys()[name], attrgetter(name)(config))]
@@ -171,14 +171,14 @@ def _date(config: schema.TrainConfig) -> Rules:
 
 def _sizes(config: schema.TrainConfig) -> Rules:
     ppo = config.ppo
-    given = {name: value for name in ("total_episodes", "epochs", "num_steps")
-             if (value := getattr(ppo, name)) is not None}
-    counts = [f"{value} {name.rpartition('_')[2]}" for name, value in given.items()]
-    yield (not given, "ppo.total_episodes, ppo.num_steps",
+    lengths = {name: value for name in ("total_episodes", "epochs", "num_steps")
+               if (value := getattr(ppo, name)) is not None}
+    counts = [f"{value} {name.rpartition('_')[2]}" for name, value in lengths.items()]
+    yield (not lengths, "ppo.total_episodes, ppo.num_steps",
            "say how long to train: give one of them, or ppo.epochs")
-    yield (len(given) > 1, ", ".join(f"ppo.{name}" for name in given),
+    yield (len(lengths) > 1, ", ".join(f"ppo.{name}" for name in lengths),
            f"{' and '.join(counts)} contradict each other: leave one "
-           f"out, or set it to null: ppo.{next(iter(given), '')}=null")
+           f"out, or set it to null: ppo.{next(iter(lengths), '')}=null")
     for name, most in (("mini_batch_size", "num_rollouts"),
                        ("micro_batch_size", "mini_batch_size")):
         size, limit = getattr(ppo, name), getattr(ppo, most)
@@ -218,7 +218,7 @@ def _reward(config: schema.TrainConfig, handed_in: frozenset[str]) -> Rules:
 
 
 def _shaping(config: schema.TrainConfig) -> Rules:
-    """What is made of a score, and what comes off it."""
+    """Rules on shaping scores, and on penalties."""
     reward, longest = config.reward, sampling.longest_rollout(config)
     limit = "generation.max_new_tokens" if config.env.fn is None else "env.max_tokens"
     for name, scales in (("ref_mean", ("ref",)), ("ref_std", ("ref",)),
@@ -270,7 +270,7 @@ def _fns_entry(entry: Any) -> Iterator[str]:
 
 
 def _why_not(metadata: Mapping[str, Any], item: Any) -> str:
-    """What there is to say of a value that people bring from elsewhere."""
+    """The hint for a value that people know from other libraries."""
     if "bf16" in (metadata["choices"] or ()) and item in ("fp16", "float16", "half"):
         return ("; fp16 holds nothing below 6e-8, so that gradients vanish, nor above 65504: it "
                 "needs loss scaling, which skips updates. bf16 takes as little memory")
@@ -278,7 +278,7 @@ def _why_not(metadata: Mapping[str, Any], item: Any) -> str:
 
 
 def _bf16_weights(config: schema.TrainConfig) -> Rules:
-    """What ``hardware.weights=bf16`` doesn't go together with."""
+    """Rules on ``hardware.weights=bf16``."""
     hardware, optimizers = config.hardware, algorithm.optimizers_of(tasks.updates_of(config))
     yield (hardware.precision != "bf16", "hardware.weights, hardware.precision",
            "weights in bf16 are computed with in bf16: set hardware.precision=bf16")

@@ -1,5 +1,5 @@
-"""The resolved ``config.yaml`` of a run: written once, read by workers and by ``resume``; what may
-change in it when the run is resumed; and words with which it can be started again by hand."""
+"""A run's resolved ``config.yaml``: written once, read by workers and ``resume``; the changes that
+a resume allows; and words that start the run again by hand."""
 
 import copy
 import dataclasses
@@ -33,22 +33,23 @@ from ppocli.text import did_you_mean, each_text, escaped, first_line
 
 CONFIG_FILE = "config.yaml"
 NEXT_CONFIG_FILE = "config.next.yaml"
-"""settings a resumed run was asked to go on with; they replace config.yaml once it does"""
+"""settings for a resumed run; they replace config.yaml once it runs"""
 PYTHON_OBJECT = "<python object>"
 STARTED_FROM = "start"
-"""folder in a run's, of models that were given as Python objects: it holds what a resume needs"""
+"""folder in a run's folder for models that were passed as Python objects, which a resume needs"""
 MODEL_KEYS = {"model": "model.path", "ref_model": "model.reference.path",
               "tokenizer": "model.tokenizer_path"}
 """the key whose place each of them takes"""
 _LENGTH = ("ppo.total_episodes", "ppo.epochs", "ppo.num_steps", "ppo.num_rollouts",
            *(f"{name}.{key}" for name in DATA_TASKS
              for key in ("epochs", "num_updates", "mini_batch_size")))
-"""keys that whoever shows a run divides by or multiplies"""
+"""keys that displays of a run calculate with"""
 ChangeKind = Literal["harmless", "accepted", "refused"]
 
 
 def schema_node() -> DictConfig:
-    """The schema as a typed OmegaConf node whose free mappings take new keys; the caller's own."""
+    """The schema as a typed OmegaConf node whose free mappings accept new keys; a new copy for each
+    caller."""
     return copy.deepcopy(_schema_node())
 
 
@@ -81,8 +82,8 @@ def _instance(hint: Any, value: Any) -> Any:
 
 
 def config_text(config: TrainConfig) -> str:
-    """A configuration as YAML, in the key order of the schema; without sections that its task has
-    no use for.
+    """A configuration as YAML, in the key order of the schema, without sections that its task
+    doesn't read.
 
     User paths should already be absolute (:func:`with_absolute_paths`).
     """
@@ -92,8 +93,7 @@ def config_text(config: TrainConfig) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Puts quotes around texts that YAML 1.1 leaves as texts and OmegaConf reads as numbers:
-    ``1e3``."""
+    """Quotes texts that are texts in YAML 1.1 and numbers in OmegaConf, such as ``1e3``."""
 
 
 _Dumper.add_implicit_resolver(  # as omegaconf's loader has it
@@ -102,20 +102,21 @@ _Dumper.add_implicit_resolver(  # as omegaconf's loader has it
 
 
 def yaml_text(values: Mapping[str, Any]) -> str:
-    """Plain values as YAML, in their order, which OmegaConf reads as the same."""
+    """Plain values as YAML, in their order, which OmegaConf reads back unchanged."""
     return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def _plain(text: str) -> str:
-    """``text`` as OmegaConf reads it back: ``${`` in it is text, not an interpolation."""
+    """``text`` in the form that OmegaConf reads back unchanged: ``${`` is text, not an
+    interpolation."""
     return re.sub(r"(\\*)\$\{", lambda m: m[1] * 2 + r"\${", text)
 
 
 def read_config(path: Path) -> TrainConfig:
-    """Read a file of what :func:`config_text` gives.
+    """Read a file written from :func:`config_text`.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds keys or types that this version
+        CheckpointError: the file is missing, damaged, or has keys or types that this version
             doesn't know.
     """
     fix = "give the folder of a run that ppocli made; its config.yaml must be unchanged"
@@ -145,8 +146,8 @@ def read_config(path: Path) -> TrainConfig:
 
 
 def in_place(config: TrainConfig, run_dir: Path) -> TrainConfig:
-    """A copy of a run's configuration whose models that were given as Python objects are where its
-    folder is now."""
+    """A copy of a run's configuration with the present paths of models that were passed as Python
+    objects and lie in its folder."""
     places = {key: run_dir.resolve() / STARTED_FROM / name for name, key in MODEL_KEYS.items()}
     return with_values(config, {
         key: str(place) for key, place in places.items()
@@ -156,9 +157,9 @@ def in_place(config: TrainConfig, run_dir: Path) -> TrainConfig:
 
 @functools.lru_cache(maxsize=16)
 def parsed(text: str) -> TrainConfig | None:
-    """What the text of a config.yaml says, None for nothing.
+    """The configuration in the text of a config.yaml; None for an empty one.
 
-    A command reads the file of its run in several places, and parsing it takes long.
+    Cached, since a command reads its run's file in several places and parsing takes long.
     """
     try:
         loaded = OmegaConf.load(io.StringIO(bounded.check_yaml(text)))
@@ -177,16 +178,16 @@ def parsed(text: str) -> TrainConfig | None:
 
 
 def _refuse_interpolation(text: str) -> str:
-    """A resolved configuration holds plain values: to look one up could read the environment, and
-    put a secret of the reader's where the run's writer wants it."""
-    if found := re.search(r"(?<!\\)(?:\\\\)*(\$\{.*)", text, re.DOTALL):
-        raise yaml.YAMLError(f"{found[1]!r} is an interpolation, and a run's configuration holds "
+    """``text``, if it has no interpolation. To resolve one could read the environment, and put a
+    secret of the reader's where the run's author wants it."""
+    if match := re.search(r"(?<!\\)(?:\\\\)*(\$\{.*)", text, re.DOTALL):
+        raise yaml.YAMLError(f"{match[1]!r} is an interpolation, and a run's configuration holds "
                              "plain values only")
     return text
 
 
 def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
-    """A copy with other values at some dotted keys of the schema."""
+    """A copy with new values at some dotted keys of the schema."""
     # on plain values: OmegaConf would take a ${ in them for an interpolation once more
     result = copy.deepcopy(config)
     for name, value in values.items():
@@ -197,10 +198,10 @@ def with_values(config: TrainConfig, values: Mapping[str, Any]) -> TrainConfig:
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """A copy whose user paths, relative to the current folder, are absolute, so that the run can go
-    on from any other.
+    on from any folder.
 
-    Names that could also be Hub names (``gpt2``, ``org/name``) are taken as paths only where a
-    file or folder of that name exists, or where they start with ``.``, ``/`` or ``~``.
+    Names that could also be Hub names (``gpt2``, ``org/name``) count as paths only if a file or
+    folder of that name exists, or if they start with ``.``, ``/`` or ``~``.
     """
     def those(what: str) -> list[tuple[str, Any]]:
         return [(name, operator.attrgetter(name)(config)) for name, key in schema_keys().items()
@@ -229,8 +230,8 @@ def _absolute(value: str, always: bool = False) -> str:
 
 
 def _absolute_function(value: Any) -> Any:
-    """``rewards.py:score`` with an absolute file, or several; module paths, and what is no path,
-    are left as they are."""
+    """``rewards.py:score`` with an absolute file, or several such paths; module paths and other
+    texts unchanged."""
     if isinstance(value, list):
         return [_absolute_function(each) for each in value]
     if value is None:
@@ -240,8 +241,8 @@ def _absolute_function(value: Any) -> Any:
 
 
 def _absolute_values(value: Any, name: str = "") -> Any:
-    """Arguments of user code, also in lists and mappings: texts with a separator that name
-    something on disk are paths, and a ``model`` that is a folder."""
+    """Arguments of user code with absolute paths, also in lists and mappings. Texts with a
+    separator that exist on disk are paths, and so is a ``model`` that is a folder."""
     if isinstance(value, dict):
         return {key: _absolute_values(each, key) for key, each in value.items()}
     if isinstance(value, list):
@@ -257,12 +258,12 @@ def flat(config: TrainConfig) -> dict[str, Any]:
 
 
 def leaves(prefix: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of what lies in nested mappings, down to the keys of the schema and those
-    of its free mappings."""
+    """(dotted key, value) of nested mappings, down to the keys of the schema and those of its free
+    mappings."""
     for name, value in values.items():
         key = f"{prefix}{name}"
-        known = schema_keys().get(key)
-        descend = known is None or (known.kind == "mapping" and bool(value))
+        schema_key = schema_keys().get(key)
+        descend = schema_key is None or (schema_key.kind == "mapping" and bool(value))
         if isinstance(value, dict) and descend and free_mapping_of(key) is None:
             yield from leaves(f"{key}.", value)
         else:
@@ -270,13 +271,13 @@ def leaves(prefix: str, values: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def next_config(run_dir: Path) -> Path:
-    """The configuration a run is resumed with: the one asked for, else its own."""
+    """The configuration file for the next start of a run: that of a resume, else its own."""
     path = run_dir / NEXT_CONFIG_FILE
     return path if path.is_file() else run_dir / CONFIG_FILE
 
 
 def accept_config(run_dir: Path) -> None:
-    """Make the configuration asked for at resume, if there is one, the run's own."""
+    """Make the configuration of a resume, if there is one, the run's own."""
     if (path := run_dir / NEXT_CONFIG_FILE).is_file():
         os.replace(path, run_dir / CONFIG_FILE)
 
@@ -289,22 +290,22 @@ _PLACE = frozenset({"run_name", "output_dir", "resume"})
 
 _HARMLESS_SECTIONS = ("eval.", "checkpoint.", "tracking.")
 _REFUSED_SECTIONS = ("prompts.", "data.", "task.", "ppo.ptx.data.")
-"""saved state would be read as something else"""
+"""sections in which a change would give saved state another meaning"""
 
 
 def classify_change(key: str) -> ChangeKind:
-    """What a change of ``key`` means to a run that goes on from a checkpoint.
+    """The effect of a change of ``key`` on a run that resumes from a checkpoint.
 
     ``refused``: the saved weights, optimizer state, prompt cursor or random streams would no
     longer fit, or the best-so-far score would be compared with another task's. ``harmless``: the
-    result of the steps already planned is the same. ``accepted``: the training goes on
-    differently from here, as the user asked.
+    steps already planned have the same result. ``accepted``: training goes on differently from
+    here, as the user asked.
     """
-    known = key_for(key)
-    told = known and known.metadata["on_resume"]
-    if told == "harmless" or key.startswith(_HARMLESS_SECTIONS):
+    schema_key = key_for(key)
+    policy = schema_key and schema_key.metadata["on_resume"]
+    if policy == "harmless" or key.startswith(_HARMLESS_SECTIONS):
         return "harmless"
-    return "refused" if told == "refused" or key.startswith(_REFUSED_SECTIONS) else "accepted"
+    return "refused" if policy == "refused" or key.startswith(_REFUSED_SECTIONS) else "accepted"
 
 
 def config_differences(old: TrainConfig, new: TrainConfig) -> list[tuple[str, Any, Any]]:
@@ -351,7 +352,7 @@ def words_for(config: TrainConfig) -> list[str]:
 
 def mapping_words(values: Mapping[str, Any], within: str = "") -> list[str]:
     """A nested mapping of settings as words of ``ppocli train``: ``{"ppo": {"n": 2}}`` becomes
-    ``ppo.n=2``. What takes a mapping as its value (``reward.kwargs``) gets it whole."""
+    ``ppo.n=2``. Keys that take a mapping (``reward.kwargs``) get it whole."""
     words: list[str] = []
     for key, value in values.items():
         name = f"{within}{key}"
@@ -362,7 +363,7 @@ def mapping_words(values: Mapping[str, Any], within: str = "") -> list[str]:
 
 
 def training_command(config: TrainConfig, *more: str) -> str:
-    """A command line for a POSIX shell that trains with ``config``; ``more`` words follow it."""
+    """A command line for a POSIX shell that trains with ``config`` and the words ``more``."""
     words = [shlex.quote(word) for word in (*words_for(config), *more)]
     return " \\\n    ".join(["ppocli train", *words])
 

@@ -1,5 +1,5 @@
-"""Rules between the keys of what samples: prompts, generation, engines and servers, environments;
-and how long a sample may become."""
+"""Rules between keys of sampling (prompts, generation, engines and servers, environments), and the
+maximum length of a sample."""
 
 from dataclasses import fields
 
@@ -7,11 +7,12 @@ from ppocli.config import adapters, algorithm, keys, schema, secrets
 from ppocli.text import cut, did_you_mean, shown
 
 OUR_ENGINES = ("decode", "transformers", "vllm")
-"""values of ``rollout.engine`` that are no import path"""
+"""values of ``rollout.engine`` other than import paths"""
 
 
 def longest_response(config: schema.TrainConfig) -> int:
-    """Most tokens behind a prompt, in rollouts and evaluations: of a response, or of an episode."""
+    """Maximum number of tokens after a prompt, in rollouts and evaluations: of a response, or of an
+    episode."""
     if config.env.fn is not None:
         return config.env.max_tokens
     generation = config.generation
@@ -19,7 +20,7 @@ def longest_response(config: schema.TrainConfig) -> int:
 
 
 def longest_rollout(config: schema.TrainConfig) -> int:
-    """As :func:`longest_response`, in rollouts alone."""
+    """As :func:`longest_response`, for rollouts alone."""
     return config.generation.max_new_tokens if config.env.fn is None else config.env.max_tokens
 
 
@@ -48,7 +49,7 @@ def prompt_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.
 
 
 def _no_range(key: str, bounds: list[int] | None) -> tuple[bool, str, str]:
-    """The rule that a key holds [min, max]."""
+    """The rule that a key is [min, max]."""
     return (bounds is not None and (len(bounds) != 2 or bounds[0] > bounds[1]), key,
             f"{shown(bounds)} must be [min, max] with min at most max")
 
@@ -87,7 +88,7 @@ def generation_rules(config: schema.TrainConfig) -> keys.Rules:
 
 
 def engine_rules(config: schema.TrainConfig) -> keys.Rules:
-    """Rules on ``rollout``: a sampler of the user's own, or servers."""
+    """Rules on ``rollout``: the user's sampler, or servers."""
     engine = config.rollout.engine
     yield (engine in OUR_ENGINES and config.rollout.kwargs, "rollout.kwargs, rollout.engine",
            f"{engine} takes no arguments: they are for a sampler of your own")
@@ -98,13 +99,14 @@ def engine_rules(config: schema.TrainConfig) -> keys.Rules:
 
 
 def _servers(config: schema.TrainConfig) -> keys.Rules:
-    """Servers that sample: their addresses, and what can't be sent to them."""
-    rollout, own = config.rollout, schema.RolloutConfig()
+    """Rules on servers that sample: their addresses, and settings that they don't support."""
+    rollout, defaults = config.rollout, schema.RolloutConfig()
     if rollout.engine != "vllm":
-        for name in (f.name for f in fields(own) if f.name not in ("engine", "kwargs")):
-            yield (getattr(rollout, name) != getattr(own, name), f"rollout.{name}, rollout.engine",
-                   f"{name} belongs to servers: leave it out (rollout.{name}="
-                   f"{shown(getattr(own, name))} where a run has it), or set rollout.engine=vllm")
+        for name in (f.name for f in fields(defaults) if f.name not in ("engine", "kwargs")):
+            default = getattr(defaults, name)
+            yield (getattr(rollout, name) != default, f"rollout.{name}, rollout.engine",
+                   f"{name} belongs to servers: leave it out (rollout.{name}={shown(default)} "
+                   "where a run has it), or set rollout.engine=vllm")
         return
     yield (rollout.ahead and config.ppo.staleness, "rollout.ahead, ppo.staleness",
            "ahead=1 already trains on samples of the policy before: set one of them to 0")
@@ -175,7 +177,7 @@ def env_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Rul
     longest = config.generation.max_new_tokens
     yield (longest > env.max_tokens, "generation.max_new_tokens, env.max_tokens",
            f"a turn of {longest} tokens doesn't fit an episode of {env.max_tokens}")
-    for wanted, where, why in (
+    for is_set, where, why in (
             (config.ppo.staleness > 0, "ppo.staleness", "samples that wait keep no episodes"),
             (reward.step_separator or reward.step_fn, "reward.step_separator, reward.step_fn",
              "an episode has turns in place of steps: an environment rewards each of them"),
@@ -183,4 +185,4 @@ def env_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Rul
              "the limit of a turn is the same for all"),
             (config.hardware.zero_stage == 3 and not config.hardware.gather_for_generation,
              "hardware.gather_for_generation", "episodes need whole weights on each process")):
-        yield wanted, f"{where}, env.fn", f"not with an environment: {why}"
+        yield is_set, f"{where}, env.fn", f"not with an environment: {why}"

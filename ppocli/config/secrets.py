@@ -1,5 +1,5 @@
-"""No key holds a secret: the resolved ``config.yaml`` can be kept, shown and published. Texts of
-other people's code, such as the message of an exception, are cleaned of secrets before they are."""
+"""Secrets: no key holds one, so that ``config.yaml`` can be kept, shown and published, and texts of
+other people's code, such as exceptions, are cleaned of them."""
 
 import os
 import re
@@ -21,11 +21,11 @@ _URL_PASSWORD = re.compile(r"(\b[a-z][a-z0-9+.-]*://[^/\s:@]+:)[^@/\s]+@", re.IG
 _ENVIRONMENT = re.compile(r"\$\{\s*(oc\.env|env|oc\.decode)\s*:", re.IGNORECASE)
 MASK = "***"
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-"""the name of a variable of the environment"""
+"""the form of the name of an environment variable"""
 _SHORTEST = 8
-"""a shorter value of a variable named like a secret would blot out ordinary words"""
+"""minimum length of a secret; shorter values would hide ordinary words"""
 SENT: set[str] = set()
-"""values of variables that a configuration names to be sent, whatever those are called"""
+"""values of variables that a configuration sends as headers, whatever their names"""
 _REMEDY = ("leave it out: tokens come from the environment (HF_TOKEN) or from `hf auth login`, "
            "never from the configuration, which is written to disk")
 
@@ -40,7 +40,7 @@ def looks_secret(name: str) -> bool:
 
 
 def why_no_url(url: object) -> str:
-    """What is wrong with a server's address, which must not hold a secret; empty if nothing is."""
+    """The problem with a server's address, which must not contain a secret; "" if there is none."""
     try:
         parts = urlsplit(url) if isinstance(url, str) else None
         if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
@@ -55,15 +55,15 @@ def why_no_url(url: object) -> str:
 
 
 def secret_values(environment: Mapping[str, str]) -> set[str]:
-    """Values of the variables that are named like tokens, passwords or API keys."""
+    """Values of environment variables that are named like tokens, passwords or API keys."""
     # a path, of the working folder (PWD) or of a file of credentials, is none itself
     return {value for name, value in environment.items()
             if looks_secret(name) and not os.path.exists(value)}
 
 
 def without_secrets(text: str, values: Iterable[str] = ()) -> str:
-    """``text`` with ``values``, passwords in URLs and everything that is shaped like a token
-    replaced by ``***``."""
+    """``text`` with ``values``, passwords in URLs and everything in the form of a token replaced by
+    ``***``."""
     for value in sorted(values, key=len, reverse=True):
         if len(value) >= _SHORTEST:
             text = text.replace(value, MASK)
@@ -71,13 +71,13 @@ def without_secrets(text: str, values: Iterable[str] = ()) -> str:
 
 
 def hide_secrets(text: str) -> str:
-    """``text`` without secrets of this process's environment, nor anything shaped like one."""
+    """``text`` without secrets of this process's environment, or text in the form of one."""
     return without_secrets(text, secret_values(os.environ) | SENT)
 
 
 def safe_text(text: str) -> str:
-    """A text that someone else's code wrote, such as an exception's message, before a person reads
-    it or a file keeps it: without secrets, control characters spelled out."""
+    """A text from other people's code, such as an exception, for a person or a file: without
+    secrets, and with control characters escaped."""
     return printable(hide_secrets(text))
 
 

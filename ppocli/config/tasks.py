@@ -1,5 +1,5 @@
-"""What a configuration trains, PPO, a data set's examples or pairs, or a task of the user's own;
-which sections belong to that, how long it takes, and which figures are shown of it."""
+"""The task of a configuration: PPO, training on examples or pairs, or a task of the user's; its
+sections, its length, and the figures that are shown."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,26 +19,25 @@ _NOT_READ = {"ppo": ("data", "sft", "reward_model"), "own": ("sft", "reward_mode
              "sft": (*_SAMPLING, "reward_model"),
              "reward_model": (*_SAMPLING, "sft", "generation", "rollout", "data.train_on")}
 _METRICS = {"sft": ("loss",), "reward_model": ("accuracy", "loss")}
-"""what ``checkpoint.metric`` may be"""
+"""values of ``checkpoint.metric``"""
 
 
 def task_name(config: schema.TrainConfig) -> str:
-    """``ppo``, ``sft``, ``reward_model``, or ``own``: a task of the user's."""
+    """``ppo``, ``sft``, ``reward_model``, or ``own`` for a task of the user's."""
     fn = config.task.fn
     return "ppo" if fn is None else fn if fn in DATA_TASKS else "own"
 
 
 def updates_section(config: schema.TrainConfig) -> str:
-    """The section that says how updates are made: sizes, optimizer, schedule, guards. A task of the
-    user's own has PPO's."""
+    """The section of updates (sizes, optimizer, schedule, guards); PPO's for a user's task."""
     name = task_name(config)
     return name if name in DATA_TASKS else "ppo"
 
 
 def updates_of(config: schema.TrainConfig) -> Updates:
-    """What stands in that section."""
-    found: Updates = getattr(config, updates_section(config))
-    return found
+    """The content of :func:`updates_section`."""
+    updates: Updates = getattr(config, updates_section(config))
+    return updates
 
 
 def rows_per_pass(updates: Updates) -> int:
@@ -61,15 +60,14 @@ def samples_per_step(config: schema.TrainConfig) -> int:
 
 
 def steps_asked(config: schema.TrainConfig) -> int | None:
-    """Steps in the whole run where it is their number that is given; None where it is of samples.
-    """
+    """Steps of the whole run, if their number is configured; None if the number of samples is."""
     updates = updates_of(config)
     return updates.num_steps if isinstance(updates, schema.PPOConfig) else updates.num_updates
 
 
 def planned_samples(config: schema.TrainConfig, examples: int | None = None) -> int | None:
-    """Samples in the whole run; None where that depends on the number of ``examples``, of PPO:
-    prompts, and they aren't given."""
+    """Samples of the whole run; None if it depends on the number of ``examples`` (for PPO: of
+    prompts) and that isn't given."""
     updates = updates_of(config)
     if isinstance(updates, schema.PPOConfig):
         if updates.epochs is not None:
@@ -81,28 +79,29 @@ def planned_samples(config: schema.TrainConfig, examples: int | None = None) -> 
 
 
 def planned_steps(config: schema.TrainConfig, examples: int | None = None) -> int | None:
-    """Steps in the whole run, the last of which may be smaller; None as above."""
+    """Steps of the whole run, the last of which may be smaller; None as for
+    :func:`planned_samples`."""
     samples = planned_samples(config, examples)
     return None if samples is None else -(-samples // samples_per_step(config))
 
 
 def total_steps(config: schema.TrainConfig, step: int, episodes: int,
                 examples: int | None = None) -> int:
-    """Steps in the whole run, of which ``step`` have used ``episodes`` samples; those still to come
-    are of as many as the configuration says, which may have been another number before a resume."""
-    if (asked := steps_asked(config)) is not None:
-        return max(asked, step)
+    """Steps of the whole run, after ``step`` steps with ``episodes`` samples. The remaining ones
+    have the configured size, which may differ from that before a resume."""
+    if (steps := steps_asked(config)) is not None:
+        return max(steps, step)
     left = max((planned_samples(config, examples) or 0) - episodes, 0)
     return step + -(-left // samples_per_step(config))
 
 
 def is_read(key: str, task: str) -> bool:
-    """Whether a task has any use for a key or a section."""
+    """Whether a task reads a key or a section."""
     return not any(f"{key}.".startswith(f"{part}.") for part in _NOT_READ[task])
 
 
 def task_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Rules:
-    """Rules on what belongs to other tasks, and on those that train on a data set."""
+    """Rules on keys of other tasks, and on tasks that train on a data set."""
     task = task_name(config)
     yield from _strangers(config, task)
     if task in DATA_TASKS:
@@ -110,18 +109,19 @@ def task_rules(config: schema.TrainConfig, handed_in: frozenset[str]) -> keys.Ru
         for name, values in vars(config.generation.eval).items():
             yield (len(keys.several(values)) > 1, f"generation.eval.{name}",
                    f"{values} are several values, which ppocli train alone compares: give one")
-        metric, known = config.checkpoint.metric, _METRICS[task]
-        yield (metric not in known, "checkpoint.metric", f"{metric} must be {' or '.join(known)} "
-               f"with task.fn={task}" + did_you_mean(metric, known))
+        metric, metrics = config.checkpoint.metric, _METRICS[task]
+        yield (metric not in metrics, "checkpoint.metric", f"{metric} must be "
+               f"{' or '.join(metrics)} with task.fn={task}" + did_you_mean(metric, metrics))
 
 
 def _strangers(config: schema.TrainConfig, task: str) -> keys.Rules:
-    own = {"ppo": "ppocli train", "own": f"task.fn={config.task.fn}"}.get(task, f"ppocli {task}")
+    command = {"ppo": "ppocli train", "own": f"task.fn={config.task.fn}"}.get(
+        task, f"ppocli {task.replace('_', '-')}")
     for name, key in keys.schema_keys().items():
         if not is_read(name, task):
             value = attrgetter(name)(config)
             yield (value != key.default, name,
-                   f"{own.replace('_', '-')} has no use for it: leave it out")
+                   f"{command} has no use for it: leave it out")
 
 
 def _data(config: schema.TrainConfig, task: str, handed_in: frozenset[str]) -> keys.Rules:
@@ -145,7 +145,7 @@ def _data(config: schema.TrainConfig, task: str, handed_in: frozenset[str]) -> k
 
 
 def val_share(data: schema_training.DataConfig) -> float | None:
-    """The share of ``data.val``; None where it is a path, or nothing."""
+    """The share in ``data.val``; None if it is a path or null."""
     try:
         return None if data.val is None else float(data.val)
     except ValueError:
@@ -153,30 +153,30 @@ def val_share(data: schema_training.DataConfig) -> float | None:
 
 
 def val_source(data: schema_training.DataConfig) -> str | None:
-    """The path of ``data.val``; None where it is a share, or nothing."""
+    """The path in ``data.val``; None if it is a share or null."""
     return data.val if val_share(data) is None else None
 
 
 # Which figures are shown of a run -----------------------------------------------------------------
 
 Named = tuple[tuple[str, str], ...]
-"""(label, name of the figure), the most telling first"""
+"""(label, name of the figure), the most important first"""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How the runs that train one thing are shown."""
+    """The names and figures with which runs of a task are shown."""
 
     doing: str
-    """in words"""
+    """name of the task in texts"""
     evaluations: Named
-    """figures of an evaluation, by their names without ``eval/``"""
+    """figures of an evaluation, without ``eval/``"""
     lower_is_better: frozenset[str] = frozenset()
-    """figures of evaluations of which less is better"""
+    """figures of evaluations that are better if lower"""
 
     @property
     def names(self) -> list[str]:
-        """Names of its evaluations' figures."""
+        """Names of the figures of evaluations."""
         return [name for _, name in self.evaluations]
 
 
@@ -190,10 +190,10 @@ KINDS = {
 
 
 def kind_of(config: schema.TrainConfig, lower_is_better: frozenset[str] | None = None) -> Kind:
-    """The kind of a run; of a task of the user's own, ``checkpoint.metric`` is what counts.
+    """The kind of a run; the figure of a task of the user's is ``checkpoint.metric``.
 
     Args:
-        lower_is_better: what such a task says of its figures.
+        lower_is_better: the figures of such a task that are better if lower.
     """
     metric = config.checkpoint.metric
     return KINDS.get(task_name(config)) or Kind(
@@ -201,8 +201,8 @@ def kind_of(config: schema.TrainConfig, lower_is_better: frozenset[str] | None =
 
 
 def curves_of(row: Mapping[str, Any]) -> Named:
-    """The figures that are followed from step to step, as a row of metrics.jsonl has them; none if
-    it is of no step."""
+    """The figures of a row of metrics.jsonl that are followed from step to step; empty if the row
+    is no step's."""
     if "reward/mean" in row:
         return ("reward", "reward/mean"), ("KL", "objective/kl")
     loss, norm = next((name for name in row if name.startswith("loss/")), None), "policy/grad_norm"
@@ -212,9 +212,9 @@ def curves_of(row: Mapping[str, Any]) -> Named:
 
 
 def evaluation_of(row: Mapping[str, Any]) -> tuple[str, str] | None:
-    """(label, name in the row) of the figure that an evaluation is told by; None without one."""
-    known = ("reward_mean", "accuracy", "loss")
-    name = next((f"eval/{name}" for name in known if f"eval/{name}" in row), None) or next(
+    """(label, name in the row) of the most important figure of an evaluation; None without one."""
+    preferred = ("reward_mean", "accuracy", "loss")
+    name = next((f"eval/{name}" for name in preferred if f"eval/{name}" in row), None) or next(
         (name for name in row if name.startswith("eval/")), None)
     return None if name is None else (
         "" if name == "eval/reward_mean" else name.rpartition("/")[2], name)

@@ -16,18 +16,18 @@ from typing import Any
 from ppocli.builtin.names import config_groups
 from ppocli.config import resolved, secrets
 from ppocli.config.keys import (
+    format_foreign_names,
     key_for,
     named_elsewhere,
     schema_keys,
     takes_escapes,
-    told_elsewhere,
 )
 from ppocli.errors import ConfigError
 from ppocli.own_code import TRUST
 from ppocli.text import did_you_mean, nearest, pasted
 
 COMMAND_LINE = "command line"
-"""the source of what was typed, in messages"""
+"""the source of typed settings, in messages"""
 CHOICES = {"--cfg": ("job", "hydra", "all", "deepspeed"),
             "--info": ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")}
 SHORT = {"-c": "--cfg", "-p": "--package", "-r": "--run", "-m": "--multirun",
@@ -35,7 +35,7 @@ SHORT = {"-c": "--cfg", "-p": "--package", "-r": "--run", "-m": "--multirun",
           "-cd": "--config-dir", "-i": "--info"}
 _WITH_VALUE = ("--cfg", "--package", "--config-path", "--config-name", "--config-dir")
 ACCEPT_CHANGES = "--accept-changes"
-"""ours, not Hydra's: a config.yaml that was changed by hand counts"""
+"""a flag of ppocli: accept a config.yaml that was changed by hand"""
 _PLAIN = ("--hydra-help", "--resolve", "--run", "--multirun", "--shell-completion", TRUST,
           ACCEPT_CHANGES)
 FLAGS = tuple(sorted((*_WITH_VALUE, *_PLAIN, "--info", "--help", "--version")))
@@ -65,35 +65,35 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The command line in parts. ``flags`` are long names; ``config_dirs`` are absolute."""
+    """The parts of a command line. ``flags`` are long names; ``config_dirs`` are absolute."""
 
     settings: tuple[Setting, ...]
     flags: tuple[tuple[str, str | None], ...] = ()
     config_dirs: tuple[Path, ...] = ()
     typed: tuple[str, ...] = ()
-    """as they came"""
+    """all words, unchanged"""
 
     @property
     def overrides(self) -> list[str]:
-        """The settings as Hydra takes them."""
+        """The settings in Hydra's form."""
         return [str(setting) for setting in self.settings]
 
     def value(self, key: str) -> str | None:
-        """What a key was set to last, without quotes; None if it wasn't, or to nothing."""
+        """The last value of a key, without quotes; None if it isn't set, or set to nothing."""
         return next((resolved.unquoted(setting.value) for setting in reversed(self.settings)
                      if setting.key == key and setting.value), None)
 
     def flag(self, name: str) -> str | None:
-        """The value of a flag, an empty text if it has none, None if it wasn't given."""
+        """The value of a flag, "" for a flag without value, None if it isn't there."""
         return next((value or "" for flag, value in self.flags if flag == name), None)
 
     def without(self, *names: str) -> Words:
-        """These words without some flags and without the settings of some keys."""
+        """A copy without some flags and without the settings of some keys."""
         return replace(self, settings=tuple(s for s in self.settings if s.key not in names),
                        flags=tuple(flag for flag in self.flags if flag[0] not in names))
 
     def adding(self, *words: str) -> Words:
-        """These words and some settings behind them."""
+        """A copy with further settings at the end."""
         return replace(self, settings=(*self.settings, *map(read_setting, words)))
 
     @property
@@ -104,13 +104,12 @@ class Words:
 
     @property
     def only_prints(self) -> bool:
-        """Whether something is to be printed instead of run."""
+        """Whether the words only print something."""
         return any(flag in ("--cfg", "--info", "--hydra-help", "--shell-completion")
                    for flag, _ in self.flags)
 
     def argv(self, *, whole: bool = False) -> list[str]:
-        """The words in the order and spelling that Hydra takes; with those that ``ppocli train``
-        takes for itself if ``whole``."""
+        """The words in Hydra's order and spelling; with ppocli's own flags if ``whole``."""
         parts = self.overrides
         for flag, value in self.flags:
             # config folders go through the search path, a new main folder through hydra.main
@@ -154,29 +153,29 @@ def read_words(words: Sequence[str]) -> Words:
         flags.append((name, value))
     _check_combination(dict(flags))
     secrets.refuse_secrets((setting.key, setting.value, COMMAND_LINE) for setting in settings)
-    given = [value for flag, value in flags if flag == "--config-dir" and value]
+    folders = [value for flag, value in flags if flag == "--config-dir" and value]
     return Words(tuple(settings), tuple(flags),
-                 tuple(_config_dir(folder, "--config-dir") for folder in given)
+                 tuple(_config_dir(folder, "--config-dir") for folder in folders)
                  + tuple(_config_dir(folder, "PPOCLI_CONFIG_DIR") for folder
                          in os.environ.get("PPOCLI_CONFIG_DIR", "").split(":") if folder),
                  tuple(words))
 
 
-def given_words(given: Sequence[str] | Mapping[str, Any]) -> list[str]:
-    """What a Python caller gives as settings: words, or a nested mapping of them.
+def given_words(settings: Sequence[str] | Mapping[str, Any]) -> list[str]:
+    """Settings from Python, a list of words or a nested mapping, as words.
 
     Raises:
-        ConfigError: one text, or something else than texts in the list.
+        ConfigError: one text, or a list that has other items than texts.
     """
-    return (resolved.mapping_words(given) if isinstance(given, Mapping)
-            else list_of_texts(given, "overrides"))
+    return (resolved.mapping_words(settings) if isinstance(settings, Mapping)
+            else list_of_texts(settings, "overrides"))
 
 
 def list_of_texts(values: Sequence[str], name: str) -> list[str]:
-    """A list of texts, which one text isn't, though Python would take it letter by letter.
+    """``values``, if it is a list of texts; one text would be taken letter by letter.
 
     Raises:
-        ConfigError: it is one text, or not all are texts.
+        ConfigError: it is one text, or not all items are texts.
     """
     if isinstance(values, str):
         raise ConfigError(f"{name} is one text, not a list of them.", where=name,
@@ -190,20 +189,21 @@ def list_of_texts(values: Sequence[str], name: str) -> list[str]:
 
 
 def _unknown_flag(word: str, value: str | None, words: Sequence[str]) -> ConfigError:
-    """What is meant by an option that there isn't: most often a setting, ours or of elsewhere."""
+    """The error for an unknown option, which most often stands for a setting of ppocli or of
+    another library."""
     shown = word.partition("=")[0]
     name = shown.lstrip("-").replace("-", "_")
     secrets.refuse_secrets([(name, value, COMMAND_LINE)])
     task = next((each.partition("=")[2] for each in words if each.startswith("task=")), None)
     elsewhere = named_elsewhere(name, task)
     keys = list(elsewhere) or nearest(name, list(schema_keys()), count=1)
-    given = "..." if value is None or value.startswith("-") or "=" in value else value
-    fix = f"settings are written without dashes: {pasted(f'{keys[0]}={given}')}" if keys else \
+    example = "..." if value is None or value.startswith("-") or "=" in value else value
+    fix = f"settings are written without dashes: {pasted(f'{keys[0]}={example}')}" if keys else \
         "see `ppocli train --help`"
     if shown in _BEFORE:
         fix = f"it stands before the command: ppocli {shown} train ..."
     return ConfigError(f"unknown option {shown}" + (
-        told_elsewhere(elsewhere) or did_you_mean(shown, (*FLAGS, *_OURS))),
+        format_foreign_names(elsewhere) or did_you_mean(shown, (*FLAGS, *_OURS))),
         where=COMMAND_LINE, fix=fix)
 
 
@@ -237,7 +237,8 @@ def _config_dir(folder: str, source: str) -> Path:
 
 
 def read_setting(word: str) -> Setting:
-    """A setting as Hydra reads it rightly: ``recipe=x`` as ``+recipe=x``, text kept text.
+    """A setting in the form that Hydra reads correctly: ``recipe=x`` as ``+recipe=x``, texts as
+    texts.
 
     A value for a text key that Hydra's grammar would turn into a number (a commit ``12e4567``) or
     can't read at all (a path with umlauts or brackets, a template with braces) is quoted.
@@ -266,8 +267,8 @@ def read_setting(word: str) -> Setting:
 
 
 def _quoting_escapes(value: str) -> str:
-    """A value in which texts with a ``\\n`` or ``\\t`` stand between quotes: outside of them Hydra
-    would take one of two backslashes."""
+    """A value with texts that contain ``\\n`` or ``\\t`` in quotes: outside of quotes Hydra would
+    drop one of two backslashes."""
     ends = r",\[\]{}()'\"" + ":" * ("{" in value)
 
     def quote(match: re.Match[str]) -> str:

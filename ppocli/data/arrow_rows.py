@@ -1,9 +1,9 @@
-"""Rows out of Arrow: Parquet files, saved data sets, and tables from Python.
+"""Rows from Arrow: Parquet files, saved data sets, and tables from Python.
 
-Arrow gives each struct of a column every key that any of its rows has, null where a row had none.
-Such keys are left out again, at any depth, so that rows are those that JSON lines would hold. Which
-of them were null when the table was written can't be told any more; only the type ``Json()`` of
-`datasets` keeps that. Columns are not left out, nor is the content of a message.
+Arrow gives each struct of a column every key that any row has, with null where a row had none. Such
+keys are removed again, at any depth, so that rows equal those of JSON lines. Keys that were null
+when the table was written can't be told from these; only the type ``Json()`` of `datasets` keeps
+them. Columns are never removed, nor is the content of a message.
 """
 
 import dataclasses
@@ -12,15 +12,14 @@ from typing import Any
 
 
 def batch_rows(batches: Iterable[Any], schema: Any) -> Iterator[dict[str, Any]]:
-    """The rows of record batches, by column name, decoded as `datasets` does where it wrote them.
-
-    Images, audio and video stay as they are stored.
+    """The rows of record batches, by column name. Tables that `datasets` has written are decoded as
+    it does, except images, audio and video, which stay as they are stored.
 
     Args:
         schema: of the batches (a ``pyarrow.Schema``).
 
     Raises:
-        ValueError: a type that the installed `datasets` doesn't know.
+        ValueError: a type that the installed `datasets` doesn't support.
     """
     import pyarrow as pa
 
@@ -55,12 +54,12 @@ def dataset_rows(dataset: Any) -> Iterator[dict[str, Any]]:
 
 
 def without_filled(value: Any, kind: Any) -> Any:
-    """``value``, of the Arrow type ``kind``, without the keys of structs that are null."""
+    """``value``, of the Arrow type ``kind``, without keys of structs that are null."""
     import pyarrow as pa
 
     if isinstance(value, dict) and pa.types.is_struct(kind):
         return {field.name: without_filled(value[field.name], field.type) for field in kind
-                if not _is_filled(value, field.name)}
+                if not _is_filler(value, field.name)}
     if isinstance(value, list) and pa.types.is_map(kind):
         return {key: without_filled(item, kind.item_type) for key, item in value}
     if isinstance(value, list) and hasattr(kind, "value_type"):
@@ -69,15 +68,15 @@ def without_filled(value: Any, kind: Any) -> Any:
 
 
 def without_nulls(value: Any) -> Any:
-    """Plain data without the keys of mappings that are null, where no Arrow type is at hand: cells
-    of a table of pandas or polars."""
+    """Plain data without keys of mappings that are null: cells of pandas and polars, which have no
+    Arrow type."""
     value = value.tolist() if hasattr(value, "tolist") else value  # numpy's arrays, from pandas
     if isinstance(value, Mapping):
         return {str(key): without_nulls(item) for key, item in value.items()
-                if not _is_filled(value, key)}
+                if not _is_filler(value, key)}
     return [without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
-def _is_filled(value: Mapping[Any, Any], key: Any) -> bool:
-    # a message has a content, null where it only calls tools
+def _is_filler(value: Mapping[Any, Any], key: Any) -> bool:
+    # the content of a message is null if the message only calls tools
     return value.get(key) is None and not (key == "content" and value.get("role") is not None)

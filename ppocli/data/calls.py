@@ -1,5 +1,5 @@
-"""Tool calls as chat templates take them. OpenAI's wire format has the arguments of a call as JSON
-text; templates encode them themselves, and would encode a text twice."""
+"""Tool calls in the form that chat templates expect. OpenAI's wire format has a call's arguments as
+JSON text; templates encode arguments themselves, so a text would be encoded twice."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -12,20 +12,21 @@ T = TypeVar("T")
 
 def with_arguments(messages: Sequence[Message], render: Callable[[list[Message]], T],
                    text_of: Callable[[T], str]) -> T:
-    """What ``render`` makes of a conversation whose calls have mappings as arguments, or, where the
-    template refuses mappings or prints them as Python does, texts.
+    """The result of ``render`` for a conversation whose tool calls have mappings as arguments; for
+    one with JSON texts if the template refuses mappings or prints them as Python does.
 
-    What says whether a turn is trained on is left out.
+    Keys that mark turns as trained on or not are left out.
 
     Args:
-        render: hands messages to the template; raises what that raises.
-        text_of: the text in its result.
+        render: passes messages to the template; its exceptions are raised again.
+        text_of: takes the text out of its result.
     """
     plain = [{name: value for name, value in message.items() if name not in TURN_MARKS}
              for message in messages]
     as_mappings = [_changed(message, _as_mapping) for message in plain]
-    mappings = [arguments for message in as_mappings for arguments in _arguments(message)]
-    if not any(mappings):
+    mappings = [function["arguments"] for function in _functions(as_mappings)
+                if function.get("arguments")]
+    if not mappings:
         return render(as_mappings)
     result: T | None = None
     refusal: Exception | None = None
@@ -46,18 +47,17 @@ def with_arguments(messages: Sequence[Message], render: Callable[[list[Message]]
 
 def names_of(messages: Sequence[Message]) -> list[str]:
     """The names of the tools that a conversation calls."""
-    return [str(call.get("function", call).get("name")) for message in messages
+    return [str(function.get("name")) for function in _functions(messages)]
+
+
+def _functions(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """Name and arguments of each tool call."""
+    return [call.get("function", call) for message in messages
             for call in message.get("tool_calls") or ()]
 
 
-def _arguments(message: Message) -> list[dict[str, Any]]:
-    arguments = [call.get("function", call).get("arguments")
-                 for call in message.get("tool_calls") or ()]
-    return [one for one in arguments if one]
-
-
 def _changed(message: Message, change: Callable[[Any], Any]) -> Message:
-    """The message with ``change`` made to the arguments of its calls."""
+    """The message with ``change`` applied to the arguments of its tool calls."""
     if not message.get("tool_calls"):
         return message
 

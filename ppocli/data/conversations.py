@@ -1,4 +1,4 @@
-"""Conversations as the chat template writes them, in pieces: what the model says, and the rest."""
+"""Conversations rendered by the chat template, in pieces: the model's turns, and the rest."""
 
 import re
 from typing import Any
@@ -9,31 +9,31 @@ from ppocli.data.shapes import Message, is_masked
 from ppocli.errors import InputError
 
 Piece = tuple[str, bool]
-"""text, and whether the model says it"""
+"""a text, and whether it is trained on"""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: int,
                 tools: list[Any] | None = None, others: bool = False) -> list[Piece]:
-    """A conversation as the template renders it, in pieces that alternate between what others say
-    and what the assistant does, through the token that ends its turn.
+    """A conversation as the template renders it, in pieces that are trained on (turns of the
+    assistant, each through the token that ends it) and pieces that aren't.
 
-    A template that marks what is generated (``{% generation %}``, as transformers'
-    ``return_assistant_tokens_mask`` reads it) is taken at its word, with the token that ends a turn
-    where it stands behind the mark. Of others a turn is what the template adds to the conversation
-    before it, with the generation prompt. Turns that are marked as not trained on
-    (:func:`ppocli.data.shapes.is_masked`) count as what others say.
+    If the template marks generated text (``{% generation %}``, as read by transformers'
+    ``return_assistant_tokens_mask``), its marks decide, extended to the token that ends a turn.
+    Otherwise a turn is the text that the template adds to the conversation before it and the
+    generation prompt. Turns that the data marks as not trained on
+    (:func:`ppocli.data.shapes.is_masked`) aren't.
 
     Args:
         messages: with at least one turn of the assistant.
         place: where they came from, for errors.
-        since: turns before this one count as what others say.
+        since: turns before this one aren't trained on.
         tools: as of :func:`ppocli.data.render.rendered_chat`.
-        others: whether all but the masked turns counts as what the assistant says.
+        others: train on all text but the masked turns.
 
     Raises:
-        InputError: a chat template that refuses the conversation, or one that writes the earlier
-            turns differently once others follow, so that turns can't be told apart.
+        InputError: the chat template refuses the conversation, or writes earlier turns differently
+            once others follow, so that turns can't be told apart.
     """
     masked = [i for i, message in enumerate(messages) if is_masked(message)]
     last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
@@ -56,7 +56,8 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: i
 
 def _marked_spans(messages: list[Message], place: str, tokenizer: Any, tools: list[Any] | None,
                   since: int, masked: list[int]) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered text and the turns in it that are trained on, by the template's own marks."""
+    """The rendered text, and the spans (start, end) in it that are trained on by the template's
+    marks."""
     whole, marks = _marked(messages, place, tokenizer, tools)
 
     def marks_before(turn: int) -> int:
@@ -80,7 +81,7 @@ def _marked_spans(messages: list[Message], place: str, tokenizer: Any, tools: li
         if mark in without:
             continue
         start, end = marks[mark]
-        # a turn may have several marks, one behind the other
+        # a turn may have several adjacent marks
         begins = spans.pop()[0] if spans and start <= spans[-1][1] else start
         spans.append((begins, end + _closing(whole[start:end], whole[end:], tokenizer)))
     return whole, spans
@@ -88,10 +89,10 @@ def _marked_spans(messages: list[Message], place: str, tokenizer: Any, tools: li
 
 def _marked(messages: list[Message], place: str, tokenizer: Any, tools: list[Any] | None
             ) -> tuple[str, list[tuple[int, int]]]:
-    """The rendered text and the places in it that the template marks as generated."""
+    """The rendered text, and the spans (start, end) in it that the template marks as generated."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    render: Any = render_jinja_template  # is typed as if it returned a text
+    render: Any = render_jinja_template  # its annotation says that it returns a text
 
     def marked(conversation: list[Message]) -> Any:
         texts, spans = render([conversation], tools, return_assistant_tokens_mask=True,
@@ -105,15 +106,15 @@ def _marked(messages: list[Message], place: str, tokenizer: Any, tools: list[Any
 
 def _turn_span(messages: list[Message], turn: int, whole: str, place: str, tokenizer: Any,
                tools: list[Any] | None, *, alone: bool) -> tuple[int, int]:
-    """Where a turn stands in the rendered text, the assistant's without the generation prompt.
+    """The span (start, end) of a turn in the rendered text, without the generation prompt.
 
     Args:
-        alone: whether the conversation's last answer could be trained on alone.
+        alone: whether the error may suggest to train on the last answer alone.
     """
     assistant = messages[turn]["role"] == "assistant"
     if not turn and assistant:
-        raise InputError(f"The conversation in {place} begins with the assistant: where that turn "
-                         "begins can't be told from the chat template.", where=place,
+        raise InputError(f"The conversation in {place} begins with the assistant: the chat "
+                         "template doesn't show where that turn begins.", where=place,
                          fix="begin it with a turn of the user or the system, or mark what the "
                              "assistant says with {% generation %} and {% endgeneration %} in "
                              "the chat template")
@@ -121,7 +122,7 @@ def _turn_span(messages: list[Message], turn: int, whole: str, place: str, token
                                                prompt=assistant)
     through = rendered_chat(messages[:turn + 1], place, tokenizer, tools=tools)
     start = len(before)
-    # the turn ends behind its last special token if only white space follows it
+    # the turn ends after its last special token if only white space follows
     kept = through[start:].rstrip()
     ended = any(kept.endswith(token) for token in _specials(tokenizer))
     end = start + len(kept) if ended else len(through)
@@ -142,8 +143,8 @@ def _specials(tokenizer: Any) -> list[str]:
 
 
 def _closing(turn: str, text: str, tokenizer: Any) -> int:
-    """Characters of ``text``, which follows a marked turn, through the special token that ends it;
-    0 where the turn holds that, or none follows."""
+    """The number of characters of ``text``, which follows a marked turn, through the special token
+    that ends the turn; 0 if the turn contains that token, or none follows."""
     tokens = _specials(tokenizer)
     bare = text.lstrip(" ")
     token = next((token for token in tokens if bare.startswith(token)), "")

@@ -23,18 +23,18 @@ class _Rows:
     places: list[str]
     """n places in the source, as in ``line 3 of reviews.jsonl``"""
     notes: tuple[str, ...]
-    """sentences for the user about what was left out, cut or ignored in the source"""
+    """sentences for the user about rows that were left out or cut, and settings without effect"""
 
     def __len__(self) -> int:
         return len(self.places)
 
     def rows(self, places: Sequence[int]) -> Self:
-        """Those at ``places``, with what is said of the whole."""
+        """The rows at ``places``, with the notes of the whole."""
         return rows_of(self, places)
 
     def split_off(self, share: float, seed: int) -> tuple[Self, Self]:
-        """The rows to train on and those held back, ``share`` of them, rounded. Which those are is
-        a function of (n, share, seed) alone, and both keep the order of the source.
+        """The rows to train on, and ``share`` of all rows, rounded, held back at random. The choice
+        depends on (n, share, seed) alone; both parts keep the order of the source.
 
         Raises:
             InputError: one of the two would be empty.
@@ -50,56 +50,55 @@ class _Rows:
 
 @dataclass(frozen=True, slots=True)
 class Examples(_Rows):
-    """n texts as tokens. Made by :mod:`ppocli.data.encoding`, read by the task that trains on
-    them."""
+    """n texts as tokens, from :mod:`ppocli.data.encoding` to the task that trains on them."""
 
     tokens: list[Ids]
-    """n arrays of ids, [T]: of a causal model prompt and response, for an encoder-decoder what its
-    decoder says, without the token that it starts from"""
+    """n arrays of ids, [T]: prompt and response for a causal model; for an encoder-decoder the
+    decoder's output, without its start token"""
     trained: list[Mask]
-    """n arrays, [T], true where a token is trained on; at least once in each. Never true at place
-    0 of a causal model's tokens: nothing predicts it"""
+    """n arrays, [T], true where a token is trained on: at least once in each, and never at place 0
+    for a causal model, which doesn't predict its first token"""
     encoder_tokens: list[Ids]
-    """n arrays of what an encoder reads; empty for a causal model"""
+    """n arrays of the encoder's input ids; empty for a causal model"""
     prompts: list[str]
-    """n texts of what is before the last thing that is trained on, without BOS; "" where a row is
-    one text, or is cut within that"""
+    """n texts: the text before the last part that is trained on, without BOS; "" where a row is one
+    text or is cut within its prompt"""
     prompt_lengths: list[int]
-    """n numbers of tokens: ``tokens[i][:prompt_lengths[i]]`` is that prompt, as PPO would see it;
-    0 where there is none, and for an encoder-decoder"""
+    """n token counts: ``tokens[i][:prompt_lengths[i]]`` is the prompt as PPO would see it; 0
+    without a prompt, and for an encoder-decoder"""
     chat: bool | None = None
-    """whether the chat template rendered them; None: it may have, before they were read"""
+    """whether the chat template rendered them; None: plain texts that look as if it had"""
 
     def prompt_tokens(self, place: int) -> list[int]:
-        """The ids of a prompt: what PPO would let the model continue, or its encoder read. Empty
-        where a row is one text."""
+        """The ids of a prompt, as PPO would pass them to the model or its encoder; empty where a
+        row is one text."""
         ids = self.encoder_tokens[place] if self.encoder_tokens else (
             self.tokens[place][:self.prompt_lengths[place]])
         return [int(token) for token in ids]
 
     def digest(self) -> str:
-        """SHA-256 (hex) over ids and masks: equal exactly if a resumed run sees the same."""
+        """SHA-256 (hex) over ids and masks: equal exactly if a resumed run has the same data."""
         return _digest(self.tokens, self.trained, self.encoder_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs(_Rows):
-    """n pairs as tokens, the better answer first. Made and read as :class:`Examples`."""
+    """n pairs as tokens, from and to the same modules as :class:`Examples`."""
 
     chosen: list[Ids]
-    """n arrays of ids, [T]: the prompt and the answer through its end"""
+    """n arrays of ids, [T]: the prompt and the better answer, with the token that ends it"""
     rejected: list[Ids]
-    """the same of the worse answer"""
+    """the same with the worse answer"""
     margins: list[float]
-    """n numbers by which the scores should differ; 0 where the data has none"""
+    """n minimum differences between the scores of the two; 0 where the data has none"""
     prompt_lengths: list[int]
-    """n numbers of tokens that both begin with: ``len(chosen[i]) - prompt_lengths[i]`` is the
-    length of an answer"""
+    """n token counts of the prompt, with which both texts begin: ``len(chosen[i]) -
+    prompt_lengths[i]`` is the length of an answer"""
     chat: bool | None = None
     """as of :class:`Examples`"""
 
     def digest(self) -> str:
-        """SHA-256 (hex) over ids and margins: equal exactly if a resumed run sees the same."""
+        """SHA-256 (hex) over ids and margins: equal exactly if a resumed run has the same data."""
         return _digest(self.chosen, self.rejected, [np.array(self.margins, np.float64),
                                                     np.array(self.prompt_lengths)])
 

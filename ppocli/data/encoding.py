@@ -1,4 +1,4 @@
-"""Examples and pairs as tokens, with the places of those that are trained on."""
+"""Examples and pairs as tokens, with masks of the tokens that are trained on."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -28,11 +28,11 @@ def load_data(cfg: DataConfig, tokenizer: Any, *, wants: Wants, seed: int, max_t
               encoder: bool = False, items: Sequence[Any] | None = None,
               val_items: Sequence[Any] | None = None
               ) -> tuple[Examples | Pairs, Examples | Pairs | None]:
-    """What to train on, and what is held back for evaluations: ``data.val``, or None without it.
+    """The training data, and the data held back for evaluations (``data.val``; None without it).
 
     Args:
         wants: examples or pairs.
-        seed: draws the share that is held back.
+        seed: of the random choice of rows that are held back.
         max_tokens, encoder: as of :func:`encode_examples`.
         items, val_items: rows from Python, in place of ``data.path`` and ``data.val``.
 
@@ -41,8 +41,8 @@ def load_data(cfg: DataConfig, tokenizer: Any, *, wants: Wants, seed: int, max_t
     """
     share = None if val_items is not None else tasks.val_share(cfg)
 
-    def encoded(key: str, given: Sequence[Any] | None) -> Examples | Pairs:
-        read = read_examples(cfg, wants=wants, items=given, path_key=key)
+    def encoded(key: str, rows: Sequence[Any] | None) -> Examples | Pairs:
+        read = read_examples(cfg, wants=wants, items=rows, path_key=key)
         if wants == "pairs":
             return encode_pairs(read, cfg, tokenizer, max_tokens=max_tokens)
         return encode_examples(read, cfg, tokenizer, max_tokens=max_tokens, encoder=encoder)
@@ -58,29 +58,30 @@ def load_data(cfg: DataConfig, tokenizer: Any, *, wants: Wants, seed: int, max_t
 
 def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int, encoder: bool
                     ) -> Examples:
-    """Tokenise, mark what is trained on, cut what is too long at its end.
+    """Tokenise examples, mark the tokens to train on, and cut long ones at the end.
 
-    A prompt is tokenised as PPO does it (:func:`ppocli.data.tokens.encode`): BOS in front where
-    the tokenizer puts it, none where a chat template wrote the text. Where prompt and response
-    share no token, they are tokenised as one text, else apart. A response or text gets the EOS
-    token behind it unless it ends in it; a turn of a conversation ends as its template says.
+    A prompt is tokenised as for PPO (:func:`ppocli.data.tokens.encode`): with BOS in front if the
+    tokenizer adds it, without if a chat template rendered the text. Prompt and response are
+    tokenised as one text unless that would join them in one token. A response or text is followed
+    by the EOS token unless it ends in it; a turn of a conversation ends as its template says.
 
     Args:
         read: has examples.
-        max_tokens: what the model reads at most; ``data.max_length`` may be less.
-        encoder: whether an encoder reads the prompt and a decoder says the response.
+        max_tokens: maximum number of tokens that the model reads; ``data.max_length`` may be less.
+        encoder: whether an encoder reads the prompt and a decoder produces the response.
 
     Raises:
-        ConfigError: ``data.train_on`` asks for what the rows don't have.
-        InputError: no chat template or one that can't be followed, no EOS token, a text that can't
-            be tokenised, or nothing left.
+        ConfigError: ``data.train_on`` doesn't fit the rows.
+        InputError: the chat template is missing or can't be followed, the tokenizer has no EOS
+            token or fails on a text, or no example is left.
     """
     _check_template(read, tokenizer)
     longest = min(cfg.max_length or max_tokens, max_tokens)
     every = [(example, _example_pieces(example, cfg, tokenizer, encoder))
              for example in read.examples]
-    taught = [(example, pieces) for example, pieces in every if any(said for _, said in pieces)]
-    found = Examples([], (), [], [], [], [], [])
+    taught = [(example, pieces) for example, pieces in every
+              if any(is_trained for _, is_trained in pieces)]
+    examples = Examples([], (), [], [], [], [], [])
     plain = isinstance(read.examples[0].completion, str)
     cut = empty = 0
     for (example, _), line in zip(taught, _lines([pieces for _, pieces in taught], tokenizer,
@@ -92,24 +93,24 @@ def encode_examples(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: 
         if not trained.any() or (encoder and not line.prompt_ids):
             empty += 1
             continue
-        found.tokens.append(np.array(line.tokens[:room], np.int32))
-        found.trained.append(trained)
+        examples.tokens.append(np.array(line.tokens[:room], np.int32))
+        examples.trained.append(trained)
         if encoder:
-            found.encoder_tokens.append(np.array(line.prompt_ids[:longest], np.int32))
-        # a prompt that is cut itself, behind earlier turns, is none that could be answered
+            examples.encoder_tokens.append(np.array(line.prompt_ids[:longest], np.int32))
+        # a prompt that was cut itself, after earlier turns, can't be answered
         prompt = line.prompt if len(line.prompt_ids) <= longest else ""
-        found.prompts.append(prompt)
-        found.prompt_lengths.append(len(line.prompt_ids) if prompt and not encoder else 0)
-        found.places.append(example.place)
+        examples.prompts.append(prompt)
+        examples.prompt_lengths.append(len(line.prompt_ids) if prompt and not encoder else 0)
+        examples.places.append(example.place)
     note_count(read.notes, len(every) - len(taught), "had no turn to train on: left out", "example")
     note_count(read.notes, cut, f"{{was}} longer than {longest} tokens: cut at the end", "example")
     note_count(read.notes, empty, "had nothing to train on within that: left out", "example")
-    if not len(found):
+    if not len(examples):
         raise InputError(f"None of the {len(read.examples)} examples has a token to train on "
                          f"within {longest} tokens.", where="data.max_length",
                          fix=f"{_longer(cfg, max_tokens)}, or another data.train_on")
-    _note_tools(read, tokenizer)
-    return replace(found, notes=tuple(read.notes), chat=_by_template(
+    note_tools(read.notes, read.conversations, tokenizer)
+    return replace(examples, notes=tuple(read.notes), chat=_by_template(
         [pieces for _, pieces in taught], tokenizer, plain))
 
 
@@ -119,25 +120,16 @@ def _by_template(pieces: list[list[Piece]], tokenizer: Any, plain: bool) -> bool
 
 
 def _check_template(read: Read, tokenizer: Any) -> None:
-    rows: list[Example | Pair] = [*read.examples, *read.pairs]
-    first = rows[0]
-    cell = first.completion if isinstance(first, Example) else first.chosen
+    place, cell, _ = read.conversations[0]
     if isinstance(cell, list) and not getattr(tokenizer, "chat_template", None):
         raise InputError("The tokenizer has no chat template, which conversations need.",
-                         where=first.place, fix="give it one: model.chat_template=FILE, or "
+                         where=place, fix="give it one: model.chat_template=FILE, or "
                          "model.tokenizer_path of a chat model" + (
                              "; or data.chat=false: texts need none" if read.turned else ""))
 
 
-def _note_tools(read: Read, tokenizer: Any) -> None:
-    rows: list[Example | Pair] = [*read.examples, *read.pairs]
-    note_tools(read.notes, (
-        (row.place, row.prompt or (row.completion if isinstance(row, Example) else row.chosen),
-         row.tools) for row in rows), tokenizer)
-
-
 def _longer(cfg: DataConfig, max_tokens: int) -> str:
-    """What helps where texts are too long."""
+    """The fix for texts that are too long."""
     if (cfg.max_length or max_tokens) < max_tokens:
         return "a higher data.max_length"
     return f"shorter texts, or a model that reads more than {max_tokens} tokens"
@@ -145,7 +137,7 @@ def _longer(cfg: DataConfig, max_tokens: int) -> str:
 
 def _example_pieces(example: Example, cfg: DataConfig, tokenizer: Any, encoder: bool
                     ) -> list[Piece]:
-    """The example's text in pieces, with whether each is trained on."""
+    """The example's text in pieces, each with whether it is trained on."""
     prompt: Any = example.prompt
     completion, train_on = example.completion, cfg.train_on
     chat = isinstance(completion, list)
@@ -173,8 +165,8 @@ def _example_pieces(example: Example, cfg: DataConfig, tokenizer: Any, encoder: 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """One text as tokens; what follows the last of those that are trained on is left out, as it
-    changes nothing."""
+    """One text as tokens, through the last one that is trained on; later ones would change nothing.
+    """
 
     tokens: list[int]
     trained: list[bool]
@@ -186,20 +178,23 @@ class _Line:
 
 def _lines(texts: list[list[Piece]], tokenizer: Any, *, plain: bool, encoder: bool = False
            ) -> Iterator[_Line]:
-    """Each text as tokens, plain ones with what the tokenizer puts in front (and behind what an
-    encoder reads) and the EOS token at the end. The tokens of an ``encoder``'s are the last piece.
+    """Each text as tokens. Plain texts get the tokens that the tokenizer adds in front (and, for an
+    encoder, behind), and the EOS token at the end.
+
+    Args:
+        encoder: whether ``tokens`` are those of the last piece alone, the decoder's.
     """
     front, behind = tokens_around(tokenizer) if plain else ([], [])
     eos = tokenizer.eos_token_id
     if plain and eos is None:
-        raise InputError("The tokenizer has no EOS token, which ends what is learned.",
+        raise InputError("The tokenizer has no EOS token to end the training texts with.",
                          where="model.tokenizer_path", fix="a tokenizer that has one")
     anchors = {} if encoder else _anchors(tokenizer)
     for parts, ids in zip(texts, _tokenised(texts, tokenizer, anchors), strict=True):
-        last = max(i for i, (_, said) in enumerate(parts) if said)
+        last = max(i for i, (_, is_trained) in enumerate(parts) if is_trained)
         before = [token for piece in ids[:last] for token in piece]
         tokens, trained = [*before, *ids[last]], [
-            said for (_, said), piece in zip(parts, ids, strict=False) for _ in piece
+            is_trained for (_, is_trained), piece in zip(parts, ids, strict=False) for _ in piece
             ][:len(before) + len(ids[last])]
         if plain and tokens[-1:] != [eos]:
             tokens, trained = [*tokens, eos], [*trained, True]
@@ -213,57 +208,57 @@ def _lines(texts: list[list[Piece]], tokenizer: Any, *, plain: bool, encoder: bo
 
 def _tokenised(pieces: list[list[Piece]], tokenizer: Any, anchors: dict[str, list[int]]
                ) -> Iterator[list[list[int]]]:
-    """The ids of each text's pieces. What is before a piece has the ids that it has alone; a piece
-    has those that it has behind it, or, where the tokenizer would join the two, its own, without
-    the space that those behind ``anchors`` are free of."""
+    """The ids of each text's pieces. The text before a piece keeps the ids that it has alone. A
+    piece gets the ids that it has after that text or, if the tokenizer would join the two, those of
+    :func:`_ids_alone`."""
     encode = partial(token_ids_of, tokenizer=tokenizer)
     for start in range(0, len(pieces), _CHUNK):
         chunk = pieces[start:start + _CHUNK]
         done: list[list[int]] = [[] for _ in chunk]
-        found: list[list[list[int]]] = [[] for _ in chunk]
+        piece_ids: list[list[list[int]]] = [[] for _ in chunk]
         for level in range(max(map(len, chunk))):
             rows = [i for i, parts in enumerate(chunk) if len(parts) > level]
             texts = ["".join(text for text, _ in chunk[i][:level + 1]) for i in rows]
             for i, ids in zip(rows, encode(texts), strict=True):
                 fits = ids[:len(done[i])] == done[i]
-                found[i].append(ids[len(done[i]):] if fits else
-                                _apart(chunk[i][level][0], encode, anchors))
-                done[i] = done[i] + found[i][-1]
-        yield from found
+                piece_ids[i].append(ids[len(done[i]):] if fits else
+                                    _ids_alone(chunk[i][level][0], encode, anchors))
+                done[i] = done[i] + piece_ids[i][-1]
+        yield from piece_ids
 
 
-def _apart(text: str, encode: Callable[[list[str]], Iterator[list[int]]],
-           anchors: dict[str, list[int]]) -> list[int]:
-    own, *behind = encode([text, *(anchor + text for anchor in anchors)])
+def _ids_alone(text: str, encode: Callable[[list[str]], Iterator[list[int]]],
+               anchors: dict[str, list[int]]) -> list[int]:
+    alone, *behind = encode([text, *(anchor + text for anchor in anchors)])
     return next((ids[len(front):] for front, ids in zip(anchors.values(), behind, strict=True)
-                 if ids[:len(front)] == front != ids), own)
+                 if ids[:len(front)] == front != ids), alone)
 
 
 def _anchors(tokenizer: Any) -> dict[str, list[int]]:
-    """Texts, with their ids, that show a text behind them without the space that some tokenizers,
-    such as Llama's, put in front of any text; none for other tokenizers."""
-    found: dict[str, list[int]] = {}
+    """Short texts, with their ids, after which a text is tokenised without the space that some
+    tokenizers, such as Llama's, add in front of any text; none for other tokenizers."""
+    anchors: dict[str, list[int]] = {}
     for anchor in "\n:.(":
         try:
-            front, own, behind, spaced = token_ids_of([anchor, "a", f"{anchor}a", f"{anchor} a"],
-                                                      tokenizer)
+            front, letter, behind, spaced = token_ids_of([anchor, "a", f"{anchor}a", f"{anchor} a"],
+                                                         tokenizer)
         except InputError:  # a closed vocabulary
             continue
         if (tokenizer.unk_token_id not in front and behind[:len(front)] == front
-                and spaced == front + own != behind):
-            found[anchor] = front
-    return found
+                and spaced == front + letter != behind):
+            anchors[anchor] = front
+    return anchors
 
 
 # Pairs --------------------------------------------------------------------------------------------
 
 def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int) -> Pairs:
-    """Tokenise, as :func:`encode_examples` does, and leave out the pairs of which one is too long,
-    and those of which both come to the same tokens.
+    """Tokenise pairs as :func:`encode_examples` does. Pairs with a text that is too long, or whose
+    answers have the same tokens, are left out.
 
     Args:
         read: has pairs.
-        max_tokens: what the model reads at most; ``data.max_length`` may be less.
+        max_tokens: as of :func:`encode_examples`.
 
     Raises:
         InputError: as :func:`encode_examples`.
@@ -274,7 +269,7 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
             for pair in read.pairs for answer in (pair.chosen, pair.rejected)]
     plain = isinstance(read.pairs[0].chosen, str)
     lines = _lines(both, tokenizer, plain=plain)
-    found = Pairs([], (), [], [], [], [])
+    pairs = Pairs([], (), [], [], [], [])
     overlong, identical = 0, read.identical
     for pair, chosen, rejected in zip(read.pairs, lines, lines, strict=True):
         if max(len(chosen.tokens), len(rejected.tokens)) > longest:
@@ -282,21 +277,21 @@ def encode_pairs(read: Read, cfg: DataConfig, tokenizer: Any, *, max_tokens: int
         elif chosen.tokens == rejected.tokens:
             identical += 1
         else:
-            found.chosen.append(np.array(chosen.tokens, np.int32))
-            found.rejected.append(np.array(rejected.tokens, np.int32))
-            found.margins.append(pair.margin)
-            found.prompt_lengths.append(len(chosen.prompt_ids))
-            found.places.append(pair.place)
+            pairs.chosen.append(np.array(chosen.tokens, np.int32))
+            pairs.rejected.append(np.array(rejected.tokens, np.int32))
+            pairs.margins.append(pair.margin)
+            pairs.prompt_lengths.append(len(chosen.prompt_ids))
+            pairs.places.append(pair.place)
     note_count(read.notes, identical, "{was} identical: left out", "pair")
     note_count(read.notes, overlong, f"{{was}} longer than {longest} tokens: left out", "pair")
-    if not len(found):
+    if not len(pairs):
         raise InputError(f"None of the {overlong + identical} pairs is left: {overlong} are longer "
                          f"than {longest} tokens, {identical} hold the same answer twice.",
                          where="data.max_length" if overlong else "data.path",
                          fix=_longer(cfg, max_tokens) if overlong else
                          "give pairs whose answers differ")
-    _note_tools(read, tokenizer)
-    return replace(found, notes=tuple(read.notes), chat=_by_template(both, tokenizer, plain))
+    note_tools(read.notes, read.conversations, tokenizer)
+    return replace(pairs, notes=tuple(read.notes), chat=_by_template(both, tokenizer, plain))
 
 
 def _pair_pieces(pair: Pair, answer: Any, tokenizer: Any) -> list[Piece]:
@@ -310,8 +305,8 @@ def _pair_pieces(pair: Pair, answer: Any, tokenizer: Any) -> list[Piece]:
 # For people ---------------------------------------------------------------------------------------
 
 def rendered(tokens: Ids, trained: Mask, tokenizer: Any, *, colour: bool) -> str:
-    """The text of an example with what is trained on marked, in green or between brackets, and
-    control characters spelled out."""
+    """The text of an example. Trained parts are green or in brackets, control characters are
+    escaped."""
     on, off = ("\x1b[32m", "\x1b[0m") if colour else ("[", "]")
     edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
     parts: list[str] = []
@@ -323,8 +318,8 @@ def rendered(tokens: Ids, trained: Mask, tokenizer: Any, *, colour: bool) -> str
 
 
 def facts(data: Examples | Pairs, tokenizer: Any, *, colour: bool) -> Iterator[str]:
-    """Lines about the data for a person: its first rows as the model sees them, what was left out
-    or cut, and how much there is."""
+    """Lines about the data: the first rows as the model sees them, the number of rows that were
+    left out or cut, and the size."""
     show = partial(rendered, tokenizer=tokenizer, colour=colour)
     for i, place in enumerate(data.places[:SHOWN]):
         yield f"{place}:"

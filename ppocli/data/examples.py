@@ -1,5 +1,5 @@
-"""Rows of training data as texts and conversations. Their columns say what they hold, as in TRL's
-dataset formats: ``text``, ``messages``, ``prompt`` and ``completion``; ``prompt``, ``chosen`` and
+"""Rows of training data as texts and conversations. The columns decide the format, as in TRL's
+dataset formats: ``text``; ``messages``; ``prompt`` and ``completion``; ``prompt``, ``chosen`` and
 ``rejected``, or the latter two alone with the prompt in both. A cell is a text, or a list of
 messages with a role and a content."""
 
@@ -23,7 +23,7 @@ Wants = Literal["completions", "pairs"]
 FORMATS: dict[str, tuple[tuple[str, ...], ...]] = {
     "completions": (("prompt", "completion"), ("messages",), ("text",)),
     "pairs": (("prompt", "chosen", "rejected"), ("chosen", "rejected"))}
-"""columns that make a format, those first that are taken before others"""
+"""the columns of each format, in order of preference"""
 _COLUMNS = ("text", "messages", "prompt", "completion", "chosen", "rejected", "margin", "tools",
             "system")
 _PAIRED = ("prompt", "chosen", "rejected", "margin")
@@ -34,31 +34,30 @@ _WORDS = {"completions": ("pairs", "examples to learn from",
           "pairs": ("completions", "pairs of a better and a worse answer",
                     "'chosen' and 'rejected', with or without 'prompt'",
                     "`ppocli sft` trains on texts, messages and completions")}
-"""what else there is, and how errors speak of it"""
+"""the other kind of data; for errors: what is missing, its columns, the command for the other"""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One text to learn from. Made by :func:`read_examples`, read by
-    :mod:`ppocli.data.encoding`."""
+    """One text to train on, from :func:`read_examples` to :mod:`ppocli.data.encoding`."""
 
     place: str
     """where it came from, as in ``line 3 of reviews.jsonl``"""
     prompt: Cell | None
-    """None where the row is one text or one conversation"""
+    """None if the row is one text or one conversation"""
     completion: Cell
-    """what follows the prompt, or all there is; of the prompt's kind"""
+    """the text or the turns after the prompt, or the whole row; of the prompt's kind"""
     tools: list[Any] | None = None
-    """descriptions of the functions that a conversation's chat template is told of"""
+    """descriptions of functions, for the chat template of a conversation"""
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two answers to a prompt, the better one first. Made and read as :class:`Example`."""
+    """Two answers to a prompt, the better one first."""
 
     place: str
     prompt: Cell
-    """may be the empty text where it is what two texts begin with"""
+    """may be "" if it is the beginning that two texts share"""
     chosen: Cell
     rejected: Cell
     margin: float
@@ -67,10 +66,10 @@ class Pair:
 
 @dataclass(slots=True)
 class Read:
-    """What was read of a source: examples or pairs, and what was left out."""
+    """The examples or pairs of a source, and counts of the rows that were left out."""
 
     rows: int = 0
-    """rows that the source has, up to the limit"""
+    """number of rows of the source, up to the limit"""
     examples: list[Example] = field(default_factory=list)
     pairs: list[Pair] = field(default_factory=list)
     empty: int = 0
@@ -82,7 +81,13 @@ class Read:
     untrained: int = 0
     """turns of the assistant that are marked as not trained on"""
     notes: list[str] = field(default_factory=list)
-    """sentences about what was ignored or left out"""
+    """sentences about settings without effect and rows that were left out"""
+
+    @property
+    def conversations(self) -> list[tuple[str, Cell, list[Any] | None]]:
+        """Of each row: its place, its prompt (without one, its answer), and its tools."""
+        return [*((row.place, row.prompt or row.completion, row.tools) for row in self.examples),
+                *((row.place, row.prompt or row.chosen, row.tools) for row in self.pairs)]
 
 
 def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None = None,
@@ -92,13 +97,13 @@ def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None 
     Rows with an empty text and pairs of two equal answers are left out and counted.
 
     Args:
-        wants: which formats are read.
+        wants: the formats to read.
         items: texts or mappings from Python, in place of the path.
-        path_key: ``data.val`` reads what that names.
+        path_key: ``data.path`` or ``data.val``.
 
     Raises:
         ConfigError: contradictory keys, or no source.
-        InputError: nothing there, nothing left, or a row that can't be used; it is named.
+        InputError: the source is missing, no row is left, or a row can't be used; it is named.
     """
     path = cfg.path if path_key == "data.path" else cfg.val
     if path is None and items is None:
@@ -107,23 +112,23 @@ def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None 
     items = as_list(items, "Examples", "data.items")
     source = Source(key="data", noun="data", path=None if items is not None else str(path),
                     path_key=path_key, items=items, column="text", name=cfg.name, split=cfg.split,
-                    split_asked=cfg.split != "train", template=cfg.template, chat=cfg.chat,
+                    split_is_set=cfg.split != "train", template=cfg.template, chat=cfg.chat,
                     limit=cfg.limit if path_key == "data.path" else None)
-    found = Read()
-    reader = _Reader(source, dict(cfg.columns), wants, found)
-    for row in islice(open_rows(source, found.notes), source.limit):
+    result = Read()
+    reader = _Reader(source, dict(cfg.columns), wants, result)
+    for row in islice(open_rows(source, result.notes), source.limit):
         reader.take(row)
-    if not found.examples and not found.pairs:
-        raise InputError("The data is empty." if not found.rows else
-                         f"Nothing is left of the {found.rows} rows: {found.empty} are empty, "
-                         f"and {found.identical} hold the same answer twice.", where=source.where,
+    if not result.examples and not result.pairs:
+        raise InputError("The data is empty." if not result.rows else
+                         f"Nothing is left of the {result.rows} rows: {result.empty} are empty, "
+                         f"and {result.identical} hold the same answer twice.", where=source.where,
                          fix="give at least one row")
-    render.note_count(found.notes, found.empty, "{was} empty: left out", "row")
+    render.note_count(result.notes, result.empty, "{was} empty: left out", "row")
     if wants == "completions":
-        render.note_count(found.notes, found.untrained, "{was} marked as not trained on: masked",
+        render.note_count(result.notes, result.untrained, "{was} marked as not trained on: masked",
                           "turn")
     reader.note_unread()
-    return found
+    return result
 
 
 class _Reader:
@@ -138,12 +143,12 @@ class _Reader:
                                   "as in data.columns.completion=summary")
         self.source, self.columns, self.wants, self.read = source, columns, wants, into
         self.format: tuple[str, ...] = ()
-        self.checked: tuple[str, ...] = ()  # columns that all rows have or none has
+        self.checked: tuple[str, ...] = ()  # columns that all rows must have, or none
         self.first = Row("", {})
-        self.kind = ("", "")  # what cells are, texts or messages, and where that was seen
+        self.kind = ("", "")  # the kind of all cells, texts or messages, and the first place
         self.pieces: list[render.Piece] | None = None
         self.shapes = Shapes(source, into.notes)
-        self.shape: dict[str, str] = {}  # standard columns by those of another tool's shape
+        self.shape: dict[str, str] = {}  # standard column -> column of another tool's shape
 
     def take(self, row: Row) -> None:
         self.read.rows += 1
@@ -171,7 +176,7 @@ class _Reader:
         return Row(row.place, values)
 
     def _recognise(self, row: Row) -> None:
-        """What shape of another tool the first row says that all have."""
+        """Take the shape of another tool from the first row, for all rows."""
         columns = self._format(row, self.wants)
         if columns in ((), ("text",), ("chosen", "rejected")) and not (
                 self._named & {"text", "messages"}):
@@ -187,7 +192,7 @@ class _Reader:
             for name, column in self.shape.items() if column in values})
 
     def _format(self, row: Row, wants: str) -> tuple[str, ...]:
-        """The format of a row. One of which a column was named is taken before others."""
+        """The format of a row; formats with a column in ``data.columns`` come first."""
         named = self._named
         return next((names for names in sorted(FORMATS[wants], key=named.isdisjoint)
                      if all(name in row.values for name in names)), ())
@@ -197,7 +202,7 @@ class _Reader:
         return {name for name, column in self.columns.items() if column is not None}
 
     def _settle(self, row: Row) -> None:
-        """What the first row says of all: format, columns, template."""
+        """Take format, columns and template from the first row, for all rows."""
         self.format, self.first = self._format(row, self.wants), row
         if not self.format:
             others, content, words, command = _WORDS[self.wants]
@@ -223,7 +228,7 @@ class _Reader:
             self.pieces = render.parse_template(self.source, list(map(str, row.values)))
 
     def note_unread(self) -> None:
-        """Note the columns of the first row that nothing is read from."""
+        """Note the columns of the first row that aren't read."""
         read = {*self.checked, *map(str, self.columns.values()), *self.shape.values(),
                 *(name for _, name in self.pieces or ()), *self.columns,
                 "tools", *(("system",) if self.kind[0] == "messages" else ()),
@@ -245,7 +250,7 @@ class _Reader:
     # Cells
 
     def _cell(self, row: Row, name: str) -> Cell | None:
-        """A text or a conversation, checked; None where it is empty."""
+        """A text or a conversation, checked; None if it is empty."""
         cell, here = row.values[name], f"column {name!r} in {row.place}"
         cell = listed(cell)
         if name in ("chosen", "rejected") and isinstance(cell, Mapping):
@@ -255,8 +260,8 @@ class _Reader:
         if isinstance(cell, str):
             if name == "messages":
                 self._refuse(f"{here} holds a text, not a list of {{role, content}} messages",
-                             "give JSON lines or Parquet, whose cells can be lists; a text to be "
-                             "learnt as it stands belongs in a column 'text'")
+                             "give JSON lines or Parquet, whose cells can be lists; a text to "
+                             "train on unchanged belongs in a column 'text'")
             self._check_kind(here, "a text")
             return render.encodable(cell, row, self.source) if cell.strip() else None
         if not isinstance(cell, list):
@@ -306,12 +311,12 @@ class _Reader:
         if trained is False and role == "assistant":
             self.read.untrained += 1
         elif trained and role != "assistant":
-            self.shapes.note("turns of others than the assistant are marked as trained on, and are "
-                             "not: data.train_on=all trains on every turn")
+            self.shapes.note("turns of other roles than the assistant are marked as trained on, "
+                             "but aren't: data.train_on=all trains on every turn")
 
-    def _tools(self, row: Row, said: Cell) -> list[Any] | None:
-        """What the column ``tools`` holds for a conversation: a list of descriptions, or JSON."""
-        return None if isinstance(said, str) else render.described_tools(
+    def _tools(self, row: Row, cell: Cell) -> list[Any] | None:
+        """The descriptions in the column ``tools``, for a conversation; None for a text."""
+        return None if isinstance(cell, str) else render.described_tools(
             row, "tools", self.source.where, "data.columns.tools=null")
 
     def _prompt(self, row: Row) -> Cell | None:
@@ -387,6 +392,6 @@ class _Reader:
 
 
 def _repeats(prompt: Any, chosen: Any) -> bool:
-    """Whether conversations hold the prompt, a text, as one of their turns, as UltraFeedback's."""
+    """Whether a conversation has the prompt, a text, as one of its turns, as in UltraFeedback."""
     return isinstance(prompt, str) and isinstance(chosen, list) and any(
         message["content"].strip() == prompt.strip() for message in chosen[:-1])

@@ -1,8 +1,8 @@
-"""Rows out of files of prompts or training data: json, jsonl, csv, tsv, parquet and txt.
+"""Rows of files of prompts or training data: json, jsonl, csv, tsv, parquet and txt.
 
-Each reader is a generator, so that a limit stops it early, but for json and the cells of a csv file
-that rewards get, whose types are those of a whole column. Each error names the file and the line
-(text formats) or the row (parquet, json lists), counted from 1.
+Readers are generators, so that a limit stops them early. json files are read whole, and so are csv
+files of prompts: the types of cells for rewards depend on whole columns. Errors name the file and
+the line (text formats) or the row (parquet, json lists), counted from 1.
 """
 
 import csv
@@ -28,20 +28,19 @@ MAX_JSON_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One raw row. Made by the readers, read by :mod:`ppocli.data.render`."""
+    """One raw row, from the readers to :mod:`ppocli.data.render`."""
 
     place: str
     """where it came from, as in ``line 3 of prompts.jsonl``"""
     values: dict[str, Any]
     """cells by column name"""
     typed: dict[str, Any] | None = None
-    """the cells as rewards get them, where those differ: of a csv file, whose ``values`` are texts
-    as they are written"""
+    """the cells for rewards, if they differ: of a csv file, whose ``values`` are the texts in the
+    file"""
 
 
 def holds_rows(path: Path) -> bool:
-    """Whether a file is one of rows by its name: not what `datasets` and transformers write of
-    them."""
+    """Whether a file's name says that it holds rows; ``config.json`` and the like don't."""
     return path.suffix.lower() in SUFFIXES and path.name not in _NO_ROWS and path.is_file()
 
 
@@ -49,10 +48,11 @@ def read_file(path: Path, column: str, noun: str = "prompt") -> Iterator[Row]:
     """The rows of one file.
 
     Args:
-        path: an existing file; its suffix says how it is read. A ``.json`` file may hold a list of
-            objects or texts, or JSON lines. A ``.txt`` file holds one prompt a line.
-        column: the name that a bare text (a line of a txt file, a text in a JSON list) goes by.
-        noun: what errors call its content: ``prompt`` or ``data``.
+        path: an existing file; the suffix chooses the reader. A ``.json`` file may hold a list of
+            objects or texts, one object of rows or columns, or JSON lines. A ``.txt`` file holds
+            one prompt per line.
+        column: the column of a bare text (a line of a txt file, a text in a JSON list).
+        noun: the content, for errors: ``prompt`` or ``data``.
 
     Raises:
         InputError: unknown suffix, unreadable, not UTF-8, or malformed.
@@ -90,16 +90,16 @@ def _decode(path: Path, raw: bytes, first_line: int) -> str:
 
 
 def _recode(path: Path) -> str:
-    """The command that writes a text file as UTF-8, by what its first bytes tell."""
+    """The command that converts a text file to UTF-8; its first bytes tell the encoding."""
     with path.open("rb") as file:
         head = file.read(2**20)
     marks = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16",
              b"\xfe\xff": "UTF-16"}
-    # without a mark, Latin letters leave every second byte zero
+    # without a byte order mark: in UTF-16, every second byte of Latin letters is zero
     encoding = next((name for mark, name in marks.items() if head.startswith(mark)), None) or (
         "UTF-16LE" if 2 * head[1::2].count(0) > len(head[1::2])
         else "UTF-16BE" if 2 * head[::2].count(0) > len(head[::2])
-        # Windows' encoding is ISO-8859-1 with characters at 0x80 to 0x9f, but for these five
+        # CP1252 is ISO-8859-1 with characters at 0x80 to 0x9f, except at these five
         else "ISO-8859-1" if any(byte in head for byte in b"\x81\x8d\x8f\x90\x9d") else "CP1252")
     likely = f" if it is {encoding}, as files from Windows are" if encoding == "CP1252" else ""
     return (f"save the file as UTF-8{likely}: iconv -f {encoding} -t UTF-8 "
@@ -107,7 +107,8 @@ def _recode(path: Path) -> str:
 
 
 def _lines(path: Path, noun: str) -> Iterator[tuple[int, str]]:
-    """Numbered lines with their line ends. Only a line feed ends a line, unlike ``splitlines``."""
+    """Line numbers, and lines with their ends. Only a line feed ends a line, unlike
+    ``splitlines``."""
     with path.open("rb") as file:
         number = 0
         while raw := file.readline(MAX_LINE_BYTES + 1):
@@ -127,7 +128,7 @@ def _read_txt(path: Path, column: str, noun: str) -> Iterator[Row]:
 
 
 def _parsed(path: Path, text: str, line: int, fix: str | None = None) -> Any:
-    """The JSON that begins in that line."""
+    """The value of a JSON text that begins in ``line``."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -190,7 +191,7 @@ def _read_json(path: Path, column: str, noun: str) -> Iterator[Row]:
 
 
 def _object_rows(path: Path, value: Any, column: str) -> list[Row] | None:
-    """The rows that a JSON object holds, None where it is one."""
+    """The rows in a JSON object; None if it is one row itself."""
     try:
         rows = object_rows(value, column) if isinstance(value, dict) else None
     except ValueError as error:
@@ -211,7 +212,7 @@ def _check_names(path: Path, place: str, names: list[str]) -> None:
 
 def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
     """Columns without a name (such as the index that pandas writes) are left out. Cells are texts;
-    of prompts they have the types that `datasets` infers of whole columns besides."""
+    for prompts, ``Row.typed`` has the types that `datasets` infers from whole columns."""
     rows = _csv_rows(path, noun)
     if noun != "prompt":
         yield from rows
@@ -222,8 +223,8 @@ def _read_csv(path: Path, column: str, noun: str) -> Iterator[Row]:
 
 
 def _typed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Cells as numbers, truth values, texts or None, as pandas, with which `datasets` reads csv
-    files, infers them of whole columns."""
+    """Cells as numbers, booleans, texts or None, as inferred from whole columns by pandas, with
+    which `datasets` reads csv files."""
     if not rows or not rows[0]:
         return rows
     import pandas as pd
@@ -273,8 +274,8 @@ _SEPARATOR = re.compile(r'"?sep=(?P<mark>[^"])"?', re.IGNORECASE)
 
 
 def _delimiter(path: Path, head: str) -> str:
-    """What separates the names of a header: the commonest outside quotes of comma, semicolon, as
-    spreadsheets of many countries write, tab and bar."""
+    """The delimiter of a csv file: the most common outside quotes in the header of comma, semicolon
+    (as spreadsheets of many countries write), tab and bar."""
     bare = re.sub(r'"[^"]*"', "", head)
     marks = "\t,;|" if path.suffix.lower() == ".tsv" else ",;\t|"
     return max(marks, key=bare.count)

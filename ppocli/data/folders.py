@@ -1,5 +1,5 @@
-"""Rows out of folders: of files, by split; of a data set that was downloaded, by the configurations
-that its README lists; and of what `datasets` saves. And out of the files that match a pattern."""
+"""Rows of folders: files by split, downloaded data sets by the configurations that their README
+lists, and data sets saved by `datasets`; and rows of the files that match a pattern."""
 
 import dataclasses
 import glob
@@ -19,18 +19,18 @@ if TYPE_CHECKING:
 
 _SPLITS = {"training": "train", "testing": "test", "evaluation": "eval"} | {
     name: name for name in ("train", "test", "validation", "valid", "val", "dev", "eval")}
-"""a word in the name of a file or folder, as the datasets library takes it, and its split"""
+"""split by the word in the name of a file or folder that stands for it, as in `datasets`"""
 _WORD = re.compile(r"[^-._ 0-9]+")
 _SHARD = re.compile(r"-\d{5}-of-\d{5}.*$")  # train-00000-of-00002.parquet
-_CARD = re.compile(r"\ufeff?---\s*\n(.*?)^---\s*$", re.DOTALL | re.MULTILINE)
+_CONFIGS = re.compile(r"\ufeff?---\s*\n(?:(?!---).*\n)*?configs\s*:")
 
 
 def folder_rows(folder: Path, spec: "Source", notes: list[str]) -> Iterator[Row]:
-    """The rows of a folder's split, of the configuration ``spec.name``.
+    """The rows of one split of a folder, in the configuration ``spec.name``.
 
     Raises:
-        InputError: nothing there that is read, no such split or configuration, or several
-            configurations and none of them named.
+        InputError: the folder has no readable files, or no such split or configuration; or it has
+            several configurations and ``spec.name`` is null.
     """
     if _is_saved(folder):
         note_ignored(folder, spec, notes, name=True)
@@ -50,10 +50,10 @@ def _is_saved(folder: Path) -> bool:
 
 
 def matching_rows(pattern: Path, spec: "Source", notes: list[str]) -> Iterator[Row]:
-    """The rows of all files that match a pattern, as in ``data/**/*.jsonl``, by name.
+    """The rows of all files that match a pattern such as ``data/**/*.jsonl``, sorted by name.
 
     Raises:
-        InputError: none does.
+        InputError: no file matches.
     """
     matches = [Path(name) for name in sorted(glob.glob(str(pattern), recursive=True))]
     files = [file for file in matches if holds_rows(file)]
@@ -62,18 +62,18 @@ def matching_rows(pattern: Path, spec: "Source", notes: list[str]) -> Iterator[R
                          where=spec.where, fix="quote the pattern, so that the shell leaves it as "
                          f"it is, as in '{spec.path_key}=data/*.jsonl'; ** stands for any folders")
     note_ignored(Path(pattern.name), spec, notes, name=True, split=True)
-    return (row for file in files for row in read_file(file, spec.column, spec.noun))
+    return _rows_of(files, spec)
 
 
 # Files and folders --------------------------------------------------------------------------------
 
 def note_ignored(path: Path, spec: "Source", notes: list[str], *, name: bool = False,
                  split: bool = False) -> None:
-    """Note the settings of ``spec`` that a file or folder without configurations or splits
-    leaves unused."""
+    """Note ``name`` and ``split`` of ``spec`` where a file or folder has no configurations or no
+    splits, so that they have no effect."""
     if name and spec.name is not None:
         notes.append(f"{path.name} has no configurations: {spec.key}.name={spec.name} was ignored")
-    if split and spec.split_asked:
+    if split and spec.split_is_set:
         notes.append(f"{path.name} has no splits: {spec.key}.split={spec.split} was ignored and "
                      "all its rows were used")
 
@@ -97,33 +97,37 @@ def _file_rows(folder: Path, spec: "Source", notes: list[str]) -> Iterator[Row]:
     if splits:
         notes.extend(f"{file.relative_to(root)} belongs to no split of {folder.name}: left out"
                      for file in strays)
-        files = [file for name in _wanted_splits(spec, splits) for file in splits[name]]
+        files = [file for name in _chosen_splits(spec, splits) for file in splits[name]]
     else:
         note_ignored(folder, spec, notes, split=True)
+    return _rows_of(files, spec)
+
+
+def _rows_of(files: Iterable[Path], spec: "Source") -> Iterator[Row]:
     return (row for file in files for row in read_file(file, spec.column, spec.noun))
 
 
 def _split_of(file: Path) -> str | None:
-    """The split that a file belongs to by its name or its folder's, as on the Hub, or None."""
+    """The split that a file's name or its folder's name stands for, as on the Hub; else None."""
     stem, shards = _SHARD.subn("", file.stem.lower())
     names = [stem, *(part.lower() for part in reversed(file.parts[:-1]))]
     whole = next((_SPLITS[name] for name in names if name in _SPLITS), None)
     if shards and not whole:
-        return stem  # train_sft-00000-of-00001 is of a split of this very name
+        return stem  # train_sft-00000-of-00001 belongs to a split named train_sft
     return whole or next((_SPLITS[word] for name in names for word in _WORD.findall(name)
                           if word in _SPLITS), None)
 
 
-def _wanted_splits(spec: "Source", splits: Iterable[Any]) -> list[str]:
+def _chosen_splits(spec: "Source", splits: Iterable[Any]) -> list[str]:
     present = [str(name) for name in splits]
-    wanted = [name.strip() for name in spec.split.split("+")]
-    for name in wanted:
+    names = [name.strip() for name in spec.split.split("+")]
+    for name in names:
         if name not in present:
             near = nearest(name, present, count=1)
             raise InputError(f"There is no split {name!r} in {spec.path}; it has "
                              f"{', '.join(present)}.", where=f"{spec.key}.split={spec.split}",
                              fix=pasted(f"{spec.key}.split={(near or present)[0]}"))
-    return wanted
+    return names
 
 
 # The datasets library -----------------------------------------------------------------------------
@@ -137,7 +141,7 @@ def _saved_rows(folder: Path, spec: "Source", notes: list[str]) -> Iterator[Row]
         raise InputError(f"The data set saved in {folder} cannot be loaded: {first_line(error)}",
                          where=spec.where) from error
     if isinstance(saved, datasets.DatasetDict):
-        parts = [saved[name] for name in _wanted_splits(spec, saved)]
+        parts = [saved[name] for name in _chosen_splits(spec, saved)]
         return (row for part in parts for row in named_rows(part, folder.name))
     note_ignored(folder, spec, notes, split=spec.split != str(saved.split))
     return named_rows(saved, folder.name)
@@ -155,15 +159,13 @@ def named_rows(dataset: Any, name: str, split: str | None = None) -> Iterator[Ro
 
 def _lists_configurations(card: Path) -> bool:
     """Whether a README has ``configs`` in its front matter."""
-    if not card.is_file():
-        return False
-    front = _CARD.match(card.read_text(encoding="utf-8", errors="replace"))
-    return front is not None and re.search(r"^configs\s*:", front[1], re.MULTILINE) is not None
+    return card.is_file() and _CONFIGS.match(
+        card.read_text(encoding="utf-8", errors="replace")) is not None
 
 
 def _configuration_rows(folder: Path, spec: "Source") -> Iterator[Row]:
-    """The files that `datasets` finds for a configuration and a split. Where the README sets
-    options of its readers or the types of columns, `datasets` reads them, else we do."""
+    """The rows of the files that `datasets` finds for a configuration and a split. `datasets` reads
+    them itself if the README sets options of its readers or types of columns."""
     import datasets
 
     with tempfile.TemporaryDirectory() as cache:  # for its lock file
@@ -172,19 +174,18 @@ def _configuration_rows(folder: Path, spec: "Source") -> Iterator[Row]:
         except Exception as error:  # what YAML, fsspec and the library raise
             raise (configuration_error(str(folder), spec)
                    or InputError(f"The data set in {folder} cannot be loaded: {first_line(error)}",
-                                 where=spec.where, fix="mend its README.md, or remove its "
-                                 "configs")) from error
+                                 where=spec.where, fix="correct its README.md, or remove "
+                                 "its configs")) from error
     files = {str(split): [Path(file) for file in paths]
              for split, paths in (builder.config.data_files or {}).items()}
-    splits = _wanted_splits(spec, files)
+    splits = _chosen_splits(spec, files)
     base = {field.name for field in dataclasses.fields(datasets.BuilderConfig)}
     plain = type(builder.config)()
     options = [field.name for field in dataclasses.fields(builder.config) if field.name not in base
                and getattr(builder.config, field.name) != getattr(plain, field.name)]
     ours = all(file.suffix.lower() in SUFFIXES for split in splits for file in files[split])
     if ours and not options and builder.info.features is None:
-        return (row for split in splits for file in files[split]
-                for row in read_file(file, spec.column, spec.noun))
+        return _rows_of((file for split in splits for file in files[split]), spec)
     return (row for split in splits
             for row in _streamed_rows(builder, split, folder.name, spec))
 
@@ -198,8 +199,8 @@ def _streamed_rows(builder: Any, split: str, name: str, spec: "Source") -> Itera
 
 
 def configuration_error(name: str, spec: "Source") -> InputError | None:
-    """The error that lists a data set's configurations, if it has several and ``spec.name`` is none
-    of them.
+    """The error that lists a data set's configurations; None if ``spec.name`` is one of them, or
+    there is at most one and ``spec.name`` is null.
 
     Args:
         name: of the data set, or its folder.
@@ -208,7 +209,7 @@ def configuration_error(name: str, spec: "Source") -> InputError | None:
 
     try:
         configurations = datasets.get_dataset_config_names(name)
-    except Exception:  # it has failed to load already, for a reason that is told elsewhere
+    except Exception:  # loading has failed before; the caller reports that error
         return None
     if spec.name in configurations or (spec.name is None and len(configurations) < 2):
         return None

@@ -4,7 +4,7 @@ from typing import Any
 
 ROW_COLUMNS = frozenset({"prompt", "completion", "text", "messages", "conversations", "chosen",
                          "rejected", "instruction", "input", "output", "question", "answer"})
-"""columns that an object which is one row has, beside the one that is read"""
+"""names of columns by which an object counts as one row, besides the column that is read"""
 
 
 def object_rows(content: dict[str, Any], column: str) -> list[Any] | None:
@@ -32,17 +32,16 @@ def object_rows(content: dict[str, Any], column: str) -> list[Any] | None:
         if lists:
             return list(content[lists[0]])
     if values and all(isinstance(value, list) and len(value) == len(values[0])
-                      and not _is_conversation(value) for value in values):
+                      and not is_conversation(value) for value in values):
         return [dict(zip(content, cells, strict=True)) for cells in zip(*values, strict=True)]
     return None
 
 
 def _split_rows(columns: Any, data: Any) -> list[Any] | None:
-    if not isinstance(columns, list) or not all(isinstance(name, str) for name in columns) or (
-            not isinstance(data, list)) or not all(
-            isinstance(row, list) and len(row) == len(columns) for row in data):
-        return None
-    return [dict(zip(columns, row, strict=True)) for row in data]
+    fits = isinstance(columns, list) and isinstance(data, list) and all(
+        isinstance(name, str) for name in columns) and all(
+        isinstance(row, list) and len(row) == len(columns) for row in data)
+    return [dict(zip(columns, row, strict=True)) for row in data] if fits else None
 
 
 def _nested_rows(content: dict[str, dict[str, Any]], names: frozenset[str]) -> list[Any] | None:
@@ -59,10 +58,12 @@ def _nested_rows(content: dict[str, dict[str, Any]], names: frozenset[str]) -> l
 
 
 def _is_record_list(value: Any) -> bool:
-    return (isinstance(value, list) and bool(value) and not _is_conversation(value)
+    return (isinstance(value, list) and bool(value) and not is_conversation(value)
             and all(isinstance(item, dict) for item in value))
 
 
-def _is_conversation(value: Any) -> bool:
+def is_conversation(value: Any) -> bool:
+    """Whether a cell is a list of messages with a role each (``from`` in ShareGPT's form)."""
     return isinstance(value, list) and bool(value) and all(
-        isinstance(item, dict) and not {"role", "from"}.isdisjoint(item) for item in value)
+        isinstance(item, dict) and isinstance(item.get("role", item.get("from")), str)
+        for item in value)

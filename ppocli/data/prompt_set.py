@@ -1,5 +1,5 @@
-"""The prompts of a run: loaded once, tokenised once, handed out in left-padded batches. Which of
-them a step uses is a pure function, so that a position is all a resume needs."""
+"""The prompts of a run: loaded and tokenised once, served in left-padded batches. The prompts of a
+step depend on its position alone, so that a position is all that a resume needs."""
 
 import hashlib
 import json
@@ -25,19 +25,18 @@ from ppocli.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class PromptBatch:
-    """B prompts, left-padded to Q tokens. Made by :meth:`PromptSet.batch`,
-    read by the rollout."""
+    """B prompts, left-padded to Q tokens, from :meth:`PromptSet.batch` to the rollout."""
 
     tokens: torch.Tensor
     """[B, Q] int64 token ids; padding carries the pad id."""
     mask: torch.Tensor
     """[B, Q] bool, true on prompt tokens. Every row has at least one."""
     texts: list[str]
-    """[B] the prompts as the reward sees them."""
+    """[B] the prompts as the reward gets them."""
     columns: dict[str, list[Any]]
     """metadata by column name, each of length B"""
     episodes: list[int]
-    """[B] number of the sample within the run; sampling noise is a function of it"""
+    """[B] number of the sample within the run, on which its sampling noise depends"""
     messages: list[list[dict[str, Any]]] = field(default_factory=list)
     """[B] conversations, as of :class:`PromptSet`"""
 
@@ -45,18 +44,18 @@ class PromptBatch:
         return len(self.texts)
 
     def first(self, count: int) -> Self:
-        """The first ``count`` rows, padding and all, which may be none."""
+        """The first ``count`` rows, possibly none, with all padding."""
         return rows_of(self, slice(count))
 
     def rows(self, places: Sequence[int]) -> Self:
-        """The rows at ``places``, with the padding that none of them needs cut off."""
-        some = rows_of(self, list(places))
-        longest = max(int(some.mask.sum(1).max()), 1)
-        return replace(some, tokens=some.tokens[:, -longest:], mask=some.mask[:, -longest:])
+        """The rows at ``places``, padded only to the longest of them."""
+        batch = rows_of(self, list(places))
+        longest = max(int(batch.mask.sum(1).max()), 1)
+        return replace(batch, tokens=batch.tokens[:, -longest:], mask=batch.mask[:, -longest:])
 
     @staticmethod
     def joined(parts: "Sequence[PromptBatch]") -> "PromptBatch":
-        """The rows of several, padded to the widest."""
+        """The rows of several batches, padded to the widest."""
         width = max(part.tokens.shape[1] for part in parts)
 
         def widened(part: PromptBatch) -> PromptBatch:
@@ -67,23 +66,23 @@ class PromptBatch:
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """n tokenised prompts. Made by the loaders below, read by rollout and evaluation."""
+    """n tokenised prompts, from the loaders below to rollout and evaluation."""
 
     token_ids: list[list[int]]
     """n lists of token ids, none empty, unpadded"""
     texts: list[str]
-    """n prompts as the reward sees them: what the tokens say, without BOS"""
+    """n prompts as the reward gets them: the text of the tokens, without BOS"""
     columns: dict[str, list[Any]]
     """metadata by column name, each of length n"""
     notes: tuple[str, ...]
-    """sentences for the user about what was dropped, cut or ignored"""
+    """sentences for the user about prompts that were dropped or cut, and settings without effect"""
     eval_rows: tuple[Row, ...] = ()
-    """raw rows spread evenly over the set, at most ``prompts.eval.limit``, which become the
-    evaluation prompts when no others are given; empty if the prompts are the BOS token alone"""
+    """at most ``prompts.eval.limit`` raw rows, spread evenly over the set: the evaluation prompts
+    unless others are configured; empty if the prompts are the BOS token alone"""
     messages: list[list[dict[str, Any]]] = field(default_factory=list)
-    """n prompts as conversations, where the chat template rendered them; else empty"""
+    """n prompts as conversations, if the chat template rendered them; else empty"""
     warnings: tuple[str, ...] = ()
-    """sentences about what is likely wrong with them"""
+    """sentences about likely mistakes in the prompts"""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -94,21 +93,21 @@ class PromptSet:
         Args:
             indices: [B] positions in this set; may repeat.
             episodes: [B] numbers of the samples within the run.
-            pad_id: id in padded places; those are masked, so any valid id will do.
+            pad_id: id in padded places; any valid id works, since they are masked.
         """
-        some = self.rows(indices)
-        tokens, mask = padded_left(some.token_ids, pad_id)
-        return PromptBatch(tokens, mask, some.texts, some.columns, list(episodes), some.messages)
+        rows = self.rows(indices)
+        tokens, mask = padded_left(rows.token_ids, pad_id)
+        return PromptBatch(tokens, mask, rows.texts, rows.columns, list(episodes), rows.messages)
 
     def rows(self, places: Sequence[int]) -> Self:
-        """The prompts at ``places``, with what is said of the whole."""
+        """The prompts at ``places``, with the notes and warnings of the whole set."""
         return rows_of(self, list(places))
 
     def digest(self) -> str:
-        """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run sees the same.
+        """SHA-256 (hex) over token ids and metadata: equal exactly if a resumed run has the same.
 
-        Texts are left out, they follow from the ids. Metadata of a kind that no file format here
-        can hold (an object handed over from Python) counts by its type alone.
+        Texts are left out, since they follow from the ids. Of metadata that no file format can hold
+        (an object passed from Python) only the type counts.
         """
         sha = hashlib.sha256()
         names = sorted(self.columns)
@@ -119,7 +118,7 @@ class PromptSet:
 
 
 def padded_left(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """[B, Q] ids and mask, padded on the left to the longest of B rows."""
+    """Ids and mask, [B, Q] each, padded on the left to the longest of B rows."""
     width = max(map(len, rows), default=0)
     tokens = torch.tensor([[fill] * (width - len(row)) + list(row) for row in rows],
                           dtype=torch.int64).reshape(len(rows), width)
@@ -131,21 +130,21 @@ def load_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prompt_to
                  items: list[Any] | None = None, whole: bool = False) -> PromptSet:
     """The training prompts.
 
-    Rows are read from ``cfg.path`` or ``cfg.items``; without either, the set is one prompt, the BOS
-    token alone with the text "". Blank prompts are dropped, duplicates kept, long ones cut or, with
-    ``cfg.overlong=drop``, dropped; the notes count them. ``cfg.shuffle`` is left to
-    :func:`prompt_indices`.
+    Rows come from ``cfg.path`` or ``cfg.items``; without either, the set is one prompt: the BOS
+    token alone, with the text "". Blank prompts are dropped, duplicates kept, long prompts cut or,
+    with ``cfg.overlong=drop``, dropped; the notes count them. :func:`prompt_indices` applies
+    ``cfg.shuffle``.
 
     Args:
         seed: of the length sampler.
-        max_prompt_tokens: what fits the model beside the response; at least 1.
-        items: prompts given from Python (texts or mappings); they replace ``cfg.path``.
-        whole: whether an encoder reads them, instead of a causal model that continues them.
+        max_prompt_tokens: tokens that the model can read besides the response; at least 1.
+        items: prompts from Python (texts or mappings) in place of ``cfg.path``.
+        whole: whether an encoder reads the prompts, instead of a causal model that continues them.
 
     Raises:
-        ConfigError: contradictory keys, a template that names no column.
-        InputError: the source is missing, unreadable or empty, a row holds no prompt, a column is
-            missing, or the tokenizer lacks what is needed.
+        ConfigError: contradictory keys, or a template that names no column.
+        InputError: the source is missing, unreadable or empty, a row has no prompt, a column is
+            missing, or the tokenizer has no chat template or no token to start from.
     """
     spec = training_spec(cfg, items)
     if not spec.has_source:
@@ -163,12 +162,12 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prom
 
     The source is ``items``, ``cfg.eval.items``, ``cfg.eval.path``, or another split or
     configuration of ``cfg.path``; without any, the rows of ``training``. Keys of ``cfg.eval`` that
-    are null take those of ``cfg``. The result is a function of the arguments alone, so it stays the
+    are null take the value in ``cfg``. The result depends on the arguments alone, so it stays the
     same for the whole run and across resumes.
 
     Args:
-        training: what :func:`load_prompts` returned for the same ``cfg``.
-        items: evaluation prompts given from Python.
+        training: the result of :func:`load_prompts` for the same ``cfg``.
+        items: evaluation prompts from Python.
         whole: as of :func:`load_prompts`.
 
     Raises:
@@ -179,27 +178,27 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prom
     if not spec.has_source and not training.eval_rows:
         return _bos_set(tokenizer, cfg.eval.limit)
     source = open_rows(spec, notes) if spec.has_source else training.eval_rows
-    # the whole source is read: its first rows are often of one kind (imdb is sorted by label)
+    # read the whole source: its first rows are often of one kind (imdb is sorted by label)
     rows = render.take_rows(source, spec, notes)
-    if spec.overlong != "drop":  # else whatever is left is spread
+    if spec.overlong != "drop":  # else spread the rows that are left
         rows = _spread(rows, cfg.eval.limit)
-    found = _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
-                   notes=notes, whole=whole)
-    return found.rows(_evenly(len(found), cfg.eval.limit))
+    prompts = _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
+                     notes=notes, whole=whole)
+    return prompts.rows(_evenly(len(prompts), cfg.eval.limit))
 
 
 def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) -> list[int]:
-    """Which prompts stand at positions ``start`` to ``start + count - 1`` of the endless order.
+    """Indices of the prompts at positions ``start`` to ``start + count - 1`` of the endless order.
 
-    Position p belongs to epoch ``p // n``. Each epoch goes through all n prompts once, in their own
-    order, or, shuffled, in a permutation that depends on (seed, epoch) alone.
+    Position p belongs to epoch ``p // n``. Each epoch goes through all n prompts once, in the order
+    of their source or, shuffled, in a permutation that depends on (seed, epoch) alone.
 
     Args:
-        start: first position, at least 0: how many prompts were used before.
-        count: how many; may span several epochs.
+        start: first position, at least 0: the number of prompts used before.
+        count: number of positions; may span several epochs.
         n: size of the prompt set, at least 1.
         seed: at least 0.
-        shuffle: draw a new order for each epoch.
+        shuffle: use a new permutation in each epoch.
     """
     indices: list[int] = []
     end = start + count
@@ -211,7 +210,7 @@ def prompt_indices(start: int, count: int, *, n: int, seed: int, shuffle: bool) 
 
 @lru_cache(2)
 def _order(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The permutation of an epoch; kept, for many steps take a part of it each."""
+    """The permutation of an epoch; cached, since each of many steps takes a part of it."""
     return np.random.default_rng([seed, epoch]).permutation(n)
 
 
@@ -230,7 +229,7 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
                          fix=f"{spec.key}.overlong=cut, or a higher {spec.key}.max_length or lower "
                              "generation.max_new_tokens")
     if not encoded.kept:
-        raise InputError(f"The tokenizer makes no token of any of the {len(rows)} prompts.",
+        raise InputError(f"The tokenizer returns no token for any of the {len(rows)} prompts.",
                          where=f"{spec.key}.column={spec.column}",
                          fix="is it the tokenizer of this model? (model.tokenizer_path)")
     same = len(encoded.kept) - len({tuple(ids) for ids in encoded.token_ids})
@@ -251,7 +250,7 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
 
 
 def _bos_set(tokenizer: Any, n: int) -> PromptSet:
-    """The id that starts a text, n times: BOS, or EOS where a tokenizer has no BOS."""
+    """n prompts of one token, which starts a text: BOS, or EOS for a tokenizer without BOS."""
     name = "BOS" if tokenizer.bos_token_id is not None else "EOS"
     token = tokenizer.bos_token_id if name == "BOS" else tokenizer.eos_token_id
     if token is None:
@@ -263,21 +262,21 @@ def _bos_set(tokenizer: Any, n: int) -> PromptSet:
 
 
 def _spread(rows: list[Row], most: int) -> list[Row]:
-    """At most ``most`` rows, evenly spread, each with every column of the whole (None if empty)."""
+    """At most ``most`` rows, evenly spread, each with all columns of all rows (None if empty)."""
     names = render.column_names(rows)
     picked = (rows[i] for i in _evenly(len(rows), most))
     return [replace(row, values={name: row.values.get(name) for name in names}) for row in picked]
 
 
 def _evenly(count: int, most: int) -> list[int]:
-    """At most ``most`` of so many places."""
+    """At most ``most`` of ``count`` places, evenly spread."""
     picked = min(count, most)
     return [i * count // picked for i in range(picked)]
 
 
 _TEXTS: tuple[tuple[Any, Callable[[Any], str]], ...] = (
     (bytes, bytes.hex), ((date, time), lambda value: value.isoformat()), (Decimal, str))
-"""cells that JSON can't hold, and how they are written"""
+"""types of cells that JSON doesn't have, and their conversion to text"""
 
 
 def _canonical_json(value: Any) -> bytes:

@@ -1,10 +1,11 @@
-"""Rows of what is downloaded: data sets of the Hugging Face Hub, and files behind an address."""
+"""Rows of data sets on the Hugging Face Hub, and of files at an address."""
 
 import glob
 import re
 import shlex
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
@@ -26,7 +27,8 @@ def hub_rows(spec: "Source", path: str) -> Iterator[Row]:
     """The rows of a data set on the Hub, or of its copy in the cache.
 
     Raises:
-        InputError: it isn't there, can't be read, or has several configurations and none is named.
+        InputError: there is no such data set, it can't be read, or it has several configurations
+            and none is named.
     """
     offline = None if hub.hub_reachable() else hub.offline_hint()
     if offline:
@@ -53,11 +55,12 @@ def hub_rows(spec: "Source", path: str) -> Iterator[Row]:
 
 
 def url_rows(spec: "Source", url: str) -> Iterator[Row]:
-    """The rows of a file behind an address that `datasets` reads (``https://``, ``hf://`` and what
-    fsspec knows), or of those that match a pattern there. It is kept in the cache of `datasets`.
+    """The rows of the file at an address that `datasets` can download (``https://``, ``hf://`` and
+    other schemes of fsspec), or of all files that match a pattern. Files stay in the cache of
+    `datasets`.
 
     Raises:
-        InputError: it can't be downloaded, is a web page, or no file that is read.
+        InputError: the address can't be downloaded, or is a web page or a file of another kind.
     """
     if page := _HUB_PAGE.fullmatch(url):
         if url.startswith("hf://"):
@@ -70,12 +73,15 @@ def url_rows(spec: "Source", url: str) -> Iterator[Row]:
                          fix=f"{spec.path_key}={url.replace('/blob/', '/resolve/')}")
     if url.startswith("hf://") and not hub.hub_reachable():
         raise _not_downloaded(spec, url, hub.offline_hint())
-    for each in _resolved(spec, url):
+    import datasets
+
+    for each in _matching(spec, url):
         name = Path(unquote(urlsplit(each).path)).name
         if Path(name).suffix.lower() not in SUFFIXES:
-            raise InputError(f"{each} is no {SUFFIX_WORDS} file by the end of its name.",
+            raise InputError(f"The name of {each} doesn't end in {SUFFIX_WORDS}.",
                              where=spec.where, fix="download it, and give the file such a name")
-        file = _downloaded(spec, each)
+        with _download_errors(spec, each):
+            file = str(datasets.DownloadManager().download(each))
         with tempfile.TemporaryDirectory() as folder:  # the cache names files by hashes
             link = Path(folder) / name
             link.symlink_to(file)
@@ -85,24 +91,21 @@ def url_rows(spec: "Source", url: str) -> Iterator[Row]:
                 raise error.reworded(where=spec.where) from error
 
 
-def _resolved(spec: "Source", url: str) -> list[str]:
-    """The addresses that match a pattern; of hf:// and the like, whose servers list files."""
+def _matching(spec: "Source", url: str) -> list[str]:
+    """The addresses that match a pattern, on servers that can list files; web servers can't."""
     if url.startswith(("http://", "https://")) or not glob.has_magic(url):
         return [url]
     from datasets.data_files import resolve_pattern
 
-    try:
+    with _download_errors(spec, url):
         return list(resolve_pattern(url, base_path=""))
-    except Exception as error:  # what fsspec and its servers raise
-        raise _not_downloaded(spec, url, first_line(error)) from error
 
 
-def _downloaded(spec: "Source", url: str) -> Path:
-    import datasets
-
+@contextmanager
+def _download_errors(spec: "Source", url: str) -> Iterator[None]:
     try:
-        return Path(str(datasets.DownloadManager().download(url)))
-    except Exception as error:  # what fsspec and its servers raise
+        yield
+    except Exception as error:  # of fsspec and its servers, of many kinds
         raise _not_downloaded(spec, url, first_line(error)) from error
 
 

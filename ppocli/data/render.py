@@ -1,4 +1,4 @@
-"""From raw rows to the texts of their prompts: first words, template, chat template."""
+"""From raw rows to the texts of prompts: first words, template, chat template."""
 
 import json
 import string
@@ -9,22 +9,23 @@ from typing import Any
 from ppocli.data.arrow_rows import without_nulls
 from ppocli.data.calls import names_of, with_arguments
 from ppocli.data.files import Row
+from ppocli.data.json_shapes import is_conversation
 from ppocli.data.shapes import Shapes, with_prompt
 from ppocli.data.sources import Source
 from ppocli.errors import ConfigError, InputError
 from ppocli.text import counted, cut, nearest, pasted, suggestion
 
 Piece = tuple[str, str | None]
-"""literal text, then the name of the placeholder that follows it (None at the end)"""
+"""a literal text, and the name of the placeholder after it (None at the end)"""
 
 
 def take_rows(rows: Iterable[Row], spec: Source, notes: list[str], *,
               most: int | None = None) -> list[Row]:
-    """The first ``most`` rows that hold a prompt (None: all). A cell without any visible character,
-    or null, is blank; how many of those were passed is said in ``notes``.
+    """The first ``most`` rows with a prompt (None: all). Cells that are null or have no visible
+    character are skipped, and ``notes`` gets their number.
 
     Raises:
-        InputError: no row at all, only blank ones, no such column, or a cell that is no prompt.
+        InputError: there is no row, only blank ones, no such column, or a cell that is no prompt.
     """
     kept: list[Row] = []
     blank = 0
@@ -45,14 +46,19 @@ def take_rows(rows: Iterable[Row], spec: Source, notes: list[str], *,
 
 
 def note_count(notes: list[str], count: int, what: str, noun: str = "prompt") -> None:
-    """Add to ``notes`` what holds of so many prompts, or others, unless of none."""
+    """Append "``count`` prompts ``what``" to ``notes``, unless ``count`` is 0.
+
+    Args:
+        what: the rest of the sentence; ``{was}`` becomes was or were.
+        noun: what is counted.
+    """
     if count:
         was = "was" if count == 1 else "were"
         notes.append(f"{counted(count, noun)} {what.format(was=was)}")
 
 
 def ends_in_eos(rows: Sequence[Row], eos: str) -> str:
-    """The warning that these prompts end in the EOS token."""
+    """The warning for prompts that end in the EOS token."""
     ends, they = ("ends", "it") if len(rows) == 1 else ("end", "they")
     return (f"{counted(len(rows), 'prompt')} {ends} in the EOS token {eos} (the first: "
             f"{rows[0].place}): to the model the text is over before the response begins. Leave "
@@ -62,7 +68,7 @@ def ends_in_eos(rows: Sequence[Row], eos: str) -> str:
 def _is_blank(row: Row, spec: Source) -> bool:
     if spec.column not in row.values:
         fit = [name for name, cell in row.values.items() if isinstance(cell, str)
-               or _is_conversation(cell)]
+               or is_conversation(cell)]
         near = nearest(spec.column, fit, count=1) or fit
         raise no_column(spec.column, row, f"{spec.key}.column={spec.column}",
                         pasted(f"{spec.key}.column={near[0]}") if near else None)
@@ -70,7 +76,7 @@ def _is_blank(row: Row, spec: Source) -> bool:
         return True
     if isinstance(cell, str):
         return not cell.strip()
-    if _is_conversation(cell):
+    if is_conversation(cell):
         if not spec.chat:
             raise InputError(f"Column {spec.column!r} in {row.place} holds chat messages, not a "
                              "text.", where=f"{spec.key}.column={spec.column}",
@@ -82,47 +88,43 @@ def _is_blank(row: Row, spec: Source) -> bool:
         fix="prompts are texts" + (", or lists of {role, content} messages" if spec.chat else ""))
 
 
-def _is_conversation(cell: Any) -> bool:
-    return isinstance(cell, list) and bool(cell) and all(
-        isinstance(message, dict) and isinstance(message.get("role", message.get("from")), str)
-        for message in cell)
-
-
 def no_column(column: Any, row: Row, where: str, fix: str | None = None) -> InputError:
-    """The error for a row without that column, with the nearest that it has."""
+    """The error for a row without that column; suggests the nearest that it has."""
     have = f"its columns are {', '.join(row.values)}" if row.values else "it has no columns"
     return InputError(f"There is no column {column!r} in {row.place}: {have}. "
                       f"{suggestion(str(column), row.values)}".rstrip(), where=where, fix=fix)
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:
-    """All column names of all rows, in the order of first sight."""
+    """The column names of all rows, in the order of their first appearance."""
     return list(dict.fromkeys(name for row in rows for name in row.values))
 
 
 def metadata(rows: Sequence[Row], spec: Source) -> dict[str, list[Any]]:
-    """The metadata columns: ``spec.columns``, or all but the prompt's; None where a row has none.
+    """Cells by metadata column: ``spec.columns``, or all but the prompt's. Missing cells are None.
 
     Raises:
         InputError: a column of ``spec.columns`` is in no row.
     """
     present = column_names(rows)
-    wanted = ([name for name in present if name != spec.column] if spec.columns is None
-              else spec.columns)
-    for name in wanted:
+    names = ([name for name in present if name != spec.column] if spec.columns is None
+             else spec.columns)
+    for name in names:
         if name not in present:
             raise InputError(f"There is no metadata column {name!r} in the prompts; their columns "
                              f"are {', '.join(present)}. {suggestion(name, present)}".rstrip(),
-                             where=f"{spec.key}.columns={wanted}",
+                             where=f"{spec.key}.columns={names}",
                              fix=f"take it out of {spec.key}.columns")
     cells = [row.values if row.typed is None else row.typed for row in rows]
-    return {name: [values.get(name) for values in cells] for name in wanted}
+    return {name: [values.get(name) for values in cells] for name in names}
 
 
 def prompt_texts(cells: Sequence[Any], rows: Sequence[Row], spec: Source, tokenizer: Any
                  ) -> list[str]:
-    """The text of each row's prompt, made of what :func:`prompt_cells` gives for it by the chat
-    template.
+    """The text of each row's prompt; conversations are rendered by the chat template.
+
+    Args:
+        cells: the result of :func:`prompt_cells`.
 
     Raises:
         InputError: the tokenizer has no chat template, or it refuses the messages of a row.
@@ -146,10 +148,10 @@ def row_tools(row: Row, spec: Source) -> list[Any] | None:
 
 
 def described_tools(row: Row, column: str, where: str, without: str) -> list[Any] | None:
-    """The descriptions of functions in a row, a list or that in JSON; None where it has none.
+    """The descriptions of functions in a row, from a list or its JSON; None if there are none.
 
     Args:
-        without: the words that leave the column out.
+        without: the setting that leaves the column out, for errors.
 
     Raises:
         InputError: the column holds something else.
@@ -157,7 +159,7 @@ def described_tools(row: Row, column: str, where: str, without: str) -> list[Any
     cell = without_nulls(row.values.get(column))
     with suppress(ValueError, RecursionError):
         cell = json.loads(cell) if isinstance(cell, str) else cell
-    # pandas has NaN or NA where there is none
+    # in pandas, missing values are NaN or NA
     if not cell if isinstance(cell, list) else str(cell).strip() in ("None", "", "nan", "<NA>"):
         return None
     if not isinstance(cell, list) or not all(isinstance(one, dict) for one in cell):
@@ -167,24 +169,25 @@ def described_tools(row: Row, column: str, where: str, without: str) -> list[Any
     return cell
 
 
-def note_tools(notes: list[str], told: Iterable[tuple[str, Any, list[Any] | None]],
+def note_tools(notes: list[str], conversations: Iterable[tuple[str, Any, list[Any] | None]],
                tokenizer: Any, *, prompt: bool = False, column: str = "tools") -> None:
-    """Note that the chat template leaves out tools or calls of them: of places, conversations and
-    what they are told of, the first with tools stands for all, and the first with calls.
+    """Note that the chat template leaves out tools or calls of tools. The first conversation with
+    tools and the first with calls are checked, for all others.
 
     Args:
-        prompt: whether an answer is to follow.
-        column: that describes them.
+        conversations: place, conversation and descriptions of tools of each row.
+        prompt: whether the conversations are prompts, which an answer follows.
+        column: the column of the descriptions.
     """
-    told = list(told)
-    for place, messages, tools in told:
+    conversations = list(conversations)
+    for place, messages, tools in conversations:
         if tools:
             without, with_tools = (rendered_chat(messages, place, tokenizer, tools=each,
                                                  prompt=prompt) for each in (None, tools))
             if without == with_tools:
                 notes.append(f"the chat template leaves out what the column {column} describes")
             break
-    for place, messages, _ in told:
+    for place, messages, _ in conversations:
         if isinstance(messages, list) and (names := names_of(messages)):
             text = rendered_chat(messages, place, tokenizer, tools=None, prompt=prompt)
             if not any(name in text for name in names):
@@ -193,17 +196,16 @@ def note_tools(notes: list[str], told: Iterable[tuple[str, Any, list[Any] | None
 
 
 def prompt_cells(rows: Sequence[Row], spec: Source, notes: list[str] | None = None) -> list[Any]:
-    """Each row's prompt after first words and template, before the chat template: a text, or with
-    ``chat`` a conversation, a list of messages that begins with the text of the row's column
-    ``system`` where it has one.
+    """Each row's prompt after ``first_words`` and ``template``, before the chat template: a text,
+    or with ``chat`` a list of messages, beginning with the row's cell in the column ``system``.
 
     ``first_words`` joins the words by one space, as trlX's sentiment example does
     (``examples/ppo_sentiments.py``).
 
     Raises:
-        ConfigError: the template is malformed or names a column that does not exist.
-        InputError: first words or a template are asked for, and a row holds messages; or the
-            template needs a cell that is empty.
+        ConfigError: the template is malformed or names a column that doesn't exist.
+        InputError: ``first_words`` or ``template`` is set and a row holds messages, or the template
+            needs a cell that is empty.
     """
     pieces = None if spec.template is None else parse_template(spec, column_names(rows))
     cells: list[Any] = []
@@ -216,18 +218,18 @@ def prompt_cells(rows: Sequence[Row], spec: Source, notes: list[str] | None = No
                 cell = fill(pieces, cell, row, spec)
             if spec.chat:
                 cell = [{"role": "user", "content": cell}]
-        elif given := [name for name in ("first_words", "template")
-                       if getattr(spec, name) is not None]:
-            raise InputError(f"{spec.key}.{given[0]} works on texts, but {row.place} holds chat "
-                             "messages.", where=f"{spec.key}.{given[0]}={getattr(spec, given[0])}",
-                             fix=f"{spec.key}.{given[0]}=null")
+        elif text_key := next((name for name in ("first_words", "template")
+                               if getattr(spec, name) is not None), None):
+            key = f"{spec.key}.{text_key}"
+            raise InputError(f"{key} works on texts, but {row.place} holds chat messages.",
+                             where=f"{key}={getattr(spec, text_key)}", fix=f"{key}=null")
         cells.append(with_system_turn(cell, row, spec, [] if notes is None else notes))
     return cells
 
 
 def with_system_turn(cell: Any, row: Row, spec: Source, notes: list[str]) -> Any:
-    """A prompt of a chat with the text of the row's column ``system`` in front, as
-    :meth:`ppocli.data.shapes.Shapes.system_turn` says; as it is where there is none."""
+    """A prompt with the row's cell in the column ``system`` in front
+    (:meth:`ppocli.data.shapes.Shapes.system_turn`); unchanged without ``chat`` or such a cell."""
     if not spec.chat or not isinstance(row.values.get("system"), str):
         return cell
     messages = [{"role": "user", "content": cell}] if isinstance(cell, str) else cell
@@ -236,7 +238,7 @@ def with_system_turn(cell: Any, row: Row, spec: Source, notes: list[str]) -> Any
 
 
 def encodable(text: str, row: Row, spec: Source) -> str:
-    """``text``, which is in that row.
+    """``text``, of that row, if it can be encoded.
 
     Raises:
         InputError: it holds half of a UTF-16 pair.
@@ -255,13 +257,14 @@ def encodable(text: str, row: Row, spec: Source) -> str:
 def rendered_chat(messages: list[dict[str, Any]], place: str, tokenizer: Any, *,
                   tools: list[Any] | None = None, prompt: bool = False,
                   where: str = "model.tokenizer_path") -> str:
-    """What the template makes of a conversation, with the generation prompt where asked.
+    """A conversation rendered by the chat template.
 
     Args:
         tools: descriptions of the functions that may be called.
+        prompt: add the generation prompt.
 
     Raises:
-        InputError: it refuses it.
+        InputError: the template refuses the conversation.
     """
     with template_errors(place, where):
         return with_arguments(messages, lambda conversation: str(tokenizer.apply_chat_template(
@@ -269,8 +272,8 @@ def rendered_chat(messages: list[dict[str, Any]], place: str, tokenizer: Any, *,
 
 
 def by_template(texts: Sequence[str], tokenizer: Any) -> bool | None:
-    """False for texts that no chat template has rendered; None where they hold what this one writes
-    between a question and its answer, so that it may have."""
+    """False for texts that no chat template has rendered; None if all contain what this template
+    writes between a question and its answer, so that it may have rendered them."""
     if getattr(tokenizer, "chat_template", None):
         question = "a question"
         with suppress(InputError):
@@ -284,7 +287,7 @@ def by_template(texts: Sequence[str], tokenizer: Any) -> bool | None:
 
 @contextmanager
 def template_errors(place: str, where: str = "model.tokenizer_path") -> Iterator[None]:
-    """Name the conversation that a chat template refuses inside the block."""
+    """Turn errors of the chat template inside the block into one that names the conversation."""
     try:
         yield
     except Exception as error:  # templates are programs: jinja's errors and any Python error
@@ -292,26 +295,29 @@ def template_errors(place: str, where: str = "model.tokenizer_path") -> Iterator
 
 
 def parse_template(spec: Source, names: list[str]) -> list[Piece]:
-    """``spec.template`` in pieces; ``names`` are the columns that it may name.
+    """``spec.template`` in pieces.
+
+    Args:
+        names: columns that it may name.
 
     Raises:
-        ConfigError: it is malformed, or names none of them.
+        ConfigError: it is malformed, names another column, or names none.
     """
     template = spec.template or ""
     where = f"{spec.key}.template={template!r}"
-    known = list(dict.fromkeys(["prompt", *names]))
+    columns = list(dict.fromkeys(["prompt", *names]))
     pieces: list[Piece] = []
     try:
         for literal, name, form, conversion in string.Formatter().parse(template):
             if name is None:
                 pieces.append((literal, None))
                 continue
-            # with a format or a conversion it is no bare {name}, most often a brace meant literally
+            # a format or a conversion after the name: usually a brace that is meant literally
             full = name + (f"!{conversion}" if conversion else "") + (f":{form}" if form else "")
-            if full not in known:
-                near = nearest(full, known, count=1)
+            if full not in columns:
+                near = nearest(full, columns, count=1)
                 raise ConfigError(f"The template's placeholder {{{full}}} is no column; there are "
-                                  f"{', '.join(known)}."
+                                  f"{', '.join(columns)}."
                                   + (f" Did you mean {{{near[0]}}}?" if near else ""),
                                   where=where, fix="write a literal brace twice: {{ or }}")
             pieces.append((literal, full))
@@ -325,7 +331,7 @@ def parse_template(spec: Source, names: list[str]) -> list[Piece]:
 
 
 def fill(pieces: list[Piece], prompt: str, row: Row, spec: Source) -> str:
-    """The template with one row's cells.
+    """The template filled with one row's cells.
 
     Raises:
         InputError: a cell that it needs is empty.

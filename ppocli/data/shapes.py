@@ -1,5 +1,5 @@
-"""Rows in the shapes that other tools write, as rows of the standard columns: conversations as
-ShareGPT, OpenAI and LLaMA-Factory have them, and Alpaca's instructions."""
+"""Rows in the shapes of other tools, converted to the standard columns: conversations of ShareGPT,
+OpenAI and LLaMA-Factory, and Alpaca's instructions."""
 
 import json
 import re
@@ -16,13 +16,13 @@ Message = dict[str, Any]
 
 TURN_MARKS = ("weight", "train", "training", "train_on_turn", "loss", "loss_weight", "trainable")
 """keys of a message that say whether it is trained on: OpenAI's and Mistral's ``weight``, axolotl's
-``train`` and ``training``, and others' that its ``message_field_training`` names"""
+``train`` and ``training``, and common values of its ``message_field_training``"""
 _PART_MARKS = ("train_detail", "training_detail")
 _OFF, _ON = ("0", "0.0", "false"), ("1", "1.0", "true")
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "ai": "assistant",
           "model": "assistant", "function_call": "assistant", "observation": "tool",
           "function_response": "tool"}
-"""roles of ShareGPT, LangChain, Gemini and LLaMA-Factory as chat templates call them"""
+"""role of ShareGPT, LangChain, Gemini or LLaMA-Factory -> role in chat templates"""
 _ROLES_READ = "roles that are read as others: "
 _CONVERSATIONS = ("conversations", "conversation", "dialogue", "dialog", "chat")
 _QUESTIONS = ("instruction", "question", "query", "problem", "input", "article", "document")
@@ -30,19 +30,19 @@ _ANSWERS = ("output", "answer", "response", "completion", "solution", "target", 
 
 
 class Shapes:
-    """Reads rows of one source, and notes each shape that it meets once.
+    """Converts the rows of one source, and notes each shape once.
 
     Args:
-        source: where rows come from; names keys in errors.
-        notes: sentences about what was recognised are appended here.
+        source: of the rows; has the keys for errors.
+        notes: sentences about recognised shapes are appended here.
     """
 
     def __init__(self, source: Source, notes: list[str]) -> None:
         self.source, self.notes = source, notes
-        self.roles: dict[str, str] = {}  # of other tools, that were met
+        self.roles: dict[str, str] = {}  # roles of other tools in the rows so far
 
     def note(self, text: str) -> None:
-        """Append that sentence unless it is there."""
+        """Append a sentence to the notes, once."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -55,16 +55,18 @@ class Shapes:
 
     def recognised(self, values: Mapping[str, Any], *, pairs: bool = False, alpaca: bool = True
                    ) -> dict[str, str]:
-        """Standard columns by the column that holds them in a row which lacks them: ``messages``
-        (of pairs: ``prompt``) of a conversation, ``prompt`` and ``completion`` of Alpaca's, unless
-        those aren't looked for.
+        """Standard column -> the row's column that takes its place: ``messages`` (for pairs:
+        ``prompt``) for a conversation, ``prompt`` and ``completion`` for Alpaca's columns.
+
+        Args:
+            alpaca: look for Alpaca's columns too.
 
         Raises:
-            InputError: Alpaca's instructions, and nothing says in which form.
+            InputError: Alpaca's columns, without ``chat`` or ``template``.
         """
         answer = listed(values.get("chosen"))
         if pairs and isinstance(answer, list) and len(answer) != 1:
-            return {}  # whole conversations, which bring their prompt
+            return {}  # whole conversations, which contain their prompt
         talk = next((name for name in _CONVERSATIONS if isinstance(listed(values.get(name)), list)),
                     None)
         if talk is not None:
@@ -75,8 +77,8 @@ class Shapes:
             key = self.source.key
             if not self.source.chat and self.source.template is None:
                 raise InputError(
-                    "The rows have Alpaca's columns (instruction, input, output), which don't say "
-                    "in which form a model reads them.", where=self.source.where,
+                    "The rows have Alpaca's columns (instruction, input, output), and their form "
+                    "for the model isn't set.", where=self.source.where,
                     fix=f"{key}.chat=true makes them turns of the chat template; " + pasted(
                         f'{key}.template="### Instruction:\\n{{prompt}}\\n\\n### Response:\\n"')
                     + " makes them a text")
@@ -87,18 +89,18 @@ class Shapes:
         return {}
 
     def messages(self, cell: Any, here: str) -> list[Message]:
-        """A conversation as messages with a role and a content each, without what is null.
+        """A conversation as messages with a role and a content each, without null values.
 
-        ``from`` and ``value`` are ShareGPT's names of them. Parts that are texts become one text,
-        ``function_call`` becomes ``tool_calls``, and a turn that only calls tools has the content
+        ShareGPT's ``from`` and ``value`` become role and content, parts that are texts one text,
+        and ``function_call`` becomes ``tool_calls``. A turn that only calls tools gets the content
         "".
 
         Args:
-            here: names the cell in errors.
+            here: the cell, for errors.
 
         Raises:
-            InputError: a message without role or content, one with anything but text in it, or a
-                call of a tool whose arguments are no JSON object.
+            InputError: a message without role or content, with a content other than text, or with
+                a tool call whose arguments are no JSON object.
         """
         legacy = False  # an answer to a function_call has the role "function"
         messages: list[Message] = []
@@ -156,11 +158,11 @@ class Shapes:
                      'contents are texts, or lists of {"type": "text", "text": "..."}')
 
     def _checked(self, calls: Any, here: str) -> list[Any]:
-        """Calls of tools whose arguments are objects, or one in JSON."""
+        """The tool calls, if the arguments of each are an object, possibly as JSON text."""
         for call in calls if isinstance(calls, list) else [calls]:
             inner = call.get("function", call) if isinstance(call, Mapping) else None
             if not isinstance(inner, Mapping):
-                self._refuse(f"{here} has a call of a tool that is none: {cut(repr(call), 60)}",
+                self._refuse(f"{here} has a malformed tool call: {cut(repr(call), 60)}",
                              'a call looks like {"type": "function", "function": {"name": "...", '
                              '"arguments": {...}}}')
             arguments = inner.get("arguments")
@@ -171,8 +173,8 @@ class Shapes:
         return list(calls)
 
     def system_turn(self, row: Row, messages: list[Message]) -> list[Message]:
-        """A conversation with the text of the column ``system`` as its first turn, unless it has
-        such a turn of its own."""
+        """A conversation with the row's text in the column ``system`` as its first turn, unless it
+        begins with a system turn itself."""
         text = row.values.get("system")
         if not isinstance(text, str) or not text.strip():
             return messages
@@ -185,10 +187,10 @@ class Shapes:
         return [{"role": "system", "content": text}, *messages]
 
     def is_trained(self, message: Mapping[str, Any], here: str) -> bool | None:
-        """What a message says about whether it is trained on; None where it says nothing.
+        """Whether a message is marked as trained on; None if it has no mark.
 
         Raises:
-            InputError: neither yes nor no.
+            InputError: the mark is neither true nor false.
         """
         for name in _PART_MARKS:
             if message.get(name):
@@ -211,30 +213,30 @@ class Shapes:
 
 
 def listed(cell: Any) -> Any:
-    """A cell, numpy's array (which pandas has) as a list."""
+    """A cell; an array of numpy, as in pandas, becomes a list."""
     return cell.tolist() if hasattr(cell, "tolist") else cell
 
 
 def is_blank(cell: Any) -> bool:
-    """Whether a prompt is there and holds nothing."""
+    """Whether a prompt is an empty list or a text without visible characters; null isn't blank."""
     cell = listed(cell)
     return cell == [] if isinstance(cell, list) else isinstance(cell, str) and not cell.strip()
 
 
 def is_masked(message: Mapping[str, Any]) -> bool:
-    """Whether a message says that it isn't to be trained on."""
+    """Whether a message is marked as not trained on."""
     return any(str(message.get(name)).strip().lower() in _OFF for name in TURN_MARKS)
 
 
 def alpaca_prompt(values: Mapping[str, Any]) -> str:
-    """The instruction and, where there is one, the input behind it in a new line."""
+    """The instruction and, if there is one, the input on a new line."""
     added = values.get("input")
     return str(values["instruction"]) + (
         f"\n{added}" if isinstance(added, str) and added.strip() else "")
 
 
 def columns_like(names: Iterable[str]) -> str:
-    """The words that read a question and its answer out of such columns; "" where none fit."""
+    """The settings that take prompt and completion from such columns; "" if none fit."""
     names = list(names)
     asks, says = (next((name for name in likely if name in names), None)
                   for likely in (_QUESTIONS, _ANSWERS))
@@ -242,13 +244,13 @@ def columns_like(names: Iterable[str]) -> str:
 
 
 def arguments_of(value: Any) -> dict[str, Any] | None:
-    """Arguments of a call as a mapping; None where they are no object, nor one in JSON."""
+    """Arguments of a tool call as a mapping; None if they are neither an object nor its JSON."""
     value = _parsed(value) if str(value).strip() else {}
     return dict(value) if isinstance(value, Mapping) else None
 
 
 def _parsed(value: Any) -> Any:
-    """What a text holds in JSON; ``value`` itself where it is something else."""
+    """The value of a JSON text; other values, and texts that are no JSON, unchanged."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
@@ -263,19 +265,19 @@ _ANSWER_MARKS = (re.compile(
     r"<\|assistant\|>\n?|<start_of_turn>model\n|\[/INST\]"), re.compile(
     r"(?:^|\n)[ \t#*]*(?i:answer|response|tl;dr)[ \t]*:[*]*|(?s:(?:^|\n)Q:.*?\nA:)|"
     r"(?:^|\n)#+[ \t]*(?i:assistant|response|answer|output)[ \t]*\n"))
-"""marks of the speaker who answers, in plain text and as chat templates write them; the second
-kind, which an answer may hold too, counts where there is none of the first"""
+"""marks in front of an answer, in plain text and in the forms of chat templates. The second
+pattern, which an answer may contain too, is used if the first doesn't match"""
 
 
 def with_prompt(row: Row, source: Source, shapes: Shapes) -> Row:
-    """``row`` with a cell ``prompt``, if it has none (of pairs: or an empty one) and that is the
-    column asked for: the turns of ``messages`` before the assistant's last, what ``chosen`` and
-    ``rejected`` begin with, or Alpaca's instruction. Conversations in the column asked for are as
-    :meth:`Shapes.messages` makes them.
+    """``row`` with its prompt in ``source.column``, converted by :meth:`Shapes.messages` if it is a
+    conversation. If the column is ``prompt`` and the row has none (for pairs: or an empty one), the
+    prompt is made of the turns of ``messages`` before the assistant's last, the common beginning of
+    ``chosen`` and ``rejected``, or Alpaca's instruction.
 
     Raises:
-        InputError: ``messages`` begins with the assistant's last turn, two conversations have no
-            prompt in common, or as of :class:`Shapes`.
+        InputError: ``messages`` has no turn before the assistant's last, two conversations have no
+            common prompt, or as of :class:`Shapes`.
     """
     values = row.values
     pairs = {"chosen", "rejected"} <= values.keys()
@@ -318,23 +320,23 @@ def _with_messages(row: Row, column: str, shapes: Shapes) -> Row:
 
 
 def shared_turns(one: list[Any], other: list[Any], row: Row, source: Source) -> list[Any]:
-    """All turns of two conversations but their last.
+    """All turns but the last, which two conversations share.
 
     Raises:
-        InputError: there are none, or they differ.
+        InputError: there are no such turns, or they differ.
     """
     if one[:-1] != other[:-1] or len(one) < 2:
         raise InputError(f"The conversations in {row.place} have no prompt in common: all turns "
-                         "but the last must be there and be the same.", where=source.where,
-                         fix="give the prompt in a column 'prompt'")
+                         "but the last must be the same, and there must be one.",
+                         where=source.where, fix="give the prompt in a column 'prompt'")
     return one[:-1]
 
 
 def shared_text(one: str, other: str) -> int:
-    """Characters of the prompt that two texts share in front: through the last mark of the speaker
-    who answers, as ``Assistant:``, where both have one, so that no part of an answer is in it. Else
-    all that they share, cut back to a place where both go on with white space, so that no word is
-    in two parts and neither rest is empty."""
+    """The number of characters in the prompt with which two texts begin: through the last common
+    mark of an answer, such as ``Assistant:``, so that the prompt contains no part of an answer.
+    Without a mark, the common beginning, cut back to white space in both, so that no word is split
+    and neither rest is empty."""
     end = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
                min(len(one), len(other)))
     for marks in _ANSWER_MARKS:

@@ -1,6 +1,5 @@
-"""What a set of prompts or of training data is made from: the keys of ``prompts``, of
-``prompts.eval`` with what it inherits, or of ``data``, and the raw rows that they name: files,
-folders, saved data sets, the Hub, inline lists."""
+"""Sources of prompts and training data: the keys of ``prompts``, ``prompts.eval`` or ``data``, and
+the raw rows that they name, in files, folders, saved data sets, the Hub, or inline lists."""
 
 import glob
 import os
@@ -26,22 +25,22 @@ _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 
 @dataclass(kw_only=True)
 class Source(schema.PromptsConfig):
-    """Where rows come from, and the texts of their prompts: the keys of ``prompts``, as they count
-    for one set. Made here and by :mod:`ppocli.data.examples`, read by the other modules of the
-    room. ``column`` is the name of a bare text: of prompts, the column that holds them."""
+    """The effective keys of one set: where its rows come from, and how they become texts. Made here
+    and in :mod:`ppocli.data.examples`, read by the other modules of this package. ``column`` is the
+    column of prompts, and of bare texts."""
 
     key: str = "prompts"
     """``prompts``, ``prompts.eval`` or ``data``: how errors name the settings"""
     noun: str = "prompt"
-    """what errors call a row's content: ``prompt`` or ``data``"""
+    """a row's content, for errors: ``prompt`` or ``data``"""
     path_key: str = "prompts.path"
-    """the key that gave ``path``, which an evaluation set may have inherited"""
-    split_asked: bool
-    """whether the split was set for this very source, so that ignoring it is worth a note"""
+    """the key that ``path`` comes from; evaluation prompts may inherit it"""
+    split_is_set: bool
+    """whether the split was set for this source, so that a note says where it has no effect"""
 
     @property
     def where(self) -> str:
-        """How errors name the source."""
+        """The source, for errors."""
         return f"{self.path_key}={self.path}" if self.items is None else f"{self.key}.items"
 
     @property
@@ -51,42 +50,47 @@ class Source(schema.PromptsConfig):
 
 
 def training_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Source:
-    """The training prompts; ``items``, given from Python, replace ``prompts.path``.
+    """The source of the training prompts.
+
+    Args:
+        items: prompts from Python, in place of ``prompts.path``.
 
     Raises:
-        ConfigError: one text in place of a list.
+        ConfigError: ``items`` is one text in place of a list.
     """
     if items is None:
         items = cfg.items
-    return Source(split_asked=cfg.split != "train", **vars(cfg) | {
+    return Source(split_is_set=cfg.split != "train", **vars(cfg) | {
         "items": as_list(items), "path": cfg.path if items is None else None})
 
 
 def evaluation_spec(cfg: schema.PromptsConfig, items: list[Any] | None) -> Source:
-    """The evaluation prompts. Keys of ``prompts.eval`` that are null take those of ``prompts``.
+    """The source of the evaluation prompts. Keys of ``prompts.eval`` that are null take their value
+    in ``prompts``.
 
-    The result has a source only if one was given for evaluation: ``items``, ``prompts.eval.items``,
-    ``prompts.eval.path``, or another ``split`` or ``name`` of ``prompts.path``.
+    The result has a path or items only if some are set for evaluations: ``items``,
+    ``prompts.eval.items``, ``prompts.eval.path``, or another ``split`` or ``name`` of
+    ``prompts.path``.
 
     Raises:
         ConfigError: as :func:`training_spec`.
     """
-    own, path = cfg.eval, cfg.eval.path
+    section, path = cfg.eval, cfg.eval.path
     if items is None:
-        items = own.items
-    if path is None and items is None and (own.split is not None or own.name is not None):
+        items = section.items
+    if path is None and items is None and (section.split is not None or section.name is not None):
         path = cfg.path
-    given = {name: value for name, value in vars(own).items()
-             if value is not None and name != "repeat"}
-    return Source(key="prompts.eval", split_asked=own.split is not None,
-                  path_key="prompts.path" if own.path is None else "prompts.eval.path",
-                  **vars(cfg) | given | {"path": path, "items": as_list(
+    overrides = {name: value for name, value in vars(section).items()
+                 if value is not None and name != "repeat"}
+    return Source(key="prompts.eval", split_is_set=section.split is not None,
+                  path_key="prompts.path" if section.path is None else "prompts.eval.path",
+                  **vars(cfg) | overrides | {"path": path, "items": as_list(
                       items, where="prompts.eval.items")})
 
 
 def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.items"
             ) -> list[Any] | None:
-    """Rows from Python, a list of them or a table, as a list; None without any.
+    """Rows from Python, in a list or a table, as a list; None for None.
 
     Raises:
         ConfigError: one text or mapping in place of a list.
@@ -105,28 +109,27 @@ def as_list(items: Any, what: str = "Inline prompts", where: str = "prompts.item
     try:
         if not isinstance(items, str | bytes | Mapping):
             return list(items)
-    except TypeError:  # it holds nothing, as a path
+    except TypeError:  # it can't be iterated over, such as a path
         pass
     raise ConfigError(f"{what} must be a list, not one {type(items).__name__}.", where=where,
                       fix="put it in a list: [...]")
 
 
 def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
-    """The rows of a source, in the order of their source.
+    """The rows of a source, in its order.
 
     ``spec.path`` is a path on this machine if it starts with ``.``, ``/`` or ``~``, exists, ends
-    like a prompt file, or cannot be a Hub name; relative paths start from the current directory.
-    ``builtin:NAME`` names prompts that come with ppocli; a pattern such as ``data/*.jsonl`` all
-    files that match, in the order of their names; ``{a,b}`` one after the other; ``https://`` and
-    ``hf://`` what is downloaded.
-    Anything else is a data set on the Hub.
+    like a prompt file, or can't be a Hub name; relative paths start from the current directory.
+    ``builtin:NAME`` stands for prompts that come with ppocli; a pattern such as ``data/*.jsonl``
+    for all files that match, sorted by name; ``{a,b}`` for a, then b; ``https://`` and ``hf://``
+    for a download. Anything else is a data set on the Hub.
 
     Args:
         spec: has ``items`` or a ``path``.
-        notes: sentences about what was ignored are appended here.
+        notes: sentences about settings without effect are appended here.
 
     Raises:
-        InputError: nothing there, nothing readable there, or the Hub is needed and out of reach.
+        InputError: nothing is there, it can't be read, or the Hub is needed and can't be reached.
     """
     if spec.items is not None:
         return _inline_rows(spec, spec.items)
@@ -155,8 +158,8 @@ def open_rows(spec: Source, notes: list[str]) -> Iterator[Row]:
 
 
 def names_hub_dataset(path: str) -> bool:
-    """Whether ``prompts.path`` names a Hub data set: no builtin, and nothing that means a file. Of
-    several paths, whether one does."""
+    """Whether ``prompts.path``, or one of several paths in it, names a data set on the Hub: it can
+    be such a name, and means neither a file nor a built-in."""
     return any(_REPO_ID.fullmatch(each) is not None and Path(each).suffix.lower() not in SUFFIXES
                and not Path(each).exists() for each in row_paths(path))
 

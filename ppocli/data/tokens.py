@@ -1,4 +1,4 @@
-"""From texts to token ids, cut to the lengths that were asked for."""
+"""From texts to token ids, cut to the configured lengths."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -10,50 +10,50 @@ from ppocli.data.sources import Source
 from ppocli.errors import InputError
 
 _CHUNK = 4096
-"""texts tokenised at once: the tokens of all uncut texts may be many times those that are kept"""
+"""texts tokenised at once: uncut texts may have many times the tokens that are kept"""
 
 
 @dataclass(slots=True)
 class Encoded:
-    """n prompts as tokens. Made by :func:`encode`, read by :mod:`ppocli.data.prompt_set`."""
+    """n prompts as tokens, from :func:`encode` to :mod:`ppocli.data.prompt_set`."""
 
     longest: int
-    """tokens a prompt may have"""
+    """maximum number of tokens of a prompt"""
     token_ids: list[list[int]] = field(default_factory=list)
     """n lists, none empty"""
     texts: list[str] = field(default_factory=list)
-    """n texts; of a prompt that was cut, what its tokens still say"""
+    """n texts; of a prompt that was cut, its remaining tokens decoded"""
     kept: list[int] = field(default_factory=list)
-    """which of the given texts these are: those without any token were dropped"""
+    """n indices into the input texts: texts without any token were dropped"""
     overlong: int = 0
-    """how many were longer than ``longest``, and were cut to it or dropped"""
+    """number of texts longer than ``longest``, which were cut or dropped"""
     ended: list[int] = field(default_factory=list)
-    """which of the given texts that were kept end in an EOS token of their own"""
+    """indices into the input texts: those that were kept and end in an EOS token themselves"""
 
 
 def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_prompt_tokens: int,
            whole: bool) -> Encoded:
-    """Tokenise, draw lengths, cut or (``overlong=drop``) leave out.
+    """Tokenise prompts, draw their lengths, and cut long ones or (``overlong=drop``) drop them.
 
-    Text is given the tokens that the tokenizer puts in front of a text (BOS), and none behind it,
-    so that the response continues the prompt; the prompts of an encoder are whole texts and get
-    those behind it (EOS) too. Chat text is taken as its template wrote it. Lengths
-    count all tokens; what stands in front survives a cut on the left. A length sampler keeps the
-    first tokens, as TRL's ``LengthSampler`` examples do; ``truncation_side`` is for the rest.
+    A plain text gets the tokens that the tokenizer adds in front (BOS) and none behind, so that the
+    response continues the prompt; an encoder's prompt also gets those behind (EOS). Text of a chat
+    template gets neither. Lengths count all tokens; BOS survives a cut on the left. A length
+    sampler keeps the first tokens, as in TRL's ``LengthSampler`` examples; ``truncation_side``
+    applies to all other cuts.
 
     Args:
         texts: rendered prompts.
-        seed: of the length sampler; the length of the i-th prompt is a function of (seed, i).
-        max_prompt_tokens: what fits the model beside the response; at least 1.
-        whole: whether prompts are read by an encoder.
+        seed: of the length sampler; the length of the i-th prompt depends on (seed, i).
+        max_prompt_tokens: tokens that the model can read besides the response; at least 1.
+        whole: whether an encoder reads the prompts.
 
     Raises:
         InputError: the tokenizer fails on a text.
     """
-    found = Encoded(longest=min(spec.max_length or max_prompt_tokens, max_prompt_tokens))
+    encoded = Encoded(longest=min(spec.max_length or max_prompt_tokens, max_prompt_tokens))
     front, behind = ([], []) if spec.chat else tokens_around(tokenizer)
     behind = behind if whole else []
-    room = max(found.longest - len(behind), 1)
+    room = max(encoded.longest - len(behind), 1)
     lengths = None
     if spec.length_sampler is not None:
         shortest, most = spec.length_sampler
@@ -65,26 +65,26 @@ def encode(texts: list[str], spec: Source, tokenizer: Any, *, seed: int, max_pro
         fixed = len(front) or int(ids[0] == tokenizer.bos_token_id)
         uncut = len(ids)
         if lengths is not None:
-            ids = ids[:lengths[len(found.kept) + found.overlong * (spec.overlong == "drop")]]
+            ids = ids[:lengths[len(encoded.kept) + encoded.overlong * (spec.overlong == "drop")]]
         if len(ids) > room:
-            found.overlong += 1
+            encoded.overlong += 1
             if spec.overlong == "drop":
                 continue
-            # on the left, what is fixed (BOS) stays
+            # a cut on the left keeps the fixed tokens (BOS)
             head = room if spec.truncation_side == "right" else min(fixed, room)
             ids = ids[:head] + ids[len(ids) - (room - head):]
         if ids[-1] == tokenizer.eos_token_id and len(ids) > len(front):
-            found.ended.append(i)
-        found.kept.append(i)
-        found.token_ids.append(ids + behind)
-        found.texts.append(texts[i] if len(ids) == uncut else str(tokenizer.decode(
+            encoded.ended.append(i)
+        encoded.kept.append(i)
+        encoded.token_ids.append(ids + behind)
+        encoded.texts.append(texts[i] if len(ids) == uncut else str(tokenizer.decode(
             ids[len(front):], skip_special_tokens=False, clean_up_tokenization_spaces=False)))
-    return found
+    return encoded
 
 
 def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
-    """The ids that the tokenizer puts in front of every text by itself, most often BOS or none, and
-    those behind it, most often EOS or none."""
+    """The ids that the tokenizer adds in front of every text (usually BOS or none) and behind it
+    (usually EOS or none)."""
     text = "a"
     try:
         bare = _bare_ids([text], tokenizer)[0]
@@ -100,7 +100,7 @@ def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def token_ids_of(texts: list[str], tokenizer: Any, size: int = _CHUNK) -> Iterator[list[int]]:
-    """The ids of each text, without those that the tokenizer puts around it.
+    """The ids of each text, without those that the tokenizer adds around it.
 
     Raises:
         InputError: the tokenizer fails on a text.
@@ -109,7 +109,7 @@ def token_ids_of(texts: list[str], tokenizer: Any, size: int = _CHUNK) -> Iterat
         chunk = texts[start:start + size]
         try:
             ids = _bare_ids(chunk, tokenizer)
-        except Exception as error:  # what tokenizers raises, say where it has no unknown token
+        except Exception as error:  # of tokenizers, e.g. for a vocabulary without unknown token
             if len(chunk) > 1:  # one by one, to find the text
                 ids = list(token_ids_of(chunk, tokenizer, 1))
             else:
@@ -120,7 +120,7 @@ def token_ids_of(texts: list[str], tokenizer: Any, size: int = _CHUNK) -> Iterat
 
 
 def _bare_ids(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    # verbose=False: the warning about long texts is premature, they are cut later
+    # verbose=False: the warning about long texts is premature, since they are cut later
     return tokenizer(texts, add_special_tokens=False, return_attention_mask=False,
                      verbose=False)["input_ids"]
 

@@ -1,12 +1,11 @@
-"""Environments written for other libraries, and plain functions as tools, in our terms.
+"""Adapters: environments written for other libraries, and plain functions as tools.
 
 - TRL (``huggingface/trl:trl/trainer/grpo_trainer.py``, ``environment_factory``): ``reset(**row)``
-  returns text for the prompt; every other public method is a tool. The episode is over with the
-  first turn that calls none, and what it was worth is the reward function's to say, which gets
-  ``environments``.
+  returns text for the prompt; every other public method is a tool. The first turn without a call
+  ends the episode. The reward function, which gets ``environments``, scores it.
 - OpenRLHF (``OpenRLHF/OpenRLHF:openrlhf/utils/agent.py``, ``AgentInstanceBase``): ``async
   reset(states)`` and ``async step(states)``, which gets ``observation_text``, ``action_text`` and
-  ``label`` and answers ``environment_feedback``, ``rewards`` and ``done``.
+  ``label`` and returns ``environment_feedback``, ``rewards`` and ``done``.
 """
 
 import inspect
@@ -27,7 +26,7 @@ _CALL = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|$)", re.DOTALL)
 
 
 def tools_of(thing: Any) -> tuple[Any, ...]:
-    """The public methods of a TRL environment, or of its class, but ``reset``."""
+    """The public methods of a TRL environment, or of its class, except ``reset``."""
     return tuple(member for name, member in inspect.getmembers(thing, inspect.isroutine)
                  if not name.startswith("_") and name != "reset")
 
@@ -37,11 +36,11 @@ def parsed(call: str) -> tuple[str, dict[str, Any]]:
     "arguments": {...}}``.
 
     Raises:
-        ValueError: says what is wrong.
+        ValueError: the call is malformed.
     """
     try:
-        said = json.loads(call)
-        name, arguments = said["name"], said.get("arguments") or {}
+        fields = json.loads(call)
+        name, arguments = fields["name"], fields.get("arguments") or {}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"the call is no JSON object with a name: {error_line(error)}") from error
     if isinstance(arguments, str):  # some models write JSON into JSON
@@ -53,18 +52,17 @@ def parsed(call: str) -> tuple[str, dict[str, Any]]:
 
 
 class ToolPlay:
-    """Functions that the policy calls by the chat template's syntax; an episode is over with the
-    first turn that calls none. What a function raises is an observation, not the end of a run."""
+    """Functions that the policy calls in the chat template's syntax. The first turn without a call
+    ends the episode. An exception of a function becomes an observation, and the run goes on."""
 
     def __init__(self, tools: Sequence[Callable[..., Any]]) -> None:
         self._tools = {tool.__name__: tool for tool in tools}
 
     def reset(self) -> None:
-        """Nothing is said."""
+        """Nothing is added to the prompt."""
 
     def step(self, response: str) -> Step:
-        """Make the calls of a turn, each between ``<tool_call>`` and ``</tool_call>``, in their
-        order."""
+        """Make the calls of a turn in order, each between ``<tool_call>`` and ``</tool_call>``."""
         if not (calls := _CALL.findall(response)):
             return Step(done=True)
         messages, failed = [], None
@@ -87,28 +85,28 @@ class ToolPlay:
 
 
 class TRLPlay(ToolPlay):
-    """An environment of TRL's, whose methods are the tools."""
+    """A TRL environment, whose methods are the tools."""
 
-    def __init__(self, own: Any) -> None:
-        super().__init__(tools_of(own))
-        self.own = own
+    def __init__(self, environment: Any) -> None:
+        super().__init__(tools_of(environment))
+        self.wrapped = environment
 
     def reset(self, *, prompt: Any = None, messages: Any = None, rng: Any = None, **columns: Any
               ) -> Any:
-        """TRL hands the whole row over, the prompt with it."""
-        return self.own.reset(prompt=messages or prompt, **columns)
+        """Pass the whole row with the prompt, as TRL does."""
+        return self.wrapped.reset(prompt=messages or prompt, **columns)
 
 
 class OpenRLHFPlay:
-    """An ``AgentInstance`` of OpenRLHF's."""
+    """An OpenRLHF ``AgentInstance``."""
 
-    def __init__(self, own: Any) -> None:
-        self.own, self._text, self._label = own, "", None
+    def __init__(self, agent: Any) -> None:
+        self.wrapped, self._text, self._label = agent, "", None
 
     async def reset(self, *, prompt: Any, label: Any = None, **_: Any) -> Any:
-        """What it adds to the prompt; it may not change what stands there."""
+        """The text that the agent adds to the prompt, which it may not change."""
         self._label = label
-        text = (await self.own.reset({"observation": prompt, "label": label}))["observation"]
+        text = (await self.wrapped.reset({"observation": prompt, "label": label}))["observation"]
         if not isinstance(text, str) or not text.startswith(prompt):
             raise ValueError("reset returned an observation that does not begin with the prompt")
         self._text = text
@@ -116,26 +114,26 @@ class OpenRLHFPlay:
 
     async def step(self, response: str) -> Step:
         """One turn."""
-        said = await self.own.step({"observation_text": self._text, "action_text": response,
-                                    "label": self._label, "sampling_params": None})
-        feedback = said.get("environment_feedback") or ""
+        result = await self.wrapped.step({"observation_text": self._text, "action_text": response,
+                                          "label": self._label, "sampling_params": None})
+        feedback = result.get("environment_feedback") or ""
         self._text += response + feedback
-        return Step(observation=feedback or None, reward=float(said["rewards"]),
-                    done=bool(said["done"]))
+        return Step(observation=feedback or None, reward=float(result["rewards"]),
+                    done=bool(result["done"]))
 
 
 class _AgentInstanceBase:
-    """Stands for OpenRLHF's base class where that is not installed."""
+    """Replaces OpenRLHF's base class if that isn't installed."""
 
     async def reset(self, states: Any, **_: Any) -> Any:
-        """As there."""
+        """The same as OpenRLHF's."""
         return states
 
 
 @contextmanager
 def openrlhf_names() -> Iterator[None]:
-    """The base classes that an agent's file imports can be imported within the block, also where
-    OpenRLHF, which needs Ray and a GPU, isn't installed: it is we who play."""
+    """Make the base classes that an agent's file imports importable within the block, even if
+    OpenRLHF, which needs Ray and a GPU, isn't installed: ppocli plays the episodes itself."""
     if extras.installed("openrlhf"):
         yield
         return

@@ -1,5 +1,5 @@
-"""Calls of environments: several at a time, with a time limit and retries, and checks of what they
-answer. What goes wrong is an error that names episode, turn, file and line."""
+"""Calls of environments: several at a time, with a time limit and retries, and checks of their
+results. Errors name episode, turn, file and line."""
 
 import asyncio
 import inspect
@@ -16,12 +16,12 @@ from ppocli.config.schema import EnvConfig
 from ppocli.daemon import awaited, in_daemon, in_loop, leave_loop
 from ppocli.data.prompt_set import PromptBatch, PromptSet
 from ppocli.environments.resolve import EnvironmentClass
-from ppocli.environments.wording import can_be_said, spelled
+from ppocli.environments.wording import escape_surrogates, is_observation
 from ppocli.episode import Step
 from ppocli.errors import RewardError
 from ppocli.ppo.noise import ROLLOUT, USER
 from ppocli.rewards import guard
-from ppocli.text import error_line, raised_at, said, short_path
+from ppocli.text import error_line, error_text, raised_at, short_path
 from ppocli.user_code import shorten
 
 
@@ -30,21 +30,21 @@ class Called:
     """One call of an environment: ``reset``, or ``step``."""
 
     environment: Any
-    """None: it is to be made"""
+    """None: make a new one"""
     episode: int
     turn: int
     """0: ``reset``"""
-    given: Mapping[str, Any]
-    """to ``reset``: all that is known of the episode; to ``step``: the response"""
+    arguments: Mapping[str, Any]
+    """of ``reset``: all data of the episode; of ``step``: the response"""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """What came of a call."""
+    """The outcome of a call."""
 
     environment: Any
-    told: Any = None
-    """what ``reset`` returned, or the :class:`Step`"""
+    result: Any = None
+    """of ``reset``: what it returned; of ``step``: a :class:`Step`"""
     error: RewardError | None = None
 
 
@@ -59,9 +59,9 @@ class Calls:
     """Makes calls for one run.
 
     Args:
-        seed: what random numbers of environments depend on beside stream, episode and turn.
-        group_size: how many rollouts of one prompt are compared (``ppo.n``): ``reset`` gets the
-            same random numbers in all of them, so that they play the same game.
+        seed: of the environments' random numbers, together with stream, episode and turn.
+        group_size: number of rollouts of one prompt that are compared (``ppo.n``): ``reset`` gets
+            the same random numbers in all of them, so that they play the same game.
     """
 
     def __init__(self, what: EnvironmentClass, cfg: EnvConfig, seed: int, group_size: int = 1
@@ -74,7 +74,7 @@ class Calls:
         return self.what.waits or self.cfg.workers > 1
 
     def answers(self, calls: Sequence[Called], stream: int) -> list[Answered]:
-        """Make these calls: at once if they are ``async``, else ``env.workers`` at a time.
+        """Make the calls: all at once if they are ``async``, else ``env.workers`` at a time.
 
         Raises:
             RewardError: one failed, and ``env.on_error`` is ``stop``.
@@ -82,25 +82,25 @@ class Calls:
         make = partial(self._tried, stream=stream)
         with guard.contained(self.what.label, "env.fn", f"{len(calls)} calls"):
             if self.what.waits:
-                found = self._together(calls, stream)
+                outcomes = self._together(calls, stream)
             elif self.cfg.workers > 1 and len(calls) > 1:
                 with ThreadPoolExecutor(self.cfg.workers) as pool:
-                    found = list(pool.map(make, calls))
+                    outcomes = list(pool.map(make, calls))
             else:
-                found = [make(call) for call in calls]
-        for one in found:
+                outcomes = [make(call) for call in calls]
+        for one in outcomes:
             if one.error is not None and self.cfg.on_error == "stop":
                 raise one.error
-        return found
+        return outcomes
 
     def rehearse(self, prompts: PromptSet) -> None:
-        """Begin an episode of the first prompt and say one empty turn, whose answers don't count.
+        """Try the environment: ``reset`` with the first prompt, and one step with an empty turn.
 
         Raises:
-            RewardError: what the environment does then.
+            RewardError: one of the two fails.
         """
         trial = Calls(self.what, replace(self.cfg, on_error="stop"), self.seed)
-        begun, = trial.answers([Called(None, 0, 0, known_of(prompts, 0))], USER)
+        begun, = trial.answers([Called(None, 0, 0, reset_arguments(prompts, 0))], USER)
         trial.answers([Called(begun.environment, 0, 1, {"response": ""})], USER)
 
     def _together(self, calls: Sequence[Called], stream: int) -> list[Answered]:
@@ -108,14 +108,14 @@ class Calls:
 
         async def one(call: Called) -> Answered:
             nonlocal answered
-            found = await self._awaited(call, stream)
+            outcome = await self._awaited(call, stream)
             answered += 1
-            return found
+            return outcome
 
         async def together() -> list[Answered]:
             return list(await asyncio.gather(*map(one, calls)))
 
-        # each has the limit for itself; one that never awaits would hold up all of them
+        # each call has a limit of its own; one that never awaits would block all others
         limit, before = self.cfg.timeout, 0
         seconds = None if limit is None else 2 * (1 + self.cfg.retries) * limit
         begun = in_loop(together(), "environments")
@@ -139,9 +139,9 @@ class Calls:
                 environment, result = self._begun(call, stream)
                 if inspect.isawaitable(result):
                     result = await self._in_time(result)
-                return Answered(environment, self._told(call, result))
+                return Answered(environment, self._checked(call, result))
             except BaseException as error:
-                if (outcome := self._given_up(call, error, left)) is not None:
+                if (outcome := self._failure(call, error, left)) is not None:
                     return outcome
         raise AssertionError
 
@@ -151,7 +151,7 @@ class Calls:
             async with limit:
                 return await result
         except TimeoutError:
-            if limit.expired():  # else it is the environment's own
+            if limit.expired():  # else the environment has raised it
                 raise CallTimeoutError(self.cfg.timeout) from None
             raise
 
@@ -159,23 +159,23 @@ class Calls:
         for left in range(self.cfg.retries, -1, -1):
             try:
                 environment, result = self._limited(partial(self._begun, call, stream))
-                return Answered(environment, self._told(call, result))
+                return Answered(environment, self._checked(call, result))
             except BaseException as error:
-                if (outcome := self._given_up(call, error, left)) is not None:
+                if (outcome := self._failure(call, error, left)) is not None:
                     return outcome
         raise AssertionError
 
     @staticmethod
-    def _told(call: Called, result: Any) -> Any:
+    def _checked(call: Called, result: Any) -> Any:
         if call.turn:
             return as_step(result)
-        if not can_be_said(result):
+        if not is_observation(result):
             raise TypeError(f"reset returned {shorten(repr(result))}, neither text nor messages")
-        return spelled(result)
+        return escape_surrogates(result)
 
-    def _given_up(self, call: Called, error: BaseException, left: int) -> Answered | None:
-        """What comes of a call that failed; None: it is tried again. One past its time limit is
-        not, for it may still be running."""
+    def _failure(self, call: Called, error: BaseException, left: int) -> Answered | None:
+        """The outcome of a call that failed; None to try again. A call past its time limit isn't
+        tried again, since it may still be running."""
         if not guard.is_its_own(error):
             raise error
         if left and not isinstance(error, CallTimeoutError):
@@ -183,20 +183,20 @@ class Calls:
         return Answered(call.environment, error=self._failed(call, error))
 
     def _begun(self, call: Called, stream: int) -> tuple[Any, Any]:
-        """The environment, and what its method returned."""
+        """The environment, and the result of its method."""
         what, numbers = self.what, [self.seed, stream, call.episode, call.turn]
         shared = call.turn == 0 and stream == ROLLOUT and self.group_size > 1
         rng = np.random.default_rng(
             [self.seed, stream, call.episode // self.group_size, 0] if shared else numbers)
         if call.turn == 0:
             environment, takes = what.make(), what.reset_names
-            arguments = {**call.given, "rng": rng}
+            arguments = {**call.arguments, "rng": rng}
             result = environment.reset(**{name: value for name, value in arguments.items()
                                           if takes is None or name in takes})
         else:
             environment, named = call.environment, {"rng": rng} if what.step_takes_rng else {}
-            result = environment.step(call.given["response"], **named)
-        if shared:  # a generator that reset keeps goes on with the episode's own numbers
+            result = environment.step(call.arguments["response"], **named)
+        if shared:  # if reset keeps the generator, later numbers are the episode's own
             state = np.random.default_rng([*numbers, 1]).bit_generator.state
             if inspect.isawaitable(result):
                 result = _then(result, partial(setattr, rng.bit_generator, "state", state))
@@ -217,20 +217,21 @@ class Calls:
 
     def _failed(self, call: Called, error: BaseException) -> RewardError:
         doing = "reset" if call.turn == 0 else f"step, turn {call.turn},"
-        shown = "" if call.turn == 0 else f"\n  response: {shorten(str(call.given['response']))}"
+        shown = "" if call.turn == 0 else (
+            f"\n  response: {shorten(str(call.arguments['response']))}")
         where = raised_at(error, self.what.file)
-        if where is None or where.startswith(short_path(__file__)):  # of what it returned
+        if where is None or where.startswith(short_path(__file__)):  # an error in its result
             where = "env.fn"
         return RewardError(f"{self.what.label} failed in {doing} of episode {call.episode}: "
-                           f"{type(error).__name__}: {said(error)}{shown}", where=where,
-                           fix="mend the environment; env.on_error=truncate ends such episodes "
-                           "where they are, drop leaves them out, env.retries=N tries again")
+                           f"{type(error).__name__}: {error_text(error)}{shown}", where=where,
+                           fix="correct the environment; env.on_error=truncate ends such "
+                           "episodes there, drop leaves them out, env.retries=N tries again")
 
 
-def known_of(prompts: PromptSet | PromptBatch, place: int) -> dict[str, Any]:
-    """What ``reset`` may ask for of the prompt at that place, beside random numbers."""
+def reset_arguments(prompts: PromptSet | PromptBatch, place: int) -> dict[str, Any]:
+    """Arguments that ``reset`` may take for the prompt at ``place``, besides random numbers."""
     return {**{name: cells[place] for name, cells in prompts.columns.items()},
-            # columns of these names may hold the answer as well
+            # these hide columns of the same names
             "prompt": prompts.texts[place],
             "messages": prompts.messages[place] if prompts.messages else None}
 
@@ -240,14 +241,14 @@ async def _awaited(result: Any) -> Any:
 
 
 async def _then(result: Any, work: Callable[[], None]) -> Any:
-    """What an awaitable gives; ``work`` is done once it is there."""
+    """The value of an awaitable, after which ``work`` is called."""
     value = await result
     work()
     return value
 
 
 def as_step(result: Any) -> Step:
-    """What ``step`` returned: a :class:`Step`, or ``(observation, reward, done)``.
+    """The result of ``step``, a :class:`Step` or ``(observation, reward, done)``, checked.
 
     Raises:
         TypeError, ValueError: it is something else, or the reward is no finite number.
@@ -263,11 +264,11 @@ def as_step(result: Any) -> Step:
     if not math.isfinite(reward) or abs(reward) > 3e38:
         raise ValueError(f"the reward is {reward:g}, which is no finite number")
     observation = result.observation
-    if not can_be_said(observation):
+    if not is_observation(observation):
         raise TypeError(f"the observation is {shorten(repr(observation))}, neither text nor "
                         "messages")
     failed = getattr(result, "failed", None)
     if isinstance(failed, BaseException):
         failed = error_line(failed)
-    return Step(spelled(observation) or None, reward, bool(result.done),
-                None if failed in (None, False) else spelled(str(failed)))
+    return Step(escape_surrogates(observation) or None, reward, bool(result.done),
+                None if failed in (None, False) else escape_surrogates(str(failed)))

@@ -1,4 +1,4 @@
-"""From ``env.fn`` to an environment that can be played: imported, its signatures checked."""
+"""From ``env.fn`` to an environment: imported, with its signatures checked."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,13 +13,13 @@ from ppocli.environments import adapters
 from ppocli.errors import RewardError
 from ppocli.text import first_line, suggestion
 from ppocli.user_classes import refuse_abstract
-from ppocli.user_code import Kind, Located, Wanted, locate
+from ppocli.user_code import CodeSetting, Kind, Located, locate
 
 BUILTIN_ENVIRONMENTS: Mapping[str, str] = {
     "guess_number": "ppocli.environments.shipped:GuessNumber",
     "calculator": "ppocli.environments.shipped:Calculator"}
 TOOLS = "tools"
-"""value of ``env.fn`` that plays functions of the user's own (``env.tools``)"""
+"""value of ``env.fn`` for the user's functions as tools (``env.tools``)"""
 ENVIRONMENT = Kind("class", RewardError, BUILTIN_ENVIRONMENTS)
 TOOL = Kind("function", RewardError)
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
@@ -27,26 +27,26 @@ _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentClass:
-    """What ``env.fn`` names. An object of it plays one episode."""
+    """The class that ``env.fn`` names. Each object plays one episode."""
 
     label: str
-    """with file and line, for messages"""
+    """name, file and line, for messages"""
     file: str | None
     make: Callable[[], Any]
-    """a new environment with ``reset`` and ``step``, ours or adapted"""
+    """returns a new environment with ``reset`` and ``step``"""
     reset_names: frozenset[str] | None = None
-    """what ``reset`` takes by name; None: all there is"""
+    """names of the arguments that ``reset`` takes; None: all"""
     step_takes_rng: bool = False
     waits: bool = False
-    """``step`` is ``async``: those of a batch wait together"""
+    """whether ``step`` is ``async``, so that the calls of a batch wait together"""
     deterministic: bool = True
-    """whether the same words and random numbers give the same episode"""
+    """whether the same responses and random numbers give the same episode"""
     tools: tuple[Any, ...] = ()
     """functions that the chat template describes to the policy"""
 
 
 def code_files(cfg: EnvConfig) -> list[str]:
-    """Files of the user's code that playing runs, for ``running code from FILE``.
+    """Files of the user's code that episodes run, for ``running code from FILE``.
 
     Raises:
         RewardError: as :func:`resolve`.
@@ -57,28 +57,28 @@ def code_files(cfg: EnvConfig) -> list[str]:
 
 def _located(cfg: EnvConfig) -> list[Located]:
     if cfg.fn == TOOLS:
-        return [locate(Wanted(spec, "env.tools", TOOL)) for spec in cfg.tools]
+        return [locate(CodeSetting(spec, "env.tools", TOOL)) for spec in cfg.tools]
     with adapters.openrlhf_names() if cfg.adapter == "openrlhf" else nullcontext():
-        return [locate(Wanted(str(cfg.fn), "env.fn", ENVIRONMENT))]
+        return [locate(CodeSetting(str(cfg.fn), "env.fn", ENVIRONMENT))]
 
 
 def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass:
-    """Import and check what is to be played.
+    """Import and check the environment.
 
     Args:
         columns: metadata columns of the prompts; None while they aren't known.
 
     Raises:
-        RewardError: the path leads to nothing, a method is missing, or one asks for what there
-            isn't.
+        RewardError: the path leads to nothing, a method is missing, or ``reset`` or ``step`` takes
+            an argument that nothing provides.
     """
-    found = _located(cfg)
+    locations = _located(cfg)
     if cfg.fn == TOOLS:
-        functions = _described([one.target for one in found], "env.tools")
-        return EnvironmentClass(", ".join(cfg.tools), found[0].file,
+        functions = _described([one.target for one in locations], "env.tools")
+        return EnvironmentClass(", ".join(cfg.tools), locations[0].file,
                                 partial(adapters.ToolPlay, functions), frozenset(),
                                 tools=functions)
-    located, = found
+    located, = locations
     cls: Any = located.target
     where = f"env.fn={cfg.fn}"
     if not inspect.isclass(cls):
@@ -102,7 +102,7 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
     plain = EnvironmentClass(located.label, located.file, partial(cls, **cfg.kwargs),
                              waits=inspect.iscoroutinefunction(step),
                              deterministic=bool(getattr(cls, "deterministic", True)))
-    if cfg.adapter == "trl":  # of whose methods a tool may be called step
+    if cfg.adapter == "trl":  # a tool may be called step
         return replace(plain, make=lambda: adapters.TRLPlay(plain.make()), waits=False,
                        tools=_described(adapters.tools_of(cls), where))
     if cfg.adapter == "openrlhf":
@@ -112,12 +112,12 @@ def resolve(cfg: EnvConfig, columns: Collection[str] | None) -> EnvironmentClass
 
 
 def _receivers(cls: Any, method: str) -> int:
-    """1 where a method, found at its class, takes ``self`` as its first argument; else 0."""
+    """1 if a method, taken from its class, has ``self`` as its first argument; else 0."""
     return int(not isinstance(inspect.getattr_static(cls, method), staticmethod | classmethod))
 
 
 def _check_step(cls: Any, located: Located) -> None:
-    """Refuse a ``step`` that takes something else than a response and random numbers."""
+    """Refuse a ``step`` with other arguments than a response and random numbers."""
     signature, receiver = inspect.signature(cls.step), (None,) * _receivers(cls, "step")
     named = {"rng": None} if "rng" in signature.parameters else {}
     try:
@@ -129,10 +129,10 @@ def _check_step(cls: Any, located: Located) -> None:
 
 
 def _described(tools: Sequence[Any], where: str) -> tuple[Any, ...]:
-    """These functions, which chat templates can describe, each by a name of its own.
+    """The functions, if chat templates can describe each of them and their names differ.
 
     Raises:
-        RewardError: one can't be described, or would hide another.
+        RewardError: a function can't be described, or has the name of another.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 
@@ -153,19 +153,19 @@ def _described(tools: Sequence[Any], where: str) -> tuple[Any, ...]:
 
 def _reset_names(cls: Any, located: Located, columns: Collection[str] | None
                  ) -> frozenset[str] | None:
-    """What ``reset`` takes by name.
+    """The names of the arguments of ``reset``; None: it takes all.
 
     Raises:
-        RewardError: it asks for what there isn't.
+        RewardError: nothing provides a required argument.
     """
     parameters = list(inspect.signature(cls.reset).parameters.values())[_receivers(cls, "reset"):]
-    known = {"prompt", "messages", "rng", *(columns or ())}
+    available = {"prompt", "messages", "rng", *(columns or ())}
     for parameter in () if columns is None else parameters:
         if (parameter.kind in _NAMED and parameter.default is Parameter.empty
-                and parameter.name not in known):
+                and parameter.name not in available):
             listed = ", ".join(sorted(columns or ())) or "none"
             raise RewardError(f"{located.label}: reset asks for {parameter.name!r}, which nothing "
-                              f"provides. {suggestion(parameter.name, known)}".rstrip(),
+                              f"provides. {suggestion(parameter.name, available)}".rstrip(),
                               where="env.fn", fix="use prompt, messages, rng or a metadata column "
                               f"of the prompts (there are: {listed}; see prompts.columns)")
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters):

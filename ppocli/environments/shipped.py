@@ -1,6 +1,6 @@
 """Environments that come with ppocli, short enough to be read, copied and changed:
-``env.fn=guess_number``, find a number by asking, a search in one dimension; and
-``env.fn=calculator``, sums with a calculator at hand, the smallest case of a tool."""
+``env.fn=guess_number``, a search for a number; and ``env.fn=calculator``, arithmetic with a
+calculator, the smallest example of a tool."""
 
 import ast
 import operator
@@ -14,18 +14,18 @@ from ppocli.rewards.rules import Answer
 
 TURN_COST = 0.1
 LONGEST = 100
-"""characters of an expression; with no power among the operators it bounds the result too"""
+"""maximum number of characters of an expression; without powers it limits the result too"""
 _OPERATORS: dict[type, Callable[..., float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
     ast.Div: operator.truediv, ast.USub: operator.neg}
 
 
 class GuessNumber:
-    """A number from 1 to ``limit`` is drawn; a guess is answered by higher, lower or correct.
+    """Guess a random number from 1 to ``limit``; the answer to a guess is higher, lower or correct.
 
-    A turn is a number and nothing else; any other text is answered by invalid. The right guess of
-    turn n earns ``1 - TURN_COST * n``, at least 0, and ends the episode. Binary search takes at
-    most 5 turns of 20 numbers, 3.7 on average.
+    A turn is a number and nothing else; the answer to any other text is invalid. The right guess in
+    turn n earns ``1 - TURN_COST * n``, at least 0, and ends the episode. For 20 numbers, binary
+    search takes at most 5 turns, 3.7 on average.
 
     Args:
         limit: the largest number.
@@ -35,15 +35,15 @@ class GuessNumber:
         self.limit, self.turns = limit, 0
 
     def reset(self, *, rng: np.random.Generator) -> str:
-        """Draw the number and say the range."""
+        """Draw the number; the range is added to the prompt."""
         self.number = int(rng.integers(1, self.limit, endpoint=True))
         return f" from 1 to {self.limit}.\n"
 
     def step(self, response: str) -> Step:
         """Answer a guess."""
         self.turns += 1
-        said = response.strip()
-        guess = int(said) if said.isdecimal() and len(said) < 10 else 0
+        text = response.strip()
+        guess = int(text) if text.isdecimal() and len(text) < 10 else 0
         if not 1 <= guess <= self.limit:
             return Step(" invalid\n")
         if guess == self.number:
@@ -52,7 +52,7 @@ class GuessNumber:
 
 
 def evaluate(expression: str) -> int | float:
-    """The value of numbers, ``+ - * /`` and parentheses, and of nothing else.
+    """The value of an expression of numbers, ``+ - * /`` and parentheses.
 
     Raises:
         ValueError: the text is longer than ``LONGEST``, is no such expression, or divides by 0.
@@ -79,9 +79,9 @@ def _value(node: ast.expr) -> int | float:
 class Calculator:
     """A question with a number as its answer; ``calc 37*48`` asks the calculator.
 
-    A turn that begins with ``calc`` is answered by the result, ``= 1776``, or by ``= error``.
-    Any other turn is the answer, which ends the episode and earns 1 if its last number is that of
-    the prompts' column ``answer``, else 0 (:class:`ppocli.rewards.rules.Answer`).
+    The reply to a turn that begins with ``calc`` is the result, ``= 1776``, or ``= error``. Any
+    other turn is the answer, which ends the episode and earns 1 if its last number is that of the
+    prompts' column ``answer``, else 0 (:class:`ppocli.rewards.rules.Answer`).
     """
 
     def reset(self, *, answer: Any) -> None:

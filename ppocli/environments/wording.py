@@ -1,5 +1,5 @@
-"""What environments say, as token ids behind what is there. Nothing is encoded again: what the
-policy said stays the ids that it sampled."""
+"""Observations of environments as token ids, appended to a context. Nothing is tokenised again: the
+policy's turns keep the ids that it sampled."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -13,48 +13,51 @@ from ppocli.user_code import shorten
 
 log = logging.getLogger("ppocli")
 
-_ASKED = [{"role": "user", "content": "a question"}]
-_SAID = [{"role": "assistant", "content": "<think>\nwords\n</think>\n\nan answer"}]
-_ANSWERED = [{"role": "user", "content": "more"}]
+_QUESTION = [{"role": "user", "content": "a question"}]
+_ANSWER = [{"role": "assistant", "content": "<think>\nwords\n</think>\n\nan answer"}]
+_FOLLOW_UP = [{"role": "user", "content": "more"}]
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What stands in a context by an environment's will."""
+class RenderedText:
+    """Text of an environment in a context."""
 
     ids: list[int]
     text: str = ""
     messages: tuple[Any, ...] = ()
-    """the text's messages where a chat template rendered them; of an opening the prompt's too"""
+    """the text's messages, if a chat template rendered them; of an opening also the prompt's"""
 
 
 class PlainWords:
-    """Text as it is."""
+    """Observations as plain text, without a chat template."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
-    def opening(self, prompt: list[int], messages: Any, said: Any) -> tuple[list[int], Said]:
+    def opening(self, prompt: list[int], messages: Any, observation: Any
+                ) -> tuple[list[int], RenderedText]:
         """The prompt's ids and what ``reset`` adds to them."""
-        return prompt, self.between(said)
+        return prompt, self.between(observation)
 
-    def between(self, said: Any, *, ended: bool = True, last: int | None = None) -> Said:
-        """An observation.
+    def between(self, observation: Any, *, ended: bool = True, last: int | None = None
+                ) -> RenderedText:
+        """An observation as token ids.
 
         Args:
             ended: whether a stop token ended the turn before.
-            last: the last token of that turn.
+            last: id of the last token of that turn.
 
         Raises:
-            RewardError: it is no text.
+            RewardError: the observation is no text.
         """
-        if said is None:
-            return Said([])
-        if not isinstance(said, str):
-            raise RewardError(f"An observation is of type {type(said).__name__}; without a chat "
-                              "template it must be text.", where="env.fn",
+        if observation is None:
+            return RenderedText([])
+        if not isinstance(observation, str):
+            raise RewardError(f"An observation is of type {type(observation).__name__}; without a "
+                              "chat template it must be text.", where="env.fn",
                               fix="return a text, or set prompts.chat=true")
-        return Said(list(self.tokenizer(said, add_special_tokens=False)["input_ids"]), said)
+        ids = self.tokenizer(observation, add_special_tokens=False)["input_ids"]
+        return RenderedText(list(ids), observation)
 
 
 @dataclass
@@ -62,26 +65,26 @@ class ChatWords:
     """Observations as messages, rendered by the tokenizer's chat template.
 
     Raises:
-        InputError: the template changes what stands before a message that is added, so that what
-            the policy reads in training isn't what it would be shown; or it refuses a message.
+        InputError: the template changes earlier messages when one is added, so that training and
+            the next turn would read different texts; or it refuses a message.
     """
 
     tokenizer: Any
     tools: Sequence[Any] = ()
 
     def __post_init__(self) -> None:
-        first = self._render(_ASKED, ask=True)
-        second = self._render([*_ASKED, *_SAID, *_ANSWERED], ask=True)
-        third = self._render([*_ASKED, *_SAID, *_ANSWERED, *_SAID], ask=False)
-        if not second.startswith(first + _SAID[0]["content"]) or not third.startswith(second):
+        first = self._render(_QUESTION, ask=True)
+        second = self._render([*_QUESTION, *_ANSWER, *_FOLLOW_UP], ask=True)
+        third = self._render([*_QUESTION, *_ANSWER, *_FOLLOW_UP, *_ANSWER], ask=False)
+        if not second.startswith(first + _ANSWER[0]["content"]) or not third.startswith(second):
             raise InputError(
-                "The tokenizer's chat template rewrites what was said before when a message is "
-                "added (it may drop thoughts of earlier turns): what an episode's policy has read "
-                "could not be shown to it again.", where="prompts.chat, env.fn",
+                "The tokenizer's chat template changes earlier turns when a message is added (it "
+                "may drop their thoughts), so that training and the next turn would read different "
+                "texts.", where="prompts.chat, env.fn",
                 fix="give the tokenizer a template that leaves the history as it is")
-        if self.tools and self._render(_ASKED, ask=True, tools=()) == first:
-            log.warning("The tokenizer's chat template leaves out tools: the policy knows of them "
-                        "what the prompts say, and no more.")
+        if self.tools and self._render(_QUESTION, ask=True, tools=()) == first:
+            log.warning("The tokenizer's chat template leaves out tools: the policy knows only "
+                        "what the prompts say about them.")
 
     def _render(self, messages: Sequence[Any], *, ask: bool, tools: Sequence[Any] | None = None
                 ) -> str:
@@ -92,63 +95,67 @@ class ChatWords:
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def opening(self, prompt: list[int], messages: Any, said: Any) -> tuple[list[int], Said]:
-        """The prompt's ids, rendered anew with what ``reset`` says: text goes to the end of the
-        last message, messages follow it.
+    def opening(self, prompt: list[int], messages: Any, observation: Any
+                ) -> tuple[list[int], RenderedText]:
+        """The prompt's ids, rendered again with the result of ``reset``: a text goes to the end of
+        the last message, messages follow it.
 
         Raises:
-            RewardError: it is a text, and the last message holds none.
-            InputError: the prompt was cut, which its messages aren't.
+            RewardError: ``reset`` returned a text, and the last message has none.
+            InputError: the prompt was cut, so that its messages don't stand for it.
         """
-        if said is None and not self.tools:
-            return prompt, Said([])
-        # what differs otherwise is the template's, which may say the date
+        if observation is None and not self.tools:
+            return prompt, RenderedText([])
+        # other differences are the template's, which may contain the date
         whole, count = self._ids(self._render(messages, ask=True, tools=())), len(prompt)
         if count < len(whole) and (whole[:count] == prompt or whole[1 - count:] == prompt[1:]):
-            raise InputError("A prompt was cut, and what reset says, or a description of tools, "
-                             "can't be put into a part of a conversation.",
+            raise InputError("A prompt was cut, so that the text of reset, or descriptions of "
+                             "tools, can't be added to its conversation.",
                              where="prompts.max_length, env.fn", fix="leave such prompts out "
                              "(prompts.overlong=drop), or allow longer ones (prompts.max_length, "
                              "prompts.length_sampler)")
-        if not isinstance(said, str):
-            added = list(said or ())
+        if not isinstance(observation, str):
+            added = list(observation or ())
             whole_messages = (*messages, *added)
             return (self._ids(self._render(whole_messages, ask=True)),
-                    Said([], text_of(added), whole_messages))
+                    RenderedText([], text_of(added), whole_messages))
         *before, last = messages
         if not isinstance(last["content"], str):
             raise RewardError("reset returned a text, which can't go behind a message that holds "
                               f"{shorten(repr(last['content']))}.", where="env.fn",
                               fix="return a list of {role, content} messages")
-        told = {**last, "content": f"{last['content']}{said}"}
-        return self._ids(self._render([*before, told], ask=True)), Said([], said, (*before, told))
+        extended = {**last, "content": f"{last['content']}{observation}"}
+        return (self._ids(self._render([*before, extended], ask=True)),
+                RenderedText([], observation, (*before, extended)))
 
-    def between(self, said: Any, *, ended: bool, last: int) -> Said:
-        """As :meth:`PlainWords.between`: the end of the policy's own message, as far as it has not
-        said it itself, the observation, and the beginning of the policy's next one."""
-        messages = [] if said is None else (
-            [{"role": "user", "content": said}] if isinstance(said, str) else list(said))
-        whole = self._render([*_ASKED, *_SAID, *messages], ask=True)
-        before = self._render(_ASKED, ask=True) + _SAID[0]["content"]
+    def between(self, observation: Any, *, ended: bool, last: int) -> RenderedText:
+        """As :meth:`PlainWords.between`: the end of the policy's message, unless its turn contains
+        it, the observation, and the beginning of the policy's next message."""
+        if isinstance(observation, str):
+            observation = [{"role": "user", "content": observation}]
+        messages = list(observation or ())
+        whole = self._render([*_QUESTION, *_ANSWER, *messages], ask=True)
+        before = self._render(_QUESTION, ask=True) + _ANSWER[0]["content"]
         rest = whole[len(before):]
-        own = self.tokenizer.decode([last]) if ended else ""
-        return Said(self._ids(rest.removeprefix(own)), text_of(messages), tuple(messages))
+        last_text = self.tokenizer.decode([last]) if ended else ""
+        return RenderedText(self._ids(rest.removeprefix(last_text)), text_of(messages),
+                            tuple(messages))
 
 
-def can_be_said(value: Any) -> bool:
-    """Whether it is what an environment may say: a text, messages, or nothing."""
+def is_observation(value: Any) -> bool:
+    """Whether a value can be an observation: a text, messages, or None."""
     return value is None or isinstance(value, str) or (
         isinstance(value, (list, tuple))
         and all(isinstance(one, Mapping) and {"role", "content"} <= one.keys() for one in value))
 
 
-def spelled(said: Any) -> Any:
-    """What an environment says, with halves of UTF-16 pairs, which no tokenizer takes, spelled out:
-    a tool may repeat a policy's own ``\\ud800``."""
-    return each_text(said, lambda text: text.encode(errors="backslashreplace").decode())
+def escape_surrogates(value: Any) -> Any:
+    """An observation with halves of UTF-16 pairs, which tokenizers refuse, as ``\\ud800``: a tool
+    may repeat one that the policy wrote."""
+    return each_text(value, lambda text: text.encode(errors="backslashreplace").decode())
 
 
 def text_of(messages: Sequence[Any]) -> str:
-    """Messages as samples show them."""
+    """Messages as text, in the form of samples."""
     return "".join(f"\n[{one.get('role', 'user')}] {one.get('content', '')}\n" for one in messages)
 

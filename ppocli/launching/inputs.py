@@ -14,7 +14,7 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models.loading.chat_template import read_template
 from ppocli.rewards.resolve import MODEL_REWARDS, REWARD, STEPS
 from ppocli.storage import checkpoints, environment, model_files
-from ppocli.user_code import Kind, Wanted, refuse_absent
+from ppocli.user_code import CodeSetting, Kind, refuse_absent
 
 
 def check_inputs(cfg: schema.TrainConfig) -> None:
@@ -43,7 +43,7 @@ def check_inputs(cfg: schema.TrainConfig) -> None:
                      fix="give local folders and files for them, or run once with network")
 
 
-def named_code(cfg: schema.TrainConfig) -> list[Wanted]:
+def named_code(cfg: schema.TrainConfig) -> list[CodeSetting]:
     """Every import path or built-in's name, with the key that it came from."""
     reward, env, code = cfg.reward, cfg.env, list[tuple[str | None, str, Kind]]()
     if tasks.task_name(cfg) not in tasks.DATA_TASKS:
@@ -56,7 +56,7 @@ def named_code(cfg: schema.TrainConfig) -> list[Wanted]:
         code.append((cfg.task.fn, "task.fn", Kind("function", ConfigError)))
     if cfg.rollout.engine not in sampling.OUR_ENGINES:
         code.append((cfg.rollout.engine, "rollout.engine", Kind("class", ConfigError)))
-    return [Wanted(path, key, kind) for path, key, kind in code
+    return [CodeSetting(path, key, kind) for path, key, kind in code
             if path is not None and path != resolved.PYTHON_OBJECT]
 
 

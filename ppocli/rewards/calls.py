@@ -22,8 +22,8 @@ from ppocli.daemon import awaited, in_daemon, leave_loop
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, styles
 from ppocli.rewards.records import RewardRequest, Score, StepScores, on_tokens
-from ppocli.rewards.resolve import BoundCallable, name_own_key
-from ppocli.text import counted, error_line, first_line, raised_at, said
+from ppocli.rewards.resolve import BoundCallable, name_reward_key
+from ppocli.text import counted, error_line, error_text, first_line, raised_at
 from ppocli.user_code import shorten
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ def ask(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig,
         try:
             return read(bound, request, _call(bound, request, cfg.timeout))
         except PpocliError as error:
-            name_own_key(error, bound.located.key)
+            name_reward_key(error, bound.located.key)
             raise
         except BaseException as error:
             if not guard.is_its_own(error):
@@ -72,7 +72,7 @@ def ask(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig,
             if failures > cfg.retries:
                 tries = f", {failures} times in a row," if failures > 1 else ""
                 raise RewardError(
-                    f"{bound.label} raised{tries} {type(error).__name__}: {said(error)}\n"
+                    f"{bound.label} raised{tries} {type(error).__name__}: {error_text(error)}\n"
                     f"  {_batch(request)}", where=place or bound.located.key,
                     fix="mend the function; reward.retries=N tries a failed call again") from error
             log.warning("%s raised %s at %s; trying again (%d of %d)", bound.label,

@@ -1,4 +1,4 @@
-"""Built-in reward ``classifier``: how much a text-classification model finds one label in a text.
+"""Built-in reward ``classifier``: the score that a text-classification model gives one label.
 
     reward.fn=classifier reward.kwargs.model=lvwerra/distilbert-imdb reward.kwargs.label=POSITIVE
 """
@@ -19,13 +19,13 @@ class TextClassifier(SequenceReward):
             differ in nothing else.
         output: ``probability`` (softmax over the labels; sigmoid for a multi-label or one-label
             model) or ``logit``, the label's raw output.
-        on: what is classified: the ``sample`` (prompt + response), the ``response`` alone, or the
+        on: the text to classify: the ``sample`` (prompt + response), the ``response`` alone, or the
             ``pair`` of both for models trained on pairs.
         chat, end: as of :class:`~ppocli.rewards.reward_model.RewardModel`.
         batch_size: texts per forward pass.
         max_length: longest input in tokens (default: what the model allows).
         truncation_side: which end of a longer text is cut.
-        device: ``auto`` (CUDA where there is any), ``cpu``, ``cuda``, ``cuda:N``.
+        device: ``auto`` (CUDA if there is any), ``cpu``, ``cuda``, ``cuda:N``.
         dtype: ``fp32`` or ``bf16``.
         revision: branch, tag or commit of a Hub model.
         trust_remote_code: run Python code that the model's repository ships.

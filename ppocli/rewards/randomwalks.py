@@ -20,23 +20,23 @@ SUCCESSORS = {
 
 
 def shortest_lengths(successors: Mapping[str, str]) -> dict[str, int]:
-    """Nodes on the shortest walk to the goal from each node that has one, both ends counted."""
-    found = {GOAL: 1}
+    """Number of nodes, both ends counted, on the shortest walk from each node to the goal."""
+    lengths = {GOAL: 1}
     queue = [GOAL]
     for node in queue:  # grows while it is read: a breadth-first search
         for before, after in successors.items():
-            if node in after and before not in found:
-                found[before] = found[node] + 1
+            if node in after and before not in lengths:
+                lengths[before] = lengths[node] + 1
                 queue.append(before)
-    return found
+    return lengths
 
 
 SHORTEST = shortest_lengths(SUCCESSORS)
 
 
 def _length(walk: str) -> int:
-    """Nodes up to and including the first goal, at most ``MAX_LENGTH``, which also stands for a
-    failure: an edge is missing, or the goal is. What follows the goal is not looked at."""
+    """Number of nodes through the first goal; ``MAX_LENGTH`` for a longer walk, a missing edge or a
+    walk without the goal. Nodes after the goal don't count."""
     for place, node in enumerate(walk[:MAX_LENGTH]):
         if node not in (SUCCESSORS[walk[place - 1]] if place else SUCCESSORS):
             break
@@ -46,7 +46,7 @@ def _length(walk: str) -> int:
 
 
 def optimality(samples: Sequence[str], **columns: Any) -> list[float]:
-    """[N] how near each walk is to the shortest one from its start, in [0, 1].
+    """[N] closeness of each walk to the shortest one from its start, in [0, 1].
 
     ``(MAX_LENGTH - length) / (MAX_LENGTH - shortest)``: 1 for a shortest walk, 0 for a walk that
     takes a missing edge, never arrives, or takes ``MAX_LENGTH`` nodes or more. ``columns`` are not

@@ -1,5 +1,5 @@
-"""How a sequence classifier reads samples: conversations through its own chat template, other
-texts as they are; and what stands behind each, where its score is read."""
+"""Samples as inputs of a sequence classifier: conversations rendered by its own chat template,
+other texts unchanged, with the token at the end whose output is the score."""
 
 import logging
 from collections.abc import Sequence
@@ -15,13 +15,13 @@ from ppocli.user_code import shorten
 log = logging.getLogger(__name__)
 
 SCORE_END, SCORE_FRONT = "score_end", "score_front"
-"""in config.json of a model that ``ppocli reward-model`` has trained: the token behind whose texts
-scores are read (none where that token also pads), and whether what the tokenizer puts in front of a
-text stood there in training"""
+"""in config.json of a model that ``ppocli reward-model`` has trained: the id of the token at the
+end of texts, where scores are read (missing if it is also the pad token), and whether training
+texts began with the tokens that the tokenizer adds in front"""
 OPENRLHF = "normalize_reward"
-"""in config.json of a reward model that OpenRLHF has trained"""
+"""in config.json of a reward model trained by OpenRLHF"""
 Columns = dict[str, list[list[int]]]
-"""input_ids and whatever else a tokenizer makes, one list a text"""
+"""input_ids and the tokenizer's other columns, one list per text"""
 
 
 def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
@@ -38,18 +38,18 @@ def check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
 
 
 class SampleReader:
-    """Makes token ids of samples, as the model's texts were in training.
+    """Converts samples to token ids, in the form that the model was trained on.
 
     Args:
         name: of the model, for messages.
-        config: the model's configuration, as it came.
+        config: the model's configuration, unchanged.
         on: ``sample``, ``response`` or ``pair``.
-        chat: whether conversations are rendered by the tokenizer's own template: ``auto`` where it
-            has one and prompts are conversations, unless the model was trained on plain text.
-        end: text that stands behind each sample, "" for none; None: the token that ended the texts
-            in training, where the model's configuration tells.
+        chat: whether the tokenizer's own template renders conversations. ``auto``: if it has one
+            and prompts are conversations, unless the model was trained on plain text.
+        end: text after each sample, "" for none; None: the token that ended the texts in training,
+            if the model's configuration has it.
         max_length: longest input in tokens (None: any).
-        decoder: whether the score is read at one token, the last that doesn't pad.
+        decoder: whether the score is read at the last token that isn't padding.
 
     Raises:
         RewardError: an argument that isn't one of these.
@@ -92,7 +92,7 @@ class SampleReader:
         """Token ids of N samples.
 
         Args:
-            chats: the same samples as conversations, where prompts are.
+            chats: the same samples as conversations, if the prompts are conversations.
 
         Raises:
             RewardError: the chat template refuses a conversation.
@@ -128,14 +128,14 @@ class SampleReader:
                     "reward.kwargs.chat=false the policy's own text") from error
 
     def _ended(self, text: str) -> str:
-        """A text without the line break that a template puts behind its end; as OpenRLHF does, with
-        a space before an end that isn't there."""
+        """A text without the line break that a template adds after its end; for models of OpenRLHF,
+        a text without an end gets a space in front of it, as there."""
         if (bare := text.rstrip()).endswith(self.end_text):
             return bare
         return text.rstrip("\n") + " " if self.openrlhf else text
 
     def _note(self, ids: list[int], renders: bool, chat: bool) -> None:
-        """Say once how samples are read, with the first of them."""
+        """Log once how samples are read, with the first of them."""
         how = "conversations through its own chat template" if renders else {
             "sample": "prompt and response as plain text", "response": "the response alone",
             "pair": "prompt and response as two segments"}[self.on]
@@ -154,20 +154,20 @@ class SampleReader:
             room = max(room - len(self.end), 1)
         encoded = tokenizer(texts, pairs, truncation=room is not None, max_length=room,
                             return_attention_mask=True, add_special_tokens=special)
-        # a tokenizer of the fast kind tells which texts it has cut
+        # fast tokenizers report the texts that they have cut
         num_cut = sum(bool(encoding.overflowing) for encoding in encoded.encodings or ())
         if num_cut and not self._noted_cut:
             self._noted_cut = True
             log.warning("%s reads at most %d tokens: %d of %d texts were cut on the %s (said once)",
                         self.name, self.max_length, num_cut, len(texts), tokenizer.truncation_side)
-        # The model reads at least one token: some tokenizers make none of an empty text.
+        # the model needs at least one token: some tokenizers return none for an empty text
         filler = next((token for token in (tokenizer.bos_token_id, tokenizer.eos_token_id,
                                            tokenizer.pad_token_id) if token is not None), 0)
         least = {"input_ids": [filler], "attention_mask": [1]}
         columns = {key: [row or least.get(key, [0]) for row in rows]
                    for key, rows in encoded.items()}
         for i, ids in enumerate(columns["input_ids"]):
-            # a chat template has written a BOS, too
+            # a second BOS, written by a chat template
             start = int(len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id)
             stop = len(ids)
             while self.unread is not None and stop > start + 1 and ids[stop - 1] == self.unread:

@@ -1,9 +1,8 @@
-"""Built-in reward ``http``: scores that another process, GPU or machine computes.
+"""Built-in reward ``http``: scores computed by another process, GPU or machine.
 
     reward.fn=http reward.kwargs.url=http://127.0.0.1:8123/score
 
-What is sent and answered is said in :mod:`ppocli.rewards.records`; ``ppocli serve-reward`` is a
-server for it.
+:mod:`ppocli.rewards.records` describes requests and answers; ``ppocli serve-reward`` is a server.
 """
 
 import logging
@@ -17,7 +16,7 @@ from typing import Any
 from ppocli.config.schema_training import LONGEST_WAIT
 from ppocli.config.secrets import VARIABLE, why_no_url
 from ppocli.errors import RewardError
-from ppocli.http_client import Client, asked_pause, from_environment
+from ppocli.http_client import Client, from_environment, retry_after
 from ppocli.rewards import records, resolve, styles
 from ppocli.rewards.records import RewardRequest, WireError, decode_scores, encode_request, opening
 from ppocli.text import counted
@@ -28,8 +27,8 @@ log = logging.getLogger(__name__)
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 """seconds before the first retry, doubled before each further one, and at most"""
 LEAST_ANSWER, A_SAMPLE, A_NUMBER = 2**20, 2**12, 64
-"""bytes that an answer may have at any rate, those for the score of a sample and what is logged of
-it, and those for each token's number"""
+"""maximum bytes of an answer: always, plus those per sample (its score and logs), plus those per
+token (its number)"""
 _REMEDIES = {
     401: "give the token that it asks for: reward.kwargs.token_env=VARIABLE",
     403: "give the token that it asks for: reward.kwargs.token_env=VARIABLE",
@@ -39,17 +38,17 @@ _HEADER = re.compile(rf"\s*([A-Za-z0-9-]+)\s*:\s*({VARIABLE.pattern})\s*")
 
 
 class HttpReward:
-    """Scores that a server gives for batches of samples.
+    """Scores from a server for batches of samples.
 
-    Connection errors and the statuses 429 and 5xx are tried again, with growing pauses. An answer
-    that doesn't come in time is not asked for again: the server may still be at work on it.
+    After connection errors and the statuses 429 and 5xx, a request is tried again, with growing
+    pauses. After a timeout it isn't: the server may still be at work on it.
 
     Args:
-        url: where batches are posted to, http:// or https://.
-        timeout: seconds that a request may take, from the connection to the end of the answer.
-        retries: how often a request is tried again.
-        concurrency: requests under way at once; a chunk is split between them.
-        batch_size: most samples of a request (default: the chunk in ``concurrency`` parts).
+        url: address that batches are posted to, http:// or https://.
+        timeout: maximum seconds of a request, from the connection to the end of the answer.
+        retries: number of further tries of a request.
+        concurrency: requests at once; a chunk is split between them.
+        batch_size: maximum samples per request (default: the chunk in ``concurrency`` parts).
         token_env: name of the environment variable that holds a token (``Authorization: Bearer``).
         headers: further headers, each as ``Name: VARIABLE``, an environment variable's name.
 
@@ -58,7 +57,7 @@ class HttpReward:
     """
 
     waits = True
-    """scoring waits for others instead of computing here: it may go on beside generation"""
+    """scoring waits instead of computing here, so it may run during generation"""
     reward_style = styles.WHOLE_REQUEST
 
     def __init__(self, url: str, *, timeout: float = 60.0, retries: int = 3, concurrency: int = 1,
@@ -77,47 +76,47 @@ class HttpReward:
         self.retries, self.concurrency, self.batch_size = retries, concurrency, batch_size
         self._client = Client(url, timeout=float(timeout), keep=concurrency,
                               headers=_secret_headers(token_env, headers))
-        # any answer will do: that the server is missing is told before models are loaded
+        # any answer will do: a missing server is an error before models are loaded
         self._patiently("GET", any_status=True)
 
     def __call__(self, request: RewardRequest) -> list[Any]:
-        """[N] scores as the server gave them, in the order of the samples."""
+        """[N] scores from the server, in the order of the samples."""
         count = len(request)
         size = self.batch_size or -(-count // self.concurrency)
         parts = [slice(start, min(start + size, count)) for start in range(0, count, size)]
-        # its threads are daemons: a server that hangs must not keep a process that wants to end
+        # its threads are daemons: a server that hangs must not keep the process from ending
         with ThreadPool(min(self.concurrency, len(parts))) as pool:
             answers = list(pool.imap(partial(self._scores, request), parts))
         request.logs.take([log for scores, logs in answers for log in logs or [{}] * len(scores)])
-        found = [score for scores, _ in answers for score in scores]
+        flat = [score for scores, _ in answers for score in scores]
         per_step = any(isinstance(scores, records.StepScores) for scores, _ in answers)
-        return records.StepScores(found) if per_step else found
+        return records.StepScores(flat) if per_step else flat
 
     def _scores(self, request: RewardRequest, part: slice) -> tuple[list[Any], list[Any]]:
-        """The answer for some of the samples: their scores, and what was logged."""
-        asked = part.stop - part.start
+        """The answer for a part of the samples: their scores, and their logs."""
+        count = part.stop - part.start
         tokens = sum(len(ids) for ids in request.response_ids[part])
-        most = LEAST_ANSWER + A_NUMBER * tokens + A_SAMPLE * asked
+        most = LEAST_ANSWER + A_NUMBER * tokens + A_SAMPLE * count
         answer = self._patiently("POST", encode_request(request, part), most)
         try:
             if len(answer.content) > most:
-                raise WireError(f"more than {most} bytes for {asked} samples")
+                raise WireError(f"more than {most} bytes for {count} samples")
             scores, logs = decode_scores(answer.content)
         except WireError as problem:
             raise RewardError(f"{self.url} answered {answer.status_code} with {problem}.",
                               where="reward.kwargs.url",
-                              fix='it must answer {"scores": [...]}, one a sample') from None
-        if len(scores) != asked:
+                              fix='it must answer {"scores": [...]}, one per sample') from None
+        if len(scores) != count:
             raise RewardError(
                 f"{self.url} answered {answer.status_code} with {counted(len(scores), 'score')} "
-                f"for {asked} samples (sample {part.start} to {part.stop - 1} of {len(request)}): "
+                f"for {count} samples (sample {part.start} to {part.stop - 1} of {len(request)}): "
                 f"{shorten(opening(answer.content))}", where="reward.kwargs.url",
-                fix="it must answer one score a sample, in their order")
+                fix="it must answer one score per sample, in their order")
         return scores, logs
 
     def _patiently(self, method: str, body: bytes = b"", most: int = 0, *,
                    any_status: bool = False) -> Any:
-        """The answer, asked for again where that may help."""
+        """The answer; a request that may succeed later is tried again."""
         for attempt in range(self.retries + 1):
             pause = min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE)
             try:
@@ -140,7 +139,7 @@ class HttpReward:
                 cause, fix = None, _REMEDIES.get(status, "look into the server's own messages")
                 if elsewhere := answer.headers.get("Location"):
                     fix = f"it points to {elsewhere}: correct reward.kwargs.url"
-                pause = max(pause, asked_pause(answer, LONGEST_PAUSE))
+                pause = max(pause, retry_after(answer, LONGEST_PAUSE))
                 if status < 500 and status != 429:  # too many requests
                     raise RewardError(failed, where="reward.kwargs.url", fix=fix)
             if attempt < self.retries:
@@ -161,22 +160,22 @@ def _check_url(url: object) -> None:
 
 
 def _secret_headers(token_env: str | None, headers: Sequence[str]) -> dict[str, str]:
-    """Header -> value, read from the environment."""
+    """Header -> value from the environment."""
     if not isinstance(headers, (list, tuple)) or not all(isinstance(text, str) for text in headers):
         raise RewardError("reward.kwargs.headers is not a list of texts (not shown).",
                           where="reward.kwargs.headers", fix="give 'Name: VARIABLE' for each: "
                           "reward.kwargs.headers=[\"Name: VARIABLE\"]")
-    wanted = [("headers", text, "") for text in headers]
+    sources = [("headers", text, "") for text in headers]
     if token_env is not None:
-        wanted.insert(0, ("token_env", f"Authorization: {token_env}", "Bearer "))
-    found = {}
-    for key, text, prefix in wanted:
+        sources.insert(0, ("token_env", f"Authorization: {token_env}", "Bearer "))
+    values = {}
+    for key, text, prefix in sources:
         if (matched := _HEADER.fullmatch(text)) is None:
             what = "the name of a variable" if prefix else "of the form 'Name: VARIABLE'"
             raise RewardError(f"What reward.kwargs.{key} holds is not {what} (not shown).",
                               where=f"reward.kwargs.{key}", fix="put the value into a variable of "
                               "the environment and give the variable's name")
         header, variable = matched.groups()
-        found[header] = prefix + from_environment(variable, header, f"reward.kwargs.{key}",
-                                                  RewardError)
-    return found
+        values[header] = prefix + from_environment(variable, header, f"reward.kwargs.{key}",
+                                                   RewardError)
+    return values

@@ -1,7 +1,7 @@
-"""From a config value to a callable ready to score: imported, built, its signature checked.
+"""From a config value to a function that scores: imported, built, and its signature checked.
 
-What a function receives is chosen by the names of its own parameters, so that functions written for
-other libraries work unchanged: see :mod:`ppocli.rewards.styles`.
+The names of a function's parameters decide its arguments, so that functions written for other
+libraries work unchanged: see :mod:`ppocli.rewards.styles`.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, records, styles
 from ppocli.text import error_line, pasted, raised_at, suggestion
 from ppocli.user_classes import refuse_abstract
-from ppocli.user_code import Kind, Located, Wanted, from_object, locate, shorten
+from ppocli.user_code import CodeSetting, Kind, Located, from_object, locate, shorten
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +26,18 @@ _VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 @dataclass(frozen=True, slots=True)
 class BoundCallable:
-    """A reward or metric function with its arguments settled. Made by :func:`bind`."""
+    """A reward or metric function with its configured arguments, from :func:`bind`."""
 
     located: Located
     call: Callable[..., Any]
-    """the function itself; a class, or the object that :meth:`built` has made of it"""
+    """the function, or a class, or the object that :meth:`built` has made of it"""
     parameters: tuple[Parameter, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """what the configuration gives to each call"""
+    """configured arguments of each call"""
     init_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """what it gives to a class when it is built"""
+    """configured arguments of a class's constructor"""
     style: str = "ppocli"
-    """how it is called and its answer read, one of :mod:`ppocli.rewards.styles`"""
+    """calling convention, one of :mod:`ppocli.rewards.styles`"""
     name: str = ""
     """among the rewards that are summed"""
     weight: float = 1.0
@@ -45,7 +45,7 @@ class BoundCallable:
 
     @property
     def takes_steps(self) -> bool:
-        """Whether it asks for the steps of responses: lists that it returns are then theirs."""
+        """Whether it takes the steps of responses; lists that it returns are then step scores."""
         return "steps" not in self.kwargs and any(p.name == "steps" for p in self.parameters)
 
     @property
@@ -54,7 +54,7 @@ class BoundCallable:
         return self.located.label
 
     def built(self) -> Self:
-        """With the object that a class makes in place of the class; others are ready as they are.
+        """A copy with an object of the class in place of the class; other callables unchanged.
 
         Raises:
             RewardError: the constructor raised.
@@ -67,7 +67,7 @@ class BoundCallable:
                 with guard.contained(self.label, located.key, "while it was built"):
                     call = call(**self.init_kwargs)
         except PpocliError as error:
-            name_own_key(error, located.key)
+            name_reward_key(error, located.key)
             raise
         except BaseException as error:
             if not guard.is_its_own(error):
@@ -75,53 +75,55 @@ class BoundCallable:
             raise RewardError(f"Building {self.label} with {dict(self.init_kwargs)} failed: "
                               f"{error_line(error)}", where=raised_at(error, located.file),
                               fix=f"see {kwargs_key(located.key)}") from error
-        if isinstance(told := getattr(call, "told_as", None), str):  # better known than its class
-            located = replace(located, spec=told, file=None, line=None)
+        if isinstance(label := getattr(call, "told_as", None), str):  # in place of its class
+            located = replace(located, spec=label, file=None, line=None)
         return replace(self, located=located, call=call, parameters=_parameters(call, located))
 
     def check_columns(self, columns: Sequence[str], *, steps: bool = False) -> None:
         """Check that every required parameter has a source, now that the columns are known.
 
         Args:
-            steps: whether something says what the steps of a response are.
+            steps: whether the steps of responses are defined.
 
         Raises:
-            RewardError: a parameter is neither a known argument nor a column nor in the kwargs.
+            RewardError: a parameter is neither an argument of the style nor a column nor in the
+                kwargs.
         """
-        known = styles.known(self.style, columns, steps=steps)
-        own = known.keys() | self.kwargs.keys()
+        providers = styles.known(self.style, columns, steps=steps)
+        reserved = providers.keys() | self.kwargs.keys()
         if not inspect.isfunction(self.call):
-            own |= {"self"}  # as the call of an object gets it
-        wanted = set(columns)
+            reserved |= {"self"}  # as the call of an object gets it
+        column_names = set(columns)
         if not any(parameter.kind is Parameter.VAR_KEYWORD for parameter in self.parameters):
-            wanted &= {parameter.name for parameter in self.parameters}
+            column_names &= {parameter.name for parameter in self.parameters}
         for parameter in self.parameters:
             if (parameter.default is Parameter.empty and parameter.kind not in _VARIADIC
-                    and parameter.name not in own | wanted):
+                    and parameter.name not in reserved | column_names):
                 raise self._unbound(parameter.name, columns)
-        for name in sorted(wanted & own - (styles.MADE_OF_COLUMN & known.keys())):
+        for name in sorted(column_names & reserved - (styles.MADE_OF_COLUMN & providers.keys())):
             winner = "configured argument" if name in self.kwargs else "reward's own argument"
             log.warning("prompt column %r is hidden from %s by the %s of the same name",
                         name, self.located.spec, winner)
 
     def answer(self, request: records.RewardRequest) -> Any:
-        """What the function returns for a request, or what awaits it. It gets fresh lists: a call
-        that failed may have cut them.
+        """The function's result for a request, or an awaitable of it. The function gets fresh
+        lists, since a call that failed may have changed them.
 
         Raises:
-            RewardError: as :meth:`check_columns`; and whatever it raises.
+            RewardError: as :meth:`check_columns`; also whatever the function raises.
         """
         positional: list[Any] = []
         named: dict[str, Any] = {}
-        known = styles.known(self.style, request.columns, steps=request.steps is not None)
-        sources = {**dict.fromkeys(request.columns), **known, **self.kwargs}
+        providers = styles.known(self.style, request.columns, steps=request.steps is not None)
+        sources = {**dict.fromkeys(request.columns), **providers, **self.kwargs}
         if not inspect.isfunction(self.call):
             sources.pop("self", None)
 
         def value(name: str) -> Any:
             if name in self.kwargs:
                 return self.kwargs[name]
-            return known[name](request) if name in known else styles.fresh(request.columns[name])
+            return (providers[name](request) if name in providers
+                    else styles.fresh(request.columns[name]))
 
         for parameter in self.parameters:
             name = parameter.name
@@ -141,19 +143,19 @@ class BoundCallable:
 
     def _unbound(self, name: str, columns: Sequence[str]) -> RewardError:
         names = list(styles.known(self.style, columns))
-        known, listed = ", ".join(names), ", ".join(columns) or "none"
+        usable, listed = ", ".join(names), ", ".join(columns) or "none"
         near = suggestion(name, [*names, *columns])
         key = self.located.key
         if name == "steps":
             return RewardError(
-                f"{self.label} asks for the steps of responses, and nothing says what they are.",
-                where=f"{key}={self.located.spec}", fix="say where one ends: reward.step_separator "
-                "or reward.step_fn (of a served reward: in the run that asks it)")
+                f"{self.label} takes the steps of responses, and nothing defines them.",
+                where=f"{key}={self.located.spec}", fix="set reward.step_separator or "
+                "reward.step_fn (for a served reward: in the run that uses it)")
         configure = f"; or set {kwargs_key(key)}.{name}=..." if key.endswith(".fn") else ""
         return RewardError(
             f"{self.label} needs an argument {name!r} that nothing provides. {near}".rstrip(),
             where=f"{key}={self.located.spec}",
-            fix=f"use one of {known}; or a metadata column of the prompts (there are: {listed}; "
+            fix=f"use one of {usable}; or a metadata column of the prompts (there are: {listed}; "
                 f"see prompts.columns){configure}")
 
 
@@ -162,30 +164,30 @@ def kwargs_key(key: str) -> str:
     return f"{key.removesuffix('.fn')}.kwargs"
 
 
-def name_own_key(error: PpocliError, key: str) -> None:
-    """Built-ins name the usual key in their errors; under ``reward.fns`` it is another one."""
+def name_reward_key(error: PpocliError, key: str) -> None:
+    """Replace ``reward.kwargs`` in a built-in's error by the key of the reward that raised it."""
     named = kwargs_key(key)
     error.where = error.where and error.where.replace("reward.kwargs", named)
     error.fix = error.fix and error.fix.replace("reward.kwargs", named)
 
 
 def wrong_argument(name: str, value: object, expected: str) -> RewardError:
-    """A built-in's error for an argument that is not what it takes."""
+    """A built-in's error for an argument of a wrong type or value."""
     return RewardError(f"{name}={shorten(repr(value))[1:-1]} is not {expected}.",
                        where=f"reward.kwargs.{name}", fix=f"set reward.kwargs.{name} to {expected}")
 
 
 def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppocli",
          name: str | None = None, weight: float = 1.0) -> BoundCallable:
-    """Find a function, check its kwargs and read its signature, once. Nothing is built yet: no
-    model is loaded for this.
+    """Import a function, read its signature and check its kwargs. Classes aren't built yet, so no
+    model is loaded.
 
     Args:
         target: an import path, a built-in's short name, or a Python object.
-        key: the config key it came from.
-        style: how it is called; ``auto``: by its signature.
-        name: among several (default: the last part of its own).
-        weight: of a reward in the sum.
+        key: the config key that names it.
+        style: calling convention; ``auto``: by its signature.
+        name: among several rewards (default: the last part of the import path).
+        weight: of the reward in the sum.
 
     Raises:
         RewardError: the path leads to nothing, or something is wrong with signature or kwargs.
@@ -194,7 +196,7 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
         with guard.contained(target, key, "while it was imported"):
             located = locate_reward(target, key=key)
     else:
-        located = from_object(target, Wanted(
+        located = from_object(target, CodeSetting(
             getattr(target, "__qualname__", type(target).__qualname__), key, REWARD))
     call = located.target
     parameters = _parameters(call, located)
@@ -203,18 +205,17 @@ def bind(target: Any, kwargs: Mapping[str, Any], *, key: str, style: str = "ppoc
     style = getattr(call, "reward_style", style)
     if name is None:
         name = located.spec.rpartition(":")[2].rpartition(".")[2]
-    found = BoundCallable(located, call, parameters, style=style, name=name, weight=weight)
+    bound = BoundCallable(located, call, parameters, style=style, name=name, weight=weight)
     if inspect.isclass(call):
         refuse_abstract(located, RewardError)
         _check_kwargs(located, _signature(call, located), kwargs, complete=True)
-        return replace(found, init_kwargs=kwargs)
+        return replace(bound, init_kwargs=kwargs)
     _check_kwargs(located, parameters, kwargs, styles.known(style, ()), complete=False)
-    return replace(found, kwargs=kwargs)
+    return replace(bound, kwargs=kwargs)
 
 
 def _parameters(call: Any, located: Located) -> tuple[Parameter, ...]:
-    """What a call takes besides ``self``: the parameters of ``forward`` for a ``torch.nn.Module``.
-    """
+    """The parameters of a call without ``self``; for a ``torch.nn.Module`` those of ``forward``."""
     is_class, method = inspect.isclass(call), call
     if not inspect.isroutine(call) and hasattr(call, "forward") and hasattr(call, "parameters"):
         method = call.forward
@@ -241,7 +242,7 @@ def _signature(target: Any, located: Located) -> tuple[Parameter, ...]:
 
 
 def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Mapping[str, Any],
-                  known: Collection[str] = (), *, complete: bool) -> None:
+                  reserved: Collection[str] = (), *, complete: bool) -> None:
     """Refuse kwargs the target doesn't take and, for a constructor, those it lacks."""
     key = kwargs_key(located.key)
     accepted = [p.name for p in parameters if p.kind in _KEYWORD]
@@ -251,14 +252,14 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
             raise RewardError(f"An argument is called {name!r}, which is no text.", where=key,
                               fix="put it in quotes: YAML reads a bare on, off, yes or no as true "
                               "or false")
-        if name in known:
+        if name in reserved:
             raise RewardError(f"{key}.{name} can't be set: every call passes its own {name!r}.",
                               where=f"{located.key}={located.spec}", fix="remove that key")
         if name not in accepted and not takes_all:
-            settable = [a for a in accepted if a not in known]
+            settable = [a for a in accepted if a not in reserved]
             listed = ", ".join(settable) or "nothing that can be set"
             near = suggestion(name, settable)
-            # what a recipe or a group has set stays where another function is named
+            # arguments from a recipe or a group stay when another function is named
             drop = "; or, where a recipe brought it, take the recipe's reward out: reward=null " \
                 + pasted(f"reward.fn={located.spec}") if located.key == "reward.fn" else ""
             raise RewardError(f"{located.label} has no argument {name!r}. {near}".rstrip(),
@@ -280,22 +281,24 @@ BUILTIN_STEPS = {"words": "ppocli.rewards.rules:words"}
 """of ``reward.step_fn``"""
 
 MODEL_REWARDS = ("classifier", "reward_model", "step_reward_model")
-"""those whose ``model`` argument names a model of their own"""
+"""built-ins whose argument ``model`` names a model"""
 REWARD = Kind("function", RewardError, BUILTIN_REWARDS)
 STEPS = Kind("function", RewardError, BUILTIN_STEPS)
 
 
 def locate_reward(spec: str, *, key: str) -> Located:
-    """Import the reward function that ``key`` names, or the function that says where steps end:
-    an import path or a built-in's short name.
+    """Import the reward function, or the function that finds steps, that ``key`` names.
+
+    Args:
+        spec: an import path or a built-in's short name.
 
     Raises:
-        RewardError: the path leads to nothing that can be called, or its module can't be imported;
-            or it stands for a Python object, which nobody handed over this time.
+        RewardError: the path leads to nothing that can be called, its module can't be imported, or
+            it stands for a Python object, which has to be passed again.
     """
     if spec == PYTHON_OBJECT:
         name = "metric_fn" if key.endswith("metric_fn") else "reward_fn"
         raise RewardError(
             f"{key} was a Python object, which a configuration can't hold.", where=key,
             fix=f"pass {name}= to ppocli.train again, or set {key}=pkg.module:function")
-    return locate(Wanted(spec, key, STEPS if key == "reward.step_fn" else REWARD))
+    return locate(CodeSetting(spec, key, STEPS if key == "reward.step_fn" else REWARD))

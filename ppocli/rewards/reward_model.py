@@ -1,5 +1,5 @@
-"""Built-in reward ``reward_model``: the scalar output of a model trained on preferences; and what
-it shares with the classifier, a sequence-classification model run frozen over texts.
+"""Built-in reward ``reward_model``: the scalar output of a model trained on preferences. Its base
+class, a frozen sequence-classification model, is shared with the classifier.
 
     reward.fn=reward_model reward.kwargs.model=/path/to/reward-model
 """
@@ -22,23 +22,22 @@ from ppocli.text import error_line, pasted
 Chats = Sequence[list[dict[str, Any]]] | None
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SCORE_MEAN, SCORE_STD = "score_mean", "score_std"
-"""in config.json of a model that ``ppocli reward-model`` has trained: moments of the scores on its
-training data"""
+"""in config.json of a model that ``ppocli reward-model`` has trained: mean and standard deviation
+of the scores on its training data"""
 
 
 class SequenceReward:
-    """A sequence-classification model with the tokenizer that lies beside it, loaded whole; an
-    adapter is merged into its base.
+    """A sequence-classification model with its tokenizer; an adapter is merged into its base.
 
     Args:
         model: a folder, a Hub name, or ``builtin:NAME``.
-        on: what it reads: the ``sample`` (prompt + response), the ``response`` alone, or the
-            ``pair`` of both as two segments.
+        on: its input: the ``sample`` (prompt + response), the ``response`` alone, or the ``pair``
+            of both as two segments.
         chat, end: as of :class:`~ppocli.rewards.reading.SampleReader`.
         batch_size: texts per forward pass.
         max_length: longest input in tokens (None: what the model allows).
         truncation_side: which end of a longer input is cut, ``left`` or ``right``.
-        device: ``auto`` (CUDA where there is any), ``cpu``, ``cuda``, ``cuda:1``, ...
+        device: ``auto`` (CUDA if there is any), ``cpu``, ``cuda``, ``cuda:1``, ...
         dtype: ``fp32`` or ``bf16``.
         revision: branch, tag or commit of a Hub model.
         trust_remote_code: run Python code that the model's repository ships.
@@ -80,13 +79,13 @@ class SequenceReward:
             decoder=hasattr(self.model, "score"))
 
     def check_outputs(self) -> None:
-        """Refuse a model whose outputs are of another kind; here any will do."""
+        """Refuse a model with unsuitable outputs; this class accepts all."""
 
     def logits(self, samples: list[str], prompts: list[str], responses: list[str],
                chats: Chats = None) -> torch.Tensor:
-        """Raw outputs of the model, independent of how the texts are batched (1e-5 in fp32).
+        """Raw outputs of the model, which don't depend on the batches (to 1e-5 in fp32).
 
-        Texts are sorted by length, so that a batch holds little padding, and the order is restored.
+        Texts are sorted by length, so that batches have little padding; the order is restored.
 
         Returns:
             [N, labels] float32 on CPU. A decoder's score is read at its last attended token.
@@ -137,19 +136,19 @@ def _device(device: str) -> torch.device:
 class RewardModel(SequenceReward):
     """Score of the text under an ``AutoModelForSequenceClassification`` with a single output.
 
-    The reward model keeps its own tokenizer and its own chat template, so it may come from another
-    family than the policy. A decoder's score is read at the last token of the text. Behind the text
-    of a model that ``ppocli reward-model`` has trained stands the token that ended every answer in
-    its training, whether the response ended in it or was cut off.
+    The reward model uses its own tokenizer and chat template, so it may belong to another family
+    than the policy. A decoder's score is read at the last token of the text. For a model trained by
+    ``ppocli reward-model``, each text ends in the token that ended the answers in training, whether
+    the response ended in it or was cut off.
 
     Args:
         model: folder, Hub name or ``builtin:NAME``.
-        on: what is scored: the ``sample`` (prompt + response), the ``response`` alone, or the
+        on: the text to score: the ``sample`` (prompt + response), the ``response`` alone, or the
             ``pair`` of both.
-        chat: whether conversations are rendered by the model's own chat template (``auto``: where
-            it has one and prompts are conversations).
-        end: text behind each sample, "" for none (default: what ended texts in training, where the
-            model's files tell).
+        chat: whether the model's own chat template renders conversations (``auto``: if it has one
+            and prompts are conversations).
+        end: text after each sample, "" for none (default: the end of texts in training, if the
+            model's files have it).
         batch_size: texts per forward pass.
         max_length: longest input in tokens (default: what the model allows).
         truncation_side: which end of a longer text is cut; ``left`` keeps the response.
@@ -164,7 +163,7 @@ class RewardModel(SequenceReward):
     """
 
     def check_outputs(self) -> None:
-        """As :class:`SequenceReward`: there is one.
+        """Refuse a model with several outputs.
 
         Raises:
             RewardError: there are several.
@@ -177,8 +176,8 @@ class RewardModel(SequenceReward):
 
     @property
     def stored_scale(self) -> tuple[float, float] | None:
-        """Mean and deviation of the scores on the model's training data, where they lie with it.
-        """
+        """Mean and standard deviation of the scores on the model's training data; None if its
+        configuration doesn't have them."""
         mean, std = (getattr(self.model.config, name, None) for name in (SCORE_MEAN, SCORE_STD))
         return (mean, std) if isinstance(mean, float) and isinstance(std, float) and std > 0 \
             else None
@@ -190,13 +189,13 @@ class RewardModel(SequenceReward):
 
 
 class StepRewardModel(RewardModel):
-    """Score of each step of a response (``reward.step_separator``, ``reward.step_fn``): of the text
-    up to its end, under an ``AutoModelForSequenceClassification`` with a single output.
+    """Score of each step of a response (``reward.step_separator``, ``reward.step_fn``): that of the
+    text through the step, under an ``AutoModelForSequenceClassification`` with a single output.
 
     Args:
         model: folder, Hub name or ``builtin:NAME``.
-        difference: give each step after the first what it adds to the score of the text before it,
-            so that the sum over the steps is the score of the last.
+        difference: score each step after the first by its change of the score, so that the sum over
+            the steps is the score of the whole text.
         on, chat, end, batch_size, max_length, truncation_side, device, dtype, revision,
             trust_remote_code: as of :class:`RewardModel`.
 
@@ -217,7 +216,7 @@ class StepRewardModel(RewardModel):
     def __call__(self, samples: list[str], prompts: list[str],  # type: ignore[override]
                  responses: list[str], steps: list[list[str]], chats: Chats = None
                  ) -> list[list[float]]:
-        """[N] lists of one number a step."""
+        """[N] lists of one number per step."""
         until = [list(accumulate(one)) for one in steps]
         if not any(until):
             return [[] for _ in steps]

@@ -1,8 +1,8 @@
 """Rewards by rule: short enough to be read, copied and changed.
 
-Each is a class: its arguments come from ``reward.kwargs`` once, and are checked before anything is
-loaded; each call gets a chunk of samples and returns one number a sample. A plain function
-``def my_reward(responses): return [...]`` does as well.
+Each is a class. Its constructor gets ``reward.kwargs`` and checks them before anything is loaded;
+each call gets a chunk of samples and returns one number per sample. A plain function
+``def my_reward(responses): return [...]`` works as well.
 """
 
 import re
@@ -20,11 +20,12 @@ WORD = re.compile(r"\w+(?:['\u2019]\w+)*")
 
 
 class Length:
-    """1 where a response has the wanted length, falling linearly to 0 at none and at twice it.
+    """1 for a response of the target length, falling linearly to 0 at length 0 and at twice the
+    target.
 
     Args:
-        target: wanted length, above 0.
-        unit: ``tokens`` (sampled ids, the end-of-sequence token among them) or ``words``.
+        target: target length, above 0.
+        unit: ``tokens`` (sampled ids, including the end-of-sequence token) or ``words``.
 
     Raises:
         RewardError: an argument is out of range.
@@ -44,11 +45,11 @@ class Length:
 
 
 class Keyword:
-    """Share of the wanted words that a response holds, or whether it matches a pattern.
+    """The share of the words that a response contains, or whether it matches a pattern.
 
     Args:
-        words: whole words or phrases; each one found at least once counts.
-        pattern: a regular expression instead; 1 where it is found, else 0.
+        words: whole words or phrases; each that occurs at least once counts.
+        pattern: a regular expression instead; 1 if it matches, else 0.
         ignore_case: whether upper and lower case are the same.
 
     Raises:
@@ -79,7 +80,7 @@ class Keyword:
 
 
 class WordList:
-    """Balance of good and bad words: (good - bad) / (good + bad), 0 where there is neither.
+    """Balance of good and bad words: (good - bad) / (good + bad), 0 without any.
 
     Args:
         positive: words that count for a response; case is ignored.
@@ -110,7 +111,7 @@ class WordList:
 
 
 class StepWordList(WordList):
-    """What each step adds to the balance of the words so far: the steps' sum is that of the whole.
+    """The change of the balance of words by each step; the sum over steps is the whole balance.
 
     Args:
         positive, negative: as of :class:`WordList`.
@@ -120,24 +121,24 @@ class StepWordList(WordList):
     """
 
     def __call__(self, steps: list[list[str]]) -> list[list[float]]:  # type: ignore[override]
-        """[N] lists of one number a step."""
-        return [differences(super(StepWordList, self).__call__(list(accumulate(own))))
-                for own in steps]
+        """[N] lists of one number per step."""
+        return [differences(super(StepWordList, self).__call__(list(accumulate(pieces))))
+                for pieces in steps]
 
 
 def words(responses: list[str]) -> list[list[str]]:
-    """For ``reward.step_fn``: a step ends with each word. Its white space and punctuation is in
-    front of it, as in the tokens of most vocabularies."""
+    """Steps of one word each, for ``reward.step_fn``. White space and punctuation belong to the
+    word after them, as in the tokens of most vocabularies."""
     return [re.findall(rf"\W*{WORD.pattern}", response) for response in responses]
 
 
 class Answer:
-    """1 where the last number of a response is the one that is wanted, else 0.
+    """1 if the last number of a response is the right one, else 0.
 
     Args:
-        column: column of the prompts that has the answer. Its last number counts, so that GSM8K's
-            worked solutions will do.
-        after: text behind which the response's number stands, such as ``####``; 0 without it.
+        column: column of the prompts with the right answer. Its last number counts, so that GSM8K's
+            worked solutions can be used.
+        after: text after which the response's number is read, such as ``####``; 0 without it.
 
     Raises:
         RewardError: the prompts have no such column, or an answer has no number.
@@ -154,21 +155,21 @@ class Answer:
         if self.column not in columns:
             raise RewardError(f"The prompts have no column {self.column!r}.",
                               where="reward.kwargs.column", fix="name the column with the answers")
-        wanted = [_last_number(str(answer)) for answer in columns[self.column]]
-        if None in wanted:
-            answer = columns[self.column][wanted.index(None)]
+        expected = [_last_number(str(answer)) for answer in columns[self.column]]
+        if None in expected:
+            answer = columns[self.column][expected.index(None)]
             raise RewardError(f"{answer!r} holds no number to compare with.",
                               where=f"prompts, column {self.column}", fix="name another column: "
                               "reward.kwargs.column")
-        said = [response.rpartition(self.after)[2] if self.after in response else ""
-                for response in responses] if self.after else responses
+        texts = [response.rpartition(self.after)[2] if self.after in response else ""
+                 for response in responses] if self.after else responses
         return [float(_last_number(text) == number)
-                for text, number in zip(said, wanted, strict=True)]
+                for text, number in zip(texts, expected, strict=True)]
 
 
 def _last_number(text: str) -> Decimal | None:
-    found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    numbers = NUMBER.findall(text)
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def _folded(word: str) -> str:

@@ -1,5 +1,5 @@
-"""From a name or a folder to a sequence classifier and its tokenizer; an adapter is merged into its
-base. Weights that the files lack, such as an untrained head, are refused."""
+"""Loading a sequence classifier and its tokenizer by a name or from a folder; an adapter is merged
+into its base. Models with missing weights, such as those of the head, are refused."""
 
 import json
 import warnings
@@ -21,12 +21,12 @@ UNBOUNDED = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A sequence classifier as it was loaded."""
+    """A loaded sequence classifier."""
 
     model: Any
     tokenizer: Any
     limit: int | None
-    """tokens that it reads at most"""
+    """maximum tokens of its input"""
 
 
 def load_scorer(name: str, dtype: torch.dtype, *, revision: str | None, trust_remote_code: bool
@@ -80,8 +80,8 @@ def _load_model(name: str, source: str, dtype: torch.dtype, options: dict[str, A
         rows = int(head[1][0])
         if model_files.states_labels(source, options["revision"]):
             raise InputError(
-                f"The head of {name} ({head[0]}) has {counted(rows, 'row')}, one an output, and "
-                f"its config.json tells of {model.config.num_labels} labels.", where=MODEL_KEY,
+                f"The head of {name} ({head[0]}) has {counted(rows, 'row')}, one per output, and "
+                f"its config.json has {model.config.num_labels} labels.", where=MODEL_KEY,
                 fix=f'write the {counted(rows, "label")} that it was trained on into config.json, '
                     f'as "id2label": {json.dumps({i: f"LABEL_{i}" for i in range(rows)})}')
         model, info = _from_files(name, source, dtype, {**options, "num_labels": rows})
@@ -94,7 +94,7 @@ def _from_files(name: str, source: str, dtype: torch.dtype, options: dict[str, A
     try:
         return transformers.AutoModelForSequenceClassification.from_pretrained(
             source, dtype=dtype, output_loading_info=True,
-            ignore_mismatched_sizes=True,  # refused by name, with both sizes
+            ignore_mismatched_sizes=True,  # the caller refuses them, with names and sizes
             **options)
     except Exception as error:  # transformers raises many kinds here, all about the files
         raise InputError(f"The model in {name} can't be loaded: {error_line(error)}",
@@ -103,25 +103,25 @@ def _from_files(name: str, source: str, dtype: torch.dtype, options: dict[str, A
 
 
 def _refuse_absent(name: str, info: dict[str, Any], new: set[str]) -> None:
-    """Refuse weights that would be random: the files lack them or have them in another size.
+    """Refuse a model with random weights: the files lack them or have them in another size.
 
     Args:
-        new: those that come from elsewhere.
+        new: names of weights that come from other files.
     """
-    sizes = {key: f"{key} ({list(there)} in the files, {list(here)} by config.json)"
-             for key, there, here in info["mismatched_keys"] if key not in new}
+    sizes = {key: f"{key} ({list(stored)} in the files, {list(here)} by config.json)"
+             for key, stored, here in info["mismatched_keys"] if key not in new}
     if absent := sorted((set(info["missing_keys"]) - new) | sizes.keys()):
         shown = ", ".join(sizes.get(key, key) for key in absent[:5])
         raise InputError(
             f"{name} has no fitting weights for {shown}{', ...' * (len(absent) > 5)}; they would "
-            "be random numbers.", where=MODEL_KEY, fix="mend the sizes in config.json, or put the "
-            "weights that belong to it there" if absent[0] in sizes else
+            "be random numbers.", where=MODEL_KEY, fix="correct the sizes in config.json, or copy "
+            "the weights that belong to it" if absent[0] in sizes else
             "give a model trained for sequence classification, not its base")
 
 
 def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, options: dict[str, Any]
                   ) -> Any:
-    """The base with the adapter merged into it, in fp32 until it is."""
+    """The base with the adapter merged into it, computed in fp32."""
     import peft
     from safetensors.torch import load_file
 
@@ -139,12 +139,12 @@ def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, option
         _refuse_absent(name, info, {key for key in (
             *info["missing_keys"], *(one[0] for one in info["mismatched_keys"])) if key in stored})
         with warnings.catch_warnings():
-            # of old names in transformers, and of layers that PEFT sets right itself
+            # warnings about old names in transformers, and about layers that PEFT adjusts itself
             warnings.filterwarnings("ignore", category=FutureWarning)
             warnings.filterwarnings("ignore", category=UserWarning, module="peft")
             on_base = peft.PeftModel.from_pretrained(model, str(folder))
             if getattr(on_base.active_peft_config, "is_prompt_learning", False):
-                raise InputError(f"{name} has virtual tokens, which no reward can be made of.",
+                raise InputError(f"{name} has virtual tokens, which a reward can't use.",
                                  where=MODEL_KEY, fix="give a LoRA adapter or a whole model")
             return on_base.merge_and_unload().to(dtype)
     except InputError:
@@ -156,7 +156,7 @@ def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, option
 
 
 def _position_limit(model: Any, tokenizer: Any) -> int | None:
-    """Longest input that both tokenizer and position embeddings allow; None when neither says."""
+    """Maximum tokens that tokenizer and position embeddings allow; None without a limit."""
     limits = [tokenizer.model_max_length] if tokenizer.model_max_length < UNBOUNDED else []
     positions = getattr(model.config, "max_position_embeddings", None)
     if isinstance(positions, int) and positions > 0:

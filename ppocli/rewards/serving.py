@@ -1,7 +1,7 @@
-"""A reward behind an address: what ``ppocli serve-reward`` runs.
+"""The HTTP server of ``ppocli serve-reward``, which scores samples with a reward.
 
-Python's own HTTP server is enough: a thread a connection, and the reward is called by one of them
-at a time unless it says, by an attribute ``thread_safe = True``, that several may call it at once.
+Python's own HTTP server is enough: one thread per connection. Only one of them calls the reward at
+a time, unless the reward has an attribute ``thread_safe = True``.
 """
 
 import contextlib
@@ -30,24 +30,24 @@ log = logging.getLogger(__name__)
 
 SCORE, HEALTH = "/score", "/health"
 MOST_WAITING = 64
-"""requests that may wait for the reward; more are told to come again"""
+"""requests that may wait for the reward; others get status 503"""
 LAST_WORDS = 10.0
-"""seconds that a request under way has to be answered in when the server is to end"""
+"""seconds that requests under way may take when the server stops"""
 IDLE = 60.0
-"""seconds that a connection may say nothing, and that the head of a request may take to arrive"""
+"""maximum seconds of silence on a connection, and for the head of a request to arrive"""
 SLOWEST = 2**20
-"""bytes of a body that have to arrive a second, after as long"""
+"""minimum bytes per second of a body, after the first ``IDLE`` seconds"""
 MOST_CONNECTIONS = 256
 MOST_HEAD = 2**16
-"""bytes of the head of a request"""
+"""maximum bytes of the head of a request"""
 BODIES = 4
-"""bodies of the largest size that memory is given to at once; others are read when these are
-answered"""
+"""number of bodies of the largest size that are in memory at once; others are read after these have
+been answered"""
 _LARGE = 2**20
 
 
 class Refused(Exception):
-    """A request that gets another answer than scores."""
+    """A request that gets an error in place of scores."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -55,18 +55,18 @@ class Refused(Exception):
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Listens from when it is made; ``serve_forever`` answers until ``poll`` raises.
+    """Listens from its construction; ``serve_forever`` answers until ``poll`` raises.
 
     Args:
-        reward: with ``on_invalid=skip``: whoever asks decides what a sample without score means.
-        max_body: bytes of the largest request.
-        token: asked for as ``Authorization: Bearer``; None: of nobody.
-        tokenizer: handed to rewards that ask for one.
+        reward: with ``on_invalid=skip``: the client decides what a sample without score means.
+        max_body: maximum bytes of a request.
+        token: required as ``Authorization: Bearer``; None: no token is required.
+        tokenizer: for rewards that take one.
     """
 
     request_queue_size = 128
     server_bind = socketserver.TCPServer.server_bind
-    """without asking a name server for this machine's name, which may take seconds"""
+    """doesn't look up this machine's name, which may take seconds"""
 
     def __init__(self, host: str, port: int, reward: scoring.Reward, *, max_body: int,
                  token: str | None = None, tokenizer: Any = None,
@@ -74,7 +74,7 @@ class RewardServer(ThreadingHTTPServer):
         self.reward, self.max_body, self.token = reward, max_body, token
         self.tokenizer, self.poll = tokenizer, poll
         self.rewards = {SCORE: reward}
-        """path -> the reward there: the weighted sum, and each of several by itself"""
+        """path -> reward: the weighted sum, and each of several rewards by itself"""
         if len(reward.parts) > 1:
             self.rewards.update({f"{SCORE}/{part.name}": replace(
                 reward, parts=(replace(part, weight=1.0),)) for part in reward.parts})
@@ -83,14 +83,14 @@ class RewardServer(ThreadingHTTPServer):
         self._connections = threading.Semaphore(MOST_CONNECTIONS)
         self._held, self._room = 0, threading.Condition()
         self._untidy = False
-        """whether large bodies have been freed since memory was last given back"""
+        """whether large bodies have been freed since memory was last returned to the system"""
         self._turn = (contextlib.nullcontext() if reward.all_say("thread_safe")
                       else threading.Lock())
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), _Handler)
 
     def service_actions(self) -> None:
-        """Called by ``serve_forever`` between connections; what it raises ends it."""
+        """Called by ``serve_forever`` between connections; an exception stops the server."""
         if self._untidy:
             self._untidy = False
             host_memory.give_back_memory()
@@ -104,17 +104,17 @@ class RewardServer(ThreadingHTTPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """What the thread does."""
+        """Serve a connection, in its thread."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._connections.release()
 
     def hold(self, size: int) -> None:
-        """Take room for a body of so many bytes; fewer than 0 give it back.
+        """Reserve memory for a body of ``size`` bytes; a negative size releases it.
 
         Raises:
-            Refused: 503 where there was none for a long time.
+            Refused: 503 if none was free for ``IDLE`` seconds.
         """
         most = BODIES * self.max_body
         with self._room:
@@ -125,21 +125,21 @@ class RewardServer(ThreadingHTTPServer):
             self._room.notify_all()
 
     def take_place(self) -> Callable[[], None]:
-        """Count a request as under way, until what is returned is called: once it is answered.
+        """Count a request as under way; the returned function ends it.
 
         Raises:
-            Refused: 503 where too many wait already.
+            Refused: 503 if too many are waiting.
         """
         if not self._places.acquire(blocking=False):
             raise Refused(503, f"{MOST_WAITING} requests are waiting already")
         return self._places.release
 
     def answer(self, path: str, body: bytes) -> bytes:
-        """The body of the answer to a request's body, scored in its turn.
+        """The body of the answer to a request.
 
         Raises:
-            Refused: 400 for a request of another form, 422 for columns that the reward lacks, 500
-                where it failed.
+            Refused: 400 for a malformed request, 422 if it lacks columns that the reward needs, 500
+                if the reward failed.
         """
         reward, status = self.rewards[path], 400
         try:
@@ -148,37 +148,37 @@ class RewardServer(ThreadingHTTPServer):
                 status = 422
                 reward.check_columns(list(request.columns), steps=request.steps is not None)
                 status = 500
-                found = reward.score(request)
+                result = reward.score(request)
             with self._counting:
                 self.requests, self.samples = self.requests + 1, self.samples + len(request)
         except (records.WireError, PpocliError) as error:
             raise Refused(status, error.args[0]) from None
-        scores: Sequence[records.Score] = found.dense or found.scores
+        scores: Sequence[records.Score] = result.dense or result.scores
         return records.encode_scores([score if valid else None
-                                      for score, valid in zip(scores, found.valid, strict=True)],
-                                     found.logs)
+                                      for score, valid in zip(scores, result.valid, strict=True)],
+                                     result.logs)
 
     def finish(self) -> bool:
-        """Wait a while for the requests under way; whether all were answered."""
+        """Wait up to ``LAST_WORDS`` seconds for requests under way; whether all were answered."""
         deadline = monotonic() + LAST_WORDS
         return all(self._places.acquire(timeout=max(0.0, deadline - monotonic()))
                    for _ in range(MOST_WAITING))
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no error; anything else is a bug and keeps its traceback."""
+        """Log the error: a bug with its traceback, a client that went away for debugging only."""
         gone = isinstance(sys.exception(), (ConnectionError, TimeoutError))
         log.log(logging.DEBUG if gone else logging.ERROR, "connection of %s ended", client_address,
                 exc_info=True)
 
 
 class _Arriving(io.RawIOBase):
-    """What a client sends: so many bytes until a certain moment, however small the pieces are."""
+    """A client's data, limited in bytes and by a deadline for all of them together."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection, self._left, self._until = connection, 0, 0.0
 
     def expect(self, size: int, seconds: float) -> None:
-        """Let so many bytes come from now on, in so many seconds together."""
+        """Accept ``size`` bytes from now on, within ``seconds`` in all."""
         self._left, self._until = size, monotonic() + seconds
 
     def readable(self) -> bool:
@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
                 "requests": self.server.requests, "samples": self.server.samples}).encode())
         else:
             self._refuse(Refused(405 if self.path in self.server.rewards else 404,
-                                 f"POST samples to {SCORE}; {HEALTH} says how this server is"))
+                                 f"POST samples to {SCORE}; {HEALTH} shows this server's state"))
 
     def do_POST(self) -> None:
         with contextlib.ExitStack() as under_way:
@@ -230,9 +230,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self._refuse(Refused(500, error_line(error)))
 
     def _allowed(self) -> None:
-        """Whether this request may be scored at all, by its head alone."""
-        token, given = self.server.token, self.headers.get("Authorization", "")
-        if token is not None and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()
+        """Refuse a request by its head: a wrong token or path."""
+        token, header = self.server.token, self.headers.get("Authorization", "")
+        if token is not None and not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()
                                                          ):
             raise Refused(401, "the token is missing or wrong")
         if self.path not in self.server.rewards:
@@ -240,14 +240,14 @@ class _Handler(BaseHTTPRequestHandler):
                           f"{', '.join(self.server.rewards)}")
 
     def _body(self, under_way: contextlib.ExitStack) -> bytes:
-        """The body, for which room is held until the request is answered."""
-        if not (given := self.headers.get("Content-Length", "")).isdecimal():
+        """The body; its memory is reserved until the request is answered."""
+        if not (length_text := self.headers.get("Content-Length", "")).isdecimal():
             raise Refused(411, "Content-Length is missing")
-        # int() takes no thousands of digits
-        if len(given) > 18 or int(given) > self.server.max_body:
-            raise Refused(413, f"{cut(given, 18)} bytes are more than the {self.server.max_body} "
-                          "that are allowed")
-        length = int(given)
+        # int() refuses thousands of digits
+        if len(length_text) > 18 or int(length_text) > self.server.max_body:
+            raise Refused(413, f"{cut(length_text, 18)} bytes are more than the "
+                          f"{self.server.max_body} that are allowed")
+        length = int(length_text)
         self.server.hold(length)
         under_way.callback(self.server.hold, -length)
         self._arriving.expect(length, IDLE + length / SLOWEST)
@@ -258,15 +258,15 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _refuse(self, refused: Refused) -> None:
         text = hide_secrets(str(refused))
-        # a client that only looks whether somebody is there is no news
+        # requests that only look whether a server answers aren't worth a warning
         log.log(logging.WARNING if self.command == "POST" else logging.DEBUG,
                 "%s %s: %d %s", self.command, self.path, refused.status, text)
-        # the body may not have been read: what follows on this connection can't be told apart
+        # the body may be unread, so the next request on this connection couldn't be found
         self.close_connection = True
         self._send(refused.status, json.dumps({"error": text}).encode())
 
     def _send(self, status: int, body: bytes) -> None:
-        self.connection.settimeout(IDLE)  # for all of it
+        self.connection.settimeout(IDLE)  # for the whole answer
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

@@ -17,8 +17,8 @@ import torch
 from ppocli.config.schema import EnvConfig
 from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.environments.calls import Answered, Called, Calls, known_of
-from ppocli.environments.wording import ChatWords, PlainWords, Said
+from ppocli.environments.calls import Answered, Called, Calls, reset_arguments
+from ppocli.environments.wording import ChatWords, PlainWords, RenderedText
 from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, Step, Turn
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.layout import Sequences, padded
@@ -68,7 +68,7 @@ class Game:
 
     def record(self) -> Episode:
         """The finished episode."""
-        own = getattr(self.environment, "own", self.environment)  # what an adapter is around
+        own = getattr(self.environment, "wrapped", self.environment)  # what an adapter is around
         return Episode(self.opening, tuple(self.turns), self.ended or DONE, self.error, own,
                        self.context)
 
@@ -169,12 +169,12 @@ class EpisodeSampler:
         return settle
 
     def _begin(self, prompts: PromptBatch, stream: int) -> list[Game]:
-        asked = [Called(None, episode, 0, known_of(prompts, i))
+        asked = [Called(None, episode, 0, reset_arguments(prompts, i))
                  for i, episode in enumerate(prompts.episodes)]
         games = []
         for i, answer in enumerate(self.calls.answers(asked, stream)):
             own = prompts.tokens[i][prompts.mask[i]].tolist()
-            ids, said = self.words.opening(own, asked[i].given["messages"], answer.told)
+            ids, said = self.words.opening(own, asked[i].arguments["messages"], answer.result)
             game = Game(i, prompts.episodes[i], [*ids, *said.ids], len(own), answer.environment,
                         said.text, said.messages)
             if game.room(self.cfg.max_tokens) < 1:
@@ -204,8 +204,8 @@ class EpisodeSampler:
 
     def _answered(self, game: Game, text: str, answer: Answered) -> None:
         """Write down a turn and the answer to it; what the policy is to read next waits."""
-        step = Step(done=True) if answer.error is not None else answer.told
-        said = Said([]) if step.done and step.observation is None else self.words.between(
+        step = Step(done=True) if answer.error is not None else answer.result
+        said = RenderedText([]) if step.done and step.observation is None else self.words.between(
             step.observation, ended=game.finished, last=game.ids[-1])
         if answer.error is not None or game.error is not None:
             game.ended, game.error = ERROR, game.error or str(answer.error and answer.error.what)

@@ -6,7 +6,7 @@ from ppocli.config import sampling, schema, tasks
 from ppocli.errors import ConfigError
 from ppocli.training.task import Task, TaskSetup
 from ppocli.user_classes import build, check_class
-from ppocli.user_code import Kind, Wanted
+from ppocli.user_code import CodeSetting, Kind
 
 TASK = Kind("function", ConfigError)
 SAMPLER = Kind("class", ConfigError)
@@ -22,11 +22,11 @@ def check_own_classes(cfg: schema.TrainConfig) -> None:
             than they are called.
     """
     if tasks.task_name(cfg) not in _OURS:
-        check_class(Wanted(str(cfg.task.fn), "task.fn", TASK), Task)
+        check_class(CodeSetting(str(cfg.task.fn), "task.fn", TASK), Task)
     if cfg.rollout.engine not in sampling.OUR_ENGINES:
         from ppocli.sampling.sampler import Sampler
 
-        check_class(Wanted(cfg.rollout.engine, "rollout.engine", SAMPLER), Sampler)
+        check_class(CodeSetting(cfg.rollout.engine, "rollout.engine", SAMPLER), Sampler)
 
 
 def build_task(setup: TaskSetup) -> Task:
@@ -39,5 +39,5 @@ def build_task(setup: TaskSetup) -> Task:
     """
     if (ours := _OURS.get(tasks.task_name(setup.cfg))) is not None:
         return import_module(f"ppocli.tasks.{ours}").build_task(setup)
-    return build(Wanted(str(setup.cfg.task.fn), "task.fn", TASK), Task, setup, key="task.kwargs",
-                 kwargs=setup.cfg.task.kwargs)
+    return build(CodeSetting(str(setup.cfg.task.fn), "task.fn", TASK), Task, setup,
+                 key="task.kwargs", kwargs=setup.cfg.task.kwargs)

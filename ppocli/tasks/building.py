@@ -41,7 +41,7 @@ from ppocli.text import first_line
 from ppocli.training.resume import fill_module
 from ppocli.training.saved_model import SavedModel
 from ppocli.user_classes import build
-from ppocli.user_code import Kind, Wanted
+from ppocli.user_code import CodeSetting, Kind
 from ppocli.zero.sharded_models import load_in_parts, sharded_copy, share_sharded_trunk
 from ppocli.zero.sharded_weights import gathered
 
@@ -288,7 +288,7 @@ def build_sampler(setup: SamplerSetup, calls: Calls | None = None) -> Sampler:
     """
     cfg = setup.cfg.rollout
     sampler: Sampler = ENGINES[cfg.engine](setup) if cfg.engine in ENGINES else build(
-        Wanted(cfg.engine, "rollout.engine", Kind("class", ConfigError)), Sampler, setup,
+        CodeSetting(cfg.engine, "rollout.engine", Kind("class", ConfigError)), Sampler, setup,
         key="rollout.kwargs", kwargs=cfg.kwargs)
     if calls is None:
         return sampler

@@ -39,7 +39,7 @@ from ppocli.errors import InputError
 from ppocli.storage.atomic import read_json, write_json_atomic
 from ppocli.text import error_line
 from ppocli.user_classes import refuse_unfit
-from ppocli.user_code import Kind, Located, Wanted, locate
+from ppocli.user_code import CodeSetting, Kind, Located, locate
 
 EVAL_SAMPLES = "eval/samples"
 _ORPHAN_SECONDS = 30.0  # time to finish in when the run was killed
@@ -258,7 +258,7 @@ def locate_tracker(spec: str) -> Located:
     Raises:
         InputError: the path leads to nothing, or to something that is no tracker.
     """
-    located = locate(Wanted(spec, "tracking.trackers", Kind("class", InputError)))
+    located = locate(CodeSetting(spec, "tracking.trackers", Kind("class", InputError)))
     fix = "a tracker is a class: __init__(self, run_dir, config), row(self, figures)"
     refuse_unfit(located, OwnTracker, InputError, frozenset({"row"}))
     try:

@@ -55,7 +55,7 @@ def test_each_word_is_scored_where_it_ends_and_a_server_does_the_same(command, a
 def test_steps_without_ends_are_refused_before_a_model_is_loaded(command, validate, world):
     (world / "steps.py").write_text(STEPS)
     ended = command(*words("reward.fn=steps.py:words", "run_name=r"), code=7)
-    assert "asks for the steps of responses, and nothing says what they are" in ended.err
+    assert "takes the steps of responses, and nothing defines them" in ended.err
     assert "reward.step_separator or reward.step_fn" in ended.err
     ended = validate(*words("reward.fn=steps.py:words", "reward.step_fn=steps.py:gone"), code=7)
     assert "steps.py" in ended.err

@@ -15,7 +15,7 @@ from runs import imported_by, words
 from ppocli.errors import RewardError
 from ppocli.rewards.resolve import REWARD
 from ppocli.text import clean
-from ppocli.user_code import Wanted, refuse_absent
+from ppocli.user_code import CodeSetting, refuse_absent
 
 
 def everything(folder: Path) -> dict[str, int]:
@@ -306,11 +306,11 @@ def test_what_a_module_makes_of_itself_is_asked_when_it_runs(world):
                        "lazy": "def __getattr__(name): ...", "set": "score = other = len",
                        "unread": "def ("}.items():
         (world / f"{name}.py").write_text(body + "\n")
-        refuse_absent(Wanted(f"{name}.py:score", "reward.fn", REWARD))
-        refuse_absent(Wanted(f"{name}:score", "reward.fn", REWARD))
+        refuse_absent(CodeSetting(f"{name}.py:score", "reward.fn", REWARD))
+        refuse_absent(CodeSetting(f"{name}:score", "reward.fn", REWARD))
     (world / "other.py").write_text("other = 1\n")
     with pytest.raises(RewardError, match=r"There is no 'score' in 'other\.py'"):
-        refuse_absent(Wanted("other:score", "reward.fn", REWARD))
+        refuse_absent(CodeSetting("other:score", "reward.fn", REWARD))
 
 
 @pytest.mark.parametrize(("more", "code", "said"), [

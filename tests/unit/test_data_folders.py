@@ -139,7 +139,7 @@ def test_lists_of_paths(tmp_path, monkeypatch, key):
     assert names_hub_dataset(path)
     assert not names_hub_dataset("{b.jsonl,[a]*.jsonl}")
     for wrong in ("[]", "[a.jsonl,'b,c.jsonl']"):
-        with refused(ConfigError, f"{key}: ", "a list of paths must have some"):
+        with refused(ConfigError, f"{key}: ", "a list of paths needs at least one"):
             checked(*base, f"{key}={wrong}")
 
 
@@ -185,7 +185,7 @@ def test_addresses_are_downloaded_as_datasets_does(tmp_path):
         assert over_http.endswith("then 'prompts.path=my rows.jsonl'")
     assert none.startswith(f"{url}/none.jsonl cannot be downloaded: ")
     assert none.endswith(f"curl -L -o none.jsonl {url}/none.jsonl, then prompts.path=none.jsonl")
-    assert "is no .json, .jsonl" in rest
+    assert "doesn't end in .json, .jsonl" in rest
     assert page.endswith("fix:   prompts.path=openai/gsm8k")
     assert blob.endswith("/datasets/openai/gsm8k/resolve/main/rows.jsonl")
     assert "cannot be downloaded: the Hub cannot be reached." in hub

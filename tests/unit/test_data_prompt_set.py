@@ -224,7 +224,7 @@ def test_prompts_without_tokens_are_dropped_with_their_metadata():
     assert prompts.texts == ["it is", "so"]
     assert prompts.columns == {"n": [1, 3]}
     assert prompts.notes == ("1 prompt had no token: dropped",)
-    with pytest.raises(InputError, match="makes no token of any of the 1 prompts"):
+    with pytest.raises(InputError, match="returns no token for any of the 1 prompts"):
         load(["???"], tokenizer)
 
 

@@ -43,7 +43,7 @@ def test_a_chat_goes_on_as_the_template_would_have_rendered_it(ended):
 
 
 def test_a_template_that_rewrites_history_is_refused():
-    with pytest.raises(InputError, match="rewrites what was said before"):
+    with pytest.raises(InputError, match="changes earlier turns when a message is added"):
         ChatWords(chat_tokenizer(FORGETS))
 
 
@@ -147,12 +147,12 @@ def test_an_environment_of_trl_s_runs_unchanged():
     assert [tool.__name__ for tool in what.tools] == ["look"]
     calls = Calls(what, cfg, seed=0)
     one, = calls.answers([Called(None, 0, 0, {"prompt": "p", "messages": None, "label": 3})], 1)
-    assert one.told == " What is the film?"
+    assert one.result == " What is the film?"
     call = '<tool_call>{"name": "look", "arguments": {"name": "it"}}</tool_call>'
-    told = stepped(calls, [one.environment], 1, call)[0].told
+    told = stepped(calls, [one.environment], 1, call)[0].result
     assert told.observation == [{"role": "tool", "name": "look", "content": "it is good"}]
-    assert stepped(calls, [one.environment], 2, "so it is")[0].told.done
-    assert one.environment.own.found == 1
+    assert stepped(calls, [one.environment], 2, "so it is")[0].result.done
+    assert one.environment.wrapped.found == 1
 
 
 def test_an_environment_of_trl_s_may_have_an_async_tool_called_step():
@@ -160,7 +160,7 @@ def test_an_environment_of_trl_s_may_have_an_async_tool_called_step():
     calls = Calls(resolve(cfg, []), cfg, seed=0)
     one, = calls.answers([Called(None, 0, 0, {"prompt": "p", "messages": None})], 1)
     call = '<tool_call>{"name": "step", "arguments": {"way": "north"}}</tool_call>'
-    told = stepped(calls, [one.environment], 1, call)[0].told
+    told = stepped(calls, [one.environment], 1, call)[0].result
     assert told.observation == [{"role": "tool", "name": "step", "content": "you went north"}]
 
 
@@ -177,7 +177,7 @@ def test_an_agent_s_file_is_read_without_openrlhf(tmp_path, monkeypatch):
     cfg = EnvConfig(fn="agent.py:AgentInstance", adapter="openrlhf")
     calls = Calls(resolve(cfg, []), cfg, seed=0)
     one, = calls.answers([Called(None, 0, 0, {"prompt": "p", "messages": None})], 1)
-    assert stepped(calls, [one.environment], 1)[0].told == Step(None, 1.0, True)
+    assert stepped(calls, [one.environment], 1)[0].result == Step(None, 1.0, True)
     assert "openrlhf" not in sys.modules
 
 
@@ -185,6 +185,6 @@ def test_an_agent_of_openrlhf_s_runs_unchanged():
     cfg = EnvConfig(fn="played:AgentInstance", adapter="openrlhf")
     calls = Calls(resolve(cfg, ["label"]), cfg, seed=0)
     one, = calls.answers([Called(None, 0, 0, {"prompt": "p", "messages": None, "label": 3})], 1)
-    assert one.told is None
-    assert stepped(calls, [one.environment], 1, "abc")[0].told == Step(" more", 3.0)
-    assert stepped(calls, [one.environment], 2, "ab")[0].told == Step(" more", 2.0, True)
+    assert one.result is None
+    assert stepped(calls, [one.environment], 1, "abc")[0].result == Step(" more", 3.0)
+    assert stepped(calls, [one.environment], 2, "ab")[0].result == Step(" more", 2.0, True)

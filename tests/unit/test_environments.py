@@ -10,7 +10,7 @@ from sessions import set_keys
 
 from ppocli.config.schema import EnvConfig
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.environments.calls import Called, Calls, as_step, known_of
+from ppocli.environments.calls import Called, Calls, as_step, reset_arguments
 from ppocli.environments.resolve import resolve
 from ppocli.episode import Step
 from ppocli.errors import RewardError
@@ -33,7 +33,7 @@ def test_random_numbers_are_those_of_seed_stream_episode_and_turn():
     first, second = begun(calls, 0, 1), begun(calls, 0, 1)
     assert [one.last for one in first] == [one.last for one in second] == [
         int(np.random.default_rng([7, ROLLOUT, episode, 0]).integers(1, 5)) for episode in (0, 1)]
-    said = [one.told.observation for one in stepped(calls, first, 1)]
+    said = [one.result.observation for one in stepped(calls, first, 1)]
     assert said == [(None, " good", " a film was", " warm")[
         int(np.random.default_rng([7, ROLLOUT, episode, 1]).integers(4))] for episode in (0, 1)]
 
@@ -45,9 +45,9 @@ def test_a_generator_that_reset_keeps_goes_on_with_the_episode_s_own_numbers(nam
     games = begun(calls, 2, 3, 4, 5)  # any ranks' share of two groups
     assert [game.number for game in games] == [int(np.random.default_rng(
         [7, ROLLOUT, group, 0]).integers(10**6)) for group in (0, 1, 1, 1)]
-    later = [one.told.reward for one in stepped(calls, games, 1)]
+    later = [one.result.reward for one in stepped(calls, games, 1)]
     assert len({*later, *(game.number for game in games)}) == 6
-    again = [one.told.reward for one in stepped(calls, begun(calls, 2, 3, 4, 5), 1)]
+    again = [one.result.reward for one in stepped(calls, begun(calls, 2, 3, 4, 5), 1)]
     assert again == later
 
 
@@ -57,14 +57,14 @@ def test_calls_in_threads_and_awaited_ones_answer_the_same(name, keys):
     plain, other = calls_of("Words"), calls_of(name, **keys)
     wanted, got = begun(plain, *range(9)), begun(other, *range(9))
     for turn in (1, 2):
-        assert [one.told for one in stepped(plain, wanted, turn)] == [
-            one.told for one in stepped(other, got, turn)]
+        assert [one.result for one in stepped(plain, wanted, turn)] == [
+            one.result for one in stepped(other, got, turn)]
 
 
 @pytest.mark.parametrize("keys", [{}, {"timeout": 20.0}, {"workers": 2}])
 def test_a_static_reset_and_a_plain_step_that_returns_what_is_awaited(keys):
     calls = calls_of("Wrapped", **keys)
-    assert [one.told.done for one in stepped(calls, begun(calls, 0, 1), 1)] == [True, True]
+    assert [one.result.done for one in stepped(calls, begun(calls, 0, 1), 1)] == [True, True]
 
 
 def test_what_an_awaited_call_keeps_serves_the_next():
@@ -72,7 +72,7 @@ def test_what_an_awaited_call_keeps_serves_the_next():
     calls = calls_of("Shared")
     games = begun(calls, *range(5))
     for turn in (1, 2):
-        assert [one.told.reward for one in stepped(calls, games, turn)] == [1.0] * 5
+        assert [one.result.reward for one in stepped(calls, games, turn)] == [1.0] * 5
 
 
 def test_an_awaited_call_may_work_for_a_while_beside_many_others():
@@ -88,8 +88,8 @@ def test_what_is_known_of_a_prompt_is_no_column_of_that_name():
                             mask=torch.ones(1, 1, dtype=torch.bool), texts=["hi"],
                             messages=[asked] if chat else [], episodes=[0],
                             columns={"prompt": ["secret"], "messages": ["column"], "label": [3]})
-        assert known_of(batch, 0) == {"prompt": "hi", "messages": asked if chat else None,
-                                      "label": 3}
+        assert reset_arguments(batch, 0) == {"prompt": "hi", "messages": asked if chat else None,
+                                             "label": 3}
 
 
 def test_awaited_calls_wait_together():
@@ -145,7 +145,7 @@ def test_an_async_step_that_blocks_is_told():
 def test_a_call_that_raised_is_tried_again():
     played.Counter.calls = 0
     calls = calls_of("Counter", retries=2)
-    assert stepped(calls, begun(calls, 0), 1)[0].told == Step(None, 1.0, True)
+    assert stepped(calls, begun(calls, 0), 1)[0].result == Step(None, 1.0, True)
     played.Counter.calls = 0
     with pytest.raises(RewardError, match="OSError: busy"):
         stepped(calls_of("Counter", retries=1), begun(calls, 0), 1)

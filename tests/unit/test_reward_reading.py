@@ -172,7 +172,7 @@ def test_a_head_of_one_row_decides_where_config_json_says_nothing(tmp_path, stat
     if not stated:
         assert scores(folder) == expected
         return
-    with refused(InputError, "score.weight) has 1 row", "config.json tells of 2 labels",
+    with refused(InputError, "score.weight) has 1 row", "config.json has 2 labels",
                  '"id2label": {"0": "LABEL_0"}'):
         scores(folder)
 

@@ -173,7 +173,7 @@ def test_steps_are_refused_where_nothing_says_what_they_are():
     def score(responses, steps):
         return [len(one) for one in steps]
 
-    with refused(RewardError, "asks for the steps of responses, and nothing says what they are",
+    with refused(RewardError, "takes the steps of responses, and nothing defines them",
                  "reward.step_separator or reward.step_fn"):
         build_reward(RewardConfig(), reward_fn=score).check_columns([])
     build_reward(LINES, reward_fn=score).check_columns([])

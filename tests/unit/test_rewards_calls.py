@@ -117,7 +117,7 @@ OWN = {"exit 0": (SystemExit(0), "raised SystemExit: 0"),
        "subclass": (Leave("bye"), "raised Leave: bye"),
        "interrupt": (KeyboardInterrupt(), "raised KeyboardInterrupt"),
        "cancelled": (asyncio.CancelledError(), "raised CancelledError"),
-       "speechless": (Speechless(), "raised Speechless: (its own text can't be had: __str__ raised "
+       "speechless": (Speechless(), "raised Speechless: (without a text: its __str__ raised "
                       "KeyError)"),
        "long": (ValueError("x" * 5_000_000), "raised ValueError: xxx")}
 

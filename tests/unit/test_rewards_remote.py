@@ -273,7 +273,7 @@ def test_a_value_that_was_sent_is_shown_nowhere_whatever_its_variable_is_called(
 @pytest.mark.parametrize("variable", ["ALL_PROXY=foo:bar:baz", "SSL_CERT_FILE=/nowhere.pem"])
 def test_a_proxy_that_can_t_be_used_is_the_environments(variable, monkeypatch):
     monkeypatch.setenv(*variable.split("="))
-    with refused(ConfigError, "http://192.0.2.1:9/score can't be asked", "correct the variable"):
+    with refused(ConfigError, "http://192.0.2.1:9/score can't be reached", "correct the variable"):
         build_reward(cfg_of("http://192.0.2.1:9/score"))
 
 

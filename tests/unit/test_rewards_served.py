@@ -65,7 +65,7 @@ def test_a_served_reward_scores_the_steps_that_it_is_told():
         found = build_reward(RewardConfig(fn="http", kwargs={"url": f"{url}/score"})).score(samples)
         assert found.dense == [[3.0, 0.0, 6.0], [0.0, 9.0, 0.0]]
         plain = {"prompts": ["p"], "responses": ["r"], "response_ids": [[1, 2]]}
-        for more, status, told in (({}, 422, "asks for the steps of responses"),
+        for more, status, told in (({}, 422, "takes the steps of responses"),
                                    ({"steps": [["r"]]}, 400, "'steps' must hold lists of texts"),
                                    ({"steps": [["r"]], "step_ends": [[2]]}, 400, "'step_ends'"),
                                    ({"steps": [["r"]], "step_ends": [[0, 1]]}, 400, "'steps'"),

@@ -134,9 +134,9 @@ def test_calls_without_arguments_and_without_a_template_for_them():
     (calling('{"place": '), "calls 'look' with arguments that are no JSON object: '{\"place\": '"),
     (calling("[1]"), "calls 'look' with arguments that are no JSON object"),
     (calling(3), "calls 'look' with arguments that are no JSON object: 3"),
-    (calling({}) | {"tool_calls": ["look"]}, "has a call of a tool that is none: 'look'"),
-    ({"role": "assistant", "function_call": "look"}, "has a call of a tool that is none"),
-    ({"from": "function_call", "value": "look"}, "has a call of a tool that is none"),
+    (calling({}) | {"tool_calls": ["look"]}, "has a malformed tool call: 'look'"),
+    ({"role": "assistant", "function_call": "look"}, "has a malformed tool call"),
+    ({"from": "function_call", "value": "look"}, "has a malformed tool call"),
     ({"role": "assistant", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
      "has a part that is no text: 'image_url'"),
     ({"role": "assistant", "content": None}, "has no role and content"),
@@ -337,7 +337,7 @@ def test_marks_that_say_something_else():
     data = load([{"messages": others}], tokenizer)
     assert shown(data, tokenizer) == f"{FIRST}[{GOOD}]{SECOND}[{BAD}]"
     assert [note.split(":")[0] for note in data.notes] == [
-        "turns of others than the assistant are marked as trained on, and are not",
+        "turns of other roles than the assistant are marked as trained on, but aren't",
         "the key 'learn' of messages doesn't say what is trained on; keys that do are weight, "
         "train, training, train_on_turn, loss, loss_weight, trainable"]
     one = marked({"weight": None})

@@ -13,7 +13,7 @@ from typing import Any
 
 from ppocli.config.schema import RolloutConfig
 from ppocli.errors import SamplerError
-from ppocli.http_client import Client, asked_pause, from_environment
+from ppocli.http_client import Client, from_environment, retry_after
 from ppocli.models.vocabulary import Vocabulary
 from ppocli.user_code import shorten
 
@@ -87,7 +87,7 @@ class Server:
             said = f"{self.url}{path} answered {status}"
             if status not in BUSY or attempt == TRIES - 1:
                 break
-            pause = max(2.0**attempt, asked_pause(answer, LONGEST_PAUSE))
+            pause = max(2.0**attempt, retry_after(answer, LONGEST_PAUSE))
             log.warning("%s; trying again in %g s", said, pause)
             time.sleep(pause)
         if status >= 500 or status in BUSY:
