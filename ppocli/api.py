@@ -132,12 +132,12 @@ def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,
     Raises:
         PpocliError: whatever ended the run; its checkpoints are kept.
     """
-    given = {"reward_fn": reward_fn, "metric_fn": metric_fn, "prompts": prompts,
-             "eval_prompts": eval_prompts}
+    objects = {"reward_fn": reward_fn, "metric_fn": metric_fn, "prompts": prompts,
+               "eval_prompts": eval_prompts}
     if samples is None:
-        return _run((), overrides, config, model_path, given, stop_sequences)
-    if taken := [name for name, value in given.items() if value is not None]:
-        raise ConfigError(f"samples are imitated, and {taken[0]} is for PPO.", where="samples",
+        return _run((), overrides, config, model_path, objects, stop_sequences)
+    if ppo_only := [name for name, value in objects.items() if value is not None]:
+        raise ConfigError(f"samples are imitated, and {ppo_only[0]} is for PPO.", where="samples",
                           fix="first ppocli.sft(data=samples), then ppocli.train with the "
                           "model_path that came of it")
     sys.stderr.write("samples are given: this is supervised fine-tuning, as ppocli.sft does it\n")
@@ -197,17 +197,17 @@ def train_reward_model(overrides: Sequence[str] | Mapping[str, Any] = (), *,
 
 
 def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
-         config: Mapping[str, Any] | None, model_path: str | Path | None, given: dict[str, Any],
+         config: Mapping[str, Any] | None, model_path: str | Path | None, objects: dict[str, Any],
          stop_sequences: Sequence[str] | None = None) -> TrainedRun:
-    """Compose, launch, and open what came of it; ``given`` are objects by the names that
+    """Compose, launch, and open what came of it; ``objects`` are objects by the names that
     ``PythonObjects`` has for them."""
     from ppocli.config import compose
     from ppocli.training.task import PythonObjects
 
     rows = ("prompts", "eval_prompts", "data", "val_data")
-    given = {name: as_list(value, name, name) if name in rows else value
-             for name, value in given.items() if value is not None}
-    handed_in = frozenset(kept.OBJECT_KEYS[name] for name in given)
+    objects = {name: as_list(value, name, name) if name in rows else value
+               for name, value in objects.items() if value is not None}
+    handed_in = frozenset(kept.OBJECT_KEYS[name] for name in objects)
     given_words = [*words.given_words(overrides), *words.given_words(config or {})]
     if model_path is not None:
         given_words += words.given_words({"model": {"path": str(model_path)}})
@@ -215,7 +215,7 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
     if read.value("resume") in (None, "never", "auto"):  # else the run knows its task
         read = words.read_words([*task, *given_words])
     composed = compose.compose(read)
-    replaced = composed.config.reward.fn if "reward_fn" in given else None
+    replaced = composed.config.reward.fn if "reward_fn" in objects else None
     arguments = [word for word in read.overrides if word.lstrip("+").startswith("reward.kwargs")
                  and word.partition("=")[2] not in ("{}", "null")]
     if arguments and replaced not in (None, resolved.PYTHON_OBJECT):
@@ -224,7 +224,7 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
     if stop_sequences is not None:
         composed = replace(composed, config=resolved.with_values(composed.config, {
             "generation.stop_sequences": list_of_texts(stop_sequences, "stop_sequences")}))
-    caller = launch.Caller(objects=PythonObjects(**given) if given else None)
+    caller = launch.Caller(objects=PythonObjects(**objects) if objects else None)
     outcome = launch.launch(compose.check(composed, handed_in), caller)
     if outcome.exit_code != 0:
         raise PpocliError(f"The run ended with exit code {outcome.exit_code}: "
@@ -331,7 +331,7 @@ def carry_out(request: EvalRequest, working: AbstractContextManager[StopFlag], s
         if on_rows:
             return evaluate_rows(request, target, cfg, stop=stop)
         objects = objects or PythonObjects()
-        with watching or nullcontext(lambda role, there, total: None) as watch:
+        with watching or nullcontext(lambda role, count, total: None) as watch:
             return run_evaluation(request, target, opened_folder.noting_objects(cfg, objects),
                                   objects, stop=stop, watch=watch)
 

@@ -356,7 +356,7 @@ def _examine_folder(composed: compose.Composed, folder: Path, found: Examined, *
     if not resume_from:
         return
     run = run_folder.RunFolder(folder)
-    newest = find_latest(run.checkpoints, run_id=None, verify="size").found
+    newest = find_latest(run.checkpoints, run_id=None, verify="size").checkpoint
     with found.taking():
         refuse_pruned(run, getattr(newest, "step", None))
         if newest is None:

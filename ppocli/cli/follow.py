@@ -17,7 +17,7 @@ from ppocli.display.results import result_stream
 from ppocli.episode import spoken
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
-from ppocli.runs.record import is_run, read_run, said, whole
+from ppocli.runs.record import is_run, read_run, sample_text, whole
 from ppocli.runs.target import RUNS, known_names, list_runs, run_named, written
 from ppocli.storage import environment, run_logs
 from ppocli.storage.run_folder import LOCK, RunFolder, live_owner, other_host
@@ -88,8 +88,8 @@ class Follower:
             return f"{path} is running again; watch it with: ppocli watch {pasted(path)}"
         if record.status == "finished":
             label, name = tasks.kind_of(record.config).evaluations[0]
-            before, after = (found.get(name) if isinstance(found, dict) else None
-                             for found in map(summary.get, ("eval_before", "eval_after")))
+            before, after = (figures.get(name) if isinstance(figures, dict) else None
+                             for figures in map(summary.get, ("eval_before", "eval_after")))
             start = "" if before is None else f"{figure(before, 3)} -> "
             change = "" if after is None else f", {label} {start}{figure(after, 3)}"
             steps = counted(record.step, "step")
@@ -127,9 +127,9 @@ class Follower:
         with suppress(OSError):  # clocks of the run, not of who watches
             board.begun = now + (self._run.path / LOCK).stat().st_mtime
             board.step_begun = max(board.begun, now + self._run.metrics.stat().st_mtime)
-        if self._has_changed(self._run.samples) and (found := recent_samples(self._run.samples)):
-            board.show([(str(row.get("prompt", "")), spoken(row) or said(row),
-                         row.get("score")) for row in found], found[0]["step"])
+        if self._has_changed(self._run.samples) and (samples := recent_samples(self._run.samples)):
+            board.show([(str(row.get("prompt", "")), spoken(row) or sample_text(row),
+                         row.get("score")) for row in samples], samples[0]["step"])
 
     def _show(self, rows: Sequence[dict[str, Any]]) -> None:
         if self._past is not None:
@@ -218,7 +218,7 @@ def recent_samples(path: Path) -> list[dict[str, Any]]:
     return newest[::-1]
 
 
-def find_watched(given: str | None) -> Path:
+def find_watched(name: str | None) -> Path:
     """The folder of the run to watch, one that has only just begun too, as messages call it.
 
     A folder of runs, such as a sweep's, stands for the one that is running, else its newest.
@@ -228,20 +228,20 @@ def find_watched(given: str | None) -> Path:
         InputError: there is no such folder.
         CheckpointError: the folder is no run's.
     """
-    if given is None:
-        if (found := _newest(RUNS)) is None:
+    if name is None:
+        if (newest := _newest(RUNS)) is None:
             raise ConfigError(f"There is no run in {RUNS} yet.", where=str(RUNS.absolute()),
                               fix="start one: ppocli train +recipe=quickstart")
-        say(f"watching {found}, the newest run")
-        return found
-    path = run_named(given, which=os.path.isdir)
+        say(f"watching {newest}, the newest run")
+        return newest
+    path = run_named(name, is_match=os.path.isdir)
     if not os.path.isdir(path):
-        raise InputError(f"There is no run {given} (looked in {Path.cwd()}).", where="RUN",
+        raise InputError(f"There is no run {name} (looked in {Path.cwd()}).", where="RUN",
                          fix="name a run's folder: ppocli runs list"
-                         + did_you_mean(given, known_names(which=_has_begun)))
+                         + did_you_mean(name, known_names(is_match=_has_begun)))
     if not _has_begun(path):
         if (inside := _newest(path)) is None:
-            raise CheckpointError(f"{given} is not a run folder (no config.yaml).", where=str(path),
+            raise CheckpointError(f"{name} is not a run folder (no config.yaml).", where=str(path),
                                   fix="name a folder made by ppocli train: ppocli runs list")
         say(f"watching {inside}, the newest run in it")
         path = inside
@@ -263,6 +263,6 @@ def may_begin(folder: Path) -> bool:
 
 
 def _newest(root: Path) -> Path | None:
-    found = list_runs(root, _has_begun)
-    running = [folder for folder in found if live_owner(folder) is not None or may_begin(folder)]
-    return max(running or found, key=written, default=None)
+    folders = list_runs(root, _has_begun)
+    running = [folder for folder in folders if live_owner(folder) is not None or may_begin(folder)]
+    return max(running or folders, key=written, default=None)

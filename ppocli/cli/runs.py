@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def watch(
-        given: RunFolder = None,
+        name: RunFolder = None,
         from_start: bool = flag(
             "Show every step, not only the last 5 and the following ones.", "--from-start"),
         interval: float = option("SECONDS", "Seconds between two reads of the folder.",
@@ -45,7 +45,7 @@ def watch(
     from ppocli.cli.follow import Follower, find_watched
     from ppocli.display.live_view import LiveView, Outlet
 
-    follower = Follower(find_watched(given), from_start, as_json)
+    follower = Follower(find_watched(name), from_start, as_json)
     console = Outlet(result_stream())
     live = output.display_mode() == "auto" and not (plain or as_json) and console.can_live
     try:
@@ -124,14 +124,14 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
     from ppocli.runs.listing import age, run_infos
 
     root = root_of(folder)
-    found = run_infos(root)
+    infos = run_infos(root)
     if as_json:
-        output.print_json([_info_json(info) for info in found])
+        output.print_json([_info_json(info) for info in infos])
         return
-    if not found:
+    if not infos:
         output.say(f"There are no runs in {root} yet. Start one: ppocli train +recipe=quickstart")
         return
-    ppo = all(info.kind in ("ppo", "?") for info in found)
+    ppo = all(info.kind in ("ppo", "?") for info in infos)
     rows = [("run", "status", "step", "reward" if ppo else "now", "best eval", "size", "age",
              "model", "reward by" if ppo else "reward or data")]
     rows += [(info.name, _status(info),
@@ -140,7 +140,7 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
               "-" if info.best is None else f"{'' if ppo else _label(info.metric)}"
               f"{figure(info.best, 3)} at {info.best_step}",
               format_bytes(info.bytes), age(info.written), info.model, info.reward)
-             for info in found]
+             for info in infos]
     output.print_table(rows, right=frozenset({3, 5, 6}))
 
 
@@ -196,11 +196,11 @@ def _label(metric: str) -> str:
     return f"{'reward' if metric == 'reward_mean' else metric.rpartition('/')[2]} "
 
 
-def root_of(given: Path | None) -> Path:
-    if given is not None and not given.expanduser().is_dir():
-        raise InputError(f"{given} does not exist or is no folder (looked in {Path.cwd()}).",
+def root_of(folder: Path | None) -> Path:
+    if folder is not None and not folder.expanduser().is_dir():
+        raise InputError(f"{folder} does not exist or is no folder (looked in {Path.cwd()}).",
                          where="DIR", fix="name a folder that holds runs (default: runs)")
-    return Path("runs") if given is None else given.expanduser()
+    return Path("runs") if folder is None else folder.expanduser()
 
 
 # prune, rm and rename -----------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def prune_runs(
                         keep_best=keep_best, say=output.say,
                         older_than=None if older_than is None else parse_age(older_than))
     if not plan:
-        _told(plan, as_json)
+        _print_removals(plan, as_json)
         output.say(f"There is nothing to delete in {root}.")
         return
     if not as_json:
@@ -245,7 +245,7 @@ def prune_runs(
         output.print_table([("run", "because", "delete", "size"), *rows], right=frozenset({3}))
     if dry_run:
         output.say(f"{_size(plan)} could be given back; nothing was deleted.")
-        _told(plan, as_json)
+        _print_removals(plan, as_json)
     else:
         _delete(plan, yes, as_json)
 
@@ -318,10 +318,10 @@ def _shown_parts(removal: Removal) -> str:
     if removal.kind == "run":
         return "the whole folder"
     steps = [part.name for part in removal.parts if STEP.fullmatch(part.name)]
-    found = [f"{len(steps)} checkpoints" if len(steps) > 2 else " and ".join(steps)]
-    found += [part.relative_to(removal.run).as_posix() for part in removal.parts
+    names = [f"{len(steps)} checkpoints" if len(steps) > 2 else " and ".join(steps)]
+    names += [part.relative_to(removal.run).as_posix() for part in removal.parts
               if part.name not in steps and not part.is_symlink()]
-    return ", ".join(filter(None, found)) or "links"
+    return ", ".join(filter(None, names)) or "links"
 
 
 def _size(plan: list[Removal]) -> str:
@@ -354,13 +354,13 @@ def _delete(plan: list[Removal], yes: bool, as_json: bool = False) -> None:
                 where=str(error.filename or removal.run), fix="look at its permissions"))
     for other in problems[1:]:  # the first one ends the command
         output.say(f"Error: {clean(other.what)}")
-    _told(deleted, as_json)
+    _print_removals(deleted, as_json)
     output.say(f"{_size(deleted)} given back.")
     if problems:
         raise problems[0]
 
 
-def _told(deleted: list[Removal], as_json: bool) -> None:
+def _print_removals(deleted: list[Removal], as_json: bool) -> None:
     if as_json:
         output.print_json([
             {"run": str(removal.run.absolute()), "kind": removal.kind, "because": removal.why,

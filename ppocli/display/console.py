@@ -108,8 +108,8 @@ class Display(logging.Handler):
     def step(self, row: dict[str, Any], total: int) -> None:
         """One line for the figures of a finished step."""
         self.board.add_row(row)
-        known = live_view.is_terminal(self._out.file) and not self._out.is_dumb_terminal
-        width = self._out.width if known else None
+        width_known = live_view.is_terminal(self._out.file) and not self._out.is_dumb_terminal
+        width = self._out.width if width_known else None
         for line, fitted in zip(row_lines(row, total), row_lines(row, total, width), strict=True):
             log.info(line, extra={"fitted": fitted})
 
@@ -176,17 +176,17 @@ def logging_as_found() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _listening_as(own: _Listeners) -> Iterator[None]:
+def _listening_as(listeners: _Listeners) -> Iterator[None]:
     if not _listening:
         _listening.append(_Listeners(log.level, log.propagate))
-    _listening.append(own)
+    _listening.append(listeners)
     _listen()
     try:
         yield
     finally:
-        for handler in own.handlers:
+        for handler in listeners.handlers:
             log.removeHandler(handler)
-        _listening.remove(own)
+        _listening.remove(listeners)
         _listen()
         if len(_listening) == 1:
             _listening.clear()
@@ -232,9 +232,9 @@ def row_lines(row: dict[str, Any], total: int, width: int | None = None) -> list
     if "reward/mean" in row:
         lines.append(_step_parts(row, total))
     elif "lr" in row or any(name.startswith("loss/") for name in row):
-        own = [name for name in row if "/" in name and not name.startswith(_NOT_ITS_OWN)]
+        task_figures = [name for name in row if "/" in name and not name.startswith(_NOT_ITS_OWN)]
         lines.append([(f"step {row['step']}/{total}", 1),
-                      *_named(row, sorted(own, key=lambda name: name != "loss/total")),
+                      *_named(row, sorted(task_figures, key=lambda name: name != "loss/total")),
                       (f"lr {figure(row.get('lr'), 1, 'e')}", 2),
                       (f"{figure(row.get('time/step'), 1)} s", 1),
                       (f"({figure(row.get('tokens_per_second/optimize'), 0)} tokens/s)", 3)])
@@ -337,8 +337,8 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
     scored = "reward_mean" in after
     samples = [pair for pair in samples  # not rows of another task
                if {"prompt", "response", "score"} <= pair[1].keys()]
-    asked = without_template([new_row["prompt"] for _, new_row in samples])
-    for prompt, (old_row, new_row) in zip(asked, samples, strict=True):
+    prompts = without_template([new_row["prompt"] for _, new_row in samples])
+    for prompt, (old_row, new_row) in zip(prompts, samples, strict=True):
         responses = [_sample(old_row, new_row, scored), _sample(new_row, old_row, scored)]
         table.add_row(Text(clean(prompt)), *responses[-len(sides):])
     return table

@@ -106,10 +106,10 @@ class Dashboard:
 
     def show(self, samples: Sequence[Sample], step: int) -> None:
         """Take samples of a step in place of the earlier ones."""
-        taken = samples[:SAMPLES]
-        said = without_template([prompt for prompt, _, _ in taken])
+        shown = samples[:SAMPLES]
+        prompts = without_template([prompt for prompt, _, _ in shown])
         self.samples = tuple((prompt, response, score) for prompt, (_, response, score)
-                             in zip(said, taken, strict=True))
+                             in zip(prompts, shown, strict=True))
         self.samples_step = step
 
     @property
@@ -127,22 +127,22 @@ class Dashboard:
 
     def lines(self, width: int, height: int, *, ascii_only: bool = False) -> list[Text]:
         """At most ``height`` lines of at most ``width`` cells."""
-        found = [self._title(width), self._progress(width), self._now()]
+        lines = [self._title(width), self._progress(width), self._now()]
         if self.curves:
-            found += [*self._curves(width), *self._speed(width), self._times()]
+            lines += [*self._curves(width), *self._speed(width), self._times()]
         if count := len(self.warnings):
             more = f"{count} warnings, the last: " if count > 1 else "warning: "
-            found.append(Text(more + _one_line(self.warnings[-1]), style="bold yellow"))
+            lines.append(Text(more + _one_line(self.warnings[-1]), style="bold yellow"))
         if self.samples:
-            found += [Text(f"samples of step {self.samples_step}", style="dim"),
+            lines += [Text(f"samples of step {self.samples_step}", style="dim"),
                       *(_sample_line(sample, width, self._figure("reward/mean"))
                         for sample in self.samples)]
-        for line in found:
+        for line in lines:
             line.no_wrap = True
             line.truncate(width, overflow="ellipsis")
             if ascii_only:
                 line.plain = line.plain.translate(_TO_ASCII).encode("ascii", "replace").decode()
-        return found[:max(1, height)]
+        return lines[:max(1, height)]
 
     def _title(self, width: int) -> Text:
         text = f"── training {_end_of(_one_line(self.name), max(1, width - 15))} "

@@ -127,12 +127,12 @@ class LiveView(Live):
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
         """What is printed, between erasing the lines and drawing them as they were last: a line of
         the training doesn't wait for new ones."""
-        drawn, self._on_screen = self._on_screen, []
+        line_widths, self._on_screen = self._on_screen, []
         if not self._in_foreground():  # the lines on the screen are someone else's
             return renderables
         # a terminal that has become narrower has broken long lines into several
         width = max(1, self.console.width)
-        rows = sum(max(1, -(-cells // width)) for cells in drawn)
+        rows = sum(max(1, -(-cells // width)) for cells in line_widths)
         erase = Control(ControlType.CARRIAGE_RETURN,
                         *((ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)) * rows)
         self._on_screen = [cell_len(line.plain) for line in self._lines]
@@ -161,8 +161,8 @@ class Above:
             return int(self._stream.write(text))
         *lines, self._rest = (self._rest + text).split("\n")
         if lines:
-            said = (Text.from_ansi(line.rstrip("\r")) for line in lines)
-            self._console.print(Text("\n").join(said), soft_wrap=True)
+            complete_lines = (Text.from_ansi(line.rstrip("\r")) for line in lines)
+            self._console.print(Text("\n").join(complete_lines), soft_wrap=True)
         return len(text)
 
     def flush(self) -> None:

@@ -74,8 +74,8 @@ class Meeting:
                 raise PpocliError("Rank 0 has not started the run.", where="RANK=0",
                                   fix="see what it says")
             time.sleep(0.05)
-        told = json.loads(self.store.get("start"))
-        return None if told is None else Start.read(told)
+        argv = json.loads(self.store.get("start"))
+        return None if argv is None else Start.read(argv)
 
     def conclude(self, outcome: RankOutcome) -> int:
         """Leave together: the exit code of the rank that failed first, once its message is said.
@@ -85,15 +85,15 @@ class Meeting:
         for number in (signal.SIGTERM, signal.SIGINT):  # from launchers that see one rank leave
             with suppress(ValueError):
                 signal.signal(number, signal.SIG_IGN)
-        told, code = json.dumps(asdict(outcome)), 0
+        outcome_json, code = json.dumps(asdict(outcome)), 0
         try:
             if outcome.code and not outcome.lost:
-                self.store.compare_set("first", "", told)
+                self.store.compare_set("first", "", outcome_json)
             if self.launched.first:
                 self._speak()
             self._all_come("arrived")
             if outcome.code and outcome.lost:  # a consequence: the rank that failed has had its say
-                self.store.compare_set("first", "", told)
+                self.store.compare_set("first", "", outcome_json)
             if self.store.check(["first"]):
                 self._speak()
                 code = int(json.loads(self.store.get("first"))["code"])
@@ -119,11 +119,11 @@ class Meeting:
             return
         first = RankOutcome(**json.loads(self.store.get("first")))
         with suppress(OSError, ValueError):
-            sys.stderr.write(_told(first))
+            sys.stderr.write(_ending_message(first))
             sys.stderr.flush()
 
 
-def _told(first: RankOutcome) -> str:
+def _ending_message(first: RankOutcome) -> str:
     """The message of what ended the run."""
     if first.lost:
         return secrets.safe_text(f"Error: rank {first.rank} lost the connection to another rank: "
@@ -145,18 +145,19 @@ def placed(checked: "Checked", launched: Launched, environ: Mapping[str, str]) -
     config, world = checked.config, launched.world
     hardware = config.hardware
     # what a group of hardware sets, or a run that goes on, is a proposal
-    given = frozenset(key for key, source in checked.sources.items() if source == words.COMMAND_LINE
-                      or (checked.resume_from is None and not _GROUP.search(source)))
+    set_keys = frozenset(key for key, source in checked.sources.items()
+                         if source == words.COMMAND_LINE
+                         or (checked.resume_from is None and not _GROUP.search(source)))
     as_nodes = launched.on_each_node and hardware.num_processes > 1
     each = hardware.num_processes if as_nodes else launched.local_world or 0
     nodes = world if as_nodes else world // each if each and world % each == 0 else 0
     if nodes == 0:  # the launcher doesn't tell, or machines differ
-        told = hardware.num_nodes if "hardware.num_nodes" in given else 1
-        nodes = told if world % told == 0 else 1
+        num_nodes = hardware.num_nodes if "hardware.num_nodes" in set_keys else 1
+        nodes = num_nodes if world % num_nodes == 0 else 1
         each = world // nodes
     settled = {"num_processes": each, "num_nodes": nodes}
     wrong = [name for name, value in settled.items()
-             if f"hardware.{name}" in given and getattr(hardware, name) != value]
+             if f"hardware.{name}" in set_keys and getattr(hardware, name) != value]
     if wrong:
         raise ConfigError(
             "\n".join(f"hardware.{name} is {getattr(hardware, name)}, but {launched.by} has "
@@ -183,7 +184,7 @@ def _accelerate_device(config: schema.TrainConfig, environ: Mapping[str, str]) -
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     compiler = environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     cpu = "ACCELERATE_USE_CPU" in on
-    found = [text for wrong, text in (
+    conflicts = [text for wrong, text in (
         (precision not in ("no", hardware.precision),
          f"mixed precision {precision}, but hardware.precision is {hardware.precision} "
          "(fp32 or bf16)"),
@@ -195,8 +196,8 @@ def _accelerate_device(config: schema.TrainConfig, environ: Mapping[str, str]) -
          "Megatron, which ppocli does not use (hardware=zero3 shards weights)"),
         (compiler != "no", "a dynamo backend, which ppocli does not use"),
         (cpu and hardware.device == "cuda", "the CPU, but hardware.device is cuda")) if wrong]
-    if found:
-        raise ConfigError("\n".join(f"accelerate was told to use {text}." for text in found),
+    if conflicts:
+        raise ConfigError("\n".join(f"accelerate was told to use {text}." for text in conflicts),
                           where="accelerate launch", fix="make both say the same")
     return "cpu" if cpu else hardware.device
 
@@ -209,8 +210,8 @@ def open_meeting(launched: Launched, topic: str = "") -> Meeting:
     """
     os.environ.update(launched.variables())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
-    told = dict(os.environ)
-    for name in told:
+    environ = dict(os.environ)
+    for name in environ:
         if name.startswith(_OF_ACCELERATE) and name != "ACCELERATE_DEBUG_MODE":
             del os.environ[name]
-    return Meeting(launched, told, topic)
+    return Meeting(launched, environ, topic)

@@ -80,20 +80,20 @@ def run_ranks(start: Start) -> int:
             job = Job(cfg.hardware, cfg.hardware.node_rank if start.node_rank is None
                       else start.node_rank)
             outcomes = _run_job(cfg, job, start, folder)
-            code, said = conclude(job, outcomes,
-                                  {rank: launchers.read_phase(folder, rank) for rank in job.ranks})
-            told = next((outcome for outcome in outcomes if outcome.code == code), None)
-            if told is None or not told.retry or cfg.hardware.num_nodes > 1:
+            phases = {rank: launchers.read_phase(folder, rank) for rank in job.ranks}
+            code, message = conclude(job, outcomes, phases)
+            failed_rank = next((outcome for outcome in outcomes if outcome.code == code), None)
+            if failed_rank is None or not failed_rank.retry or cfg.hardware.num_nodes > 1:
                 break
             try:
-                _settle_smaller(run_dir, cfg, start.resume, told)
+                _settle_smaller(run_dir, cfg, start.resume, failed_rank)
             except DiskError:  # a disk without room for the settings: what is known is said
                 break
             start = replace(start, resume=True)
     if cfg.hardware.num_nodes > 1 and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
         with suppress(OSError):
             (run_dir / launchers.NODE_FAILED).write_text(f"{secrets.token_hex(4)} {job.node_rank}")
-    sys.stderr.write(said.replace(_GO_ON, _go_on(cfg, run_dir)))
+    sys.stderr.write(message.replace(_GO_ON, _go_on(cfg, run_dir)))
     return code
 
 
@@ -105,17 +105,18 @@ def _go_on(cfg: schema.TrainConfig, run_dir: Path) -> str:
             f"{pasted(f'run_name={run_dir.name}')} resume=auto\n")
 
 
-def _settle_smaller(run_dir: Path, cfg: schema.TrainConfig, resumed: bool, told: RankOutcome
+def _settle_smaller(run_dir: Path, cfg: schema.TrainConfig, resumed: bool, failed_rank: RankOutcome
                     ) -> None:
     """Put what a rank asks for into the settings of the next start; say and log it.
 
     Raises:
         DiskError: they can't be written.
     """
-    smaller = resolved.with_values(cfg, {**told.retry, "resume": cfg.resume if resumed else "auto"})
+    smaller = resolved.with_values(
+        cfg, {**failed_rank.retry, "resume": cfg.resume if resumed else "auto"})
     write_config(smaller, run_dir / resolved.NEXT_CONFIG_FILE)
-    words = " ".join(f"{key}={value}" for key, value in told.retry.items())
-    text = f"{told.message.splitlines()[0]}; all ranks start again with {words}"
+    words = " ".join(f"{key}={value}" for key, value in failed_rank.retry.items())
+    text = f"{failed_rank.message.splitlines()[0]}; all ranks start again with {words}"
     sys.stderr.write(f"warning: {text}\n")
     note_in_log(RunFolder(run_dir).log, text)
 
@@ -169,9 +170,9 @@ def _launch(cfg: schema.TrainConfig, job: Job, words: list[str], folder: Path) -
                           logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torch")))
     try:
         # signals go to the ranks: in the main thread torch's agent would take them for itself
-        with ThreadPoolExecutor(1) as beside:
-            beside.submit(elastic_launch(config, sys.executable), "-P", "-m",
-                          "ppocli.launching.worker", *words).result()
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(elastic_launch(config, sys.executable), "-P", "-m",
+                            "ppocli.launching.worker", *words).result()
     except ChildFailedError as error:
         job.failed.update({rank: failure.exitcode for rank, failure in error.failures.items()})
     except (DistError, RendezvousError, TimeoutError) as error:
@@ -193,9 +194,9 @@ def _watch(job: Job, mark: Path, folder: Path) -> None:
                 0 < outcome.code < 128 for outcome in launchers.read_outcomes(folder)):
             sleep(0.2)
         sleep(job.grace)
-        spoken = {outcome.rank for outcome in launchers.read_outcomes(folder)}
+        reported = {outcome.rank for outcome in launchers.read_outcomes(folder)}
         job.hung.extend(rank for rank in job.ranks
-                        if rank not in spoken and launchers.send(folder, rank, 0))
+                        if rank not in reported and launchers.send(folder, rank, 0))
         for rank in job.hung:
             launchers.send(folder, rank, signal.SIGKILL)
 
@@ -222,9 +223,9 @@ def conclude(job: Job, outcomes: list[RankOutcome], phases: dict[int, str]) -> t
     """
     bad = [outcome for outcome in outcomes if outcome.code != 0]
     phases = phases | {outcome.rank: outcome.phase for outcome in outcomes}
-    if told := next((outcome for outcome in bad if not outcome.trace), None):
-        label = "Stopped" if told.code > 128 else "Error"
-        return told.code, f"{label}: {told.message}\n"
+    if failed_rank := next((outcome for outcome in bad if not outcome.trace), None):
+        label = "Stopped" if failed_rank.code > 128 else "Error"
+        return failed_rank.code, f"{label}: {failed_rank.message}\n"
     silent = [rank for rank in job.ranks if rank not in {outcome.rank for outcome in outcomes}]
     # a rank that is killed for memory takes precedence over whatever that broke in the others
     ends = {rank: code for rank, code in job.failed.items()
@@ -235,8 +236,9 @@ def conclude(job: Job, outcomes: list[RankOutcome], phases: dict[int, str]) -> t
                    "memory; the other ranks were ended.\n"
                    "  where: ppo.micro_batch_size, ppo.chunk_size, hardware.num_processes\n"
                    f"{_GO_ON}")
-    if own := next((outcome for outcome in bad if not outcome.lost), None):
-        return own.code, f"{own.trace}Error: {_place(own.rank, phases)}: {own.message}\n"
+    if root_cause := next((outcome for outcome in bad if not outcome.lost), None):
+        return root_cause.code, (f"{root_cause.trace}Error: {_place(root_cause.rank, phases)}: "
+                                 f"{root_cause.message}\n")
     if ends:
         rank, code = next(iter(ends.items()))
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"

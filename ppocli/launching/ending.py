@@ -29,7 +29,7 @@ log = logging.getLogger("ppocli")
 
 
 @contextmanager
-def ending_well(run: loop.Run) -> Iterator[None]:
+def save_on_exit(run: loop.Run) -> Iterator[None]:
     """On a stop or an error inside the block, save what is sound and tell where the run stands.
 
     Raises:
@@ -73,19 +73,19 @@ def ending_well(run: loop.Run) -> Iterator[None]:
                 f"then: {_go_on(run, f'{rows}=N')}") from error
     except PpocliError as error:
         if isinstance(error, OutOfMemoryError) and error.alone:
-            raise _shortage(run, error) from error
+            raise _oom_error(run, error) from error
         where, _ = _last_checkpoint(run) if isinstance(error, DivergedError) \
             else _save_what_is_sound(run)
         write_summary_of(run, "failed", error=str(error))
-        told = error.reworded(what=f"{error.what} ({where})")
-        log.error(told.what, extra={"ends_run": True})
-        raise told from error
+        located = error.reworded(what=f"{error.what} ({where})")
+        log.error(located.what, extra={"ends_run": True})
+        raise located from error
     except BaseException:
         write_summary_of(run, "failed", error="unexpected error")
         raise
 
 
-def _shortage(run: loop.Run, error: OutOfMemoryError) -> OutOfMemoryError:
+def _oom_error(run: loop.Run, error: OutOfMemoryError) -> OutOfMemoryError:
     """The error of a rank whose pass was too much, with where the run stands and what to do. It
     can't save, which takes all of them."""
     where, resumable = _last_checkpoint(run)
@@ -112,10 +112,11 @@ def _where(run: loop.Run) -> str:
 
 def _last_checkpoint(run: loop.Run) -> tuple[str, bool]:
     """Words about the newest checkpoint, and whether there is one."""
-    found = checkpoints.find_latest(run.folder.checkpoints, run_id=run.run_id, verify="size").found
-    if found is None:
+    latest = checkpoints.find_latest(run.folder.checkpoints, run_id=run.run_id,
+                                     verify="size").checkpoint
+    if latest is None:
         return "no checkpoint was saved yet", False
-    return f"last healthy: step {found.step} in {found.path}", True
+    return f"last healthy: step {latest.step} in {latest.path}", True
 
 
 def _save_what_is_sound(run: loop.Run) -> tuple[str, bool]:

@@ -183,10 +183,10 @@ class LoopScores:
     """Stands where a reward function stands, and hands on what the loop was given."""
 
     told_as = "your loop"
-    given: Any = None
+    scores: Any = None
 
     def __call__(self, **columns: Any) -> Any:
-        return self.given
+        return self.scores
 
 
 def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects) -> Checked:
@@ -221,10 +221,10 @@ def refuse_objects(config: schema.TrainConfig, objects: PythonObjects) -> None:
         ConfigError: they don't.
     """
     wrong = [text for broken, text in (
-        *((found is not None and "PreTrainedModel" not in [k.__name__ for k in type(found).__mro__],
-           f"{name}: a {type(found).__name__} is no language model of transformers; give the one "
+        *((model is not None and "PreTrainedModel" not in [k.__name__ for k in type(model).__mro__],
+           f"{name}: a {type(model).__name__} is no language model of transformers; give the one "
            "below a value head (.pretrained_model), or the base of an adapter, and model.peft")
-          for name, found in (("model", objects.model), ("ref_model", objects.ref_model))),
+          for name, model in (("model", objects.model), ("ref_model", objects.ref_model))),
         (config.ppo.dynamic_sampling is not None, "ppo.dynamic_sampling: the loop chooses and "
          "scores its samples itself; leave it out"),
         (config.ppo.staleness > 0 or config.ppo.old_logprobs == "sampler"
@@ -261,12 +261,12 @@ def opened(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects)
                               where="hardware.num_processes, WORLD_SIZE",
                               fix="torchrun --nproc-per-node=N loop.py does; for one process: "
                               "hardware.num_processes=1")
-        told: Any = opened_folder.open_folder(checked, objects, log.info)
+        start_context: Any = opened_folder.open_folder(checked, objects, log.info)
     else:
         meeting = adopted_ranks.open_meeting(launched, f"loop-{next(_loops)}")
-        told = _first_opens(overrides, objects, meeting) if launched.first else nullcontext(
-            meeting.wait())
-    with logging_as_found(), told as start:
+        start_context = (_first_opens(overrides, objects, meeting) if launched.first
+                         else nullcontext(meeting.wait()))
+    with logging_as_found(), start_context as start:
         if start is None:
             raise PpocliError("Rank 0 could not open the run.", where="RANK=0",
                               fix="see what it says")

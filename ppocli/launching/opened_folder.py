@@ -83,12 +83,12 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
     # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
     config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
                      resume="never" if checked.resume_from else "auto")
-    own = run_dir / resolved.CONFIG_FILE
-    if not own.is_file() and (texts := kept.kept_texts(run_dir)):
-        atomic.write_atomic(own, texts[0])
-        say(f"{own} was gone; it is written again as {kept.RUN_FILE} keeps it")
+    config_file = run_dir / resolved.CONFIG_FILE
+    if not config_file.is_file() and (texts := kept.kept_texts(run_dir)):
+        atomic.write_atomic(config_file, texts[0])
+        say(f"{config_file} was gone; it is written again as {kept.RUN_FILE} keeps it")
     if not checked.resume_from:  # else the run's own configuration is the base
-        config = kept.keeping_settled(config, resolved.read_config(own))
+        config = kept.keeping_settled(config, resolved.read_config(config_file))
     config = resolved.in_place(resolved.with_values(config, {  # resume=auto
         key: str(path) for key, path in _models_in(run_dir, config)}), run_dir)
     changes = changes_on_resume(run_dir, config, objects, checked.accept_changes)
@@ -165,8 +165,8 @@ def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) ->
                              if getattr(objects, name, None) is not None}
     if "reward.fn" in noted:
         # arguments of the reward that is replaced are not for the function that replaces it
-        own = config.reward.fn in (None, resolved.PYTHON_OBJECT) and not config.reward.fns
-        noted |= {"reward.fns": {}, "reward.kwargs": config.reward.kwargs if own else {}}
+        keeps_kwargs = config.reward.fn in (None, resolved.PYTHON_OBJECT) and not config.reward.fns
+        noted |= {"reward.fns": {}, "reward.kwargs": config.reward.kwargs if keeps_kwargs else {}}
     noted |= {key.replace(".path", ".items"): None for key in noted if key.startswith("prompts.")}
     return resolved.with_values(config, noted)
 

@@ -22,7 +22,7 @@ JUDGED = ("model.", "reward.", "env.")
 """beginnings of the keys whose code runs where a policy is judged"""
 
 
-def allow_code(found: compose.Composed, parts: tuple[str, ...] = ("",)) -> tuple[str, ...]:
+def allow_code(composed: compose.Composed, parts: tuple[str, ...] = ("",)) -> tuple[str, ...]:
     """Settle which code may run in this process: what was typed; of a run that this user has
     started, or trusts, all of it; else what :mod:`ppocli.own_code` lets a configuration name.
 
@@ -36,11 +36,11 @@ def allow_code(found: compose.Composed, parts: tuple[str, ...] = ("",)) -> tuple
         CheckpointError: the run is somebody else's and names code.
     """
     limited: tuple[str, ...] = ()
-    if found.resume_from is not None:
-        trust.check_run(found.resume_from, found.config, parts, trusts=found.trusts,
-                        typed=found.typed)
+    if composed.resume_from is not None:
+        trust.check_run(composed.resume_from, composed.config, parts, trusts=composed.trusts,
+                        typed=composed.typed)
     else:
-        limited = trust.named_by_files(found.config, found.typed)
+        limited = trust.named_by_files(composed.config, composed.typed)
     limit(limited)
     return limited
 
@@ -71,19 +71,19 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
                           where="RUN", fix="name a policy; to score its responses with this model: "
                           "--reward reward_model reward.kwargs.model="
                           f"{short_path(str(target.run_dir or target.model))}")
-    given = {word.lstrip("+~").partition("=")[0] for word in words}
+    typed_keys = {word.lstrip("+~").partition("=")[0] for word in words}
     run = _trained_on_data(target)
     if target.run_dir is not None and run is None:
         base = _going_on(target.run_dir, trusts)
     else:
-        base = ["ppo.num_steps=1", *(_start_of(target.model) if run is None else _own(run))]
-        if needs_reward and not given & {"reward.fn", "reward.fns", "env.fn"} and not any(
-                name.startswith("reward.fns.") for name in given):
+        base = ["ppo.num_steps=1", *(_start_of(target.model) if run is None else _model_words(run))]
+        if needs_reward and not typed_keys & {"reward.fn", "reward.fns", "env.fn"} and not any(
+                name.startswith("reward.fns.") for name in typed_keys):
             raise ConfigError(f"{target.name} is a model and brings no reward of its own.",
                               where="--reward", fix="--reward module:function, or a built-in such "
                               "as --reward length (arguments: reward.kwargs.NAME=VALUE)")
-        if needs_prompts and not given & {"prompts.path", "prompts.items", "prompts.eval.path",
-                                          "prompts.eval.items"}:
+        if needs_prompts and not typed_keys & {"prompts.path", "prompts.items", "prompts.eval.path",
+                                               "prompts.eval.items"}:
             raise ConfigError(f"{target.name} is a model and brings no prompts of its own.",
                               where="--prompts", fix="--prompts FILE (json, jsonl, csv, tsv, "
                               "parquet or txt), a folder or a Hub data set (column: "
@@ -94,8 +94,8 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
                       trusts, say)
     _refuse_objects(config, target, needs_reward, needs_prompts)
     # the run's own servers may be gone, or be another run's
-    told = any(name.startswith("rollout.") for name in given)
-    rollout = config.rollout if told else schema.RolloutConfig()
+    sets_rollout = any(name.startswith("rollout.") for name in typed_keys)
+    rollout = config.rollout if sets_rollout else schema.RolloutConfig()
     return replace(config, resume="never", rollout=rollout, model=dated(config.model, target))
 
 
@@ -119,11 +119,11 @@ def data_config(target: Target, words: Sequence[str], *, trusts: bool = False,
         base = [f"task={'reward_model' if is_scorer(target.model) else 'sft'}"]
         if target.run_dir is not None:
             run = resolved.read_config(target.run_dir / resolved.CONFIG_FILE)
-        base += _start_of(target.model) if run is None else _own(run)
+        base += _start_of(target.model) if run is None else _model_words(run)
     config = _allowed([*base, *words], target, ("model.",), run, words, trusts, say,
                       frozenset({"data.path"}))
-    given, data = {word.lstrip("+~").partition("=")[0] for word in words}, config.data
-    whole = "data.path" in given and "data.val" not in given
+    typed_keys, data = {word.lstrip("+~").partition("=")[0] for word in words}, config.data
+    whole = "data.path" in typed_keys and "data.val" not in typed_keys
     source = data.path if whole or tasks.val_share(data) is not None else data.val
     if source in (None, resolved.PYTHON_OBJECT):
         why = "was started from Python, and its folder doesn't hold the data" if source else \
@@ -153,7 +153,7 @@ def _trained_on_data(target: Target) -> schema.TrainConfig | None:
     return run if tasks.task_name(run) in tasks.DATA_TASKS else None
 
 
-def _own(run: schema.TrainConfig) -> list[str]:
+def _model_words(run: schema.TrainConfig) -> list[str]:
     """What a run's configuration says of its model and its machine, as words."""
     default = schema.TrainConfig()
     model = replace(run.model, value=default.model.value, reference=default.model.reference)

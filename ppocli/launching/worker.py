@@ -24,7 +24,7 @@ from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.launching.child_process import RunOutcome, Start, outcome_of
-from ppocli.launching.ending import ending_well, publish
+from ppocli.launching.ending import publish, save_on_exit
 from ppocli.models.loading.chat_template import present, tells_date
 from ppocli.own_code import limit
 from ppocli.parallel import host_memory, launchers
@@ -83,7 +83,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any
             if start.resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
                 return done
             with open_run(start, cfg, folder, objects, backend, stop, shown, began) as run:
-                with ending_well(run):
+                with save_on_exit(run):
                     loop.run_training(run)
                     launchers.note_phase("writing the model")
                 return publish(run)
@@ -223,10 +223,11 @@ def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> 
         CheckpointError: settings have changed that no step would be trained with.
     """
     summary = atomic.read_json(folder.summary) or {}
-    steps, asked = whole(summary, "steps"), tasks.steps_asked(cfg)
+    steps, target_steps = whole(summary, "steps"), tasks.steps_asked(cfg)
     planned = tasks.planned_samples(cfg, environment.examples_of(folder.path))
-    done = steps >= asked if asked is not None else (  # they may have been of another size
-        planned is not None and whole(summary, "episodes") >= planned)
+    # without a target for steps, samples count: steps may have been of another size
+    done = (steps >= target_steps if target_steps is not None else
+            planned is not None and whole(summary, "episodes") >= planned)
     if summary.get("status") != "finished" or steps <= 0 or not done:
         return None
     try:
@@ -268,8 +269,8 @@ def _as_rank(start: Start) -> NoReturn:
     def patience() -> float:
         """Seconds in which ranks that nobody watches any more come to a stop together. Those that
         have not met never will: the one that watched them held what they meet by."""
-        apart = launchers.my_phase() in ("", _MEETING)
-        return 5.0 if apart else float(start.config().hardware.timeout_seconds)
+        before_meeting = launchers.my_phase() in ("", _MEETING)
+        return 5.0 if before_meeting else float(start.config().hardware.timeout_seconds)
 
     stop_when_closed(launchers.hold_lifeline(), leave_after=patience)
     outcome = outcome_of(launchers.my_rank(), lambda: run_worker(

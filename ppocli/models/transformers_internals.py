@@ -109,7 +109,7 @@ def _mask(**words: Any) -> torch.Tensor | None:
     whether a mask of tokens leaves any out: our loop hands over none that doesn't."""
     from transformers.masking_utils import sdpa_mask
 
-    if (given := words.get("attention_mask")) is not None and given.device.type != "cpu":
+    if (mask := words.get("attention_mask")) is not None and mask.device.type != "cpu":
         words["allow_is_causal_skip"] = False
     return sdpa_mask(**words)
 
@@ -274,21 +274,22 @@ def drop_first_tokens(cache: Any, count: int) -> None:
 
 def taken_rows(cache: Any, rows: torch.Tensor) -> Any:
     """A cache with copies of the keys and values of some rows."""
-    taken = copy(cache)
-    taken.layers = [copy(layer) for layer in cache.layers]
-    taken.batch_select_indices(rows)
-    return taken
+    selected = copy(cache)
+    selected.layers = [copy(layer) for layer in cache.layers]
+    selected.batch_select_indices(rows)
+    return selected
 
 
 def append_rows(cache: Any, others: Any, width: int) -> None:
     """Move the rows of one cache behind those of another, all of them padded on the left to
     ``width`` tokens."""
-    for own, new in zip(cache.layers, others.layers, strict=True):
-        if own.keys is None:  # a layer that uses those of another one
+    for layer, new in zip(cache.layers, others.layers, strict=True):
+        if layer.keys is None:  # a layer that uses those of another one
             continue
-        own.keys = torch.cat([_left_padded(own.keys, width), _left_padded(new.keys, width)])
+        layer.keys = torch.cat([_left_padded(layer.keys, width), _left_padded(new.keys, width)])
         new.keys = None  # two copies of all layers are never held
-        own.values = torch.cat([_left_padded(own.values, width), _left_padded(new.values, width)])
+        layer.values = torch.cat([_left_padded(layer.values, width),
+                                  _left_padded(new.values, width)])
         new.values = None
 
 

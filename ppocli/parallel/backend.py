@@ -65,11 +65,11 @@ class Backend:
 
 def made_on(backend: Backend) -> dict[str, str]:
     """What a checkpoint records of where it was made: elsewhere a run goes on, not bit for bit."""
-    found: dict[str, Any] = {"device": backend.device.type, "processes": backend.ranks.world}
+    facts: dict[str, Any] = {"device": backend.device.type, "processes": backend.ranks.world}
     if backend.device.type == "cpu":
-        found |= {"processor": cpu_model(), THREADS: torch.get_num_threads(),
+        facts |= {"processor": cpu_model(), THREADS: torch.get_num_threads(),
                   PRODUCTS: backend.products}
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in facts.items()}
 
 
 @contextmanager
@@ -231,7 +231,7 @@ def _ranks(timeout: timedelta) -> Ranks:
                  torch.distributed.new_group(backend="gloo", timeout=timeout))
 
 
-def beside(work: Callable[[], T]) -> T:
+def without_autocast_cache(work: Callable[[], T]) -> T:
     """``work``, in a thread of its own. It leaves alone what autocast keeps, rounded weights of all
     threads: any thread that leaves autocast frees them, and a recorded graph still reads them."""
     torch.autocast_increment_nesting()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-GIVEN = "the given"
+ASSUMED_DEVICE = "the given"
 """name of a device that isn't here"""
 
 
@@ -56,8 +56,8 @@ def host_room(root: Path = Path("/")) -> int | None:
         root: where ``proc`` and ``sys`` lie.
     """
     left = [_left(root / "sys/fs/cgroup", *files) for files in _GROUPS]
-    found = [size for size in (_machine(root), *left) if size is not None]
-    return min(found) if found else None
+    sizes = [size for size in (_machine(root), *left) if size is not None]
+    return min(sizes) if sizes else None
 
 
 def resident_mib(pid: int) -> float | None:

@@ -53,11 +53,11 @@ class Launched:
 
     def variables(self) -> dict[str, str]:
         """The environment that torch, accelerate and DeepSpeed read, as torchrun sets it."""
-        found = {"RANK": self.rank, "WORLD_SIZE": self.world, "LOCAL_RANK": self.local_rank,
-                 "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
+        variables = {"RANK": self.rank, "WORLD_SIZE": self.world, "LOCAL_RANK": self.local_rank,
+                     "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
         if self.local_world is not None:
-            found["LOCAL_WORLD_SIZE"] = self.local_world
-        return {name: str(value) for name, value in found.items()}
+            variables["LOCAL_WORLD_SIZE"] = self.local_world
+        return {name: str(value) for name, value in variables.items()}
 
 
 def find_launch(environ: Mapping[str, str]) -> Launched | None:
@@ -163,14 +163,14 @@ def interface_towards(host: str) -> str | None:
     names = {entry.address: name for name, entries in psutil.net_if_addrs().items()
              for entry in entries if entry.family == socket.AF_INET}
     try:
-        found = socket.getaddrinfo(host, 9, family=socket.AF_INET, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(host, 9, family=socket.AF_INET, type=socket.SOCK_DGRAM)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # chooses a route; sends nothing
-            own = str(probe.getsockname()[0])
+            probe.connect(addresses[0][4])  # chooses a route; sends nothing
+            local_address = str(probe.getsockname()[0])
     except OSError:
         return None
-    if not own.startswith("127."):
-        return names.get(own)
+    if not local_address.startswith("127."):
+        return names.get(local_address)
     if host == "localhost" or host.startswith("127."):
         return names.get("127.0.0.1")
     # this machine's own name, which stands for a loopback address only here
@@ -294,17 +294,17 @@ def write_outcome(outcome: RankOutcome) -> None:
     from ppocli.config.secrets import safe_text  # the command line starts without OmegaConf
 
     path = Path(os.environ[OUTCOMES]) / f"rank-{outcome.rank}.json"
-    told = replace(outcome, message=safe_text(outcome.message), trace=safe_text(outcome.trace))
+    redacted = replace(outcome, message=safe_text(outcome.message), trace=safe_text(outcome.trace))
     try:
-        path.write_text(json.dumps(asdict(told)), encoding="utf-8")
+        path.write_text(json.dumps(asdict(redacted)), encoding="utf-8")
     except OSError:  # no room: whoever reads the terminal shall know
-        sys.stderr.write(f"{told.trace}rank {told.rank}: {told.message}\n")
+        sys.stderr.write(f"{redacted.trace}rank {redacted.rank}: {redacted.message}\n")
 
 
 def read_outcomes(folder: Path) -> list[RankOutcome]:
     """What the ranks left, the earliest first."""
-    found = []
+    outcomes = []
     for path in folder.glob("rank-*.json"):
         with suppress(OSError, ValueError, TypeError):
-            found.append(RankOutcome(**json.loads(path.read_text(encoding="utf-8"))))
-    return sorted(found, key=lambda outcome: outcome.at)
+            outcomes.append(RankOutcome(**json.loads(path.read_text(encoding="utf-8"))))
+    return sorted(outcomes, key=lambda outcome: outcome.at)

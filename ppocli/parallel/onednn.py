@@ -118,12 +118,12 @@ def probe(dtype: torch.dtype = torch.float32) -> str | None:
     x, weight = (torch.randn(rows, 256, generator=generator).to(dtype) for rows in (48, 512))
     try:
         # the last one from operands in other memory orders, as gradients need them
-        found = (product(x, weight), linear(x, packed(weight), None),
-                 product(x.t().contiguous().t(), weight.t().contiguous().t()))
+        products = (product(x, weight), linear(x, packed(weight), None),
+                    product(x.t().contiguous().t(), weight.t().contiguous().t()))
     except (AttributeError, RuntimeError, TypeError) as error:
         return f"its operator fails here ({str(error).splitlines()[0]})"
     exact, most = x.double() @ weight.double().t(), EXACT[dtype]
-    off = max(float((one - exact).norm() / exact.norm()) for one in found)
+    off = max(float((one - exact).norm() / exact.norm()) for one in products)
     return None if off < most else f"its products are off by {off:.1e}, not {most:.0e}"
 
 

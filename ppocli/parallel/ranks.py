@@ -45,9 +45,9 @@ class Ranks:
             return [value]
         import torch
 
-        found: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(found, value, group=self.host_group)
-        return found
+        values: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(values, value, group=self.host_group)
+        return values
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value."""
@@ -76,11 +76,11 @@ class Ranks:
     def _reduce(self, values: torch.Tensor, operation: str) -> torch.Tensor:
         import torch
 
-        found = values.detach().cpu().clone()
+        result = values.detach().cpu().clone()
         if self.world > 1:
-            torch.distributed.all_reduce(found, group=self.host_group,
+            torch.distributed.all_reduce(result, group=self.host_group,
                                          op=getattr(torch.distributed.ReduceOp, operation))
-        return found
+        return result
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -140,11 +140,11 @@ class Ranks:
         Returns:
             the rows, and how many of them (from the front) are this rank's own.
         """
-        mine, size = list(rows[self.rank::self.world]), -(-len(rows) // self.world)
-        return mine + list(rows[-1:]) * (size - len(mine)), len(mine)
+        shard, size = list(rows[self.rank::self.world]), -(-len(rows) // self.world)
+        return shard + list(rows[-1:]) * (size - len(shard)), len(shard)
 
 
-def woven(shares: Sequence[Sequence[T]]) -> list[T]:
+def interleave(shares: Sequence[Sequence[T]]) -> list[T]:
     """What the ranks have of things that were dealt to them in turn
     (:meth:`Ranks.share`), in the order from before."""
     return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]

@@ -59,10 +59,10 @@ class StopFlag:
         """As :meth:`check`, on all ranks together: a signal that one got stops all. To be called
         by every rank in step."""
         if self.ranks.world > 1:
-            found = max(self.ranks.gather(self.requested or 0))
-            if found and not self._deferred:
-                self.request(found)
-                raise StopRequested(found)
+            signal_number = max(self.ranks.gather(self.requested or 0))
+            if signal_number and not self._deferred:
+                self.request(signal_number)
+                raise StopRequested(signal_number)
         self.check()
 
     @contextmanager

@@ -39,7 +39,7 @@ def render(report: dict[str, Any], form: str) -> str:
         "fenced": fenced, "labelled": labelled, "sparkline": sparkline, "verdict": _verdict,
         "duration": duration, "bytes": format_bytes,
         "percent": lambda share: f"{100 * share:.0f} %"}
-    phases, told = report["phases"], spreads(report["samples"])
+    phases, score_spreads = report["phases"], spreads(report["samples"])
     total = duration(sum(phase["seconds"] for phase in phases)) if phases else ""
     # no templates: braces of a minified script aren't Jinja's
     library, license_of, ours, style, our_style = (
@@ -48,13 +48,14 @@ def render(report: dict[str, Any], form: str) -> str:
             "report.css"))
     script = f"{library}/*\n{license_of}\n*/\n{ours}"
     return environment.get_template(f"report.{form}.jinja").render(
-        report=report, samples=report["samples"], spreads=told,
+        report=report, samples=report["samples"], spreads=score_spreads,
         figures={row["name"]: row for row in report["outcome"]}, shown=SHOWN, total_time=total,
-        script=Markup(script), style=Markup(f"{style}\n{our_style}"), data=_drawn(report, told),
+        script=Markup(script), style=Markup(f"{style}\n{our_style}"),
+        data=_chart_data(report, score_spreads),
         digest=b64encode(sha256(script.encode()).digest()).decode())
 
 
-def _drawn(report: dict[str, Any], spreads: list[dict[str, Any]]) -> dict[str, Any]:
+def _chart_data(report: dict[str, Any], spreads: list[dict[str, Any]]) -> dict[str, Any]:
     """What the page's script draws, each text made harmless, in figures of six digits."""
     def columns(points: Iterable[tuple[float, float]]) -> list[list[float]]:
         return [[float(f"{value:.6g}") for value in column] for column in zip(*points, strict=True)]
@@ -159,17 +160,17 @@ def destinations(run_dir: Path, output: Path | None, form: str | None) -> list[t
     if output is None or os.path.isdir(output):
         return [((output or run_dir) / f"{NAME}.{each}", each) for each in FORMATS
                 if form in (None, "both", each)]
-    told = _SUFFIXES.get(output.suffix.lower())
+    suffix_form = _SUFFIXES.get(output.suffix.lower())
     if form == "both":
-        stem = output.with_suffix("") if told else output
+        stem = output.with_suffix("") if suffix_form else output
         return [(stem.with_name(f"{stem.name}.{each}"), each) for each in FORMATS]
-    if told is None and form is None:
+    if suffix_form is None and form is None:
         raise ConfigError(f"{output} doesn't tell the format of the report.", where="--output",
                           fix="end it in .html or .md, or add --format html, md or both")
-    if told is not None and form is not None and told != form:
+    if suffix_form is not None and form is not None and suffix_form != form:
         raise ConfigError(f"{output} ends like another format than --format {form}.",
                           where="--output", fix="leave --format out, or change the ending")
-    return [(output, form or told or "html")]
+    return [(output, form or suffix_form or "html")]
 
 
 def check_replaceable(paths: Iterable[Path], overwrite: bool) -> None:

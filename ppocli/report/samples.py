@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ppocli.episode import spoken
-from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, said
+from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, sample_text
 from ppocli.text import BLOCKS, finite_number, printable, share_error
 
 SHOWN, HIDDEN = 8, 40
@@ -25,14 +25,14 @@ def spreads(samples: dict[str, Any]) -> list[dict[str, Any]]:
     everything = [score for scores in groups.values() for score in scores]
     shares = [_shares(scores, min(everything), max(everything)) for scores in groups.values()]
     top = max((share for row in shares for share in row), default=1.0)
-    found = []
+    summaries = []
     for (name, scores), row in zip(groups.items(), shares, strict=True):
         lower, median, upper = statistics.quantiles(  # it takes two values or more
             scores if len(scores) > 1 else 2 * scores, method="inclusive")
-        found.append({"name": name, "responses": len(scores), "lowest": min(scores),
-                      "lower": lower, "median": median, "upper": upper,
-                      "highest": max(scores), "shares": row, "blocks": bars(row, top)})
-    return found
+        summaries.append({"name": name, "responses": len(scores), "lowest": min(scores),
+                          "lower": lower, "median": median, "upper": upper,
+                          "highest": max(scores), "shares": row, "blocks": bars(row, top)})
+    return summaries
 
 
 def _shares(scores: list[float], low: float, high: float) -> list[float]:
@@ -58,15 +58,15 @@ def samples_of(record: RunRecord, before: int | None, after: int | None, steps: 
     middle = [step for step in steps if step not in (before, after)]
     count = min(len(middle), _MOST_STEPS - 2)
     middle = [middle[(2 * part + 1) * len(middle) // (2 * count)] for part in range(count)]
-    found = eval_samples(record.folder, before, after, *middle)
-    old, new, *between = map(first_of_each_prompt, found)
+    evaluations = eval_samples(record.folder, before, after, *middle)
+    old, new, *between = map(first_of_each_prompt, evaluations)
     prompts = list(dict.fromkeys([*old, *new]))
     pairs = [{"prompt": shown(prompt), "before": _response(old.get(prompt)),
               "after": _response(new.get(prompt)),
               "between": [_response(each.get(prompt)) for each in between],
               "reference": _reference(new.get(prompt) or old[prompt])}
              for prompt in prompts[:SHOWN + HIDDEN]]
-    first, last, *_ = found
+    first, last, *_ = evaluations
     return {
         # different prompts in the order of the evaluation, so nothing is picked
         "pairs": pairs,
@@ -88,7 +88,8 @@ def _response(row: dict[str, Any] | None) -> dict[str, Any] | None:
     if row is None:
         return None
     tokens, finished = row.get("response_tokens"), row.get("finished")
-    return {"text": shown(said(row)), "turns": [(who, shown(text)) for who, text in spoken(row)],
+    return {"text": shown(sample_text(row)),
+            "turns": [(who, shown(text)) for who, text in spoken(row)],
             "score": finite_number(row.get("score")), "kl": finite_number(row.get("kl")),
             "tokens": tokens if isinstance(tokens, int) else None,
             "finished": finished if isinstance(finished, bool) else None}

@@ -154,7 +154,7 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
         older_than: only runs last written to more seconds ago than that.
         say: told which runs were passed over, and why.
     """
-    found = []
+    removals = []
     for folder in [root] if is_run(root) else list_runs(root):
         if folder.is_symlink():
             say(f"{folder} is a link and is left alone")
@@ -172,12 +172,12 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
                 continue
             if removal := (failed and _whole(run, folder, when)) or (
                     checkpoints and _checkpoints(run, folder, when, keep_best)):
-                found.append(removal)
+                removals.append(removal)
         except CheckpointError as damage:
             say(f"{folder} is left alone: {damage.what}")
         except OSError as error:
             say(f"{folder} is left alone: it can't be read: {error.strerror or error}")
-    return found + _left_over(root)
+    return removals + _left_over(root)
 
 
 def whole_folder(folder: Path) -> Removal:

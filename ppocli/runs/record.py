@@ -100,7 +100,7 @@ class RunRecord:
         except OSError:
             return []
         _, *parts = _LOG_HEAD.split(text)
-        return [(time, level, said.removesuffix("\n")) for time, level, said in
+        return [(time, level, message.removesuffix("\n")) for time, level, message in
                 zip(parts[::3], parts[1::3], parts[2::3], strict=True)]
 
 
@@ -124,13 +124,13 @@ def eval_samples(run: run_folder.RunFolder, *steps: int | None) -> list[list[dic
 
 def first_of_each_prompt(samples: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Prompt -> its first sample, in the order of the prompts."""
-    found: dict[str, dict[str, Any]] = {}
+    first: dict[str, dict[str, Any]] = {}
     for row in samples:
-        found.setdefault(str(row.get("prompt", "")), row)
-    return found
+        first.setdefault(str(row.get("prompt", "")), row)
+    return first
 
 
-def said(row: dict[str, Any]) -> str:
+def sample_text(row: dict[str, Any]) -> str:
     """What a row of samples.jsonl holds: the response; of an episode its turns, line by line; of a
     pair both with their scores."""
     if "chosen" not in row:
@@ -209,10 +209,10 @@ def read_changes(run_dir: Path) -> list[dict[str, Any]]:
     """Settings that were changed when the run was resumed, in the order of the changes: ``step``,
     the last one with the value before, ``key``, ``before`` and ``after``; none where the run's file
     doesn't tell any."""
-    found = (atomic.read_json(run_dir / kept.RUN_FILE) or {}).get("changes")
+    changes = (atomic.read_json(run_dir / kept.RUN_FILE) or {}).get("changes")
     return [{"step": entry["step"],
              **{name: str(entry.get(name)) for name in ("key", "before", "after")}}
-            for entry in (found if isinstance(found, list) else ())
+            for entry in (changes if isinstance(changes, list) else ())
             if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
 
 
@@ -236,15 +236,15 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    told, noted = atomic.read_json(run_dir / kept.RUN_FILE) or {}, read_changes(run_dir)
-    asked, own = resolved.next_config(run_dir), run_folder.RunFolder(run_dir)
-    saved = retention.sound_steps(own.checkpoints)
-    if saved and kept.KEPT not in told \
-            and saved[-1].config_digest != atomic.sha256_file(own.config):
+    run_json, noted = atomic.read_json(run_dir / kept.RUN_FILE) or {}, read_changes(run_dir)
+    next_config, run = resolved.next_config(run_dir), run_folder.RunFolder(run_dir)
+    saved = retention.sound_steps(run.checkpoints)
+    if saved and kept.KEPT not in run_json \
+            and saved[-1].config_digest != atomic.sha256_file(run.config):
         log.warning("%s is not as it was when step %d was saved; this run keeps no copy that could "
-                    "tell what differs", own.config, saved[-1].step)
+                    "tell what differs", run.config, saved[-1].step)
     differ = resolved.config_differences(kept.settings_before(run_dir, accept_changes=True),
-                                         resolved.read_config(asked))
+                                         resolved.read_config(next_config))
     for change in differ:  # which whoever started this process has said
         log.info(kept.change_line(*change), extra={"for_file": True})
     changes: list[dict[str, Any]] = []
@@ -255,15 +255,15 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
                for key, before, after in differ]
         if new != changes[-len(new):]:  # an attempt that was killed right here has noted them
             changes += new
-    if isinstance(told.get("run_id"), str):
+    if isinstance(run_json.get("run_id"), str):
         # before the settings take their place, so that a kill in between leaves a signed run
-        now = signature.sign_run(told, asked)
+        now = signature.sign_run(run_json, next_config)
         if changes != noted:
             now["changes"] = changes
-        if changes != noted or differ or kept.KEPT not in told:
+        if changes != noted or differ or kept.KEPT not in run_json:
             now |= {name: path.read_text(encoding="utf-8") for name, path in
-                    ((kept.KEPT, asked), (kept.BEFORE, own.config))}
-        if now != told:
+                    ((kept.KEPT, next_config), (kept.BEFORE, run.config))}
+        if now != run_json:
             atomic.write_json_atomic(run_dir / kept.RUN_FILE, run_folder.finite_or_null(now))
     resolved.accept_config(run_dir)
 
@@ -276,8 +276,8 @@ def settle(run_dir: Path, config: schema.TrainConfig) -> None:
     """
     path = run_dir / resolved.NEXT_CONFIG_FILE
     run_folder.write_config(config, path)
-    told = atomic.read_json(run_dir / kept.RUN_FILE) or {}
+    run_json = atomic.read_json(run_dir / kept.RUN_FILE) or {}
     atomic.write_json_atomic(run_dir / kept.RUN_FILE, {
-        **signature.sign_run(told, path), kept.BEFORE: told.get(kept.KEPT),
+        **signature.sign_run(run_json, path), kept.BEFORE: run_json.get(kept.KEPT),
         kept.KEPT: path.read_text(encoding="utf-8")})
     resolved.accept_config(run_dir)

@@ -185,7 +185,7 @@ def find_sweep(given: str | None) -> Path:
         CheckpointError: what was given is none.
     """
     if given is not None:
-        path = run_named(given, which=is_sweep)
+        path = run_named(given, is_match=is_sweep)
         if not is_sweep(path):
             raise CheckpointError(f"{given} is no sweep (it holds no {SWEEP_FILE}).",
                                   where=str(path.absolute()), fix=_instead(given))

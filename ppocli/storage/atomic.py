@@ -281,13 +281,13 @@ def sync_tree(folder: Path) -> None:
     Raises:
         ValueError: as :func:`walk_files`.
     """
-    wanted = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    permissions = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for name in walk_files(folder):
         path = folder / name
         mode = stat.S_IMODE(path.stat().st_mode)
-        if mode | wanted != mode:
+        if mode | permissions != mode:
             with suppress(OSError):  # some file systems have no permissions to set
-                path.chmod(mode | wanted)
+                path.chmod(mode | permissions)
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             os.fsync(descriptor)
@@ -391,5 +391,6 @@ def repair_published(target: Path) -> list[str]:
 
 def _temporaries(folder: Path, prefix: str, name: str | None) -> list[Path]:
     """What lies there under a temporary name of ``name``, not of a neighbour ``name-2``."""
-    wanted = re.compile(f"{re.escape(prefix)}{'.+' if name is None else re.escape(name)}-[0-9a-f]+")
-    return sorted(path for path in folder.glob(f"{prefix}*") if wanted.fullmatch(path.name))
+    middle = ".+" if name is None else re.escape(name)
+    pattern = re.compile(f"{re.escape(prefix)}{middle}-[0-9a-f]+")
+    return sorted(path for path in folder.glob(f"{prefix}*") if pattern.fullmatch(path.name))

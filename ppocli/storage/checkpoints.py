@@ -41,7 +41,7 @@ class Search:
     """The newest valid checkpoint, and one line for each newer folder that was passed over:
     ``skipped step-000130: policy/model.safetensors hash mismatch``."""
 
-    found: FoundCheckpoint | None
+    checkpoint: FoundCheckpoint | None
     skipped: tuple[str, ...]
 
 
@@ -103,14 +103,14 @@ def _already_there(target: Path, meta: manifest.Manifest, state: dict[str, Any])
     if not os.path.lexists(target):
         return False
     try:
-        there = manifest.check_folder(target, step=meta.step, run_id=meta.run_id)
+        saved = manifest.check_folder(target, step=meta.step, run_id=meta.run_id)
         state_there = manifest.read_object(target, manifest.STATE)
     except manifest.Invalid:
         with atomic.disk_errors(target):
             retention.discard(target)
         return False
     same_state = state_there == json.loads(json.dumps(state, allow_nan=False))
-    return same_state and there.config_digest == meta.config_digest
+    return same_state and saved.config_digest == meta.config_digest
 
 
 def _stage(staging: Path, target: Path, meta: manifest.Manifest, write: Callable[[Path], None],
@@ -191,8 +191,8 @@ def refuse_pruned(run: run_folder.RunFolder, step: int | None) -> None:
 def best_step(folder: Path) -> int | None:
     """The step with the best evaluation, as the newest checkpoint that holds remembers it; None
     where it knows of none, or that step isn't kept."""
-    found = find_latest(folder, run_id=None, verify="size").found
-    best = (found.state.get("best") if found else None) or {}
+    latest = find_latest(folder, run_id=None, verify="size").checkpoint
+    best = (latest.state.get("best") if latest else None) or {}
     return next((step for step, _ in retention.list_steps(folder) if step == best.get("step")),
                 None)
 
@@ -209,7 +209,7 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
     """
     folder = path.absolute()
     if folder.name in retention.POINTERS and folder.is_symlink():
-        latest = find_latest(folder.parent, run_id=None, verify="size").found
+        latest = find_latest(folder.parent, run_id=None, verify="size").checkpoint
         step = best_step(folder.parent) if folder.name == "best" else getattr(latest, "step", None)
         if step is None:
             raise CheckpointError(f"{path} points to no checkpoint that holds.", where=str(path),
@@ -227,11 +227,11 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
 def _open(path: Path, step: int | None, run_id: str | None = None, verify: manifest.Verify = "full"
           ) -> FoundCheckpoint:
     held = retention.hold(path / manifest.MANIFEST)  # first: what was verified must stay
-    there = manifest.check_folder(path, step=step, run_id=run_id, verify=verify)
+    meta = manifest.check_folder(path, step=step, run_id=run_id, verify=verify)
     if held is None:
         raise manifest.Invalid("it is being deleted")
     state = manifest.read_object(path, manifest.STATE)
-    return FoundCheckpoint(path, there.step, there.versions, state, held)
+    return FoundCheckpoint(path, meta.step, meta.versions, state, held)
 
 
 def _with_critic(path: str) -> schema.ModelConfig | None:
@@ -265,13 +265,15 @@ def saved_critic(cfg: schema.ModelConfig) -> FoundCheckpoint | None:
                          where="model.value.path, model.value.kind",
                          fix=f"set model.value.kind={made.value.kind}")
     folder = run_folder.RunFolder(Path(path))
-    found = find_latest(folder.checkpoints, run_id=None).found if (
+    checkpoint = find_latest(folder.checkpoints, run_id=None).checkpoint if (
         folder.config.is_file()) else open_checkpoint(folder.path)
-    if found is None or not (found.path / model_files.VALUE_HEAD).is_file():
-        raise InputError(f"{path} holds no value function: " + (
-            "no checkpoint is there." if found is None else "it was trained without a critic."),
+    if checkpoint is None or not (checkpoint.path / model_files.VALUE_HEAD).is_file():
+        reason = "no checkpoint is there" if checkpoint is None else \
+            "it was trained without a critic"
+        raise InputError(
+            f"{path} holds no value function: {reason}.",
             where="model.value.path", fix="name another run, or leave the path out")
-    return found
+    return checkpoint
 
 
 def value_start(cfg: schema.ModelConfig) -> schema.ModelConfig:

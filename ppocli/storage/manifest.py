@@ -174,7 +174,7 @@ def _parse(body: dict[str, Any], folder: Path) -> Manifest:
 
 def _typed(values: dict[str, Any], kinds: dict[str, type]) -> dict[str, Any]:
     """The values of those names, each of its type."""
-    found = {name: values[name] for name in kinds}
-    if any(type(value) is not kinds[name] for name, value in found.items()):
+    typed = {name: values[name] for name in kinds}
+    if any(type(value) is not kinds[name] for name, value in typed.items()):
         raise TypeError
-    return found
+    return typed

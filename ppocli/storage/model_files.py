@@ -114,8 +114,8 @@ def trained_with_template(model: str, revision: str | None = None) -> bool | Non
             from huggingface_hub import hf_hub_download
 
             file = Path(hf_hub_download(source, TOKENIZER_CONFIG, revision=revision))
-        found = bounded.read_json(file).get(WITH_TEMPLATE)
-        return found if isinstance(found, bool) else None
+        recorded = bounded.read_json(file).get(WITH_TEMPLATE)
+        return recorded if isinstance(recorded, bool) else None
     return None
 
 
@@ -324,8 +324,8 @@ def named_base(folder: Path) -> tuple[str, str | None, BaseIdentity | None]:
     file = folder / ADAPTER_BASE
     try:
         if file.is_file():
-            known = BaseIdentity(**bounded.read_json(file))
-            return known.path, known.revision, known
+            identity = BaseIdentity(**bounded.read_json(file))
+            return identity.path, identity.revision, identity
         file = folder / ADAPTER_CONFIG
         fields = bounded.read_json(file)
         path, revision = fields.get("base_model_name_or_path"), fields.get("revision")
@@ -359,8 +359,8 @@ def find_whole(model: str, *, key: str, revision: str | None = None, needs: Need
     source = find_model(model, key=key, revision=revision, needs=needs, adapters=True)
     if not is_adapter(source):
         return source, revision
-    path, revision, known = named_base(Path(source))
-    place = Path(source) / (ADAPTER_BASE if known else ADAPTER_CONFIG)
+    path, revision, identity = named_base(Path(source))
+    place = Path(source) / (ADAPTER_BASE if identity else ADAPTER_CONFIG)
     if has_tokenizer(source):
         needs = "model"
     try:

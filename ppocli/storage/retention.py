@@ -144,11 +144,11 @@ def prune(folder: Path, keep_last: int, *keep_steps: int | None) -> list[str]:
 
 def sound_steps(folder: Path) -> list[Manifest]:
     """The manifests of step folders whose files are there in their sizes, oldest first."""
-    found = []
+    manifests = []
     for step, path in list_steps(folder):
         with suppress(Invalid, OSError, PpocliError):
-            found.append(check_folder(path, step=step, verify="size"))
-    return found
+            manifests.append(check_folder(path, step=step, verify="size"))
+    return manifests
 
 
 def note_removed(folder: Path) -> None:
@@ -199,19 +199,19 @@ def clean_staging(folder: Path) -> list[str]:
         One line for each broken save: ``skipped .staging-000130-1f2e3d4c: incomplete``, and one for
         anything that couldn't be deleted.
     """
-    said = []
+    messages = []
     try:
         atomic.put_back(folder)
     except OSError as error:
-        said.append(f"{error.filename} could not be deleted: {error.strerror or error}")
+        messages.append(f"{error.filename} could not be deleted: {error.strerror or error}")
     for path in [*leftovers(folder), *leftovers(folder / SUPERSEDED)]:
         if path.name.startswith(atomic.STAGING):
-            said.append(f"skipped {path.name}: incomplete")
+            messages.append(f"skipped {path.name}: incomplete")
         try:
             atomic.remove_tree(path)
         except OSError as error:
-            said.append(f"{path.name} could not be deleted: {error.strerror or error}")
-    return said
+            messages.append(f"{path.name} could not be deleted: {error.strerror or error}")
+    return messages
 
 
 def supersede(folder: Path, step: int) -> list[int]:

@@ -43,10 +43,10 @@ class JsonlWriter(AbstractContextManager["JsonlWriter"]):
 
     def append(self, rows: Sequence[dict[str, Any]], *, over_last: bool = False) -> None:
         """Write the rows, in order, and sync once; the first ``over_last``: in its place."""
-        raw, there, before = b"".join(_line(row) for row in rows), b"", self._size
+        raw, last_row, before = b"".join(_line(row) for row in rows), b"", self._size
         if over_last:
             self._size = _end_of_last_line(self._descriptor, self._size - 1)
-            there = os.pread(self._descriptor, before - self._size, self._size)
+            last_row = os.pread(self._descriptor, before - self._size, self._size)
         try:
             with atomic.disk_errors(self.path, needed=len(raw)):
                 written = 0
@@ -56,7 +56,7 @@ class JsonlWriter(AbstractContextManager["JsonlWriter"]):
                 os.fsync(self._descriptor)
         except BaseException:
             with suppress(OSError):
-                os.pwrite(self._descriptor, there, self._size)
+                os.pwrite(self._descriptor, last_row, self._size)
                 os.ftruncate(self._descriptor, before)
             self._size = before
             raise
@@ -119,7 +119,7 @@ def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
         if isinstance(step := row.get("step"), int):
             twice += [step] if step in rows else []
             rows[step] = row
-    found: list[tuple[Path, str, list[Any]]] = [
+    problems: list[tuple[Path, str, list[Any]]] = [
         (metrics, "no row", [step for step in range(1, last_step + 1) if step not in rows]),
         (metrics, "more than one row", sorted(set(twice)))]
     counts = Counter((str(row.get("kind")), row["step"]) for row in read_jsonl(samples)
@@ -127,16 +127,16 @@ def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
     sizes = {step: counts["eval", step] for step, row in rows.items()
              if any(name.startswith("eval/") for name in row)}
     if len({*sizes.values()}) > 1 or 0 in sizes.values():
-        found.append((samples, "evaluations of different sizes:", [
+        problems.append((samples, "evaluations of different sizes:", [
             f"{step} ({size} samples)" for step, size in sizes.items()]))
-    drawn = {0: 0, **{step: row["episode"] for step, row in rows.items()
-                      if isinstance(row.get("episode"), int)}}
-    found.append((samples, "not as many rollout samples as episodes", [
+    episodes = {0: 0, **{step: row["episode"] for step, row in rows.items()
+                         if isinstance(row.get("episode"), int)}}
+    problems.append((samples, "not as many rollout samples as episodes", [
         step for (kind, step), count in counts.items() if kind == "rollout"
-        and {step, step - 1} <= drawn.keys() and count != drawn[step] - drawn[step - 1]]))
+        and {step, step - 1} <= episodes.keys() and count != episodes[step] - episodes[step - 1]]))
     return [f"{path.name} has {what} of step {', '.join(map(str, steps[:5]))}"
             + (f" and of {len(steps) - 5} others" if len(steps) > 5 else "")
-            for path, what, steps in found if steps]
+            for path, what, steps in problems if steps]
 
 
 def truncate_jsonl(path: Path, last_step: int,

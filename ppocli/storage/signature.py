@@ -27,8 +27,8 @@ log = logging.getLogger("ppocli")
 
 def key_path() -> Path:
     """Where this user's key lies: ``$PPOCLI_KEY_FILE``, else in the folder of configurations."""
-    if given := os.environ.get(KEY_VARIABLE):
-        return Path(given).expanduser().absolute()
+    if path := os.environ.get(KEY_VARIABLE):
+        return Path(path).expanduser().absolute()
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(home).absolute() / "ppocli/key"
 
@@ -77,22 +77,22 @@ def _signature(key: bytes, name: str, content: str) -> str:
     return hmac.new(key, f"ppocli\0{name}\0{content}".encode(), "sha256").hexdigest()
 
 
-def signed(told: dict[str, Any], name: str, content: str) -> dict[str, Any]:
-    """``told`` with a signature of this user's in it; as it is, with a warning, without a key.
+def signed(document: dict[str, Any], name: str, content: str) -> dict[str, Any]:
+    """``document`` with a signature of this user's in it; as it is, with a warning, without a key.
 
     Args:
-        told: the contents of a JSON file.
+        document: the contents of a JSON file.
         name: of what is signed, which the signature covers.
         content: what is signed, or its digest.
     """
     try:
-        mine = _signature(own_key(), name, content)
+        signature = _signature(own_key(), name, content)
     except DiskError as error:
         _warn_once(error.what)
-        return told
-    others = told.get(_SIGNED)
-    others = [one for one in others if one != mine] if isinstance(others, list) else []
-    return {**told, _SIGNED: [*others, mine][-_KEPT:]}
+        return document
+    others = document.get(_SIGNED)
+    others = [one for one in others if one != signature] if isinstance(others, list) else []
+    return {**document, _SIGNED: [*others, signature][-_KEPT:]}
 
 
 @cache
@@ -102,23 +102,23 @@ def _warn_once(what: str) -> None:
                 "made and kept", what, KEY_VARIABLE)
 
 
-def is_signed(told: dict[str, Any] | None, name: str, content: str) -> bool:
+def is_signed(document: dict[str, Any] | None, name: str, content: str) -> bool:
     """Whether the contents of a JSON file carry this user's signature of ``content``."""
-    key, signatures = _read_key(key_path()), (told or {}).get(_SIGNED)
+    key, signatures = _read_key(key_path()), (document or {}).get(_SIGNED)
     return key is not None and isinstance(signatures, list) and any(hmac.compare_digest(
         _signature(key, name, content).encode(), str(one).encode()) for one in signatures)
 
 
-def sign_run(told: dict[str, Any], config: Path) -> dict[str, Any]:
+def sign_run(run_json: dict[str, Any], config: Path) -> dict[str, Any]:
     """The contents of a run's run.json, signed for the configuration in the file ``config``."""
-    return signed(told, str(told["run_id"]), atomic.sha256_file(config))
+    return signed(run_json, str(run_json["run_id"]), atomic.sha256_file(config))
 
 
 def is_own_run(run_dir: Path) -> bool:
     """Whether this user has started the run, or gone on with it, with just this config.yaml."""
-    told = atomic.read_json(run_dir / RUN_FILE) or {}
+    run_json = atomic.read_json(run_dir / RUN_FILE) or {}
     try:
         digest = atomic.sha256_file(run_folder.RunFolder(run_dir).config)
     except OSError:
         return False
-    return is_signed(told, str(told.get("run_id")), digest)
+    return is_signed(run_json, str(run_json.get("run_id")), digest)

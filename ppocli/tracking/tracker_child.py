@@ -164,12 +164,12 @@ def _keep(record: Path, run_id: str, step: int) -> None:
     write_json_atomic(record, {"id": run_id, "step": step})
 
 
-def _open_wandb(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
+def _open_wandb(opening: Opening, record: dict[str, Any], say: Say) -> Opened:
     """Weights & Biases: online or, where that can't be, into files that can be uploaded later."""
     import wandb
 
     os.environ.setdefault("WANDB_INIT_TIMEOUT", _INIT_SECONDS)
-    run_id = found.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    run_id = record.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
 
     def start(mode: Any = None) -> Any:
         return wandb.init(
@@ -194,7 +194,7 @@ def _open_wandb(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
         elif run.url:
             say("news", run.url)
     # online the service knows what it has; offline only we do
-    first = found.get("step", -1) + 1 if run.offline else run.step
+    first = record.get("step", -1) + 1 if run.offline else run.step
 
     def log(figures: dict[str, Any], samples: Rows, step: int) -> None:
         if samples:
@@ -205,7 +205,7 @@ def _open_wandb(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
     return Opened(log, lambda code: run.finish(exit_code=code), run_id, first)
 
 
-def _open_trackio(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
+def _open_trackio(opening: Opening, record: dict[str, Any], say: Say) -> Opened:
     """trackio: into its own folder on this machine, or to the Space that its environment names."""
     import trackio
 
@@ -222,12 +222,12 @@ def _open_trackio(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
         return trackio.init(project=project, name=opening.name, config=opening.config,
                             resume=resume, embed=False)
 
-    run = start("allow" if found else "never")
-    if found and run.id != found["id"]:  # it knows runs by name, and another one has taken this
+    run = start("allow" if record else "never")
+    if record and run.id != record["id"]:  # it knows runs by name, and another one has taken this
         run = start("never")
         say("warning", f"the newest run called {opening.name} in project {project} is another one; "
             "this one goes on in a new run of that name")
-        found = {}
+        record = {}
     say("news", os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
         or f"trackio show --project {project}")
 
@@ -236,7 +236,7 @@ def _open_trackio(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
             figures[EVAL_SAMPLES] = trackio.Table(data=samples)
         run.log(figures, step=step)
 
-    return Opened(log, lambda code: run.finish(), run.id, found.get("step", -1) + 1)
+    return Opened(log, lambda code: run.finish(), run.id, record.get("step", -1) + 1)
 
 
 class OwnTracker(Protocol):
@@ -269,7 +269,7 @@ def locate_tracker(spec: str) -> Located:
     return located
 
 
-def _open_own(spec: str, opening: Opening, found: dict[str, Any], say: Say) -> Opened:
+def _open_own(spec: str, opening: Opening, record: dict[str, Any], say: Say) -> Opened:
     """A class of the user's own."""
     tracker = locate_tracker(spec).target(Path(opening.run_dir), opening.config)
 
@@ -279,7 +279,7 @@ def _open_own(spec: str, opening: Opening, found: dict[str, Any], say: Say) -> O
         tracker.row({"step": step, **figures})
 
     return Opened(log, lambda code: getattr(tracker, "close", lambda: None)(), "",
-                  found.get("step", -1) + 1)
+                  record.get("step", -1) + 1)
 
 
 OPEN: dict[str, Callable[[Opening, dict[str, Any], Say], Opened]] = {

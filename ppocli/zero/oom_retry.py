@@ -34,27 +34,27 @@ class PassRows:
     backend: Backend
     keys: Mapping[str, str]
     """phase -> the key that decides how many rows one of its passes has"""
-    found: dict[str, int] = field(default_factory=dict)
+    reduced: dict[str, int] = field(default_factory=dict)
     shorter: str = "generation.max_new_tokens, prompts.max_length"
     """keys that limit the tokens of a sample"""
 
-    def limit(self, phase: str, asked: int) -> int:
-        """Rows of a pass that should have ``asked``."""
-        return min(asked, self.found.get(phase, asked))
+    def limit(self, phase: str, configured: int) -> int:
+        """Rows of a pass that should have ``configured``."""
+        return min(configured, self.reduced.get(phase, configured))
 
     def figures(self) -> dict[str, float]:
         """For the row of a step: ``memory/rows/PHASE`` where memory has run out."""
         return {f"memory/rows/{phase.replace(' ', '_')}": float(rows)
-                for phase, rows in self.found.items()}
+                for phase, rows in self.reduced.items()}
 
-    def retry(self, phase: str, asked: int, tokens: int, work: Callable[[], T], *,
+    def retry(self, phase: str, configured: int, tokens: int, work: Callable[[], T], *,
               in_step: bool = False) -> T:
         """What ``work`` returns, begun anew with half the rows on all ranks as often as memory runs
         out on one of them. All ranks call it in step.
 
         Args:
             phase: of :attr:`keys`; ``work`` takes its number of rows from :meth:`limit`.
-            asked: rows of a pass as the configuration has it, the same on all ranks.
+            configured: rows of a pass as the configuration has it, the same on all ranks.
             tokens: of the longest sample, for the message.
             in_step: whether passes gather weights from all ranks, and can't be made anew.
 
@@ -63,7 +63,7 @@ class PassRows:
             PpocliError: what ``work`` raised on some rank, on all ranks.
         """
         while True:
-            rows, text = self.limit(phase, asked), ""
+            rows, text = self.limit(phase, configured), ""
             try:
                 return self.backend.ranks.all_do(
                     partial(self.once, phase, rows, tokens, work) if in_step else work,
@@ -87,7 +87,7 @@ class PassRows:
         text = text or f"{phase} of {counted(rows, 'row')} at once: out of memory"
         if rows == 1:
             raise self._too_much(text, tokens)
-        self.found[phase], key = rows // 2, self.keys[phase]
+        self.reduced[phase], key = rows // 2, self.keys[phase]
         log.warning("%s; going on with %d (%s=%d starts so)", text, rows // 2, key, rows // 2)
         gc.collect()
         if self.backend.device.type != "cpu":

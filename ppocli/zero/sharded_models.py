@@ -51,17 +51,17 @@ def load_in_parts(cfg: TrainConfig, backend: Backend, load: Callable[[], LoadedL
                 trunk.decoding_of(loaded.lm))
 
     parameters, buffers, generation_config, decoding = ranks.first_does(take_stock)
-    mine = ranks.all_do(lambda: empty() if loaded is None else loaded, "loading")
+    model = ranks.all_do(lambda: empty() if loaded is None else loaded, "loading")
     if loaded is None:
-        mine = replace(mine, generation_config=generation_config)
-        trunk.set_decoding(mine.lm, decoding)
-    if [name for name, _ in mine.lm.named_parameters()] != [name for name, *_ in parameters]:
+        model = replace(model, generation_config=generation_config)
+        trunk.set_decoding(model.lm, decoding)
+    if [name for name, _ in model.lm.named_parameters()] != [name for name, *_ in parameters]:
         raise RuntimeError("ranks have made different models of the same configuration")
     for name, value in buffers.items():  # small, and whole on every rank
         owner, _, key = name.rpartition(".")
-        mine.lm.get_submodule(owner)._buffers[key] = value.to(backend.device)
-    shard((_in_memory(mine.lm, *one) for one in parameters), parts_config(cfg, offload=offload))
-    return mine
+        model.lm.get_submodule(owner)._buffers[key] = value.to(backend.device)
+    shard((_in_memory(model.lm, *one) for one in parameters), parts_config(cfg, offload=offload))
+    return model
 
 
 def parts_config(cfg: TrainConfig, *, offload: bool) -> dict[str, Any]:
@@ -75,13 +75,14 @@ def parts_config(cfg: TrainConfig, *, offload: bool) -> dict[str, Any]:
 
 def _in_memory(lm: nn.Module, name: str, shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
     """The parameter of that name, with room for its values, wherever it is used."""
-    there = lm.get_parameter(name)
-    if not there.is_meta:
-        return there
-    parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=there.requires_grad)
+    placeholder = lm.get_parameter(name)
+    if not placeholder.is_meta:
+        return placeholder
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype),
+                             requires_grad=placeholder.requires_grad)
     for module in lm.modules():
         for key, one in module._parameters.items():
-            if one is there:
+            if one is placeholder:
                 module._parameters[key] = parameter
     return parameter
 
@@ -115,13 +116,14 @@ class ShardedTrunk:
     @contextmanager
     def view(self, policy_lm: Any) -> Iterator[Any]:
         """As :class:`Reference`, for a policy whose weights are put together or in parts."""
-        own = dict(policy_lm.named_parameters())
+        parameters = dict(policy_lm.named_parameters())
         if sharded_weights.is_sharded(policy_lm):
-            trained = {name: own[name] for name in self.parts}
+            trained = {name: parameters[name] for name in self.parts}
             with sharded_weights.swapped_parts(trained, self.parts):
                 yield policy_lm
             return
-        whole = {name: sharded_weights.whole_of(part, own[name].shape, own[name].device)
+        whole = {name: sharded_weights.whole_of(part, parameters[name].shape,
+                                                parameters[name].device)
                  for name, part in self.parts.items()}
         with layer_stack.swapped_tensors(policy_lm, whole):
             yield policy_lm
@@ -148,6 +150,7 @@ def share_sharded_trunk(lm: Any, *, offload: bool) -> ShardedTrunk:
         ValueError: as there.
     """
     split = layer_stack.trained_split(lm)
-    own = {name: local_part(p).detach() for name, p in lm.named_parameters() if p.requires_grad}
+    local_parts = {name: local_part(p).detach() for name, p in lm.named_parameters()
+                   if p.requires_grad}
     return ShardedTrunk({name: part.to("cpu" if offload else part.device, copy=True)
-                         for name, part in own.items()}, split)
+                         for name, part in local_parts.items()}, split)

@@ -65,14 +65,14 @@ def host_weights(module: nn.Module, stage: int, *, keep: bool) -> dict[str, torc
     one that is to keep it. Tied tensors are one."""
     if stage < 3:
         return None
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             with one_gathered(tensor):
                 seen[id(tensor)] = tensor.detach().cpu().clone() if keep else torch.empty(0)
-        found[name] = seen[id(tensor)]
-    return found if keep else {}
+        weights[name] = seen[id(tensor)]
+    return weights if keep else {}
 
 
 def head_parameters(lm: Any) -> list[Any]:
@@ -98,8 +98,8 @@ def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) ->
     try:
         for name, part in parts.items():
             parameter = parameters[name]
-            own = internals.local_part(parameter)
-            own.data = part.to(own.device)
+            local = internals.local_part(parameter)
+            local.data = part.to(local.device)
             if name in kept_whole:
                 parameter.data = whole_of(part, internals.whole_shape(parameter), parameter.device)
         torch.clear_autocast_cache()
@@ -154,18 +154,18 @@ def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: 
     ranks in step and kept by one, on the CPU, so that no rank holds more than its share and one
     tensor.
     """
-    found: dict[str, torch.Tensor] = {}
-    slots, dealt = _slots(optimizer, stage), [0] * ranks.world
+    state: dict[str, torch.Tensor] = {}
+    slots, elements = _slots(optimizer, stage), [0] * ranks.world
     for name, parameter in parameters.items():
         for slot in slots:
             if (value := _read_slot(parameter, slot, optimizer, stage)) is None:
                 continue
-            owner = dealt.index(min(dealt))
-            dealt[owner] += value.numel()
+            owner = elements.index(min(elements))
+            elements[owner] += value.numel()
             if owner == ranks.rank:
-                found[f"{name}/{slot}"] = value.detach() if stage == 0 else \
+                state[f"{name}/{slot}"] = value.detach() if stage == 0 else \
                     value.detach().cpu().contiguous().clone()
-    return found
+    return state
 
 
 def _slots(optimizer: Any, stage: int) -> list[str]:

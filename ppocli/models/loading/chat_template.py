@@ -21,9 +21,10 @@ from ppocli.text import first_line, short_path, suggestion
 log = logging.getLogger("ppocli")
 
 FILE, VALUES = "model.chat_template", "model.chat_template_kwargs"
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
-          "raise_exception", "strftime_now", *jinja2.defaults.DEFAULT_NAMESPACE}
-"""what transformers tells every template"""
+_STANDARD_VARIABLES = {
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+    "raise_exception", "strftime_now", *jinja2.defaults.DEFAULT_NAMESPACE}
+"""variables that transformers hands to every template"""
 _MARKS = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 """blocks that transformers adds to Jinja"""
 
@@ -49,7 +50,7 @@ def read_template(path: str) -> str:
     return template
 
 
-def with_values(own: Any, values: Mapping[str, Any], special: Collection[str]) -> Any:
+def with_values(chat_template: Any, values: Mapping[str, Any], special: Collection[str]) -> Any:
     """A tokenizer's template, or each of several by name, with lines in front by which it sets
     ``values`` itself unless its caller does: whoever loads what was trained with it renders
     conversations as training did.
@@ -61,22 +62,23 @@ def with_values(own: Any, values: Mapping[str, Any], special: Collection[str]) -
         InputError: no template, a malformed one, or none that reads such a name; or Jinja can't say
             a value.
     """
-    if not own:
+    if not chat_template:
         raise InputError("The tokenizer has no chat template that could read values.",
                          where=VALUES, fix=f"leave them out, or {FILE}=FILE")
-    templates = own if isinstance(own, dict) else {"": own}
+    templates = chat_template if isinstance(chat_template, dict) else {"": chat_template}
     try:
-        known = set().union(*map(_variables, templates.values())) - {*_GIVEN, *special}
+        variables = set().union(*map(_variables, templates.values())).difference(
+            _STANDARD_VARIABLES, special)
     except jinja2.TemplateSyntaxError as error:
         raise InputError(f"The tokenizer's chat template is malformed: {error.message}",
                          where=f"{VALUES}, line {error.lineno} of the template",
                          fix=f"{FILE}=FILE, with one that isn't") from error
     for name, value in values.items():
-        if name not in known:
+        if name not in variables:
             raise InputError(f"The chat template reads no {name!r}, but "
-                             f"{', '.join(sorted(known)) or 'messages alone'}. "
-                             f"{suggestion(str(name), known)}".rstrip(), where=f"{VALUES}.{name}",
-                             fix="take it out")
+                             f"{', '.join(sorted(variables)) or 'messages alone'}. "
+                             f"{suggestion(str(name), variables)}".rstrip(),
+                             where=f"{VALUES}.{name}", fix="take it out")
         if not _can_be_said(value):
             raise InputError(f"A template can't say {value!r}.", where=f"{VALUES}.{name}",
                              fix="give texts, finite numbers, true, false, null, or lists or "
@@ -85,9 +87,9 @@ def with_values(own: Any, values: Mapping[str, Any], special: Collection[str]) -
     lines = "".join(f"{{%- set {name} = {name} | default({value!r}) %}}\n"
                     for name, value in values.items())
     # a model that was trained with them has the lines
-    found = {name: template if template.startswith(lines) else lines + template
-             for name, template in templates.items()}
-    return found if isinstance(own, dict) else found[""]
+    prefixed = {name: template if template.startswith(lines) else lines + template
+                for name, template in templates.items()}
+    return prefixed if isinstance(chat_template, dict) else prefixed[""]
 
 
 def _can_be_said(value: Any) -> bool:
@@ -177,8 +179,8 @@ def decided(cfg: schema.TrainConfig, model: str, revision: str | None = None) ->
         log.info("%s", why)
     if chat == cfg.prompts.chat:
         return cfg
-    found = replace(cfg, prompts=replace(cfg.prompts, chat=chat))
-    for broken, key, what in sampling.prompt_rules(found, frozenset({"prompts.path"})):
+    decided_cfg = replace(cfg, prompts=replace(cfg.prompts, chat=chat))
+    for broken, key, what in sampling.prompt_rules(decided_cfg, frozenset({"prompts.path"})):
         if broken:
             raise ConfigError(f"{why}; but {key} {what}.", where=key, fix="prompts.chat=false")
-    return found
+    return decided_cfg

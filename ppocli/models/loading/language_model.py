@@ -154,9 +154,9 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
             model, info = read()
     for lacking in new.keys() & info["missing_keys"]:
         new[lacking](model.get_parameter(lacking).data)
-    for name, there, here in sorted(info["mismatched_keys"]):
-        raise InputError(f"{cfg.path} does not fit its config.json: {name} is {list(there)} in the "
-                         f"files, {list(here)} by the configuration.", where=key,
+    for name, in_file, here in sorted(info["mismatched_keys"]):
+        raise InputError(f"{cfg.path} does not fit its config.json: {name} is {list(in_file)} in "
+                         f"the files, {list(here)} by the configuration.", where=key,
                          fix="mend config.json, or give a complete checkpoint"
                          if not name.endswith(model_files.HEADS) else "mend id2label in "
                          "config.json, which has an entry for each row of this head; a reward "
@@ -192,9 +192,10 @@ def make_ready(cfg: ModelConfig, model: Any) -> None:
             model.config.pad_token_id = -1
     if model.base_model is model and hasattr(model, "model"):
         model.base_model_prefix = "model"  # Llama4ForCausalLM names another model's trunk
-    own = model.config.get_text_config(decoder=True)
-    if own is not model.config and has_encoder(model):
-        own.pad_token_id = -1  # T5Gemma's decoder leaves what pads out of its context, also if said
+    decoder_config = model.config.get_text_config(decoder=True)
+    if decoder_config is not model.config and has_encoder(model):
+        # T5Gemma's decoder would leave this id out of its context, also where it was sampled
+        decoder_config.pad_token_id = -1
     for part in model.eval().modules():
         if isinstance(part, torch.nn.Dropout):  # a nested configuration may have turned it on
             part.p = 0.0
@@ -203,9 +204,9 @@ def make_ready(cfg: ModelConfig, model: Any) -> None:
 
 
 def _ready(cfg: ModelConfig, lm: Any, config: Any, generation_config: Any) -> LoadedLM:
-    found = LoadedLM(lm, config, generation_config, decoder_start(lm))
+    loaded = LoadedLM(lm, config, generation_config, decoder_start(lm))
     make_ready(cfg, lm)
-    return found
+    return loaded
 
 
 def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path",
@@ -236,9 +237,9 @@ def _new_score(weight: torch.Tensor, seed: int) -> None:
     final norm are about sqrt(D) long, so that scores start at about 0.1 whatever the width. The
     loss then starts at log 2, and the trunk has a gradient from the first update on, which it would
     not have under a head of zeros."""
-    drawn = torch.empty(weight.shape, dtype=torch.float32).normal_(
+    values = torch.empty(weight.shape, dtype=torch.float32).normal_(
         std=0.1 * weight.shape[-1]**-0.5, generator=torch.Generator().manual_seed(seed))
-    weight.copy_(drawn)
+    weight.copy_(values)
 
 
 def _class_of(cfg: ModelConfig, key: str, scores: bool, config: Any) -> Any:
@@ -270,20 +271,20 @@ def _class_of(cfg: ModelConfig, key: str, scores: bool, config: Any) -> Any:
 def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype,
                   goes_on: Mapping[str, Any] | None, score_seed: int | None = None) -> LoadedLM:
     """An adapter's folder: its base, as it names it, with the adapter on it."""
-    path, revision, known = model_files.named_base(folder)
+    path, revision, identity = model_files.named_base(folder)
     try:
         loaded = load_lm(replace(cfg, path=path, revision=revision), dtype=dtype,
                          score_seed=score_seed)
     except InputError as error:
         raise InputError(f"The base of the adapter in {folder} can't be loaded: {error.what}",
-                         where=str(folder / (model_files.ADAPTER_BASE if known
+                         where=str(folder / (model_files.ADAPTER_BASE if identity
                                              else model_files.ADAPTER_CONFIG)),
                          fix=f"name the base there as it is called now; {error.fix}") from error
     if loaded.adapter is not None:
         raise InputError(f"The base of the adapter in {folder} is an adapter itself: {path}.",
                          where=str(folder), fix="merge that one into its base")
     base = adapters.identify(loaded.lm, path, revision)
-    if known is not None and known.storage == base.storage and known.digest != base.digest:
+    if identity is not None and identity.storage == base.storage and identity.digest != base.digest:
         raise CheckpointError(f"{path} is not the model that the adapter in {folder} was trained "
                               "on: its weights have changed.",
                               where=str(folder / model_files.ADAPTER_BASE),
@@ -341,11 +342,11 @@ def _logits_agree(lm: Any) -> bool:
     head, pair = lm.get_output_embeddings(), has_encoder(lm)
     if head is None or (lm.base_model is lm and not pair):
         return False
-    both, given = probe[0] - 1, {"decoder_input_ids": probe} if pair else {}
+    both, decoder_inputs = probe[0] - 1, {"decoder_input_ids": probe} if pair else {}
     batch = SequenceBatch(probe, both, both, *((probe, torch.ones_like(probe)) if pair else ()))
     hidden = response_hidden(lm, batch).to(head.weight.dtype)  # some keep fp32 beside bf16
     ours = LogitMap.of(lm)(head(hidden)).float()[None]
-    theirs = lm(input_ids=probe, use_cache=False, **given).logits.float()
+    theirs = lm(input_ids=probe, use_cache=False, **decoder_inputs).logits.float()
     off = 1e-3 if head.weight.dtype == torch.float32 else 2e-2 * float(theirs.abs().max())
     return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=off)
 
@@ -384,7 +385,7 @@ def stop_rules(tokenizer: Any, loaded: LoadedLM, generation: GenerationConfig
     Raises:
         ConfigError: an id is never sampled, or a text has a special token within.
     """
-    own, declared = tokenizer.get_added_vocab(), loaded.generation_config.eos_token_id
+    added_tokens, declared = tokenizer.get_added_vocab(), loaded.generation_config.eos_token_id
     sequences = generation.stop_sequences
     vocabulary = vocabulary_of(loaded.lm)
     absent = set(vocabulary.absent)
@@ -392,16 +393,16 @@ def stop_rules(tokenizer: Any, loaded: LoadedLM, generation: GenerationConfig
         raise ConfigError(f"Token {never[0]} would never end a response: the model has "
                           f"{vocabulary.rows - len(absent)} tokens, and that id is none of them.",
                           where="generation.stop_token_ids", fix="take it out")
-    for token, number in own.items():
-        odd = [text for text in sequences if token in text and text not in own]
+    for token, number in added_tokens.items():
+        odd = [text for text in sequences if token in text and text not in added_tokens]
         if odd and not tokenizer.decode([number], skip_special_tokens=True):
             raise ConfigError(f"The stop text {odd[0]!r} would never be found: {token} is a special"
                               " token, which decoded text leaves out.",
                               where="generation.stop_sequences", fix=f"take {token} out of the text"
                               f", or end responses at it: generation.stop_token_ids=[{number}]")
-    ids = {*generation.stop_token_ids, *(own[s] for s in sequences if s in own)}
+    ids = {*generation.stop_token_ids, *(added_tokens[s] for s in sequences if s in added_tokens)}
     if not generation.ignore_eos:
         ids |= {tokenizer.eos_token_id,
                 *(declared if isinstance(declared, list) else [declared])} - {None}
     return (tuple(sorted(i for i in ids if 0 <= i < vocabulary.size and i not in absent)),
-            tuple(s for s in sequences if s not in own))
+            tuple(s for s in sequences if s not in added_tokens))

@@ -63,8 +63,8 @@ def attention_wanted(cfg: schema.ModelConfig, config: Any) -> dict[str, Any]:
     if capped and cfg.attn_implementation == "sdpa":
         raise InputError("sdpa leaves out the cap that this model puts on attention's logits.",
                          where="model.attn_implementation", fix="leave it out, which takes eager")
-    wanted = cfg.attn_implementation or ("eager" if capped else None)
-    return {"attn_implementation": wanted} if wanted else {}
+    implementation = cfg.attn_implementation or ("eager" if capped else None)
+    return {"attn_implementation": implementation} if implementation else {}
 
 
 def check_text_alone(lm: Any) -> None:
@@ -127,13 +127,13 @@ def read_lm(cfg: schema.ModelConfig) -> ModelFacts:
         raise InputError(f"{cfg.path} is marked as quantized by GGUF, and transformers can't save "
                          "such a model.", where="model.path", fix="if its weights are safetensors, "
                          "remove quantization_config from its config.json")
-    found = model_facts(cfg, config)
-    positions, own = _positions(found), found.num_virtual_tokens
-    if positions is not None and own >= positions:
-        raise ConfigError(f"{own} virtual tokens leave no room: the model has {positions} "
-                          "positions.", where="model.peft.num_virtual_tokens",
+    facts = model_facts(cfg, config)
+    positions, virtual_tokens = _positions(facts), facts.num_virtual_tokens
+    if positions is not None and virtual_tokens >= positions:
+        raise ConfigError(f"{virtual_tokens} virtual tokens leave no room: the model has "
+                          f"{positions} positions.", where="model.peft.num_virtual_tokens",
                           fix=f"set it far below {positions}")
-    return found
+    return facts
 
 
 def model_facts(cfg: schema.ModelConfig, config: Any) -> ModelFacts:
@@ -162,6 +162,6 @@ def max_positions(lm: Any) -> int | None:
 def _positions(lm: Any) -> int | None:
     if lm.config.model_type in RELATIVE_POSITIONS:
         return None  # n_positions in their files is what they were trained with, not a limit
-    found = (getattr(lm.config, name, None)
-             for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"))
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+    limits = (getattr(lm.config, name, None)
+              for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"))
+    return next((value for value in limits if isinstance(value, int) and value > 0), None)

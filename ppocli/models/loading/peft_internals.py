@@ -86,14 +86,14 @@ def merged_layer(module: Any) -> dict[str, torch.Tensor]:
     from peft.utils import ModulesToSaveWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
-        own = module.modules_to_save[module.active_adapters[0]]
+        merged = module.modules_to_save[module.active_adapters[0]]
     elif isinstance(module, BaseTunerLayer):
         layer = copy.deepcopy(module)
         layer.merge()
-        own = layer.get_base_layer()
+        merged = layer.get_base_layer()
     else:
         return {}
-    return {name: tensor.detach() for name, tensor in own.state_dict().items()}
+    return {name: tensor.detach() for name, tensor in merged.state_dict().items()}
 
 
 def load_frozen(lm: Any, folder: Path) -> Any:

@@ -129,8 +129,8 @@ def check_same_tokens(tokenizer: Any, policy: Any, other: Any, source: ModelConf
         theirs, ours = kinds if has_encoder(other) else reversed(kinds)
         raise InputError(f"{name} is {theirs}, the policy {ours}.", where=key,
                          fix=f"give {ours} of the policy's vocabulary")
-    own = tokenizer.get_vocab()
-    highest = max(own.values(), default=-1)
+    vocabulary = tokenizer.get_vocab()
+    highest = max(vocabulary.values(), default=-1)
     rows = whole_shape(other.get_input_embeddings().weight)[0]
     if highest >= rows:
         raise InputError(f"The policy's tokenizer has ids up to {highest}, {name} embeds only "
@@ -138,12 +138,13 @@ def check_same_tokens(tokenizer: Any, policy: Any, other: Any, source: ModelConf
                          fix="give a model of the policy's own family and vocabulary")
     if (theirs_by_token := _vocabulary(source, key)) is None:
         return
-    odd = next((token for token, i in sorted(own.items(), key=lambda item: item[1])
+    odd = next((token for token, i in sorted(vocabulary.items(), key=lambda item: item[1])
                 if theirs_by_token.get(token, i) != i), None)
-    missing = sum(token not in theirs_by_token for token in own)
-    if odd is not None or missing > len(own) // 2:
-        what = (f"{odd!r} is {own[odd]} for the policy and {theirs_by_token[odd]} for {name}"
-                if odd is not None else f"{name} lacks {missing} of the policy's {len(own)} tokens")
+    missing = sum(token not in theirs_by_token for token in vocabulary)
+    if odd is not None or missing > len(vocabulary) // 2:
+        what = (f"{odd!r} is {vocabulary[odd]} for the policy and {theirs_by_token[odd]} for {name}"
+                if odd is not None else
+                f"{name} lacks {missing} of the policy's {len(vocabulary)} tokens")
         raise InputError(f"The tokenizers differ: {what}.", where=key,
                          fix="give a model with the policy's own tokenizer")
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from ppocli.models.layout import Sequences
-from ppocli.parallel.ranks import woven
+from ppocli.parallel.ranks import interleave
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.vllm.sampler import Begun, VllmSampler
@@ -69,7 +69,7 @@ def _gathered(session: Session, mine: Samples, count: int) -> Samples:
     """
     found = session.backend.ranks.gather(mine)
     places = torch.arange(count).split([len(part) for part in found])
-    return Samples.joined(found).rows(torch.tensor(woven([part.tolist() for part in places])))
+    return Samples.joined(found).rows(torch.tensor(interleave([part.tolist() for part in places])))
 
 
 def _tensors_of(samples: Samples) -> dict[str, torch.Tensor]:

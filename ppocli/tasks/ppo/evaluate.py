@@ -6,7 +6,7 @@ from typing import Any
 
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import DONE
-from ppocli.parallel.ranks import woven
+from ppocli.parallel.ranks import interleave
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.samples import Samples
 from ppocli.tasks.ppo import figures
@@ -44,7 +44,7 @@ def evaluate_chunks(session: EvalSession, *, skip: int = 0) -> Iterator[list[dic
         RewardError, DivergedError, StopRequested.
     """
     for batch, own in _shares(session, skip):
-        yield woven(session.backend.ranks.gather(_one_share(session, batch, own)))
+        yield interleave(session.backend.ranks.gather(_one_share(session, batch, own)))
 
 
 def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def reference_responses(session: EvalSession) -> list[str]:
     with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
         for batch, own in _shares(session):
             out = sample_reference(session, lm, batch, session.eval_sampling, EVALUATION)
-            texts += woven(session.backend.ranks.gather(
+            texts += interleave(session.backend.ranks.gather(
                 response_texts(session, batch, out, session.eval_sampling)[:own]))
     return texts
 
