@@ -59,7 +59,7 @@ class Follower:
             with suppress(PpocliError):
                 self._config = resolved.read_config(self._run.config)
         dropped, lines = self._metrics.poll()
-        rows = list(filter(None, map(row_of_step, lines)))
+        rows = [row for line in lines if (row := run_logs.sound_row(run_logs.read_row(line) or {}))]
         if dropped:
             del self._rows[-dropped:]
             last = self._rows[-1]["step"] if self._rows else 0
@@ -198,8 +198,8 @@ def _whole_lines(raw: bytes) -> list[bytes]:
     return [line for line in raw.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def row_of_step(line: bytes) -> dict[str, Any] | None:
-    """A row with its step; None for a line that is damaged."""
+def _sample_row(line: bytes) -> dict[str, Any] | None:
+    """A row of samples.jsonl with its step; None for a line that is damaged."""
     row = run_logs.read_row(line)
     return row if row is not None and isinstance(row.get("step"), int) else None
 
@@ -212,7 +212,7 @@ def recent_samples(path: Path) -> list[dict[str, Any]]:
             lines = _whole_lines(file.read())  # what is left of a line before them is no row
     except OSError:  # gone by now
         return []
-    rows = groupby(filter(None, map(row_of_step, reversed(lines))),
+    rows = groupby(filter(None, map(_sample_row, reversed(lines))),
                    key=lambda row: (row["step"], row.get("kind")))
     newest = [*next(rows, (None, ()))[1]]
     return newest[::-1]

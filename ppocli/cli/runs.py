@@ -1,5 +1,4 @@
-"""``ppocli watch`` and ``report``, and the commands of ``ppocli runs``: runs by their folders, what
-is deleted of them, and their names."""
+"""``ppocli watch``, ``report``, and ``ppocli runs``, which lists, shows and prunes run folders."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, flag, option
 from ppocli.display.results import put, result_stream
-from ppocli.errors import CheckpointError, ConfigError, DiskError, InputError, PpocliError
-from ppocli.text import clean, figure, format_bytes, pasted, printable
+from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
+from ppocli.text import clean, figure, format_bytes, printable
 
 if TYPE_CHECKING:
     from ppocli.runs.listing import Removal, RunInfo
@@ -104,7 +103,7 @@ def report(
 
 # runs list and runs show --------------------------------------------------------------------------
 
-runs_app = opt.group("List, show, rename and delete runs, and what of them is no longer needed.")
+runs_app = opt.group("List and show runs, and prune files that they no longer need.")
 
 Folder = Annotated[Path | None, typer.Argument(
     metavar="[DIR]", help="Folder that contains runs (default: runs).")]
@@ -203,7 +202,7 @@ def root_of(folder: Path | None) -> Path:
     return Path("runs") if folder is None else folder.expanduser()
 
 
-# prune, rm and rename -----------------------------------------------------------------------------
+# prune --------------------------------------------------------------------------------------------
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
 
@@ -250,66 +249,13 @@ def prune_runs(
         _delete(plan, yes, as_json)
 
 
-@runs_app.command("rm", cls=Command)
-def remove_runs(
-        given: Annotated[list[str], typer.Argument(
-            metavar="RUN...", autocompletion=opt.complete_run, help="Folders or names of runs.")],
-        yes: Yes = False) -> None:
-    """Delete runs with all they hold. Running runs are never touched.
-
-    \b
-    Examples:
-      ppocli runs rm NAME
-      ppocli runs rm runs/ONE runs/OTHER --yes
-    """
-    from ppocli.runs.listing import whole_folder
-
-    plan = [whole_folder(folder) for folder in dict.fromkeys(map(_named, given))]
-    output.print_table([("delete", "size"), *((str(removal.run), format_bytes(removal.size))
-                                              for removal in plan)], right=frozenset({1}))
-    _delete(plan, yes)
-
-
-@runs_app.command("rename", cls=Command)
-def rename_run(run: opt.OneRun, name: Annotated[str, typer.Argument(
-               metavar="NAME", help="The new name.")]) -> None:
-    """Rename a run's folder. Running runs and jobs of sweeps keep their names.
-
-    \b
-    Examples:
-      ppocli runs rename quickstart-20260131-120000 baseline
-    """
-    from ppocli.runs.sweeps import is_sweep
-    from ppocli.storage.run_folder import lock
-
-    folder = _named(run)
-    target = folder.with_name(name) if name[:1] not in ("", ".") and "/" not in name else None
-    if target is None or not name.isprintable():
-        raise ConfigError(f"{name!a} must be a plain folder name.", where="NAME",
-                          fix=f"to move the folder: mv {pasted(folder)} FOLDER")
-    if is_sweep(folder.parent):
-        raise ConfigError(f"{folder} is a job of a sweep, which finds it by its name.",
-                          where="RUN", fix=f"ppocli sweep show {pasted(folder.parent)}")
-    with lock(folder):
-        if target.exists() or target.is_symlink():
-            raise CheckpointError(f"{target} exists already; nothing is overwritten.",
-                                  where="NAME", fix="choose another name")
-        try:
-            folder.rename(target)
-        except OSError as error:
-            raise DiskError(f"{folder} can't be renamed: {error.strerror}",
-                            where=str(folder.parent), fix="look at its permissions") from error
-    output.show_text(str(target))
-
-
-def _named(given: str) -> Path:
-    """The folder of the run that is named; a part of a run doesn't stand for it here."""
-    from ppocli.runs.target import find_run, run_named
-
-    found = find_run(given)
-    if found != run_named(given):
-        raise ConfigError(f"{given} is a part of a run.", where="RUN", fix=f"name the run: {found}")
-    return found
+@runs_app.command("rm", hidden=True, cls=Command, context_settings=opt.WORDS)
+@runs_app.command("rename", hidden=True, cls=Command, context_settings=opt.WORDS)
+def refuse_gone(ctx: typer.Context) -> None:
+    """A run is a folder: rm deletes it, mv renames it."""
+    fix = "rm -r runs/NAME" if ctx.info_name == "rm" else "mv runs/NAME runs/OTHER"
+    raise ConfigError(f"ppocli runs {ctx.info_name} is gone: a run is a folder of its own.",
+                      where="command line", fix=fix)
 
 
 def _shown_parts(removal: Removal) -> str:

@@ -80,8 +80,8 @@ class Display(logging.Handler):
             return
         self.board.memory = memory
         # what a resumed run has recorded up to the step it goes on from
-        self.board.begin(total, (row for row in run_logs.read_jsonl(self._metrics)
-                                 if isinstance(row.get("step"), int) and row["step"] <= done))
+        self.board.begin(total, (row for row in run_logs.read_metrics(self._metrics)
+                                 if row["step"] <= done))
         self._view = live_view.LiveView(self._out, self.board.lines, self._started_by)
         self._view.start()
 

@@ -1,8 +1,8 @@
 """Ranks that torchrun, accelerate, DeepSpeed or srun has started: how they begin and end together.
 
-Rank 0 composes, checks and makes the run folder; the others wait for its word. All go through one
-store, at the address that the launcher gave. What ends one of them is said once, and all leave
-with its exit code.
+Rank 0 composes and checks the configuration and makes the run folder; the others wait for it. They
+communicate through one store, at the launcher's address. An error that ends one of them is printed
+once, and all leave with its exit code.
 """
 
 import json
@@ -26,9 +26,9 @@ from ppocli.parallel.launchers import Launched, RankOutcome
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
 
-# what a launcher provides: no problem if the words leave it out
+# keys that a launcher provides, so that a command may leave them out
 PROVIDED = frozenset({"hardware.rdzv_endpoint", "run_name"})
-# how long ranks wait for each other at the end, so that all leave with the same exit code
+# how long ranks wait for each other at the end, in order to leave with the same exit code
 _PARTING_SECONDS = 5.0
 _OF_ACCELERATE = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_")
 _GROUP = re.compile(r"(^|/)hardware/[^/]+\.yaml")
@@ -40,13 +40,13 @@ class Meeting:
 
     launched: Launched
     environ: Mapping[str, str]
-    """what the launcher has told, before :func:`open_meeting` took some of it out"""
+    """the launcher's environment, before :func:`open_meeting` removed variables from it"""
     topic: str = ""
-    """which of several meetings of the same ranks"""
+    """tells several meetings of the same ranks apart"""
 
     @cached_property
     def store(self) -> Any:
-        """Of torch, whose keys are this meeting's alone."""
+        """A store of torch, whose keys belong to this meeting alone."""
         from torch.distributed import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
@@ -57,14 +57,15 @@ class Meeting:
         return PrefixStore(f"ppocli-{count}{self.topic}", store)
 
     def tell(self, start: Start | None) -> None:
-        """Rank 0: say what to take part in; None if there is nothing to do."""
+        """Rank 0: publish which run to take part in; None if there is nothing to do."""
         self.store.set("start", json.dumps(None if start is None else start.argv()))
 
     def wait(self) -> Start | None:
-        """What rank 0 tells; None if there is nothing to do, or if rank 0 failed.
+        """The run that rank 0 published; None if there is nothing to do, or if rank 0 failed.
 
         Raises:
-            PpocliError: nothing was told within the default of ``hardware.timeout_seconds``.
+            PpocliError: rank 0 published nothing within the default of
+                ``hardware.timeout_seconds``.
         """
         deadline = time.monotonic() + schema.HardwareConfig().timeout_seconds
         while not self.store.check(["start"]):
@@ -78,9 +79,10 @@ class Meeting:
         return None if argv is None else Start.read(argv)
 
     def conclude(self, outcome: RankOutcome) -> int:
-        """Leave together: the exit code of the rank that failed first, once its message is said.
+        """Leave together: return the exit code of the rank that failed first, once its message is
+        printed.
 
-        Rank 0 says it; if it can't, being stuck or dead, the rank that failed does.
+        Rank 0 prints it; if rank 0 is stuck or dead, the rank that failed does.
         """
         for number in (signal.SIGTERM, signal.SIGINT):  # from launchers that see one rank leave
             with suppress(ValueError):
@@ -92,7 +94,7 @@ class Meeting:
             if self.launched.first:
                 self._speak()
             self._all_come("arrived")
-            if outcome.code and outcome.lost:  # a consequence: the rank that failed has had its say
+            if outcome.code and outcome.lost:  # a consequence: the rank that failed comes first
                 self.store.compare_set("first", "", outcome_json)
             if self.store.check(["first"]):
                 self._speak()
@@ -107,7 +109,7 @@ class Meeting:
             return outcome.code or 1
 
     def _all_come(self, where: str) -> None:
-        """Wait until all ranks have come so far, but not for one that is dead or stuck."""
+        """Wait until all ranks have arrived, but not for ever: one may be dead or stuck."""
         self.store.set(f"{where}-{self.launched.rank}", "1")
         names = [f"{where}-{rank}" for rank in range(self.launched.world)]
         deadline = time.monotonic() + _PARTING_SECONDS
@@ -124,12 +126,12 @@ class Meeting:
 
 
 def _ending_message(first: RankOutcome) -> str:
-    """The message of what ended the run."""
+    """The message for the outcome that ended the run."""
     if first.lost:
         return secrets.safe_text(f"Error: rank {first.rank} lost the connection to another rank: "
                        f"{first.message.splitlines()[0]}\n  fix:   the launcher says what became "
                        "of that one; go on with the same words and resume=auto\n")
-    if not first.message:  # of ranks that a node has started, which have said it
+    if not first.message:  # ranks that a node has started have printed it
         return ""
     label = "Stopped" if first.code > 128 else "Error"
     where = f"rank {first.rank}: " if first.trace else ""
@@ -137,14 +139,14 @@ def _ending_message(first: RankOutcome) -> str:
 
 
 def placed(checked: "Checked", launched: Launched, environ: Mapping[str, str]) -> "Checked":
-    """The configuration with what the launcher has settled: how many processes, on what.
+    """The configuration with the number of processes and the device that the launcher decides.
 
     Raises:
-        ConfigError: a key that the user has set says something else than the launcher.
+        ConfigError: a key that the user has set contradicts the launcher.
     """
     config, world = checked.config, launched.world
     hardware = config.hardware
-    # what a group of hardware sets, or a run that goes on, is a proposal
+    # settings of a hardware group, or of a resumed run, give way to the launcher
     set_keys = frozenset(key for key, source in checked.sources.items()
                          if source == words.COMMAND_LINE
                          or (checked.resume_from is None and not _GROUP.search(source)))
@@ -203,10 +205,10 @@ def _accelerate_device(config: schema.TrainConfig, environ: Mapping[str, str]) -
 
 
 def open_meeting(launched: Launched, topic: str = "") -> Meeting:
-    """Make this process's environment that of one of our ranks.
+    """Set this process's environment as for one of our own ranks.
 
-    The variables by which ``accelerate launch`` would go on to decide what the configuration says
-    are taken out: :func:`placed` compares them with it.
+    Variables of ``accelerate launch`` that would override the configuration are removed:
+    :func:`placed` compares them with it.
     """
     os.environ.update(launched.variables())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it

@@ -1,4 +1,4 @@
-"""The only door to collectives: what several processes of one run tell each other.
+"""All collectives: what the processes of one run exchange.
 
 Every process draws the same prompts, holds the same state between steps and decides alike, because
 what differs (samples, loss terms, a failed write) is exchanged here. With one process each of these
@@ -21,7 +21,7 @@ T = TypeVar("T")
 _NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory",
               "DefaultCPUAllocator: not enough memory", "CUBLAS_STATUS_ALLOC_FAILED",
               "CUDA error: out of memory")
-"""how torch's RuntimeErrors say it"""
+"""texts of torch's RuntimeErrors that mean out of memory"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +134,8 @@ class Ranks:
     def share(self, rows: Sequence[int]) -> tuple[list[int], int]:
         """This rank's part of ``rows``, the same number on every rank.
 
-        Rows are dealt in turn, so that neighbours of like length are spread. Where the number
-        doesn't divide, the last rows are dealt twice: all ranks make the same number of passes.
+        Rows are assigned round-robin, which spreads neighbours of similar length. If their number
+        doesn't divide evenly, the last row is repeated: all ranks make the same number of passes.
 
         Returns:
             the rows, and how many of them (from the front) are this rank's own.
@@ -145,8 +145,8 @@ class Ranks:
 
 
 def interleave(shares: Sequence[Sequence[T]]) -> list[T]:
-    """What the ranks have of things that were dealt to them in turn
-    (:meth:`Ranks.share`), in the order from before."""
+    """Items that :meth:`Ranks.share` assigned round-robin, a list of each rank, in their original
+    order."""
     return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
 
 

@@ -180,22 +180,6 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
     return removals + _left_over(root)
 
 
-def whole_folder(folder: Path) -> Removal:
-    """All of a run.
-
-    Raises:
-        CheckpointError: it is a link, or may be running on another machine.
-    """
-    if folder.is_symlink():
-        raise CheckpointError(f"{folder} is a link and is left alone.", where=str(folder),
-                              fix=f"name the folder itself: {folder.resolve()}")
-    if (host := run_folder.other_host(folder)) is not None:
-        raise CheckpointError(f"{folder} may be running on {host}.",
-                              where=str(folder / run_folder.LOCK), fix=f"delete it from {host}")
-    size = retention.folder_size(folder)
-    return Removal(folder, "run", "named", (folder,), size, written(folder))
-
-
 def carry_out(removal: Removal) -> None:
     """Delete what was planned, holding the run's lock.
 

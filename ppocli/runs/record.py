@@ -1,7 +1,6 @@
 """A run as its folder tells it: configuration, rows, samples, warnings, status. No torch here."""
 
 import logging
-import math
 import os
 import re
 from collections.abc import Iterable
@@ -169,28 +168,15 @@ def read_run(folder: Path) -> RunRecord:
                               "checkpoints/).", where=str(folder),
                               fix="name a folder that ppocli train made: ppocli runs list")
     config = resolved.read_config(run.config)
-    newest = {row["step"]: row for row in map(_sound_row, run_logs.read_jsonl(run.metrics)) if row}
-    rows = [newest[step] for step in sorted(newest)]
+    rows = run_logs.read_metrics(run.metrics)
     summary = atomic.read_json(run.summary)
     return RunRecord(run, config, rows, summary, _status(run, summary, rows))
-
-
-def _sound_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of metrics.jsonl without what is no number, which is damage; empty without a step."""
-    sound = {name: value for name, value in row.items() if value is None or _is_number(value)}
-    return sound if isinstance(sound.get("step"), int) else {}
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) < 1 << 63  # a longer one is damage, and no float
-    return isinstance(value, float) and math.isfinite(value)
 
 
 def whole(summary: dict[str, Any] | None, name: str) -> int:
     """A count in a summary; 0 where there is none, or something that is no count."""
     value = (summary or {}).get(name)
-    return value if isinstance(value, int) and _is_number(value) else 0
+    return value if isinstance(value, int) and run_logs.is_number(value) else 0
 
 
 def _status(run: run_folder.RunFolder, summary: dict[str, Any] | None, rows: list[dict[str, Any]]

@@ -4,6 +4,7 @@ A run that goes on from step k first removes every row past k, so no step appear
 """
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -104,6 +105,30 @@ def read_row(line: bytes | str) -> dict[str, Any] | None:
         row = bounded.parse_json(line)
         return row if isinstance(row, dict) else None
     return None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl by their steps; the last one counts where a step has several.
+
+    Raises:
+        CheckpointError: as :func:`read_jsonl`.
+    """
+    rows = {row["step"]: row for row in map(sound_row, read_jsonl(path)) if row}
+    return [rows[step] for step in sorted(rows)]
+
+
+def sound_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of metrics.jsonl with finite numbers and None alone: other values are damage. A row
+    without a step becomes empty."""
+    sound = {name: value for name, value in row.items() if value is None or is_number(value)}
+    return sound if isinstance(sound.get("step"), int) else {}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a finite number, and no longer than 64 bits."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 1 << 63  # a longer one is damage, and no float
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
