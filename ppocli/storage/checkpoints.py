@@ -1,10 +1,10 @@
-"""Checkpoints that are complete or absent, and a search that only believes what it has verified.
+"""Checkpoints that are complete or absent, and a search that returns only verified ones.
 
 A save is staged in ``.staging-000120-<nonce>/``, synced, listed in a manifest, renamed to
 ``step-000120`` and checked. Loading scans the step folders, newest first, and takes the first one
-whose manifest holds. What is inside (safetensors, JSON, a Hugging Face folder) is the caller's
-matter, except ``state.json`` and that nothing may be a pickle; another run may start from the value
-function in it. ``retention`` deletes. No torch here.
+whose manifest holds. The caller decides the contents (safetensors, JSON, a Hugging Face folder),
+except for ``state.json``; pickles are refused. Another run may start from the value function in
+it. ``retention`` deletes. No torch here.
 """
 
 import json
@@ -93,13 +93,13 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
     except manifest.Invalid as damage:
         raise DiskError(f"Step {step} reads back damaged right after writing: {damage}.",
                         where=str(target), fix="check the disk") from None
-    with suppress(OSError):  # what stays is deleted at the next start
+    with suppress(OSError):  # leftovers are deleted at the next start
         atomic.put_back(folder)
     return target
 
 
 def _already_there(target: Path, meta: manifest.Manifest, state: dict[str, Any]) -> bool:
-    """Whether this very checkpoint is there; a folder that isn't valid is deleted."""
+    """Whether exactly this checkpoint exists; an invalid folder is deleted."""
     if not os.path.lexists(target):
         return False
     try:
@@ -142,7 +142,7 @@ def _no_room(reason: str, target: Path, step: int, staged: int) -> DiskError:
 
 
 def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "full") -> Search:
-    """The newest checkpoint that holds.
+    """The newest valid checkpoint.
 
     Args:
         folder: the run's ``checkpoints/``; may be missing.
@@ -170,10 +170,10 @@ def refuse_pruned(run: run_folder.RunFolder, step: int | None) -> None:
     """Refuse to go on from a checkpoint, or to start afresh, where later ones were deleted.
 
     Args:
-        step: of the newest checkpoint that holds; None: there is none.
+        step: of the newest valid checkpoint; None: there is none.
 
     Raises:
-        CheckpointError: they were: going back would remove what the run has come to.
+        CheckpointError: later ones were deleted: going back would lose the run's progress.
     """
     when = retention.removed_at(run.checkpoints)
     steps = (atomic.read_json(run.summary) or {}).get("steps")
@@ -189,8 +189,8 @@ def refuse_pruned(run: run_folder.RunFolder, step: int | None) -> None:
 
 
 def best_step(folder: Path) -> int | None:
-    """The step with the best evaluation, as the newest checkpoint that holds remembers it; None
-    where it knows of none, or that step isn't kept."""
+    """The step with the best evaluation according to the newest valid checkpoint; None if it names
+    none, or that step isn't kept."""
     latest = find_latest(folder, run_id=None, verify="size").checkpoint
     best = (latest.state.get("best") if latest else None) or {}
     return next((step for step, _ in retention.list_steps(folder) if step == best.get("step")),
@@ -226,7 +226,8 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
 
 def _open(path: Path, step: int | None, run_id: str | None = None, verify: manifest.Verify = "full"
           ) -> FoundCheckpoint:
-    held = retention.hold(path / manifest.MANIFEST)  # first: what was verified must stay
+    # locked first: the verified folder must not be deleted
+    held = retention.hold(path / manifest.MANIFEST)
     meta = manifest.check_folder(path, step=step, run_id=run_id, verify=verify)
     if held is None:
         raise manifest.Invalid("it is being deleted")
@@ -277,13 +278,13 @@ def saved_critic(cfg: schema.ModelConfig) -> FoundCheckpoint | None:
 
 
 def value_start(cfg: schema.ModelConfig) -> schema.ModelConfig:
-    """From what a value model is loaded: the ``path`` and ``revision`` of a configuration. Of
-    another run's critic that is what this one was loaded from."""
+    """A configuration whose ``path`` and ``revision`` a value model is loaded from. For another
+    run's critic, these are where that critic was loaded from."""
     start, seen = cfg, set[str]()
     while (path := start.value.path) is not None and path not in seen:
         seen.add(path)
         start = _with_critic(path) or replace(start, path=path, revision=None,
                                               value=replace(start.value, path=None))
-    # what the other run names, nobody here has typed: its code is not run
+    # a name from another run's configuration was not typed here: its code is not run
     return replace(cfg, path=start.path, revision=start.revision, trust_remote_code=(
         cfg.trust_remote_code and start.path in (cfg.path, cfg.value.path)))

@@ -23,8 +23,8 @@ _FRAME = 16
 class JsonlWriter(AbstractContextManager["JsonlWriter"]):
     """Appends rows to a JSON-lines file; each ``append`` is on the disk when it returns.
 
-    Rows are strict JSON: NaN and infinities become null. A torn last line, left by a kill, is cut
-    off at opening. A write that fails leaves no part of itself behind.
+    Rows are strict JSON: NaN and infinities become null. An incomplete last line, left by a kill,
+    is cut off on opening. A write that fails leaves nothing behind.
 
     Args:
         path: the file; created where missing, with its folder.
@@ -43,7 +43,8 @@ class JsonlWriter(AbstractContextManager["JsonlWriter"]):
             atomic.fsync_dir(path.parent)
 
     def append(self, rows: Sequence[dict[str, Any]], *, over_last: bool = False) -> None:
-        """Write the rows, in order, and sync once; the first ``over_last``: in its place."""
+        """Write the rows, in order, and sync once; with ``over_last`` the first replaces the last
+        row."""
         raw, last_row, before = b"".join(_line(row) for row in rows), b"", self._size
         if over_last:
             self._size = _end_of_last_line(self._descriptor, self._size - 1)
@@ -76,7 +77,7 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 def _end_of_last_line(descriptor: int, end: int | None = None) -> int:
-    """Bytes up to and with the last newline, of the whole or of so many."""
+    """Bytes up to and including the last newline, in the whole file or before ``end``."""
     end = os.fstat(descriptor).st_size if end is None else end
     while end > 0:
         start = max(0, end - _CHUNK)
@@ -132,8 +133,8 @@ def is_number(value: Any) -> bool:
 
 
 def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
-    """What is wrong with the rows of a run that stands at ``last_step``: steps that are missing or
-    there twice, evaluations and rollouts without all their samples.
+    """What is wrong with the rows of a run at ``last_step``: missing or duplicate steps,
+    evaluations and rollouts without all their samples.
 
     Args:
         last_step: the last one whose row is written; rows of later steps are cut off already.

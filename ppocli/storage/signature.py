@@ -1,7 +1,8 @@
-"""Who started a run: a signature in its run.json, made with a key of this user's that no run holds.
+"""Who started a run: a signature in its run.json, made with this user's key, which no run folder
+contains.
 
-It covers the run's id and its config.yaml, so that a configuration that someone else has written,
-or changed, is known as theirs. Message authentication: HMAC, RFC 2104.
+It covers the run's id and its config.yaml, so that a configuration that somebody else wrote or
+changed is recognised. Message authentication: HMAC, RFC 2104.
 """
 
 import hmac
@@ -26,7 +27,8 @@ log = logging.getLogger("ppocli")
 
 
 def key_path() -> Path:
-    """Where this user's key lies: ``$PPOCLI_KEY_FILE``, else in the folder of configurations."""
+    """Path of this user's key: ``$PPOCLI_KEY_FILE``, or a file in the user's configuration
+    folder."""
     if path := os.environ.get(KEY_VARIABLE):
         return Path(path).expanduser().absolute()
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
@@ -41,7 +43,7 @@ def _read_key(path: Path) -> bytes | None:
 
 
 def own_key() -> bytes:
-    """This user's key, made where there is none: 32 random bytes that nobody else may read.
+    """This user's key, 32 random bytes that only this user may read; made if there is none.
 
     Raises:
         DiskError: it can't be made, or what lies there is no key.
@@ -78,7 +80,7 @@ def _signature(key: bytes, name: str, content: str) -> str:
 
 
 def signed(document: dict[str, Any], name: str, content: str) -> dict[str, Any]:
-    """``document`` with a signature of this user's in it; as it is, with a warning, without a key.
+    """``document`` with this user's signature added; unchanged, with a warning, without a key.
 
     Args:
         document: the contents of a JSON file.
@@ -115,7 +117,7 @@ def sign_run(run_json: dict[str, Any], config: Path) -> dict[str, Any]:
 
 
 def is_own_run(run_dir: Path) -> bool:
-    """Whether this user has started the run, or gone on with it, with just this config.yaml."""
+    """Whether this user started or resumed the run with exactly this config.yaml."""
     run_json = atomic.read_json(run_dir / RUN_FILE) or {}
     try:
         digest = atomic.sha256_file(run_folder.RunFolder(run_dir).config)

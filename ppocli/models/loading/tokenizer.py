@@ -1,5 +1,5 @@
-"""From a name or a folder to a tokenizer. What transformers lets pass is checked: one without
-vocabulary, or with a damaged setting."""
+"""From a name or a folder to a tokenizer. It is checked for faults that transformers lets pass: no
+vocabulary, or a damaged setting."""
 
 import logging
 from pathlib import Path
@@ -34,7 +34,7 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
                               fix="give a tokenizer folder: model.tokenizer_path=/path"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             source, revision=revision, trust_remote_code=cfg.trust_remote_code)
-        tokenizer("")  # a damaged setting of it shows in use alone
+        tokenizer("")  # a damaged setting shows only in use
     if len(tokenizer) == 0 or tokenizer.vocab_size == 0:
         raise InputError(f"No tokenizer in {name} (expected tokenizer.json or a vocabulary file).",
                          where=key, fix="save the tokenizer there, or set "
