@@ -1,7 +1,7 @@
 """Adapters of PEFT on a frozen causal LM: attached, switched off, saved, loaded, merged.
 
 The causal LM keeps its own class: LoRA's layers stand inside it, virtual tokens become a part of
-it. PEFT's model around it is kept for what PEFT knows best, the format of its files.
+it. PEFT's model around it is kept for the format of PEFT's files.
 """
 
 import copy
@@ -78,11 +78,11 @@ def peft_config(kind: str, settings: Mapping[str, Any], *, pair: bool, revision:
     Args:
         kind: lora, prefix or prompt.
         pair: for an encoder-decoder.
-        tokenizer: whose words a ``prompt_tuning_init_text`` is made of.
+        tokenizer: that encodes a ``prompt_tuning_init_text``.
         scores: for a model that scores texts.
 
     Raises:
-        ConfigError: PEFT refuses the settings, or the model is no causal one.
+        ConfigError: PEFT refuses the settings, or they don't apply to an encoder-decoder.
     """
     import peft
 
@@ -103,7 +103,7 @@ def peft_config(kind: str, settings: Mapping[str, Any], *, pair: bool, revision:
 
 
 def attach(lm: Any, config: Any, *, seed: int) -> Any:
-    """Freeze a causal LM and put a new adapter on it, fp32, the same for the same seed.
+    """Freeze a causal LM and attach a new adapter in fp32; equal seeds give equal adapters.
 
     Returns:
         PEFT's model around it.
@@ -149,12 +149,12 @@ def adapter_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
 
 
 def describe_adapter(adapter: Adapter, folder: Path) -> None:
-    """Write what goes with an adapter's weights: PEFT's configuration, and which base it belongs
-    to."""
+    """Write the files that belong to an adapter's weights: PEFT's configuration, and the identity
+    of the base."""
     config = copy.deepcopy(adapter.model.active_peft_config)
     config.inference_mode = True
     for name, value in vars(config).items():
-        if isinstance(value, set):  # in an order of the process's own, which PEFT would write
+        if isinstance(value, set):  # PEFT would write it in an order of this process
             setattr(config, name, sorted(value))
     config.save_pretrained(str(folder))
     (folder / ADAPTER_BASE).write_text(json.dumps(asdict(adapter.base), indent=2) + "\n",
@@ -162,7 +162,7 @@ def describe_adapter(adapter: Adapter, folder: Path) -> None:
 
 
 def fill_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], where: str) -> None:
-    """Put saved weights in place of an adapter's.
+    """Replace an adapter's weights by saved ones.
 
     Raises:
         CheckpointError: names or shapes are not those of this adapter.
@@ -193,7 +193,7 @@ def merged_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
 
 
 def _check_goes_on(config: Any, settings: Mapping[str, Any], folder: Path) -> None:
-    """Refuse settings that aren't those of the adapter which is to train on."""
+    """Refuse settings that contradict the adapter that is to be trained further."""
     for name, value in settings.items():
         if name == "target_modules" and str(value).lower() == "all-linear":
             config.target_modules = value  # PEFT finds them on the base; the weights must fit those
@@ -210,7 +210,7 @@ def _check_goes_on(config: Any, settings: Mapping[str, Any], folder: Path) -> No
 
 
 def changes_embeddings(lm: Any, folder: Path) -> bool:
-    """Whether the adapter in a folder has weights for an embedding of ``lm``, or of all of one."""
+    """Whether the adapter in a folder changes or replaces an embedding of ``lm``."""
     from safetensors import safe_open
 
     ends = [part for part in (lm.get_input_embeddings(), lm.get_output_embeddings())
@@ -222,7 +222,7 @@ def changes_embeddings(lm: Any, folder: Path) -> bool:
 
 
 def merged_from(lm: Any, folder: Path) -> Any:
-    """``lm`` with the adapter in a folder merged into it, whatever that covers.
+    """``lm`` with the adapter in a folder merged into it, whichever layers it changes.
 
     Raises:
         InputError: the files are damaged, or don't fit.
@@ -239,7 +239,7 @@ def load_adapter(lm: Any, folder: Path, base: BaseIdentity,
     """Put a saved adapter on its base, frozen unless it ``goes_on``.
 
     Args:
-        goes_on: the type and the settings of ``model.peft``, where it is to train on.
+        goes_on: type and settings of ``model.peft``, if the adapter is to be trained further.
 
     Raises:
         ConfigError: these are not the adapter's own.

@@ -1,5 +1,5 @@
-"""Chat templates that the user gives, and values for what a template reads, the date among them;
-and whether prompts are rendered with the template."""
+"""Chat templates from files, values for their variables, the date among them; and whether prompts
+are rendered with the template."""
 
 import logging
 import re
@@ -51,16 +51,16 @@ def read_template(path: str) -> str:
 
 
 def with_values(chat_template: Any, values: Mapping[str, Any], special: Collection[str]) -> Any:
-    """A tokenizer's template, or each of several by name, with lines in front by which it sets
-    ``values`` itself unless its caller does: whoever loads what was trained with it renders
-    conversations as training did.
+    """A tokenizer's template, or several by name, with lines in front that set ``values`` as
+    defaults, so that the saved model's conversations are rendered as in training. Passing another
+    value overrides a default.
 
     Args:
-        special: names of special tokens, which are not for the user to set.
+        special: names of special tokens, which the user can't set.
 
     Raises:
-        InputError: no template, a malformed one, or none that reads such a name; or Jinja can't say
-            a value.
+        InputError: there is no template, it is malformed, or it reads no such name; or a value
+            can't be written in Jinja.
     """
     if not chat_template:
         raise InputError("The tokenizer has no chat template that could read values.",
@@ -83,17 +83,17 @@ def with_values(chat_template: Any, values: Mapping[str, Any], special: Collecti
             raise InputError(f"A template can't say {value!r}.", where=f"{VALUES}.{name}",
                              fix="give texts, finite numbers, true, false, null, or lists or "
                              "mappings of them")
-    # transformers takes out the line break behind a block
+    # transformers removes the line break after a block
     lines = "".join(f"{{%- set {name} = {name} | default({value!r}) %}}\n"
                     for name, value in values.items())
-    # a model that was trained with them has the lines
+    # a model that was trained with these values has the lines already
     prefixed = {name: template if template.startswith(lines) else lines + template
                 for name, template in templates.items()}
     return prefixed if isinstance(chat_template, dict) else prefixed[""]
 
 
 def _can_be_said(value: Any) -> bool:
-    """Whether Jinja reads a value as Python spells it."""
+    """Whether Jinja reads a value's Python spelling as the same value."""
     try:
         return bool(jinja2.Environment().compile_expression(repr(value))() == value)
     except jinja2.TemplateError:
@@ -101,7 +101,7 @@ def _can_be_said(value: Any) -> bool:
 
 
 def _variables(template: str) -> set[str]:
-    """What a template reads beside what it sets itself."""
+    """Variables that a template reads and doesn't set itself."""
     jinja = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     return jinja2.meta.find_undeclared_variables(jinja.parse(_MARKS.sub("", template)))
 
@@ -115,8 +115,8 @@ def tells_date(tokenizer: Any) -> bool:
 
 
 def stop_clock(tokenizer: Any, date: str | None) -> None:
-    """Let this tokenizer's chat templates tell ``date``, as of ``model.chat_template_date``,
-    whoever renders them; None: the present. What is saved of the tokenizer stays as it is."""
+    """Make this tokenizer's chat templates use ``date`` (``model.chat_template_date``) as the
+    current date; None: the real one. The saved tokenizer doesn't change."""
     if date is None or not tells_date(tokenizer):
         return
     moment = datetime.fromisoformat(date)
@@ -130,7 +130,7 @@ def stop_clock(tokenizer: Any, date: str | None) -> None:
 
 
 def tokenizers_of(reward: Any) -> list[Any]:
-    """The tokenizers that reward models bring."""
+    """The tokenizers of reward models."""
     return [tokenizer for part in reward.parts
             if (tokenizer := getattr(part.call, "tokenizer", None)) is not None]
 
@@ -148,13 +148,13 @@ def decide_chat(chat: bool | None, trained: bool | None, name: str, *,
     """Whether a model's prompts are rendered with its chat template, and a sentence on why.
 
     Args:
-        chat: what somebody set; None leaves it to how the model was trained.
+        chat: what the user set; None: as the model was trained.
         trained: as of :func:`~ppocli.storage.model_files.trained_with_template`.
         name: of the model.
-        on, off: what turns it on and off.
+        on, off: settings that turn it on and off.
 
     Returns:
-        None where neither says anything; no sentence where there is nothing to explain.
+        None if neither decides; and no sentence if there is nothing to explain.
     """
     how = {True: "with its chat template", False: "without its chat template"}
     if trained is None or chat == trained:
@@ -168,7 +168,7 @@ def decide_chat(chat: bool | None, trained: bool | None, name: str, *,
 
 
 def decided(cfg: schema.TrainConfig, model: str, revision: str | None = None) -> schema.TrainConfig:
-    """``cfg`` with ``prompts.chat`` decided as of :func:`decide_chat`, which the log is told.
+    """``cfg`` with ``prompts.chat`` decided by :func:`decide_chat`; the reason is logged.
 
     Raises:
         ConfigError: another setting of prompts forbids the chat template.
