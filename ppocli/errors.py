@@ -104,7 +104,7 @@ class RewardError(PpocliError):
 
 
 class OutOfMemoryError(PpocliError):
-    """Out of memory even at the smallest micro-batch, or sure to be: told before weights are
+    """Out of memory even at the smallest micro-batch, or certain to be before weights are
     loaded."""
 
     exit_code = 8

@@ -1,4 +1,4 @@
-"""A run seen from another terminal, through what it writes into its folder."""
+"""Following a run from another terminal, by the files in its folder."""
 
 import os
 import re
@@ -29,8 +29,8 @@ _LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (?P<level>\w+) (?P<
 
 
 class Follower:
-    """What has been seen of a run; prints what is new, and feeds a live view's board. ``folder`` is
-    named as messages call it."""
+    """Prints what is new in a run's folder, and updates a live view's board. ``folder`` is as
+    messages name it."""
 
     def __init__(self, folder: Path, from_start: bool, as_json: bool) -> None:
         self._run, self._shown, self._as_json = RunFolder(folder.resolve()), str(folder), as_json
@@ -51,8 +51,8 @@ class Follower:
                                  environment.examples_of(self._run.path))
 
     def look(self) -> bool:
-        """Show what is new; whether there may be more."""
-        # asked first: a process that is gone by now has written all it ever will
+        """Show what is new; return whether there may be more."""
+        # checked first: a process that is gone by now writes nothing more
         path = self._run.path
         alive = live_owner(path) is not None or other_host(path) is not None or may_begin(path)
         if self._has_changed(self._run.config):
@@ -84,7 +84,7 @@ class Follower:
         summary = record.summary or {}
         at = f"at step {record.step} of {record.total_steps}"
         saved = record.folder.checkpoints.is_dir()
-        if record.status == "running":  # taken up again in this very moment
+        if record.status == "running":  # resumed just now
             return f"{path} is running again; watch it with: ppocli watch {pasted(path)}"
         if record.status == "finished":
             label, name = tasks.kind_of(record.config).evaluations[0]
@@ -108,7 +108,7 @@ class Follower:
         return None if owner is None else resident_mib(owner.pid)
 
     def _has_changed(self, path: Path) -> bool:
-        """Whether a file has been written to since this was last asked."""
+        """Whether a file has been written to since the last call."""
         try:
             now = path.stat().st_mtime_ns
         except OSError:
@@ -124,7 +124,7 @@ class Follower:
             for row in rows:
                 board.add_row(row)
         now = board.clock() - time.time()
-        with suppress(OSError):  # clocks of the run, not of who watches
+        with suppress(OSError):  # times of the run, not of this command
             board.begun = now + (self._run.path / LOCK).stat().st_mtime
             board.step_begun = max(board.begun, now + self._run.metrics.stat().st_mtime)
         if self._has_changed(self._run.samples) and (samples := recent_samples(self._run.samples)):
@@ -144,7 +144,7 @@ class Follower:
                 show_text(line)
 
     def _show_warnings(self) -> None:
-        """Warnings of the log from now on, which its first reading is not."""
+        """Print new warnings of the log; those of the first reading are old."""
         _, lines = self._log.poll()
         fresh, self._log_seen = self._log_seen, True
         for raw in lines:
@@ -159,7 +159,7 @@ class Follower:
 
 
 START_SECONDS = 120.0
-"""how long a run may load before it takes its folder's lock"""
+"""seconds that a run may load before it takes its folder's lock"""
 _TAIL_BYTES = 1 << 18
 
 
@@ -169,21 +169,21 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: list[bytes] = []
-        """those given out that still stand there"""
+        """lines already returned that are still in the file"""
 
     def poll(self) -> tuple[int, list[bytes]]:
-        """How many of the lines given out are gone, and those that are new; only whole lines."""
+        """The number of returned lines that are gone, and the new lines; only whole lines count."""
         kept = self._lines
         last = b"".join(kept[-1:])
         try:
             with bounded.open_plain(self._path, bounded.MOST_ROWS) as file:
                 file.seek(sum(map(len, kept[:-1])))
-                # whether the last line still stands where it stood
+                # whether the last line is still in its place
                 if file.read(len(last)) != last:
                     kept = []
                     file.seek(0)
                 lines = _whole_lines(file.read())
-        except OSError:  # not there yet, or between two names
+        except OSError:  # not made yet, or being replaced
             return 0, []
         if not kept:
             pairs = zip(self._lines, lines, strict=False)
@@ -209,7 +209,7 @@ def recent_samples(path: Path) -> list[dict[str, Any]]:
     try:
         with bounded.open_plain(path, bounded.MOST_ROWS) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = _whole_lines(file.read())  # what is left of a line before them is no row
+            lines = _whole_lines(file.read())  # a partial line before them is no row
     except OSError:  # gone by now
         return []
     rows = groupby(filter(None, map(_sample_row, reversed(lines))),
@@ -219,9 +219,9 @@ def recent_samples(path: Path) -> list[dict[str, Any]]:
 
 
 def find_watched(name: str | None) -> Path:
-    """The folder of the run to watch, one that has only just begun too, as messages call it.
+    """The folder of the run to watch, which may have only just begun, as messages name it.
 
-    A folder of runs, such as a sweep's, stands for the one that is running, else its newest.
+    A folder of runs, such as a sweep's, stands for its running run, or else its newest.
 
     Raises:
         ConfigError: nothing is given and there is no run.
@@ -253,7 +253,7 @@ def _has_begun(folder: Path) -> bool:
 
 
 def may_begin(folder: Path) -> bool:
-    """Whether a process may be loading for this run that has not taken the folder's lock yet."""
+    """Whether a process may be loading for this run without having taken the folder's lock yet."""
     for sign in (folder / resolved.NEXT_CONFIG_FILE,
                  *([] if is_run(folder) else [RunFolder(folder).config])):
         with suppress(OSError):

@@ -1,8 +1,8 @@
-"""One job of a sweep in a process of its own, whose output goes into a file.
+"""One job of a sweep in a separate process, whose output goes into a file.
 
 ``python -m ppocli.cli.job LIFELINE WORDS...`` is ``ppocli train WORDS...`` that stops when the pipe
-of that number closes. A :class:`Command` is the same for a process that Slurm has started; nothing
-heavy is imported for it.
+with that descriptor closes. A :class:`Command` is the same for a process that Slurm has started;
+nothing heavy is imported for it.
 """
 
 import os
@@ -21,18 +21,18 @@ def start(words: Sequence[str], log: Path, cwd: str | None = None,
     """Start ``ppocli train`` with these words.
 
     Args:
-        log: what it prints is added to this file.
-        variables: of its environment, beside ours.
+        log: its output is appended to this file.
+        variables: environment variables in addition to ours.
 
     Returns:
-        the process, in a group of its own, and a descriptor: the process stops, and saves, when
-        this is closed, which the kernel does when we die.
+        the process, in its own process group, and a descriptor: when that closes, which the kernel
+        does when we die, the process saves and stops.
     """
     reading, writing = os.pipe()
     try:
         with log.open("ab") as file:
             return subprocess.Popen(
-                # -P: a calendar.py of the current folder isn't Python's own
+                # -P: modules in the current folder must not hide Python's own
                 [sys.executable, "-P", "-m", "ppocli.cli.job", str(reading), *words], cwd=cwd,
                 process_group=0, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 pass_fds=(reading,), env={**os.environ, **(variables or {})}), writing
@@ -45,8 +45,8 @@ def start(words: Sequence[str], log: Path, cwd: str | None = None,
 
 @dataclass(slots=True)
 class Command:
-    """What a process of submitit calls. Where Slurm ends it, the job saves, and goes on once Slurm
-    has started it again."""
+    """The function that a process of submitit calls. If Slurm ends it, the job saves, and resumes
+    when Slurm has started it again."""
 
     words: tuple[str, ...]
     log: Path
@@ -62,19 +62,19 @@ class Command:
             os.close(lifeline)
 
     def checkpoint(self) -> Any:
-        """Let the job save, and say what is to be called instead when it goes on."""
+        """Let the job save, and return the call that resumes it."""
         from submitit.helpers import DelayedSubmission
 
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
-            # this is a signal's handler, and what it has interrupted waits in Popen, with its lock
+            # this runs in a signal handler, and the interrupted code holds Popen's lock
             os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
         return DelayedSubmission(Command(self.words, self.log, self.cwd))
 
 
 def main() -> None:
     """Train."""
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's word to submitit reaches all processes
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm sends submitit's to all processes
     from ppocli.parallel.stop import stop_when_closed
 
     stop_when_closed(int(sys.argv[1]))

@@ -88,17 +88,17 @@ def show_curves(charts: Sequence[Panel], out: Path | None, *, quiet: bool) -> No
 
 
 def numbers_of(charts: Mapping[str, Panel]) -> list[dict[str, Any]]:
-    """The curves of each metric as JSON."""
+    """The curves of each metric, for JSON."""
     return [{"run": curve.name, "metric": metric, "steps": [step for step, _ in curve.points],
              "values": [value for _, value in curve.points]}
             for metric, chart in charts.items() for curve in chart.lines]
 
 
 def check_out(out: Path | None, overwrite: bool) -> None:
-    """Refuse a picture, where one is asked for, that can't be written.
+    """Refuse an output file for a picture that can't be written.
 
     Raises:
-        ConfigError: its ending is no picture's, or there is something already.
+        ConfigError: its ending is not that of a picture, or it exists already.
     """
     if out is None:
         return
@@ -113,7 +113,7 @@ def check_out(out: Path | None, overwrite: bool) -> None:
 
 
 def chosen_style(runs: int) -> Style:
-    """Several curves are told apart by colours, or by letters where there are none."""
+    """The style that distinguishes several curves: colours, or letters without them."""
     try:
         f"⣿{_FRAME}".encode(result_stream().encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

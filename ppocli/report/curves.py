@@ -1,5 +1,5 @@
-"""Figures of runs: which of them are drawn, those of a report together, thinned to what a chart can
-show, and those that ``ppocli plot`` is asked for, smoothed; and runs side by side.
+"""Figures of runs for charts: those of a report, thinned to what a chart can show; those of
+``ppocli plot``, smoothed; and runs side by side.
 
 Drawing is done by the report's page, :mod:`ppocli.runs.pictures` and :mod:`ppocli.cli.plot`.
 """
@@ -18,7 +18,7 @@ from ppocli.text import did_you_mean, pasted, sparkline
 MOST_POINTS = 1000
 _MOST_DOTS = 60
 _MOST_LINES = 4
-"""of one run in a chart over which other runs lie"""
+"""lines of one run in a chart that also shows other runs"""
 _LEAST_EXPLAINED = -1.0
 
 
@@ -56,12 +56,12 @@ _PLAN: list[tuple[str, str, list[tuple[str, str]]]] = [
 
 _EVALUATED = {named_figures[0][1]: named_figures[-1][1] for _, _, named_figures in _PLAN
               if named_figures[0][0] in ("rollouts", "training")}
-"""figure of the rollouts or the training -> the same of the evaluations, which lies over it"""
+"""figure of rollouts or training -> the same figure of evaluations, drawn over it"""
 
 
 def curves_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Every chart that runs have values for, in the order of the report; the runs lie over one
-    another."""
+    """Every chart that the runs have values for, in the order of the report, with all runs in one
+    chart."""
     plan = list(_PLAN)
     names = list(dict.fromkeys(name for run in runs for name in run.names))
     if parts := [name for name in names if name.startswith("reward/")
@@ -77,7 +77,7 @@ def curves_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
 def _curve(runs: Sequence[RunRecord], title: str, unit: str, named_figures: list[tuple[str, str]]
            ) -> dict[str, Any] | None:
-    """One chart: lines over the steps, and what has to be said about them."""
+    """One chart: lines over the steps, and notes on them."""
     runs = runs[:1] if len(named_figures) > _MOST_LINES else runs
     series = [(number, name, figure, points) for number, run in enumerate(runs)
               for name, figure in named_figures if (points := run.series(figure))]
@@ -143,7 +143,8 @@ def _figures(name: str, values: list[float], floor: float | None) -> dict[str, A
 
 
 def _kind(figure: str, count: int, evaluated: bool) -> Literal["line", "thin", "dots"]:
-    """Evaluations are few and exact: dots, with the noisy rollouts thin behind them."""
+    """Evaluations are few and exact, and become dots; the noisy rollouts become thin lines behind
+    them."""
     if figure.startswith("eval/"):
         return "dots" if count <= _MOST_DOTS else "line"
     return "thin" if evaluated else "line"
@@ -156,15 +157,15 @@ SHORT = {
     "loss": ("loss/total_avg", "loss/total"),
     "eval": ("eval/reward_mean", "eval/accuracy", "eval/loss"), "accuracy": ("eval/accuracy",),
     "perplexity": ("eval/perplexity",), "margin": ("eval/margin_mean",)}
-"""short names of the figures that are looked at most: the first of each that the runs have"""
+"""short names of the most common figures: the first that the runs have counts"""
 
 
 def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
-    """Full names for ``reward,kl`` or ``policy/grad_norm``, each once; for nothing those of what
-    the runs train: reward and KL, or the loss and what evaluations found.
+    """Full names for ``reward,kl`` or ``policy/grad_norm``, each once. An empty text stands for the
+    main figures of the runs: reward and KL, or the losses of training and evaluation.
 
     Raises:
-        ConfigError: a name that none of the runs has, with what they have.
+        ConfigError: none of the runs has such a figure; the message lists those they have.
         InputError: the runs have no figures at all yet.
     """
     recorded = list(dict.fromkeys(name for run in runs for name in run.names))
@@ -194,7 +195,8 @@ def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
 
 
 def run_labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A label for each run: its name, with as much of its path as tells it from the others."""
+    """A label for each run: its name, with as much of its path as distinguishes it from the
+    others."""
     for depth in range(1, 16):
         labels = ["/".join(run.folder.path.parts[-depth:]) for run in runs]
         if len(set(labels)) == len({run.folder.path for run in runs}):
@@ -233,17 +235,16 @@ _COMPARED = ("reward/mean", "objective/kl", "objective/entropy", "rollout/respon
             "eval/loss", "eval/perplexity", "eval/accuracy", "eval/accuracy_stderr",
             "eval/accuracy_pairs", "eval/margin_mean", "eval/ece", "eval/response_tokens_mean",
             "eval/distinct_2")
-# how a reward is called, which doesn't change its scores
+# settings of how a reward is called, which don't change its scores
 _CALLING = ("reward.timeout", "reward.retries", "reward.overlap", "reward.ranks",
             "reward.metric_fn", "reward.scale")
 
 
 def compare_runs(runs: Sequence[RunRecord], metrics: Sequence[str] = ()) -> dict[str, Any]:
-    """Set runs side by side, as ``ppocli compare --json`` prints it; the first is what the others
-    are compared with.
+    """Compare runs with the first one, as ``ppocli compare --json`` prints it.
 
     Args:
-        metrics: the figures that are compared (default: those that say most).
+        metrics: the figures to compare (default: the main ones).
     """
     labels = run_labels(runs)
     episodes = min(_episodes(run.rows) for run in runs)
@@ -268,8 +269,8 @@ def _episodes(rows: Sequence[dict[str, Any]]) -> int:
 
 
 def _at(run: RunRecord, episodes: int, metrics: Sequence[str]) -> dict[str, Any]:
-    """A run after so many samples: ``seconds`` spent in steps and evaluations until then, and
-    ``figures`` of the newest row up to then that has each."""
+    """A run after ``episodes`` samples: ``seconds`` spent in steps and evaluations until then, and
+    the newest ``figures`` up to then."""
     rows = [row for row in run.rows if int(row.get("episode") or 0) <= episodes]
     extra = [name for name in run.names if name.startswith("eval/metrics/")]
     return {

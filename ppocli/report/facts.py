@@ -1,6 +1,6 @@
-"""All that a report says of a run, gathered from its folder into one record. No torch here.
+"""The contents of a report, gathered from a run's folder into one record. No torch here.
 
-Everything is read tolerantly: a running, stopped or failed run gives a report of what is there.
+Missing and damaged parts are tolerated: a running, stopped or failed run has a report, too.
 """
 
 import json
@@ -45,11 +45,11 @@ Row = dict[str, Any]
 
 
 def gather(record: RunRecord, shown_as: str, others: Sequence[RunRecord]) -> dict[str, Any]:
-    """Everything a report says, whatever it is written as: plain data, as ``--json`` prints it.
+    """The contents of a report in any format: plain data, as ``--json`` prints it.
 
     Args:
-        shown_as: how the user names the run's folder, for commands.
-        others: runs whose curves lie over this one's.
+        shown_as: the run's folder as the user would type it, for commands.
+        others: runs whose curves are drawn over this one's.
     """
     config, summary = record.config, record.summary or {}
     kind, task = tasks.kind_of(config), tasks.task_name(config)
@@ -152,8 +152,8 @@ def _sentence(record: RunRecord) -> str:
 
 
 def _first_and_last(rows: list[Row]) -> tuple[Row, Row]:
-    """The rows of the first and of the last evaluation, empty where there is none; a lone one
-    before any step is a first."""
+    """The rows of the first and the last evaluation, empty if there is none. A single evaluation is
+    the first if it was before any step, and otherwise the last."""
     if len(rows) == 1:
         return (rows[0], {}) if rows[0]["step"] == 0 else ({}, rows[0])
     return (rows[0], rows[-1]) if rows else ({}, {})
@@ -168,7 +168,7 @@ def _outcome(before: dict[str, Any], after: dict[str, Any]) -> list[Row]:
 
 
 def _best(record: RunRecord) -> Row | None:
-    """As the summary has it; a run that is still going has none on record."""
+    """The best evaluation in the summary; a running run has none."""
     best = (record.summary or {}).get("best")
     recorded = best if isinstance(best, dict) else {}
     step, value = recorded.get("step"), finite_number(recorded.get("metric"))
@@ -178,7 +178,7 @@ def _best(record: RunRecord) -> Row | None:
 
 
 def _complaints(record: RunRecord) -> list[Row]:
-    """Warnings and errors in order; those that differ in their numbers alone are one."""
+    """Warnings and errors in order; messages that differ only in numbers are counted together."""
     complaints: dict[str, Row] = {}
     step = None
     for time, level, text in record.log_lines():
@@ -194,7 +194,7 @@ def _complaints(record: RunRecord) -> list[Row]:
 
 
 def _phases(record: RunRecord, summary: dict[str, Any]) -> list[Row]:
-    """As the summary has them; of a run without an end, what its steps and evaluations took."""
+    """Phases from the summary; for a run without one, the time of its steps and evaluations."""
     if record.status in ("finished", "stopped", "failed") and (profile := _profile(summary)):
         return profile
 
@@ -209,7 +209,7 @@ def _phases(record: RunRecord, summary: dict[str, Any]) -> list[Row]:
 
 
 def _profile(summary: dict[str, Any]) -> list[Row]:
-    """The phases of a summary's profile; none where it isn't one."""
+    """The phases of a summary's profile; none if it is damaged."""
     profile = summary.get("profile")
     phases = profile.get("phases") if isinstance(profile, dict) else None
     rows = []
@@ -222,7 +222,7 @@ def _profile(summary: dict[str, Any]) -> list[Row]:
 
 
 def evaluations_of(run_dir: Path) -> list[Row]:
-    """Finished evaluations, the newest last; a file that can't be read is left out."""
+    """Finished evaluations, the newest last, without files that can't be read."""
     rows = {}
     for path in run_dir.glob("eval/*/eval.json"):
         if (result := read_result(path.parent)) is None:
@@ -241,7 +241,7 @@ def evaluations_of(run_dir: Path) -> list[Row]:
 
 
 def checkpoints_of(run: run_folder.RunFolder, best_step: int | None) -> list[Row]:
-    """The step folders of a run, oldest first, by names and sizes alone."""
+    """The step folders of a run, oldest first, checked by names and sizes only."""
     checkpoints = []
     for step, folder in retention.list_steps(run.checkpoints):
         try:
@@ -257,7 +257,7 @@ def checkpoints_of(run: run_folder.RunFolder, best_step: int | None) -> list[Row
 
 
 def environment_of(run_dir: Path, summary: dict[str, Any]) -> dict[str, str]:
-    """What the run ran on, by name: ``env.json``, and the versions of the summary."""
+    """The machine and versions of a run, by name: ``env.json``, and the versions in the summary."""
     facts = dict(_flat_facts("", atomic.read_json(run_dir / ENV_FILE) or {}))
     for name, version in (summary.get("versions") or {}).items():
         if not {name, f"packages {name}"} & facts.keys():

@@ -1,5 +1,5 @@
-"""A gathered report as a page or as Markdown, from the templates of this package: where it is
-written, and what it never replaces."""
+"""A gathered report as a page or as Markdown, from this package's templates; where it is written,
+and which files it never replaces."""
 
 import math
 import os
@@ -20,12 +20,12 @@ from ppocli.text import figure, format_bytes, printable, sparkline
 
 FORMATS = ("html", "md")
 _VENDOR = "vendor/uPlot"
-"""the library that draws the page's curves; its license goes where it goes"""
+"""the library that draws the page's curves, copied together with its license"""
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&$@]|:(?=//)|(?<=\bwww)\.)")
 
 
 def render(report: dict[str, Any], form: str) -> str:
-    """What :func:`ppocli.report.facts.gather` found as text.
+    """The report of :func:`ppocli.report.facts.gather` as text.
 
     Args:
         form: ``html``, one page that needs nothing else, or ``md``.
@@ -56,7 +56,7 @@ def render(report: dict[str, Any], form: str) -> str:
 
 
 def _chart_data(report: dict[str, Any], spreads: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the page's script draws, each text made harmless, in figures of six digits."""
+    """The data for the page's script: texts escaped, figures rounded to six digits."""
     def columns(points: Iterable[tuple[float, float]]) -> list[list[float]]:
         return [[float(f"{value:.6g}") for value in column] for column in zip(*points, strict=True)]
 
@@ -126,7 +126,7 @@ def number(value: float | None) -> str:
 
 
 def rounded(value: float | None) -> str:
-    """A figure of size 1 or so with three decimals: of a KL, what rounds to nothing is nothing."""
+    """A figure of about 1 with three decimals; a tiny KL becomes 0."""
     return number(value) if value is None or abs(value) >= 1000 else figure(value, 3)
 
 
@@ -174,7 +174,7 @@ def destinations(run_dir: Path, output: Path | None, form: str | None) -> list[t
 
 
 def check_replaceable(paths: Iterable[Path], overwrite: bool) -> None:
-    """Refuse before anything is written to replace a file that is no report of ours.
+    """Refuse, before anything is written, to replace a file that is not one of our reports.
 
     Raises:
         ConfigError: there is such a file and ``overwrite`` isn't given, or a folder of that name.

@@ -1,4 +1,4 @@
-"""What the policy answered to the same prompts at each evaluation, and how it was scored."""
+"""The policy's responses to the same prompts at each evaluation, and their scores."""
 
 import math
 import statistics
@@ -10,7 +10,7 @@ from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, sa
 from ppocli.text import BLOCKS, finite_number, printable, share_error
 
 SHOWN, HIDDEN = 8, 40
-"""pairs of a report that are seen at once, and those behind a fold"""
+"""pairs of a report that are visible at once, and that are folded"""
 _BINS = 20
 _MOST_STEPS = 24
 """evaluations whose samples a report shows"""
@@ -19,8 +19,8 @@ LONGEST = 1500
 
 
 def spreads(samples: dict[str, Any]) -> list[dict[str, Any]]:
-    """The scores before and after as figures and characters; ``shares`` are those of the scores in
-    equal ranges, which are the same of both, and ``blocks`` draw them."""
+    """Distribution of the scores before and after, as figures and characters. ``shares`` are shares
+    of the scores in equal ranges, the same ranges for both, and ``blocks`` draws them."""
     groups = {name: scores for name in ("before", "after") if (scores := samples[f"scores_{name}"])}
     everything = [score for scores in groups.values() for score in scores]
     shares = [_shares(scores, min(everything), max(everything)) for scores in groups.values()]
@@ -36,7 +36,8 @@ def spreads(samples: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _shares(scores: list[float], low: float, high: float) -> list[float]:
-    """Of the scores in each of the equal ranges; all in the middle one if there is one value."""
+    """Share of the scores in each of the equal ranges; all in the middle one if there is only one
+    value."""
     counts = [0] * _BINS
     span = high / 2 - low / 2  # halved, so that no difference overflows
     for score in scores:
@@ -47,8 +48,8 @@ def _shares(scores: list[float], low: float, high: float) -> list[float]:
 
 def samples_of(record: RunRecord, before: int | None, after: int | None, steps: Sequence[int]
                ) -> dict[str, Any]:
-    """What samples.jsonl tells of the evaluations at two steps, and at those of ``steps`` between
-    them.
+    """Samples of the evaluations at two steps, and at those of ``steps`` between them, from
+    samples.jsonl.
 
     Each of ``pairs`` has ``prompt``; its responses ``before``, ``after``, and those at the steps
     ``between``, each with ``text``, ``turns`` (as of :func:`ppocli.episode.spoken`), ``score``,
@@ -119,7 +120,8 @@ def _stderr(rows: list[dict[str, Any]]) -> float | None:
 
 
 def shown(text: str) -> str:
-    """``text`` made harmless, and its end replaced by a note where it is very long."""
+    """``text`` with control characters escaped, and the end of a very long one replaced by a
+    note."""
     if len(text) > LONGEST:
         return f"{printable(text[:LONGEST])} … ({len(text) - LONGEST:,} more characters)"
     return printable(text)

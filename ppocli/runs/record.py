@@ -1,4 +1,4 @@
-"""A run as its folder tells it: configuration, rows, samples, warnings, status. No torch here."""
+"""A run read from its folder: configuration, rows, samples, warnings, status. No torch here."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ _LOG_HEAD = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) ", re.MULTI
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run, read from its folder; what is read late is read once."""
+    """One run, read from its folder; lazily read parts are read once."""
 
     folder: run_folder.RunFolder
     config: schema.TrainConfig
@@ -31,7 +31,7 @@ class RunRecord:
     """metrics.jsonl: one row a step, in order, step 0 first if there was an evaluation;
     finite numbers and None alone"""
     summary: dict[str, Any] | None
-    """summary.json of the newest end of the run; ``status`` tells whether it is still true"""
+    """summary.json of the run's last end; ``status`` says whether it is still current"""
     status: Status
 
     @property
@@ -41,7 +41,7 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """The newest step of which anything is known."""
+        """The newest recorded step."""
         return int(self._newest("step", "steps"))
 
     @property
@@ -55,8 +55,8 @@ class RunRecord:
         return int(self._newest("updates", "updates"))
 
     def _newest(self, in_row: str, in_summary: str) -> float:
-        """A count. A run that is stopped in the evaluation of a step has saved the step, and has no
-        row of it."""
+        """The newest value of a count. A run that was stopped in a step's evaluation has saved the
+        step, but has no row of it."""
         row = self.rows[-1] if self.rows else {}
         if self.status in ("finished", "stopped", "failed") \
                 and whole(self.summary, "steps") > row.get("step", 0):
@@ -71,7 +71,8 @@ class RunRecord:
 
     @property
     def command(self) -> str | None:
-        """What trains such a run again; None for one of Python objects, which no command has."""
+        """The command that trains such a run again; None if it used Python objects, which no
+        command can name."""
         return None if resolved.PYTHON_OBJECT in resolved.flat(self.config).values() \
             else resolved.training_command(self.config)
 
@@ -92,8 +93,8 @@ class RunRecord:
         return read_changes(self.folder.path)
 
     def log_lines(self) -> list[tuple[str, str, str]]:
-        """(time, level, text) of everything that was said during the run: the local time of the
-        machine that ran it, ``2026-01-31 12:00:00``; continued lines are joined with newlines."""
+        """(time, level, text) of all messages of the run. Time is local to the machine that ran it,
+        ``2026-01-31 12:00:00``; continued lines are joined with newlines."""
         try:
             text = bounded.read_tail(self.folder.log)
         except OSError:
@@ -104,8 +105,8 @@ class RunRecord:
 
 
 def first_start(run_dir: Path) -> str | None:
-    """When a run was first started, by the first line of its log, as ``model.chat_template_date``
-    has it; None where there is no such line."""
+    """When a run was first started, from the first line of its log, in the form of
+    ``model.chat_template_date``; None if there is no such line."""
     with suppress(OSError), run_folder.RunFolder(run_dir).log.open(encoding="utf-8",
                                                                    errors="replace") as file:
         if (head := _LOG_HEAD.match(file.readline(100))) is not None:
@@ -130,8 +131,8 @@ def first_of_each_prompt(samples: Iterable[dict[str, Any]]) -> dict[str, dict[st
 
 
 def sample_text(row: dict[str, Any]) -> str:
-    """What a row of samples.jsonl holds: the response; of an episode its turns, line by line; of a
-    pair both with their scores."""
+    """The text of a row of samples.jsonl: the response; the turns of an episode, line by line; or
+    both responses of a pair with their scores."""
     if "chosen" not in row:
         return transcript_of(row) or str(row.get("response", ""))
     return "\n".join(f"{name} [{figure(row.get(f'{name}_score'), 3)}] {row.get(name)}"
@@ -141,15 +142,15 @@ def sample_text(row: dict[str, Any]) -> str:
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's: it has a configuration, and a run has started to fill it."""
     run = run_folder.RunFolder(folder)
-    # unlike Path's own, these take what can't be looked into for what isn't there
+    # unlike Path's methods, these return False for paths that can't be read
     return os.path.isfile(run.config) and (
         any(map(os.path.isfile, (folder / "run.json", run.metrics, run.summary)))
         or os.path.isdir(run.checkpoints))
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """The folders in ``folder``, by name, without hidden ones; none where it can't be read or is
-    gone by now."""
+    """The folders in ``folder``, by name, without hidden ones; none if it can't be read or is
+    gone."""
     with suppress(OSError):
         return sorted(entry for entry in folder.iterdir()
                       if os.path.isdir(entry) and not entry.name.startswith("."))
@@ -174,14 +175,15 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def whole(summary: dict[str, Any] | None, name: str) -> int:
-    """A count in a summary; 0 where there is none, or something that is no count."""
+    """A count in a summary; 0 if it is missing or not a count."""
     value = (summary or {}).get(name)
     return value if isinstance(value, int) and run_logs.is_number(value) else 0
 
 
 def _status(run: run_folder.RunFolder, summary: dict[str, Any] | None, rows: list[dict[str, Any]]
             ) -> Status:
-    """A live process wins; a summary older than the newest row is of an earlier end."""
+    """A live process takes precedence; a summary older than the newest row is from an earlier
+    end."""
     if run_folder.live_owner(run.path) is not None:
         return "running"
     newest = rows[-1]["step"] if rows else 0
@@ -192,9 +194,8 @@ def _status(run: run_folder.RunFolder, summary: dict[str, Any] | None, rows: lis
 
 
 def read_changes(run_dir: Path) -> list[dict[str, Any]]:
-    """Settings that were changed when the run was resumed, in the order of the changes: ``step``,
-    the last one with the value before, ``key``, ``before`` and ``after``; none where the run's file
-    doesn't tell any."""
+    """Settings that were changed when the run was resumed, in order: ``step``, the last one with
+    the earlier value, ``key``, ``before`` and ``after``; empty if the run's file records none."""
     changes = (atomic.read_json(run_dir / kept.RUN_FILE) or {}).get("changes")
     return [{"step": entry["step"],
              **{name: str(entry.get(name)) for name in ("key", "before", "after")}}
@@ -203,7 +204,7 @@ def read_changes(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def begin_record(run_dir: Path, run_id: str) -> None:
-    """Note a run's identity and what it was started with.
+    """Record a run's identity and the configuration that it was started with.
 
     Raises:
         DiskError: the disk is full, read-only, or refuses.
@@ -214,10 +215,11 @@ def begin_record(run_dir: Path, run_id: str) -> None:
 
 
 def accept_settings(run_dir: Path, step: int | None) -> None:
-    """Make the settings asked for at resume the run's own, note what they change, and sign them.
+    """Make the settings of a resume the run's settings, record what they change, and sign them.
 
     Args:
-        step: what the run goes on from; None: it starts afresh, and nothing changes on its way.
+        step: the step that the run resumes from; None: it starts afresh, so that nothing counts as
+            changed.
 
     Raises:
         DiskError: the disk is full, read-only, or refuses.
@@ -231,15 +233,15 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
                     "tell what differs", run.config, saved[-1].step)
     differ = resolved.config_differences(kept.settings_before(run_dir, accept_changes=True),
                                          resolved.read_config(next_config))
-    for change in differ:  # which whoever started this process has said
+    for change in differ:  # the process that started this one has printed them
         log.info(kept.change_line(*change), extra={"for_file": True})
     changes: list[dict[str, Any]] = []
     if step is not None:
-        # the run may have gone back behind a change, to an earlier checkpoint
+        # the run may have gone back to a checkpoint from before a change
         changes = [{**change, "step": min(change["step"], step)} for change in noted]
         new = [{"step": step, "key": key, "before": shown(before), "after": shown(after)}
                for key, before, after in differ]
-        if new != changes[-len(new):]:  # an attempt that was killed right here has noted them
+        if new != changes[-len(new):]:  # an attempt that was killed right here has recorded them
             changes += new
     if isinstance(run_json.get("run_id"), str):
         # before the settings take their place, so that a kill in between leaves a signed run
@@ -255,7 +257,7 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
 
 
 def settle(run_dir: Path, config: schema.TrainConfig) -> None:
-    """Write down what the run has settled for itself, and sign it; nobody has changed anything.
+    """Record settings that the run has decided itself, and sign them; they don't count as changes.
 
     Raises:
         DiskError: the disk is full, read-only, or refuses.

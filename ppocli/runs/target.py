@@ -1,4 +1,5 @@
-"""What a command was pointed at: a run, a checkpoint, a model folder or a Hub name."""
+"""The policy or run that a command's argument names: a run, a checkpoint, a model folder or a Hub
+name."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from ppocli.storage import checkpoints, manifest, model_files, retention, run_fo
 from ppocli.text import Say, did_you_mean, pasted
 
 RUNS = Path("runs")
-"""where runs lie, seen from the current folder"""
+"""the folder of runs, relative to the current folder"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Target:
     """A policy that a command can load, and the run it came from, if any."""
 
     name: str
-    """how messages call it: ``runs/quickstart, step 24``"""
+    """its name in messages: ``runs/quickstart, step 24``"""
     model: str
     """checked plain Hugging Face folder (absolute), or a Hub name"""
     run_dir: Path | None = None
@@ -29,9 +30,10 @@ class Target:
     step: int | None = None
     """steps the policy has been trained for; None for a model that came from elsewhere"""
     checkpoint: Path | None = None
-    """verified step folder, with value head and optimizer state, where that was asked for"""
+    """verified step folder, with value head and optimizer state, if the policy is of a
+    checkpoint"""
     held: retention.Hold | None = field(default=None, compare=False, repr=False)
-    """keeps a running run from pruning the checkpoint as long as this is there"""
+    """keeps a running run from pruning the checkpoint as long as this object lives"""
 
     @property
     def label(self) -> str:
@@ -44,21 +46,20 @@ class Target:
 def find_target(name: str | None, *, say: Say, step: int | None = None, best: bool = False,
                 checkpoint: bool = False, asked_by: str = "RUN",
                 also: Sequence[str] = ()) -> Target:
-    """Find out what ``name`` names and check that a policy can be loaded from it.
+    """The target that ``name`` names, checked so that a policy can be loaded from it.
 
     A folder or anything that begins with ``.``, ``/``, ``~`` or a folder that exists is a path;
     ``NAME`` and ``SWEEP/JOB`` may be a run below ``runs/``; everything else is a Hub name. A name
-    of both a path and another run is refused. A run
-    stands for its final model, an unfinished one for its newest valid checkpoint. A model folder
-    inside a run belongs to that run.
+    of both a path and another run is refused. A run stands for its final model, an unfinished one
+    for its newest valid checkpoint. A model folder inside a run belongs to that run.
 
     Args:
         name: as the user typed it; None takes the newest run below ``runs/``.
-        say: told what was chosen where the user left it open.
+        say: prints what was chosen where the user left it open.
         step, best: choose a checkpoint of a run.
         checkpoint: choose a checkpoint even of a finished run (for its value head).
-        asked_by: what ``name`` was given by, for messages.
-        also: what might have been meant beside runs.
+        asked_by: the argument or option that gave ``name``, for messages.
+        also: names besides runs that the user might have meant.
 
     Raises:
         AmbiguousError: as :func:`run_named`.
@@ -92,11 +93,11 @@ def run_named(name: str, is_match: Callable[[Path], bool] = is_run,
     below ``runs`` (``NAME``, ``SWEEP/JOB``). Where neither will do, the path.
 
     Args:
-        is_match: tells what a name below ``runs`` may stand for.
-        here: tells what a path may (default: ``is_match``).
+        is_match: whether a folder below ``runs`` can be meant.
+        here: whether a path can be meant (default: ``is_match``).
 
     Raises:
-        AmbiguousError: both will do, and are not the same.
+        AmbiguousError: both match, and are not the same.
     """
     path, below = Path(name).expanduser(), RUNS / name
     if not name or name.startswith((".", "/", "~")) or ".." in path.parts or not is_match(below):
@@ -109,18 +110,20 @@ def run_named(name: str, is_match: Callable[[Path], bool] = is_run,
 
 
 def known_names(is_match: Callable[[Path], bool] = is_run) -> list[str]:
-    """All that names a run below ``runs``, for hints: its folder, and what ``runs list`` shows."""
+    """All names of runs below ``runs``, for hints: their folders, and their names in ``runs
+    list``."""
     return [name for run in list_runs(RUNS, is_match)
             for name in (str(run), run.relative_to(RUNS).as_posix())]
 
 
 def find_run(name: str | None, *, say: Say = lambda text: None) -> Path:
-    """The run folder a command that only reads was pointed at, as the user would write it.
+    """The run folder that the argument of a command that only reads names, as the user would type
+    it.
 
     Args:
         name: a run's folder, or its name below ``runs/``; its model folder, a checkpoint, or
             another part of a run stands for the run. None takes the newest run there.
-        say: told which run was taken where the user named none.
+        say: prints which run was taken if the user named none.
 
     Raises:
         ConfigError: nothing was given and there is no run.
@@ -149,8 +152,8 @@ def read_runs(names: Sequence[str]) -> list[RunRecord]:
 
 
 def newest_run(say: Say, takes: str = "a run, a checkpoint, a model folder or a Hub name") -> Path:
-    """The run below ``runs/`` that was written to last, which ``say`` is told; ``takes`` is what
-    may be named instead.
+    """The run below ``runs/`` that was written to last; ``say`` prints it. ``takes`` says what may
+    be named instead.
 
     Raises:
         ConfigError: there is none.
@@ -165,14 +168,14 @@ def newest_run(say: Say, takes: str = "a run, a checkpoint, a model folder or a 
 
 
 def list_runs(root: Path, is_match: Callable[[Path], bool] = is_run) -> list[Path]:
-    """Run folders below ``root``, those of sweeps (one folder deeper) too, by name; none of what
-    can't be read. ``is_match`` tells such a folder."""
+    """Folders below ``root`` that match, those of sweeps (one folder deeper) too, by name;
+    unreadable ones are skipped."""
     return [run for folder in subfolders(root)
             for run in ([folder] if is_match(folder) else filter(is_match, subfolders(folder)))]
 
 
 def written(folder: Path) -> float:
-    """When a run's folder was last written to, in seconds since the epoch."""
+    """Time of the last write to a run's folder, in seconds since the epoch."""
     run = run_folder.RunFolder(folder)
     times = [0.0]
     for path in (run.metrics, run.config, run.summary, run.log):
@@ -232,7 +235,7 @@ def _best_step(run: RunRecord) -> int:
 
 
 def _inside_checkpoint(path: Path) -> Path | None:
-    """The step folder that ``path`` is, links to, or is the policy of."""
+    """The step folder that ``path`` is, links to, or is the policy folder of."""
     for folder in (path, path.parent if path.name == model_files.POLICY else path):
         is_pointer = folder.name in retention.POINTERS and folder.is_symlink()
         if (folder / manifest.MANIFEST).is_file() or is_pointer:
@@ -241,7 +244,7 @@ def _inside_checkpoint(path: Path) -> Path | None:
 
 
 def _below_a_folder(name: str) -> bool:
-    """Whether ``name``, which isn't there, begins with a folder that is."""
+    """Whether ``name``, which doesn't exist, begins with an existing folder."""
     first, slash, _ = name.partition("/")
     return bool(slash) and (Path(first).is_dir() or (RUNS / first).is_dir())
 
