@@ -129,8 +129,8 @@ def _ending_message(first: RankOutcome) -> str:
     """The message for the outcome that ended the run."""
     if first.lost:
         return secrets.safe_text(f"Error: rank {first.rank} lost the connection to another rank: "
-                       f"{first.message.splitlines()[0]}\n  fix:   the launcher says what became "
-                       "of that one; go on with the same words and resume=auto\n")
+                       f"{first.message.splitlines()[0]}\n  fix:   the launcher's output says how "
+                       "that rank ended; start again with the same words and resume=auto\n")
     if not first.message:  # ranks that a node has started have printed it
         return ""
     label = "Stopped" if first.code > 128 else "Error"

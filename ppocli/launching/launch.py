@@ -235,7 +235,7 @@ def refuse_objects(config: schema.TrainConfig, objects: PythonObjects) -> None:
          "hardware.zero_stage: PPOTrainer holds whole weights on each process (DDP); for ZeRO, "
          "which shards them, use ppocli train")) if broken]
     if wrong:
-        raise ConfigError("PPOTrainer can't be made so:\n  " + "\n  ".join(wrong),
+        raise ConfigError("PPOTrainer can't work with this:\n  " + "\n  ".join(wrong),
                           where="PPOTrainer", fix="change or leave out what is named")
 
 

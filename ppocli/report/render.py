@@ -168,7 +168,7 @@ def destinations(run_dir: Path, output: Path | None, form: str | None) -> list[t
         raise ConfigError(f"{output} doesn't tell the format of the report.", where="--output",
                           fix="end it in .html or .md, or add --format html, md or both")
     if suffix_form is not None and form is not None and suffix_form != form:
-        raise ConfigError(f"{output} ends like another format than --format {form}.",
+        raise ConfigError(f"{output} has the ending of another format than --format {form}.",
                           where="--output", fix="leave --format out, or change the ending")
     return [(output, form or suffix_form or "html")]
 

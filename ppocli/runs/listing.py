@@ -197,7 +197,7 @@ def carry_out(removal: Removal) -> None:
         return
     with run_folder.lock(removal.run):
         if written(removal.run) != removal.written:
-            raise CheckpointError(f"{removal.run} has gone on meanwhile and is left alone.",
+            raise CheckpointError(f"{removal.run} has been written to meanwhile and is left alone.",
                                   where=str(removal.run), fix="look again: ppocli runs list")
         folder = run_folder.RunFolder(removal.run).checkpoints
         if any(folder in part.parents for part in removal.parts):

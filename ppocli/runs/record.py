@@ -229,8 +229,8 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
     saved = retention.sound_steps(run.checkpoints)
     if saved and kept.KEPT not in run_json \
             and saved[-1].config_digest != atomic.sha256_file(run.config):
-        log.warning("%s is not as it was when step %d was saved; this run keeps no copy that could "
-                    "tell what differs", run.config, saved[-1].step)
+        log.warning("%s is not as it was when step %d was saved; this run has no copy to compare "
+                    "it with", run.config, saved[-1].step)
     differ = resolved.config_differences(kept.settings_before(run_dir, accept_changes=True),
                                          resolved.read_config(next_config))
     for change in differ:  # the process that started this one has printed them

@@ -99,9 +99,9 @@ def signed(document: dict[str, Any], name: str, content: str) -> dict[str, Any]:
 
 @cache
 def _warn_once(what: str) -> None:
-    log.warning("this can't be signed as yours: %s. Commands that read it later want --trust "
-                "before they run code that it names; to sign it, let %s name a file that can be "
-                "made and kept", what, KEY_VARIABLE)
+    log.warning("this can't be signed as yours: %s. Later commands need --trust before they run "
+                "code that it names. To sign it, set %s to the path of a file that can be written",
+                what, KEY_VARIABLE)
 
 
 def is_signed(document: dict[str, Any] | None, name: str, content: str) -> bool:

@@ -212,7 +212,7 @@ def test_a_run_that_began_again_after_the_plan_is_left_alone(runs):
     with lock(runs / "done"), pytest.raises(CheckpointError, match="is in use by process"):
         carry_out(plan["done"])
     os.utime(runs / "failed/metrics.jsonl")
-    with pytest.raises(CheckpointError, match="has gone on meanwhile and is left alone"):
+    with pytest.raises(CheckpointError, match="has been written to meanwhile and is left alone"):
         carry_out(plan["failed"])
     shutil.rmtree(runs / "sweep-1")
     carry_out(plan["0"])

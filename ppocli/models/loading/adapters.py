@@ -132,7 +132,7 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
     if any(id(p) in embedding_ids and (peft_internals.belongs_to_adapter(name)
                                        or peft_internals.bare_name(name) != name)
            for name, p in lm.named_parameters(remove_duplicate=False)):
-        raise ConfigError("The adapter covers the output embedding, which ppocli can't train so.",
+        raise ConfigError("The adapter covers the output embedding, which ppocli can't train.",
                           where="model.peft.target_modules, model.peft.modules_to_save",
                           fix="leave it out, and the input embedding that is tied to it; an "
                           "adapter that covers it is merged where model.peft is left out")

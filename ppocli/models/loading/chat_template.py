@@ -79,8 +79,8 @@ def with_values(chat_template: Any, values: Mapping[str, Any], special: Collecti
                              f"{', '.join(sorted(variables)) or 'messages alone'}. "
                              f"{suggestion(str(name), variables)}".rstrip(),
                              where=f"{VALUES}.{name}", fix="take it out")
-        if not _can_be_said(value):
-            raise InputError(f"A template can't say {value!r}.", where=f"{VALUES}.{name}",
+        if not _survives_jinja(value):
+            raise InputError(f"A template can't contain {value!r}.", where=f"{VALUES}.{name}",
                              fix="give texts, finite numbers, true, false, null, or lists or "
                              "mappings of them")
     # transformers removes the line break after a block
@@ -92,7 +92,7 @@ def with_values(chat_template: Any, values: Mapping[str, Any], special: Collecti
     return prefixed if isinstance(chat_template, dict) else prefixed[""]
 
 
-def _can_be_said(value: Any) -> bool:
+def _survives_jinja(value: Any) -> bool:
     """Whether Jinja reads a value's Python spelling as the same value."""
     try:
         return bool(jinja2.Environment().compile_expression(repr(value))() == value)
