@@ -1,6 +1,6 @@
 """ppocli from Python: ``ppocli.train([...])`` with words as on the command line and Python objects.
 
-The same composition, launch and engine as the command; nothing is implemented twice.
+It composes, launches and trains with the same code as the command line.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("ppocli")
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """A finished run: where it lies, what came out, and its policy."""
+    """A finished run: its folder, its results, and its policy."""
 
     run_dir: Path
     model_dir: Path
@@ -46,7 +46,7 @@ class TrainedRun:
     summary: dict[str, Any]
     """the contents of summary.json"""
     trusts: bool = False
-    """the model's own code may run, whoever made the run"""
+    """code that the model brings may run, whoever made the run"""
 
     @cached_property
     def _player(self) -> Any:
@@ -63,13 +63,13 @@ class TrainedRun:
 
         Args:
             prompts: texts.
-            seed: of the sampling; equal seeds give equal responses.
+            seed: equal seeds give equal responses.
             chat: whether the chat template renders prompts (default: as in training).
             sampling: overrides: max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p,
                 repetition_penalty, do_sample, stop_sequences, ignore_eos.
 
         Raises:
-            ConfigError: an unknown override, or no list of texts as prompts.
+            ConfigError: an unknown override, or prompts that are no list of texts.
         """
         from ppocli.evaluation.player import changed_sampling
 
@@ -96,7 +96,7 @@ class TrainedRun:
 
 
 def free_folder(folder: str | Path) -> Path:
-    """The path of a folder that is to be written.
+    """The path of a folder that can be written to.
 
     Raises:
         ConfigError: it holds something.
@@ -120,24 +120,24 @@ def train(overrides: Sequence[str] | Mapping[str, Any] = (), *,
         overrides: words of the command line, e.g. ``["+recipe=quickstart", "seed=1"]``; or a nested
             mapping of settings, e.g. ``{"recipe": "quickstart", "ppo": {"n": 2}}``.
         model_path: sets ``model.path``.
-        config: a nested mapping of settings beside ``overrides``, over which it wins.
+        config: a nested mapping of settings, which takes precedence over ``overrides``.
         reward_fn: in place of ``reward.fn``: a callable, or several by name (each of weight 1).
         metric_fn: in place of ``reward.metric_fn``.
         prompts, eval_prompts: in place of the ``prompts`` section's sources: texts, or mappings
             with a ``prompt`` and metadata.
         stop_sequences: in place of ``generation.stop_sequences``.
-        samples: what to imitate, texts, or (prompt, completion) as pairs or mappings: no PPO, but
-            supervised fine-tuning (:func:`sft`) on them.
+        samples: examples to imitate: texts, or (prompt, completion) as pairs or mappings. Selects
+            supervised fine-tuning (:func:`sft`) in place of PPO.
 
     Raises:
         PpocliError: whatever ended the run; its checkpoints are kept.
     """
-    given = {"reward_fn": reward_fn, "metric_fn": metric_fn, "prompts": prompts,
-             "eval_prompts": eval_prompts}
+    objects = {"reward_fn": reward_fn, "metric_fn": metric_fn, "prompts": prompts,
+               "eval_prompts": eval_prompts}
     if samples is None:
-        return _run((), overrides, config, model_path, given, stop_sequences)
-    if taken := [name for name, value in given.items() if value is not None]:
-        raise ConfigError(f"samples are imitated, and {taken[0]} is for PPO.", where="samples",
+        return _run((), overrides, config, model_path, objects, stop_sequences)
+    if ppo_only := [name for name, value in objects.items() if value is not None]:
+        raise ConfigError(f"samples are imitated, and {ppo_only[0]} is for PPO.", where="samples",
                           fix="first ppocli.sft(data=samples), then ppocli.train with the "
                           "model_path that came of it")
     sys.stderr.write("samples are given: this is supervised fine-tuning, as ppocli.sft does it\n")
@@ -197,17 +197,17 @@ def train_reward_model(overrides: Sequence[str] | Mapping[str, Any] = (), *,
 
 
 def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
-         config: Mapping[str, Any] | None, model_path: str | Path | None, given: dict[str, Any],
+         config: Mapping[str, Any] | None, model_path: str | Path | None, objects: dict[str, Any],
          stop_sequences: Sequence[str] | None = None) -> TrainedRun:
-    """Compose, launch, and open what came of it; ``given`` are objects by the names that
-    ``PythonObjects`` has for them."""
+    """Compose, launch, and open the finished run; ``objects`` are Python objects by their names in
+    ``PythonObjects``."""
     from ppocli.config import compose
     from ppocli.training.task import PythonObjects
 
     rows = ("prompts", "eval_prompts", "data", "val_data")
-    given = {name: as_list(value, name, name) if name in rows else value
-             for name, value in given.items() if value is not None}
-    handed_in = frozenset(kept.OBJECT_KEYS[name] for name in given)
+    objects = {name: as_list(value, name, name) if name in rows else value
+               for name, value in objects.items() if value is not None}
+    handed_in = frozenset(kept.OBJECT_KEYS[name] for name in objects)
     given_words = [*words.given_words(overrides), *words.given_words(config or {})]
     if model_path is not None:
         given_words += words.given_words({"model": {"path": str(model_path)}})
@@ -215,7 +215,7 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
     if read.value("resume") in (None, "never", "auto"):  # else the run knows its task
         read = words.read_words([*task, *given_words])
     composed = compose.compose(read)
-    replaced = composed.config.reward.fn if "reward_fn" in given else None
+    replaced = composed.config.reward.fn if "reward_fn" in objects else None
     arguments = [word for word in read.overrides if word.lstrip("+").startswith("reward.kwargs")
                  and word.partition("=")[2] not in ("{}", "null")]
     if arguments and replaced not in (None, resolved.PYTHON_OBJECT):
@@ -224,7 +224,7 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
     if stop_sequences is not None:
         composed = replace(composed, config=resolved.with_values(composed.config, {
             "generation.stop_sequences": list_of_texts(stop_sequences, "stop_sequences")}))
-    caller = launch.Caller(objects=PythonObjects(**given) if given else None)
+    caller = launch.Caller(objects=PythonObjects(**objects) if objects else None)
     outcome = launch.launch(compose.check(composed, handed_in), caller)
     if outcome.exit_code != 0:
         raise PpocliError(f"The run ended with exit code {outcome.exit_code}: "
@@ -235,16 +235,16 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
 
 @dataclass(frozen=True)
 class EvalResult:
-    """A finished evaluation: what came out and where it lies."""
+    """A finished evaluation: its results and its folder."""
 
     folder: Path
     samples: Path
     """one JSON object a response"""
     figures: dict[str, float | None]
-    """the policy's, by the names of a run's ``eval_after``; None where there is none"""
+    """of the policy, by the names in a run's ``eval_after``; None if there is no value"""
     stderr: dict[str, float | None]
     against: dict[str, float | None] | None
-    """figures of what it was compared with"""
+    """figures of the model that it was compared with"""
     win_rate: dict[str, Any] | None
     report: dict[str, Any]
     """the contents of eval.json"""
@@ -330,7 +330,7 @@ def carry_out(request: EvalRequest, working: AbstractContextManager[StopFlag], s
         if on_rows:
             return evaluate_rows(request, target, cfg, stop=stop)
         objects = objects or PythonObjects()
-        with watching or nullcontext(lambda role, there, total: None) as watch:
+        with watching or nullcontext(lambda role, count, total: None) as watch:
             return run_evaluation(request, target, opened_folder.noting_objects(cfg, objects),
                                   objects, stop=stop, watch=watch)
 

@@ -59,14 +59,14 @@ class AmbiguousError(ConfigError):
     """A word that names two things.
 
     Args:
-        given: the word.
+        name: the word.
         choices: what to type for each of them.
     """
 
-    def __init__(self, given: str, choices: tuple[str, str]) -> None:
-        super().__init__(f"{given} is both {' and '.join(choices)}.",
+    def __init__(self, name: str, choices: tuple[str, str]) -> None:
+        super().__init__(f"{name} is both {' and '.join(choices)}.",
                          fix=f"write {' or '.join(choices)}")
-        self.given, self.choices = given, choices
+        self.name, self.choices = name, choices
 
 
 class InputError(PpocliError):
@@ -104,7 +104,7 @@ class RewardError(PpocliError):
 
 
 class OutOfMemoryError(PpocliError):
-    """Out of memory even at the smallest micro-batch, or sure to be: told before weights are
+    """Out of memory even at the smallest micro-batch, or certain to be before weights are
     loaded."""
 
     exit_code = 8

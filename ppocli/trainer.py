@@ -245,7 +245,7 @@ class PPOTrainer:
                 lambda: own_samples.masked(chunks, response_masks, scores), "step")
         self._check_size(chunks)
         self._run.clock.mark("between")
-        self._scores.given = _plain_scores(scores)
+        self._scores.scores = _plain_scores(scores)
         try:
             rollout = own_samples.scored(session, self._context, chunks, state.episodes,
                                          forward=forward, gaps=response_masks is not None)
@@ -253,7 +253,7 @@ class PPOTrainer:
             error.where = "PPOTrainer.step(scores)"
             raise
         finally:
-            self._scores.given = None
+            self._scores.scores = None
         learn(self._run, rollout)
         figures = self._run.state.pending or {}
         settle(self._run)  # the row is the caller's

@@ -35,8 +35,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]})
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         put(f"ppocli {__version__}")
         raise typer.Exit()
 
@@ -90,7 +90,7 @@ def completion(
     put(path)
 
 
-def find_shell(given: str | None = None) -> str:
+def find_shell(name: str | None = None) -> str:
     """The shell that is named, else the one that ppocli runs in, else that of ``$SHELL``.
 
     Raises:
@@ -98,18 +98,18 @@ def find_shell(given: str | None = None) -> str:
     """
     import shellingham
 
-    found = given
-    if found is None:
+    shell = name
+    if shell is None:
         with suppress(shellingham.ShellDetectionFailure, OSError):
-            found = str(shellingham.detect_shell()[0])
-        if found not in SHELLS:  # there is none, or a plain sh, as of a script
-            found = Path(os.environ.get("SHELL", "")).name
-    if found not in SHELLS:
-        what = f"there is no completion for {found!r}{did_you_mean(found, SHELLS)}" if found \
+            shell = str(shellingham.detect_shell()[0])
+        if shell not in SHELLS:  # there is none, or a plain sh, as of a script
+            shell = Path(os.environ.get("SHELL", "")).name
+    if shell not in SHELLS:
+        what = f"there is no completion for {shell!r}{did_you_mean(shell, SHELLS)}" if shell \
             else "the shell could not be determined"
         raise ConfigError(what, where="SHELL",
                           fix="name one of bash, zsh, fish: ppocli completion bash")
-    return found
+    return shell
 
 
 def print_help(words: Annotated[list[str] | None, typer.Argument(

@@ -211,7 +211,7 @@ def _verdict(frontier: dict[str, Any]) -> str:
 
 def _sample_lines(path: Path, count: int) -> Iterator[str]:
     """One response to each of the first prompts: the policy's, and that of the next model."""
-    from ppocli.runs.record import said
+    from ppocli.runs.record import sample_text
     from ppocli.storage.run_logs import read_jsonl
 
     shown: dict[int, list[dict[str, Any]]] = {}
@@ -223,7 +223,7 @@ def _sample_lines(path: Path, count: int) -> Iterator[str]:
         yield f"prompt   {_short(rows[0]['prompt'])}"
         for row in rows[:2]:
             score = f"[{shown_figure(row['score'])}] " if "score" in row else ""
-            for line in said(row).split("\n") if "chosen" in row else [said(row)]:
+            for line in sample_text(row).split("\n") if "chosen" in row else [sample_text(row)]:
                 yield f"{row['model']:7}  {score}{_short(line)}"
 
 

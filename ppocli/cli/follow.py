@@ -1,4 +1,4 @@
-"""A run seen from another terminal, through what it writes into its folder."""
+"""Following a run from another terminal, by the files in its folder."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from ppocli.display.results import result_stream
 from ppocli.episode import transcript_turns
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
 from ppocli.parallel.host_memory import resident_mib
-from ppocli.runs.record import is_run, read_run, said, whole
+from ppocli.runs.record import is_run, read_run, sample_text, whole
 from ppocli.runs.target import RUNS, known_names, list_runs, run_named, written
 from ppocli.storage import environment, run_logs
 from ppocli.storage.run_folder import LOCK, RunFolder, live_owner, other_host
@@ -29,8 +29,8 @@ _LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ (?P<level>\w+) (?P<
 
 
 class Follower:
-    """What has been seen of a run; prints what is new, and feeds a live view's board. ``folder`` is
-    named as messages call it."""
+    """Prints what is new in a run's folder, and updates a live view's board. ``folder`` is as
+    messages name it."""
 
     def __init__(self, folder: Path, from_start: bool, as_json: bool) -> None:
         self._run, self._shown, self._as_json = RunFolder(folder.resolve()), str(folder), as_json
@@ -51,15 +51,15 @@ class Follower:
                                  environment.examples_of(self._run.path))
 
     def look(self) -> bool:
-        """Show what is new; whether there may be more."""
-        # asked first: a process that is gone by now has written all it ever will
+        """Show what is new; return whether there may be more."""
+        # checked first: a process that is gone by now writes nothing more
         path = self._run.path
         alive = live_owner(path) is not None or other_host(path) is not None or may_begin(path)
         if self._has_changed(self._run.config):
             with suppress(PpocliError):
                 self._config = resolved.read_config(self._run.config)
         dropped, lines = self._metrics.poll()
-        rows = list(filter(None, map(row_of_step, lines)))
+        rows = [row for line in lines if (row := run_logs.sound_row(run_logs.read_row(line) or {}))]
         if dropped:
             del self._rows[-dropped:]
             last = self._rows[-1]["step"] if self._rows else 0
@@ -84,12 +84,12 @@ class Follower:
         summary = record.summary or {}
         at = f"at step {record.step} of {record.total_steps}"
         saved = record.folder.checkpoints.is_dir()
-        if record.status == "running":  # taken up again in this very moment
+        if record.status == "running":  # resumed just now
             return f"{path} is running again; watch it with: ppocli watch {pasted(path)}"
         if record.status == "finished":
             label, name = tasks.kind_of(record.config).evaluations[0]
-            before, after = (found.get(name) if isinstance(found, dict) else None
-                             for found in map(summary.get, ("eval_before", "eval_after")))
+            before, after = (figures.get(name) if isinstance(figures, dict) else None
+                             for figures in map(summary.get, ("eval_before", "eval_after")))
             start = "" if before is None else f"{figure(before, 3)} -> "
             change = "" if after is None else f", {label} {start}{figure(after, 3)}"
             steps = counted(record.step, "step")
@@ -108,7 +108,7 @@ class Follower:
         return None if owner is None else resident_mib(owner.pid)
 
     def _has_changed(self, path: Path) -> bool:
-        """Whether a file has been written to since this was last asked."""
+        """Whether a file has been written to since the last call."""
         try:
             now = path.stat().st_mtime_ns
         except OSError:
@@ -124,12 +124,12 @@ class Follower:
             for row in rows:
                 board.add_row(row)
         now = board.clock() - time.time()
-        with suppress(OSError):  # clocks of the run, not of who watches
+        with suppress(OSError):  # times of the run, not of this command
             board.begun = now + (self._run.path / LOCK).stat().st_mtime
             board.step_begun = max(board.begun, now + self._run.metrics.stat().st_mtime)
-        if self._has_changed(self._run.samples) and (found := recent_samples(self._run.samples)):
-            board.show([(str(row.get("prompt", "")), transcript_turns(row) or said(row),
-                         row.get("score")) for row in found], found[0]["step"])
+        if self._has_changed(self._run.samples) and (samples := recent_samples(self._run.samples)):
+            board.show([(str(row.get("prompt", "")), transcript_turns(row) or sample_text(row),
+                         row.get("score")) for row in samples], samples[0]["step"])
 
     def _show(self, rows: Sequence[dict[str, Any]]) -> None:
         if self._past is not None:
@@ -144,7 +144,7 @@ class Follower:
                 show_text(line)
 
     def _show_warnings(self) -> None:
-        """Warnings of the log from now on, which its first reading is not."""
+        """Print new warnings of the log; those of the first reading are old."""
         _, lines = self._log.poll()
         fresh, self._log_seen = self._log_seen, True
         for raw in lines:
@@ -159,7 +159,7 @@ class Follower:
 
 
 START_SECONDS = 120.0
-"""how long a run may load before it takes its folder's lock"""
+"""seconds that a run may load before it takes its folder's lock"""
 _TAIL_BYTES = 1 << 18
 
 
@@ -169,21 +169,21 @@ class Tail:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lines: list[bytes] = []
-        """those given out that still stand there"""
+        """lines already returned that are still in the file"""
 
     def poll(self) -> tuple[int, list[bytes]]:
-        """How many of the lines given out are gone, and those that are new; only whole lines."""
+        """The number of returned lines that are gone, and the new lines; only whole lines count."""
         kept = self._lines
         last = b"".join(kept[-1:])
         try:
             with bounded.open_plain(self._path, bounded.MOST_ROWS) as file:
                 file.seek(sum(map(len, kept[:-1])))
-                # whether the last line still stands where it stood
+                # whether the last line is still in its place
                 if file.read(len(last)) != last:
                     kept = []
                     file.seek(0)
                 lines = _whole_lines(file.read())
-        except OSError:  # not there yet, or between two names
+        except OSError:  # not made yet, or being replaced
             return 0, []
         if not kept:
             pairs = zip(self._lines, lines, strict=False)
@@ -198,8 +198,8 @@ def _whole_lines(raw: bytes) -> list[bytes]:
     return [line for line in raw.splitlines(keepends=True) if line.endswith(b"\n")]
 
 
-def row_of_step(line: bytes) -> dict[str, Any] | None:
-    """A row with its step; None for a line that is damaged."""
+def _sample_row(line: bytes) -> dict[str, Any] | None:
+    """A row of samples.jsonl with its step; None for a line that is damaged."""
     row = run_logs.read_row(line)
     return row if row is not None and isinstance(row.get("step"), int) else None
 
@@ -209,39 +209,39 @@ def recent_samples(path: Path) -> list[dict[str, Any]]:
     try:
         with bounded.open_plain(path, bounded.MOST_ROWS) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = _whole_lines(file.read())  # what is left of a line before them is no row
+            lines = _whole_lines(file.read())  # a partial line before them is no row
     except OSError:  # gone by now
         return []
-    rows = groupby(filter(None, map(row_of_step, reversed(lines))),
+    rows = groupby(filter(None, map(_sample_row, reversed(lines))),
                    key=lambda row: (row["step"], row.get("kind")))
     newest = [*next(rows, (None, ()))[1]]
     return newest[::-1]
 
 
-def find_watched(given: str | None) -> Path:
-    """The folder of the run to watch, one that has only just begun too, as messages call it.
+def find_watched(name: str | None) -> Path:
+    """The folder of the run to watch, which may have only just begun, as messages name it.
 
-    A folder of runs, such as a sweep's, stands for the one that is running, else its newest.
+    A folder of runs, such as a sweep's, stands for its running run, or else its newest.
 
     Raises:
         ConfigError: nothing is given and there is no run.
         InputError: there is no such folder.
         CheckpointError: the folder is no run's.
     """
-    if given is None:
-        if (found := _newest(RUNS)) is None:
+    if name is None:
+        if (newest := _newest(RUNS)) is None:
             raise ConfigError(f"There is no run in {RUNS} yet.", where=str(RUNS.absolute()),
                               fix="start one: ppocli train +recipe=quickstart")
-        say(f"watching {found}, the newest run")
-        return found
-    path = run_named(given, which=os.path.isdir)
+        say(f"watching {newest}, the newest run")
+        return newest
+    path = run_named(name, is_match=os.path.isdir)
     if not os.path.isdir(path):
-        raise InputError(f"There is no run {given} (looked in {Path.cwd()}).", where="RUN",
+        raise InputError(f"There is no run {name} (looked in {Path.cwd()}).", where="RUN",
                          fix="name a run's folder: ppocli runs list"
-                         + did_you_mean(given, known_names(which=_has_begun)))
+                         + did_you_mean(name, known_names(is_match=_has_begun)))
     if not _has_begun(path):
         if (inside := _newest(path)) is None:
-            raise CheckpointError(f"{given} is not a run folder (no config.yaml).", where=str(path),
+            raise CheckpointError(f"{name} is not a run folder (no config.yaml).", where=str(path),
                                   fix="name a folder made by ppocli train: ppocli runs list")
         say(f"watching {inside}, the newest run in it")
         path = inside
@@ -253,7 +253,7 @@ def _has_begun(folder: Path) -> bool:
 
 
 def may_begin(folder: Path) -> bool:
-    """Whether a process may be loading for this run that has not taken the folder's lock yet."""
+    """Whether a process may be loading for this run without having taken the folder's lock yet."""
     for sign in (folder / resolved.NEXT_CONFIG_FILE,
                  *([] if is_run(folder) else [RunFolder(folder).config])):
         with suppress(OSError):
@@ -263,6 +263,6 @@ def may_begin(folder: Path) -> bool:
 
 
 def _newest(root: Path) -> Path | None:
-    found = list_runs(root, _has_begun)
-    running = [folder for folder in found if live_owner(folder) is not None or may_begin(folder)]
-    return max(running or found, key=written, default=None)
+    folders = list_runs(root, _has_begun)
+    running = [folder for folder in folders if live_owner(folder) is not None or may_begin(folder)]
+    return max(running or folders, key=written, default=None)

@@ -1,4 +1,4 @@
-"""One job of a sweep in a process of its own, whose output goes into a file.
+"""One job of a sweep in a separate process, whose output goes into a file.
 
 ``python -m ppocli.cli.job LIFELINE RESULT WORDS...`` is ``ppocli train WORDS...``, which stops and
 saves when the pipe LIFELINE closes. It detaches itself, so that nobody who ends the tree of its

@@ -186,11 +186,11 @@ def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
 
 def _room(memory: float | None, cuda: bool) -> Room:
     """The memory to compare with: so many GiB, or what is free here."""
-    from ppocli.parallel.host_memory import GIVEN, Room, room_here
+    from ppocli.parallel.host_memory import ASSUMED_DEVICE, Room, room_here
 
     if memory is not None:
         size = round(memory * 2**30)
-        return Room(size, None, GIVEN) if cuda else Room(None, size, GIVEN)
+        return Room(size, None, ASSUMED_DEVICE) if cuda else Room(None, size, ASSUMED_DEVICE)
     import torch
 
     if cuda and not torch.cuda.is_available():

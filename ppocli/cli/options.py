@@ -43,7 +43,7 @@ class Command(TyperCommand):
             try:
                 invoke(ctx)
             except AmbiguousError as error:
-                meant = {error.given: choice_of(error)}
+                meant = {error.name: choice_of(error)}
                 for name, value in ctx.params.items():
                     several = isinstance(value, list | tuple)
                     ctx.params[name] = [meant.get(each, each) for each in value] if several else \
@@ -68,8 +68,9 @@ class HydraCommand(Command):
 def request_of(record: Callable[..., Record], ctx: typer.Context, **others: Any) -> Record:
     """What a command was asked for, as a dataclass: each field is the option of the same name,
     unless it is among the ``others``."""
-    given = {name: ctx.params[name] for name in signature(record).parameters if name in ctx.params}
-    return record(**{**given, **others})
+    options = {name: ctx.params[name] for name in signature(record).parameters
+               if name in ctx.params}
+    return record(**{**options, **others})
 
 
 def group(text: str) -> typer.Typer:
@@ -104,10 +105,10 @@ def complete_setting(ctx: typer.Context, incomplete: str) -> list[tuple[str, str
 
 def complete_target(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     """Runs; and settings, where RUN may be left out before them."""
-    found = [(run, "") for run in complete_run(incomplete)]
+    runs = [(run, "") for run in complete_run(incomplete)]
     takes_settings = any(param.name == "overrides" for param in ctx.command.params)
-    return complete_setting(ctx, incomplete) if not found and incomplete and takes_settings \
-        else found
+    return complete_setting(ctx, incomplete) if not runs and incomplete and takes_settings \
+        else runs
 
 
 def complete_word(words: Sequence[str], incomplete: str) -> list[str]:
@@ -141,9 +142,9 @@ def complete_run(incomplete: str) -> list[str]:
     """Run folders below ``runs`` that begin so, or their names, the newest first."""
     from ppocli.runs.target import list_runs, written
 
-    found = sorted(list_runs(Path("runs")), key=written, reverse=True)
-    paths = [str(folder) for folder in found if str(folder).startswith(incomplete)]
-    return paths or [folder.name for folder in found if folder.name.startswith(incomplete)]
+    folders = sorted(list_runs(Path("runs")), key=written, reverse=True)
+    paths = [str(folder) for folder in folders if str(folder).startswith(incomplete)]
+    return paths or [folder.name for folder in folders if folder.name.startswith(incomplete)]
 
 
 def _joined(words: Sequence[str], incomplete: str) -> tuple[list[str], str]:

@@ -1,5 +1,5 @@
-"""What commands print, how they end (messages, exit codes, stops at safe points), and terminals
-that went away."""
+"""Output of commands, how they end (messages, exit codes, stops at safe points), and terminals that
+have closed."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ if TYPE_CHECKING:
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 LEAST_WIDTH = 12
-"""characters of a table's last column that are worth showing"""
+"""minimum width in characters of a table's last column"""
 
 
 class _Manner:
-    """What the options before the command, and ``--no-progress``, ask for; of this process."""
+    """Settings of this process from the options before the command, and ``--no-progress``."""
 
     quiet = False
     plain = False
     alone = False
-    """whether the process is this command's, from its start to its end"""
+    """whether the process runs nothing but this command"""
 
 
 def set_manner(*, quiet: bool = False, verbose: bool = False, no_color: bool = False,
                plain: bool = False) -> None:
-    """How this process, and those it starts, talk to the user.
+    """Set how much this process, and those it starts, print.
 
     Args:
         quiet: results, warnings and errors only.
@@ -58,24 +58,24 @@ def set_manner(*, quiet: bool = False, verbose: bool = False, no_color: bool = F
 
 
 def begin_command() -> None:
-    """Keep standard output for the command's results, where the process is its own."""
+    """Reserve standard output for the command's results, if the process runs nothing else."""
     if _Manner.alone:
         reserve_stdout()
 
 
 def display_mode() -> DisplayMode:
-    """What a run started now is to show."""
+    """The display mode of a run that is started now."""
     return "quiet" if _Manner.quiet else "lines" if _Manner.plain else "auto"
 
 
 def say(text: str) -> None:
-    """A note for the user on standard error, which ``--quiet`` leaves out."""
+    """Print a note for the user on standard error, unless ``--quiet`` is set."""
     if not _Manner.quiet:
         complain(text)
 
 
 def complain(text: str) -> None:
-    """A warning or an error on standard error; a display that is gone is no reason to stop."""
+    """Print a warning or an error on standard error; a closed terminal is no reason to stop."""
     from ppocli.config.secrets import safe_text
 
     with suppress(OSError, ValueError, AttributeError):
@@ -83,20 +83,21 @@ def complain(text: str) -> None:
 
 
 def typed_text(option: str, text: str) -> str:
-    """The text that was typed for an option, read as :func:`ppocli.text.unescaped` does; says so
-    where that changes it."""
+    """The text of an option, unescaped by :func:`ppocli.text.unescaped`; prints a note if that
+    changes it."""
     if (note := how_unescaped(option, text)) is not None:
         say(note)
     return unescaped(text)
 
 
 def has_colours() -> bool:
-    """Whether what is printed may have colours."""
+    """Whether output may have colours."""
     return result_stream().isatty() and not os.environ.get("NO_COLOR")
 
 
 def print_json(value: Any, indent: int | None = 2) -> None:
-    """A value as JSON on standard output; NaN and infinities, which JSON hasn't, become null."""
+    """Print a value as JSON on standard output; NaN and infinities, which JSON lacks, become
+    null."""
     import json
 
     from ppocli.storage.run_folder import finite_or_null
@@ -111,18 +112,18 @@ def print_json(value: Any, indent: int | None = 2) -> None:
 
 
 def show_text(text: str, end: str = "\n") -> None:
-    """A text for standard output in which names and texts of others may be: a folder's, a metric's,
-    a model's. Control characters, which may be terminal escapes, are spelled out; also on a pipe,
-    which may end on a terminal. Lines and tabs stay."""
+    """Print a text that may contain foreign names, such as a folder's, a metric's or a model's.
+    Control characters, which may be terminal escapes, are spelled out, also for a pipe, which may
+    end on a terminal. Newlines and tabs stay."""
     put(printable(text), end=end)
 
 
 def aligned(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset()) -> list[str]:
-    """Rows as lines whose columns begin below one another; texts are cleaned of control characters.
+    """Rows as lines with aligned columns; control characters are removed from texts.
 
     Args:
         rows: all of the same length; the first is usually the heading.
-        right: columns that are set to the right, for numbers.
+        right: columns that are aligned to the right, for numbers.
     """
     cells = [[clean(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -136,8 +137,8 @@ def print_table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset
     """Print :func:`aligned` rows, columns without a single entry left out.
 
     Args:
-        fit: on a terminal no line is longer than a row: the last columns give way there, whole
-            ones where less than ``LEAST_WIDTH`` of them would be left.
+        fit: on a terminal, cut lines to its width: the last columns are shortened, or left out if
+            less than ``LEAST_WIDTH`` would remain.
     """
     kept = [number for number, column in enumerate(zip(*rows, strict=True))
             if not rows[1:] or any(cell not in ("", "-") for cell in column[1:])]
@@ -160,7 +161,7 @@ def print_table(rows: Sequence[Sequence[str]], right: frozenset[int] = frozenset
 
 
 def _at_words(line: str, width: int) -> str:
-    """A line cut behind a word where that costs little."""
+    """A line cut after a word if that loses little."""
     from rich.cells import set_cell_size
 
     kept = set_cell_size(line, width - 1)
@@ -169,7 +170,7 @@ def _at_words(line: str, width: int) -> str:
 
 
 def shown_figure(value: float | None, digits: int = 4) -> str:
-    """A figure with so many significant digits, ``-`` for none; what only rounding left is 0."""
+    """A figure with so many significant digits, ``-`` for none; mere rounding errors become 0."""
     if value is None:
         return "-"
     return "0" if abs(value) < 5e-7 else f"{value:.{digits}g}"
@@ -182,8 +183,7 @@ def prompt_heading(number: int, prompt: str, sample: int = 0) -> str:
 
 
 def reward_labels(reward: RewardConfig) -> list[str]:
-    """What scores the responses, each with its model, and the library it was written for, where it
-    has one."""
+    """Names of the rewards, each with its model and the library whose style it follows, if any."""
     functions = [(entry["fn"], entry.get("kwargs") or {}, entry.get("style") or reward.style)
                  for entry in reward.fns.values()] or [
         (reward.fn or "env.fn", reward.kwargs, reward.style)]
@@ -193,8 +193,8 @@ def reward_labels(reward: RewardConfig) -> list[str]:
 
 
 def survive_any_terminal() -> None:
-    """Make the standard streams usable: closed ones lead nowhere, odd encodings show escapes, and
-    a reader that went away (``ppocli ... | head``) ends the process quietly."""
+    """Make the standard streams usable: closed ones are replaced, characters that an encoding lacks
+    are escaped, and a reader that has left (``ppocli ... | head``) ends the process quietly."""
     _Manner.alone = True
     signal.signal(signal.SIGPIPE, _end_without_reader)
     if sys.stdin is None:
@@ -208,8 +208,8 @@ def survive_any_terminal() -> None:
 
 
 def _end_without_reader(number: int, frame: FrameType | None) -> None:
-    """The signal comes of sockets too, such as that of a client that hung up: their code gets a
-    ``BrokenPipeError`` and deals with it."""
+    """Ignore SIGPIPE, which sockets raise too, for example when a client hangs up: their code
+    handles a ``BrokenPipeError``."""
     standard = select.poll()
     for descriptor in (result_stream().fileno(), 2):
         standard.register(descriptor, 0)
@@ -218,15 +218,15 @@ def _end_without_reader(number: int, frame: FrameType | None) -> None:
 
 
 def ignore_broken_pipes() -> None:
-    """From here on a display that went away is no reason to end: a training run goes on."""
+    """From here on a closed terminal is no reason to end: a training run continues."""
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
 
 
 def code_of(run: Callable[[], object]) -> int:
-    """The exit code of a command, after it has said what went wrong.
+    """Run a command, print what went wrong, and return its exit code.
 
-    A ``PpocliError`` is one short message (its traceback too with ``PPOCLI_DEBUG=1``), Ctrl-C is
-    130, a reader that went away 141; any other exception keeps its traceback and is 1.
+    A ``PpocliError`` is one short message (with its traceback under ``PPOCLI_DEBUG=1``), Ctrl-C is
+    130, a reader that has left 141; any other exception keeps its traceback and is 1.
     """
     try:
         run()
@@ -260,10 +260,10 @@ def code_of(run: Callable[[], object]) -> int:
 
 
 def choice_of(error: AmbiguousError) -> str:
-    """What the user means, asked on the terminal.
+    """Ask on the terminal which of two things the user means.
 
     Raises:
-        AmbiguousError: there is none to ask on, or the answer is neither.
+        AmbiguousError: there is no terminal, or the answer is neither.
     """
     first, second = error.choices
     answer = answer_to(f"{error.what} Which one? [1: {first}, 2: {second}] ")
@@ -274,7 +274,7 @@ def choice_of(error: AmbiguousError) -> str:
 
 
 def answer_to(question: str) -> str | None:
-    """What is typed on the terminal; None where there is none to ask on."""
+    """The answer typed on the terminal; None without one."""
     if sys.stdin is None or not sys.stdin.isatty():
         return None
     result_stream().flush()
@@ -284,7 +284,7 @@ def answer_to(question: str) -> str | None:
 
 @contextmanager
 def awaiting_lines(**handlers: Any) -> Iterator[None]:
-    """A block in which lines of the user are awaited, until Ctrl-D: signals end the waiting at once
+    """A block that waits for lines of the user until Ctrl-D: signals end the waiting at once
     instead of setting a flag.
 
     Args:
@@ -305,19 +305,19 @@ def awaiting_lines(**handlers: Any) -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """Flush what can be flushed and exit; a closed pipe must not print anything any more."""
+    """Flush the streams and exit; a closed pipe must not cause further messages."""
     for stream in {id(each): each for each in (result_stream(), sys.stdout, sys.stderr)}.values():
         try:
             stream.flush()
         except (OSError, ValueError) as error:
             if isinstance(error, BrokenPipeError) and code == 0:
                 code = BROKEN_PIPE
-            # what is still buffered would be tried again, and complained about, at shutdown
+            # Python would try to write the buffer again at shutdown, and print an error
             with suppress(OSError, ValueError):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     guard = sys.modules.get("ppocli.rewards.guard")
     if guard and guard.unended_threads(guard.LAST_WAIT):
-        os._exit(code)  # Python would wait for them for ever
+        os._exit(code)  # Python would wait for these threads for ever
     sys.exit(code)
 
 
@@ -325,7 +325,7 @@ _WORD = re.compile(r"[+~]{0,2}[A-Za-z_][\w.@/]*=")
 
 
 def one_process_error(what: str, launched: Launched) -> ConfigError:
-    """The words for what needs one process."""
+    """The error of a command that needs a single process."""
     return ConfigError(f"{what} works in one process, and {launched.by} has started "
                        f"{launched.world}.", where="WORLD_SIZE or srun's number of tasks",
                        fix="start it without the launcher, or with one process (srun --ntasks=1)")
@@ -333,8 +333,8 @@ def one_process_error(what: str, launched: Launched) -> ConfigError:
 
 @contextmanager
 def working(fix: str | None = None) -> Iterator[StopFlag]:
-    """A flag that Ctrl-C and SIGTERM set; the engine's notes go to
-    standard error, transformers' progress bars and reports nowhere.
+    """A flag that Ctrl-C and SIGTERM set. The engine's notes go to standard error; transformers'
+    progress bars and reports are silenced.
 
     Args:
         fix: how to go on after a stop, for the message.
@@ -373,7 +373,7 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
 
 
 def split_words(run: str | None, words: Sequence[str] | None) -> tuple[str | None, list[str]]:
-    """RUN and the words after it; a first word KEY=VALUE means that RUN was left out.
+    """RUN and the words after it; if the first word is KEY=VALUE, RUN was left out.
 
     Raises:
         ConfigError: something among the words is neither.

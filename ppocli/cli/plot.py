@@ -33,7 +33,7 @@ _FRAME = "┤│└─┬"
 
 
 def plot_runs(
-        given: Annotated[list[str] | None, typer.Argument(
+        names: Annotated[list[str] | None, typer.Argument(
             metavar="[RUN]...", autocompletion=complete_run, help="Folders or names of runs, drawn "
             "over one another (default: the newest run below runs/).")] = None,
         metric: str = option("NAME,...", "Metrics by their names in metrics.jsonl, or reward, kl, "
@@ -58,7 +58,7 @@ def plot_runs(
     if smooth < 1:
         raise ConfigError(f"--smooth {smooth}: must be at least 1", where="command line")
     check_out(out, overwrite)
-    runs = read_runs(given or [str(find_run(None, say=output.say))])
+    runs = read_runs(names or [str(find_run(None, say=output.say))])
     charts = collect(runs, metric_names(metric, runs), smooth)
     if as_json:
         output.print_json({"smooth": smooth, "series": numbers_of(charts)}, indent=None)
@@ -88,17 +88,17 @@ def show_curves(charts: Sequence[Panel], out: Path | None, *, quiet: bool) -> No
 
 
 def numbers_of(charts: Mapping[str, Panel]) -> list[dict[str, Any]]:
-    """The curves of each metric as JSON."""
+    """The curves of each metric, for JSON."""
     return [{"run": curve.name, "metric": metric, "steps": [step for step, _ in curve.points],
              "values": [value for _, value in curve.points]}
             for metric, chart in charts.items() for curve in chart.lines]
 
 
 def check_out(out: Path | None, overwrite: bool) -> None:
-    """Refuse a picture, where one is asked for, that can't be written.
+    """Refuse an output file for a picture that can't be written.
 
     Raises:
-        ConfigError: its ending is no picture's, or there is something already.
+        ConfigError: its ending is not that of a picture, or it exists already.
     """
     if out is None:
         return
@@ -113,7 +113,7 @@ def check_out(out: Path | None, overwrite: bool) -> None:
 
 
 def chosen_style(runs: int) -> Style:
-    """Several curves are told apart by colours, or by letters where there are none."""
+    """The style that distinguishes several curves: colours, or letters without them."""
     try:
         f"⣿{_FRAME}".encode(result_stream().encoding or "ascii")
     except (UnicodeEncodeError, LookupError):
@@ -180,7 +180,7 @@ def _signal(chart: Any, points: Sequence[tuple[float, float]], marker: Any) -> A
 # compare ------------------------------------------------------------------------------------------
 
 def compare(
-        given: Annotated[list[str], typer.Argument(
+        names: Annotated[list[str], typer.Argument(
             metavar="RUN RUN...", autocompletion=complete_run,
             help="Folders or names of runs; the others are compared with the first.")],
         metric: str = option("NAME,...", "Compare these figures, and draw their curves over one "
@@ -202,30 +202,30 @@ def compare(
     from ppocli.runs.target import read_runs
 
     check_out(out, overwrite)
-    runs = read_runs(given)
+    runs = read_runs(names)
     if len(runs) < 2:
         raise ConfigError("Comparing needs two or more different runs.",
                           where="command line", fix="ppocli compare runs/ONE runs/OTHER")
-    wanted = metric_names(metric, runs) if metric or out is not None else []
-    curves = collect(runs, wanted)
-    found = compare_runs(runs, wanted if metric else ())
+    metrics = metric_names(metric, runs) if metric or out is not None else []
+    curves = collect(runs, metrics)
+    comparison = compare_runs(runs, metrics if metric else ())
     if as_json:
-        output.print_json(found | ({"curves": numbers_of(curves)} if curves else {}))
+        output.print_json(comparison | ({"curves": numbers_of(curves)} if curves else {}))
     else:
-        _print_comparison(found)
+        _print_comparison(comparison)
     if curves:
         if not as_json:
             put()
         show_curves([*curves.values()], out, quiet=as_json)
 
 
-def _print_comparison(found: dict[str, Any]) -> None:
-    runs, ends = found["runs"], [run["end"] for run in found["runs"]]
+def _print_comparison(comparison: dict[str, Any]) -> None:
+    runs, ends = comparison["runs"], [run["end"] for run in comparison["runs"]]
     blank = [""] * len(runs)
     rows = [["", *(run["name"] for run in runs)], ["status", *(run["status"] for run in runs)]]
     at_end = all(end["episodes"] == run["equal"]["episodes"]
                  for run, end in zip(runs, ends, strict=True))
-    heading = f"after {found['episodes']} episodes" + (", the end of all" if at_end else "")
+    heading = f"after {comparison['episodes']} episodes" + (", the end of all" if at_end else "")
     rows += _section(heading, [run["equal"] for run in runs])
     if not at_end:
         rows += _section("at the end", ends)
@@ -235,10 +235,10 @@ def _print_comparison(found: dict[str, Any]) -> None:
                  if run["best"] is not None else "-" for run in runs)],
              ["", *blank], ["settings that differ", *blank]]
     rows += [[f"  {key}", *map(shown, values.values())]
-             for key, values in found["config_differences"].items()] or [["  none", *blank]]
+             for key, values in comparison["config_differences"].items()] or [["  none", *blank]]
     output.print_table(rows, fit=False)
     put()
-    for wins in found["win_rates"]:
+    for wins in comparison["win_rates"]:
         rate = f"none, {wins['reason']}" if wins["rate"] is None else (
             f"{100 * wins['rate']:.1f} % on {wins['prompts']} shared prompts, ties half")
         put(printable(f"win rate of {wins['run']} over {wins['against']}: {rate}"))

@@ -355,7 +355,7 @@ def _check_folder(composed: compose.Composed, folder: Path, checked: Checked, *,
     if not resume_from:
         return
     run = run_folder.RunFolder(folder)
-    newest = find_latest(run.checkpoints, run_id=None, verify="size").found
+    newest = find_latest(run.checkpoints, run_id=None, verify="size").checkpoint
     with checked.collecting():
         refuse_pruned(run, getattr(newest, "step", None))
         if newest is None:

@@ -1,5 +1,4 @@
-"""``ppocli watch`` and ``report``, and the commands of ``ppocli runs``: runs by their folders, what
-is deleted of them, and their names."""
+"""``ppocli watch``, ``report``, and ``ppocli runs``, which lists, shows and prunes run folders."""
 
 from __future__ import annotations
 
@@ -17,15 +16,15 @@ from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, flag, option
 from ppocli.display.results import put, result_stream
-from ppocli.errors import CheckpointError, ConfigError, DiskError, InputError, PpocliError
-from ppocli.text import clean, figure, format_bytes, pasted, printable
+from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
+from ppocli.text import clean, figure, format_bytes, printable
 
 if TYPE_CHECKING:
     from ppocli.runs.listing import Removal, RunInfo
 
 
 def watch(
-        given: RunFolder = None,
+        name: RunFolder = None,
         from_start: bool = flag(
             "Show every step, not only the last 5 and the following ones.", "--from-start"),
         interval: float = option("SECONDS", "Seconds between two reads of the folder.",
@@ -45,7 +44,7 @@ def watch(
     from ppocli.cli.follow import Follower, find_watched
     from ppocli.display.live_view import LiveView, Outlet
 
-    follower = Follower(find_watched(given), from_start, as_json)
+    follower = Follower(find_watched(name), from_start, as_json)
     console = Outlet(result_stream())
     live = output.display_mode() == "auto" and not (plain or as_json) and console.can_live
     try:
@@ -104,7 +103,7 @@ def report(
 
 # runs list and runs show --------------------------------------------------------------------------
 
-runs_app = opt.group("List, show, rename and delete runs, and what of them is no longer needed.")
+runs_app = opt.group("List and show runs, and prune files that they no longer need.")
 
 Folder = Annotated[Path | None, typer.Argument(
     metavar="[DIR]", help="Folder that contains runs (default: runs).")]
@@ -124,14 +123,14 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
     from ppocli.runs.listing import age, run_infos
 
     root = root_of(folder)
-    found = run_infos(root)
+    infos = run_infos(root)
     if as_json:
-        output.print_json([_info_json(info) for info in found])
+        output.print_json([_info_json(info) for info in infos])
         return
-    if not found:
+    if not infos:
         output.say(f"There are no runs in {root} yet. Start one: ppocli train +recipe=quickstart")
         return
-    ppo = all(info.kind in ("ppo", "?") for info in found)
+    ppo = all(info.kind in ("ppo", "?") for info in infos)
     rows = [("run", "status", "step", "reward" if ppo else "now", "best eval", "size", "age",
              "model", "reward by" if ppo else "reward or data")]
     rows += [(info.name, _status(info),
@@ -140,7 +139,7 @@ def print_runs(folder: Folder = None, as_json: AsJson = False) -> None:
               "-" if info.best is None else f"{'' if ppo else _label(info.metric)}"
               f"{figure(info.best, 3)} at {info.best_step}",
               format_bytes(info.bytes), age(info.written), info.model, info.reward)
-             for info in found]
+             for info in infos]
     output.print_table(rows, right=frozenset({3, 5, 6}))
 
 
@@ -196,14 +195,14 @@ def _label(metric: str) -> str:
     return f"{'reward' if metric == 'reward_mean' else metric.rpartition('/')[2]} "
 
 
-def root_of(given: Path | None) -> Path:
-    if given is not None and not given.expanduser().is_dir():
-        raise InputError(f"{given} does not exist or is no folder (looked in {Path.cwd()}).",
+def root_of(folder: Path | None) -> Path:
+    if folder is not None and not folder.expanduser().is_dir():
+        raise InputError(f"{folder} does not exist or is no folder (looked in {Path.cwd()}).",
                          where="DIR", fix="name a folder that holds runs (default: runs)")
-    return Path("runs") if given is None else given.expanduser()
+    return Path("runs") if folder is None else folder.expanduser()
 
 
-# prune, rm and rename -----------------------------------------------------------------------------
+# prune --------------------------------------------------------------------------------------------
 
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Don't ask.")]
 
@@ -235,7 +234,7 @@ def prune_runs(
                         keep_best=keep_best, say=output.say,
                         older_than=None if older_than is None else parse_age(older_than))
     if not plan:
-        _told(plan, as_json)
+        _print_removals(plan, as_json)
         output.say(f"There is nothing to delete in {root}.")
         return
     if not as_json:
@@ -245,71 +244,18 @@ def prune_runs(
         output.print_table([("run", "because", "delete", "size"), *rows], right=frozenset({3}))
     if dry_run:
         output.say(f"{_size(plan)} could be given back; nothing was deleted.")
-        _told(plan, as_json)
+        _print_removals(plan, as_json)
     else:
         _delete(plan, yes, as_json)
 
 
-@runs_app.command("rm", cls=Command)
-def remove_runs(
-        given: Annotated[list[str], typer.Argument(
-            metavar="RUN...", autocompletion=opt.complete_run, help="Folders or names of runs.")],
-        yes: Yes = False) -> None:
-    """Delete runs with all they hold. Running runs are never touched.
-
-    \b
-    Examples:
-      ppocli runs rm NAME
-      ppocli runs rm runs/ONE runs/OTHER --yes
-    """
-    from ppocli.runs.listing import whole_folder
-
-    plan = [whole_folder(folder) for folder in dict.fromkeys(map(_named, given))]
-    output.print_table([("delete", "size"), *((str(removal.run), format_bytes(removal.size))
-                                              for removal in plan)], right=frozenset({1}))
-    _delete(plan, yes)
-
-
-@runs_app.command("rename", cls=Command)
-def rename_run(run: opt.OneRun, name: Annotated[str, typer.Argument(
-               metavar="NAME", help="The new name.")]) -> None:
-    """Rename a run's folder. Running runs and jobs of sweeps keep their names.
-
-    \b
-    Examples:
-      ppocli runs rename quickstart-20260131-120000 baseline
-    """
-    from ppocli.runs.sweeps import is_sweep
-    from ppocli.storage.run_folder import lock
-
-    folder = _named(run)
-    target = folder.with_name(name) if name[:1] not in ("", ".") and "/" not in name else None
-    if target is None or not name.isprintable():
-        raise ConfigError(f"{name!a} must be a plain folder name.", where="NAME",
-                          fix=f"to move the folder: mv {pasted(folder)} FOLDER")
-    if is_sweep(folder.parent):
-        raise ConfigError(f"{folder} is a job of a sweep, which finds it by its name.",
-                          where="RUN", fix=f"ppocli sweep show {pasted(folder.parent)}")
-    with lock(folder):
-        if target.exists() or target.is_symlink():
-            raise CheckpointError(f"{target} exists already; nothing is overwritten.",
-                                  where="NAME", fix="choose another name")
-        try:
-            folder.rename(target)
-        except OSError as error:
-            raise DiskError(f"{folder} can't be renamed: {error.strerror}",
-                            where=str(folder.parent), fix="look at its permissions") from error
-    output.show_text(str(target))
-
-
-def _named(given: str) -> Path:
-    """The folder of the run that is named; a part of a run doesn't stand for it here."""
-    from ppocli.runs.target import find_run, run_named
-
-    found = find_run(given)
-    if found != run_named(given):
-        raise ConfigError(f"{given} is a part of a run.", where="RUN", fix=f"name the run: {found}")
-    return found
+@runs_app.command("rm", hidden=True, cls=Command, context_settings=opt.WORDS)
+@runs_app.command("rename", hidden=True, cls=Command, context_settings=opt.WORDS)
+def refuse_gone(ctx: typer.Context) -> None:
+    """A run is a folder: rm deletes it, mv renames it."""
+    fix = "rm -r runs/NAME" if ctx.info_name == "rm" else "mv runs/NAME runs/OTHER"
+    raise ConfigError(f"ppocli runs {ctx.info_name} is gone: a run is a folder of its own.",
+                      where="command line", fix=fix)
 
 
 def _shown_parts(removal: Removal) -> str:
@@ -318,10 +264,10 @@ def _shown_parts(removal: Removal) -> str:
     if removal.kind == "run":
         return "the whole folder"
     steps = [part.name for part in removal.parts if STEP.fullmatch(part.name)]
-    found = [f"{len(steps)} checkpoints" if len(steps) > 2 else " and ".join(steps)]
-    found += [part.relative_to(removal.run).as_posix() for part in removal.parts
+    names = [f"{len(steps)} checkpoints" if len(steps) > 2 else " and ".join(steps)]
+    names += [part.relative_to(removal.run).as_posix() for part in removal.parts
               if part.name not in steps and not part.is_symlink()]
-    return ", ".join(filter(None, found)) or "links"
+    return ", ".join(filter(None, names)) or "links"
 
 
 def _size(plan: list[Removal]) -> str:
@@ -354,13 +300,13 @@ def _delete(plan: list[Removal], yes: bool, as_json: bool = False) -> None:
                 where=str(error.filename or removal.run), fix="look at its permissions"))
     for other in problems[1:]:  # the first one ends the command
         output.say(f"Error: {clean(other.what)}")
-    _told(deleted, as_json)
+    _print_removals(deleted, as_json)
     output.say(f"{_size(deleted)} given back.")
     if problems:
         raise problems[0]
 
 
-def _told(deleted: list[Removal], as_json: bool) -> None:
+def _print_removals(deleted: list[Removal], as_json: bool) -> None:
     if as_json:
         output.print_json([
             {"run": str(removal.run.absolute()), "kind": removal.kind, "because": removal.why,

@@ -28,15 +28,15 @@ Name = Annotated[str, typer.Argument(autocompletion=lambda: list(recipe_files())
 @recipes_app.command("list", cls=Command)
 def print_recipes(as_json: AsJson = False) -> None:
     """List the recipes: those in ./recipes of the current folder, then the included ones."""
-    found = [_facts(name, file) for name, file in recipe_files().items()]
+    recipes = [_facts(name, file) for name, file in recipe_files().items()]
     if as_json:
-        print_json(found)
+        print_json(recipes)
         return
     columns = ("purpose", "model", "reward", "prompts")
     print_table([("name", "network", *columns), *(
         (each["name"], "yes" if each["needs_network"] else "no",
          *(each[column] or "-" for column in columns))
-        for each in found)])
+        for each in recipes)])
 
 
 def _facts(name: str, file: Path) -> dict[str, Any]:
@@ -55,18 +55,18 @@ def _facts(name: str, file: Path) -> dict[str, Any]:
         return {**facts, "purpose": f"broken: {error.what.splitlines()[0]}"}
     purpose = next((line.lstrip("# ") for line in lines
                     if line.startswith("#") and not line.startswith("# @")), "")
-    model, own = config.model, config.reward
+    model, reward_section = config.model, config.reward
     start = "?" if model.path == "???" else model.path
     if tasks.task_name(config) in tasks.DATA_TASKS:
         rows, reward = config.data.path or "?", None
     else:
         rows = config.prompts.path or ("inline" if config.prompts.items else "BOS")
-        given = own.fn or own.fns or config.env.fn
-        reward = " + ".join(reward_labels(own)) if given else "?"
+        has_reward = reward_section.fn or reward_section.fns or config.env.fn
+        reward = " + ".join(reward_labels(reward_section)) if has_reward else "?"
     used = [start, model.tokenizer_path, model.reference.path, model.value.path, rows,
             config.prompts.eval.path, config.ppo.ptx.data.path, tasks.val_source(config.data),
-            *((kwargs or {}).get("model") for kwargs in (
-                own.kwargs, *(entry.get("kwargs") for entry in own.fns.values())))]
+            *((kwargs or {}).get("model") for kwargs in (reward_section.kwargs, *(
+                entry.get("kwargs") for entry in reward_section.fns.values())))]
     here = (BUILTIN_PREFIX, ".", "/", "~", config.output_dir.rstrip("/") + "/")
     on_hub = [value for value in used if isinstance(value, str) and not value.startswith(here)
               and value not in ("", "?", "inline", "BOS") and not os.path.exists(value)]
@@ -207,12 +207,12 @@ def chosen_keys(name: str | None) -> list[Key]:
     keys = schema_keys()
     if name is None:
         return list(keys.values())
-    found = [key for key in keys.values() if key.name == name or key.name.startswith(name + ".")]
-    if not found:
+    matches = [key for key in keys.values() if key.name == name or key.name.startswith(name + ".")]
+    if not matches:
         raise ConfigError(f"{name}: there is no such key or section"
                           + did_you_mean(name, [*keys, *schema_sections()]),
                           where="command line", fix="ppocli schema lists all keys")
-    return found
+    return matches
 
 
 def _shown(key: Key) -> str:
@@ -297,8 +297,8 @@ def _value(key: Key) -> dict[str, Any]:
 def _item(key: Key) -> dict[str, Any]:
     if key.metadata["choices"]:
         choices = {"enum": list(key.metadata["choices"])}
-        own = {"type": "string", "pattern": "[:.]"}  # an import path
-        return {"anyOf": [choices, own]} if key.metadata["import_path"] else choices
+        import_path = {"type": "string", "pattern": "[:.]"}  # an import path
+        return {"anyOf": [choices, import_path]} if key.metadata["import_path"] else choices
     bounds = {word: key.metadata[name] for name, word in _BOUNDS.items()
               if key.metadata[name] is not None}
     return {"type": _TYPES[key.item], **bounds}

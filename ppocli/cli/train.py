@@ -173,7 +173,7 @@ def resume_words(run: str, words: Sequence[str]) -> list[str]:
     """
     from ppocli.runs.target import known_names, run_named
 
-    folder = run_named(run, which=isdir)
+    folder = run_named(run, is_match=isdir)
     if not folder.exists():
         raise CheckpointError(f"There is no run {run}{did_you_mean(run, known_names())}",
                               where=str(folder.absolute()),

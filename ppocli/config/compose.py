@@ -228,7 +228,7 @@ def _resumed_run(words: Words) -> Path | None:
     if named:
         raise ConfigError(f"{', '.join(named)} can't be set when a run is resumed: it goes on in "
                           "its own folder", where=COMMAND_LINE,
-                          fix="leave that out; ppocli runs rename RUN NAME gives it another name")
+                          fix="leave that out; to rename the run, move its folder: mv RUN NAME")
     return run
 
 

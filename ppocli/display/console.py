@@ -29,15 +29,15 @@ from ppocli.text import clean, figure, without_template
 log = logging.getLogger("ppocli")
 
 _NOT_ITS_OWN = ("time/", "cpu/", "tokens_per_second/", "memory/", "eval/")
-"""how figures begin that are no part of what a task says of its step"""
+"""prefixes of figures that are not a task's own"""
 
 DisplayMode = Literal["auto", "lines", "quiet"]
 """a live view where standard output is a terminal; lines only; warnings only"""
 
 
 class _LogFile(logging.FileHandler):
-    """ppocli.log, which reports quote and people publish. A disk that refuses it must not end the
-    run or print tracebacks."""
+    """ppocli.log, which reports quote and people publish. A full disk must not end the run or print
+    tracebacks."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, delay=True, encoding="utf-8")
@@ -64,7 +64,7 @@ class Display(logging.Handler):
                  started_by: int | None = None) -> None:
         super().__init__()
         self.board = dashboard.Dashboard(folder.name)
-        """what the live view shows; the training tells it phases and samples"""
+        """the contents of the live view; training updates its phases and samples"""
         self._metrics = run_folder.RunFolder(folder).metrics
         self._mode = mode
         self._out, self._err = live_view.Outlet(out), live_view.Outlet(err)
@@ -72,32 +72,32 @@ class Display(logging.Handler):
         self._view: live_view.LiveView | None = None
 
     def start(self, done: int, total: int, memory: Callable[[], float | None]) -> None:
-        """Open the live view, if there is to be one, at ``done`` of ``total`` steps.
+        """Open the live view, if one is to be shown, at ``done`` of ``total`` steps.
 
-        ``memory`` tells the MiB in use now.
+        ``memory`` returns the MiB in use now.
         """
         if self._mode != "auto" or not self._out.can_live:
             return
         self.board.memory = memory
-        # what a resumed run has recorded up to the step it goes on from
-        self.board.begin(total, (row for row in run_logs.read_jsonl(self._metrics)
-                                 if isinstance(row.get("step"), int) and row["step"] <= done))
+        # the rows of a resumed run up to the step it resumes from
+        self.board.begin(total, (row for row in run_logs.read_metrics(self._metrics)
+                                 if row["step"] <= done))
         self._view = live_view.LiveView(self._out, self.board.lines, self._started_by)
         self._view.start()
 
     def listen(self) -> None:
-        """Take the messages of the log, of several runs that are open in this process."""
+        """Make this display receive log messages when several runs are open in this process."""
         _listening.sort(key=lambda one: self in one.handlers)
         _listen()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Print a message of the log, unless it is for the file alone."""
+        """Print a log message, unless it is for the file only."""
         if getattr(record, "for_file", False):
             return
         text = safe_text(record.getMessage())
         if record.levelno >= logging.WARNING:
             self.board.warnings.append(text)
-            # what ends the run is said once, by whoever started it
+            # the caller that started the run prints what ended it, once
             if not getattr(record, "ends_run", False):
                 above = self._view is not None and live_view.is_terminal(self._err.file)
                 (self._out if above else self._err).print(
@@ -108,8 +108,8 @@ class Display(logging.Handler):
     def step(self, row: dict[str, Any], total: int) -> None:
         """One line for the figures of a finished step."""
         self.board.add_row(row)
-        known = live_view.is_terminal(self._out.file) and not self._out.is_dumb_terminal
-        width = self._out.width if known else None
+        width_known = live_view.is_terminal(self._out.file) and not self._out.is_dumb_terminal
+        width = self._out.width if width_known else None
         for line, fitted in zip(row_lines(row, total), row_lines(row, total, width), strict=True):
             log.info(line, extra={"fitted": fitted})
 
@@ -119,7 +119,7 @@ class Display(logging.Handler):
             self._out.print(table)
 
     def close(self) -> None:
-        """Take the live view away, for what is printed next."""
+        """Remove the live view before further output."""
         super().close()
         if (view := self._view) is not None:
             view.stop()
@@ -145,14 +145,14 @@ def open_display(log_file: Path, mode: DisplayMode = "auto", started_by: int | N
 
 @contextmanager
 def open_silence() -> Iterator[Display]:
-    """The display of ranks other than 0, which say nothing: rank 0 says the same."""
+    """The display of ranks other than 0, which print nothing: rank 0 prints the same."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere, logging_to(logging.CRITICAL + 1):
         yield Display(Path(os.devnull), "quiet", nowhere, nowhere)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Listeners:
-    """What the ``ppocli`` logger is set to for whom."""
+    """Settings of the ``ppocli`` logger for one listener."""
 
     level: int
     propagate: bool
@@ -160,33 +160,33 @@ class _Listeners:
 
 
 _listening: list[_Listeners] = []
-"""the logger as it was found, and whoever took it since; it is the last one's"""
+"""the logger's original settings, then those of each listener since; the last ones apply"""
 
 
 def logging_to(level: int, *handlers: logging.Handler) -> AbstractContextManager[None]:
-    """The ``ppocli`` logger with these handlers in place of those of others here, from this level
-    on. Runs that are open at once may end in any order."""
+    """Send messages of the ``ppocli`` logger from this level on to these handlers in place of
+    earlier ones. Runs that are open at once may end in any order."""
     return _listening_as(_Listeners(level, False, handlers))
 
 
 def logging_as_found() -> AbstractContextManager[None]:
-    """The ``ppocli`` logger as it was before anyone here took it."""
+    """Restore the original settings of the ``ppocli`` logger for the block."""
     first = _listening[0] if _listening else _Listeners(log.level, log.propagate)
     return _listening_as(replace(first))
 
 
 @contextmanager
-def _listening_as(own: _Listeners) -> Iterator[None]:
+def _listening_as(listeners: _Listeners) -> Iterator[None]:
     if not _listening:
         _listening.append(_Listeners(log.level, log.propagate))
-    _listening.append(own)
+    _listening.append(listeners)
     _listen()
     try:
         yield
     finally:
-        for handler in own.handlers:
+        for handler in listeners.handlers:
             log.removeHandler(handler)
-        _listening.remove(own)
+        _listening.remove(listeners)
         _listen()
         if len(_listening) == 1:
             _listening.clear()
@@ -204,7 +204,7 @@ def _listen() -> None:
 
 
 def keep_log() -> None:
-    """Write what was said so far, and everything from now on, to the log file."""
+    """Write messages so far, and all further ones, to the log file."""
     for handler in log.handlers:
         if isinstance(handler, logging.handlers.MemoryHandler):
             handler.flush()
@@ -220,21 +220,21 @@ def note_in_log(log_file: Path, text: str) -> None:
 
 
 Parts = list[tuple[str, int]]
-"""of a line: a text, and the least detail with which it is there"""
+"""of a line: a text, and the lowest level of detail that shows it"""
 DETAIL = 4
 
 
 def row_lines(row: dict[str, Any], total: int, width: int | None = None) -> list[str]:
-    """What is said of a row of metrics.jsonl: PPO's figures, or those of another task; with a
-    ``width`` no more than fits there, and at least the five figures that matter."""
+    """A row of metrics.jsonl as lines: PPO's figures, or those of another task. With a ``width``,
+    only as much as fits, and at least the five main figures."""
     evaluated = {name: value for name, value in row.items() if name.startswith("eval/")}
     lines = []
     if "reward/mean" in row:
         lines.append(_step_parts(row, total))
     elif "lr" in row or any(name.startswith("loss/") for name in row):
-        own = [name for name in row if "/" in name and not name.startswith(_NOT_ITS_OWN)]
+        task_figures = [name for name in row if "/" in name and not name.startswith(_NOT_ITS_OWN)]
         lines.append([(f"step {row['step']}/{total}", 1),
-                      *_named(row, sorted(own, key=lambda name: name != "loss/total")),
+                      *_named(row, sorted(task_figures, key=lambda name: name != "loss/total")),
                       (f"lr {figure(row.get('lr'), 1, 'e')}", 2),
                       (f"{figure(row.get('time/step'), 1)} s", 1),
                       (f"({figure(row.get('tokens_per_second/optimize'), 0)} tokens/s)", 3)])
@@ -246,8 +246,7 @@ def row_lines(row: dict[str, Any], total: int, width: int | None = None) -> list
 
 
 def _fitting(parts: Parts, width: int | None) -> str:
-    """The line with as much detail as ``width`` has room for; parentheses of neighbours are one,
-    beside the seconds."""
+    """The line with as much detail as fits into ``width``; neighbouring parentheses are merged."""
     for detail in range(DETAIL, 0, -1):
         line = "  ".join(text for text, least in parts if least <= detail)
         line = line.replace("s  (", "s (").replace(")  (", ", ")
@@ -265,8 +264,8 @@ def _named(row: dict[str, Any], names: list[str]) -> Parts:
 
 
 def _without_errors(names: Iterable[str]) -> list[str]:
-    """Names without those of standard errors, and of how many pairs a share is of, which stand
-    beside their figures."""
+    """Names without those of standard errors and pair counts, which are shown next to their
+    figures."""
     names = list(names)
     return [name for name in names if not name.endswith("_stderr")
             and not (name.endswith("_pairs") and name.removesuffix("_pairs") in names)]
@@ -335,17 +334,17 @@ def closing_table(before: dict[str, Any] | None, after: dict[str, Any],
                    for row in (before, after)]
         table.add_row(clean(name.removeprefix("metrics/")), *figures[-len(sides):])
     scored = "reward_mean" in after
-    samples = [pair for pair in samples  # not rows of another task
+    samples = [pair for pair in samples  # without rows of another task
                if {"prompt", "response", "score"} <= pair[1].keys()]
-    asked = without_template([new_row["prompt"] for _, new_row in samples])
-    for prompt, (old_row, new_row) in zip(asked, samples, strict=True):
+    prompts = without_template([new_row["prompt"] for _, new_row in samples])
+    for prompt, (old_row, new_row) in zip(prompts, samples, strict=True):
         responses = [_sample(old_row, new_row, scored), _sample(new_row, old_row, scored)]
         table.add_row(Text(clean(prompt)), *responses[-len(sides):])
     return table
 
 
 def _sample(row: dict[str, Any] | None, other: dict[str, Any] | None, scored: bool) -> Text:
-    """A response behind its score, which is green where it is the higher of the two."""
+    """A response after its score, which is green if it is the higher of the two."""
     if row is None or not scored:
         return Text("" if row is None else clean(row["response"]))
     score, against = row["score"], None if other is None else other["score"]

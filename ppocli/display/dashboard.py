@@ -1,7 +1,7 @@
-"""What the live view of a run knows, and the lines it shows at any width.
+"""The state of a run's live view, and the lines it shows at any width.
 
-Fed with metrics rows, samples and phases, by the training loop or by whoever reads a run's folder.
-Each line is one row of the terminal, cut at its width; a low terminal loses lines from the end.
+The training loop or a reader of a run's folder supplies metrics rows, samples and phases. Each line
+is one row of the terminal, cut at its width; a low terminal loses lines from the end.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,11 +17,11 @@ from ppocli.episode import POLICY, Sample
 from ppocli.text import BLOCKS, clean, figure, finite_number, sparkline, without_template
 
 RECENT = 8
-"""steps whose mean duration the remaining time is told from"""
+"""steps whose mean duration gives the remaining time"""
 SAMPLES = 4
 """samples that the view has room for"""
 _WIDE = 60
-"""columns above which curves grow no longer"""
+"""maximum width of curves in columns"""
 _TO_ASCII = str.maketrans("─━│…⏎" + BLOCKS, "-#|~/" + "_.-=+*#@")
 _PHASES = ("rollout", "reward", "scoring", "optimize")
 _NEXT = {"rollout": "reward", "reward": "scoring", "scoring": "rollout"}
@@ -30,7 +30,7 @@ _NEXT = {"rollout": "reward", "reward": "scoring", "scoring": "rollout"}
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a run is doing: ``name``, how far (word, number, of how many), and since when."""
+    """What a run is doing: ``name``, progress as (word, number, total), and since when."""
 
     name: str
     parts: tuple[tuple[str, int, int], ...]
@@ -39,19 +39,19 @@ class Phase:
 
 @dataclass
 class Dashboard:
-    """What there is to show of one run. Written by one thread, drawn by another: every value is
-    replaced whole or only grows."""
+    """What the live view shows of one run. One thread writes it and another draws it: every value
+    is replaced whole or only grows."""
 
     name: str
     memory: Callable[[], float | None] = lambda: None
-    """MiB in use now; asked at each drawing"""
+    """returns the MiB in use; called for each drawing"""
     clock: Callable[[], float] = monotonic
     total: int = 0
     row: Mapping[str, Any] = field(default_factory=dict)
     curves: dict[str, list[float | None]] = field(default_factory=dict)
     """label -> value of each step: of PPO reward and KL"""
     evaluation: tuple[int, str, float | None] | None = None
-    """step of the newest evaluation, and its main figure: its name, "" for the reward, and value"""
+    """step of the newest evaluation, name of its main figure ("" for the reward), and its value"""
     seconds: tuple[float, ...] = ()
     """of the last ``RECENT`` steps, evaluations included"""
     phase: Phase | None = None
@@ -59,11 +59,11 @@ class Dashboard:
     samples_step: int = 0
     warnings: list[str] = field(default_factory=list)
     begun: float = 0.0
-    """when this start of the run began"""
+    """when the run was started or resumed"""
     step_begun: float = 0.0
 
     def begin(self, total: int, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Start, or start again, with what the run has recorded so far."""
+        """Start, or start again, with the rows recorded so far."""
         self.total, self.begun = total, self.clock()
         self.row, self.curves, self.seconds = {}, {}, ()
         self.evaluation = None
@@ -72,7 +72,7 @@ class Dashboard:
         self.step_begun = self.begun
 
     def add_row(self, row: Mapping[str, Any]) -> None:
-        """Take in a row of metrics.jsonl."""
+        """Add a row of metrics.jsonl."""
         if shown := tasks.curves_of(row):
             took = sum(finite_number(row.get(name)) or 0.0 for name in ("time/step", "time/eval"))
             if not self.curves:
@@ -88,7 +88,7 @@ class Dashboard:
         self.phase = None
 
     def enter(self, name: str, *parts: tuple[str, int, int]) -> None:
-        """A phase begins, or gets further; ``parts`` are (word, number, of how many)."""
+        """A phase begins or progresses; ``parts`` are (word, number, total)."""
         old = self.phase
         since = old.since if old is not None and old.name == name else self.clock()
         self.phase = Phase(name, parts, since)
@@ -105,11 +105,11 @@ class Dashboard:
         self.enter(_NEXT[name], *parts)
 
     def show(self, samples: Sequence[Sample], step: int) -> None:
-        """Take samples of a step in place of the earlier ones."""
-        taken = samples[:SAMPLES]
-        said = without_template([prompt for prompt, _, _ in taken])
+        """Show samples of a step in place of earlier ones."""
+        shown = samples[:SAMPLES]
+        prompts = without_template([prompt for prompt, _, _ in shown])
         self.samples = tuple((prompt, response, score) for prompt, (_, response, score)
-                             in zip(said, taken, strict=True))
+                             in zip(prompts, shown, strict=True))
         self.samples_step = step
 
     @property
@@ -118,7 +118,8 @@ class Dashboard:
         return int(self.row.get("step", 0))
 
     def left(self) -> float | None:
-        """Seconds to the end at the pace of the last steps; None before the first."""
+        """Estimated seconds to the end from the pace of the last steps; None before the first
+        step."""
         if not self.seconds:
             return None
         pace = sum(self.seconds) / len(self.seconds)
@@ -127,22 +128,22 @@ class Dashboard:
 
     def lines(self, width: int, height: int, *, ascii_only: bool = False) -> list[Text]:
         """At most ``height`` lines of at most ``width`` cells."""
-        found = [self._title(width), self._progress(width), self._now()]
+        lines = [self._title(width), self._progress(width), self._now()]
         if self.curves:
-            found += [*self._curves(width), *self._speed(width), self._times()]
+            lines += [*self._curves(width), *self._speed(width), self._times()]
         if count := len(self.warnings):
             more = f"{count} warnings, the last: " if count > 1 else "warning: "
-            found.append(Text(more + _one_line(self.warnings[-1]), style="bold yellow"))
+            lines.append(Text(more + _one_line(self.warnings[-1]), style="bold yellow"))
         if self.samples:
-            found += [Text(f"samples of step {self.samples_step}", style="dim"),
+            lines += [Text(f"samples of step {self.samples_step}", style="dim"),
                       *(_sample_line(sample, width, self._figure("reward/mean"))
                         for sample in self.samples)]
-        for line in found:
+        for line in lines:
             line.no_wrap = True
             line.truncate(width, overflow="ellipsis")
             if ascii_only:
                 line.plain = line.plain.translate(_TO_ASCII).encode("ascii", "replace").decode()
-        return found[:max(1, height)]
+        return lines[:max(1, height)]
 
     def _title(self, width: int) -> Text:
         text = f"── training {_end_of(_one_line(self.name), max(1, width - 15))} "
@@ -187,7 +188,7 @@ class Dashboard:
         text = f"speed   {speeds} tokens/s"
         now, peak = self.memory(), self._figure("memory/peak_mib")
         if peak is not None and now is not None:
-            peak = max(peak, now)  # the row's is of the end of a step, and the next one goes on
+            peak = max(peak, now)  # the row's peak is of the end of a step
         amounts = ", ".join(f"{_mib(value)}{word}" for value, word in ((now, ""), (peak, " peak"))
                             if value is not None)
         if not amounts:
@@ -207,19 +208,19 @@ class Dashboard:
 
 
 def _sample_line(sample: Sample, width: int, usual: float | None) -> Text:
-    """A sample behind its score, which is green from the step's mean on, below it yellow."""
+    """A sample after its score, which is green from the step's mean on and yellow below it."""
     prompt, response = _one_line(sample[0]), said_by(sample[1])
     value = finite_number(sample[2])
     score = f"{'none' if value is None else f'{value:.2f}':>6}  "
     room = width - len(score) - 3
-    # what a response follows is a prompt's end
+    # the end of a prompt matters most for its response
     prompt = _end_of(prompt, max(room // 3, room - response.cell_len, 1))
     colour = "cyan" if value is None or usual is None else "green" if value >= usual else "yellow"
     return Text.assemble((score, colour), (f"{prompt} │ ", "dim"), response)
 
 
 def said_by(response: str | list[tuple[str, str]]) -> Text:
-    """A response on one line; of an episode what the environment said dim."""
+    """A response on one line; the environment's turns of an episode are dim."""
     if isinstance(response, str):
         return Text(_one_line(response))
     return Text(" ").join(Text(f"{who} {_one_line(text)}", "" if who == POLICY else "dim")

@@ -20,14 +20,14 @@ from rich.segment import ControlType
 from rich.text import Text
 
 _DRAWINGS = 2
-"""in a second, which take a few milliseconds each: less than 1 % of a core"""
+"""drawings a second, of a few milliseconds each: less than 1 % of a core"""
 _PLAIN_WIDTH = 110
-"""columns where there is no terminal"""
+"""columns without a terminal"""
 
 
 class Outlet(Console):
-    """A Rich console for threads that print around a live view. What its stream can't encode is
-    escaped; once its reader has left, what is printed is dropped.
+    """A Rich console for threads that print around a live view. Characters that its stream can't
+    encode are escaped; once the reader has left, output is dropped.
 
     Args:
         stream: where to print to.
@@ -35,13 +35,13 @@ class Outlet(Console):
 
     def __init__(self, stream: Any) -> None:
         self._printing = RLock()
-        with suppress(AttributeError, OSError, ValueError):  # what is no file, or a closed one
+        with suppress(AttributeError, OSError, ValueError):  # not a file, or a closed one
             stream.reconfigure(errors="backslashreplace")
         super().__init__(file=stream, highlight=False, markup=False, safe_box=True,
                          width=None if is_terminal(stream) else _PLAIN_WIDTH)
 
     def __enter__(self) -> Self:
-        """Print as a whole: what is erased and drawn belongs together."""
+        """Print atomically: erasing and drawing belong together."""
         self._printing.acquire()
         super().__enter__()
         return self
@@ -59,7 +59,7 @@ class Outlet(Console):
         self.quiet = True
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Leave the cursor as it is: whoever kills the process needs it."""
+        """Leave the cursor visible: it is needed after a kill."""
         return False
 
     @property
@@ -77,8 +77,8 @@ class LiveView(Live):
     Args:
         console: of the terminal.
         render: the lines, of one row each, for (columns, rows, ascii_only=...).
-        started_by: a process that has started this one in a process group of its own, and which
-            the user looks at.
+        started_by: the process in the user's foreground that has started this one in another
+            process group.
     """
 
     def __init__(self, console: Outlet, render: Callable[..., Sequence[Text]],
@@ -95,7 +95,7 @@ class LiveView(Live):
         self._on_screen: list[int] = []  # cells of each line that is drawn
         self._size = (0, 0)
         self.trouble: Exception | None = None
-        """what drawing ended with, if it had to"""
+        """the exception that ended drawing, if any"""
 
     def start(self, refresh: bool = True) -> None:
         """Draw, and keep drawing in a thread."""
@@ -125,14 +125,14 @@ class LiveView(Live):
             self.console.print(Control())
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """What is printed, between erasing the lines and drawing them as they were last: a line of
-        the training doesn't wait for new ones."""
-        drawn, self._on_screen = self._on_screen, []
+        """Printed output between erasing the lines and drawing them again: output of the training
+        doesn't wait for new lines."""
+        line_widths, self._on_screen = self._on_screen, []
         if not self._in_foreground():  # the lines on the screen are someone else's
             return renderables
         # a terminal that has become narrower has broken long lines into several
         width = max(1, self.console.width)
-        rows = sum(max(1, -(-cells // width)) for cells in drawn)
+        rows = sum(max(1, -(-cells // width)) for cells in line_widths)
         erase = Control(ControlType.CARRIAGE_RETURN,
                         *((ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)) * rows)
         self._on_screen = [cell_len(line.plain) for line in self._lines]
@@ -156,26 +156,26 @@ class Above:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Keep what is no whole line yet."""
+        """Print complete lines, and keep the rest."""
         if os.getpid() != self._process:  # a fork: the console's lock may be held for ever there
             return int(self._stream.write(text))
         *lines, self._rest = (self._rest + text).split("\n")
         if lines:
-            said = (Text.from_ansi(line.rstrip("\r")) for line in lines)
-            self._console.print(Text("\n").join(said), soft_wrap=True)
+            complete_lines = (Text.from_ansi(line.rstrip("\r")) for line in lines)
+            self._console.print(Text("\n").join(complete_lines), soft_wrap=True)
         return len(text)
 
     def flush(self) -> None:
-        """Nothing: whole lines have gone out, and half a line would break the view."""
+        """Do nothing: complete lines are printed, and half a line would break the view."""
 
     def close_line(self) -> None:
-        """Write what was left without a newline."""
+        """Write the rest that had no newline."""
         if self._rest:
             self.write("\n")
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether somebody looks at what is written to a stream."""
+    """Whether a stream is a terminal."""
     with suppress(AttributeError, ValueError):  # none at all, or a closed one
         return bool(stream.isatty())
     return False

@@ -20,7 +20,7 @@ from ppocli.models.fast.gemm import packed_size
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.trunk import has_encoder, num_virtual_tokens
-from ppocli.parallel.host_memory import GIVEN, Room, room_here
+from ppocli.parallel.host_memory import ASSUMED_DEVICE, Room, room_here
 from ppocli.parallel.onednn import TORCH, choose_gemm, probe
 from ppocli.storage.atomic import free_bytes
 from ppocli.storage.retention import folder_size
@@ -287,7 +287,7 @@ def roughly(found: Estimate) -> str:
 def needs(found: Estimate, room: Room) -> list[tuple[int, int, str]]:
     """(bytes needed, bytes there, of what) of the device and of the host; without what a run does
     without."""
-    sums, many, given = found.sums, found.layout.ranks_on_host, room.name == GIVEN
+    sums, many, given = found.sums, found.layout.ranks_on_host, room.name == ASSUMED_DEVICE
     host = f"{room.name} memory" if given else "this machine's memory"
     asked = [(sums.device, room.device,
               f"{room.name} GPU memory" if given else f"memory on {room.name}"),

@@ -1,8 +1,8 @@
 """Ranks that torchrun, accelerate, DeepSpeed or srun has started: how they begin and end together.
 
-Rank 0 composes, checks and makes the run folder; the others wait for its word. All go through one
-store, at the address that the launcher gave. What ends one of them is said once, and all leave
-with its exit code.
+Rank 0 composes and checks the configuration and makes the run folder; the others wait for it. They
+communicate through one store, at the launcher's address. An error that ends one of them is printed
+once, and all leave with its exit code.
 """
 
 import json
@@ -26,9 +26,9 @@ from ppocli.parallel.launchers import Launched, RankOutcome
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
 
-# what a launcher provides: no problem if the words leave it out
+# keys that a launcher provides, so that a command may leave them out
 PROVIDED = frozenset({"hardware.rdzv_endpoint", "run_name"})
-# how long ranks wait for each other at the end, so that all leave with the same exit code
+# how long ranks wait for each other at the end, in order to leave with the same exit code
 _PARTING_SECONDS = 5.0
 _OF_ACCELERATE = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_")
 _GROUP = re.compile(r"(^|/)hardware/[^/]+\.yaml")
@@ -40,13 +40,13 @@ class Meeting:
 
     launched: Launched
     environ: Mapping[str, str]
-    """what the launcher has told, before :func:`open_meeting` took some of it out"""
+    """the launcher's environment, before :func:`open_meeting` removed variables from it"""
     topic: str = ""
-    """which of several meetings of the same ranks"""
+    """tells several meetings of the same ranks apart"""
 
     @cached_property
     def store(self) -> Any:
-        """Of torch, whose keys are this meeting's alone."""
+        """A store of torch, whose keys belong to this meeting alone."""
         from torch.distributed import PrefixStore
         from torch.distributed.rendezvous import rendezvous
 
@@ -57,14 +57,15 @@ class Meeting:
         return PrefixStore(f"ppocli-{count}{self.topic}", store)
 
     def tell(self, start: Start | None) -> None:
-        """Rank 0: say what to take part in; None if there is nothing to do."""
+        """Rank 0: publish which run to take part in; None if there is nothing to do."""
         self.store.set("start", json.dumps(None if start is None else start.argv()))
 
     def wait(self) -> Start | None:
-        """What rank 0 tells; None if there is nothing to do, or if rank 0 failed.
+        """The run that rank 0 published; None if there is nothing to do, or if rank 0 failed.
 
         Raises:
-            PpocliError: nothing was told within the default of ``hardware.timeout_seconds``.
+            PpocliError: rank 0 published nothing within the default of
+                ``hardware.timeout_seconds``.
         """
         deadline = time.monotonic() + schema.HardwareConfig().timeout_seconds
         while not self.store.check(["start"]):
@@ -74,26 +75,27 @@ class Meeting:
                 raise PpocliError("Rank 0 has not started the run.", where="RANK=0",
                                   fix="see what it says")
             time.sleep(0.05)
-        told = json.loads(self.store.get("start"))
-        return None if told is None else Start.read(told)
+        argv = json.loads(self.store.get("start"))
+        return None if argv is None else Start.read(argv)
 
     def conclude(self, outcome: RankOutcome) -> int:
-        """Leave together: the exit code of the rank that failed first, once its message is said.
+        """Leave together: return the exit code of the rank that failed first, once its message is
+        printed.
 
-        Rank 0 says it; if it can't, being stuck or dead, the rank that failed does.
+        Rank 0 prints it; if rank 0 is stuck or dead, the rank that failed does.
         """
         for number in (signal.SIGTERM, signal.SIGINT):  # from launchers that see one rank leave
             with suppress(ValueError):
                 signal.signal(number, signal.SIG_IGN)
-        told, code = json.dumps(asdict(outcome)), 0
+        outcome_json, code = json.dumps(asdict(outcome)), 0
         try:
             if outcome.code and not outcome.lost:
-                self.store.compare_set("first", "", told)
+                self.store.compare_set("first", "", outcome_json)
             if self.launched.first:
                 self._speak()
             self._all_come("arrived")
-            if outcome.code and outcome.lost:  # a consequence: the rank that failed has had its say
-                self.store.compare_set("first", "", told)
+            if outcome.code and outcome.lost:  # a consequence: the rank that failed comes first
+                self.store.compare_set("first", "", outcome_json)
             if self.store.check(["first"]):
                 self._speak()
                 code = int(json.loads(self.store.get("first"))["code"])
@@ -107,7 +109,7 @@ class Meeting:
             return outcome.code or 1
 
     def _all_come(self, where: str) -> None:
-        """Wait until all ranks have come so far, but not for one that is dead or stuck."""
+        """Wait until all ranks have arrived, but not for ever: one may be dead or stuck."""
         self.store.set(f"{where}-{self.launched.rank}", "1")
         names = [f"{where}-{rank}" for rank in range(self.launched.world)]
         deadline = time.monotonic() + _PARTING_SECONDS
@@ -119,17 +121,17 @@ class Meeting:
             return
         first = RankOutcome(**json.loads(self.store.get("first")))
         with suppress(OSError, ValueError):
-            sys.stderr.write(_told(first))
+            sys.stderr.write(_ending_message(first))
             sys.stderr.flush()
 
 
-def _told(first: RankOutcome) -> str:
-    """The message of what ended the run."""
+def _ending_message(first: RankOutcome) -> str:
+    """The message for the outcome that ended the run."""
     if first.lost:
         return secrets.safe_text(f"Error: rank {first.rank} lost the connection to another rank: "
-                       f"{first.message.splitlines()[0]}\n  fix:   the launcher says what became "
-                       "of that one; go on with the same words and resume=auto\n")
-    if not first.message:  # of ranks that a node has started, which have said it
+                       f"{first.message.splitlines()[0]}\n  fix:   the launcher's output says how "
+                       "that rank ended; start again with the same words and resume=auto\n")
+    if not first.message:  # ranks that a node has started have printed it
         return ""
     label = "Stopped" if first.code > 128 else "Error"
     where = f"rank {first.rank}: " if first.trace else ""
@@ -137,26 +139,27 @@ def _told(first: RankOutcome) -> str:
 
 
 def placed(checked: "Checked", launched: Launched, environ: Mapping[str, str]) -> "Checked":
-    """The configuration with what the launcher has settled: how many processes, on what.
+    """The configuration with the number of processes and the device that the launcher decides.
 
     Raises:
-        ConfigError: a key that the user has set says something else than the launcher.
+        ConfigError: a key that the user has set contradicts the launcher.
     """
     config, world = checked.config, launched.world
     hardware = config.hardware
-    # what a group of hardware sets, or a run that goes on, is a proposal
-    given = frozenset(key for key, source in checked.sources.items() if source == words.COMMAND_LINE
-                      or (checked.resume_from is None and not _GROUP.search(source)))
+    # settings of a hardware group, or of a resumed run, give way to the launcher
+    set_keys = frozenset(key for key, source in checked.sources.items()
+                         if source == words.COMMAND_LINE
+                         or (checked.resume_from is None and not _GROUP.search(source)))
     as_nodes = launched.on_each_node and hardware.num_processes > 1
     each = hardware.num_processes if as_nodes else launched.local_world or 0
     nodes = world if as_nodes else world // each if each and world % each == 0 else 0
     if nodes == 0:  # the launcher doesn't tell, or machines differ
-        told = hardware.num_nodes if "hardware.num_nodes" in given else 1
-        nodes = told if world % told == 0 else 1
+        num_nodes = hardware.num_nodes if "hardware.num_nodes" in set_keys else 1
+        nodes = num_nodes if world % num_nodes == 0 else 1
         each = world // nodes
     settled = {"num_processes": each, "num_nodes": nodes}
     wrong = [name for name, value in settled.items()
-             if f"hardware.{name}" in given and getattr(hardware, name) != value]
+             if f"hardware.{name}" in set_keys and getattr(hardware, name) != value]
     if wrong:
         raise ConfigError(
             "\n".join(f"hardware.{name} is {getattr(hardware, name)}, but {launched.by} has "
@@ -183,7 +186,7 @@ def _accelerate_device(config: schema.TrainConfig, environ: Mapping[str, str]) -
     precision = environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
     compiler = environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower()
     cpu = "ACCELERATE_USE_CPU" in on
-    found = [text for wrong, text in (
+    conflicts = [text for wrong, text in (
         (precision not in ("no", hardware.precision),
          f"mixed precision {precision}, but hardware.precision is {hardware.precision} "
          "(fp32 or bf16)"),
@@ -195,22 +198,22 @@ def _accelerate_device(config: schema.TrainConfig, environ: Mapping[str, str]) -
          "Megatron, which ppocli does not use (hardware=zero3 shards weights)"),
         (compiler != "no", "a dynamo backend, which ppocli does not use"),
         (cpu and hardware.device == "cuda", "the CPU, but hardware.device is cuda")) if wrong]
-    if found:
-        raise ConfigError("\n".join(f"accelerate was told to use {text}." for text in found),
+    if conflicts:
+        raise ConfigError("\n".join(f"accelerate was told to use {text}." for text in conflicts),
                           where="accelerate launch", fix="make both say the same")
     return "cpu" if cpu else hardware.device
 
 
 def open_meeting(launched: Launched, topic: str = "") -> Meeting:
-    """Make this process's environment that of one of our ranks.
+    """Set this process's environment as for one of our own ranks.
 
-    The variables by which ``accelerate launch`` would go on to decide what the configuration says
-    are taken out: :func:`placed` compares them with it.
+    Variables of ``accelerate launch`` that would override the configuration are removed:
+    :func:`placed` compares them with it.
     """
     os.environ.update(launched.variables())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it
-    told = dict(os.environ)
-    for name in told:
+    environ = dict(os.environ)
+    for name in environ:
         if name.startswith(_OF_ACCELERATE) and name != "ACCELERATE_DEBUG_MODE":
             del os.environ[name]
-    return Meeting(launched, told, topic)
+    return Meeting(launched, environ, topic)

@@ -1,7 +1,6 @@
-"""Processes of a run: what one is told when it is started, how it is waited for, and what came of
-the run.
+"""Processes of a run: their arguments, how they are waited for, and the outcome of the run.
 
-A child gets our signals, its output goes where ours goes, and it ends when we end.
+A child process gets our signals, shares our output, and ends when we end.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a process of a run is told: which run it takes part in, and how."""
+    """The arguments of a process of a run: which run it takes part in, and how."""
 
     run_dir: Path
     resume: bool = False
@@ -40,14 +39,14 @@ class Start:
     reserved_by: int | None = None
     """the process that keeps the folder for this one"""
     node_rank: int | None = None
-    """of the machine, where the configuration, which is node 0's, doesn't say it"""
+    """number of this machine, where the configuration is node 0's"""
     lifeline: int | None = None
     """the reading end of a pipe; when its other end closes, the run stops and saves"""
     limited: tuple[str, ...] = ()
     """import paths that recipes name, see :mod:`ppocli.own_code`"""
 
     def argv(self) -> list[str]:
-        """The words of a command line that say it: the run's folder, and the rest as JSON."""
+        """The same as command-line arguments: the run's folder, and the rest as JSON."""
         how = asdict(self)
         return [str(how.pop("run_dir")), json.dumps(how)]
 
@@ -62,7 +61,7 @@ class Start:
 
     @classmethod
     def read(cls, argv: Sequence[str]) -> Start:
-        """What such words say; from now on the lifeline, if there is one, is watched."""
+        """Parse such arguments, and start to watch the lifeline if there is one."""
         run_dir, how = argv
         start = cls(Path(run_dir), **json.loads(how))
         if start.lifeline is not None:
@@ -72,8 +71,8 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What came of a run. ``model_dir`` and ``summary`` are None where the run didn't get there;
-    ``stopped_by`` is the signal that this process got, and handed on, while it waited."""
+    """The outcome of a run. ``model_dir`` and ``summary`` are None if the run didn't get that far;
+    ``stopped_by`` is the signal that this process received, and forwarded, while it waited."""
 
     run_dir: Path
     exit_code: int
@@ -83,7 +82,8 @@ class RunOutcome:
 
 
 def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
-    """What ``work`` comes to: errors of all kinds become an outcome, and its value nothing."""
+    """Run ``work`` and return how it ended: errors of all kinds become an outcome; its result is
+    dropped."""
     try:
         work()
     except PpocliError as error:

@@ -3,7 +3,7 @@
 ``python -m ppocli.launching.elastic RUN_DIR HOW``.
 
 torch's elastic agent starts the ranks and ends them all when one fails. Signals go to the ranks,
-which stop together; the agent only waits. What each came to is read from a file of its own.
+which stop together; the agent only waits. Each rank writes its outcome into a file.
 """
 
 import logging
@@ -34,14 +34,15 @@ _GO_ON = "  fix:   go on from the last checkpoint: ppocli resume RUN\n"
 
 @dataclass(slots=True)
 class Job:
-    """The ranks of this machine, and what was seen of them from outside."""
+    """The ranks of this machine, and what this process observed of them."""
 
     hardware: schema.HardwareConfig
     node_rank: int = 0
     failed: dict[int, int] = field(default_factory=dict)
     """exit codes (negative: a signal) of ranks that failed before the agent ended the others"""
     agent_error: str | None = None
-    """of torch's agent itself: another node, or the store on this machine, is gone or never came"""
+    """error of torch's agent itself: another node, or the store on this machine, is gone or never
+    answered"""
     hung: list[int] = field(default_factory=list)
     """ranks that had to be killed long after another one had failed"""
 
@@ -58,12 +59,12 @@ class Job:
 
 
 def run_ranks(start: Start) -> int:
-    """Start the ranks, wait for them, say what ended them; returns the exit code.
+    """Start the ranks, wait for them, print what ended them, and return the exit code.
 
-    Ranks whose memory ran out in a pass that all make together are started once more with half the
-    rows, from the last checkpoint or the beginning: as often as rows can be halved.
+    If memory runs out in a pass that all ranks make together, they start again with half the rows,
+    from the last checkpoint or the beginning, as often as rows can be halved.
     """
-    # what it would say of a failed rank is said here, once
+    # this function prints a failed rank's error itself, once
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     run_dir, folders = start.run_dir, list[Path]()
     with tempfile.TemporaryDirectory(prefix="ppocli-ranks-") as name:
@@ -80,51 +81,53 @@ def run_ranks(start: Start) -> int:
             job = Job(cfg.hardware, cfg.hardware.node_rank if start.node_rank is None
                       else start.node_rank)
             outcomes = _run_job(cfg, job, start, folder)
-            code, said = conclude(job, outcomes,
-                                  {rank: launchers.read_phase(folder, rank) for rank in job.ranks})
-            told = next((outcome for outcome in outcomes if outcome.code == code), None)
-            if told is None or not told.retry or cfg.hardware.num_nodes > 1:
+            phases = {rank: launchers.read_phase(folder, rank) for rank in job.ranks}
+            code, message = conclude(job, outcomes, phases)
+            failed_rank = next((outcome for outcome in outcomes if outcome.code == code), None)
+            if failed_rank is None or not failed_rank.retry or cfg.hardware.num_nodes > 1:
                 break
             try:
-                _settle_smaller(run_dir, cfg, start.resume, told)
-            except DiskError:  # a disk without room for the settings: what is known is said
+                _settle_smaller(run_dir, cfg, start.resume, failed_rank)
+            except DiskError:  # the disk has no room for the settings: report the failure
                 break
             start = replace(start, resume=True)
     if cfg.hardware.num_nodes > 1 and code not in (0, 128 + signal.SIGINT, 128 + signal.SIGTERM):
         with suppress(OSError):
             (run_dir / launchers.NODE_FAILED).write_text(f"{secrets.token_hex(4)} {job.node_rank}")
-    sys.stderr.write(said.replace(_GO_ON, _go_on(cfg, run_dir)))
+    sys.stderr.write(message.replace(_GO_ON, _go_on(cfg, run_dir)))
     return code
 
 
 def _go_on(cfg: schema.TrainConfig, run_dir: Path) -> str:
-    """What to do in place of :data:`_GO_ON`, in words for this run."""
+    """The fix that replaces :data:`_GO_ON`, for this run."""
     if any(RunFolder(run_dir).checkpoints.glob("step-*")):
         return f"  fix:   go on from the last checkpoint: {kept.how_to_resume(cfg, run_dir)}\n"
     return ("  fix:   nothing is saved yet: start again, the same words with "
             f"{pasted(f'run_name={run_dir.name}')} resume=auto\n")
 
 
-def _settle_smaller(run_dir: Path, cfg: schema.TrainConfig, resumed: bool, told: RankOutcome
+def _settle_smaller(run_dir: Path, cfg: schema.TrainConfig, resumed: bool, failed_rank: RankOutcome
                     ) -> None:
-    """Put what a rank asks for into the settings of the next start; say and log it.
+    """Write the settings that a rank asks for into the next start's configuration; print and log
+    them.
 
     Raises:
         DiskError: they can't be written.
     """
-    smaller = resolved.with_values(cfg, {**told.retry, "resume": cfg.resume if resumed else "auto"})
+    smaller = resolved.with_values(
+        cfg, {**failed_rank.retry, "resume": cfg.resume if resumed else "auto"})
     write_config(smaller, run_dir / resolved.NEXT_CONFIG_FILE)
-    words = " ".join(f"{key}={value}" for key, value in told.retry.items())
-    text = f"{told.message.splitlines()[0]}; all ranks start again with {words}"
+    words = " ".join(f"{key}={value}" for key, value in failed_rank.retry.items())
+    text = f"{failed_rank.message.splitlines()[0]}; all ranks start again with {words}"
     sys.stderr.write(f"warning: {text}\n")
     note_in_log(RunFolder(run_dir).log, text)
 
 
 def _run_job(cfg: schema.TrainConfig, job: Job, start: Start, folder: Path) -> list[RankOutcome]:
-    """Run the ranks to their end; what they said, the earliest first.
+    """Run the ranks to their end; return their outcomes, the earliest first.
 
     Args:
-        folder: where they leave it.
+        folder: for their outcomes.
     """
     mark = start.run_dir / launchers.NODE_FAILED
     os.environ.setdefault("OMP_NUM_THREADS", str(cfg.hardware.num_threads or 1))
@@ -136,17 +139,17 @@ def _run_job(cfg: schema.TrainConfig, job: Job, start: Start, folder: Path) -> l
     if cfg.hardware.num_nodes > 1 and cfg.hardware.rdzv_endpoint is not None:
         launchers.let_gloo_use(cfg.hardware.rdzv_endpoint.rpartition(":")[0])
     elif cfg.hardware.zero_stage == 0 and cfg.hardware.num_processes > 2:
-        # ranks would warn of what DDP is asked for on purpose
+        # ranks would warn of a DDP setting that is deliberate
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     _launch(cfg, job, replace(start, node_rank=None, lifeline=None).argv(), folder)
     os.close(lifelines)
-    for path in folder.glob("pid-*"):  # nobody's any more, and some day someone else's
+    for path in folder.glob("pid-*"):  # their pids may belong to other processes later
         path.unlink()
     return launchers.read_outcomes(folder)
 
 
 def _launch(cfg: schema.TrainConfig, job: Job, words: list[str], folder: Path) -> None:
-    """Run the workers to their end; what the agent sees of them goes into ``job``."""
+    """Run the workers to their end, and record in ``job`` which ones the agent saw fail."""
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -165,13 +168,13 @@ def _launch(cfg: schema.TrainConfig, job: Job, words: list[str], folder: Path) -
                           rdzv_configs={"timeout": hardware.timeout_seconds}
                           | ({"rank": job.node_rank} if several else {}), max_restarts=0,
                           monitor_interval=0.1, **grace,
-                          # else the agent leaves a folder of its own behind
+                          # without it the agent leaves a temporary folder behind
                           logs_specs=DefaultLogsSpecs(log_dir=str(folder / "torch")))
     try:
-        # signals go to the ranks: in the main thread torch's agent would take them for itself
-        with ThreadPoolExecutor(1) as beside:
-            beside.submit(elastic_launch(config, sys.executable), "-P", "-m",
-                          "ppocli.launching.worker", *words).result()
+        # signals go to the ranks: in the main thread torch's agent would handle them itself
+        with ThreadPoolExecutor(1) as executor:
+            executor.submit(elastic_launch(config, sys.executable), "-P", "-m",
+                            "ppocli.launching.worker", *words).result()
     except ChildFailedError as error:
         job.failed.update({rank: failure.exitcode for rank, failure in error.failures.items()})
     except (DistError, RendezvousError, TimeoutError) as error:
@@ -179,12 +182,12 @@ def _launch(cfg: schema.TrainConfig, job: Job, words: list[str], folder: Path) -
 
 
 def _watch(job: Job, mark: Path, folder: Path) -> None:
-    """End the ranks of this machine that have not left some time after one of them, or another
-    node, has failed: those hang. Left alone they would keep this machine waiting for ever, or for
-    as long as torch's agent pleases.
+    """Kill ranks of this machine that still run some time after one of them, or another node, has
+    failed: they hang, and would keep this machine waiting for as long as torch's agent does, or for
+    ever.
 
     Args:
-        mark: what a failed node leaves; empty or ``before`` as long as none has.
+        mark: the file that a failed node writes; empty or ``before`` as long as none has.
     """
     before = _content(mark)  # of an earlier start
 
@@ -193,9 +196,9 @@ def _watch(job: Job, mark: Path, folder: Path) -> None:
                 0 < outcome.code < 128 for outcome in launchers.read_outcomes(folder)):
             sleep(0.2)
         sleep(job.grace)
-        spoken = {outcome.rank for outcome in launchers.read_outcomes(folder)}
+        reported = {outcome.rank for outcome in launchers.read_outcomes(folder)}
         job.hung.extend(rank for rank in job.ranks
-                        if rank not in spoken and launchers.send(folder, rank, 0))
+                        if rank not in reported and launchers.send(folder, rank, 0))
         for rank in job.hung:
             launchers.send(folder, rank, signal.SIGKILL)
 
@@ -206,27 +209,28 @@ def _content(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError:
-        # a run that came to nothing takes its folder away
+        # a run that made nothing deletes its folder
         return "" if path.parent.is_dir() else "gone"
 
 
 def conclude(job: Job, outcomes: list[RankOutcome], phases: dict[int, str]) -> tuple[int, str]:
     """The exit code and the one message of the ranks of this machine.
 
-    A cause comes before its consequences: first what a rank knows of itself, then what killed one,
-    then who is silent, and only then that a connection broke.
+    Causes come before consequences: first an error that a rank reports, then what killed a rank,
+    then ranks that are silent, and last that a connection broke.
 
     Args:
-        outcomes: what the ranks said, the earliest first.
-        phases: where each was last seen; empty where that isn't known. What it said itself counts.
+        outcomes: of the ranks, the earliest first.
+        phases: the last phase seen of each rank; empty if unknown. A phase in its outcome takes
+            precedence.
     """
     bad = [outcome for outcome in outcomes if outcome.code != 0]
     phases = phases | {outcome.rank: outcome.phase for outcome in outcomes}
-    if told := next((outcome for outcome in bad if not outcome.trace), None):
-        label = "Stopped" if told.code > 128 else "Error"
-        return told.code, f"{label}: {told.message}\n"
+    if failed_rank := next((outcome for outcome in bad if not outcome.trace), None):
+        label = "Stopped" if failed_rank.code > 128 else "Error"
+        return failed_rank.code, f"{label}: {failed_rank.message}\n"
     silent = [rank for rank in job.ranks if rank not in {outcome.rank for outcome in outcomes}]
-    # a rank that is killed for memory takes precedence over whatever that broke in the others
+    # a rank that was killed for memory takes precedence over the errors this caused in others
     ends = {rank: code for rank, code in job.failed.items()
             if rank in silent and rank not in job.hung}
     if -signal.SIGKILL in ends.values():
@@ -235,8 +239,9 @@ def conclude(job: Job, outcomes: list[RankOutcome], phases: dict[int, str]) -> t
                    "memory; the other ranks were ended.\n"
                    "  where: ppo.micro_batch_size, ppo.chunk_size, hardware.num_processes\n"
                    f"{_GO_ON}")
-    if own := next((outcome for outcome in bad if not outcome.lost), None):
-        return own.code, f"{own.trace}Error: {_place(own.rank, phases)}: {own.message}\n"
+    if root_cause := next((outcome for outcome in bad if not outcome.lost), None):
+        return root_cause.code, (f"{root_cause.trace}Error: {_place(root_cause.rank, phases)}: "
+                                 f"{root_cause.message}\n")
     if ends:
         rank, code = next(iter(ends.items()))
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -250,7 +255,7 @@ def _place(rank: int, phases: dict[int, str]) -> str:
 
 def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: dict[int, str]
                 ) -> tuple[int, str]:
-    """As :func:`conclude`, where no rank knows more than that it heard nothing of another one."""
+    """As :func:`conclude`, where ranks only report that another one didn't answer."""
     waited = f"within {job.hardware.timeout_seconds} seconds (hardware.timeout_seconds)"
     if silent and (lost or job.hung):
         who = "; ".join(_place(rank, phases) for rank in silent)
@@ -259,7 +264,7 @@ def _unanswered(job: Job, lost: list[RankOutcome], silent: list[int], phases: di
     if lost:
         places = "; ".join(_place(one.rank, phases) for one in (lost[:1] if several else lost))
         what = (f"another rank is gone or gave no answer {waited}; what another node says tells why"
-                if several else  # all ranks are here, and each has spoken
+                if several else  # all ranks are here, and each has reported
                 f"no answer of each other {waited}, though no rank had ended before")
         return 1, f"Error: {places}: {what}.\n  where: {lost[0].message.splitlines()[0]}\n{_GO_ON}"
     if job.agent_error is not None and several:

@@ -1,4 +1,4 @@
-"""How a run ends: finished, stopped or failed; what is saved, written and said of it."""
+"""How a run ends, finished, stopped or failed: what is saved, written and printed."""
 
 import logging
 from collections.abc import Iterator
@@ -30,11 +30,12 @@ log = logging.getLogger("ppocli")
 
 
 @contextmanager
-def ending_well(run: loop.Run) -> Iterator[None]:
-    """On a stop or an error inside the block, save what is sound and tell where the run stands.
+def save_on_exit(run: loop.Run) -> Iterator[None]:
+    """On a stop or an error inside the block, save the committed state and report where the run
+    stands.
 
     Raises:
-        PpocliError: what ended the run, with where it stands and how to go on.
+        PpocliError: what ended the run, with the step that was saved and how to go on.
     """
     import torch
 
@@ -45,7 +46,7 @@ def ending_well(run: loop.Run) -> Iterator[None]:
             except RewardError as error:
                 if run.stop.requested is not None:
                     log.warning("%s", error)
-                # several ranks hear a stop only once none of them waits for a reward any more
+                # several ranks can stop together only once none of them waits for a reward
                 run.stop.meet()
                 raise
     except RunGoneError:
@@ -60,10 +61,10 @@ def ending_well(run: loop.Run) -> Iterator[None]:
             "start again: the same words with "
             f"{pasted('run_name=' + run.folder.path.name)} resume=auto; "
             "checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often") from None
-    except torch.OutOfMemoryError as error:  # not in a pass, which is made anew with fewer rows
+    except torch.OutOfMemoryError as error:  # outside of passes, which are repeated with fewer rows
         section = tasks.updates_section(run.task.cfg)
         rows, in_ppo = f"{section}.micro_batch_size", section == "ppo"
-        # of several ranks this one alone is here: it can't save, which takes all of them
+        # one of several ranks can't save alone: saving takes all of them
         single = run.task.backend.ranks.world == 1
         where, _ = _save_what_is_sound(run) if single else _last_checkpoint(run)
         write_summary_of(run, "failed", error=str(error))
@@ -74,21 +75,21 @@ def ending_well(run: loop.Run) -> Iterator[None]:
                 f"then: {_go_on(run, f'{rows}=N')}") from error
     except PpocliError as error:
         if isinstance(error, OutOfMemoryError) and error.alone:
-            raise _shortage(run, error) from error
+            raise _oom_error(run, error) from error
         where, _ = _last_checkpoint(run) if isinstance(error, DivergedError) \
             else _save_what_is_sound(run)
         write_summary_of(run, "failed", error=str(error))
-        told = error.reworded(what=f"{error.what} ({where})")
-        log.error(told.what, extra={"ends_run": True})
-        raise told from error
+        located = error.reworded(what=f"{error.what} ({where})")
+        log.error(located.what, extra={"ends_run": True})
+        raise located from error
     except BaseException:
         write_summary_of(run, "failed", error="unexpected error")
         raise
 
 
-def _shortage(run: loop.Run, error: OutOfMemoryError) -> OutOfMemoryError:
-    """The error of a rank whose pass was too much, with where the run stands and what to do. It
-    can't save, which takes all of them."""
+def _oom_error(run: loop.Run, error: OutOfMemoryError) -> OutOfMemoryError:
+    """The error of a rank that ran out of memory in a pass, with the last checkpoint and what to
+    do. It can't save alone: saving takes all ranks."""
     where, resumable = _last_checkpoint(run)
     what = f"{_where(run)}: {error.what}"
     write_summary_of(run, "failed", error=what)
@@ -102,7 +103,7 @@ def _shortage(run: loop.Run, error: OutOfMemoryError) -> OutOfMemoryError:
 
 
 def _place(run: loop.Run, single: str, of_several: str) -> str:
-    """What happened, with rank and phase where there are several."""
+    """What happened, with rank and phase if there are several ranks."""
     return single if run.task.backend.ranks.world == 1 else (
         f"rank {my_rank()}, {_where(run)}: {of_several}")
 
@@ -112,20 +113,21 @@ def _where(run: loop.Run) -> str:
 
 
 def _last_checkpoint(run: loop.Run) -> tuple[str, bool]:
-    """Words about the newest checkpoint, and whether there is one."""
-    found = checkpoints.find_latest(run.folder.checkpoints, run_id=run.run_id, verify="size").found
-    if found is None:
+    """A phrase about the newest checkpoint, and whether there is one."""
+    latest = checkpoints.find_latest(run.folder.checkpoints, run_id=run.run_id,
+                                     verify="size").checkpoint
+    if latest is None:
         return "no checkpoint was saved yet", False
-    return f"last healthy: step {found.step} in {found.path}", True
+    return f"last healthy: step {latest.step} in {latest.path}", True
 
 
 def _save_what_is_sound(run: loop.Run) -> tuple[str, bool]:
     """Save the committed state if the weights belong to it.
 
     Returns:
-        words about what is on the disk, and whether the run can be resumed from it.
+        a phrase about what is on the disk, and whether the run can be resumed from it.
     """
-    run.clock.mark("other")  # what is left of the phase that was broken off
+    run.clock.mark("other")  # the rest of the interrupted phase
     if run.task.backend.ranks.first:
         loop.check_place(run)
     if not run.intact:
@@ -174,7 +176,7 @@ def write_summary_of(run: loop.Run, status: str, error: str | None = None) -> No
 
 
 def publish(run: loop.Run) -> RunOutcome:
-    """Write ``model/`` and the summary of a finished run, and show what came out."""
+    """Write ``model/`` and the summary of a finished run, and show the results."""
     from ppocli.export.card import write_card
     from ppocli.training.checkpoint_writing import whole_weights, within
 
@@ -202,7 +204,7 @@ def publish(run: loop.Run) -> RunOutcome:
 
 
 def _show(run: loop.Run) -> None:
-    """The closing table: figures and samples before and after, and where things are."""
+    """Show the closing table of figures and samples before and after, and where files are."""
     first, after = eval_samples(run.folder, 0, run.state.step)
     before: list[Any] = first if len(first) == len(after) else [None] * len(after)
     chosen = list(zip(before, after, strict=True))[:4]

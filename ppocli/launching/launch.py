@@ -1,5 +1,5 @@
-"""From a checked configuration to a run's end: its folder, then its processes; or, for a loop of
-one's own, to a run that is ready for its next step. Read this first.
+"""From a checked configuration to the end of its run: the folder, then the processes; or, for a
+user's own loop, to a run that is ready for its next step. Read this first.
 
     words ─ read_words ─► Words ─ compose ─► Composed ─ check ─► Checked        ppocli/config
     Checked ─ open_folder ─► Start ─ run_processes ─► RunOutcome                here
@@ -38,11 +38,11 @@ log = logging.getLogger("ppocli")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who starts a run: what it hands over, and what it wants to be told."""
+    """How a run is started, and the objects that the caller hands over."""
 
     process: Literal["shared", "own", "fresh"] = "shared"
-    """where one process trains: in this one, which goes on afterwards; in this one, which was
-    started for the run, whose time is counted from there on; in a clean one"""
+    """where a single process trains: in this one, which goes on afterwards; in this one, which was
+    started for the run, so that its time counts from there; in a new one"""
     display: DisplayMode = "auto"
     """what a person is shown of the run"""
     say: Callable[[str], None] = log.info
@@ -50,15 +50,15 @@ class Caller:
     objects: PythonObjects | None = None
     """Python objects in place of config keys; for this process only"""
     meeting: adopted_ranks.Meeting | None = None
-    """where the ranks that a launcher has started meet, of which this is the first"""
+    """where the ranks of a launcher meet; this process is the first of them"""
 
 
 def launch(checked: Checked, caller: Caller = Caller()) -> RunOutcome:
     """Run one configuration to its end.
 
     Raises:
-        ConfigError: a launcher has started this process among others, and the caller doesn't take
-            part; Python objects and several processes.
+        ConfigError: a launcher has started several processes, and the caller doesn't take part; or
+            Python objects are combined with several processes.
         CheckpointError, DiskError, InputError: as :func:`open_folder`.
         PpocliError: whatever ends a run in this process.
     """
@@ -79,20 +79,20 @@ def launch(checked: Checked, caller: Caller = Caller()) -> RunOutcome:
 
 
 def needs_launcher(hardware: schema.HardwareConfig) -> bool:
-    """Whether torch's elastic launcher has to start the run: several processes, or DeepSpeed, which
-    wants to be one of several even if there is one."""
+    """Whether torch's elastic launcher has to start the run: for several processes, or for
+    DeepSpeed, which expects a launcher even for one."""
     return hardware.num_processes * hardware.num_nodes > 1 or hardware.zero_stage > 0
 
 
 def run_processes(start: Start, hardware: schema.HardwareConfig, caller: Caller) -> RunOutcome:
-    """Run what a folder holds to its end. The only place that decides in which processes.
+    """Run the run in a folder to its end. The only place that decides in which processes.
 
     Raises:
         ConfigError: Python objects and several processes.
         PpocliError: whatever ends a run in this process.
     """
     if (meeting := caller.meeting) is not None:
-        # one process of the launcher on each node is either a rank, or starts several
+        # the launcher's one process per node is either a rank, or starts several
         as_nodes = meeting.launched.on_each_node and hardware.num_processes > 1
         meeting.tell(replace(start, reserved_by=None, node_rank=0 if as_nodes else None))
         if not as_nodes:
@@ -108,7 +108,7 @@ def run_processes(start: Start, hardware: schema.HardwareConfig, caller: Caller)
 
 
 def join_node(checked: Checked, caller: Caller) -> RunOutcome:
-    """Take part in a run whose folder, which all nodes share, node 0 makes and watches over.
+    """Take part in a run whose folder, shared by all nodes, is made by node 0.
 
     Raises:
         InputError: there is no such folder within ``hardware.timeout_seconds``.
@@ -132,11 +132,11 @@ def join_node(checked: Checked, caller: Caller) -> RunOutcome:
 
 
 def follow(meeting: adopted_ranks.Meeting) -> None:
-    """Take part, as another rank than 0, in the run that rank 0 tells of at the meeting.
+    """As a rank other than 0, take part in the run that rank 0 publishes at the meeting.
 
     Raises:
         PpocliError: whatever ended the run.
-        SystemExit: with the exit code of ranks that were started here, on a node of its own.
+        SystemExit: with the exit code of the ranks that were started on this node.
     """
     if (start := meeting.wait()) is None:
         return
@@ -163,9 +163,9 @@ def run_here(start: Start, caller: Caller) -> RunOutcome:
 
 
 def _run_module(name: str, start: Start) -> RunOutcome:
-    """Run a module of ours on a run's folder, in a process of its own that stops when this one
-    ends, even by ``kill -9``: the pipe between them closes then. Our end of it is closed on exec,
-    so that no other child of ours keeps it open."""
+    """Run a module of ours on a run's folder in a new process, which stops when this one ends, even
+    by ``kill -9``: the pipe between them closes then. Our end closes on exec, so that no other
+    child keeps it open."""
     reading, writing = os.pipe()
     try:
         code, stopped_by = run_process(
@@ -180,20 +180,20 @@ def _run_module(name: str, start: Start) -> RunOutcome:
 
 
 class LoopScores:
-    """Stands where a reward function stands, and hands on what the loop was given."""
+    """A reward function that returns the scores that the loop was given."""
 
     told_as = "your loop"
-    given: Any = None
+    scores: Any = None
 
     def __call__(self, **columns: Any) -> Any:
-        return self.given
+        return self.scores
 
 
 def checked_words(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects) -> Checked:
-    """The checked configuration of the words, and of the objects in their place.
+    """The checked configuration of command-line words, and of objects in place of some.
 
     Raises:
-        ConfigError: what is wrong with them.
+        ConfigError: they are wrong.
     """
     from ppocli.config.compose import check, compose
     from ppocli.config.words import given_words, read_words
@@ -221,10 +221,10 @@ def refuse_objects(config: schema.TrainConfig, objects: PythonObjects) -> None:
         ConfigError: they don't.
     """
     wrong = [text for broken, text in (
-        *((found is not None and "PreTrainedModel" not in [k.__name__ for k in type(found).__mro__],
-           f"{name}: a {type(found).__name__} is no language model of transformers; give the one "
+        *((model is not None and "PreTrainedModel" not in [k.__name__ for k in type(model).__mro__],
+           f"{name}: a {type(model).__name__} is no language model of transformers; give the one "
            "below a value head (.pretrained_model), or the base of an adapter, and model.peft")
-          for name, found in (("model", objects.model), ("ref_model", objects.ref_model))),
+          for name, model in (("model", objects.model), ("ref_model", objects.ref_model))),
         (config.ppo.dynamic_sampling is not None, "ppo.dynamic_sampling: the loop chooses and "
          "scores its samples itself; leave it out"),
         (config.ppo.staleness > 0 or config.ppo.old_logprobs == "sampler"
@@ -235,7 +235,7 @@ def refuse_objects(config: schema.TrainConfig, objects: PythonObjects) -> None:
          "hardware.zero_stage: PPOTrainer holds whole weights on each process (DDP); for ZeRO, "
          "which shards them, use ppocli train")) if broken]
     if wrong:
-        raise ConfigError("PPOTrainer can't be made so:\n  " + "\n  ".join(wrong),
+        raise ConfigError("PPOTrainer can't work with this:\n  " + "\n  ".join(wrong),
                           where="PPOTrainer", fix="change or leave out what is named")
 
 
@@ -250,7 +250,7 @@ def opened(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects)
     Raises:
         ConfigError: several processes are asked for, and no launcher has started them.
     """
-    from ppocli.display.console import logging_as_found  # another loop may be open and listen
+    from ppocli.display.console import logging_as_found  # another open loop may listen to the log
     from ppocli.launching.worker import run_for_loop
 
     launched, meeting = find_launch(os.environ), None
@@ -261,12 +261,12 @@ def opened(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects)
                               where="hardware.num_processes, WORLD_SIZE",
                               fix="torchrun --nproc-per-node=N loop.py does; for one process: "
                               "hardware.num_processes=1")
-        told: Any = opened_folder.open_folder(checked, objects, log.info)
+        start_context: Any = opened_folder.open_folder(checked, objects, log.info)
     else:
         meeting = adopted_ranks.open_meeting(launched, f"loop-{next(_loops)}")
-        told = _first_opens(overrides, objects, meeting) if launched.first else nullcontext(
-            meeting.wait())
-    with logging_as_found(), told as start:
+        start_context = (_first_opens(overrides, objects, meeting) if launched.first
+                         else nullcontext(meeting.wait()))
+    with logging_as_found(), start_context as start:
         if start is None:
             raise PpocliError("Rank 0 could not open the run.", where="RANK=0",
                               fix="see what it says")
@@ -277,7 +277,7 @@ def opened(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects)
 @contextmanager
 def _first_opens(overrides: Sequence[str] | Mapping[str, Any], objects: PythonObjects,
                  meeting: adopted_ranks.Meeting) -> Iterator[Start]:
-    """Rank 0's folder of a run, of which the other ranks are told."""
+    """Open rank 0's folder of a run, and publish it to the other ranks."""
     with ExitStack() as stack:
         try:
             checked = adopted_ranks.placed(checked_words(overrides, objects), meeting.launched,

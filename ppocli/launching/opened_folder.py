@@ -1,4 +1,4 @@
-"""A checked configuration to a run folder that holds it: a new one, or one that is gone on with.
+"""From a checked configuration to a run folder that holds it: a new folder, or one to resume.
 
 The only place that decides where a run lies.
 """
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _AT_START = frozenset({
     "metrics.jsonl", "samples.jsonl", "summary.json", "events", "trackers", "checkpoints",
     kept.RUN_FILE, environment.ENV_FILE, deepspeed.DEEPSPEED_FILE})
-"""what a run that failed in its first step has left beside :data:`_TRACES`"""
-# a run that left no more than these made nothing worth keeping
+"""files that a run that failed in its first step leaves, besides :data:`_TRACES`"""
+# a run with no other files made nothing worth keeping
 _TRACES = frozenset({resolved.CONFIG_FILE, run_folder.LOCK, "ppocli.log", NODE_FAILED,
                      resolved.STARTED_FROM})
 
@@ -40,16 +40,17 @@ _TRACES = frozenset({resolved.CONFIG_FILE, run_folder.LOCK, "ppocli.log", NODE_F
 @contextmanager
 def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[str], None]
                 ) -> Iterator[Start]:
-    """The folder of a run, with its configuration in it; what a process that trains is told of it.
+    """Open the folder of a run with its configuration in it, and yield the arguments of a process
+    that trains.
 
     Args:
         checked: ``output_dir``, ``run_name`` and ``resume`` decide the folder.
-        objects: Python objects in place of config keys, which are noted there.
+        objects: Python objects in place of config keys; the configuration says which.
         say: where notes for the user go.
 
     Raises:
-        CheckpointError: the folder is in use or holds another run, or a changed key forbids to
-            resume; or it is somebody else's and names code.
+        CheckpointError: the folder is in use or holds another run, a changed key forbids to resume,
+            or the run is somebody else's and names code.
         DiskError: the folder can't be written.
         PpocliError: something that the configuration names is missing.
     """
@@ -70,25 +71,26 @@ def open_folder(checked: Checked, objects: PythonObjects | None, say: Callable[[
         try:
             yield replace(start, limited=limited)
         finally:
-            # still there only if the run did not go on, or its ranks were to start again and did
-            # not: its own configuration stays as it was
+            # it still exists only if the run did not go on, or its ranks did not start again: then
+            # the run keeps its configuration
             (start.run_dir / resolved.NEXT_CONFIG_FILE).unlink(missing_ok=True)
 
 
 @contextmanager
 def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
              objects: PythonObjects | None, say: Callable[[str], None]) -> Iterator[Start]:
-    run_folder.refuse_links(run_dir)  # before anything is written there, or told of it
+    run_folder.refuse_links(run_dir)  # before anything is written or printed
     refuse_running(run_dir)
-    # an explicit folder must hold a checkpoint; "auto" may have been killed before its first
+    # an explicit folder must hold a checkpoint; with "auto" a run may have been killed before its
+    # first
     config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent),
                      resume="never" if checked.resume_from else "auto")
-    own = run_dir / resolved.CONFIG_FILE
-    if not own.is_file() and (texts := kept.kept_texts(run_dir)):
-        atomic.write_atomic(own, texts[0])
-        say(f"{own} was gone; it is written again as {kept.RUN_FILE} keeps it")
+    config_file = run_dir / resolved.CONFIG_FILE
+    if not config_file.is_file() and (texts := kept.kept_texts(run_dir)):
+        atomic.write_atomic(config_file, texts[0])
+        say(f"{config_file} was gone; it is written again as {kept.RUN_FILE} keeps it")
     if not checked.resume_from:  # else the run's own configuration is the base
-        config = kept.keeping_settled(config, resolved.read_config(own))
+        config = kept.keeping_settled(config, resolved.read_config(config_file))
     config = resolved.in_place(resolved.with_values(config, {  # resume=auto
         key: str(path) for key, path in _models_in(run_dir, config)}), run_dir)
     changes = changes_on_resume(run_dir, config, objects, checked.accept_changes)
@@ -97,7 +99,7 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
     for change in changes:
         say(kept.change_line(*change))
     run_folder.probe_writable(run_dir)
-    # loading takes seconds, in which nobody else may delete or resume what is here
+    # loading takes seconds, in which no other process may delete or resume this run
     with run_folder.reserved(run_dir):
         run_folder.write_config(config, run_dir / resolved.NEXT_CONFIG_FILE)
         yield Start(run_dir, resume=True, reserved_by=os.getpid())
@@ -115,7 +117,7 @@ def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None,
         config = replace(config, run_name=run_dir.name, output_dir=str(run_dir.parent))
         with run_folder.reserved(run_dir):
             try:
-                refuse_taken(run_dir, config)  # nobody else has made a run here meanwhile
+                refuse_taken(run_dir, config)  # another process may have made a run here meanwhile
                 with atomic.disk_errors(run_dir):
                     for trace in _TRACES - {run_folder.LOCK}:
                         if os.path.lexists(run_dir / trace):
@@ -131,26 +133,26 @@ def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None,
                 if _made_nothing(run_dir):
                     shutil.rmtree(run_dir, ignore_errors=True)
     finally:
-        for folder in new_parents:  # those that stayed empty, the innermost first
+        for folder in new_parents:  # only empty ones, the innermost first
             with suppress(OSError):
                 folder.rmdir()
 
 
 def _made_nothing(run_dir: Path) -> bool:
-    """Whether a run here, if there was one, ended, or was killed, before it made anything."""
+    """Whether the folder has no run, or one that ended or was killed before it made anything."""
     names = {entry.name for entry in run_dir.iterdir()} if run_dir.is_dir() else set()
     return {name for name in names if not name.startswith(atomic.TEMPORARY_PREFIX)} <= _TRACES
 
 
 def _models_in(run_dir: Path, config: schema.TrainConfig) -> list[tuple[str, Path]]:
-    """(key, folder) of each model that was given as an object."""
+    """(key, folder) of each model that was passed as an object."""
     return [(key, run_dir / resolved.STARTED_FROM / name)
             for name, key in resolved.MODEL_KEYS.items()
             if attrgetter(key)(config) == resolved.PYTHON_OBJECT]
 
 
 def check_deepspeed(config: schema.TrainConfig) -> None:
-    """Contradictions between settings and a DeepSpeed file, told before any process starts.
+    """Check settings against a DeepSpeed file before any process starts.
 
     Raises:
         ConfigError: the file can't be read or says something else than a setting.
@@ -160,20 +162,20 @@ def check_deepspeed(config: schema.TrainConfig) -> None:
 
 
 def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) -> schema.TrainConfig:
-    """A copy that notes ``<python object>`` at the keys whose place a Python object takes."""
+    """A copy with ``<python object>`` at the keys that a Python object replaces."""
     noted: dict[str, Any] = {key: resolved.PYTHON_OBJECT for name, key in kept.OBJECT_KEYS.items()
                              if getattr(objects, name, None) is not None}
     if "reward.fn" in noted:
-        # arguments of the reward that is replaced are not for the function that replaces it
-        own = config.reward.fn in (None, resolved.PYTHON_OBJECT) and not config.reward.fns
-        noted |= {"reward.fns": {}, "reward.kwargs": config.reward.kwargs if own else {}}
+        # arguments of a replaced reward are not for the function that replaces it
+        keeps_kwargs = config.reward.fn in (None, resolved.PYTHON_OBJECT) and not config.reward.fns
+        noted |= {"reward.fns": {}, "reward.kwargs": config.reward.kwargs if keeps_kwargs else {}}
     noted |= {key.replace(".path", ".items"): None for key in noted if key.startswith("prompts.")}
     return resolved.with_values(config, noted)
 
 
 def goes_on_with(run_dir: Path) -> bool:
-    """Whether ``resume=auto`` goes on in that folder; a run that was killed before it made anything
-    is begun again."""
+    """Whether ``resume=auto`` resumes in that folder; a run that was killed before it made anything
+    starts again."""
     return not _made_nothing(run_dir) and any(
         (run_dir / name).is_file() for name in (resolved.CONFIG_FILE, kept.RUN_FILE))
 
@@ -191,16 +193,16 @@ def _fresh_folder(config: schema.TrainConfig, name: str, say: Callable[[str], No
     with atomic.disk_errors(run_dir), suppress(FileExistsError):
         run_dir.mkdir()
     if not run_dir.is_dir():
-        run_folder.probe_writable(run_dir)  # it says what is there instead
+        run_folder.probe_writable(run_dir)  # raises, with what the path is instead
     refuse_taken(run_dir, config)
     return run_dir
 
 
 def _is_set_aside(run_dir: Path, config: schema.TrainConfig) -> bool:
-    """Whether a folder holds a run that failed before its first step was done, which a new run of
-    its name may put aside: its checkpoint, if any, is of the model that it started from.
+    """Whether a folder holds a run that failed in its first step. A new run of the same name may
+    set it aside: its only checkpoint is the model that it started from.
 
-    On several nodes the others may look at that folder meanwhile.
+    Not with several nodes, where the others may be reading that folder.
     """
     run = run_folder.RunFolder(run_dir)
     summary = atomic.read_json(run.summary) or {}
@@ -216,7 +218,7 @@ def _is_set_aside(run_dir: Path, config: schema.TrainConfig) -> bool:
 
 
 def _set_aside(run_dir: Path, say: Callable[[str], None]) -> None:
-    """Give the folder of such a run another name; nothing of it is deleted."""
+    """Rename the folder of such a run; nothing is deleted."""
     target, number = run_dir.with_name(f"{run_dir.name}-failed"), 1
     while os.path.lexists(target):
         number += 1
@@ -227,7 +229,7 @@ def _set_aside(run_dir: Path, say: Callable[[str], None]) -> None:
 
 
 def refuse_running(run_dir: Path) -> None:
-    """Refuse the folder of a run that is at work.
+    """Refuse the folder of a running run.
 
     Raises:
         CheckpointError: names its process.
@@ -241,11 +243,11 @@ def refuse_running(run_dir: Path) -> None:
 
 
 def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
-    """Refuse a folder that holds something, for a new run; what a run that made nothing left there
-    is nothing, and a run that failed in its first step makes room.
+    """Refuse a folder for a new run if it holds something. Leftovers of a run that made nothing
+    don't count, nor does a run that failed in its first step.
 
     Raises:
-        CheckpointError: it does, or a run is at work there.
+        CheckpointError: it holds something, or a run is running there.
     """
     refuse_running(run_dir)
     if not _made_nothing(run_dir) and not _is_set_aside(run_dir, config):
@@ -260,7 +262,7 @@ def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
 
 
 def new_folder(base: Path, name: str) -> Path:
-    """Make ``base/name``, or ``base/name-2``, ... if taken; two callers never share one.
+    """Make ``base/name``, or ``base/name-2``, ... if that exists; two callers never share a folder.
 
     Raises:
         OSError: ``base`` can't be written.

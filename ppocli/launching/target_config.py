@@ -1,5 +1,5 @@
-"""The configuration under which a run, a checkpoint or a bare model is judged or asked; and what of
-the code that a configuration names may run."""
+"""The configuration under which a run, a checkpoint or a bare model is evaluated or sampled; and
+which code that a configuration names may run."""
 
 import logging
 from collections.abc import Sequence
@@ -19,28 +19,28 @@ from ppocli.text import Say, short_path
 log = logging.getLogger("ppocli")
 
 JUDGED = ("model.", "reward.", "env.")
-"""beginnings of the keys whose code runs where a policy is judged"""
+"""prefixes of the keys whose code runs when a policy is evaluated"""
 
 
-def allow_code(found: compose.Composed, parts: tuple[str, ...] = ("",)) -> tuple[str, ...]:
-    """Settle which code may run in this process: what was typed; of a run that this user has
-    started, or trusts, all of it; else what :mod:`ppocli.own_code` lets a configuration name.
+def allow_code(composed: compose.Composed, parts: tuple[str, ...] = ("",)) -> tuple[str, ...]:
+    """Decide which code may run in this process: code that was typed; all code of a run that this
+    user has started or trusts; otherwise what :mod:`ppocli.own_code` lets a configuration name.
 
     Args:
-        parts: beginnings of the keys whose code is going to run.
+        parts: prefixes of the keys whose code is going to run.
 
     Returns:
-        import paths that the last applies to, for further processes.
+        import paths limited in the last way, for further processes.
 
     Raises:
         CheckpointError: the run is somebody else's and names code.
     """
     limited: tuple[str, ...] = ()
-    if found.resume_from is not None:
-        trust.check_run(found.resume_from, found.config, parts, trusts=found.trusts,
-                        typed=found.typed)
+    if composed.resume_from is not None:
+        trust.check_run(composed.resume_from, composed.config, parts, trusts=composed.trusts,
+                        typed=composed.typed)
     else:
-        limited = trust.named_by_files(found.config, found.typed)
+        limited = trust.named_by_files(composed.config, composed.typed)
     limit(limited)
     return limited
 
@@ -48,42 +48,42 @@ def allow_code(found: compose.Composed, parts: tuple[str, ...] = ("",)) -> tuple
 def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bool,
                   needs_prompts: bool, trusts: bool = False, say: Say = log.info
                   ) -> schema.TrainConfig:
-    """What ``words`` make of the run's own configuration, or of the defaults for a bare model.
+    """The run's configuration, or for a bare model the defaults, with ``words`` applied.
 
-    The model to start from (``model.path``), which KL is measured against, stays the run's; a bare
-    model is its own. A run that was trained on a data set has neither reward nor prompts. What
-    samples is our own loop, unless ``words`` say otherwise.
+    The starting model (``model.path``), which KL is measured against, stays the run's; a bare model
+    is its own. A run that was trained on a data set has neither reward nor prompts. Our own loop
+    samples, unless ``words`` say otherwise.
 
     Args:
         words: overrides, KEY=VALUE.
-        needs_reward, needs_prompts: whether the command can do without. A bare model then gets a
-            reward that is never called, or starts from the BOS token.
-        trusts: what the run's configuration names may run, whoever made it.
-        say: gets the lines on how the words were read.
+        needs_reward, needs_prompts: whether the command needs them. Without them, a bare model gets
+            a reward that is never called, or starts from the BOS token.
+        trusts: code that the run's configuration names may run, whoever made the run.
+        say: prints how the words were read.
 
     Raises:
         CheckpointError: the run is somebody else's and names code.
-        ConfigError: wrong words; or the target brings no reward or prompts and ``words`` don't
-            either; or it is a reward model.
+        ConfigError: wrong words; or neither target nor ``words`` have a reward or prompts; or the
+            target is a reward model.
     """
     if is_scorer(target.model):
         raise ConfigError(f"{target.name} is a reward model: it scores responses and writes none.",
                           where="RUN", fix="name a policy; to score its responses with this model: "
                           "--reward reward_model reward.kwargs.model="
                           f"{short_path(str(target.run_dir or target.model))}")
-    given = {word.lstrip("+~").partition("=")[0] for word in words}
+    typed_keys = {word.lstrip("+~").partition("=")[0] for word in words}
     run = _trained_on_data(target)
     if target.run_dir is not None and run is None:
         base = _going_on(target.run_dir, trusts)
     else:
-        base = ["ppo.num_steps=1", *(_start_of(target.model) if run is None else _own(run))]
-        if needs_reward and not given & {"reward.fn", "reward.fns", "env.fn"} and not any(
-                name.startswith("reward.fns.") for name in given):
+        base = ["ppo.num_steps=1", *(_start_of(target.model) if run is None else _model_words(run))]
+        if needs_reward and not typed_keys & {"reward.fn", "reward.fns", "env.fn"} and not any(
+                name.startswith("reward.fns.") for name in typed_keys):
             raise ConfigError(f"{target.name} is a model and brings no reward of its own.",
                               where="--reward", fix="--reward module:function, or a built-in such "
                               "as --reward length (arguments: reward.kwargs.NAME=VALUE)")
-        if needs_prompts and not given & {"prompts.path", "prompts.items", "prompts.eval.path",
-                                          "prompts.eval.items"}:
+        if needs_prompts and not typed_keys & {"prompts.path", "prompts.items", "prompts.eval.path",
+                                               "prompts.eval.items"}:
             raise ConfigError(f"{target.name} is a model and brings no prompts of its own.",
                               where="--prompts", fix="--prompts FILE (json, jsonl, csv, tsv, "
                               "parquet or txt), a folder or a Hub data set (column: "
@@ -93,22 +93,22 @@ def target_config(target: Target, words: Sequence[str] = (), *, needs_reward: bo
     config = _allowed([*base, *words], target, JUDGED if needs_reward else ("model.",), run, words,
                       trusts, say)
     _refuse_objects(config, target, needs_reward, needs_prompts)
-    # the run's own servers may be gone, or be another run's
-    told = any(name.startswith("rollout.") for name in given)
-    rollout = config.rollout if told else schema.RolloutConfig()
+    # the run's servers may be gone, or belong to another run now
+    sets_rollout = any(name.startswith("rollout.") for name in typed_keys)
+    rollout = config.rollout if sets_rollout else schema.RolloutConfig()
     return replace(config, resume="never", rollout=rollout, model=dated(config.model, target))
 
 
 def trained_on_data(target: Target) -> bool:
-    """Whether a target's own evaluation is one on rows of a data set."""
+    """Whether a target is evaluated on rows of a data set."""
     return _trained_on_data(target) is not None or is_scorer(target.model)
 
 
 def data_config(target: Target, words: Sequence[str], *, trusts: bool = False,
                 say: Say = log.info) -> schema.TrainConfig:
-    """The configuration under which a target is measured on rows of a data set: the run's own with
-    ``words`` where it was trained on one, else the task that its model is for. What is to be
-    measured is the share ``data.val`` of ``data.path``, or without it all of that.
+    """The configuration under which a target is evaluated on rows of a data set: the run's with
+    ``words`` if it was trained on one, else that of the task that its model is for. The rows are
+    the share ``data.val`` of ``data.path``, or without it all of ``data.path``.
 
     Raises:
         CheckpointError, ConfigError: as :func:`target_config`.
@@ -119,11 +119,11 @@ def data_config(target: Target, words: Sequence[str], *, trusts: bool = False,
         base = [f"task={'reward_model' if is_scorer(target.model) else 'sft'}"]
         if target.run_dir is not None:
             run = resolved.read_config(target.run_dir / resolved.CONFIG_FILE)
-        base += _start_of(target.model) if run is None else _own(run)
+        base += _start_of(target.model) if run is None else _model_words(run)
     config = _allowed([*base, *words], target, ("model.",), run, words, trusts, say,
                       frozenset({"data.path"}))
-    given, data = {word.lstrip("+~").partition("=")[0] for word in words}, config.data
-    whole = "data.path" in given and "data.val" not in given
+    typed_keys, data = {word.lstrip("+~").partition("=")[0] for word in words}, config.data
+    whole = "data.path" in typed_keys and "data.val" not in typed_keys
     source = data.path if whole or tasks.val_share(data) is not None else data.val
     if source in (None, resolved.PYTHON_OBJECT):
         why = "was started from Python, and its folder doesn't hold the data" if source else \
@@ -138,23 +138,23 @@ def data_config(target: Target, words: Sequence[str], *, trusts: bool = False,
 
 
 def dated(model: schema.ModelConfig, target: Target) -> schema.ModelConfig:
-    """``model`` with the date that chat templates told in a run, also of earlier versions, which
-    didn't keep it."""
+    """``model`` with the date that chat templates used in a run; for runs of earlier versions,
+    which didn't record it, the date of the first start."""
     if model.chat_template_date is None and target.run_dir is not None:
         return replace(model, chat_template_date=first_start(target.run_dir))
     return model
 
 
 def _trained_on_data(target: Target) -> schema.TrainConfig | None:
-    """The configuration of the run that a target is of, if that trained on a data set."""
+    """The configuration of the target's run, if that trained on a data set."""
     if target.run_dir is None:
         return None
     run = resolved.read_config(target.run_dir / resolved.CONFIG_FILE)
     return run if tasks.task_name(run) in tasks.DATA_TASKS else None
 
 
-def _own(run: schema.TrainConfig) -> list[str]:
-    """What a run's configuration says of its model and its machine, as words."""
+def _model_words(run: schema.TrainConfig) -> list[str]:
+    """The model, seed, hardware and, for SFT, generation settings of a run, as words."""
     default = schema.TrainConfig()
     model = replace(run.model, value=default.model.value, reference=default.model.reference)
     generation = run.generation if tasks.task_name(run) == "sft" else default.generation
@@ -163,15 +163,15 @@ def _own(run: schema.TrainConfig) -> list[str]:
 
 
 def _going_on(run_dir: Path, trusts: bool) -> list[str]:
-    # judged is what config.yaml says now, be it changed by hand
+    # config.yaml counts as it is now, even if it was changed by hand
     return [f"resume={resolved.quoted(str(run_dir))}", ACCEPT_CHANGES, *[TRUST] * trusts]
 
 
 def _allowed(whole: Sequence[str], target: Target, parts: tuple[str, ...],
              run: schema.TrainConfig | None, typed: Sequence[str], trusts: bool, say: Say,
              handed_in: frozenset[str] = frozenset()) -> schema.TrainConfig:
-    """Compose words, and settle which code may run: words that repeat the settings of a ``run``
-    were not typed."""
+    """Compose words, and decide which code may run: words that repeat the settings of a ``run``
+    don't count as typed."""
     checked = compose.check(compose.compose(read_words(whole)), handed_in)
     keys = tuple(word.lstrip("+").partition("=")[0] for word in typed)
     for note in checked.notes:
@@ -185,7 +185,7 @@ def _allowed(whole: Sequence[str], target: Target, parts: tuple[str, ...],
 
 
 def _start_of(model: str) -> list[str]:
-    """The words that name what a bare model started from: itself, but for an adapter its base."""
+    """Words for the starting model of a bare model: itself, or for an adapter its base."""
     path, revision, _ = named_base(Path(model)) if is_adapter(model) else (model, None, None)
     return [f"{key}={resolved.literal(value)}" for key, value in
             (("model.path", path), ("model.revision", revision)) if value is not None]
@@ -193,7 +193,7 @@ def _start_of(model: str) -> list[str]:
 
 def _refuse_objects(config: schema.TrainConfig, target: Target, needs_reward: bool,
                     needs_prompts: bool) -> None:
-    """A run started from Python may lack what its folder can't hold."""
+    """Refuse a run that was started with Python objects that its folder doesn't hold."""
     lacking = []
     if needs_reward and config.reward.fn == resolved.PYTHON_OBJECT:
         lacking.append("--reward module:function")

@@ -1,7 +1,7 @@
 """The process of a run, or one of several: ``python -m ppocli.launching.worker RUN_DIR HOW``.
 
 Reads the resolved ``config.yaml`` (it never composes), builds the session, resumes if asked to,
-trains, and leaves the trained model, a summary and checkpoints behind, whatever ended it.
+trains, and writes checkpoints, a summary and the trained model.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from ppocli.config.secrets import safe_text
 from ppocli.display.console import Display, keep_log, open_display, open_silence
 from ppocli.errors import CheckpointError, InputError, PpocliError
 from ppocli.launching.child_process import RunOutcome, Start, outcome_of
-from ppocli.launching.ending import ending_well, publish
+from ppocli.launching.ending import publish, save_on_exit
 from ppocli.models.loading.chat_template import present, tells_date
 from ppocli.own_code import limit
 from ppocli.parallel import host_memory, launchers
@@ -42,10 +42,10 @@ log = logging.getLogger("ppocli")
 
 _WHERE_AND_HOW = ("hardware.", "rollout.", "reward.ranks", "env.timeout", "env.retries",
                   "env.workers")
-"""keys that say where a run is computed, and how others are asked: a scheduler may repeat its
-command elsewhere"""
+"""keys that say where a run computes and how it calls rewards and environments, which may differ
+when a scheduler repeats its command elsewhere"""
 _MEETING = "meeting the other ranks"
-"""the phase in which a rank waits for the others to be there"""
+"""the phase in which a rank waits for the others to arrive"""
 
 
 def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any = None,
@@ -54,24 +54,23 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any
 
     Args:
         objects: Python objects in place of config keys.
-        store: of the ranks of somebody else's launcher, as of :func:`open_ranks`: it may start them
-            once more, and hand a signal on that the terminal sends as well.
-        own_process: this process was started for the run: its time is counted from there on, and
-            it decides how memory is freed.
-        started_by: the process that has started this one in a process group of its own: what is
-            shown to its user is shown by this one.
+        store: of ranks that another launcher has started, as of :func:`open_ranks`. It may restart
+            them, and forward a signal that the terminal sends as well.
+        own_process: this process was started for the run: the run's time counts from there, and the
+            process decides how memory is freed.
+        started_by: the process that has started this one in another process group; this process
+            shows the run to its user.
 
     Raises:
-        PpocliError: with the exit code of its kind; checkpoints are kept and the message says how
-            to go on.
+        PpocliError: with its exit code; checkpoints are kept, and the message says how to go on.
     """
     began = Moment.of_process_start() if own_process else Moment.now()
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
     if own_process:
         host_memory.settle_freed_memory(sharded=cfg.hardware.zero_stage > 0)
     limit(start.limited)
-    # a launcher hands a signal on that its processes may have got as well; Slurm, at a job's time
-    # limit, sends one to all of them
+    # a launcher forwards signals that its processes may have received already; at a job's time
+    # limit Slurm sends one to all of them
     twice = store is not None or "SLURM_JOB_ID" in os.environ
     with _held(start, folder, started_by) as shown, catch_signals(2.0 if twice else 0.0) as stop:
         if (early := launchers.announce()) is not None:
@@ -83,7 +82,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any
             if start.resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
                 return done
             with open_run(start, cfg, folder, objects, backend, stop, shown, began) as run:
-                with ending_well(run):
+                with save_on_exit(run):
                     loop.run_training(run)
                     launchers.note_phase("writing the model")
                 return publish(run)
@@ -91,7 +90,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any
 
 @contextmanager
 def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Iterator[loop.Run]:
-    """A run that is ready for the next step of a loop that isn't ours, in this process.
+    """A run in this process that is ready for the next step of a user's own loop.
 
     Args:
         store: as of :func:`open_ranks`.
@@ -104,7 +103,7 @@ def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Ite
             open_ranks(cfg, folder.path if start.resume else None, store) as backend, \
             open_run(start, cfg, folder, objects, backend, stop, shown, began) as run:
         stop.ranks = backend.ranks
-        run.state = replace(run.state, pending=None)  # an evaluation at the start is the loop's own
+        run.state = replace(run.state, pending=None)  # the loop itself evaluates at the start
         run.clock.mark("startup")
         yield run
 
@@ -112,7 +111,8 @@ def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Ite
 @contextmanager
 def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = None
           ) -> Iterator[Display]:
-    """What a person sees of the run meanwhile. Rank 0 alone holds the folder and speaks."""
+    """Hold the run's folder and yield its display; ranks other than 0 hold nothing and show
+    nothing."""
     if launchers.my_rank() > 0:
         with open_silence() as shown:
             yield shown
@@ -133,10 +133,10 @@ def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = N
 def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder,
              objects: PythonObjects | None, backend: Backend, stop: StopFlag, display: Display,
              began: Moment) -> Iterator[loop.Run]:
-    """A run ready for its next step: everything loaded, its files open.
+    """A run that is ready for its next step: everything is loaded, its files are open.
 
     Args:
-        began: from when on its time is counted.
+        began: the moment from which its time counts.
 
     Raises:
         PpocliError: something can't be loaded, or the checkpoint does not fit.
@@ -145,7 +145,7 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
     from ppocli.training.resume import restore
 
     ranks = backend.ranks
-    # rewards draw from these: ranks must not draw alike
+    # rewards use these generators: ranks must not share a seed
     seed_generators(cfg.seed + ranks.rank)
     launchers.note_phase("loading")
     ranks.first_does(lambda: check_trackers(cfg.tracking))
@@ -162,7 +162,7 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
         state = restore(task, folder, run_id, fresh)
         since = None if state is fresh else state.step
         ranks.first_does(lambda: accept_settings(folder.path, since))
-    # how rewards are called and prompts are rendered, so that a resume does it too
+    # how rewards are called and prompts are rendered, so that a resumed run does the same
     settled = replace(cfg, reward=task.cfg.reward, prompts=task.cfg.prompts)
     if cfg.model.chat_template_date is None and any(
             map(tells_date, (task.saved.tokenizer, *task.judging))):
@@ -217,16 +217,17 @@ def _run_id(folder: run_folder.RunFolder) -> str:
 
 
 def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> RunOutcome | None:
-    """The result of a run that has drawn all its episodes and left a whole model; else None.
+    """The result of a run that is complete and whose model is whole; else None.
 
     Raises:
-        CheckpointError: settings have changed that no step would be trained with.
+        CheckpointError: settings have changed, and no step is left to train with them.
     """
     summary = atomic.read_json(folder.summary) or {}
-    steps, asked = whole(summary, "steps"), tasks.steps_asked(cfg)
+    steps, target_steps = whole(summary, "steps"), tasks.steps_asked(cfg)
     planned = tasks.planned_samples(cfg, environment.examples_of(folder.path))
-    done = steps >= asked if asked is not None else (  # they may have been of another size
-        planned is not None and whole(summary, "episodes") >= planned)
+    # without a target for steps, samples count: steps may have been of another size
+    done = (steps >= target_steps if target_steps is not None else
+            planned is not None and whole(summary, "episodes") >= planned)
     if summary.get("status") != "finished" or steps <= 0 or not done:
         return None
     try:
@@ -248,7 +249,7 @@ def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> 
 
 
 def main(argv: list[str]) -> int:
-    """Train as ``argv`` tells (:class:`Start`); returns the exit code."""
+    """Train with the arguments of a :class:`Start`; return the exit code."""
     start = Start.read(argv)
     if launchers.OUTCOMES in os.environ:
         _as_rank(start)
@@ -261,15 +262,15 @@ def main(argv: list[str]) -> int:
 
 
 def _as_rank(start: Start) -> NoReturn:
-    """One of several processes: what it came to is left for the one that started them.
+    """Run as one of several processes, and write an outcome for the process that started them.
 
-    A stop is no failure to that one, which would end the ranks that are still saving.
+    A stop exits with 0: after a failure that process would end ranks that are still saving.
     """
     def patience() -> float:
-        """Seconds in which ranks that nobody watches any more come to a stop together. Those that
-        have not met never will: the one that watched them held what they meet by."""
-        apart = launchers.my_phase() in ("", _MEETING)
-        return 5.0 if apart else float(start.config().hardware.timeout_seconds)
+        """Seconds in which ranks stop together after the process that started them ended. Ranks
+        that haven't met never will: that process held the store they meet at."""
+        before_meeting = launchers.my_phase() in ("", _MEETING)
+        return 5.0 if before_meeting else float(start.config().hardware.timeout_seconds)
 
     stop_when_closed(launchers.hold_lifeline(), leave_after=patience)
     outcome = outcome_of(launchers.my_rank(), lambda: run_worker(

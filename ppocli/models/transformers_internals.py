@@ -1,6 +1,6 @@
-"""What ppocli uses of transformers beyond its public classes: the registry of attention functions,
-the layers of its cache, two of its building blocks, and how it compiles chat templates. Nothing
-else touches them."""
+"""The private parts of transformers that ppocli uses: the registry of attention functions, the
+layers of its cache, two building blocks, and how it compiles chat templates. No other module
+touches them."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -28,7 +28,7 @@ _PARTS = ("transformers:AttentionInterface.register",
 
 @cache
 def probe() -> None:
-    """Refuse a transformers without these parts.
+    """Check that the installed transformers has these parts.
 
     Raises:
         ConfigError: one is missing.
@@ -105,11 +105,11 @@ def _asks_for_sdpa(kind: Any) -> bool:
 
 
 def _mask(**words: Any) -> torch.Tensor | None:
-    """transformers' own mask for "sdpa". It doesn't ask a device in every pass, and wait for it,
-    whether a mask of tokens leaves any out: our loop hands over none that doesn't."""
+    """transformers' own mask for "sdpa". Transformers would wait for the device in every pass to
+    find out whether a mask leaves tokens out; ours always do."""
     from transformers.masking_utils import sdpa_mask
 
-    if (given := words.get("attention_mask")) is not None and given.device.type != "cpu":
+    if (mask := words.get("attention_mask")) is not None and mask.device.type != "cpu":
         words["allow_is_causal_skip"] = False
     return sdpa_mask(**words)
 
@@ -255,13 +255,13 @@ def caches_all_keys(lm: Any) -> bool:
 
 
 def allows_gaps(lm: Any) -> bool:
-    """Whether columns that a row doesn't look at may stand between its tokens. Windows of attention
-    count columns, as do GPT-Neo's local layers and MPT's ALiBi, whatever a mask says."""
+    """Whether masked columns may stand between the tokens of a row. Attention windows, GPT-Neo's
+    local layers and MPT's ALiBi count columns whatever a mask says."""
     return caches_all_keys(lm) and lm.config.model_type not in ("gpt_neo", "mpt")
 
 
 def cached_tokens(cache: Any) -> int:
-    """Tokens of a row whose keys and values are kept, padding included."""
+    """Number of cached tokens per row, padding included."""
     return cache.layers[0].keys.shape[2]
 
 
@@ -274,21 +274,21 @@ def drop_first_tokens(cache: Any, count: int) -> None:
 
 def taken_rows(cache: Any, rows: torch.Tensor) -> Any:
     """A cache with copies of the keys and values of some rows."""
-    taken = copy(cache)
-    taken.layers = [copy(layer) for layer in cache.layers]
-    taken.batch_select_indices(rows)
-    return taken
+    selected = copy(cache)
+    selected.layers = [copy(layer) for layer in cache.layers]
+    selected.batch_select_indices(rows)
+    return selected
 
 
 def append_rows(cache: Any, others: Any, width: int) -> None:
-    """Move the rows of one cache behind those of another, all of them padded on the left to
-    ``width`` tokens."""
-    for own, new in zip(cache.layers, others.layers, strict=True):
-        if own.keys is None:  # a layer that uses those of another one
+    """Append the rows of one cache to another, all padded on the left to ``width`` tokens."""
+    for layer, new in zip(cache.layers, others.layers, strict=True):
+        if layer.keys is None:  # this layer shares another one's
             continue
-        own.keys = torch.cat([_left_padded(own.keys, width), _left_padded(new.keys, width)])
+        layer.keys = torch.cat([_left_padded(layer.keys, width), _left_padded(new.keys, width)])
         new.keys = None  # two copies of all layers are never held
-        own.values = torch.cat([_left_padded(own.values, width), _left_padded(new.values, width)])
+        layer.values = torch.cat([_left_padded(layer.values, width),
+                                  _left_padded(new.values, width)])
         new.values = None
 
 

@@ -1,5 +1,5 @@
-"""The door to devices, precision and other processes: accelerate; and copies between the host
-and the device that make the host wait no more than they must."""
+"""Devices, precision and other processes, through accelerate; and copies between host and device
+that make the host wait as little as possible."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -38,7 +38,7 @@ class Backend:
     ranks: Ranks
     zero_stage: int = 0
     products: str = TORCH
-    """whose products linear layers take, as of :mod:`ppocli.parallel.onednn`"""
+    """which library multiplies matrices in linear layers, see :mod:`ppocli.parallel.onednn`"""
     cuda_graphs: bool = True
     """as in ``hardware``"""
 
@@ -48,8 +48,8 @@ class Backend:
                               enabled=self.precision == "bf16")
 
     def memory_mib(self) -> float | None:
-        """What the device's allocator holds now, or on a CPU the process, in MiB; None where the
-        system doesn't tell."""
+        """Memory in use now, in MiB: of the device's allocator, or on a CPU of the process. None if
+        the system doesn't report it."""
         if self.device.type != "cpu":
             return torch.get_device_module(self.device).memory_allocated(self.device) / 2**20
         return host_memory.resident_mib(os.getpid())
@@ -64,24 +64,26 @@ class Backend:
 
 
 def made_on(backend: Backend) -> dict[str, str]:
-    """What a checkpoint records of where it was made: elsewhere a run goes on, not bit for bit."""
-    found: dict[str, Any] = {"device": backend.device.type, "processes": backend.ranks.world}
+    """Facts about the hardware that a checkpoint records. A run can resume on other hardware, but
+    not bit for bit."""
+    facts: dict[str, Any] = {"device": backend.device.type, "processes": backend.ranks.world}
     if backend.device.type == "cpu":
-        found |= {"processor": cpu_model(), THREADS: torch.get_num_threads(),
+        facts |= {"processor": cpu_model(), THREADS: torch.get_num_threads(),
                   PRODUCTS: backend.products}
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in facts.items()}
 
 
 @contextmanager
 def open_backend(hardware: HardwareConfig, run_dir: Path | None = None) -> Iterator[Backend]:
-    """The accelerator of a command that works in one process, whatever its configuration says of
-    several; its process-wide state is cleared again afterwards.
+    """The backend of a command that runs in one process, even if its configuration asks for
+    several. Process-wide state is restored at the end.
 
     Args:
-        run_dir: of the run whose numbers are gone on with: how it computes counts.
+        run_dir: a run to be continued, which decides how many threads compute and which library
+            multiplies.
 
     Raises:
-        ConfigError: a CUDA device or bf16 is asked for and not there.
+        ConfigError: the configuration asks for a CUDA device or bf16, and this machine has none.
     """
     from accelerate import Accelerator
 
@@ -99,8 +101,8 @@ def open_ranks(cfg: TrainConfig, run_dir: Path | None = None, store: Any = None
     """As :func:`open_backend`, for the training of ``cfg``, of which this process is one rank.
 
     Args:
-        store: where the ranks meet, for processes that do so more than once: at the launcher's they
-            would find the addresses of the first time.
+        store: where the ranks meet, for processes that form a group more than once: the launcher's
+            store still holds the addresses of the first group.
 
     Raises:
         ConfigError: also if DeepSpeed's file contradicts the configuration.
@@ -118,7 +120,7 @@ def open_ranks(cfg: TrainConfig, run_dir: Path | None = None, store: Any = None
                 world_size=launchers.launched_world(), timeout=timeout)
         accelerator = _accelerator(cfg, use_cuda, timeout)
         ranks = _ranks(timeout)
-        # their processors may differ, their numbers should not
+        # ranks on different processors must still compute alike
         products = TORCH if use_cuda else ranks.broadcast(
             choose_gemm(cfg.hardware, recorded.products))
         yield Backend(accelerator, _numbered(accelerator.device), cfg.hardware.precision, ranks,
@@ -127,13 +129,13 @@ def open_ranks(cfg: TrainConfig, run_dir: Path | None = None, store: Any = None
 
 @contextmanager
 def _process_state(hardware: HardwareConfig, recorded: Arithmetic) -> Iterator[bool]:
-    """Whether to compute on a GPU; threads and accelerate's and torch's global state are as before
-    at the end."""
+    """Set threads and torch's global state for a run, yield whether it computes on a GPU, and
+    restore everything at the end."""
     from accelerate.state import AcceleratorState
 
     present = torch.cuda.is_available()
     if not present:
-        # transformers imports deepspeed when it saves, which would guess and say so on stdout
+        # transformers imports deepspeed when it saves, which would guess the device and print that
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     use_cuda = hardware.device == "cuda" or (hardware.device == "auto" and present)
     if use_cuda and not present:
@@ -146,7 +148,7 @@ def _process_state(hardware: HardwareConfig, recorded: Arithmetic) -> Iterator[b
     settle_threads(hardware.num_threads, recorded.threads)
     if hardware.precision == "bf16" and not use_cuda:
         warn_of_slow_bf16()
-    # it builds a graph for every shape, and every decoded token is one
+    # cuDNN builds a graph for every shape, and every decoded token has a new one
     torch.backends.cuda.enable_cudnn_sdp(False)
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
@@ -161,9 +163,9 @@ def _process_state(hardware: HardwareConfig, recorded: Arithmetic) -> Iterator[b
 
 @contextmanager
 def _patience_of_groups(hardware: HardwareConfig) -> Iterator[timedelta]:
-    """How long ranks wait for each other, also in groups that are made without a word about it:
-    DeepSpeed's own, through which gradients go, would wait for as long as torch thinks fit, half an
-    hour on CPUs."""
+    """Apply ``hardware.timeout_seconds`` to every process group made in the block, and yield it.
+    DeepSpeed makes a group for gradients without a timeout; torch's default is half an hour on
+    CPUs."""
     from torch.distributed import distributed_c10d
 
     timeout = timedelta(seconds=hardware.timeout_seconds)
@@ -177,8 +179,8 @@ def _patience_of_groups(hardware: HardwareConfig) -> Iterator[timedelta]:
 
 
 def _numbered(device: torch.device) -> torch.device:
-    """The device with its index, which accelerate leaves out in a single process: a thread of its
-    own can only be told to use a device by number."""
+    """The device with its index, which accelerate leaves out in a single process; another thread
+    can select a device only by its index."""
     if device.type == "cpu" or device.index is not None:
         return device
     return torch.device(device.type, torch.get_device_module(device).current_device())
@@ -195,13 +197,13 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool, timeout: timedelta) -> Any:
 
     from ppocli.config.deepspeed import deepspeed_config
 
-    # of `accelerate launch --cpu`: it would outdo DeepSpeed, and what the device is is settled here
+    # set by `accelerate launch --cpu`: it would override DeepSpeed, and the device is decided here
     os.environ.pop("ACCELERATE_USE_CPU", None)
     group = utils.InitProcessGroupKwargs(backend="nccl" if use_cuda else "gloo", timeout=timeout)
     if cfg.hardware.zero_stage == 0:
-        # updates of the critic alone leave the trunk without gradients. And where none may be
-        # missed, DDP lays its buckets out anew after a process's first update, which changes the
-        # order that three ranks or more are summed in: a resumed run would differ in rounding
+        # updates of the critic alone leave the trunk without gradients. Without unused parameters,
+        # DDP also rebuilds its buckets after the first update of a process, which changes the order
+        # of sums over three or more ranks: a resumed run would round differently
         ddp = utils.DistributedDataParallelKwargs(find_unused_parameters=bool(
             cfg.ppo.critic_warmup_steps or cfg.ppo.value_pretrain_steps or cfg.ppo.critic_epochs
             or (not use_cuda and launchers.launched_world() > 2)))
@@ -231,22 +233,24 @@ def _ranks(timeout: timedelta) -> Ranks:
                  torch.distributed.new_group(backend="gloo", timeout=timeout))
 
 
-def beside(work: Callable[[], T]) -> T:
-    """``work``, in a thread of its own. It leaves alone what autocast keeps, rounded weights of all
-    threads: any thread that leaves autocast frees them, and a recorded graph still reads them."""
+def without_autocast_cache(work: Callable[[], T]) -> T:
+    """Run ``work`` in a side thread without touching autocast's cache of rounded weights. All
+    threads share it, any thread that leaves autocast frees it, and a recorded graph still reads
+    it."""
     torch.autocast_increment_nesting()
     torch.set_autocast_cache_enabled(False)
     return work()
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor.to(device)``. From the host it goes by pinned memory: a copy from any other memory
-    waits until the device has done all it was told before."""
+    """``tensor.to(device)``. Host tensors go through pinned memory: a copy from other memory waits
+    for all earlier work of the device."""
     if tensor.device.type != "cpu" or device.type in ("cpu", "meta"):
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Tensors of one device on the CPU, for one wait: the last copy ends after the others."""
+    """Copy tensors of one device to the CPU with a single wait: the last copy ends after the
+    others."""
     return [*(one.to("cpu", non_blocking=True) for one in tensors[:-1]), tensors[-1].cpu()]

@@ -1,5 +1,5 @@
-"""What ppocli uses of DeepSpeed beyond its public calls: how ZeRO 3 marks a sharded parameter and
-where it keeps a rank's part, and the flat tensors that its optimizers step on. Nothing else touches
+"""The private parts of DeepSpeed that ppocli uses: how ZeRO 3 marks a sharded parameter, where it
+keeps a rank's partition, and the flat tensors that its optimizers step on. No other module touches
 them."""
 
 import warnings
@@ -20,23 +20,23 @@ _PARTS = (
         "safe_set_local_optimizer_state", "safe_get_full_optimizer_state",
         "lazy_init_hp_params_optimizer_state")))
 _USER = -1
-"""stands among the modules that use a parameter, which DeepSpeed numbers from 0"""
+"""our number among the modules that use a parameter; DeepSpeed's own start at 0"""
 
 
 def probe() -> None:
-    """Refuse a DeepSpeed without these parts, and hush what it does by old names.
+    """Check that the installed DeepSpeed has these parts, and silence its deprecated calls.
 
     Raises:
         ConfigError: one is missing.
     """
     check_parts("deepspeed", _PARTS)
-    # its own calls of torch, dozens in each step, by names that only a later torch has others for
+    # DeepSpeed calls torch by deprecated names, dozens of times in each step
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
 
 
 def skip_compiled_kernel() -> None:
-    """On CPUs DeepSpeed would compile a kernel when the ranks meet (a minute of C++, or the end of
-    the run where there is no compiler) that only its inference uses."""
+    """Keep DeepSpeed from compiling a CPU kernel that only its inference uses. Compiling takes a
+    minute, and fails where there is no C++ compiler."""
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -45,7 +45,7 @@ def skip_compiled_kernel() -> None:
 # Sharded parameters -------------------------------------------------------------------------------
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether ZeRO 3 keeps a tensor in parts; it may be whole at the moment."""
+    """Whether ZeRO 3 partitions a tensor, even if it is gathered at the moment."""
     return hasattr(tensor, "ds_id")
 
 
@@ -55,20 +55,20 @@ def whole_shape(tensor: torch.Tensor) -> torch.Size:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank keeps of a tensor: of one that isn't sharded, all of it."""
+    """This rank's partition of a tensor; the tensor itself if it isn't sharded."""
     return cast(torch.Tensor, getattr(tensor, "ds_tensor", tensor))
 
 
 def is_whole(parameter: Any) -> bool:
-    """Whether a sharded parameter is put together at the moment."""
+    """Whether a sharded parameter is gathered at the moment."""
     from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
     return getattr(parameter, "ds_status", None) == ZeroParamStatus.AVAILABLE
 
 
 def put_back(parameters: Iterable[Any]) -> None:
-    """Leave to each rank its part. Small parameters that DeepSpeed has left whole behind a pass may
-    be rounded to the type that it computes in."""
+    """Partition gathered parameters again. Small ones, which DeepSpeed leaves gathered after a
+    pass, may be rounded to the type that it computes in."""
     for parameter in parameters:
         if is_whole(parameter) and not parameter.ds_active_sub_modules:
             parameter.partition()
@@ -76,8 +76,8 @@ def put_back(parameters: Iterable[Any]) -> None:
 
 @contextmanager
 def marked_in_use(parameters: list[Any]) -> Iterator[None]:
-    """Whole parameters stay so behind the forward pass of a layer that uses them, where DeepSpeed
-    would release them."""
+    """Keep gathered parameters gathered after the forward pass of a layer that uses them, where
+    DeepSpeed would release them."""
     try:
         for parameter in parameters:
             parameter.ds_active_sub_modules.add(_USER)
@@ -88,8 +88,7 @@ def marked_in_use(parameters: list[Any]) -> Iterator[None]:
 
 
 def shard(parameters: Iterable[nn.Parameter], settings: Mapping[str, Any]) -> None:
-    """Leave to each rank its part of one parameter after the other; rank 0's values are those of
-    all."""
+    """Partition parameters over the ranks, one after the other, with rank 0's values."""
     from deepspeed import zero
 
     rest = iter(parameters)
@@ -121,7 +120,7 @@ def set_whole(parameter: Any, whole: torch.Tensor, slot: str | None, stage: int)
 
 
 def flat_tensors(optimizer: Any, stage: int) -> list[torch.Tensor]:
-    """What the optimizer inside DeepSpeed's steps on, and keeps its state for."""
+    """The flat tensors that the optimizer inside DeepSpeed's steps on and keeps state for."""
     return cast(list[torch.Tensor], optimizer.fp32_partitioned_groups_flat if stage == 3
                 else optimizer.single_partition_of_fp32_groups)
 

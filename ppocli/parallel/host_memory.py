@@ -1,5 +1,5 @@
-"""Memory of the host: how much the machine, or its control group, can still give, what a process
-holds, and how it keeps what it frees."""
+"""Host memory: how much the machine or its control group has left, how much a process uses, and
+whether freed memory goes back to the system."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-GIVEN = "the given"
-"""name of a device that isn't here"""
+ASSUMED_DEVICE = "the given"
+"""name of a device whose memory the user typed"""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Bytes that a device and this host can still give; None where the system doesn't tell. A
-    ``device`` that is None computes on the host."""
+    """Free bytes of a device and of this host; None if the system doesn't report them. Without a
+    ``device`` the host computes."""
 
     device: int | None
     host: int | None
@@ -32,7 +32,7 @@ class Room:
 
 
 def room_here(*, cuda: bool, device: torch.device | None = None) -> Room:
-    """What is there now.
+    """Free memory of this machine now.
 
     Args:
         cuda: whether a GPU computes.
@@ -49,19 +49,19 @@ def room_here(*, cuda: bool, device: torch.device | None = None) -> Room:
 
 
 def host_room(root: Path = Path("/")) -> int | None:
-    """Bytes that may still be taken of the machine's memory, and of the control group's; cached
+    """Available bytes of host memory: the least of the machine's and its control groups'. Cached
     files count as free.
 
     Args:
         root: where ``proc`` and ``sys`` lie.
     """
     left = [_left(root / "sys/fs/cgroup", *files) for files in _GROUPS]
-    found = [size for size in (_machine(root), *left) if size is not None]
-    return min(found) if found else None
+    sizes = [size for size in (_machine(root), *left) if size is not None]
+    return min(sizes) if sizes else None
 
 
 def resident_mib(pid: int) -> float | None:
-    """The memory that a process holds now, in MiB; None where the system doesn't tell."""
+    """Resident memory of a process, in MiB; None if the system doesn't report it."""
     with suppress(OSError, ValueError, IndexError):
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -81,8 +81,8 @@ def _machine(root: Path) -> int | None:
 _GROUPS = (("memory.max", "memory.current", "memory.stat", "inactive_file"),
            ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
             "total_inactive_file"))
-"""of version 2 and version 1 control groups: the files with the limit, what is used and what for,
-and what the last one calls cached files"""
+"""files of control groups, versions 2 and 1: limit, usage, statistics; and the name of cached files
+in the last"""
 
 
 def _left(group: Path, limit: str, used: str, stat: str, cached: str) -> int | None:
@@ -99,22 +99,21 @@ log = logging.getLogger("ppocli")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -3, -4, -8
 _OTHERS = ("LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_",
            "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_")
-"""who sets one of these has chosen"""
+"""variables by which a user has already chosen how memory is freed"""
 
 
 def settle_freed_memory(*, sharded: bool) -> None:
-    """Whether large tensors that are freed stay with the process. For a process of its own only;
-    without glibc nothing happens.
+    """Choose whether large freed tensors stay with the process. Call it only in a process that was
+    started for the run; without glibc nothing happens.
 
-    Kept, they come from the heap: glibc hands large blocks back to the system at once, every
-    update takes its gradients anew, and the system then fills hundreds of megabytes with zeros,
-    page by page.
+    By default glibc returns large blocks to the system at once. Every update would then allocate
+    its gradients anew, and the system would zero hundreds of megabytes page by page.
 
     Args:
-        sharded: whether DeepSpeed takes and frees flat buffers of all sizes between the tensors
-            that stay, so that a heap of a 45M model would grow to half as much again as is in use.
-            There every large block goes back to the system: also those for which glibc raises its
-            threshold, up to 32 MiB, as soon as one was freed.
+        sharded: whether DeepSpeed allocates and frees flat buffers of all sizes between tensors
+            that stay. The heap of a 45M model would grow to 1.5 times what is in use, so every
+            large block goes back to the system, including those up to 32 MiB, for which glibc
+            raises its threshold once one was freed.
     """
     if not sys.platform.startswith("linux") or any(name in os.environ for name in _OTHERS):
         return
@@ -129,13 +128,13 @@ def settle_freed_memory(*, sharded: bool) -> None:
 
 
 def share_one_heap() -> None:
-    """Let all threads to come take their memory from one heap, the only one that glibc can give
-    back whole; without glibc nothing happens."""
+    """Make future threads allocate from the main heap, the only one that glibc can return
+    completely; without glibc nothing happens."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         mallopt(_ARENA_MAX, 1)
 
 
 def give_back_memory() -> None:
-    """Hand what is free in the heap back to the system; without glibc nothing happens."""
+    """Return free heap memory to the system; without glibc nothing happens."""
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

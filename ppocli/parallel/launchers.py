@@ -1,8 +1,8 @@
-"""What a launcher says of this process: torchrun, accelerate, DeepSpeed, srun or our own have
-started it as one of several; over which network interface those meet that we start ourselves, and
-the files in which they and the process that started them leave word for each other.
+"""How this process was launched: torchrun, accelerate, DeepSpeed, srun or our own launcher may have
+started it as one of several. Also the network interface over which our own ranks meet, and the
+files through which they report to the process that started them.
 
-All that is read of launchers' variables is read here. Nothing heavy is imported.
+Only this module reads the variables of launchers. Nothing heavy is imported.
 """
 
 import json
@@ -19,9 +19,9 @@ from pathlib import Path
 from ppocli.errors import ConfigError
 
 OUTCOMES = "PPOCLI_OUTCOMES"
-"""environment variable: the folder in which each rank says what it came to"""
+"""environment variable: the folder into which each rank writes its outcome"""
 NODE_FAILED = ".node-failed"
-"""a file in the run folder, which all nodes share: one of them has failed"""
+"""file in the run folder, which all nodes share, that says that a node has failed"""
 _LIFELINE = "lifeline"
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # numbers that Slurm gives to what is no step of srun: the batch script, an interactive shell
@@ -35,12 +35,12 @@ class Launched:
     """This process among those that a launcher started."""
 
     by: str
-    """for messages: the launcher, as far as it can be told"""
+    """name of the launcher for messages, as far as it is recognised"""
     rank: int
     world: int
     local_rank: int
     local_world: int | None
-    """processes on this machine; None where the launcher doesn't tell, or machines differ"""
+    """processes on this machine; None if the launcher doesn't say, or machines differ"""
     address: str
     port: int
     on_each_node: bool = False
@@ -48,16 +48,17 @@ class Launched:
 
     @property
     def first(self) -> bool:
-        """Whether this is rank 0, which composes, checks and speaks for all."""
+        """Whether this is rank 0, which composes and checks the configuration and prints for
+        all."""
         return self.rank == 0
 
     def variables(self) -> dict[str, str]:
         """The environment that torch, accelerate and DeepSpeed read, as torchrun sets it."""
-        found = {"RANK": self.rank, "WORLD_SIZE": self.world, "LOCAL_RANK": self.local_rank,
-                 "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
+        variables = {"RANK": self.rank, "WORLD_SIZE": self.world, "LOCAL_RANK": self.local_rank,
+                     "MASTER_ADDR": self.address, "MASTER_PORT": self.port}
         if self.local_world is not None:
-            found["LOCAL_WORLD_SIZE"] = self.local_world
-        return {name: str(value) for name, value in found.items()}
+            variables["LOCAL_WORLD_SIZE"] = self.local_world
+        return {name: str(value) for name, value in variables.items()}
 
 
 def find_launch(environ: Mapping[str, str]) -> Launched | None:
@@ -87,7 +88,7 @@ def launched_world() -> int:
 
 
 def launched_here(default: int) -> int:
-    """How many of them run on this machine; ``default`` where nobody tells."""
+    """How many of these processes run on this machine; ``default`` if the launcher doesn't say."""
     return _int_of(os.environ, "LOCAL_WORLD_SIZE", default)
 
 
@@ -157,20 +158,20 @@ def first_host(nodelist: str) -> str:
 
 def interface_towards(host: str) -> str | None:
     """Name of the network interface from which this machine reaches ``host``, or is reached as
-    ``host``; None where that can't be told (IPv6, several that it could be)."""
+    ``host``; None if that can't be determined (IPv6, several candidates)."""
     import psutil
 
     names = {entry.address: name for name, entries in psutil.net_if_addrs().items()
              for entry in entries if entry.family == socket.AF_INET}
     try:
-        found = socket.getaddrinfo(host, 9, family=socket.AF_INET, type=socket.SOCK_DGRAM)
+        addresses = socket.getaddrinfo(host, 9, family=socket.AF_INET, type=socket.SOCK_DGRAM)
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect(found[0][4])  # chooses a route; sends nothing
-            own = str(probe.getsockname()[0])
+            probe.connect(addresses[0][4])  # chooses a route; sends nothing
+            local_address = str(probe.getsockname()[0])
     except OSError:
         return None
-    if not own.startswith("127."):
-        return names.get(own)
+    if not local_address.startswith("127."):
+        return names.get(local_address)
     if host == "localhost" or host.startswith("127."):
         return names.get("127.0.0.1")
     # this machine's own name, which stands for a loopback address only here
@@ -193,7 +194,7 @@ def let_gloo_use(host: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """What a rank came to. Written by the worker, read by the process that started it."""
+    """How a rank ended. The worker writes it, and the process that started it reads it."""
 
     rank: int
     code: int
@@ -201,26 +202,26 @@ class RankOutcome:
     message: str = ""
     """of the error, empty if there was none"""
     trace: str = ""
-    """of an exception that nobody expected"""
+    """traceback of an unexpected exception"""
     at: float = field(default_factory=time.time)
-    """seconds since the epoch, to tell which came first"""
+    """seconds since the epoch, to find the first failure"""
     phase: str = ""
     """where it was, as ``step 3, optimize``"""
     lost: bool = False
-    """whether all it has to say is that another rank is gone or doesn't answer"""
+    """whether it only reports that another rank is gone or doesn't answer"""
     retry: dict[str, int] = field(default_factory=dict)
-    """settings with which all ranks can start again: memory ran out"""
+    """settings with which all ranks can start again after memory ran out"""
 
 
 def _folder() -> Path | None:
-    """Where this process leaves word for the one that started it as a rank; None if none has."""
+    """The folder for reports to the process that started this rank; None if none did."""
     folder = os.environ.get(OUTCOMES)
     return Path(folder) if folder else None
 
 
 def announce() -> int | None:
-    """Tell the process that started this rank its pid; returns the number of a signal that came
-    before that."""
+    """Report this rank's pid to the process that started it; return the number of a signal that
+    arrived earlier."""
     if (folder := _folder()) is None:
         return None
     (folder / f"pid-{my_rank()}").write_text(str(os.getpid()), encoding="utf-8")
@@ -230,7 +231,7 @@ def announce() -> int | None:
 
 
 def open_lifelines(folder: Path) -> int:
-    """Something that each rank can hold, and that breaks when this process ends, however it does.
+    """Make a pipe that each rank can hold, and that closes when this process ends in any way.
 
     Returns:
         a file descriptor that has to stay open.
@@ -240,8 +241,8 @@ def open_lifelines(folder: Path) -> int:
 
 
 def hold_lifeline() -> int:
-    """What breaks when the process that started this rank ends, for ``stop_when_closed``; broken
-    from the beginning if that process has ended already."""
+    """This rank's end of that pipe, for ``stop_when_closed``: it closes when the process that
+    started this rank ends, and is closed from the beginning if that has ended already."""
     held = os.open(Path(os.environ[OUTCOMES]) / _LIFELINE,
                    os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else it waits for a writer
     os.set_blocking(held, True)
@@ -249,28 +250,29 @@ def hold_lifeline() -> int:
 
 
 def note_phase(phase: str) -> None:
-    """Leave word of where this rank is, should it say nothing any more."""
+    """Record what this rank is doing, in case it never reports again."""
     if (folder := _folder()) is not None:
         with suppress(OSError):  # a full disk for temporary files is no reason to end
             (folder / f"phase-{my_rank()}").write_text(phase, encoding="utf-8")
 
 
 def read_phase(folder: Path, rank: int) -> str:
-    """Where a rank was last; empty if that isn't known."""
+    """The last recorded phase of a rank; empty if there is none."""
     with suppress(OSError, ValueError):
         return (folder / f"phase-{rank}").read_text(encoding="utf-8")
     return ""
 
 
 def my_phase() -> str:
-    """Where this process is in its run; empty if nobody here has started it, who would keep a file
-    of its phases."""
+    """The current phase of this process; empty if it wasn't started as a rank, so that no phases
+    are recorded."""
     folder = _folder()
     return "" if folder is None else read_phase(folder, my_rank())
 
 
 def hand_on(folder: Path, number: int) -> None:
-    """Send a signal to all ranks that have announced themselves, and leave it for the others."""
+    """Forward a signal to all ranks that have announced themselves, and record it for the
+    others."""
     (folder / "signal").write_text(str(number), encoding="utf-8")
     for path in folder.glob("pid-*"):
         send(folder, int(path.name.removeprefix("pid-")), number)
@@ -294,17 +296,17 @@ def write_outcome(outcome: RankOutcome) -> None:
     from ppocli.config.secrets import safe_text  # the command line starts without OmegaConf
 
     path = Path(os.environ[OUTCOMES]) / f"rank-{outcome.rank}.json"
-    told = replace(outcome, message=safe_text(outcome.message), trace=safe_text(outcome.trace))
+    redacted = replace(outcome, message=safe_text(outcome.message), trace=safe_text(outcome.trace))
     try:
-        path.write_text(json.dumps(asdict(told)), encoding="utf-8")
-    except OSError:  # no room: whoever reads the terminal shall know
-        sys.stderr.write(f"{told.trace}rank {told.rank}: {told.message}\n")
+        path.write_text(json.dumps(asdict(redacted)), encoding="utf-8")
+    except OSError:  # the disk is full: print it instead
+        sys.stderr.write(f"{redacted.trace}rank {redacted.rank}: {redacted.message}\n")
 
 
 def read_outcomes(folder: Path) -> list[RankOutcome]:
-    """What the ranks left, the earliest first."""
-    found = []
+    """The outcomes of the ranks, the earliest first."""
+    outcomes = []
     for path in folder.glob("rank-*.json"):
         with suppress(OSError, ValueError, TypeError):
-            found.append(RankOutcome(**json.loads(path.read_text(encoding="utf-8"))))
-    return sorted(found, key=lambda outcome: outcome.at)
+            outcomes.append(RankOutcome(**json.loads(path.read_text(encoding="utf-8"))))
+    return sorted(outcomes, key=lambda outcome: outcome.at)

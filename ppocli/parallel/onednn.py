@@ -1,9 +1,9 @@
-"""Matrix products by oneDNN on the CPU: whether this torch has them, exactly, and on which
-processors linear layers take them; and whether bf16 is faster than fp32.
+"""Matrix products by oneDNN on the CPU: whether this torch provides them exactly, on which
+processors linear layers use them, and whether bf16 is faster than fp32.
 
 In fp32 torch hands matrix products to the BLAS it was built with (MKL in the usual wheels), which
-falls behind on some processors: it uses AVX-512 on Intel's alone. oneDNN, in the same wheel,
-multiplies the same numbers as exactly. torch reaches it for linear layers by
+falls behind on some processors: it uses AVX-512 on Intel's alone. oneDNN, in the same wheel, is as
+exact. torch reaches it for linear layers by
 ``torch.ops.mkldnn._linear_pointwise``, the operator that its compiler emits. Only this file calls
 torch's private operators.
 """
@@ -27,11 +27,11 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """[M, K] and [N, K] to [M, N], the first times the second transposed; strides may be any"""
 
 TORCH, DECODING, ONEDNN = "torch", "oneDNN in decoding", "oneDNN"
-"""whose products linear layers take: oneDNN's nowhere, in decoding alone, everywhere"""
+"""where linear layers use oneDNN: nowhere, in decoding only, everywhere"""
 _BY_KEY = {"default": TORCH, "decoding": DECODING, "onednn": ONEDNN}
 """what ``hardware.gemm`` may name"""
 EXACT = {torch.float32: 2e-6, torch.bfloat16: 5e-3}
-"""most relative error of a product by the type of its numbers; bf16 is off by 1e-3"""
+"""largest relative error of a product that counts as exact; bf16 itself is off by 1e-3"""
 CACHED = 64
 """kernels that are kept, each for one shape of a product, of up to a megabyte; by default two
 thousand"""
@@ -40,7 +40,7 @@ _CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 BF16_SHAPE = (64, 768, 768)
 """the product that bf16 and fp32 are compared on: bf16 without instructions is slow at once"""
 SLOW = 1.5
-"""so many times as long as in fp32 is worth a warning"""
+"""time of a product in bf16 relative to fp32 from which on a warning is printed"""
 TRIES = 5
 """of each product, the first of which only warms up"""
 ROWS_HINT = 64
@@ -70,12 +70,12 @@ def choose_gemm(hardware: HardwareConfig, recorded: str | None = None) -> str:
     """Where linear layers on the CPU multiply through oneDNN: ``TORCH``, ``DECODING`` or
     ``ONEDNN``.
 
-    Under ``hardware.gemm=auto`` the processor decides, and no clock: the same command has to round
-    in the same way each time.
+    Under ``hardware.gemm=auto`` the kind of processor decides, not a measurement: the same command
+    must round the same way each time.
 
     Args:
-        recorded: what the run that is gone on with was begun with. ``auto`` keeps it, also on
-            another processor, as long as that has such products.
+        recorded: what the resumed run started with. ``auto`` keeps it, also on another processor,
+            as long as that provides such products.
 
     Raises:
         ConfigError: ``onednn`` or ``decoding`` is set and torch has none, or not an exact one.
@@ -99,8 +99,8 @@ def choose_gemm(hardware: HardwareConfig, recorded: str | None = None) -> str:
 
 
 def _fitting(precision: str) -> str:
-    """What is fastest on a processor of this kind (benchmarks/RESULTS.md). In bf16 torch takes
-    oneDNN by itself, and what is left to gain are weights packed for decoding."""
+    """What is fastest on a processor of this kind (benchmarks/RESULTS.md). In bf16 torch uses
+    oneDNN by itself; only packing weights for decoding gains more."""
     if precision == "bf16":
         return ONEDNN
     if torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -110,7 +110,7 @@ def _fitting(precision: str) -> str:
 
 @cache
 def probe(dtype: torch.dtype = torch.float32) -> str | None:
-    """What is wrong with oneDNN's products, in a few words; None if they are there and as exact as
+    """What is wrong with oneDNN's products, in a few words; None if they exist and are as exact as
     their type. In bf16 there are none where the processor has no AVX-512."""
     if not torch.backends.mkldnn.is_available():
         return "this torch has no oneDNN"
@@ -118,12 +118,12 @@ def probe(dtype: torch.dtype = torch.float32) -> str | None:
     x, weight = (torch.randn(rows, 256, generator=generator).to(dtype) for rows in (48, 512))
     try:
         # the last one from operands in other memory orders, as gradients need them
-        found = (product(x, weight), linear(x, packed(weight), None),
-                 product(x.t().contiguous().t(), weight.t().contiguous().t()))
+        products = (product(x, weight), linear(x, packed(weight), None),
+                    product(x.t().contiguous().t(), weight.t().contiguous().t()))
     except (AttributeError, RuntimeError, TypeError) as error:
         return f"its operator fails here ({str(error).splitlines()[0]})"
     exact, most = x.double() @ weight.double().t(), EXACT[dtype]
-    off = max(float((one - exact).norm() / exact.norm()) for one in found)
+    off = max(float((one - exact).norm() / exact.norm()) for one in products)
     return None if off < most else f"its products are off by {off:.1e}, not {most:.0e}"
 
 
@@ -143,8 +143,8 @@ def warn_of_slow_bf16() -> None:
 
 @cache
 def bf16_gain() -> float:
-    """How many times as fast torch multiplies on this CPU in bf16 as in fp32, measured now: to be
-    told, and not to decide what is computed."""
+    """Speed of torch's products on this CPU in bf16 relative to fp32, measured now. It is only
+    reported, and never decides how a run computes."""
     rows, inputs, outputs = BF16_SHAPE
     x, weight = torch.ones(rows, inputs), torch.ones(outputs, inputs)
     return _seconds(x, weight) / _seconds(x.bfloat16(), weight.bfloat16())

@@ -1,4 +1,4 @@
-"""The only door to collectives: what several processes of one run tell each other.
+"""All collectives: what the processes of one run exchange.
 
 Every process draws the same prompts, holds the same state between steps and decides alike, because
 what differs (samples, loss terms, a failed write) is exchanged here. With one process each of these
@@ -21,7 +21,7 @@ T = TypeVar("T")
 _NO_MEMORY = ("DefaultCPUAllocator: can't allocate memory",
               "DefaultCPUAllocator: not enough memory", "CUBLAS_STATUS_ALLOC_FAILED",
               "CUDA error: out of memory")
-"""how torch's RuntimeErrors say it"""
+"""texts of torch's RuntimeErrors that mean out of memory"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +45,9 @@ class Ranks:
             return [value]
         import torch
 
-        found: list[Any] = [None] * self.world
-        torch.distributed.all_gather_object(found, value, group=self.host_group)
-        return found
+        values: list[Any] = [None] * self.world
+        torch.distributed.all_gather_object(values, value, group=self.host_group)
+        return values
 
     def broadcast(self, value: T) -> T:
         """Rank 0's value."""
@@ -76,11 +76,11 @@ class Ranks:
     def _reduce(self, values: torch.Tensor, operation: str) -> torch.Tensor:
         import torch
 
-        found = values.detach().cpu().clone()
+        result = values.detach().cpu().clone()
         if self.world > 1:
-            torch.distributed.all_reduce(found, group=self.host_group,
+            torch.distributed.all_reduce(result, group=self.host_group,
                                          op=getattr(torch.distributed.ReduceOp, operation))
-        return found
+        return result
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -134,19 +134,19 @@ class Ranks:
     def share(self, rows: Sequence[int]) -> tuple[list[int], int]:
         """This rank's part of ``rows``, the same number on every rank.
 
-        Rows are dealt in turn, so that neighbours of like length are spread. Where the number
-        doesn't divide, the last rows are dealt twice: all ranks make the same number of passes.
+        Rows are assigned round-robin, which spreads neighbours of similar length. If their number
+        doesn't divide evenly, the last row is repeated: all ranks make the same number of passes.
 
         Returns:
             the rows, and how many of them (from the front) are this rank's own.
         """
-        mine, size = list(rows[self.rank::self.world]), -(-len(rows) // self.world)
-        return mine + list(rows[-1:]) * (size - len(mine)), len(mine)
+        shard, size = list(rows[self.rank::self.world]), -(-len(rows) // self.world)
+        return shard + list(rows[-1:]) * (size - len(shard)), len(shard)
 
 
-def woven(shares: Sequence[Sequence[T]]) -> list[T]:
-    """What the ranks have of things that were dealt to them in turn
-    (:meth:`Ranks.share`), in the order from before."""
+def interleave(shares: Sequence[Sequence[T]]) -> list[T]:
+    """Items that :meth:`Ranks.share` assigned round-robin, a list of each rank, in their original
+    order."""
     return [shares[i % len(shares)][i // len(shares)] for i in range(sum(map(len, shares)))]
 
 

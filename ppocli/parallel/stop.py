@@ -59,10 +59,10 @@ class StopFlag:
         """As :meth:`check`, on all ranks together: a signal that one got stops all. To be called
         by every rank in step."""
         if self.ranks.world > 1:
-            found = max(self.ranks.gather(self.requested or 0))
-            if found and not self._deferred:
-                self.request(found)
-                raise StopRequested(found)
+            signal_number = max(self.ranks.gather(self.requested or 0))
+            if signal_number and not self._deferred:
+                self.request(signal_number)
+                raise StopRequested(signal_number)
         self.check()
 
     @contextmanager
@@ -133,9 +133,9 @@ def catch_signals(settle_seconds: float = 0.0) -> Iterator[StopFlag]:
 
 
 def _around_fork(how: int, *, in_child: bool = False) -> None:
-    """A fork, such as a worker of a ``multiprocessing.Pool``, has to end by SIGTERM: its parent
-    waits for that. Until it has no handler of ours the signal is held back, for Python forgets
-    those that come before a fork has begun."""
+    """Let forks, such as workers of a ``multiprocessing.Pool``, end by SIGTERM, which their parent
+    relies on. The signal is blocked until our handler is removed, since Python drops signals that
+    arrive before a fork."""
     if getattr(signal.getsignal(signal.SIGTERM), "__module__", None) == __name__:
         if in_child:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -148,15 +148,15 @@ os.register_at_fork(before=partial(_around_fork, signal.SIG_BLOCK),
 
 
 def heeded() -> list[signal.Signals]:
-    """The signals that ask a process to end, but those that are ignored here (``nohup``)."""
+    """The signals that ask a process to end, except those that are ignored here (``nohup``)."""
     return [number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
             if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @contextmanager
 def signal_handlers(handlers: Mapping[signal.Signals, Any]) -> Iterator[None]:
-    """Other handlers of signals inside the block, the old ones after it; none outside the main
-    thread, where Python allows none."""
+    """Install signal handlers for the block, and restore the old ones after it. Outside the main
+    thread, where Python allows no handlers, nothing happens."""
     previous: dict[signal.Signals, Any] = {}
     try:
         if threading.current_thread() is threading.main_thread():

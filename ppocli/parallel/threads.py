@@ -5,20 +5,20 @@ import os
 
 
 def wait_passively() -> None:
-    """Let threads that wait give their core away: spinning, as OpenMP's do by default, takes it
-    from the thread they wait for wherever somebody else computes too. To be called before torch is
-    loaded, which reads this; what is set stays."""
+    """Make waiting OpenMP threads yield their core. By default they spin, which on a busy machine
+    takes it from the very thread they wait for. Call this before torch is loaded, which reads these
+    variables; values that are set already stay."""
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("KMP_BLOCKTIME", "0")
 
 
 def settle_threads(number: int | None, recorded: int | None = None) -> None:
-    """Set torch's threads. Sums in another order round otherwise, so the same command has to come
-    to the same number each time: how busy the machine is must not decide it.
+    """Set torch's number of threads, which decides the order of sums and so their rounding: the
+    same command must choose the same number each time, however busy the machine is.
 
     Args:
         number: ``hardware.num_threads``; None leaves it open.
-        recorded: threads of the run that is gone on with, taken as far as there are cores.
+        recorded: threads of the resumed run, limited to the cores that are available.
     """
     import torch
 

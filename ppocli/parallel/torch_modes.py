@@ -1,4 +1,4 @@
-"""What a script has set torch to, laid aside while a run computes. Imports nothing heavy."""
+"""Torch modes of the calling script, set aside while a run computes. Imports nothing heavy."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def own_modes() -> Iterator[None]:
-    """What a script has set torch to is not the run's: it trains, in the precision that its own
-    settings say."""
+    """Reset torch's global modes for the block, and restore the script's after it: a run trains, in
+    the precision of its own configuration."""
     import torch
 
     dtype = torch.get_default_dtype()

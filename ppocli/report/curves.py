@@ -1,5 +1,5 @@
-"""Figures of runs: which of them are drawn, those of a report together, thinned to what a chart can
-show, and those that ``ppocli plot`` is asked for, smoothed; and runs side by side.
+"""Figures of runs for charts: those of a report, thinned to what a chart can show; those of
+``ppocli plot``, smoothed; and runs side by side.
 
 Drawing is done by the report's page, :mod:`ppocli.runs.pictures` and :mod:`ppocli.cli.plot`.
 """
@@ -18,7 +18,7 @@ from ppocli.text import did_you_mean, pasted, sparkline
 MOST_POINTS = 1000
 _MOST_DOTS = 60
 _MOST_LINES = 4
-"""of one run in a chart over which other runs lie"""
+"""lines of one run in a chart that also shows other runs"""
 _LEAST_EXPLAINED = -1.0
 
 
@@ -54,14 +54,14 @@ _PLAN: list[tuple[str, str, list[tuple[str, str]]]] = [
 ]
 
 
-_EVALUATED = {wanted[0][1]: wanted[-1][1] for _, _, wanted in _PLAN
-              if wanted[0][0] in ("rollouts", "training")}
-"""figure of the rollouts or the training -> the same of the evaluations, which lies over it"""
+_EVALUATED = {named_figures[0][1]: named_figures[-1][1] for _, _, named_figures in _PLAN
+              if named_figures[0][0] in ("rollouts", "training")}
+"""figure of rollouts or training -> the same figure of evaluations, drawn over it"""
 
 
 def curves_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """Every chart that runs have values for, in the order of the report; the runs lie over one
-    another."""
+    """Every chart that the runs have values for, in the order of the report, with all runs in one
+    chart."""
     plan = list(_PLAN)
     names = list(dict.fromkeys(name for run in runs for name in run.names))
     if parts := [name for name in names if name.startswith("reward/")
@@ -75,23 +75,23 @@ def curves_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
     return [curve for entry in plan if (curve := _curve(runs, *entry)) is not None]
 
 
-def _curve(runs: Sequence[RunRecord], title: str, unit: str, wanted: list[tuple[str, str]]
+def _curve(runs: Sequence[RunRecord], title: str, unit: str, named_figures: list[tuple[str, str]]
            ) -> dict[str, Any] | None:
-    """One chart: lines over the steps, and what has to be said about them."""
-    runs = runs[:1] if len(wanted) > _MOST_LINES else runs
-    drawn = [(number, name, figure, points) for number, run in enumerate(runs)
-             for name, figure in wanted if (points := run.series(figure))]
-    if not drawn:
+    """One chart: lines over the steps, and notes on them."""
+    runs = runs[:1] if len(named_figures) > _MOST_LINES else runs
+    series = [(number, name, figure, points) for number, run in enumerate(runs)
+              for name, figure in named_figures if (points := run.series(figure))]
+    if not series:
         return None
-    evaluated = any(figure.startswith("eval/") for _, _, figure, _ in drawn)
-    low = min((y for _, _, figure, points in drawn if figure == "val/var_explained"
+    evaluated = any(figure.startswith("eval/") for _, _, figure, _ in series)
+    low = min((y for _, _, figure, points in series if figure == "val/var_explained"
                for _, y in points), default=0.0)
     floor = _LEAST_EXPLAINED if low < _LEAST_EXPLAINED else None
-    if len(wanted) > 1 and len(drawn) == 1 and drawn[0][1] not in ("rollouts", "training"):
-        title = f"{title}: {drawn[0][1]}"  # a chart of one line has no legend
+    if len(named_figures) > 1 and len(series) == 1 and series[0][1] not in ("rollouts", "training"):
+        title = f"{title}: {series[0][1]}"  # a chart of one line has no legend
     lines, means, figures = [], [], []
     labels = run_labels(runs)
-    for number, short, figure, points in drawn:
+    for number, short, figure, points in series:
         name = short if len(runs) == 1 else f"{short}, {labels[number]}"
         kept, mean = thin(points)
         kind = _kind(figure, len(kept), evaluated)
@@ -99,7 +99,7 @@ def _curve(runs: Sequence[RunRecord], title: str, unit: str, wanted: list[tuple[
                       "run": number if len(runs) > 1 else -1})
         means.append(mean)
         figures.append(_figures(name, [y for _, y in points], floor))
-    longest = max(len(points) for *_, points in drawn)
+    longest = max(len(points) for *_, points in series)
     thinned = "" if longest <= MOST_POINTS else (
         f"Of about every {2 * longest / MOST_POINTS:.0f} neighbouring steps the lowest and the "
         "highest value are drawn.")
@@ -137,13 +137,14 @@ def thin(points: Sequence[tuple[float, float]], limit: int = MOST_POINTS
 def _figures(name: str, values: list[float], floor: float | None) -> dict[str, Any]:
     """``first``, ``last``, ``lowest``, ``highest`` of every step, and ``blocks``, means over equal
     parts as characters."""
-    drawn = values if floor is None else [max(value, floor) for value in values]
+    clamped = values if floor is None else [max(value, floor) for value in values]
     return {"name": name, "first": values[0], "last": values[-1], "lowest": min(values),
-            "highest": max(values), "blocks": sparkline(drawn)}
+            "highest": max(values), "blocks": sparkline(clamped)}
 
 
 def _kind(figure: str, count: int, evaluated: bool) -> Literal["line", "thin", "dots"]:
-    """Evaluations are few and exact: dots, with the noisy rollouts thin behind them."""
+    """Evaluations are few and exact, and become dots; the noisy rollouts become thin lines behind
+    them."""
     if figure.startswith("eval/"):
         return "dots" if count <= _MOST_DOTS else "line"
     return "thin" if evaluated else "line"
@@ -156,45 +157,46 @@ SHORT = {
     "loss": ("loss/total_avg", "loss/total"),
     "eval": ("eval/reward_mean", "eval/accuracy", "eval/loss"), "accuracy": ("eval/accuracy",),
     "perplexity": ("eval/perplexity",), "margin": ("eval/margin_mean",)}
-"""short names of the figures that are looked at most: the first of each that the runs have"""
+"""short names of the most common figures: the first that the runs have counts"""
 
 
 def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
-    """Full names for ``reward,kl`` or ``policy/grad_norm``, each once; for nothing those of what
-    the runs train: reward and KL, or the loss and what evaluations found.
+    """Full names for ``reward,kl`` or ``policy/grad_norm``, each once. An empty text stands for the
+    main figures of the runs: reward and KL, or the losses of training and evaluation.
 
     Raises:
-        ConfigError: a name that none of the runs has, with what they have.
+        ConfigError: none of the runs has such a figure; the message lists those they have.
         InputError: the runs have no figures at all yet.
     """
-    known = list(dict.fromkeys(name for run in runs for name in run.names))
-    if not known:
+    recorded = list(dict.fromkeys(name for run in runs for name in run.names))
+    if not recorded:
         going = any(run.status == "running" for run in runs)
         raise InputError(f"There are no figures in {', '.join(run.name for run in runs)}"
                          + (" yet." if going else "."), where="metrics.jsonl",
                          fix="wait for the first step" if going else "it ended without a row: "
                          "name another run, or go on with this one: "
                          f"ppocli resume {pasted(runs[0].folder.path)}")
-    short = {key: next((name for name in full if name in known), full[0])
+    short = {key: next((name for name in full if name in recorded), full[0])
              for key, full in SHORT.items()}
-    text = text or ("reward,kl" if short["reward"] in known else
-                    ",".join(key for key in ("loss", "eval") if short[key] in known) or known[0])
+    text = text or ("reward,kl" if short["reward"] in recorded else ",".join(
+        key for key in ("loss", "eval") if short[key] in recorded) or recorded[0])
     names = []
-    for given in (part.strip() for part in text.split(",")):
-        name = short.get(given, given)
-        if name not in known:
-            there = [key for key, full in short.items() if full in known]
+    for word in (part.strip() for part in text.split(",")):
+        name = short.get(word, word)
+        if name not in recorded:
+            short_names = [key for key, full in short.items() if full in recorded]
             raise ConfigError(
-                f"--metric {given}: " + (f"these runs have no {name}" if given in short else
-                                         "there is no such figure in these runs")
-                + did_you_mean(given, [*there, *known]), where="command line",
-                fix=f"choose of: {', '.join(there)}; or by full name: {', '.join(known)}")
+                f"--metric {word}: " + (f"these runs have no {name}" if word in short else
+                                        "there is no such figure in these runs")
+                + did_you_mean(word, [*short_names, *recorded]), where="command line",
+                fix=f"choose of: {', '.join(short_names)}; or by full name: {', '.join(recorded)}")
         names.append(name)
     return list(dict.fromkeys(names))
 
 
 def run_labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A label for each run: its name, with as much of its path as tells it from the others."""
+    """A label for each run: its name, with as much of its path as distinguishes it from the
+    others."""
     for depth in range(1, 16):
         labels = ["/".join(run.folder.path.parts[-depth:]) for run in runs]
         if len(set(labels)) == len({run.folder.path for run in runs}):
@@ -217,13 +219,13 @@ def collect(runs: Sequence[RunRecord], metrics: Sequence[str], smooth: int = 1
 
 def smoothed(points: Sequence[tuple[int, float]], steps: int) -> list[tuple[int, float]]:
     """The mean of the values of the last ``steps`` steps at every point; 1 changes nothing."""
-    found, first = [], 0
+    means, first = [], 0
     for number, (step, _) in enumerate(points):
         while points[first][0] <= step - steps:
             first += 1
         window = [value for _, value in points[first:number + 1]]
-        found.append((step, sum(window) / len(window)))
-    return found
+        means.append((step, sum(window) / len(window)))
+    return means
 
 
 # Side by side -----------------------------------------------------------------------------------
@@ -233,17 +235,16 @@ _COMPARED = ("reward/mean", "objective/kl", "objective/entropy", "rollout/respon
             "eval/loss", "eval/perplexity", "eval/accuracy", "eval/accuracy_stderr",
             "eval/accuracy_pairs", "eval/margin_mean", "eval/ece", "eval/response_tokens_mean",
             "eval/distinct_2")
-# how a reward is called, which doesn't change its scores
+# settings of how a reward is called, which don't change its scores
 _CALLING = ("reward.timeout", "reward.retries", "reward.overlap", "reward.ranks",
             "reward.metric_fn", "reward.scale")
 
 
 def compare_runs(runs: Sequence[RunRecord], metrics: Sequence[str] = ()) -> dict[str, Any]:
-    """Set runs side by side, as ``ppocli compare --json`` prints it; the first is what the others
-    are compared with.
+    """Compare runs with the first one, as ``ppocli compare --json`` prints it.
 
     Args:
-        metrics: the figures that are compared (default: those that say most).
+        metrics: the figures to compare (default: the main ones).
     """
     labels = run_labels(runs)
     episodes = min(_episodes(run.rows) for run in runs)
@@ -268,8 +269,8 @@ def _episodes(rows: Sequence[dict[str, Any]]) -> int:
 
 
 def _at(run: RunRecord, episodes: int, metrics: Sequence[str]) -> dict[str, Any]:
-    """A run after so many samples: ``seconds`` spent in steps and evaluations until then, and
-    ``figures`` of the newest row up to then that has each."""
+    """A run after ``episodes`` samples: ``seconds`` spent in steps and evaluations until then, and
+    the newest ``figures`` up to then."""
     rows = [row for row in run.rows if int(row.get("episode") or 0) <= episodes]
     extra = [name for name in run.names if name.startswith("eval/metrics/")]
     return {
@@ -284,7 +285,7 @@ def _differences(runs: dict[str, RunRecord]) -> dict[str, dict[str, Any]]:
     keys = dict.fromkeys(key for other in others
                          for key, _, _ in resolved.config_differences(first, other))
     values = {label: resolved.flat(run.config) for label, run in runs.items()}
-    return {key: {label: own.get(key) for label, own in values.items()} for key in keys}
+    return {key: {label: settings.get(key) for label, settings in values.items()} for key in keys}
 
 
 def _wins(base: RunRecord, run: RunRecord, base_name: str, name: str
@@ -294,9 +295,9 @@ def _wins(base: RunRecord, run: RunRecord, base_name: str, name: str
     ``rate`` (share of wins, ties counted half; None where nothing can be compared), ``reason`` (why
     there is no rate)."""
     def no(reason: str) -> dict[str, Any]:
-        return {**found, "reason": reason}
+        return {**result, "reason": reason}
 
-    found = {"run": name, "against": base_name, "prompts": 0, "rate": None, "reason": None}
+    result = {"run": name, "against": base_name, "prompts": 0, "rate": None, "reason": None}
 
     if unscored := [label for each, label in ((run, name), (base, base_name))
                     if tasks.task_name(each.config) in tasks.DATA_TASKS]:
@@ -305,17 +306,17 @@ def _wins(base: RunRecord, run: RunRecord, base_name: str, name: str
     if judged := [key for key, _, _ in resolved.config_differences(base.config, run.config)
                   if key.startswith("reward.") and key not in _CALLING]:
         return no(f"other rewards score them ({', '.join(judged)} differ)")
-    mine, theirs = (_final_samples(each) for each in (run, base))
-    if not mine or not theirs:
-        return no("there are no evaluation samples of " + (name if not mine else base_name))
-    if [row.get("prompt") for row in mine] != [row.get("prompt") for row in theirs]:
+    run_samples, base_samples = (_final_samples(each) for each in (run, base))
+    if not run_samples or not base_samples:
+        return no("there are no evaluation samples of " + (name if not run_samples else base_name))
+    if [row.get("prompt") for row in run_samples] != [row.get("prompt") for row in base_samples]:
         return no("the evaluation prompts aren't shared")
-    pairs = [(a["score"], b["score"]) for a, b in zip(mine, theirs, strict=True)
+    pairs = [(a["score"], b["score"]) for a, b in zip(run_samples, base_samples, strict=True)
              if a.get("score") is not None and b.get("score") is not None]
     if not pairs:
         return no("no response has a valid score")
     won = sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs)
-    return {**found, "prompts": len(pairs), "rate": won / len(pairs)}
+    return {**result, "prompts": len(pairs), "rate": won / len(pairs)}
 
 
 def _final_samples(run: RunRecord) -> list[dict[str, Any]]:

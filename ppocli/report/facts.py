@@ -1,6 +1,6 @@
-"""All that a report says of a run, gathered from its folder into one record. No torch here.
+"""The contents of a report, gathered from a run's folder into one record. No torch here.
 
-Everything is read tolerantly: a running, stopped or failed run gives a report of what is there.
+Missing and damaged parts are tolerated: a running, stopped or failed run has a report, too.
 """
 
 import json
@@ -45,11 +45,11 @@ Row = dict[str, Any]
 
 
 def gather(record: RunRecord, shown_as: str, others: Sequence[RunRecord]) -> dict[str, Any]:
-    """Everything a report says, whatever it is written as: plain data, as ``--json`` prints it.
+    """The contents of a report in any format: plain data, as ``--json`` prints it.
 
     Args:
-        shown_as: how the user names the run's folder, for commands.
-        others: runs whose curves lie over this one's.
+        shown_as: the run's folder as the user would type it, for commands.
+        others: runs whose curves are drawn over this one's.
     """
     config, summary = record.config, record.summary or {}
     kind, task = tasks.kind_of(config), tasks.task_name(config)
@@ -72,7 +72,7 @@ def gather(record: RunRecord, shown_as: str, others: Sequence[RunRecord]) -> dic
         "step": record.step, "total_steps": record.total_steps, "episodes": record.episodes,
         "updates": record.updates, "kind": task,
         "doing": kind.doing,  # the same in words
-        "asked": _asked(config, task),
+        "asked": _inputs(config, task),
         # keys that differ from their defaults, as YAML shows them
         "settings": [
             {"key": key, "value": _yaml(new), "default": "" if old == "???" else _yaml(old)}
@@ -107,7 +107,7 @@ def _yaml(value: Any) -> str:
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
-def _asked(config: schema.TrainConfig, task: str) -> dict[str, str]:
+def _inputs(config: schema.TrainConfig, task: str) -> dict[str, str]:
     model = config.model.path + (f" at {config.model.revision}" if config.model.revision else "")
     if task not in tasks.DATA_TASKS:
         return {"model": model, "reward": _reward(config), "prompts": _prompts(config)}
@@ -121,14 +121,14 @@ def _reward(config: schema.TrainConfig) -> str:
     if reward.fns:
         return " + ".join(f"{entry.get('weight', 1)} * {name}" if isinstance(entry, dict) else name
                           for name, entry in reward.fns.items())
-    given = ", ".join(f"{name}={_yaml(value)}" for name, value in reward.kwargs.items())
-    return f"{reward.fn or 'none'}({given})" if given else str(reward.fn or "none")
+    arguments = ", ".join(f"{name}={_yaml(value)}" for name, value in reward.kwargs.items())
+    return f"{reward.fn or 'none'}({arguments})" if arguments else str(reward.fn or "none")
 
 
 def _modules(config: schema.TrainConfig) -> list[str]:
     """Modules among the rewards and metrics of a configuration; files have absolute paths."""
-    given = (path for key, path in import_paths(config) if key.startswith("reward.") and path)
-    modules = (name.rpartition(":" if ":" in name else ".")[0] for name in given)
+    paths = (path for key, path in import_paths(config) if key.startswith("reward.") and path)
+    modules = (name.rpartition(":" if ":" in name else ".")[0] for name in paths)
     return [module for module in dict.fromkeys(modules)
             if module and not module.endswith(".py") and os.sep not in module
             and module.partition(".")[0] != "ppocli"]
@@ -152,8 +152,8 @@ def _sentence(record: RunRecord) -> str:
 
 
 def _first_and_last(rows: list[Row]) -> tuple[Row, Row]:
-    """The rows of the first and of the last evaluation, empty where there is none; a lone one
-    before any step is a first."""
+    """The rows of the first and the last evaluation, empty if there is none. A single evaluation is
+    the first if it was before any step, and otherwise the last."""
     if len(rows) == 1:
         return (rows[0], {}) if rows[0]["step"] == 0 else ({}, rows[0])
     return (rows[0], rows[-1]) if rows else ({}, {})
@@ -168,18 +168,18 @@ def _outcome(before: dict[str, Any], after: dict[str, Any]) -> list[Row]:
 
 
 def _best(record: RunRecord) -> Row | None:
-    """As the summary has it; a run that is still going has none on record."""
+    """The best evaluation in the summary; a running run has none."""
     best = (record.summary or {}).get("best")
-    told = best if isinstance(best, dict) else {}
-    step, value = told.get("step"), finite_number(told.get("metric"))
+    recorded = best if isinstance(best, dict) else {}
+    step, value = recorded.get("step"), finite_number(recorded.get("metric"))
     if not isinstance(step, int) or value is None:
         return None
     return {"name": record.config.checkpoint.metric, "step": step, "value": value}
 
 
 def _complaints(record: RunRecord) -> list[Row]:
-    """Warnings and errors in order; those that differ in their numbers alone are one."""
-    found: dict[str, Row] = {}
+    """Warnings and errors in order; messages that differ only in numbers are counted together."""
+    complaints: dict[str, Row] = {}
     step = None
     for time, level, text in record.log_lines():
         if level not in ("WARNING", "ERROR", "CRITICAL"):
@@ -187,16 +187,16 @@ def _complaints(record: RunRecord) -> list[Row]:
             step = int(match[1]) if match else step
             continue
         kind = re.sub(r"\d+(\.\d+)?", "#", text)
-        seen = found.setdefault(kind, {"level": level.lower(), "text": shown(text), "time": time,
-                                       "step": step, "count": 0})
+        seen = complaints.setdefault(kind, {"level": level.lower(), "text": shown(text),
+                                            "time": time, "step": step, "count": 0})
         seen["count"] += 1
-    return list(found.values())
+    return list(complaints.values())
 
 
 def _phases(record: RunRecord, summary: dict[str, Any]) -> list[Row]:
-    """As the summary has them; of a run without an end, what its steps and evaluations took."""
-    if record.status in ("finished", "stopped", "failed") and (told := _profile(summary)):
-        return told
+    """Phases from the summary; for a run without one, the time of its steps and evaluations."""
+    if record.status in ("finished", "stopped", "failed") and (profile := _profile(summary)):
+        return profile
 
     def sums(kind: str) -> dict[str, float]:
         return {name.removeprefix(kind): math.fsum(y for _, y in record.series(name))
@@ -209,40 +209,40 @@ def _phases(record: RunRecord, summary: dict[str, Any]) -> list[Row]:
 
 
 def _profile(summary: dict[str, Any]) -> list[Row]:
-    """The phases of a summary's profile; none where it isn't one."""
+    """The phases of a summary's profile; none if it is damaged."""
     profile = summary.get("profile")
     phases = profile.get("phases") if isinstance(profile, dict) else None
-    found = []
+    rows = []
     for name, entry in phases.items() if isinstance(phases, dict) else ():
-        told = {key: finite_number(entry.get(key)) if isinstance(entry, dict) else None
-                for key in ("seconds", "share", "cpu_seconds", "tokens_per_second")}
-        if None not in (told["seconds"], told["share"]):
-            found.append({"name": name, **told})
-    return found
+        figures = {key: finite_number(entry.get(key)) if isinstance(entry, dict) else None
+                   for key in ("seconds", "share", "cpu_seconds", "tokens_per_second")}
+        if None not in (figures["seconds"], figures["share"]):
+            rows.append({"name": name, **figures})
+    return rows
 
 
 def evaluations_of(run_dir: Path) -> list[Row]:
-    """Finished evaluations, the newest last; a file that can't be read is left out."""
-    found = {}
+    """Finished evaluations, the newest last, without files that can't be read."""
+    rows = {}
     for path in run_dir.glob("eval/*/eval.json"):
-        if (told := read_result(path.parent)) is None:
+        if (result := read_result(path.parent)) is None:
             continue
-        figures, wins, name = told["figures"], told["win_rate"] or {}, path.parent.name
-        found[told["time"]["finished"], name] = {
-            "name": name, "of": told["model"]["name"], "samples": told["samples"],
+        figures, wins, name = result["figures"], result["win_rate"] or {}, path.parent.name
+        rows[result["time"]["finished"], name] = {
+            "name": name, "of": result["model"]["name"], "samples": result["samples"],
             "reward_mean": figures.get("reward_mean"),
             "found": {} if "reward_mean" in figures else {
                 key: value for key in ("accuracy", "loss", "perplexity")
                 if (value := figures.get(key)) is not None},
-            "reward_stderr": told["stderr"].get("reward_mean"), "kl_mean": figures.get("kl_mean"),
-            "against": told["against"]["model"]["name"] if told["against"] else "",
+            "reward_stderr": result["stderr"].get("reward_mean"), "kl_mean": figures.get("kl_mean"),
+            "against": result["against"]["model"]["name"] if result["against"] else "",
             "win_rate": wins.get("win_rate"), "win_stderr": wins.get("stderr")}
-    return [row for _, row in sorted(found.items(), key=lambda each: each[0])]
+    return [row for _, row in sorted(rows.items(), key=lambda each: each[0])]
 
 
 def checkpoints_of(run: run_folder.RunFolder, best_step: int | None) -> list[Row]:
-    """The step folders of a run, oldest first, by names and sizes alone."""
-    found = []
+    """The step folders of a run, oldest first, checked by names and sizes only."""
+    checkpoints = []
     for step, folder in retention.list_steps(run.checkpoints):
         try:
             size, problem = manifest.check_folder(folder, step=step, verify="size").total_bytes, ""
@@ -250,19 +250,19 @@ def checkpoints_of(run: run_folder.RunFolder, best_step: int | None) -> list[Row
             size, problem = 0, first_line(error)
         except OSError as error:  # it was being deleted
             size, problem = 0, error.strerror or str(error)
-        found.append((step, size, problem))
-    newest = max((step for step, _, problem in found if not problem), default=None)
+        checkpoints.append((step, size, problem))
+    newest = max((step for step, _, problem in checkpoints if not problem), default=None)
     return [{"step": step, "bytes": size, "best": step == best_step, "latest": step == newest,
-             "problem": problem} for step, size, problem in found]
+             "problem": problem} for step, size, problem in checkpoints]
 
 
 def environment_of(run_dir: Path, summary: dict[str, Any]) -> dict[str, str]:
-    """What the run ran on, by name: ``env.json``, and the versions of the summary."""
-    found = dict(_flat_facts("", atomic.read_json(run_dir / ENV_FILE) or {}))
+    """The machine and versions of a run, by name: ``env.json``, and the versions in the summary."""
+    facts = dict(_flat_facts("", atomic.read_json(run_dir / ENV_FILE) or {}))
     for name, version in (summary.get("versions") or {}).items():
-        if not {name, f"packages {name}"} & found.keys():
-            found[name] = str(version)
-    return dict(list(found.items())[:_MOST_FACTS])
+        if not {name, f"packages {name}"} & facts.keys():
+            facts[name] = str(version)
+    return dict(list(facts.items())[:_MOST_FACTS])
 
 
 def _flat_facts(prefix: str, value: dict[Any, Any]) -> Iterator[tuple[str, str]]:

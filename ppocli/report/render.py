@@ -1,5 +1,5 @@
-"""A gathered report as a page or as Markdown, from the templates of this package: where it is
-written, and what it never replaces."""
+"""A gathered report as a page or as Markdown, from this package's templates; where it is written,
+and which files it never replaces."""
 
 import math
 import os
@@ -20,12 +20,12 @@ from ppocli.text import figure, format_bytes, printable, sparkline
 
 FORMATS = ("html", "md")
 _VENDOR = "vendor/uPlot"
-"""the library that draws the page's curves; its license goes where it goes"""
+"""the library that draws the page's curves, copied together with its license"""
 _MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&$@]|:(?=//)|(?<=\bwww)\.)")
 
 
 def render(report: dict[str, Any], form: str) -> str:
-    """What :func:`ppocli.report.facts.gather` found as text.
+    """The report of :func:`ppocli.report.facts.gather` as text.
 
     Args:
         form: ``html``, one page that needs nothing else, or ``md``.
@@ -39,7 +39,7 @@ def render(report: dict[str, Any], form: str) -> str:
         "fenced": fenced, "labelled": labelled, "sparkline": sparkline, "verdict": _verdict,
         "duration": duration, "bytes": format_bytes,
         "percent": lambda share: f"{100 * share:.0f} %"}
-    phases, told = report["phases"], spreads(report["samples"])
+    phases, score_spreads = report["phases"], spreads(report["samples"])
     total = duration(sum(phase["seconds"] for phase in phases)) if phases else ""
     # no templates: braces of a minified script aren't Jinja's
     library, license_of, ours, style, our_style = (
@@ -48,14 +48,15 @@ def render(report: dict[str, Any], form: str) -> str:
             "report.css"))
     script = f"{library}/*\n{license_of}\n*/\n{ours}"
     return environment.get_template(f"report.{form}.jinja").render(
-        report=report, samples=report["samples"], spreads=told,
+        report=report, samples=report["samples"], spreads=score_spreads,
         figures={row["name"]: row for row in report["outcome"]}, shown=SHOWN, total_time=total,
-        script=Markup(script), style=Markup(f"{style}\n{our_style}"), data=_drawn(report, told),
+        script=Markup(script), style=Markup(f"{style}\n{our_style}"),
+        data=_chart_data(report, score_spreads),
         digest=b64encode(sha256(script.encode()).digest()).decode())
 
 
-def _drawn(report: dict[str, Any], spreads: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the page's script draws, each text made harmless, in figures of six digits."""
+def _chart_data(report: dict[str, Any], spreads: list[dict[str, Any]]) -> dict[str, Any]:
+    """The data for the page's script: texts escaped, figures rounded to six digits."""
     def columns(points: Iterable[tuple[float, float]]) -> list[list[float]]:
         return [[float(f"{value:.6g}") for value in column] for column in zip(*points, strict=True)]
 
@@ -125,7 +126,7 @@ def number(value: float | None) -> str:
 
 
 def rounded(value: float | None) -> str:
-    """A figure of size 1 or so with three decimals: of a KL, what rounds to nothing is nothing."""
+    """A figure of about 1 with three decimals; a tiny KL becomes 0."""
     return number(value) if value is None or abs(value) >= 1000 else figure(value, 3)
 
 
@@ -159,21 +160,21 @@ def destinations(run_dir: Path, output: Path | None, form: str | None) -> list[t
     if output is None or os.path.isdir(output):
         return [((output or run_dir) / f"{NAME}.{each}", each) for each in FORMATS
                 if form in (None, "both", each)]
-    told = _SUFFIXES.get(output.suffix.lower())
+    suffix_form = _SUFFIXES.get(output.suffix.lower())
     if form == "both":
-        stem = output.with_suffix("") if told else output
+        stem = output.with_suffix("") if suffix_form else output
         return [(stem.with_name(f"{stem.name}.{each}"), each) for each in FORMATS]
-    if told is None and form is None:
+    if suffix_form is None and form is None:
         raise ConfigError(f"{output} doesn't tell the format of the report.", where="--output",
                           fix="end it in .html or .md, or add --format html, md or both")
-    if told is not None and form is not None and told != form:
-        raise ConfigError(f"{output} ends like another format than --format {form}.",
+    if suffix_form is not None and form is not None and suffix_form != form:
+        raise ConfigError(f"{output} has the ending of another format than --format {form}.",
                           where="--output", fix="leave --format out, or change the ending")
-    return [(output, form or told or "html")]
+    return [(output, form or suffix_form or "html")]
 
 
 def check_replaceable(paths: Iterable[Path], overwrite: bool) -> None:
-    """Refuse before anything is written to replace a file that is no report of ours.
+    """Refuse, before anything is written, to replace a file that is not one of our reports.
 
     Raises:
         ConfigError: there is such a file and ``overwrite`` isn't given, or a folder of that name.

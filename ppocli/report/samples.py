@@ -1,4 +1,4 @@
-"""What the policy answered to the same prompts at each evaluation, and how it was scored."""
+"""The policy's responses to the same prompts at each evaluation, and their scores."""
 
 import math
 import statistics
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ppocli.episode import transcript_turns
-from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, said
+from ppocli.runs.record import RunRecord, eval_samples, first_of_each_prompt, sample_text
 from ppocli.text import BLOCKS, finite_number, printable, share_error
 
 SHOWN, HIDDEN = 8, 40
-"""pairs of a report that are seen at once, and those behind a fold"""
+"""pairs of a report that are visible at once, and that are folded"""
 _BINS = 20
 _MOST_STEPS = 24
 """evaluations whose samples a report shows"""
@@ -19,24 +19,25 @@ LONGEST = 1500
 
 
 def spreads(samples: dict[str, Any]) -> list[dict[str, Any]]:
-    """The scores before and after as figures and characters; ``shares`` are those of the scores in
-    equal ranges, which are the same of both, and ``blocks`` draw them."""
+    """Distribution of the scores before and after, as figures and characters. ``shares`` are shares
+    of the scores in equal ranges, the same ranges for both, and ``blocks`` draws them."""
     groups = {name: scores for name in ("before", "after") if (scores := samples[f"scores_{name}"])}
     everything = [score for scores in groups.values() for score in scores]
     shares = [_shares(scores, min(everything), max(everything)) for scores in groups.values()]
     top = max((share for row in shares for share in row), default=1.0)
-    found = []
+    summaries = []
     for (name, scores), row in zip(groups.items(), shares, strict=True):
         lower, median, upper = statistics.quantiles(  # it takes two values or more
             scores if len(scores) > 1 else 2 * scores, method="inclusive")
-        found.append({"name": name, "responses": len(scores), "lowest": min(scores),
-                      "lower": lower, "median": median, "upper": upper,
-                      "highest": max(scores), "shares": row, "blocks": bars(row, top)})
-    return found
+        summaries.append({"name": name, "responses": len(scores), "lowest": min(scores),
+                          "lower": lower, "median": median, "upper": upper,
+                          "highest": max(scores), "shares": row, "blocks": bars(row, top)})
+    return summaries
 
 
 def _shares(scores: list[float], low: float, high: float) -> list[float]:
-    """Of the scores in each of the equal ranges; all in the middle one if there is one value."""
+    """Share of the scores in each of the equal ranges; all in the middle one if there is only one
+    value."""
     counts = [0] * _BINS
     span = high / 2 - low / 2  # halved, so that no difference overflows
     for score in scores:
@@ -47,8 +48,8 @@ def _shares(scores: list[float], low: float, high: float) -> list[float]:
 
 def samples_of(record: RunRecord, before: int | None, after: int | None, steps: Sequence[int]
                ) -> dict[str, Any]:
-    """What samples.jsonl tells of the evaluations at two steps, and at those of ``steps`` between
-    them.
+    """Samples of the evaluations at two steps, and at those of ``steps`` between them, from
+    samples.jsonl.
 
     Each of ``pairs`` has ``prompt``; its responses ``before``, ``after``, and those at the steps
     ``between``, each with ``text``, ``turns`` (as of :func:`ppocli.episode.transcript_turns`),
@@ -58,15 +59,15 @@ def samples_of(record: RunRecord, before: int | None, after: int | None, steps: 
     middle = [step for step in steps if step not in (before, after)]
     count = min(len(middle), _MOST_STEPS - 2)
     middle = [middle[(2 * part + 1) * len(middle) // (2 * count)] for part in range(count)]
-    found = eval_samples(record.folder, before, after, *middle)
-    old, new, *between = map(first_of_each_prompt, found)
+    evaluations = eval_samples(record.folder, before, after, *middle)
+    old, new, *between = map(first_of_each_prompt, evaluations)
     prompts = list(dict.fromkeys([*old, *new]))
     pairs = [{"prompt": shown(prompt), "before": _response(old.get(prompt)),
               "after": _response(new.get(prompt)),
               "between": [_response(each.get(prompt)) for each in between],
               "reference": _reference(new.get(prompt) or old[prompt])}
              for prompt in prompts[:SHOWN + HIDDEN]]
-    first, last, *_ = found
+    first, last, *_ = evaluations
     return {
         # different prompts in the order of the evaluation, so nothing is picked
         "pairs": pairs,
@@ -88,8 +89,8 @@ def _response(row: dict[str, Any] | None) -> dict[str, Any] | None:
     if row is None:
         return None
     tokens, finished = row.get("response_tokens"), row.get("finished")
-    return {"text": shown(said(row)), "turns": [
-        (who, shown(text)) for who, text in transcript_turns(row)],
+    return {"text": shown(sample_text(row)),
+            "turns": [(who, shown(text)) for who, text in transcript_turns(row)],
             "score": finite_number(row.get("score")), "kl": finite_number(row.get("kl")),
             "tokens": tokens if isinstance(tokens, int) else None,
             "finished": finished if isinstance(finished, bool) else None}
@@ -119,7 +120,8 @@ def _stderr(rows: list[dict[str, Any]]) -> float | None:
 
 
 def shown(text: str) -> str:
-    """``text`` made harmless, and its end replaced by a note where it is very long."""
+    """``text`` with control characters escaped, and the end of a very long one replaced by a
+    note."""
     if len(text) > LONGEST:
         return f"{printable(text[:LONGEST])} … ({len(text) - LONGEST:,} more characters)"
     return printable(text)

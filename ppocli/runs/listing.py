@@ -1,5 +1,5 @@
-"""The runs below a folder: one line's worth of facts about each, and what of them can be spared and
-is deleted under their locks. No torch here."""
+"""The runs below a folder: facts about each for one line of a list; and pruning, which deletes what
+they no longer need while holding their locks. No torch here."""
 
 import re
 import time
@@ -19,7 +19,7 @@ from ppocli.text import Say
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """What a list of runs shows of one."""
+    """Facts about one run in a list."""
 
     name: str
     """relative to the folder that was listed: ``first``, ``sweep-20260131-120000/0``"""
@@ -51,15 +51,15 @@ class RunInfo:
 
 
 def run_infos(root: Path) -> list[RunInfo]:
-    """The runs below ``root``, those of sweeps too, the one written to last first; ``root`` may be
-    a run itself."""
+    """The runs below ``root``, including those of sweeps, the most recently written first; ``root``
+    may be a run itself."""
     folders = [root] if is_run(root) else list_runs(root)
     return sorted((run_info(folder, root) for folder in folders),
                   key=lambda info: (-info.written, info.name))
 
 
 def run_info(folder: Path, root: Path) -> RunInfo:
-    """What a list of the runs below ``root`` shows of one."""
+    """Facts about one run in a list of the runs below ``root``."""
     name = folder.name if folder == root else folder.relative_to(root).as_posix()
     size, when, pid = retention.folder_size(folder), written(folder), None
     try:
@@ -89,7 +89,8 @@ def best_evaluation(run: RunRecord) -> tuple[int, float] | tuple[None, None]:
 
 
 def source_names(config: schema.TrainConfig) -> str:
-    """What is learned from: the data, or of PPO the rewards: ``score``, ``sentiment + brevity``."""
+    """What the run learns from: its data, or for PPO its rewards: ``score``, ``sentiment +
+    brevity``."""
     if tasks.task_name(config) in tasks.DATA_TASKS:
         return last_part(config.data.path or "?")
     return " + ".join(config.reward.fns) or last_part(config.reward.fn or config.env.fn or "?")
@@ -126,7 +127,7 @@ class Removal:
     size: int
     """bytes given back"""
     written: float
-    """when the run was last written to, as it was looked at"""
+    """when the run was last written to, at the time of planning"""
 
 
 def parse_age(text: str) -> float:
@@ -143,7 +144,7 @@ def parse_age(text: str) -> float:
 
 def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool = False,
                  older_than: float | None = None, say: Say = lambda text: None) -> list[Removal]:
-    """What can be deleted below ``root``. Nothing of a running run, and nothing else than runs.
+    """What can be deleted below ``root``: nothing of a running run, and nothing but runs.
 
     Args:
         root: holds runs and sweeps, or is a run.
@@ -152,9 +153,9 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
         failed: whole folders of runs that ended without having saved a checkpoint or a model.
         keep_best: the checkpoint of the best evaluation stays.
         older_than: only runs last written to more seconds ago than that.
-        say: told which runs were passed over, and why.
+        say: prints which runs were skipped, and why.
     """
-    found = []
+    removals = []
     for folder in [root] if is_run(root) else list_runs(root):
         if folder.is_symlink():
             say(f"{folder} is a link and is left alone")
@@ -172,47 +173,31 @@ def plan_pruning(root: Path, *, checkpoints: bool, failed: bool, keep_best: bool
                 continue
             if removal := (failed and _whole(run, folder, when)) or (
                     checkpoints and _checkpoints(run, folder, when, keep_best)):
-                found.append(removal)
+                removals.append(removal)
         except CheckpointError as damage:
             say(f"{folder} is left alone: {damage.what}")
         except OSError as error:
             say(f"{folder} is left alone: it can't be read: {error.strerror or error}")
-    return found + _left_over(root)
-
-
-def whole_folder(folder: Path) -> Removal:
-    """All of a run.
-
-    Raises:
-        CheckpointError: it is a link, or may be running on another machine.
-    """
-    if folder.is_symlink():
-        raise CheckpointError(f"{folder} is a link and is left alone.", where=str(folder),
-                              fix=f"name the folder itself: {folder.resolve()}")
-    if (host := run_folder.other_host(folder)) is not None:
-        raise CheckpointError(f"{folder} may be running on {host}.",
-                              where=str(folder / run_folder.LOCK), fix=f"delete it from {host}")
-    size = retention.folder_size(folder)
-    return Removal(folder, "run", "named", (folder,), size, written(folder))
+    return removals + _left_over(root)
 
 
 def carry_out(removal: Removal) -> None:
-    """Delete what was planned, holding the run's lock.
+    """Delete a planned removal, holding the run's lock.
 
     Raises:
-        CheckpointError: the run is in use, or has gone on since it was looked at.
+        CheckpointError: the run is in use, or has been written to since the planning.
         DiskError: the disk refuses.
         OSError: something could not be deleted.
     """
     if _is_left_over(removal.run):
         _delete(removal.parts)
         return
-    # the lock makes missing folders: don't bring back one that is gone
+    # taking the lock would recreate a folder that is gone
     if not removal.run.is_dir():
         return
     with run_folder.lock(removal.run):
         if written(removal.run) != removal.written:
-            raise CheckpointError(f"{removal.run} has gone on meanwhile and is left alone.",
+            raise CheckpointError(f"{removal.run} has been written to meanwhile and is left alone.",
                                   where=str(removal.run), fix="look again: ppocli runs list")
         folder = run_folder.RunFolder(removal.run).checkpoints
         if any(folder in part.parents for part in removal.parts):
@@ -275,7 +260,7 @@ def _is_left_over(folder: Path) -> bool:
 
 
 def _left_over(root: Path) -> list[Removal]:
-    """Folders that an earlier call was killed while deleting."""
+    """Folders left by an earlier call that was killed while deleting them."""
     if is_run(root):
         return []
     places = [root, *(entry for entry in filter(_is_own_folder, subfolders(root))

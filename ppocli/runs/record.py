@@ -1,7 +1,6 @@
-"""A run as its folder tells it: configuration, rows, samples, warnings, status. No torch here."""
+"""A run read from its folder: configuration, rows, samples, warnings, status. No torch here."""
 
 import logging
-import math
 import os
 import re
 from collections.abc import Iterable
@@ -24,7 +23,7 @@ _LOG_HEAD = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d),\d+ (\w+) ", re.MULTI
 
 @dataclass(frozen=True)
 class RunRecord:
-    """One run, read from its folder; what is read late is read once."""
+    """One run, read from its folder; lazily read parts are read once."""
 
     folder: run_folder.RunFolder
     config: schema.TrainConfig
@@ -32,7 +31,7 @@ class RunRecord:
     """metrics.jsonl: one row a step, in order, step 0 first if there was an evaluation;
     finite numbers and None alone"""
     summary: dict[str, Any] | None
-    """summary.json of the newest end of the run; ``status`` tells whether it is still true"""
+    """summary.json of the run's last end; ``status`` says whether it is still current"""
     status: Status
 
     @property
@@ -42,7 +41,7 @@ class RunRecord:
 
     @property
     def step(self) -> int:
-        """The newest step of which anything is known."""
+        """The newest recorded step."""
         return int(self._newest("step", "steps"))
 
     @property
@@ -56,8 +55,8 @@ class RunRecord:
         return int(self._newest("updates", "updates"))
 
     def _newest(self, in_row: str, in_summary: str) -> float:
-        """A count. A run that is stopped in the evaluation of a step has saved the step, and has no
-        row of it."""
+        """The newest value of a count. A run that was stopped in a step's evaluation has saved the
+        step, but has no row of it."""
         row = self.rows[-1] if self.rows else {}
         if self.status in ("finished", "stopped", "failed") \
                 and whole(self.summary, "steps") > row.get("step", 0):
@@ -72,7 +71,8 @@ class RunRecord:
 
     @property
     def command(self) -> str | None:
-        """What trains such a run again; None for one of Python objects, which no command has."""
+        """The command that trains such a run again; None if it used Python objects, which no
+        command can name."""
         return None if resolved.PYTHON_OBJECT in resolved.flat(self.config).values() \
             else resolved.training_command(self.config)
 
@@ -93,20 +93,20 @@ class RunRecord:
         return read_changes(self.folder.path)
 
     def log_lines(self) -> list[tuple[str, str, str]]:
-        """(time, level, text) of everything that was said during the run: the local time of the
-        machine that ran it, ``2026-01-31 12:00:00``; continued lines are joined with newlines."""
+        """(time, level, text) of all messages of the run. Time is local to the machine that ran it,
+        ``2026-01-31 12:00:00``; continued lines are joined with newlines."""
         try:
             text = bounded.read_tail(self.folder.log)
         except OSError:
             return []
         _, *parts = _LOG_HEAD.split(text)
-        return [(time, level, said.removesuffix("\n")) for time, level, said in
+        return [(time, level, message.removesuffix("\n")) for time, level, message in
                 zip(parts[::3], parts[1::3], parts[2::3], strict=True)]
 
 
 def first_start(run_dir: Path) -> str | None:
-    """When a run was first started, by the first line of its log, as ``model.chat_template_date``
-    has it; None where there is no such line."""
+    """When a run was first started, from the first line of its log, in the form of
+    ``model.chat_template_date``; None if there is no such line."""
     with suppress(OSError), run_folder.RunFolder(run_dir).log.open(encoding="utf-8",
                                                                    errors="replace") as file:
         if (head := _LOG_HEAD.match(file.readline(100))) is not None:
@@ -124,15 +124,15 @@ def eval_samples(run: run_folder.RunFolder, *steps: int | None) -> list[list[dic
 
 def first_of_each_prompt(samples: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Prompt -> its first sample, in the order of the prompts."""
-    found: dict[str, dict[str, Any]] = {}
+    first: dict[str, dict[str, Any]] = {}
     for row in samples:
-        found.setdefault(str(row.get("prompt", "")), row)
-    return found
+        first.setdefault(str(row.get("prompt", "")), row)
+    return first
 
 
-def said(row: dict[str, Any]) -> str:
-    """What a row of samples.jsonl holds: the response; of an episode its turns, line by line; of a
-    pair both with their scores."""
+def sample_text(row: dict[str, Any]) -> str:
+    """The text of a row of samples.jsonl: the response; the turns of an episode, line by line; or
+    both responses of a pair with their scores."""
     if "chosen" not in row:
         return transcript_of(row) or str(row.get("response", ""))
     return "\n".join(f"{name} [{figure(row.get(f'{name}_score'), 3)}] {row.get(name)}"
@@ -142,15 +142,15 @@ def said(row: dict[str, Any]) -> str:
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run's: it has a configuration, and a run has started to fill it."""
     run = run_folder.RunFolder(folder)
-    # unlike Path's own, these take what can't be looked into for what isn't there
+    # unlike Path's methods, these return False for paths that can't be read
     return os.path.isfile(run.config) and (
         any(map(os.path.isfile, (folder / "run.json", run.metrics, run.summary)))
         or os.path.isdir(run.checkpoints))
 
 
 def subfolders(folder: Path) -> list[Path]:
-    """The folders in ``folder``, by name, without hidden ones; none where it can't be read or is
-    gone by now."""
+    """The folders in ``folder``, by name, without hidden ones; none if it can't be read or is
+    gone."""
     with suppress(OSError):
         return sorted(entry for entry in folder.iterdir()
                       if os.path.isdir(entry) and not entry.name.startswith("."))
@@ -169,33 +169,21 @@ def read_run(folder: Path) -> RunRecord:
                               "checkpoints/).", where=str(folder),
                               fix="name a folder that ppocli train made: ppocli runs list")
     config = resolved.read_config(run.config)
-    newest = {row["step"]: row for row in map(_sound_row, run_logs.read_jsonl(run.metrics)) if row}
-    rows = [newest[step] for step in sorted(newest)]
+    rows = run_logs.read_metrics(run.metrics)
     summary = atomic.read_json(run.summary)
     return RunRecord(run, config, rows, summary, _status(run, summary, rows))
 
 
-def _sound_row(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of metrics.jsonl without what is no number, which is damage; empty without a step."""
-    sound = {name: value for name, value in row.items() if value is None or _is_number(value)}
-    return sound if isinstance(sound.get("step"), int) else {}
-
-
-def _is_number(value: Any) -> bool:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return abs(value) < 1 << 63  # a longer one is damage, and no float
-    return isinstance(value, float) and math.isfinite(value)
-
-
 def whole(summary: dict[str, Any] | None, name: str) -> int:
-    """A count in a summary; 0 where there is none, or something that is no count."""
+    """A count in a summary; 0 if it is missing or not a count."""
     value = (summary or {}).get(name)
-    return value if isinstance(value, int) and _is_number(value) else 0
+    return value if isinstance(value, int) and run_logs.is_number(value) else 0
 
 
 def _status(run: run_folder.RunFolder, summary: dict[str, Any] | None, rows: list[dict[str, Any]]
             ) -> Status:
-    """A live process wins; a summary older than the newest row is of an earlier end."""
+    """A live process takes precedence; a summary older than the newest row is from an earlier
+    end."""
     if run_folder.live_owner(run.path) is not None:
         return "running"
     newest = rows[-1]["step"] if rows else 0
@@ -206,18 +194,17 @@ def _status(run: run_folder.RunFolder, summary: dict[str, Any] | None, rows: lis
 
 
 def read_changes(run_dir: Path) -> list[dict[str, Any]]:
-    """Settings that were changed when the run was resumed, in the order of the changes: ``step``,
-    the last one with the value before, ``key``, ``before`` and ``after``; none where the run's file
-    doesn't tell any."""
-    found = (atomic.read_json(run_dir / kept.RUN_FILE) or {}).get("changes")
+    """Settings that were changed when the run was resumed, in order: ``step``, the last one with
+    the earlier value, ``key``, ``before`` and ``after``; empty if the run's file records none."""
+    changes = (atomic.read_json(run_dir / kept.RUN_FILE) or {}).get("changes")
     return [{"step": entry["step"],
              **{name: str(entry.get(name)) for name in ("key", "before", "after")}}
-            for entry in (found if isinstance(found, list) else ())
+            for entry in (changes if isinstance(changes, list) else ())
             if isinstance(entry, dict) and isinstance(entry.get("step"), int)]
 
 
 def begin_record(run_dir: Path, run_id: str) -> None:
-    """Note a run's identity and what it was started with.
+    """Record a run's identity and the configuration that it was started with.
 
     Raises:
         DiskError: the disk is full, read-only, or refuses.
@@ -228,56 +215,57 @@ def begin_record(run_dir: Path, run_id: str) -> None:
 
 
 def accept_settings(run_dir: Path, step: int | None) -> None:
-    """Make the settings asked for at resume the run's own, note what they change, and sign them.
+    """Make the settings of a resume the run's settings, record what they change, and sign them.
 
     Args:
-        step: what the run goes on from; None: it starts afresh, and nothing changes on its way.
+        step: the step that the run resumes from; None: it starts afresh, so that nothing counts as
+            changed.
 
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    told, noted = atomic.read_json(run_dir / kept.RUN_FILE) or {}, read_changes(run_dir)
-    asked, own = resolved.next_config(run_dir), run_folder.RunFolder(run_dir)
-    saved = retention.sound_steps(own.checkpoints)
-    if saved and kept.KEPT not in told \
-            and saved[-1].config_digest != atomic.sha256_file(own.config):
-        log.warning("%s is not as it was when step %d was saved; this run keeps no copy that could "
-                    "tell what differs", own.config, saved[-1].step)
+    run_json, noted = atomic.read_json(run_dir / kept.RUN_FILE) or {}, read_changes(run_dir)
+    next_config, run = resolved.next_config(run_dir), run_folder.RunFolder(run_dir)
+    saved = retention.sound_steps(run.checkpoints)
+    if saved and kept.KEPT not in run_json \
+            and saved[-1].config_digest != atomic.sha256_file(run.config):
+        log.warning("%s is not as it was when step %d was saved; this run has no copy to compare "
+                    "it with", run.config, saved[-1].step)
     differ = resolved.config_differences(kept.settings_before(run_dir, accept_changes=True),
-                                         resolved.read_config(asked))
-    for change in differ:  # which whoever started this process has said
+                                         resolved.read_config(next_config))
+    for change in differ:  # the process that started this one has printed them
         log.info(kept.change_line(*change), extra={"for_file": True})
     changes: list[dict[str, Any]] = []
     if step is not None:
-        # the run may have gone back behind a change, to an earlier checkpoint
+        # the run may have gone back to a checkpoint from before a change
         changes = [{**change, "step": min(change["step"], step)} for change in noted]
         new = [{"step": step, "key": key, "before": shown(before), "after": shown(after)}
                for key, before, after in differ]
-        if new != changes[-len(new):]:  # an attempt that was killed right here has noted them
+        if new != changes[-len(new):]:  # an attempt that was killed right here has recorded them
             changes += new
-    if isinstance(told.get("run_id"), str):
+    if isinstance(run_json.get("run_id"), str):
         # before the settings take their place, so that a kill in between leaves a signed run
-        now = signature.sign_run(told, asked)
+        now = signature.sign_run(run_json, next_config)
         if changes != noted:
             now["changes"] = changes
-        if changes != noted or differ or kept.KEPT not in told:
+        if changes != noted or differ or kept.KEPT not in run_json:
             now |= {name: path.read_text(encoding="utf-8") for name, path in
-                    ((kept.KEPT, asked), (kept.BEFORE, own.config))}
-        if now != told:
+                    ((kept.KEPT, next_config), (kept.BEFORE, run.config))}
+        if now != run_json:
             atomic.write_json_atomic(run_dir / kept.RUN_FILE, run_folder.finite_or_null(now))
     resolved.accept_config(run_dir)
 
 
 def settle(run_dir: Path, config: schema.TrainConfig) -> None:
-    """Write down what the run has settled for itself, and sign it; nobody has changed anything.
+    """Record settings that the run has decided itself, and sign them; they don't count as changes.
 
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
     path = run_dir / resolved.NEXT_CONFIG_FILE
     run_folder.write_config(config, path)
-    told = atomic.read_json(run_dir / kept.RUN_FILE) or {}
+    run_json = atomic.read_json(run_dir / kept.RUN_FILE) or {}
     atomic.write_json_atomic(run_dir / kept.RUN_FILE, {
-        **signature.sign_run(told, path), kept.BEFORE: told.get(kept.KEPT),
+        **signature.sign_run(run_json, path), kept.BEFORE: run_json.get(kept.KEPT),
         kept.KEPT: path.read_text(encoding="utf-8")})
     resolved.accept_config(run_dir)

@@ -213,7 +213,7 @@ def find_sweep(name: str | None) -> Path:
         CheckpointError: there is no sweep of that name.
     """
     if name is not None:
-        path = run_named(name, which=is_sweep)
+        path = run_named(name, is_match=is_sweep)
         if not is_sweep(path):
             raise CheckpointError(f"{name} is no sweep (it holds no {SWEEP_FILE}).",
                                   where=str(path.absolute()), fix=_instead(name))

@@ -1,4 +1,5 @@
-"""What a command was pointed at: a run, a checkpoint, a model folder or a Hub name."""
+"""The policy or run that a command's argument names: a run, a checkpoint, a model folder or a Hub
+name."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from ppocli.storage import checkpoints, manifest, model_files, retention, run_fo
 from ppocli.text import Say, did_you_mean, pasted
 
 RUNS = Path("runs")
-"""where runs lie, seen from the current folder"""
+"""the folder of runs, relative to the current folder"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Target:
     """A policy that a command can load, and the run it came from, if any."""
 
     name: str
-    """how messages call it: ``runs/quickstart, step 24``"""
+    """its name in messages: ``runs/quickstart, step 24``"""
     model: str
     """checked plain Hugging Face folder (absolute), or a Hub name"""
     run_dir: Path | None = None
@@ -29,9 +30,10 @@ class Target:
     step: int | None = None
     """steps the policy has been trained for; None for a model that came from elsewhere"""
     checkpoint: Path | None = None
-    """verified step folder, with value head and optimizer state, where that was asked for"""
+    """verified step folder, with value head and optimizer state, if the policy is of a
+    checkpoint"""
     held: retention.Hold | None = field(default=None, compare=False, repr=False)
-    """keeps a running run from pruning the checkpoint as long as this is there"""
+    """keeps a running run from pruning the checkpoint as long as this object lives"""
 
     @property
     def label(self) -> str:
@@ -41,24 +43,23 @@ class Target:
         return Path(self.model).name or "model"
 
 
-def find_target(given: str | None, *, say: Say, step: int | None = None, best: bool = False,
+def find_target(name: str | None, *, say: Say, step: int | None = None, best: bool = False,
                 checkpoint: bool = False, asked_by: str = "RUN",
                 also: Sequence[str] = ()) -> Target:
-    """Find out what ``given`` names and check that a policy can be loaded from it.
+    """The target that ``name`` names, checked so that a policy can be loaded from it.
 
     A folder or anything that begins with ``.``, ``/``, ``~`` or a folder that exists is a path;
     ``NAME`` and ``SWEEP/JOB`` may be a run below ``runs/``; everything else is a Hub name. A name
-    of both a path and another run is refused. A run
-    stands for its final model, an unfinished one for its newest valid checkpoint. A model folder
-    inside a run belongs to that run.
+    of both a path and another run is refused. A run stands for its final model, an unfinished one
+    for its newest valid checkpoint. A model folder inside a run belongs to that run.
 
     Args:
-        given: as the user typed it; None takes the newest run below ``runs/``.
-        say: told what was chosen where the user left it open.
+        name: as the user typed it; None takes the newest run below ``runs/``.
+        say: prints what was chosen where the user left it open.
         step, best: choose a checkpoint of a run.
         checkpoint: choose a checkpoint even of a finished run (for its value head).
-        asked_by: what ``given`` was given by, for messages.
-        also: what might have been meant beside runs.
+        asked_by: the argument or option that gave ``name``, for messages.
+        also: names besides runs that the user might have meant.
 
     Raises:
         AmbiguousError: as :func:`run_named`.
@@ -66,113 +67,115 @@ def find_target(given: str | None, *, say: Say, step: int | None = None, best: b
         CheckpointError: the run has no valid checkpoint, or not the one asked for.
         InputError: no such folder, or no model in it.
     """
-    path = newest_run(say) if given is None else run_named(given, here=os.path.lexists)
-    if given is None or is_run(path):
+    path = newest_run(say) if name is None else run_named(name, here=os.path.lexists)
+    if name is None or is_run(path):
         return _of_run(path.resolve(), str(path), say, step, best, checkpoint)
     inside = _inside_checkpoint(path)
     if inside is None and not path.exists() and (
-            given.startswith((".", "/", "~")) or _below_a_folder(given)):
-        raise InputError(f"{given} does not exist (looked in {Path.cwd()}).", where=asked_by,
+            name.startswith((".", "/", "~")) or _below_a_folder(name)):
+        raise InputError(f"{name} does not exist (looked in {Path.cwd()}).", where=asked_by,
                          fix="name a run, a checkpoint, a model folder or a Hub name"
-                         + did_you_mean(given, known_names()))
+                         + did_you_mean(name, known_names()))
     if step is not None or best:
         raise ConfigError(f"{'--best' if best else '--step'} chooses a checkpoint of a run, and "
-                          f"{given} is no run.", fix="leave it out, or name the run's folder")
+                          f"{name} is no run.", fix="leave it out, or name the run's folder")
     if inside is not None:
-        found = checkpoints.open_checkpoint(inside)
-        run_dir = found.path.parent.parent
-        return Target(given, str(found.path / model_files.POLICY),
-                      run_dir if is_run(run_dir) else None, found.step, found.path, found.held)
-    return _of_model(given, path, say, asked_by, also)
+        opened = checkpoints.open_checkpoint(inside)
+        run_dir = opened.path.parent.parent
+        return Target(name, str(opened.path / model_files.POLICY),
+                      run_dir if is_run(run_dir) else None, opened.step, opened.path, opened.held)
+    return _of_model(name, path, say, asked_by, also)
 
 
-def run_named(given: str, which: Callable[[Path], bool] = is_run,
+def run_named(name: str, is_match: Callable[[Path], bool] = is_run,
               here: Callable[[Path], bool] | None = None) -> Path:
-    """The folder that ``given`` names: a path, or else what ``runs list`` calls a run, its place
+    """The folder that ``name`` names: a path, or else what ``runs list`` calls a run, its place
     below ``runs`` (``NAME``, ``SWEEP/JOB``). Where neither will do, the path.
 
     Args:
-        which: tells what a name below ``runs`` may stand for.
-        here: tells what a path may (default: ``which``).
+        is_match: whether a folder below ``runs`` can be meant.
+        here: whether a path can be meant (default: ``is_match``).
 
     Raises:
-        AmbiguousError: both will do, and are not the same.
+        AmbiguousError: both match, and are not the same.
     """
-    path, below = Path(given).expanduser(), RUNS / given
-    if not given or given.startswith((".", "/", "~")) or ".." in path.parts or not which(below):
+    path, below = Path(name).expanduser(), RUNS / name
+    if not name or name.startswith((".", "/", "~")) or ".." in path.parts or not is_match(below):
         return path
-    if not (here or which)(path):
+    if not (here or is_match)(path):
         return below
     if path.resolve() != below.resolve():
-        raise AmbiguousError(given, (f"./{given}", str(below)))
+        raise AmbiguousError(name, (f"./{name}", str(below)))
     return path
 
 
-def known_names(which: Callable[[Path], bool] = is_run) -> list[str]:
-    """All that names a run below ``runs``, for hints: its folder, and what ``runs list`` shows."""
-    return [name for run in list_runs(RUNS, which)
+def known_names(is_match: Callable[[Path], bool] = is_run) -> list[str]:
+    """All names of runs below ``runs``, for hints: their folders, and their names in ``runs
+    list``."""
+    return [name for run in list_runs(RUNS, is_match)
             for name in (str(run), run.relative_to(RUNS).as_posix())]
 
 
-def find_run(given: str | None, *, say: Say = lambda text: None) -> Path:
-    """The run folder a command that only reads was pointed at, as the user would write it.
+def find_run(name: str | None, *, say: Say = lambda text: None) -> Path:
+    """The run folder that the argument of a command that only reads names, as the user would type
+    it.
 
     Args:
-        given: a run's folder, or its name below ``runs/``; its model folder, a checkpoint, or
+        name: a run's folder, or its name below ``runs/``; its model folder, a checkpoint, or
             another part of a run stands for the run. None takes the newest run there.
-        say: told which run was taken where the user named none.
+        say: prints which run was taken if the user named none.
 
     Raises:
         ConfigError: nothing was given and there is no run.
-        InputError: ``given`` is no run.
+        InputError: ``name`` is no run.
     """
-    if given is None:
+    if name is None:
         return newest_run(say, "a run's folder")
-    path = run_named(given)
-    there = os.path.exists(path)
-    for folder in (path, *list(path.absolute().parents)[:3]) if there else ():
+    path = run_named(name)
+    exists = os.path.exists(path)
+    for folder in (path, *list(path.absolute().parents)[:3]) if exists else ():
         if is_run(folder):
             return folder
-    what = "is not a run folder" if there else f"does not exist (looked in {Path.cwd()})"
-    raise InputError(f"{given} {what}.", where="RUN", fix="name a run's folder: ppocli runs list"
-                     + did_you_mean(given, known_names()))
+    what = "is not a run folder" if exists else f"does not exist (looked in {Path.cwd()})"
+    raise InputError(f"{name} {what}.", where="RUN", fix="name a run's folder: ppocli runs list"
+                     + did_you_mean(name, known_names()))
 
 
-def read_runs(given: Sequence[str]) -> list[RunRecord]:
+def read_runs(names: Sequence[str]) -> list[RunRecord]:
     """The runs of these folders or names, each of them once.
 
     Raises:
         CheckpointError, ConfigError, InputError: as :func:`find_run`.
     """
-    runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in given)}
+    runs = {run.folder.path: run for run in (read_run(find_run(each)) for each in names)}
     return list(runs.values())
 
 
 def newest_run(say: Say, takes: str = "a run, a checkpoint, a model folder or a Hub name") -> Path:
-    """The run below ``runs/`` that was written to last, which ``say`` is told; ``takes`` is what
-    may be named instead.
+    """The run below ``runs/`` that was written to last; ``say`` prints it. ``takes`` says what may
+    be named instead.
 
     Raises:
         ConfigError: there is none.
     """
-    found = list_runs(RUNS)
-    if not found:
+    runs = list_runs(RUNS)
+    if not runs:
         raise ConfigError(f"There is no run in {RUNS} yet.", where=str(RUNS.absolute()),
                           fix=f"name {takes}; or train one first: ppocli train +recipe=quickstart")
-    newest = max(found, key=written)
+    newest = max(runs, key=written)
     say(f"using {newest} (the newest run)")
     return newest
 
 
-def list_runs(root: Path, which: Callable[[Path], bool] = is_run) -> list[Path]:
-    """Run folders below ``root``, those of sweeps (one folder deeper) too, by name; none of what
-    can't be read. ``which`` tells such a folder."""
+def list_runs(root: Path, is_match: Callable[[Path], bool] = is_run) -> list[Path]:
+    """Folders below ``root`` that match, those of sweeps (one folder deeper) too, by name;
+    unreadable ones are skipped."""
     return [run for folder in subfolders(root)
-            for run in ([folder] if which(folder) else filter(which, subfolders(folder)))]
+            for run in ([folder] if is_match(folder) else filter(is_match, subfolders(folder)))]
 
 
 def written(folder: Path) -> float:
-    """When a run's folder was last written to, in seconds since the epoch."""
+    """Time of the last write to a run's folder, in seconds since the epoch."""
     run = run_folder.RunFolder(folder)
     times = [0.0]
     for path in (run.metrics, run.config, run.summary, run.log):
@@ -195,18 +198,18 @@ def _of_run(run_dir: Path, shown: str, say: Say, step: int | None, best: bool,
         model_files.check_folder(run.model, key="RUN", adapters=True)
         return Target(f"{shown}, step {final}", str(run.model), run_dir, final)
     if step is not None:
-        found = checkpoints.open_checkpoint(run.checkpoints / retention.step_name(step))
+        chosen = checkpoints.open_checkpoint(run.checkpoints / retention.step_name(step))
     else:
         search = checkpoints.find_latest(run.checkpoints, run_id=None)
         for line in search.skipped:
             say(line)
-        if search.found is None:
+        if search.checkpoint is None:
             raise _nothing_there(run, shown, complete)
-        found = search.found
+        chosen = search.checkpoint
         if not complete:
-            say(f"the run is {record.status}: taking its newest checkpoint, step {found.step}")
-    return Target(f"{shown}, step {found.step}", str(found.path / model_files.POLICY), run_dir,
-                  found.step, found.path, found.held)
+            say(f"the run is {record.status}: taking its newest checkpoint, step {chosen.step}")
+    return Target(f"{shown}, step {chosen.step}", str(chosen.path / model_files.POLICY), run_dir,
+                  chosen.step, chosen.path, chosen.held)
 
 
 def _nothing_there(run: run_folder.RunFolder, shown: str, finished: bool) -> CheckpointError:
@@ -232,7 +235,7 @@ def _best_step(run: RunRecord) -> int:
 
 
 def _inside_checkpoint(path: Path) -> Path | None:
-    """The step folder that ``path`` is, links to, or is the policy of."""
+    """The step folder that ``path`` is, links to, or is the policy folder of."""
     for folder in (path, path.parent if path.name == model_files.POLICY else path):
         is_pointer = folder.name in retention.POINTERS and folder.is_symlink()
         if (folder / manifest.MANIFEST).is_file() or is_pointer:
@@ -240,22 +243,22 @@ def _inside_checkpoint(path: Path) -> Path | None:
     return None
 
 
-def _below_a_folder(given: str) -> bool:
-    """Whether ``given``, which isn't there, begins with a folder that is."""
-    first, slash, _ = given.partition("/")
+def _below_a_folder(name: str) -> bool:
+    """Whether ``name``, which doesn't exist, begins with an existing folder."""
+    first, slash, _ = name.partition("/")
     return bool(slash) and (Path(first).is_dir() or (RUNS / first).is_dir())
 
 
-def _of_model(given: str, path: Path, say: Say, asked_by: str, also: Sequence[str]) -> Target:
-    if not path.exists() or given.startswith(BUILTIN_PREFIX):
+def _of_model(name: str, path: Path, say: Say, asked_by: str, also: Sequence[str]) -> Target:
+    if not path.exists() or name.startswith(BUILTIN_PREFIX):
         try:
-            return Target(given, model_files.find_model(given, key=asked_by, adapters=True))
+            return Target(name, model_files.find_model(name, key=asked_by, adapters=True))
         except InputError as error:
-            error.fix = (error.fix or "") + did_you_mean(given, [*also, *known_names()])
+            error.fix = (error.fix or "") + did_you_mean(name, [*also, *known_names()])
             raise
     model_files.check_folder(path, key=asked_by, adapters=True)
     folder = path.resolve()
     run_dir = folder.parent
     if folder.name == "model" and is_run(run_dir):
-        return _of_run(run_dir, given, say, None, False, False)
-    return Target(given, str(folder))
+        return _of_run(run_dir, name, say, None, False, False)
+    return Target(name, str(folder))

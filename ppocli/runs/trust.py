@@ -1,5 +1,5 @@
-"""What a configuration would run, and whether it may: that of a run which this user has started may
-run all it names, that of another run nothing but what ships with ppocli, unless --trust is typed.
+"""Which code a configuration would run, and whether it may. A run that this user has started may
+run all code it names; another run only code that ships with ppocli, unless --trust is typed.
 """
 
 from collections.abc import Iterator
@@ -22,8 +22,8 @@ _OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *BUILTIN_STEPS,
 
 
 def import_paths(config: schema.TrainConfig) -> list[tuple[str, str | None]]:
-    """(key, path) of everything that a configuration names by an import path or a name of ours, in
-    an order that only its keys decide: the keys that the schema says hold code."""
+    """(key, path) of everything that a configuration names by an import path or a built-in name,
+    ordered by key: the schema says which keys hold code."""
     code = [(name, attrgetter(name)(config)) for name, key in keys.schema_keys().items()
             if key.metadata["holds"] == "code"]
     return [*((name, path) for name, value in code
@@ -32,8 +32,8 @@ def import_paths(config: schema.TrainConfig) -> list[tuple[str, str | None]]:
 
 
 def code_of(config: schema.TrainConfig) -> Iterator[tuple[str, str]]:
-    """(key, what it names) of all that would run and doesn't ship with ppocli; for the code of a
-    model's repository the key itself stands in place of a path."""
+    """(key, path) of all code that would run and doesn't ship with ppocli; for code in a model's
+    repository the path is the key itself."""
     for key, path in import_paths(config):
         if path and path not in _OURS and (keys.is_import_path(path) or key != "tracking.trackers"):
             yield key, path
@@ -52,7 +52,7 @@ def check_run(run_dir: Path, config: schema.TrainConfig, parts: tuple[str, ...],
 
     Args:
         config: the run's, words on the command line included.
-        parts: beginnings of the keys of what is going to run.
+        parts: prefixes of the keys whose code is going to run.
         trusts: ``--trust`` was typed.
         typed: texts of the command line, and keys that it sets to true.
 

@@ -23,7 +23,7 @@ from ppocli.episode import DONE, ERROR, TOKENS, TURNS, Episode, Step, Turn
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.layout import Sequences, padded
 from ppocli.models.policy import Policy
-from ppocli.parallel.backend import beside
+from ppocli.parallel.backend import without_autocast_cache
 from ppocli.parallel.stop import StopFlag
 from ppocli.sampling.conversation import Conversation
 from ppocli.sampling.sampler import GenerationModel, Sampler
@@ -159,7 +159,7 @@ class EpisodeSampler:
             Called(game.environment, game.episode, len(game.turns) + 1, {"response": text})
             for game, text in zip(games, said, strict=True)], stream)
         aside = self.calls.waits and games
-        begun = in_daemon(partial(beside, work), "environments") if aside else None
+        begun = in_daemon(partial(without_autocast_cache, work), "environments") if aside else None
 
         def settle() -> None:
             answers = work() if begun is None else outcome_of(begun, stop.check)

@@ -25,10 +25,10 @@ from ppocli.text import format_bytes
 
 TEMPORARY_PREFIX = ".tmp-"
 STAGING = ".staging-"
-"""begins the name of a folder that is being written"""
+"""prefix of a folder that is being written"""
 REPLACED = ".replaced-"
-"""begins the name of a folder in whose place another one is being put"""
-_NEARLY_FULL = 1 << 20  # bytes free below which an unexplained write error is the disk's
+"""prefix of a folder that is being replaced"""
+_NEARLY_FULL = 1 << 20  # free bytes below which an unexplained write error counts as a full disk
 
 _REFUSALS = {
     "Disk full": ([errno.ENOSPC], "free some space"),
@@ -42,7 +42,7 @@ _REFUSALS = {
     "Won't follow a link": ([errno.ELOOP], "look where the link leads, and remove it"),
     "Path too long": ([errno.ENAMETOOLONG], "choose a shorter output_dir or run_name"),
 }
-"""why a disk refuses: the system's numbers for it, and what a user does about it"""
+"""the system's error numbers of a disk that refuses, and what a user can do"""
 _REASONS = {number: reason for reason, (numbers, _) in _REFUSALS.items() for number in numbers}
 
 
@@ -80,7 +80,7 @@ def _reason_of_one(error: BaseException) -> str | None:
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes an ordinary user may still write on the disk of ``path`` (or its nearest parent)."""
+    """Free bytes for an ordinary user on the disk of ``path`` (or its nearest existing parent)."""
     for candidate in (path, *path.absolute().parents):
         with suppress(OSError):
             return shutil.disk_usage(candidate).free
@@ -169,8 +169,8 @@ def open_atomic(path: Path, needed: int | None = None) -> Iterator[BinaryIO]:
 
 
 def _held_temporary(path: Path) -> tuple[int, Path]:
-    """Descriptor and name of a new file beside ``path``, locked so that whoever sweeps the folder
-    leaves it alone; one that was swept away before it was locked is made again."""
+    """Descriptor and name of a new file next to ``path``, locked so that a sweep of the folder
+    skips it. A file that was swept away before it was locked is made again."""
     while True:
         temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
@@ -180,8 +180,8 @@ def _held_temporary(path: Path) -> tuple[int, Path]:
 
 
 def take(descriptor: int, kind: int) -> bool:
-    """Lock an open file without waiting, ``LOCK_SH`` or ``LOCK_EX``; false where another open file
-    is in the way.
+    """Lock an open file without waiting, ``LOCK_SH`` or ``LOCK_EX``; false if another open file
+    holds a lock that excludes it.
 
     The locks are those of ``flock``: they end with the process, ``kill -9`` included, and network
     file systems carry them to other machines.
@@ -191,7 +191,7 @@ def take(descriptor: int, kind: int) -> bool:
     except BlockingIOError:
         return False
     except OSError:
-        pass  # a file system without these locks, where nothing is protected
+        pass  # this file system has no such locks, so nothing is protected
     return True
 
 
@@ -273,21 +273,21 @@ def walk_files(folder: Path) -> list[str]:
 
 
 def sync_tree(folder: Path) -> None:
-    """Force a new folder to the disk with all that is below it, whoever wrote it.
+    """Sync a new folder and everything below it to the disk.
 
-    Its files get the permissions that the umask gives new files, as it gave the folder its own:
-    safetensors leaves what it writes readable by its owner alone.
+    Its files get the permissions that the umask gives new files: safetensors makes its files
+    readable by their owner only.
 
     Raises:
         ValueError: as :func:`walk_files`.
     """
-    wanted = stat.S_IMODE(folder.stat().st_mode) & 0o666
+    permissions = stat.S_IMODE(folder.stat().st_mode) & 0o666
     for name in walk_files(folder):
         path = folder / name
         mode = stat.S_IMODE(path.stat().st_mode)
-        if mode | wanted != mode:
+        if mode | permissions != mode:
             with suppress(OSError):  # some file systems have no permissions to set
-                path.chmod(mode | wanted)
+                path.chmod(mode | permissions)
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
         try:
             os.fsync(descriptor)
@@ -341,10 +341,10 @@ def publish_folder(write: Callable[[Path], None], target: Path) -> None:
 
 
 def put_in_place(staging: Path, target: Path, phase: str) -> None:
-    """Rename a folder to ``target``, what is there to a name that :func:`put_back` knows.
+    """Rename a folder to ``target``, and an existing target to a name that :func:`put_back` knows.
 
     Args:
-        phase: begins the names of the places where a fault may be injected.
+        phase: prefix of the points where a fault may be injected.
     """
     faults.point(f"{phase}.before_rename")
     if os.path.lexists(target):
@@ -390,6 +390,7 @@ def repair_published(target: Path) -> list[str]:
 
 
 def _temporaries(folder: Path, prefix: str, name: str | None) -> list[Path]:
-    """What lies there under a temporary name of ``name``, not of a neighbour ``name-2``."""
-    wanted = re.compile(f"{re.escape(prefix)}{'.+' if name is None else re.escape(name)}-[0-9a-f]+")
-    return sorted(path for path in folder.glob(f"{prefix}*") if wanted.fullmatch(path.name))
+    """Paths in ``folder`` with a temporary name of ``name``, not of a neighbour ``name-2``."""
+    middle = ".+" if name is None else re.escape(name)
+    pattern = re.compile(f"{re.escape(prefix)}{middle}-[0-9a-f]+")
+    return sorted(path for path in folder.glob(f"{prefix}*") if pattern.fullmatch(path.name))

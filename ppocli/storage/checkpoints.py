@@ -1,10 +1,10 @@
-"""Checkpoints that are complete or absent, and a search that only believes what it has verified.
+"""Checkpoints that are complete or absent, and a search that returns only verified ones.
 
 A save is staged in ``.staging-000120-<nonce>/``, synced, listed in a manifest, renamed to
 ``step-000120`` and checked. Loading scans the step folders, newest first, and takes the first one
-whose manifest holds. What is inside (safetensors, JSON, a Hugging Face folder) is the caller's
-matter, except ``state.json`` and that nothing may be a pickle; another run may start from the value
-function in it. ``retention`` deletes. No torch here.
+whose manifest holds. The caller decides the contents (safetensors, JSON, a Hugging Face folder),
+except for ``state.json``; pickles are refused. Another run may start from the value function in
+it. ``retention`` deletes. No torch here.
 """
 
 import json
@@ -41,7 +41,7 @@ class Search:
     """The newest valid checkpoint, and one line for each newer folder that was passed over:
     ``skipped step-000130: policy/model.safetensors hash mismatch``."""
 
-    found: FoundCheckpoint | None
+    checkpoint: FoundCheckpoint | None
     skipped: tuple[str, ...]
 
 
@@ -93,24 +93,24 @@ def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Pa
     except manifest.Invalid as damage:
         raise DiskError(f"Step {step} reads back damaged right after writing: {damage}.",
                         where=str(target), fix="check the disk") from None
-    with suppress(OSError):  # what stays is deleted at the next start
+    with suppress(OSError):  # leftovers are deleted at the next start
         atomic.put_back(folder)
     return target
 
 
 def _already_there(target: Path, meta: manifest.Manifest, state: dict[str, Any]) -> bool:
-    """Whether this very checkpoint is there; a folder that isn't valid is deleted."""
+    """Whether exactly this checkpoint exists; an invalid folder is deleted."""
     if not os.path.lexists(target):
         return False
     try:
-        there = manifest.check_folder(target, step=meta.step, run_id=meta.run_id)
+        saved = manifest.check_folder(target, step=meta.step, run_id=meta.run_id)
         state_there = manifest.read_object(target, manifest.STATE)
     except manifest.Invalid:
         with atomic.disk_errors(target):
             retention.discard(target)
         return False
     same_state = state_there == json.loads(json.dumps(state, allow_nan=False))
-    return same_state and there.config_digest == meta.config_digest
+    return same_state and saved.config_digest == meta.config_digest
 
 
 def _stage(staging: Path, target: Path, meta: manifest.Manifest, write: Callable[[Path], None],
@@ -142,7 +142,7 @@ def _no_room(reason: str, target: Path, step: int, staged: int) -> DiskError:
 
 
 def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "full") -> Search:
-    """The newest checkpoint that holds.
+    """The newest valid checkpoint.
 
     Args:
         folder: the run's ``checkpoints/``; may be missing.
@@ -170,10 +170,10 @@ def refuse_pruned(run: run_folder.RunFolder, step: int | None) -> None:
     """Refuse to go on from a checkpoint, or to start afresh, where later ones were deleted.
 
     Args:
-        step: of the newest checkpoint that holds; None: there is none.
+        step: of the newest valid checkpoint; None: there is none.
 
     Raises:
-        CheckpointError: they were: going back would remove what the run has come to.
+        CheckpointError: later ones were deleted: going back would lose the run's progress.
     """
     when = retention.removed_at(run.checkpoints)
     steps = (atomic.read_json(run.summary) or {}).get("steps")
@@ -189,10 +189,10 @@ def refuse_pruned(run: run_folder.RunFolder, step: int | None) -> None:
 
 
 def best_step(folder: Path) -> int | None:
-    """The step with the best evaluation, as the newest checkpoint that holds remembers it; None
-    where it knows of none, or that step isn't kept."""
-    found = find_latest(folder, run_id=None, verify="size").found
-    best = (found.state.get("best") if found else None) or {}
+    """The step with the best evaluation according to the newest valid checkpoint; None if it names
+    none, or that step isn't kept."""
+    latest = find_latest(folder, run_id=None, verify="size").checkpoint
+    best = (latest.state.get("best") if latest else None) or {}
     return next((step for step, _ in retention.list_steps(folder) if step == best.get("step")),
                 None)
 
@@ -209,7 +209,7 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
     """
     folder = path.absolute()
     if folder.name in retention.POINTERS and folder.is_symlink():
-        latest = find_latest(folder.parent, run_id=None, verify="size").found
+        latest = find_latest(folder.parent, run_id=None, verify="size").checkpoint
         step = best_step(folder.parent) if folder.name == "best" else getattr(latest, "step", None)
         if step is None:
             raise CheckpointError(f"{path} points to no checkpoint that holds.", where=str(path),
@@ -226,12 +226,13 @@ def open_checkpoint(path: Path) -> FoundCheckpoint:
 
 def _open(path: Path, step: int | None, run_id: str | None = None, verify: manifest.Verify = "full"
           ) -> FoundCheckpoint:
-    held = retention.hold(path / manifest.MANIFEST)  # first: what was verified must stay
-    there = manifest.check_folder(path, step=step, run_id=run_id, verify=verify)
+    # locked first: the verified folder must not be deleted
+    held = retention.hold(path / manifest.MANIFEST)
+    meta = manifest.check_folder(path, step=step, run_id=run_id, verify=verify)
     if held is None:
         raise manifest.Invalid("it is being deleted")
     state = manifest.read_object(path, manifest.STATE)
-    return FoundCheckpoint(path, there.step, there.versions, state, held)
+    return FoundCheckpoint(path, meta.step, meta.versions, state, held)
 
 
 def _with_critic(path: str) -> schema.ModelConfig | None:
@@ -265,23 +266,25 @@ def saved_critic(cfg: schema.ModelConfig) -> FoundCheckpoint | None:
                          where="model.value.path, model.value.kind",
                          fix=f"set model.value.kind={made.value.kind}")
     folder = run_folder.RunFolder(Path(path))
-    found = find_latest(folder.checkpoints, run_id=None).found if (
+    checkpoint = find_latest(folder.checkpoints, run_id=None).checkpoint if (
         folder.config.is_file()) else open_checkpoint(folder.path)
-    if found is None or not (found.path / model_files.VALUE_HEAD).is_file():
-        raise InputError(f"{path} holds no value function: " + (
-            "no checkpoint is there." if found is None else "it was trained without a critic."),
+    if checkpoint is None or not (checkpoint.path / model_files.VALUE_HEAD).is_file():
+        reason = "no checkpoint is there" if checkpoint is None else \
+            "it was trained without a critic"
+        raise InputError(
+            f"{path} holds no value function: {reason}.",
             where="model.value.path", fix="name another run, or leave the path out")
-    return found
+    return checkpoint
 
 
 def value_start(cfg: schema.ModelConfig) -> schema.ModelConfig:
-    """From what a value model is loaded: the ``path`` and ``revision`` of a configuration. Of
-    another run's critic that is what this one was loaded from."""
+    """A configuration whose ``path`` and ``revision`` a value model is loaded from. For another
+    run's critic, these are where that critic was loaded from."""
     start, seen = cfg, set[str]()
     while (path := start.value.path) is not None and path not in seen:
         seen.add(path)
         start = _with_critic(path) or replace(start, path=path, revision=None,
                                               value=replace(start.value, path=None))
-    # what the other run names, nobody here has typed: its code is not run
+    # a name from another run's configuration was not typed here: its code is not run
     return replace(cfg, path=start.path, revision=start.revision, trust_remote_code=(
         cfg.trust_remote_code and start.path in (cfg.path, cfg.value.path)))

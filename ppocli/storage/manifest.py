@@ -1,6 +1,6 @@
-"""The list that makes a folder a checkpoint: every file with its size and SHA-256.
+"""The manifest that makes a folder a checkpoint: every file with its size and SHA-256.
 
-A step folder is valid if and only if it has its final name and ``MANIFEST.json`` holds for it. The
+A step folder is valid if and only if it has its final name and matches its ``MANIFEST.json``. The
 manifest finds damage, also a single flipped bit (neither torch nor safetensors would); it is no
 signature, so it says nothing about who wrote the files. Nothing here opens a pickle.
 """
@@ -97,7 +97,7 @@ def check_folder(folder: Path, *, step: int | None = None, run_id: str | None = 
         verify: ``full`` hashes every file, ``size`` compares sizes and hashes ``state.json`` alone.
 
     Raises:
-        Invalid: it doesn't hold; the message says which file and why.
+        Invalid: the folder doesn't match; the message says which file and why.
         CheckpointError: it was written by a newer ppocli, in a schema this one can't read.
     """
     if folder.is_symlink():
@@ -173,8 +173,8 @@ def _parse(body: dict[str, Any], folder: Path) -> Manifest:
 
 
 def _typed(values: dict[str, Any], kinds: dict[str, type]) -> dict[str, Any]:
-    """The values of those names, each of its type."""
-    found = {name: values[name] for name in kinds}
-    if any(type(value) is not kinds[name] for name, value in found.items()):
+    """The values of the named fields, each checked for its type."""
+    typed = {name: values[name] for name in kinds}
+    if any(type(value) is not kinds[name] for name, value in typed.items()):
         raise TypeError
-    return found
+    return typed

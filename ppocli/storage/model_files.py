@@ -1,8 +1,8 @@
 """Where a model or an adapter lies, checked before transformers sees it.
 
-transformers answers a missing folder with a lecture on repository names, a missing tokenizer with
-one that knows no words, and a dead network after most of a minute. So its files are looked at
-here, and the Hub is asked only when it can be reached.
+For a missing folder transformers explains repository names, for a missing tokenizer it returns one
+without a vocabulary, and a dead network takes it most of a minute. So files are checked here first,
+and the Hub is asked only if it can be reached.
 """
 
 import os
@@ -44,8 +44,8 @@ VALUE_TRUNK = "value_trunk.safetensors"
 
 
 def quiet_transformers() -> None:
-    """Let transformers say no more than errors, and draw no bars for reading a file: what matters
-    of a load is checked by us."""
+    """Silence transformers except for errors, progress bars included: we check loaded models
+    ourselves."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -96,7 +96,7 @@ def find_model(model: str, *, key: str, revision: str | None = None,
 
 
 def eos_text(model: str, revision: str | None = None) -> str:
-    """What a tokenizer on this machine calls EOS, of its files alone; "" where that isn't said."""
+    """The text of EOS in a local tokenizer's files; "" if they don't say."""
     with suppress(PpocliError, OSError, ValueError, TypeError, KeyError):
         folder = Path(find_model(model, key="", revision=revision, needs="tokenizer"))
         eos = bounded.read_json(folder / TOKENIZER_CONFIG)["eos_token"]
@@ -107,15 +107,15 @@ def eos_text(model: str, revision: str | None = None) -> str:
 def trained_with_template(model: str, revision: str | None = None) -> bool | None:
     """Whether ppocli trained ``model`` on what its chat template rendered; None where that isn't
     known, as of models from elsewhere."""
-    with suppress(Exception):  # whoever loads it says what is wrong
+    with suppress(Exception):  # loading it reports what is wrong
         source = find_model(model, key="", revision=revision, needs="tokenizer", adapters=True)
         file = Path(source) / TOKENIZER_CONFIG
         if not Path(source).is_dir():
             from huggingface_hub import hf_hub_download
 
             file = Path(hf_hub_download(source, TOKENIZER_CONFIG, revision=revision))
-        found = bounded.read_json(file).get(WITH_TEMPLATE)
-        return found if isinstance(found, bool) else None
+        recorded = bounded.read_json(file).get(WITH_TEMPLATE)
+        return recorded if isinstance(recorded, bool) else None
     return None
 
 
@@ -197,7 +197,7 @@ def _check_weights(folder: Path, key: str, names: tuple[str, ...]) -> None:
 
 
 def _check_readable(path: Path, key: str) -> None:
-    """Read a safetensors file's header, which knows how long the file has to be."""
+    """Read a safetensors file's header, which says how long the file has to be."""
     if path.suffix != ".safetensors":
         return
     from safetensors import SafetensorError, safe_open
@@ -268,7 +268,7 @@ def scores(config: Any) -> bool:
 
 
 def states_labels(source: str, revision: str | None) -> bool:
-    """Whether a model's config.json itself tells of labels; transformers takes two for granted."""
+    """Whether a model's config.json itself states its labels; transformers assumes two."""
     from transformers import PretrainedConfig
 
     with suppress(Exception):
@@ -316,7 +316,8 @@ def task_type(folder: str | Path, config: Any) -> str:
 
 
 def named_base(folder: Path) -> tuple[str, str | None, BaseIdentity | None]:
-    """Path and revision of the base that an adapter's folder names, and all that is known of it.
+    """Path and revision of the base that an adapter's folder names, and the base's identity where
+    ppocli recorded it.
 
     Raises:
         InputError: it names none.
@@ -324,8 +325,8 @@ def named_base(folder: Path) -> tuple[str, str | None, BaseIdentity | None]:
     file = folder / ADAPTER_BASE
     try:
         if file.is_file():
-            known = BaseIdentity(**bounded.read_json(file))
-            return known.path, known.revision, known
+            identity = BaseIdentity(**bounded.read_json(file))
+            return identity.path, identity.revision, identity
         file = folder / ADAPTER_CONFIG
         fields = bounded.read_json(file)
         path, revision = fields.get("base_model_name_or_path"), fields.get("revision")
@@ -359,8 +360,8 @@ def find_whole(model: str, *, key: str, revision: str | None = None, needs: Need
     source = find_model(model, key=key, revision=revision, needs=needs, adapters=True)
     if not is_adapter(source):
         return source, revision
-    path, revision, known = named_base(Path(source))
-    place = Path(source) / (ADAPTER_BASE if known else ADAPTER_CONFIG)
+    path, revision, identity = named_base(Path(source))
+    place = Path(source) / (ADAPTER_BASE if identity else ADAPTER_CONFIG)
     if has_tokenizer(source):
         needs = "model"
     try:

@@ -1,9 +1,8 @@
 """Which checkpoints stay on the disk, and under which names.
 
-``step-000120`` folders are the run's; ``superseded/`` holds steps of a past that was resumed from
-an earlier step; ``latest`` and ``best`` are links for people, never trusted for loading; names that
-start with a dot are unfinished saves and deletions. What somebody uses is locked, and not deleted
-meanwhile.
+``step-000120`` folders belong to the run; ``superseded/`` holds later steps after a resume from an
+earlier one; ``latest`` and ``best`` are links for people, never used for loading; names that start
+with a dot are unfinished saves and deletions. Files in use are locked, and not deleted.
 """
 
 import fcntl
@@ -41,8 +40,8 @@ class Hold:
 
 
 def hold(path: Path) -> Hold | None:
-    """Keep a file from whoever asks :func:`unused` before deleting it; None where it isn't there
-    (any more)."""
+    """Protect a file from deletions that check :func:`unused` first; None if it doesn't exist (any
+    more)."""
     try:
         held = Hold(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK))
     except OSError:
@@ -52,9 +51,10 @@ def hold(path: Path) -> Hold | None:
 
 @contextmanager
 def unused(path: Path) -> Iterator[bool]:
-    """Whether nobody holds the file, or it isn't there; inside the block nobody comes to."""
+    """Whether no process holds the file, or it doesn't exist; inside the block none can start to
+    hold it."""
     try:
-        # for writing: locks of network file systems ask for it
+        # opened for writing, which locks of network file systems require
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         yield True
@@ -66,7 +66,7 @@ def unused(path: Path) -> Iterator[bool]:
 
 
 def sweep(folder: Path, prefix: str) -> None:
-    """Delete the files in ``folder`` that begin so and that nobody holds, as far as that goes."""
+    """Delete the files in ``folder`` with this prefix that no process holds, as far as possible."""
     for path in folder.glob(f"{prefix}*"):
         with unused(path) as stray, suppress(OSError):
             if stray:
@@ -89,7 +89,7 @@ def _entries(folder: Path) -> Iterable[Path]:
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of all files below ``folder``; links count nothing, what vanishes meanwhile neither."""
+    """Bytes of all files below ``folder``, without links and files that vanish meanwhile."""
     total = 0
     for base, _, files in os.walk(folder, followlinks=False):
         for name in files:
@@ -102,11 +102,11 @@ def folder_size(folder: Path) -> int:
 def prune(folder: Path, keep_last: int, *keep_steps: int | None) -> list[str]:
     """Delete old checkpoints; to be called after a save has returned.
 
-    The newest ``keep_last`` valid ones stay (at least one), and ``keep_steps``. A folder that
-    isn't valid never counts as kept: it stays if it is newer than the oldest kept one, for whoever
-    wants to look, and goes otherwise. Superseded steps go once the run is past them. What somebody
-    reads (an evaluation) stays until a later call. A failure is a warning, and a link is left
-    alone.
+    The newest ``keep_last`` valid ones stay (at least one), and ``keep_steps``. An invalid folder
+    never counts as kept: it stays for inspection if it is newer than the oldest kept one, and is
+    deleted otherwise. Superseded steps are deleted once the run is past them. A checkpoint that is
+    being read (by an evaluation) stays until a later call. A failure is a warning, and links are
+    left alone.
 
     Args:
         folder: the run's ``checkpoints/``.
@@ -144,11 +144,11 @@ def prune(folder: Path, keep_last: int, *keep_steps: int | None) -> list[str]:
 
 def sound_steps(folder: Path) -> list[Manifest]:
     """The manifests of step folders whose files are there in their sizes, oldest first."""
-    found = []
+    manifests = []
     for step, path in list_steps(folder):
         with suppress(Invalid, OSError, PpocliError):
-            found.append(check_folder(path, step=step, verify="size"))
-    return found
+            manifests.append(check_folder(path, step=step, verify="size"))
+    return manifests
 
 
 def note_removed(folder: Path) -> None:
@@ -166,8 +166,8 @@ def removed_at(folder: Path) -> str | None:
 
 
 def discard(path: Path) -> None:
-    """Take the name away first, so that a kill leaves no half-deleted step, then delete it (of a
-    link only the link).
+    """Rename a path, so that a kill leaves no half-deleted step, then delete it (of a link only the
+    link).
 
     Raises:
         OSError: it couldn't be moved or deleted.
@@ -179,45 +179,45 @@ def discard(path: Path) -> None:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """What broken saves, deletions and atomic writes left in ``folder``."""
+    """Leftovers of interrupted saves, deletions and atomic writes in ``folder``."""
     starts = (atomic.STAGING, _DISCARDED, atomic.TEMPORARY_PREFIX)
     return sorted(path for path in _entries(folder) if path.name.startswith(starts))
 
 
 def make_room(folder: Path) -> None:
-    """Delete what nobody will load: superseded steps and leftovers of broken saves (the run
-    folder's lock is held, so no staging folder is another process's)."""
+    """Delete superseded steps and leftovers of interrupted saves, which nothing loads. The run
+    folder's lock is held, so no staging folder belongs to another process."""
     for path in (folder / SUPERSEDED, *leftovers(folder)):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def clean_staging(folder: Path) -> list[str]:
-    """Put in order what broken saves left; to be called at start, before the search for the newest
+    """Clean up after interrupted saves. To be called at the start, before the search for the newest
     checkpoint, with the run folder's lock held.
 
     Returns:
         One line for each broken save: ``skipped .staging-000130-1f2e3d4c: incomplete``, and one for
         anything that couldn't be deleted.
     """
-    said = []
+    messages = []
     try:
         atomic.put_back(folder)
     except OSError as error:
-        said.append(f"{error.filename} could not be deleted: {error.strerror or error}")
+        messages.append(f"{error.filename} could not be deleted: {error.strerror or error}")
     for path in [*leftovers(folder), *leftovers(folder / SUPERSEDED)]:
         if path.name.startswith(atomic.STAGING):
-            said.append(f"skipped {path.name}: incomplete")
+            messages.append(f"skipped {path.name}: incomplete")
         try:
             atomic.remove_tree(path)
         except OSError as error:
-            said.append(f"{path.name} could not be deleted: {error.strerror or error}")
-    return said
+            messages.append(f"{path.name} could not be deleted: {error.strerror or error}")
+    return messages
 
 
 def supersede(folder: Path, step: int) -> list[int]:
-    """Going on from ``step``: move the folders of later steps to ``superseded/``.
+    """Before a run resumes from ``step``, move the folders of later steps to ``superseded/``.
 
-    They could otherwise be taken for newer states of the run that starts again here.
+    They would otherwise count as newer states of the resumed run.
 
     Returns:
         The steps moved, oldest first.

@@ -1,4 +1,4 @@
-"""A run's folder: where things lie, and who may write to it."""
+"""A run's folder: paths of its parts, and which process may write to it."""
 
 import fcntl
 import json
@@ -23,7 +23,7 @@ _OWNER_WAIT_SECONDS = 2.0  # a process that has just got the lock needs a moment
 
 
 class RunFolder:
-    """Where the parts of a run lie. Nothing is created by naming it."""
+    """Paths of the parts of a run. Naming one creates nothing."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -34,11 +34,11 @@ class RunFolder:
         self.samples = path / "samples.jsonl"
         """one JSON object a logged response"""
         self.summary = path / "summary.json"
-        """what came out, one JSON object"""
+        """the results, one JSON object"""
         self.events = path / "events"
         """TensorBoard's event files"""
         self.log = path / "ppocli.log"
-        """everything that was said"""
+        """everything that was printed"""
         self.checkpoints = path / "checkpoints"
         """step folders"""
         self.nonfinite_dump = path / "nonfinite-dump"
@@ -47,16 +47,16 @@ class RunFolder:
         """the trained policy, a plain Hugging Face folder"""
 
     def started_with(self) -> dict[str, str]:
-        """Digests of what the run reads and must not change, by name, as its newest checkpoint
-        tells them; empty where none does."""
+        """Digests, by name, of the run's inputs, which must not change, from its newest checkpoint;
+        empty if there is none."""
         newest = max(self.checkpoints.glob("step-*/state.json"), default=None)
         state = None if newest is None else atomic.read_json(newest)
         return (state or {}).get("digests") or {}
 
 
 def probe_writable(folder: Path) -> None:
-    """Create ``folder`` where missing and try what a run does there: write, sync, rename, delete.
-    Files that a kill left half written there are swept away.
+    """Create ``folder`` if missing and try to write, sync, rename and delete in it, as a run does.
+    Half-written files that a kill left there are deleted.
 
     Raises:
         DiskError: it can't be created or written, or it is a file.
@@ -72,25 +72,26 @@ def probe_writable(folder: Path) -> None:
             atomic.make_dirs(folder)
             retention.sweep(folder, atomic.TEMPORARY_PREFIX)
             atomic.write_atomic(probe, b"probe")
-            probe.unlink(missing_ok=True)  # another run that starts may have swept it away
+            probe.unlink(missing_ok=True)  # another run that is starting may have deleted it
     except OSError as error:
         raise DiskError(f"{folder} can't be written: {error.strerror or error}.",
                         where=str(folder), fix=fix) from error
 
 
 def gone(path: Path) -> RunGoneError:
-    """The error of a run whose folder, or what it needs of it, isn't where it was any more."""
+    """The error of a run whose folder, or a part of it, was moved or deleted."""
     return RunGoneError(f"{path}, or a part of it, was moved or deleted while the run wrote there.",
                         where=str(path), fix="go on with what is left where it lies now: "
                         "ppocli resume FOLDER")
 
 
 def refuse_links(run_dir: Path) -> None:
-    """Refuse to write in a folder from which links lead elsewhere: of a run that came from someone
-    else they could lead anywhere, and what is written or deleted there would not be the run's. Nor
-    where a folder stands in a file's place.
+    """Refuse a run folder whose parts are links: in a run from somebody else they could lead
+    anywhere, and other people's files would be written or deleted. Refuse it as well if a folder is
+    in a file's place.
 
-    The folder may itself be a link, or lie below one. ``checkpoints/latest`` and ``best`` are ours.
+    The folder itself may be a link, or lie below one. ``checkpoints/latest`` and ``best`` are our
+    own links.
 
     Raises:
         CheckpointError: names a link and where it leads; or a device, a pipe, a socket, a folder.
@@ -139,8 +140,9 @@ def write_config(config: schema.TrainConfig, path: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Who writes in a run folder. ``started`` is the process's start in clock ticks since boot
-    (``None`` where the system doesn't tell), which tells a recycled pid from the one meant."""
+    """The process that writes to a run folder. ``started`` is its start in clock ticks since boot
+    (``None`` if the system doesn't report it), which distinguishes it from a later process with the
+    same pid."""
 
     pid: int
     host: str
@@ -153,23 +155,23 @@ def lock(run_dir: Path, *, reserved_by: int | None = None) -> Iterator[None]:
     """Hold a run folder for this process; created where missing.
 
     The lock is a POSIX record lock on ``.lock`` (it ends with the process, and forked children
-    don't inherit it) and the owner's name in it. A name left by a dead process, an earlier boot, or
-    a pid that is now someone else's is taken over. The file stays, empty, when the lock is given
-    back: deleting it would open a race.
+    don't inherit it) and the owner's name in it. A name left by a dead process, by an earlier boot,
+    or with a reused pid is replaced. When the lock is released the file stays, empty: deleting it
+    would open a race.
 
     Args:
         run_dir: the folder.
-        reserved_by: the process whose name may stand there, see :func:`reserved`.
+        reserved_by: a process whose name the file may contain, see :func:`reserved`.
 
     Raises:
-        CheckpointError: a live process, this one included, works in the folder; names pid and host.
+        CheckpointError: a live process, perhaps this one, uses the folder; names pid and host.
         DiskError: the folder can't be written.
     """
     descriptor = _take(run_dir / LOCK, run_dir, reserved_by=reserved_by)
     try:
         yield
     finally:
-        with suppress(OSError):  # a dying disk: the name left there is a dead process's soon
+        with suppress(OSError):  # the disk fails: the name will soon be a dead process's
             os.ftruncate(descriptor, 0)
         os.close(descriptor)
 
@@ -188,7 +190,7 @@ def reserved(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        # the worker has emptied it, unless it never came that far
+        # the worker has emptied it, unless it ended before
         with suppress(OSError), (run_dir / LOCK).open("r+b") as file:
             if _kernel_lock(file.fileno()) and _read_owner(file.read(4096)) == _myself():
                 file.truncate(0)
@@ -250,8 +252,8 @@ def _take(path: Path, held: Path, fix: str = "choose another run_name",
 
 
 def live_owner(run_dir: Path) -> Owner | None:
-    """The live process that holds a run folder, told by the name in the lock file alone: asking
-    the kernel would take part in the locking."""
+    """The live process that holds a run folder, according to the name in the lock file: asking the
+    kernel would interfere with the lock."""
     with suppress(OSError):
         owner = _read_owner(bounded.read_bytes(run_dir / LOCK))
         return owner if owner is not None and _is_alive(owner) else None
@@ -259,8 +261,8 @@ def live_owner(run_dir: Path) -> Owner | None:
 
 
 def other_host(run_dir: Path) -> str | None:
-    """The machine that a lock file names, if it isn't this one: whether its process lives can't be
-    told from here."""
+    """The machine that a lock file names, if it isn't this one: from here nobody can tell whether
+    the process lives."""
     owner = (atomic.read_json(run_dir / LOCK) or {}).get("host")
     return owner if owner != socket.gethostname() else None
 
@@ -271,7 +273,7 @@ def _kernel_lock(descriptor: int) -> bool:
     except (BlockingIOError, PermissionError):
         return False
     except OSError:
-        return True  # a file system without locks: the owner's name alone has to do
+        return True  # the file system has no locks: only the owner's name counts
     return True
 
 
@@ -286,7 +288,7 @@ def _wait_for_owner(path: Path) -> Owner | None:
     owner = None
     with suppress(FileNotFoundError):  # it has ended just now
         while (((owner := _read_owner(path.read_bytes())) is None or not _is_alive(owner))
-               and time.monotonic() < deadline):  # the name there may be that of the one before
+               and time.monotonic() < deadline):  # the name may be that of the previous owner
             time.sleep(0.05)
     return owner
 

@@ -4,6 +4,7 @@ A run that goes on from step k first removes every row past k, so no step appear
 """
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +23,8 @@ _FRAME = 16
 class JsonlWriter(AbstractContextManager["JsonlWriter"]):
     """Appends rows to a JSON-lines file; each ``append`` is on the disk when it returns.
 
-    Rows are strict JSON: NaN and infinities become null. A torn last line, left by a kill, is cut
-    off at opening. A write that fails leaves no part of itself behind.
+    Rows are strict JSON: NaN and infinities become null. An incomplete last line, left by a kill,
+    is cut off on opening. A write that fails leaves nothing behind.
 
     Args:
         path: the file; created where missing, with its folder.
@@ -42,11 +43,12 @@ class JsonlWriter(AbstractContextManager["JsonlWriter"]):
             atomic.fsync_dir(path.parent)
 
     def append(self, rows: Sequence[dict[str, Any]], *, over_last: bool = False) -> None:
-        """Write the rows, in order, and sync once; the first ``over_last``: in its place."""
-        raw, there, before = b"".join(_line(row) for row in rows), b"", self._size
+        """Write the rows, in order, and sync once; with ``over_last`` the first replaces the last
+        row."""
+        raw, last_row, before = b"".join(_line(row) for row in rows), b"", self._size
         if over_last:
             self._size = _end_of_last_line(self._descriptor, self._size - 1)
-            there = os.pread(self._descriptor, before - self._size, self._size)
+            last_row = os.pread(self._descriptor, before - self._size, self._size)
         try:
             with atomic.disk_errors(self.path, needed=len(raw)):
                 written = 0
@@ -56,7 +58,7 @@ class JsonlWriter(AbstractContextManager["JsonlWriter"]):
                 os.fsync(self._descriptor)
         except BaseException:
             with suppress(OSError):
-                os.pwrite(self._descriptor, there, self._size)
+                os.pwrite(self._descriptor, last_row, self._size)
                 os.ftruncate(self._descriptor, before)
             self._size = before
             raise
@@ -75,7 +77,7 @@ def _line(row: dict[str, Any]) -> bytes:
 
 
 def _end_of_last_line(descriptor: int, end: int | None = None) -> int:
-    """Bytes up to and with the last newline, of the whole or of so many."""
+    """Bytes up to and including the last newline, in the whole file or before ``end``."""
     end = os.fstat(descriptor).st_size if end is None else end
     while end > 0:
         start = max(0, end - _CHUNK)
@@ -106,9 +108,33 @@ def read_row(line: bytes | str) -> dict[str, Any] | None:
     return None
 
 
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl by their steps; the last one counts where a step has several.
+
+    Raises:
+        CheckpointError: as :func:`read_jsonl`.
+    """
+    rows = {row["step"]: row for row in map(sound_row, read_jsonl(path)) if row}
+    return [rows[step] for step in sorted(rows)]
+
+
+def sound_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of metrics.jsonl with finite numbers and None alone: other values are damage. A row
+    without a step becomes empty."""
+    sound = {name: value for name, value in row.items() if value is None or is_number(value)}
+    return sound if isinstance(sound.get("step"), int) else {}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a finite number, and no longer than 64 bits."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 1 << 63  # a longer one is damage, and no float
+    return isinstance(value, float) and math.isfinite(value)
+
+
 def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
-    """What is wrong with the rows of a run that stands at ``last_step``: steps that are missing or
-    there twice, evaluations and rollouts without all their samples.
+    """What is wrong with the rows of a run at ``last_step``: missing or duplicate steps,
+    evaluations and rollouts without all their samples.
 
     Args:
         last_step: the last one whose row is written; rows of later steps are cut off already.
@@ -119,7 +145,7 @@ def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
         if isinstance(step := row.get("step"), int):
             twice += [step] if step in rows else []
             rows[step] = row
-    found: list[tuple[Path, str, list[Any]]] = [
+    problems: list[tuple[Path, str, list[Any]]] = [
         (metrics, "no row", [step for step in range(1, last_step + 1) if step not in rows]),
         (metrics, "more than one row", sorted(set(twice)))]
     counts = Counter((str(row.get("kind")), row["step"]) for row in read_jsonl(samples)
@@ -127,16 +153,16 @@ def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
     sizes = {step: counts["eval", step] for step, row in rows.items()
              if any(name.startswith("eval/") for name in row)}
     if len({*sizes.values()}) > 1 or 0 in sizes.values():
-        found.append((samples, "evaluations of different sizes:", [
+        problems.append((samples, "evaluations of different sizes:", [
             f"{step} ({size} samples)" for step, size in sizes.items()]))
-    drawn = {0: 0, **{step: row["episode"] for step, row in rows.items()
-                      if isinstance(row.get("episode"), int)}}
-    found.append((samples, "not as many rollout samples as episodes", [
+    episodes = {0: 0, **{step: row["episode"] for step, row in rows.items()
+                         if isinstance(row.get("episode"), int)}}
+    problems.append((samples, "not as many rollout samples as episodes", [
         step for (kind, step), count in counts.items() if kind == "rollout"
-        and {step, step - 1} <= drawn.keys() and count != drawn[step] - drawn[step - 1]]))
+        and {step, step - 1} <= episodes.keys() and count != episodes[step] - episodes[step - 1]]))
     return [f"{path.name} has {what} of step {', '.join(map(str, steps[:5]))}"
             + (f" and of {len(steps) - 5} others" if len(steps) > 5 else "")
-            for path, what, steps in found if steps]
+            for path, what, steps in problems if steps]
 
 
 def truncate_jsonl(path: Path, last_step: int,

@@ -1,7 +1,8 @@
-"""Who started a run: a signature in its run.json, made with a key of this user's that no run holds.
+"""Who started a run: a signature in its run.json, made with this user's key, which no run folder
+contains.
 
-It covers the run's id and its config.yaml, so that a configuration that someone else has written,
-or changed, is known as theirs. Message authentication: HMAC, RFC 2104.
+It covers the run's id and its config.yaml, so that a configuration that somebody else wrote or
+changed is recognised. Message authentication: HMAC, RFC 2104.
 """
 
 import hmac
@@ -26,9 +27,10 @@ log = logging.getLogger("ppocli")
 
 
 def key_path() -> Path:
-    """Where this user's key lies: ``$PPOCLI_KEY_FILE``, else in the folder of configurations."""
-    if given := os.environ.get(KEY_VARIABLE):
-        return Path(given).expanduser().absolute()
+    """Path of this user's key: ``$PPOCLI_KEY_FILE``, or a file in the user's configuration
+    folder."""
+    if path := os.environ.get(KEY_VARIABLE):
+        return Path(path).expanduser().absolute()
     home = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return Path(home).absolute() / "ppocli/key"
 
@@ -41,7 +43,7 @@ def _read_key(path: Path) -> bytes | None:
 
 
 def own_key() -> bytes:
-    """This user's key, made where there is none: 32 random bytes that nobody else may read.
+    """This user's key, 32 random bytes that only this user may read; made if there is none.
 
     Raises:
         DiskError: it can't be made, or what lies there is no key.
@@ -77,48 +79,48 @@ def _signature(key: bytes, name: str, content: str) -> str:
     return hmac.new(key, f"ppocli\0{name}\0{content}".encode(), "sha256").hexdigest()
 
 
-def signed(told: dict[str, Any], name: str, content: str) -> dict[str, Any]:
-    """``told`` with a signature of this user's in it; as it is, with a warning, without a key.
+def signed(document: dict[str, Any], name: str, content: str) -> dict[str, Any]:
+    """``document`` with this user's signature added; unchanged, with a warning, without a key.
 
     Args:
-        told: the contents of a JSON file.
+        document: the contents of a JSON file.
         name: of what is signed, which the signature covers.
         content: what is signed, or its digest.
     """
     try:
-        mine = _signature(own_key(), name, content)
+        signature = _signature(own_key(), name, content)
     except DiskError as error:
         _warn_once(error.what)
-        return told
-    others = told.get(_SIGNED)
-    others = [one for one in others if one != mine] if isinstance(others, list) else []
-    return {**told, _SIGNED: [*others, mine][-_KEPT:]}
+        return document
+    others = document.get(_SIGNED)
+    others = [one for one in others if one != signature] if isinstance(others, list) else []
+    return {**document, _SIGNED: [*others, signature][-_KEPT:]}
 
 
 @cache
 def _warn_once(what: str) -> None:
-    log.warning("this can't be signed as yours: %s. Commands that read it later want --trust "
-                "before they run code that it names; to sign it, let %s name a file that can be "
-                "made and kept", what, KEY_VARIABLE)
+    log.warning("this can't be signed as yours: %s. Later commands need --trust before they run "
+                "code that it names. To sign it, set %s to the path of a file that can be written",
+                what, KEY_VARIABLE)
 
 
-def is_signed(told: dict[str, Any] | None, name: str, content: str) -> bool:
+def is_signed(document: dict[str, Any] | None, name: str, content: str) -> bool:
     """Whether the contents of a JSON file carry this user's signature of ``content``."""
-    key, signatures = _read_key(key_path()), (told or {}).get(_SIGNED)
+    key, signatures = _read_key(key_path()), (document or {}).get(_SIGNED)
     return key is not None and isinstance(signatures, list) and any(hmac.compare_digest(
         _signature(key, name, content).encode(), str(one).encode()) for one in signatures)
 
 
-def sign_run(told: dict[str, Any], config: Path) -> dict[str, Any]:
+def sign_run(run_json: dict[str, Any], config: Path) -> dict[str, Any]:
     """The contents of a run's run.json, signed for the configuration in the file ``config``."""
-    return signed(told, str(told["run_id"]), atomic.sha256_file(config))
+    return signed(run_json, str(run_json["run_id"]), atomic.sha256_file(config))
 
 
 def is_own_run(run_dir: Path) -> bool:
-    """Whether this user has started the run, or gone on with it, with just this config.yaml."""
-    told = atomic.read_json(run_dir / RUN_FILE) or {}
+    """Whether this user started or resumed the run with exactly this config.yaml."""
+    run_json = atomic.read_json(run_dir / RUN_FILE) or {}
     try:
         digest = atomic.sha256_file(run_folder.RunFolder(run_dir).config)
     except OSError:
         return False
-    return is_signed(told, str(told.get("run_id")), digest)
+    return is_signed(run_json, str(run_json.get("run_id")), digest)

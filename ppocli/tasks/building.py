@@ -19,7 +19,8 @@ from ppocli.estimate import check
 from ppocli.models import policy as policies
 from ppocli.models.fast.gemm import route_linears
 from ppocli.models.loading import model_config, reference_and_value
-from ppocli.models.loading.language_model import LoadedLM, empty_lm, stop_rules
+from ppocli.models.loading.language_model import LoadedLM, empty_lm
+from ppocli.models.loading.tokenizer import stop_rules
 from ppocli.models.policy import AdapterReference, CopyReference, Reference, share_trunk
 from ppocli.models.vocabulary import output_rows, set_vocabulary, vocabulary_of
 from ppocli.parallel.backend import Backend

@@ -20,8 +20,8 @@ from ppocli.data import prompt_set, sources
 from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError
 from ppocli.estimate.parts import models_of
 from ppocli.models.loading import model_config
-from ppocli.models.loading.language_model import fit_vocabulary, stop_rules
-from ppocli.models.loading.tokenizer import load_tokenizer
+from ppocli.models.loading.language_model import fit_vocabulary
+from ppocli.models.loading.tokenizer import load_tokenizer, stop_rules
 from ppocli.models.trunk import has_encoder
 from ppocli.parallel.backend import Backend, open_backend
 from ppocli.parallel.stop import StopFlag

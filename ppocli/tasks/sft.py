@@ -18,7 +18,7 @@ from ppocli.errors import ConfigError
 from ppocli.models import layout, trunk
 from ppocli.models.loading import language_model, model_config
 from ppocli.models.loading.tokenizer import load_tokenizer
-from ppocli.parallel.ranks import woven
+from ppocli.parallel.ranks import interleave
 from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.sampler import GenerationModel, SamplerSetup, sample_chunks
@@ -161,7 +161,7 @@ class SFTTask(supervised.SupervisedTask):
                 for text, response, count, ended in zip(
                     batch.texts, texts, out.mask.sum(1).tolist(), out.finished.tolist(),
                     strict=True)][:own]
-        return woven(self.backend.ranks.gather(rows))
+        return interleave(self.backend.ranks.gather(rows))
 
 
 def build_task(setup: task.TaskSetup) -> SFTTask:

@@ -1,16 +1,15 @@
 """The process of a run's trackers: ``python -m ppocli.tracking.tracker_child DESCRIPTOR``.
 
 wandb and trackio wait for networks, start services and threads, wrap standard output and register
-exit handlers; a tracker of the user's own may do anything. Here they can do so without the run
-waiting for them or ending with them, and in a thread each, so that none waits for another. Neither
-``multiprocessing.Process`` nor a fork will do: the one imports the program that trains once more,
-the other inherits its locks and its GPU.
+exit handlers; a tracker of the user's own may do anything. In this process the run neither waits
+for them nor ends with them; each has a thread, so that none waits for another.
+``multiprocessing.Process`` would import the training program once more, and a fork would inherit
+its locks and its GPU.
 
-Over a ``multiprocessing`` connection comes first what the trackers are opened with (the fields of
-:class:`Opening`), then ``(tracker, kind, what)``: a ``row`` of figures, ``samples`` as (step, rows)
-before the row of that step, and at last ``finish`` with an exit code. Back go ``news`` and
-``warning`` with a text, ``done`` after each row and table, and ``finished``. What is printed goes
-into ``trackers/output.log``.
+A ``multiprocessing`` connection delivers first the fields of :class:`Opening`, then ``(tracker,
+kind, what)``: a ``row`` of figures, ``samples`` as (step, rows) before the row of that step, and at
+last ``finish`` with an exit code. Replies are ``news`` and ``warning`` with a text, ``done`` after
+each row and table, and ``finished``. Printed text goes into ``trackers/output.log``.
 
 ``trackers/NAME.json`` in the run's folder keeps the run's id in the tracker and the last step that
 was logged, so that a resumed run goes on in the same tracker run and logs no step twice.
@@ -48,20 +47,20 @@ _INIT_SECONDS = "30"  # wandb's own 90 are long to wait for "no network"
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """What a run's trackers are opened with."""
+    """The arguments with which a run's trackers are opened."""
 
     trackers: list[str]
     """``wandb``, ``trackio`` or import paths"""
     name: str
     """of the run"""
     project: str | None
-    """null: what the library's environment says, else ``ppocli``"""
+    """null: as the library's environment variables say, or ``ppocli``"""
     run_dir: str
     config: dict[str, Any]
     pid: int
-    """of the run, whose CPU, memory and GPUs are watched, and whose end is the trackers' end"""
+    """of the run: its CPU, memory and GPUs are monitored, and the trackers end with it"""
     import_path: list[str]
-    """where the run finds modules"""
+    """the run's module search path"""
 
 
 Rows = list[dict[str, Any]]
@@ -92,7 +91,7 @@ def main(descriptor: int) -> None:
     turn = threading.Lock()
 
     def say(tracker: str, kind: str, what: Any = None) -> None:
-        with turn, suppress(OSError):  # nobody listens any more
+        with turn, suppress(OSError):  # the run no longer listens
             connection.send((tracker, kind, what))
 
     inboxes = {name: queue.SimpleQueue[tuple[str, Any]]() for name in opening.trackers}
@@ -110,7 +109,7 @@ def main(descriptor: int) -> None:
             name, kind, what = connection.recv()
         except (EOFError, OSError):
             # whoever resumes the run goes on in the same tracker run
-            # and this process and its services end after a while, whatever they wait for
+            # and this process and its services end after a while, even if they hang
             killer = threading.Timer(_ORPHAN_SECONDS, os.killpg, (0, signal.SIGKILL))
             killer.daemon = True
             killer.start()
@@ -156,7 +155,7 @@ def _serve(name: str, opening: Opening, inbox: queue.SimpleQueue[tuple[str, Any]
 
 
 def cause_of(error: BaseException) -> str:
-    """The first line of what an exception says, without secrets and without its full stop."""
+    """The first line of an exception's message, without secrets and full stop."""
     return hide_secrets(error_line(error).rstrip("."))
 
 
@@ -164,12 +163,12 @@ def _keep(record: Path, run_id: str, step: int) -> None:
     write_json_atomic(record, {"id": run_id, "step": step})
 
 
-def _open_wandb(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
-    """Weights & Biases: online or, where that can't be, into files that can be uploaded later."""
+def _open_wandb(opening: Opening, record: dict[str, Any], say: Say) -> Opened:
+    """Weights & Biases: online or, if that fails, into files that can be uploaded later."""
     import wandb
 
     os.environ.setdefault("WANDB_INIT_TIMEOUT", _INIT_SECONDS)
-    run_id = found.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    run_id = record.get("id") or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
 
     def start(mode: Any = None) -> Any:
         return wandb.init(
@@ -193,8 +192,8 @@ def _open_wandb(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
             say("news", f"offline; to upload: wandb sync {run.settings.sync_dir}")
         elif run.url:
             say("news", run.url)
-    # online the service knows what it has; offline only we do
-    first = found.get("step", -1) + 1 if run.offline else run.step
+    # online, the service knows its last step; offline, only our record does
+    first = record.get("step", -1) + 1 if run.offline else run.step
 
     def log(figures: dict[str, Any], samples: Rows, step: int) -> None:
         if samples:
@@ -205,7 +204,7 @@ def _open_wandb(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
     return Opened(log, lambda code: run.finish(exit_code=code), run_id, first)
 
 
-def _open_trackio(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
+def _open_trackio(opening: Opening, record: dict[str, Any], say: Say) -> Opened:
     """trackio: into its own folder on this machine, or to the Space that its environment names."""
     import trackio
 
@@ -222,12 +221,12 @@ def _open_trackio(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
         return trackio.init(project=project, name=opening.name, config=opening.config,
                             resume=resume, embed=False)
 
-    run = start("allow" if found else "never")
-    if found and run.id != found["id"]:  # it knows runs by name, and another one has taken this
+    run = start("allow" if record else "never")
+    if record and run.id != record["id"]:  # runs go by name, and another run has this one
         run = start("never")
         say("warning", f"the newest run called {opening.name} in project {project} is another one; "
             "this one goes on in a new run of that name")
-        found = {}
+        record = {}
     say("news", os.environ.get("TRACKIO_SPACE_ID") or os.environ.get("TRACKIO_SERVER_URL")
         or f"trackio show --project {project}")
 
@@ -236,7 +235,7 @@ def _open_trackio(opening: Opening, found: dict[str, Any], say: Say) -> Opened:
             figures[EVAL_SAMPLES] = trackio.Table(data=samples)
         run.log(figures, step=step)
 
-    return Opened(log, lambda code: run.finish(), run.id, found.get("step", -1) + 1)
+    return Opened(log, lambda code: run.finish(), run.id, record.get("step", -1) + 1)
 
 
 class OwnTracker(Protocol):
@@ -269,7 +268,7 @@ def locate_tracker(spec: str) -> Located:
     return located
 
 
-def _open_own(spec: str, opening: Opening, found: dict[str, Any], say: Say) -> Opened:
+def _open_own(spec: str, opening: Opening, record: dict[str, Any], say: Say) -> Opened:
     """A class of the user's own."""
     tracker = locate_tracker(spec).target(Path(opening.run_dir), opening.config)
 
@@ -279,7 +278,7 @@ def _open_own(spec: str, opening: Opening, found: dict[str, Any], say: Say) -> O
         tracker.row({"step": step, **figures})
 
     return Opened(log, lambda code: getattr(tracker, "close", lambda: None)(), "",
-                  found.get("step", -1) + 1)
+                  record.get("step", -1) + 1)
 
 
 OPEN: dict[str, Callable[[Opening, dict[str, Any], Say], Opened]] = {

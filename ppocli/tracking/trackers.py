@@ -35,11 +35,11 @@ from ppocli.tracking.tracker_child import Opening, cause_of, locate_tracker
 log = logging.getLogger("ppocli")
 
 FINISH_SECONDS = 10.0
-"""how long all trackers together may take to finish"""
+"""seconds that all trackers together may take to finish"""
 SILENT_SECONDS = 120.0
-"""after how long without an answer a tracker is said to hang"""
+"""seconds without an answer after which a tracker counts as hanging"""
 QUEUE_ROWS = 1000
-"""rows and tables that a tracker may be behind before further ones are left out"""
+"""rows and tables that may wait for a tracker before further ones are dropped"""
 TABLE_ROWS = 64
 """evaluation samples in one table"""
 
@@ -120,7 +120,7 @@ class TrackerProcess:
         self._warned: set[str] = set()
 
     def _feed(self) -> None:
-        with suppress(OSError):  # it has died, which the run hears
+        with suppress(OSError):  # the process died, which the run is told
             for message in iter(self._waiting.get, None):
                 self._connection.send(message)
 
@@ -136,7 +136,7 @@ class TrackerProcess:
         self._listen()
         for name in sorted(self._unfinished):
             if self._behind[name] == 0:
-                self._answered[name] = monotonic()  # it had nothing to answer to
+                self._answered[name] = monotonic()  # nothing was pending
             if self._behind[name] >= QUEUE_ROWS:
                 self._warn([name], f"it is {QUEUE_ROWS} rows behind; those that follow are left "
                            "out")
@@ -147,8 +147,8 @@ class TrackerProcess:
                 self._warn([name], f"no answer for {SILENT_SECONDS:.0f} seconds")
 
     def _listen(self) -> None:
-        """Take what has come back, in the run's own thread, which owns the display."""
-        ended = self._process.poll() is not None  # asked before its last words are taken
+        """Process replies, in the run's own thread, which owns the display."""
+        ended = self._process.poll() is not None  # checked before its last replies are read
         with suppress(EOFError, OSError):
             while self._connection.poll():
                 name, kind, what = self._connection.recv()
@@ -166,14 +166,14 @@ class TrackerProcess:
             self._unfinished = set()
 
     def _warn(self, names: Iterable[str], cause: str) -> None:
-        """Say once of each tracker what failed."""
+        """Report what failed, once per tracker."""
         if news := sorted(set(names) - self._warned):
             _warn(", ".join(map(short_path, news)), cause)
         self._warned.update(news)
 
     def finish(self, code: int) -> None:
-        """Have them finish and wait for the end of their process; then make it. ``code`` is 0 for
-        a finished run."""
+        """Let the trackers finish and wait for the end of their process; kill it if it takes too
+        long. ``code`` is 0 for a finished run."""
         for name in self._behind:
             self._waiting.put((name, "finish", code))
         deadline = monotonic() + FINISH_SECONDS
@@ -192,7 +192,7 @@ class TrackerProcess:
 
 
 Tracker = EventFiles | TrackerProcess
-"""takes figures of steps; nothing it does raises, and only ``finish`` waits"""
+"""takes figures of steps; its methods never raise, and only ``finish`` waits"""
 
 
 def _warn(name: str, cause: str) -> None:

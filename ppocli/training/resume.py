@@ -57,17 +57,17 @@ def _newest(task: Task, folder: run_folder.RunFolder, run_id: str, fresh: TrainS
     for line in (*leftovers, *search.skipped):
         log.warning(line)
     # also with resume=auto: starting afresh would remove what was worth keeping
-    checkpoints.refuse_pruned(folder, getattr(search.found, "step", None))
-    if search.found is not None:
+    checkpoints.refuse_pruned(folder, getattr(search.checkpoint, "step", None))
+    if search.checkpoint is not None:
         here = made_on(task.backend)
         other = {name: (before, value) for name, value in here.items()
-                 if (before := search.found.versions.get(name, value)) != value}
+                 if (before := search.checkpoint.versions.get(name, value)) != value}
         if other:
             log.warning("the checkpoint was made on other hardware or settings than this run goes "
                         "on with (%s): equal up to rounding, not bit-exact", ", ".join(
                             f"{name}: {before} -> {now}" for name, (before, now) in other.items()))
-        saved = TrainState.from_json(search.found.state)
-        return search.found.path, _adopt(task, saved, fresh, folder)
+        saved = TrainState.from_json(search.checkpoint.state)
+        return search.checkpoint.path, _adopt(task, saved, fresh, folder)
     if task.cfg.resume == "auto":
         log.info("No checkpoint in %s: the run starts from the beginning.", folder.checkpoints)
         retention.update_pointers(folder.checkpoints, latest=None, best=None)

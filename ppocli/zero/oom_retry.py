@@ -1,8 +1,8 @@
-"""How many rows a pass takes at once: what the configuration says, until memory runs out.
+"""How many rows a pass takes at once: as configured, until memory runs out.
 
-A pass that doesn't fit is made again with half the rows. Numbers don't depend on it, up to
-rounding: random numbers of a sample are a function of its place in the run, and an update's
-gradient is summed over its micro-batches.
+A pass that doesn't fit is repeated with half the rows. Results don't depend on it, up to rounding:
+random numbers of a sample are a function of its place in the run, and an update's gradient is
+summed over its micro-batches.
 """
 
 import gc
@@ -25,45 +25,45 @@ log = logging.getLogger("ppocli")
 
 @dataclass(slots=True)
 class PassRows:
-    """Most rows of one pass, of each phase for which what the configuration says was too much.
+    """The most rows that fit into one pass, by phase, where the configured number was too much.
 
-    The same on all ranks. It only ever shrinks, and a run that is resumed finds it again: it may go
-    on where there is more memory.
+    The same on all ranks. It only shrinks. A resumed run starts from the configured number again,
+    since it may run where there is more memory.
     """
 
     backend: Backend
     keys: Mapping[str, str]
     """phase -> the key that decides how many rows one of its passes has"""
-    found: dict[str, int] = field(default_factory=dict)
+    reduced: dict[str, int] = field(default_factory=dict)
     shorter: str = "generation.max_new_tokens, prompts.max_length"
     """keys that limit the tokens of a sample"""
 
-    def limit(self, phase: str, asked: int) -> int:
-        """Rows of a pass that should have ``asked``."""
-        return min(asked, self.found.get(phase, asked))
+    def limit(self, phase: str, configured: int) -> int:
+        """Rows of a pass that is configured to have ``configured``."""
+        return min(configured, self.reduced.get(phase, configured))
 
     def figures(self) -> dict[str, float]:
         """For the row of a step: ``memory/rows/PHASE`` where memory has run out."""
         return {f"memory/rows/{phase.replace(' ', '_')}": float(rows)
-                for phase, rows in self.found.items()}
+                for phase, rows in self.reduced.items()}
 
-    def retry(self, phase: str, asked: int, tokens: int, work: Callable[[], T], *,
+    def retry(self, phase: str, configured: int, tokens: int, work: Callable[[], T], *,
               in_step: bool = False) -> T:
-        """What ``work`` returns, begun anew with half the rows on all ranks as often as memory runs
-        out on one of them. All ranks call it in step.
+        """Run ``work``, and again with half the rows on all ranks whenever memory runs out on one
+        of them; return its result. All ranks call it in step.
 
         Args:
             phase: of :attr:`keys`; ``work`` takes its number of rows from :meth:`limit`.
-            asked: rows of a pass as the configuration has it, the same on all ranks.
+            configured: rows of a pass as the configuration has it, the same on all ranks.
             tokens: of the longest sample, for the message.
-            in_step: whether passes gather weights from all ranks, and can't be made anew.
+            in_step: whether passes gather weights from all ranks, and so can't be repeated.
 
         Raises:
             OutOfMemoryError: one row is too much; or as :meth:`once`.
             PpocliError: what ``work`` raised on some rank, on all ranks.
         """
         while True:
-            rows, text = self.limit(phase, asked), ""
+            rows, text = self.limit(phase, configured), ""
             try:
                 return self.backend.ranks.all_do(
                     partial(self.once, phase, rows, tokens, work) if in_step else work,
@@ -79,7 +79,7 @@ class PassRows:
             self.shrink(phase, rows, tokens, text)
 
     def shrink(self, phase: str, rows: int, tokens: int, text: str = "") -> None:
-        """Take half the rows from now on, after a pass of ``rows`` was too much.
+        """Halve the rows from now on, after a pass of ``rows`` ran out of memory.
 
         Raises:
             OutOfMemoryError: it was one row.
@@ -87,18 +87,18 @@ class PassRows:
         text = text or f"{phase} of {counted(rows, 'row')} at once: out of memory"
         if rows == 1:
             raise self._too_much(text, tokens)
-        self.found[phase], key = rows // 2, self.keys[phase]
+        self.reduced[phase], key = rows // 2, self.keys[phase]
         log.warning("%s; going on with %d (%s=%d starts so)", text, rows // 2, key, rows // 2)
         gc.collect()
         if self.backend.device.type != "cpu":
             torch.get_device_module(self.backend.device).empty_cache()
 
     def once(self, phase: str, rows: int, tokens: int, work: Callable[[], T]) -> T:
-        """What ``work`` returns, whose passes are made by all ranks together: one that runs out of
-        memory leaves the others inside of them, and only a new start of all helps.
+        """Run ``work``, whose passes all ranks make together, and return its result. A rank that
+        runs out of memory leaves the others inside a pass, so that all ranks have to start again.
 
         Raises:
-            OutOfMemoryError: on this rank alone, with the setting to start again with.
+            OutOfMemoryError: on this rank alone, with the setting to restart with.
         """
         try:
             return work()
@@ -112,7 +112,7 @@ class PassRows:
                                retry={key: rows // 2})
 
     def _too_much(self, text: str, tokens: int, *, alone: bool = False) -> OutOfMemoryError:
-        """The error of a pass that can't be made smaller, with numbers."""
+        """The error for a pass that can't be made smaller, with sizes."""
         held = f"{self.backend.peak_memory_mib():.0f} MiB"
         if (device := self.backend.device).type != "cpu":
             _, total = torch.get_device_module(device).mem_get_info(device)

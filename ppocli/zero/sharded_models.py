@@ -1,5 +1,5 @@
-"""Models of which, under ZeRO 3, every rank keeps a part: handed out by rank 0, which alone loads
-them, and kept as a reference."""
+"""Models that ZeRO 3 shards over the ranks: rank 0 alone loads them and distributes the partitions;
+and sharded references."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,23 +19,24 @@ from ppocli.zero import sharded_weights
 
 _Inventory = tuple[list[tuple[str, torch.Size, torch.dtype]], dict[str, torch.Tensor], Any,
                    trunk.Decoding]
-"""what a rank that hasn't loaded a model has to know of it: name, shape and type of its parameters,
-tied ones once; its buffers; its generation config; how it is decoded"""
+"""what a rank needs to know of a model that it hasn't loaded: name, shape and type of its
+parameters, tied ones once; its buffers; its generation config; how it is decoded"""
 
 
 def load_in_parts(cfg: TrainConfig, backend: Backend, load: Callable[[], LoadedLM],
                   empty: Callable[[], LoadedLM], *, offload: bool) -> LoadedLM:
-    """The model that ``load`` gives, its parameters sharded over all ranks. All call it in step.
+    """The model that ``load`` returns, its parameters sharded over all ranks. All ranks call this
+    in step.
 
-    Rank 0 alone reads the files and checks what came of them, on whole weights; then each tensor
-    goes to all ranks, which keep a part each. So a job holds one whole model, in the host memory of
-    rank 0, and that only until it has been handed out.
+    Rank 0 alone reads the files and checks the whole weights; then it sends each tensor to all
+    ranks, which keep one partition each. So a job holds only one whole model, in the host memory of
+    rank 0, until it is distributed.
 
     Args:
-        load: gives the model in host memory.
-        empty: gives the same modules without weights (:func:`ppocli.models.loading.language_model.
-            empty_lm`); called on the other ranks.
-        offload: whether the parts lie in host memory.
+        load: returns the model in host memory.
+        empty: returns the same modules without weights, on the other ranks
+            (:func:`ppocli.models.loading.language_model.empty_lm`).
+        offload: whether the partitions stay in host memory.
 
     Raises:
         PpocliError: whatever ``load`` raised, on all ranks.
@@ -51,21 +52,21 @@ def load_in_parts(cfg: TrainConfig, backend: Backend, load: Callable[[], LoadedL
                 trunk.decoding_of(loaded.lm))
 
     parameters, buffers, generation_config, decoding = ranks.first_does(take_stock)
-    mine = ranks.all_do(lambda: empty() if loaded is None else loaded, "loading")
+    model = ranks.all_do(lambda: empty() if loaded is None else loaded, "loading")
     if loaded is None:
-        mine = replace(mine, generation_config=generation_config)
-        trunk.set_decoding(mine.lm, decoding)
-    if [name for name, _ in mine.lm.named_parameters()] != [name for name, *_ in parameters]:
+        model = replace(model, generation_config=generation_config)
+        trunk.set_decoding(model.lm, decoding)
+    if [name for name, _ in model.lm.named_parameters()] != [name for name, *_ in parameters]:
         raise RuntimeError("ranks have made different models of the same configuration")
     for name, value in buffers.items():  # small, and whole on every rank
         owner, _, key = name.rpartition(".")
-        mine.lm.get_submodule(owner)._buffers[key] = value.to(backend.device)
-    shard((_in_memory(mine.lm, *one) for one in parameters), parts_config(cfg, offload=offload))
-    return mine
+        model.lm.get_submodule(owner)._buffers[key] = value.to(backend.device)
+    shard((_in_memory(model.lm, *one) for one in parameters), parts_config(cfg, offload=offload))
+    return model
 
 
 def parts_config(cfg: TrainConfig, *, offload: bool) -> dict[str, Any]:
-    """The run's DeepSpeed configuration as far as it says how parameters are kept."""
+    """The part of the run's DeepSpeed configuration that says how parameters are kept."""
     zero = {name: value for name, value in deepspeed_config(cfg)["zero_optimization"].items()
             if value != "auto" and name not in ("offload_param", "offload_optimizer")}
     if offload:
@@ -74,22 +75,23 @@ def parts_config(cfg: TrainConfig, *, offload: bool) -> dict[str, Any]:
 
 
 def _in_memory(lm: nn.Module, name: str, shape: torch.Size, dtype: torch.dtype) -> nn.Parameter:
-    """The parameter of that name, with room for its values, wherever it is used."""
-    there = lm.get_parameter(name)
-    if not there.is_meta:
-        return there
-    parameter = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=there.requires_grad)
+    """The parameter of that name, allocated and put into every module that uses it."""
+    placeholder = lm.get_parameter(name)
+    if not placeholder.is_meta:
+        return placeholder
+    parameter = nn.Parameter(torch.empty(shape, dtype=dtype),
+                             requires_grad=placeholder.requires_grad)
     for module in lm.modules():
         for key, one in module._parameters.items():
-            if one is there:
+            if one is placeholder:
                 module._parameters[key] = parameter
     return parameter
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedCopy:
-    """A model of its own, of which each rank keeps a part. Its passes gather it layer by layer, so
-    all ranks make them in step."""
+    """A separate sharded model. Its passes gather weights layer by layer, so all ranks make them in
+    step."""
 
     lm: Any
     engine: Any
@@ -105,7 +107,7 @@ class ShardedCopy:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTrunk:
-    """The policy's own frozen trunk and, of the tensors that train, each rank's part as it was."""
+    """The policy's frozen trunk, with this rank's original partitions of the tensors that train."""
 
     parts: dict[str, torch.Tensor]
     """by their names in the causal LM"""
@@ -114,14 +116,15 @@ class ShardedTrunk:
 
     @contextmanager
     def view(self, policy_lm: Any) -> Iterator[Any]:
-        """As :class:`Reference`, for a policy whose weights are put together or in parts."""
-        own = dict(policy_lm.named_parameters())
+        """As :class:`Reference`, for a policy whose weights are gathered or sharded."""
+        parameters = dict(policy_lm.named_parameters())
         if sharded_weights.is_sharded(policy_lm):
-            trained = {name: own[name] for name in self.parts}
+            trained = {name: parameters[name] for name in self.parts}
             with sharded_weights.swapped_parts(trained, self.parts):
                 yield policy_lm
             return
-        whole = {name: sharded_weights.whole_of(part, own[name].shape, own[name].device)
+        whole = {name: sharded_weights.whole_of(part, parameters[name].shape,
+                                                parameters[name].device)
                  for name, part in self.parts.items()}
         with layer_stack.swapped_tensors(policy_lm, whole):
             yield policy_lm
@@ -134,7 +137,7 @@ def sharded_copy(cfg: TrainConfig, lm: Any) -> ShardedCopy:
 
     settings = parts_config(cfg, offload=cfg.model.reference.offload)
     settings["bf16"] = {"enabled": frozen_dtype(cfg.model, cfg.hardware) == torch.bfloat16}
-    # around the trunk: that is what passes go through, and its start tells DeepSpeed of a new one
+    # around the trunk, through which passes go: its start tells DeepSpeed of a new pass
     engine, *_ = deepspeed.initialize(model=lm.base_model, config=settings)
     lm.eval()
     return ShardedCopy(lm, engine)
@@ -148,6 +151,7 @@ def share_sharded_trunk(lm: Any, *, offload: bool) -> ShardedTrunk:
         ValueError: as there.
     """
     split = layer_stack.trained_split(lm)
-    own = {name: local_part(p).detach() for name, p in lm.named_parameters() if p.requires_grad}
+    local_parts = {name: local_part(p).detach() for name, p in lm.named_parameters()
+                   if p.requires_grad}
     return ShardedTrunk({name: part.to("cpu" if offload else part.device, copy=True)
-                         for name, part in own.items()}, split)
+                         for name, part in local_parts.items()}, split)

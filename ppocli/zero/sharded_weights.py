@@ -1,5 +1,5 @@
-"""Weights and optimizer state that DeepSpeed keeps in parts: put together, read and written by
-parameter name, so that a checkpoint is the same whatever the stage and the number of ranks."""
+"""Weights and optimizer state that DeepSpeed shards: gathered, read and written by parameter name,
+so that a checkpoint doesn't depend on the ZeRO stage or the number of ranks."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ def gathered(module: nn.Module, stage: int, *, modify: bool = False) -> Any:
     ZeRO 3.
 
     Args:
-        modify: what was written to the parameters (the same on all ranks) is kept.
+        modify: keep what is written to the parameters inside (the same on all ranks).
     """
     return nullcontext() if stage < 3 else _whole(list(module.parameters()), modify)
 
@@ -39,8 +39,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 @contextmanager
 def held(parameters: list[Any]) -> Iterator[None]:
-    """These sharded parameters are whole on every rank meanwhile, and stay so behind the forward
-    pass of a layer that uses them, where DeepSpeed would release them."""
+    """Gather these sharded parameters on every rank for the block, and keep them gathered after the
+    forward pass of a layer that uses them, where DeepSpeed would release them."""
     with _whole(parameters), internals.marked_in_use(parameters):
         yield
 
@@ -61,27 +61,27 @@ def one_gathered(tensor: torch.Tensor, *, modify: bool = False) -> Any:
 
 def host_weights(module: nn.Module, stage: int, *, keep: bool) -> dict[str, torch.Tensor] | None:
     """The state dict of a module that is sharded by ZeRO 3, in host memory; None below that stage.
-    Put together one tensor at a time, on all ranks in step, so that none holds the whole but the
-    one that is to keep it. Tied tensors are one."""
+    Tensors are gathered one at a time, on all ranks in step, so that only the rank with ``keep``
+    holds the whole model. Tied tensors are stored once."""
     if stage < 3:
         return None
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     seen: dict[int, torch.Tensor] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
             with one_gathered(tensor):
                 seen[id(tensor)] = tensor.detach().cpu().clone() if keep else torch.empty(0)
-        found[name] = seen[id(tensor)]
-    return found if keep else {}
+        weights[name] = seen[id(tensor)]
+    return weights if keep else {}
 
 
 def head_parameters(lm: Any) -> list[Any]:
-    """Of the output embedding, which is read outside of its forward pass."""
+    """Parameters of the output embedding, which is read outside its forward pass."""
     return list(lm.get_output_embeddings().parameters())
 
 
 def whole_of(part: torch.Tensor, shape: torch.Size, device: torch.device) -> torch.Tensor:
-    """The tensor of which every rank has a part, on every rank."""
+    """A whole tensor on every rank, gathered from the ranks' partitions."""
     world = torch.distributed.get_world_size()
     flat = torch.empty(world * part.numel(), dtype=part.dtype, device=device)
     torch.distributed.all_gather_into_tensor(flat, part.to(device))
@@ -90,16 +90,16 @@ def whole_of(part: torch.Tensor, shape: torch.Size, device: torch.device) -> tor
 
 @contextmanager
 def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) -> Iterator[None]:
-    """Forward passes meanwhile gather ``parts`` in place of what the ranks keep of the sharded
-    parameters of these names."""
+    """Inside the block, forward passes gather ``parts`` in place of the ranks' partitions of the
+    sharded parameters of these names."""
     internals.put_back(parameters.values())
     kept = {name: internals.local_part(parameters[name]).data for name in parts}
     kept_whole = {name: p.data for name, p in parameters.items() if internals.is_whole(p)}
     try:
         for name, part in parts.items():
             parameter = parameters[name]
-            own = internals.local_part(parameter)
-            own.data = part.to(own.device)
+            local = internals.local_part(parameter)
+            local.data = part.to(local.device)
             if name in kept_whole:
                 parameter.data = whole_of(part, internals.whole_shape(parameter), parameter.device)
         torch.clear_autocast_cache()
@@ -114,8 +114,8 @@ def swapped_parts(parameters: dict[str, Any], parts: dict[str, torch.Tensor]) ->
 
 
 def adopt_weights(policy: nn.Module, stage: int) -> None:
-    """Let DeepSpeed's optimizer start from the weights that were just loaded into the policy: it
-    steps on a copy of its own."""
+    """Copy weights that were just loaded into the policy to DeepSpeed's optimizer, which steps on
+    its own copy."""
     if stage == 0:
         return
     for parameter in policy.parameters():
@@ -138,7 +138,7 @@ def gathered_policy(policy: Policy) -> Iterator[Policy]:
         lm, head = (None if module is None else layer_stack.without_hooks(module, parameters)
                     for module in (policy.lm, policy.value_head))
         try:
-            # the value function's own trunk is run as it is: nothing decodes with it
+            # the value function's trunk stays as it is: nothing decodes with it
             yield Policy(lm, cast(Any, head), policy.value_trunk).eval()
         finally:
             for copied in parameters.values():  # modules refer to each other, and so are freed late
@@ -147,33 +147,32 @@ def gathered_policy(policy: Policy) -> Iterator[Policy]:
 
 def optimizer_slots(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int, ranks: Ranks
                     ) -> dict[str, torch.Tensor]:
-    """This rank's share of the optimizer state: whole tensors by ``NAME/slot``, those of the
-    optimizer itself without ZeRO.
+    """This rank's share of the optimizer state: whole tensors by ``NAME/slot``; without ZeRO, the
+    optimizer's own tensors.
 
-    Each tensor goes to the rank that has the least so far. Under ZeRO it is put together on all
-    ranks in step and kept by one, on the CPU, so that no rank holds more than its share and one
-    tensor.
+    Each tensor goes to the rank with the fewest elements so far. Under ZeRO all ranks gather it in
+    step and one keeps it on the CPU, so that no rank holds more than its share and one tensor.
     """
-    found: dict[str, torch.Tensor] = {}
-    slots, dealt = _slots(optimizer, stage), [0] * ranks.world
+    state: dict[str, torch.Tensor] = {}
+    slots, elements = _slots(optimizer, stage), [0] * ranks.world
     for name, parameter in parameters.items():
         for slot in slots:
             if (value := _read_slot(parameter, slot, optimizer, stage)) is None:
                 continue
-            owner = dealt.index(min(dealt))
-            dealt[owner] += value.numel()
+            owner = elements.index(min(elements))
+            elements[owner] += value.numel()
             if owner == ranks.rank:
-                found[f"{name}/{slot}"] = value.detach() if stage == 0 else \
+                state[f"{name}/{slot}"] = value.detach() if stage == 0 else \
                     value.detach().cpu().contiguous().clone()
-    return found
+    return state
 
 
 def _slots(optimizer: Any, stage: int) -> list[str]:
-    """Names of what the optimizer keeps for a parameter; none before its first step."""
+    """Names of the optimizer's state for a parameter; none before its first step."""
     if stage > 0:
         internals.link_state(optimizer, stage)
     inner = optimizer.optimizer if stage > 0 else optimizer
-    # sorted: an optimizer that was loaded may have them in another order
+    # sorted: a loaded optimizer may have them in another order
     return sorted({slot for state in inner.state.values()
                    for slot, value in state.items() if value is not None})
 
@@ -193,7 +192,7 @@ def _read_slot(parameter: nn.Parameter, slot: str, optimizer: Any, stage: int
 
 def fill_optimizer(parameters: dict[str, nn.Parameter], optimizer: Any, stage: int,
                    saved: dict[str, dict[str, Callable[[], torch.Tensor]]]) -> None:
-    """Give the optimizer the state that :func:`optimizer_slots` read, of all ranks together.
+    """Restore the optimizer's state from what :func:`optimizer_slots` read on all ranks.
 
     Args:
         saved: parameter name -> slot -> a function that reads the whole tensor.

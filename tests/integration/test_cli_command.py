@@ -220,7 +220,7 @@ def test_dry_run_trains_and_writes_nothing(command, world):
 
 
 def test_help_and_list_are_commands(typed):
-    assert typed("help", "runs", "rm").out == typed("runs", "rm", "--help").out
+    assert typed("help", "runs", "prune").out == typed("runs", "prune", "--help").out
     assert "Did you mean 'train'?" in typed("help", "tran", code=2).err
     assert "There are no runs in runs yet" in typed("list", code=0).err
 

@@ -410,7 +410,8 @@ def test_the_file_name_tells_the_format(run, report, here):
 
 @pytest.mark.parametrize(("options", "code", "what"), [
     (["-o", "x.pdf"], 2, "x.pdf doesn't tell the format of the report."),
-    (["-o", "x.md", "--format", "html"], 2, "x.md ends like another format than --format html."),
+    (["-o", "x.md", "--format", "html"], 2,
+     "x.md has the ending of another format than --format html."),
     (["--format", "pdf"], 2, "--format pdf is unknown."),
     (["--json", "--format", "md"], 2, "--json prints the report's data and writes no file."),
     (["-o", f"{'n' * 300}.md"], 6, "Path too long")])

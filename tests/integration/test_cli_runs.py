@@ -212,7 +212,7 @@ def test_a_run_that_began_again_after_the_plan_is_left_alone(runs):
     with lock(runs / "done"), pytest.raises(CheckpointError, match="is in use by process"):
         carry_out(plan["done"])
     os.utime(runs / "failed/metrics.jsonl")
-    with pytest.raises(CheckpointError, match="has gone on meanwhile and is left alone"):
+    with pytest.raises(CheckpointError, match="has been written to meanwhile and is left alone"):
         carry_out(plan["failed"])
     shutil.rmtree(runs / "sweep-1")
     carry_out(plan["0"])
@@ -325,7 +325,7 @@ def test_on_a_terminal_it_asks(runs, answer, deleted):
     assert ("Nothing was deleted." in err) is not deleted
 
 
-# ------------------------------------------------------------------------ show, rename, rm
+# -------------------------------------------------------------- show; commands that are gone
 
 def test_one_run_is_shown_and_its_command_trains_it_again(runs, typed, listed):
     facts = json.loads(typed("show", "done", "--json", code=0).out)
@@ -338,38 +338,17 @@ def test_one_run_is_shown_and_its_command_trains_it_again(runs, typed, listed):
     assert "checkpoints  step-000001, step-000002" in shown
 
 
-def test_a_renamed_run_is_the_same_run(runs, typed):
-    before = snapshot(runs / "done")
-    assert typed("rename", "done", "kept", code=0).out == "runs/kept\n"
-    assert snapshot(runs / "kept") == before
-    assert find_target("kept", say=print).step == 4
-    assert "runs/cut exists already" in typed("rename", "kept", "cut", code=5).err
-    for wrong in ("a/b", "..", "", ".hidden", "M\udcfcsik"):
-        assert "must be a plain folder name" in typed("rename", "kept", wrong, code=2).err
-    assert "a job of a sweep" not in typed("rename", "sweep-1/0", "x", code=0).said
-    (runs / "sweep-1/sweep.json").write_text("{}")
-    assert "is a job of a sweep" in typed("rename", "sweep-1/x", "y", code=2).err
-    with lock(runs / "kept"):
-        typed("rename", "kept", "other", code=5)
-
-
 def test_a_command_to_paste_is_quoted(runs, app):
     (runs / "failed").rename(runs / "fail [1]")
     said = app("generate", "fail [1]", "-p", "the film", code=5).err
     assert said.endswith("fix:   go on with the run: ppocli resume 'runs/fail [1]'\n")
 
 
-def test_whole_runs_are_deleted_and_nothing_else(runs, typed):
+@pytest.mark.parametrize(("command", "fix"), [("rm", "rm -r runs/NAME"),
+                                              ("rename", "mv runs/NAME runs/OTHER")])
+def test_commands_that_are_gone_name_what_replaces_them(runs, typed, command, fix):
     before = snapshot(runs)
-    assert "no terminal to ask on" in typed("rm", "done", code=2).err
-    assert "runs/done" in typed("rm", "runs/done/model", "--yes", code=2).err
-    typed("rm", "notes", "--yes", code=3)
-    with lock(runs / "cut"):
-        typed("rm", "cut", "--yes", code=5)
-    (runs / "link").symlink_to(runs / "done")
-    assert "is a link" in typed("rm", "link", "--yes", code=5).err
-    (runs / "link").unlink()
+    said = typed(command, "done", "other", "--yes", code=2).err
+    assert f"ppocli runs {command} is gone" in said
+    assert said.endswith(f"fix:   {fix}\n")
     assert snapshot(runs) == before
-    typed("rm", "done", "sweep-1/0", "--yes", code=0)
-    assert snapshot(runs) == {name: held for name, held in before.items()
-                              if not name.startswith(("done", "sweep-1/0"))}

@@ -41,8 +41,8 @@ def test_a_template_sets_the_values_itself_unless_its_caller_does(front):
                                          "Did you mean 'enable_thinking'?"]),
     (THINKS, {"messages": []}, ["reads no 'messages'"]),
     ("{{ messages }}{{ eos_token }}", {"eos_token": "x"}, ["but messages alone"]),
-    (THINKS, {"tone": float("inf")}, ["can't say inf"]),
-    (THINKS, {"tone": date(2026, 1, 1)}, ["can't say datetime.date"]),
+    (THINKS, {"tone": float("inf")}, ["can't contain inf"]),
+    (THINKS, {"tone": date(2026, 1, 1)}, ["can't contain datetime.date"]),
     ("{% for m in messages %}", {"tone": 1}, ["malformed", "line 1"]),
     (None, {"tone": 1}, ["no chat template that could read"])])
 def test_values_that_no_template_takes_are_refused(template, values, words):

@@ -42,7 +42,7 @@ def test_kill9_at_every_point_of_a_save(tmp_path: Path, point: str, newest: int)
     assert child.returncode == -signal.SIGKILL, err
     assert "survived" not in out
     search = find_latest(tmp_path, run_id=RUN)
-    assert (search.found.step, search.skipped) == (newest, ())
+    assert (search.checkpoint.step, search.skipped) == (newest, ())
     assert tree(tmp_path / "step-000001") == first
     del search  # it holds what it found
     said = clean_staging(tmp_path)
@@ -69,7 +69,7 @@ def test_kill9_while_a_step_is_replaced(tmp_path: Path, point: str, new: bool):
     _, err = child.communicate(timeout=60)
     assert child.returncode == -signal.SIGKILL, err
     clean_staging(tmp_path)
-    found = find_latest(tmp_path, run_id=RUN).found
+    found = find_latest(tmp_path, run_id=RUN).checkpoint
     assert (found.state == {"new": 1}) == new
     assert names(tmp_path) == ["step-000001"]
 
@@ -104,11 +104,12 @@ def test_kill9_at_a_random_moment(tmp_path: Path, seed: int):
         steps = [first, *map(int, out.split("\n")[:-1])]
         search = find_latest(folder, run_id=RUN)
         assert search.skipped == (), f"seed {seed}"
-        assert search.found.step - steps[-1] in (0, 1), f"seed {seed}: a save that returned is lost"
-        expected = folder.parent / f"expected-{search.found.step}"
-        assert tree(search.found.path) == tree(save(expected, search.found.step, floats=200000))
+        newest = search.checkpoint
+        assert newest.step - steps[-1] in (0, 1), f"seed {seed}: a save that returned is lost"
+        expected = folder.parent / f"expected-{newest.step}"
+        assert tree(newest.path) == tree(save(expected, newest.step, floats=200000))
         assert len(list(folder.glob("step-*"))) <= 4
-        last_said = search.found.step
+        last_said = newest.step
 
 
 # Power cuts: only what was synced is sure ---------------------------------------------------------
@@ -239,7 +240,7 @@ def test_a_power_cut_at_any_point_leaves_a_valid_step(fast_folder: Path,
             disk.crash_image(image, pick)
             clean_staging(image)  # as a run does at its start
             search = find_latest(image, run_id=RUN)
-            images.append((returned, kind, search.found.step if search.found else 0))
+            images.append((returned, kind, search.checkpoint.step if search.checkpoint else 0))
             shutil.rmtree(image)
         busy = False
 
@@ -272,7 +273,7 @@ def test_one_full_disk_is_retried_after_making_room(tmp_path: Path, inject):
     supersede(tmp_path, 2)
     inject("save.open@2:enospc")
     save(tmp_path, 3)
-    assert find_latest(tmp_path, run_id=RUN).found.step == 3
+    assert find_latest(tmp_path, run_id=RUN).checkpoint.step == 3
     assert names(tmp_path) == ["step-000001", "step-000002", "step-000003"]
 
 

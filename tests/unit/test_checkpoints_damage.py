@@ -62,8 +62,8 @@ def test_harm_to_the_newest_falls_back_and_says_so(folder: Path, newest: Path, n
     harm_file(newest / name, harm, other / name)
     before = tree(newest)
     search = find_latest(folder, run_id=RUN)
-    assert search.found.path == other
-    assert search.found.state["step"] == 9
+    assert search.checkpoint.path == other
+    assert search.checkpoint.state["step"] == 9
     [line] = search.skipped
     assert line.startswith("skipped step-000010: ")
     assert name in line
@@ -80,16 +80,16 @@ def test_every_bit_of_the_manifest_counts(folder: Path, newest: Path):
             flipped = bytearray(data)
             flipped[position] ^= 1 << bit
             path.write_bytes(flipped)
-            found = find_latest(folder, run_id=RUN, verify="size").found
+            found = find_latest(folder, run_id=RUN, verify="size").checkpoint
             assert found.step == 9, f"byte {position}, bit {bit}: {data[position:position + 1]!r}"
 
 
 def test_size_verification_misses_only_what_it_says(folder: Path, newest: Path):
     weights = newest / "policy/model.safetensors"
     harm_file(weights, "flip", weights)
-    assert find_latest(folder, run_id=RUN, verify="size").found.step == 10
+    assert find_latest(folder, run_id=RUN, verify="size").checkpoint.step == 10
     search = find_latest(folder, run_id=RUN, verify="full")
-    assert search.found.step == 9
+    assert search.checkpoint.step == 9
     assert search.skipped == ("skipped step-000010: policy/model.safetensors hash mismatch",)
 
 
@@ -97,7 +97,7 @@ def test_size_verification_misses_only_what_it_says(folder: Path, newest: Path):
 def test_a_file_nobody_listed(folder: Path, newest: Path, extra: str):
     (newest / extra).write_bytes(b"x")
     search = find_latest(folder, run_id=RUN)
-    assert search.found.step == 9
+    assert search.checkpoint.step == 9
     assert search.skipped == (f"skipped step-000010: {extra} is not in MANIFEST.json",)
 
 
@@ -112,7 +112,7 @@ def test_links_and_pipes_as_folders(folder: Path, newest: Path, tmp_path: Path):
     os.mkfifo(folder / "step-000012" / "MANIFEST.json")
     (folder / "step-000013").mkdir()
     search = find_latest(folder, run_id=RUN)
-    assert search.found.step == 9
+    assert search.checkpoint.step == 9
     assert [line.removeprefix("skipped ") for line in search.skipped] == [
         "step-000013: MANIFEST.json is missing", "step-000012: MANIFEST.json is not a plain file",
         "step-000011: it is not a folder", "step-000010: the folder is a link"]
@@ -134,7 +134,7 @@ def test_names_a_manifest_may_not_hold(folder: Path, newest: Path, name: str):
     rewrite_manifest(newest, lambda body: body["files"].update(
         {name: {"size": 1, "sha256": "0" * 64}}))
     search = find_latest(folder, run_id=RUN)
-    assert search.found.step == 9
+    assert search.checkpoint.step == 9
     assert repr(name) in search.skipped[0]
 
 
@@ -146,7 +146,7 @@ def test_names_a_manifest_may_not_hold(folder: Path, newest: Path, name: str):
     lambda body: body.update(schema="1")])
 def test_manifests_of_the_wrong_form(folder: Path, newest: Path, change):
     rewrite_manifest(newest, change)
-    assert find_latest(folder, run_id=RUN).found.step == 9
+    assert find_latest(folder, run_id=RUN).checkpoint.step == 9
 
 
 @pytest.mark.parametrize("text", ["[]", "null", "3", "[" * 100_000, "\ufeff{}", "{"])

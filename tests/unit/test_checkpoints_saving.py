@@ -26,16 +26,16 @@ def test_save_then_find_gives_back_state_and_files(tmp_path: Path):
                                   "policy/model.safetensors", "rng.safetensors", "state.json"]
     search = find_latest(folder, run_id=RUN)
     assert search.skipped == ()
-    assert search.found.path == path
-    assert search.found.step == 120
-    assert search.found.state == {"step": 120, "cursor": 960, "big": 2**100 + 120}
+    assert search.checkpoint.path == path
+    assert search.checkpoint.step == 120
+    assert search.checkpoint.state == {"step": 120, "cursor": 960, "big": 2**100 + 120}
     assert check_folder(path).config_digest == "c0ffee"
-    assert search.found.versions == {"torch": "2.13.0"}
+    assert search.checkpoint.versions == {"torch": "2.13.0"}
     assert list(folder.iterdir()) == [path], "staging or temporary files were left"
 
 
 def test_nothing_there(tmp_path: Path):
-    assert find_latest(tmp_path / "absent", run_id=RUN).found is None
+    assert find_latest(tmp_path / "absent", run_id=RUN).checkpoint is None
     assert clean_staging(tmp_path / "absent") == []
     assert supersede(tmp_path / "absent", 3) == []
     assert prune(tmp_path / "absent", 1, None) == []
@@ -46,7 +46,7 @@ def test_steps_sort_as_numbers(tmp_path: Path):
         save(tmp_path, step)
     (tmp_path / "step-000009").rename(tmp_path / "step-9")
     seen = []
-    while (found := find_latest(tmp_path, run_id=RUN).found) is not None:
+    while (found := find_latest(tmp_path, run_id=RUN).checkpoint) is not None:
         seen.append(found.step)
         found.path.rename(tmp_path / f"seen-{found.step}")
     assert seen == [1_000_000, 999_999, 10, 9]
@@ -54,7 +54,7 @@ def test_steps_sort_as_numbers(tmp_path: Path):
 
 def test_saving_the_same_again_keeps_it(tmp_path: Path):
     path = save(tmp_path, 3)
-    state = find_latest(tmp_path, run_id=RUN).found.state
+    state = find_latest(tmp_path, run_id=RUN).checkpoint.state
     inode = path.stat().st_ino
 
     def write(staging: Path) -> None:
@@ -69,7 +69,7 @@ def test_saving_the_same_again_keeps_it(tmp_path: Path):
 def test_saving_a_step_in_another_state_replaces_it(tmp_path: Path, state: dict, digest: str):
     save(tmp_path, 3, write=write_files(1), state={"step": 3})
     save(tmp_path, 3, write=write_files(2), state=state, digest=digest)
-    found = find_latest(tmp_path, run_id=RUN).found
+    found = find_latest(tmp_path, run_id=RUN).checkpoint
     assert (found.state, check_folder(found.path).config_digest) == (state, digest)
     assert json.loads((found.path / "policy" / "config.json").read_text()) == {"step": 2}
     assert names(tmp_path) == ["step-000003"]
@@ -98,7 +98,7 @@ def test_saving_over_an_invalid_step_replaces_it(tmp_path: Path, harm: str):
         path.rename(outside)
         path.write_text("not a folder")
     save(folder, 3)
-    assert find_latest(folder, run_id=RUN).found.step == 3
+    assert find_latest(folder, run_id=RUN).checkpoint.step == 3
     assert names(folder) == ["step-000003"]
     assert not outside.exists() or len(tree(outside)) == 5, "a link's target was touched"
 
@@ -192,7 +192,7 @@ def test_supersede_then_passing_it(tmp_path: Path):
     for step in (10, 20, 30):
         save(tmp_path, step)
     assert supersede(tmp_path, 10) == [20, 30]
-    assert find_latest(tmp_path, run_id=RUN).found.step == 10
+    assert find_latest(tmp_path, run_id=RUN).checkpoint.step == 10
     save(tmp_path, 20)
     assert supersede(tmp_path, 10) == [20]  # the same step a second time
     for step, superseded, kept in ((None, 3, 1), (25, 1, 2), (30, 0, 2)):
@@ -284,9 +284,9 @@ def test_another_runs_checkpoint_is_skipped(tmp_path: Path):
     save(tmp_path, 3)
     save(tmp_path, 4, run_id="other")
     search = find_latest(tmp_path, run_id=RUN)
-    assert search.found.step == 3
+    assert search.checkpoint.step == 3
     assert search.skipped == ("skipped step-000004: it belongs to run 'other', not 'run-1'",)
-    assert find_latest(tmp_path, run_id=None).found.step == 4
+    assert find_latest(tmp_path, run_id=None).checkpoint.step == 4
 
 
 def test_a_newer_schema_is_not_silently_passed_over(tmp_path: Path):
@@ -301,7 +301,7 @@ def test_a_newer_schema_is_not_silently_passed_over(tmp_path: Path):
     body["schema"] = 0
     newer.write_text(json.dumps(body | {"digest": manifest._digest(body)}))
     search = find_latest(tmp_path, run_id=RUN)
-    assert search.found.step == 3
+    assert search.checkpoint.step == 3
     assert search.skipped == ("skipped step-000004: MANIFEST.json has the unknown schema 0",)
 
 

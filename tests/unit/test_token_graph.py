@@ -11,7 +11,7 @@ import torch
 from helpers import DECODERS, save_lm
 from sessions import count_good, record_on_cpu, rollout_of, session_of, small_config
 
-from ppocli.parallel.backend import beside
+from ppocli.parallel.backend import without_autocast_cache
 from ppocli.sampling import token_graph
 from ppocli.sampling.token_graph import TokenGraph
 
@@ -186,7 +186,7 @@ def test_threads_beside_leave_rounded_weights_alone():
         with own:
             layer(x)
 
-    for work, kept in ((partial(beside, leave), True), (leave, False)):
+    for work, kept in ((partial(without_autocast_cache, leave), True), (leave, False)):
         with own, torch.no_grad():
             first = layer(x)
             layer.weight.data.fill_(2.0)  # unseen while the rounded copy is kept

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from vllm_double import drawn, engine_of, one_server, ours
 
 from ppocli.errors import ConfigError, InputError, SamplerError
-from ppocli.models.loading.language_model import stop_rules
+from ppocli.models.loading.tokenizer import stop_rules
 from ppocli.models.vocabulary import Vocabulary, vocabulary_of
 from ppocli.tasks.ppo import own_samples
 from ppocli.training.task import UpdateGroup

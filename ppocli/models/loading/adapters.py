@@ -1,7 +1,7 @@
 """Adapters of PEFT on a frozen causal LM: attached, switched off, saved, loaded, merged.
 
 The causal LM keeps its own class: LoRA's layers stand inside it, virtual tokens become a part of
-it. PEFT's model around it is kept for what PEFT knows best, the format of its files.
+it. PEFT's model around it is kept for the format of PEFT's files.
 """
 
 import copy
@@ -67,8 +67,8 @@ def identify(lm: Any, path: str, revision: str | None) -> BaseIdentity:
     """The identity of a bare causal LM's weights as they are in memory; the head of one that scores
     texts belongs to its adapter."""
     storage = str(getattr(lm, "quantization_method", None) or lm.dtype).removeprefix("torch.")
-    own = {name: tensor for name, tensor in lm.state_dict().items() if name != SCORE}
-    return BaseIdentity(path, revision, storage, tensors_digest(own))
+    tensors = {name: tensor for name, tensor in lm.state_dict().items() if name != SCORE}
+    return BaseIdentity(path, revision, storage, tensors_digest(tensors))
 
 
 def peft_config(kind: str, settings: Mapping[str, Any], *, pair: bool, revision: str | None,
@@ -78,11 +78,11 @@ def peft_config(kind: str, settings: Mapping[str, Any], *, pair: bool, revision:
     Args:
         kind: lora, prefix or prompt.
         pair: for an encoder-decoder.
-        tokenizer: whose words a ``prompt_tuning_init_text`` is made of.
+        tokenizer: that encodes a ``prompt_tuning_init_text``.
         scores: for a model that scores texts.
 
     Raises:
-        ConfigError: PEFT refuses the settings, or the model is no causal one.
+        ConfigError: PEFT refuses the settings, or they don't apply to an encoder-decoder.
     """
     import peft
 
@@ -91,19 +91,19 @@ def peft_config(kind: str, settings: Mapping[str, Any], *, pair: bool, revision:
     if pair and kind != "lora":
         raise ConfigError(f"An encoder-decoder takes no {kind} adapter here.",
                           where="model.peft.type", fix="set model.peft.type=lora")
-    given = dict(settings)
-    if str(given.get("prompt_tuning_init", "")).upper() == "TEXT":
-        given.setdefault("tokenizer_name_or_path", tokenizer)
+    fields = dict(settings)
+    if str(fields.get("prompt_tuning_init", "")).upper() == "TEXT":
+        fields.setdefault("tokenizer_name_or_path", tokenizer)
     try:
         task = "SEQ_2_SEQ_LM" if pair else "SEQ_CLS" if scores else "CAUSAL_LM"
-        return classes[kind](task_type=task, revision=revision, **given)
+        return classes[kind](task_type=task, revision=revision, **fields)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"PEFT refuses the adapter: {error}", where="model.peft", fix="see the "
                           "fields of its configuration in PEFT's documentation") from error
 
 
 def attach(lm: Any, config: Any, *, seed: int) -> Any:
-    """Freeze a causal LM and put a new adapter on it, fp32, the same for the same seed.
+    """Freeze a causal LM and attach a new adapter in fp32; equal seeds give equal adapters.
 
     Returns:
         PEFT's model around it.
@@ -128,11 +128,11 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
     # logits are computed from the output embedding's own weights, only where they are needed; an
     # input embedding that is tied to it has them too, and merging its adapter would change both
     embeddings = lm.get_output_embeddings()  # None of a model that scores texts
-    own = set() if embeddings is None else {id(p) for p in embeddings.parameters()}
-    if any(id(p) in own and (peft_internals.belongs_to_adapter(name)
-                             or peft_internals.bare_name(name) != name)
+    embedding_ids = set() if embeddings is None else {id(p) for p in embeddings.parameters()}
+    if any(id(p) in embedding_ids and (peft_internals.belongs_to_adapter(name)
+                                       or peft_internals.bare_name(name) != name)
            for name, p in lm.named_parameters(remove_duplicate=False)):
-        raise ConfigError("The adapter covers the output embedding, which ppocli can't train so.",
+        raise ConfigError("The adapter covers the output embedding, which ppocli can't train.",
                           where="model.peft.target_modules, model.peft.modules_to_save",
                           fix="leave it out, and the input embedding that is tied to it; an "
                           "adapter that covers it is merged where model.peft is left out")
@@ -144,17 +144,17 @@ def attach(lm: Any, config: Any, *, seed: int) -> Any:
 
 def adapter_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
     """The adapter's weights by the names that PEFT writes."""
-    found = peft_internals.saved_tensors(adapter.model)
-    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in found.items()}
+    tensors = peft_internals.saved_tensors(adapter.model)
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def describe_adapter(adapter: Adapter, folder: Path) -> None:
-    """Write what goes with an adapter's weights: PEFT's configuration, and which base it belongs
-    to."""
+    """Write the files that belong to an adapter's weights: PEFT's configuration, and the identity
+    of the base."""
     config = copy.deepcopy(adapter.model.active_peft_config)
     config.inference_mode = True
     for name, value in vars(config).items():
-        if isinstance(value, set):  # in an order of the process's own, which PEFT would write
+        if isinstance(value, set):  # PEFT would write it in an order of this process
             setattr(config, name, sorted(value))
     config.save_pretrained(str(folder))
     (folder / ADAPTER_BASE).write_text(json.dumps(asdict(adapter.base), indent=2) + "\n",
@@ -162,19 +162,21 @@ def describe_adapter(adapter: Adapter, folder: Path) -> None:
 
 
 def fill_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], where: str) -> None:
-    """Put saved weights in place of an adapter's.
+    """Replace an adapter's weights by saved ones.
 
     Raises:
         CheckpointError: names or shapes are not those of this adapter.
     """
     from peft import set_peft_model_state_dict
 
-    own, saved = ({name: tuple(tensor.shape) for name, tensor in found.items()}
-                  for found in (peft_internals.saved_tensors(adapter.model), tensors))
-    if wrong := sorted(n for n in own.keys() | saved.keys() if own.get(n) != saved.get(n)):
-        there, here = (shapes.get(wrong[0], "not there") for shapes in (saved, own))
+    expected, saved = ({name: tuple(tensor.shape) for name, tensor in state.items()}
+                       for state in (peft_internals.saved_tensors(adapter.model), tensors))
+    if wrong := sorted(name for name in expected.keys() | saved.keys()
+                       if expected.get(name) != saved.get(name)):
+        in_file, here = (shapes.get(wrong[0], "not there") for shapes in (saved, expected))
         raise CheckpointError(
-            f"The adapter in {where} does not fit: {wrong[0]} is {there} in the file, {here} here.",
+            f"The adapter in {where} does not fit: {wrong[0]} is {in_file} in the file, "
+            f"{here} here.",
             where="model.peft", fix="use the model.peft that it was trained with")
     set_peft_model_state_dict(adapter.model, tensors)
 
@@ -183,22 +185,23 @@ def merged_tensors(adapter: Adapter) -> dict[str, torch.Tensor]:
     """The state dict of the causal LM with LoRA's products added to its weights, in its own type.
     The model stays as it is: one layer at a time is copied and merged."""
     lm = adapter.model.base_model.model
-    found = {name: tensor.detach() for name, tensor in base_tensors(lm).items()}
+    tensors = {name: tensor.detach() for name, tensor in base_tensors(lm).items()}
     for name, module in lm.named_modules():
-        found |= {f"{peft_internals.bare_name(name)}.{part}": tensor
-                  for part, tensor in peft_internals.merged_layer(module).items()}
-    return found
+        tensors |= {f"{peft_internals.bare_name(name)}.{part}": tensor
+                    for part, tensor in peft_internals.merged_layer(module).items()}
+    return tensors
 
 
-def _check_goes_on(config: Any, given: Mapping[str, Any], folder: Path) -> None:
-    """Refuse settings that aren't those of the adapter which is to train on."""
-    for name, value in given.items():
+def _check_goes_on(config: Any, settings: Mapping[str, Any], folder: Path) -> None:
+    """Refuse settings that contradict the adapter that is to be trained further."""
+    for name, value in settings.items():
         if name == "target_modules" and str(value).lower() == "all-linear":
             config.target_modules = value  # PEFT finds them on the base; the weights must fit those
             continue
-        own = (config.peft_type.value.lower().partition("_")[0] if name == "type" else
-               getattr(config, name))
-        both = [sorted(each) if isinstance(each, set | list) else each for each in (own, value)]
+        adapter_value = (config.peft_type.value.lower().partition("_")[0] if name == "type" else
+                         getattr(config, name))
+        both = [sorted(each) if isinstance(each, set | list) else each
+                for each in (adapter_value, value)]
         if name != "lora_dropout" and both[0] != both[1]:
             raise ConfigError(f"model.peft.{name} is {value}, but the adapter in {folder} has "
                               f"{both[0]}, and goes on with it.", where=f"model.peft.{name}",
@@ -207,7 +210,7 @@ def _check_goes_on(config: Any, given: Mapping[str, Any], folder: Path) -> None:
 
 
 def changes_embeddings(lm: Any, folder: Path) -> bool:
-    """Whether the adapter in a folder has weights for an embedding of ``lm``, or of all of one."""
+    """Whether the adapter in a folder changes or replaces an embedding of ``lm``."""
     from safetensors import safe_open
 
     ends = [part for part in (lm.get_input_embeddings(), lm.get_output_embeddings())
@@ -219,7 +222,7 @@ def changes_embeddings(lm: Any, folder: Path) -> bool:
 
 
 def merged_from(lm: Any, folder: Path) -> Any:
-    """``lm`` with the adapter in a folder merged into it, whatever that covers.
+    """``lm`` with the adapter in a folder merged into it, whichever layers it changes.
 
     Raises:
         InputError: the files are damaged, or don't fit.
@@ -236,7 +239,7 @@ def load_adapter(lm: Any, folder: Path, base: BaseIdentity,
     """Put a saved adapter on its base, frozen unless it ``goes_on``.
 
     Args:
-        goes_on: the type and the settings of ``model.peft``, where it is to train on.
+        goes_on: type and settings of ``model.peft``, if the adapter is to be trained further.
 
     Raises:
         ConfigError: these are not the adapter's own.

@@ -1,5 +1,5 @@
-"""Chat templates that the user gives, and values for what a template reads, the date among them;
-and whether prompts are rendered with the template."""
+"""Chat templates from files, values for their variables, the date among them; and whether prompts
+are rendered with the template."""
 
 import logging
 import re
@@ -21,9 +21,10 @@ from ppocli.text import first_line, short_path, suggestion
 log = logging.getLogger("ppocli")
 
 FILE, VALUES = "model.chat_template", "model.chat_template_kwargs"
-_GIVEN = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
-          "raise_exception", "strftime_now", *jinja2.defaults.DEFAULT_NAMESPACE}
-"""what transformers tells every template"""
+_STANDARD_VARIABLES = {
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
+    "raise_exception", "strftime_now", *jinja2.defaults.DEFAULT_NAMESPACE}
+"""variables that transformers hands to every template"""
 _MARKS = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
 """blocks that transformers adds to Jinja"""
 
@@ -49,49 +50,50 @@ def read_template(path: str) -> str:
     return template
 
 
-def with_values(own: Any, values: Mapping[str, Any], special: Collection[str]) -> Any:
-    """A tokenizer's template, or each of several by name, with lines in front by which it sets
-    ``values`` itself unless its caller does: whoever loads what was trained with it renders
-    conversations as training did.
+def with_values(chat_template: Any, values: Mapping[str, Any], special: Collection[str]) -> Any:
+    """A tokenizer's template, or several by name, with lines in front that set ``values`` as
+    defaults, so that the saved model's conversations are rendered as in training. Passing another
+    value overrides a default.
 
     Args:
-        special: names of special tokens, which are not for the user to set.
+        special: names of special tokens, which the user can't set.
 
     Raises:
-        InputError: no template, a malformed one, or none that reads such a name; or Jinja can't say
-            a value.
+        InputError: there is no template, it is malformed, or it reads no such name; or a value
+            can't be written in Jinja.
     """
-    if not own:
+    if not chat_template:
         raise InputError("The tokenizer has no chat template that could read values.",
                          where=VALUES, fix=f"leave them out, or {FILE}=FILE")
-    templates = own if isinstance(own, dict) else {"": own}
+    templates = chat_template if isinstance(chat_template, dict) else {"": chat_template}
     try:
-        known = set().union(*map(_variables, templates.values())) - {*_GIVEN, *special}
+        variables = set().union(*map(_variables, templates.values())).difference(
+            _STANDARD_VARIABLES, special)
     except jinja2.TemplateSyntaxError as error:
         raise InputError(f"The tokenizer's chat template is malformed: {error.message}",
                          where=f"{VALUES}, line {error.lineno} of the template",
                          fix=f"{FILE}=FILE, with one that isn't") from error
     for name, value in values.items():
-        if name not in known:
+        if name not in variables:
             raise InputError(f"The chat template reads no {name!r}, but "
-                             f"{', '.join(sorted(known)) or 'messages alone'}. "
-                             f"{suggestion(str(name), known)}".rstrip(), where=f"{VALUES}.{name}",
-                             fix="take it out")
-        if not _can_be_said(value):
-            raise InputError(f"A template can't say {value!r}.", where=f"{VALUES}.{name}",
+                             f"{', '.join(sorted(variables)) or 'messages alone'}. "
+                             f"{suggestion(str(name), variables)}".rstrip(),
+                             where=f"{VALUES}.{name}", fix="take it out")
+        if not _survives_jinja(value):
+            raise InputError(f"A template can't contain {value!r}.", where=f"{VALUES}.{name}",
                              fix="give texts, finite numbers, true, false, null, or lists or "
                              "mappings of them")
-    # transformers takes out the line break behind a block
+    # transformers removes the line break after a block
     lines = "".join(f"{{%- set {name} = {name} | default({value!r}) %}}\n"
                     for name, value in values.items())
-    # a model that was trained with them has the lines
-    found = {name: template if template.startswith(lines) else lines + template
-             for name, template in templates.items()}
-    return found if isinstance(own, dict) else found[""]
+    # a model that was trained with these values has the lines already
+    prefixed = {name: template if template.startswith(lines) else lines + template
+                for name, template in templates.items()}
+    return prefixed if isinstance(chat_template, dict) else prefixed[""]
 
 
-def _can_be_said(value: Any) -> bool:
-    """Whether Jinja reads a value as Python spells it."""
+def _survives_jinja(value: Any) -> bool:
+    """Whether Jinja reads a value's Python spelling as the same value."""
     try:
         return bool(jinja2.Environment().compile_expression(repr(value))() == value)
     except jinja2.TemplateError:
@@ -99,7 +101,7 @@ def _can_be_said(value: Any) -> bool:
 
 
 def _variables(template: str) -> set[str]:
-    """What a template reads beside what it sets itself."""
+    """Variables that a template reads and doesn't set itself."""
     jinja = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
     return jinja2.meta.find_undeclared_variables(jinja.parse(_MARKS.sub("", template)))
 
@@ -113,8 +115,8 @@ def tells_date(tokenizer: Any) -> bool:
 
 
 def stop_clock(tokenizer: Any, date: str | None) -> None:
-    """Let this tokenizer's chat templates tell ``date``, as of ``model.chat_template_date``,
-    whoever renders them; None: the present. What is saved of the tokenizer stays as it is."""
+    """Make this tokenizer's chat templates use ``date`` (``model.chat_template_date``) as the
+    current date; None: the real one. The saved tokenizer doesn't change."""
     if date is None or not tells_date(tokenizer):
         return
     moment = datetime.fromisoformat(date)
@@ -128,7 +130,7 @@ def stop_clock(tokenizer: Any, date: str | None) -> None:
 
 
 def tokenizers_of(reward: Any) -> list[Any]:
-    """The tokenizers that reward models bring."""
+    """The tokenizers of reward models."""
     return [tokenizer for part in reward.parts
             if (tokenizer := getattr(part.call, "tokenizer", None)) is not None]
 
@@ -146,13 +148,13 @@ def decide_chat(chat: bool | None, trained: bool | None, name: str, *,
     """Whether a model's prompts are rendered with its chat template, and a sentence on why.
 
     Args:
-        chat: what somebody set; None leaves it to how the model was trained.
+        chat: what the user set; None: as the model was trained.
         trained: as of :func:`~ppocli.storage.model_files.trained_with_template`.
         name: of the model.
-        on, off: what turns it on and off.
+        on, off: settings that turn it on and off.
 
     Returns:
-        None where neither says anything; no sentence where there is nothing to explain.
+        None if neither decides; and no sentence if there is nothing to explain.
     """
     how = {True: "with its chat template", False: "without its chat template"}
     if trained is None or chat == trained:
@@ -166,7 +168,7 @@ def decide_chat(chat: bool | None, trained: bool | None, name: str, *,
 
 
 def decided(cfg: schema.TrainConfig, model: str, revision: str | None = None) -> schema.TrainConfig:
-    """``cfg`` with ``prompts.chat`` decided as of :func:`decide_chat`, which the log is told.
+    """``cfg`` with ``prompts.chat`` decided by :func:`decide_chat`; the reason is logged.
 
     Raises:
         ConfigError: another setting of prompts forbids the chat template.
@@ -177,8 +179,8 @@ def decided(cfg: schema.TrainConfig, model: str, revision: str | None = None) ->
         log.info("%s", why)
     if chat == cfg.prompts.chat:
         return cfg
-    found = replace(cfg, prompts=replace(cfg.prompts, chat=chat))
-    for broken, key, what in sampling.prompt_rules(found, frozenset({"prompts.path"})):
+    decided_cfg = replace(cfg, prompts=replace(cfg.prompts, chat=chat))
+    for broken, key, what in sampling.prompt_rules(decided_cfg, frozenset({"prompts.path"})):
         if broken:
             raise ConfigError(f"{why}; but {key} {what}.", where=key, fix="prompts.chat=false")
-    return found
+    return decided_cfg

@@ -1,5 +1,5 @@
-"""From a name or a folder to a language model. What transformers lets pass is checked: missing
-weights, ids beyond the embedding."""
+"""From a name or a folder to a language model. It is checked for faults that transformers lets
+pass: missing weights, ids beyond the embedding."""
 
 import copy
 import logging
@@ -14,7 +14,7 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
-from ppocli.config.schema import GenerationConfig, HardwareConfig, ModelConfig
+from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models import transformers_internals
 from ppocli.models.fast.attention import use_kernels
@@ -22,7 +22,7 @@ from ppocli.models.head import LogitMap
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.loading import adapters, model_config, peft_internals
 from ppocli.models.trunk import decoder_start, has_encoder, response_hidden
-from ppocli.models.vocabulary import Vocabulary, set_vocabulary, vocabulary_of
+from ppocli.models.vocabulary import Vocabulary, set_vocabulary
 from ppocli.parallel.deepspeed_internals import whole_shape
 from ppocli.storage import model_files
 
@@ -30,11 +30,12 @@ log = logging.getLogger("ppocli")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 ALIGNMENT = 64
-"""bytes: where torch puts what it makes on a CPU"""
+"""bytes to which torch aligns tensors on a CPU"""
 
 
 def frozen_dtype(cfg: ModelConfig, hardware: HardwareConfig) -> torch.dtype:
-    """The storage type of what never trains: the base under an adapter, a reference of its own."""
+    """The storage type of weights that never train: the base under an adapter, a separate
+    reference."""
     return DTYPES[cfg.dtype or hardware.precision]
 
 
@@ -45,14 +46,14 @@ class LoadedLM:
     lm: Any
     """eval mode, dropout rates zero; every parameter that trains is fp32"""
     export_config: Any
-    """its configuration as it came, to be saved with the trained weights"""
+    """its original configuration, saved with the trained weights"""
     generation_config: Any
-    """its own generation defaults; read for EOS ids and saved again, never used to sample; None of
-    a model that scores texts"""
+    """its generation defaults; read for EOS ids and saved again, never used to sample; None for a
+    model that scores texts"""
     decoder_start: int | None
     """the token that the decoder of an encoder-decoder starts from; None for a causal LM"""
     adapter: adapters.Adapter | None = None
-    """what trains on it in its place"""
+    """the adapter that trains in its place"""
 
 
 def without_dropout(config: Any) -> Any:
@@ -105,7 +106,8 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = 
 
 
 def take_lm(cfg: ModelConfig, lm: Any) -> LoadedLM:
-    """A model that somebody has loaded, its own weights to be trained; its dropout is off for good.
+    """A model that the caller has loaded, to train its own weights; its dropout is turned off for
+    good.
 
     Raises:
         InputError: its logits are not a plain linear map of its trunk.
@@ -123,14 +125,14 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
                  dtype: torch.dtype, what: str = "model",
                  new: Mapping[str, Callable[[torch.Tensor], None]] = MappingProxyType({}),
                  **how: Any) -> tuple[Any, Any]:
-    """A model with every weight found in its files, and its configuration as it came.
+    """A model all of whose weights are in its files, and its original configuration.
 
     Args:
         source: what ``cfg.path`` stands for.
         class_of: transformers' class for a configuration.
         key: that names the model, for messages.
         what: is loaded, for messages.
-        new: what fills weights of these names where the files lack them.
+        new: functions that fill weights of these names if the files lack them.
 
     Raises:
         InputError: files are broken, or lack other weights.
@@ -154,9 +156,9 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
             model, info = read()
     for lacking in new.keys() & info["missing_keys"]:
         new[lacking](model.get_parameter(lacking).data)
-    for name, there, here in sorted(info["mismatched_keys"]):
-        raise InputError(f"{cfg.path} does not fit its config.json: {name} is {list(there)} in the "
-                         f"files, {list(here)} by the configuration.", where=key,
+    for name, in_file, here in sorted(info["mismatched_keys"]):
+        raise InputError(f"{cfg.path} does not fit its config.json: {name} is {list(in_file)} in "
+                         f"the files, {list(here)} by the configuration.", where=key,
                          fix="mend config.json, or give a complete checkpoint"
                          if not name.endswith(model_files.HEADS) else "mend id2label in "
                          "config.json, which has an entry for each row of this head; a reward "
@@ -170,9 +172,9 @@ def load_weights(cfg: ModelConfig, source: str, class_of: Callable[[Any], Any], 
 
 
 def _align(model: torch.nn.Module) -> None:
-    """Weights lie where they lay in the file, at any multiple of a few bytes; put each where torch
-    would put it. MKL rounds otherwise from one place to another, and the same weights shall give
-    the same numbers whatever file they have come from."""
+    """Align weights as torch would: loaded ones keep their place in the file, at any multiple of a
+    few bytes. MKL's rounding depends on alignment, and the same weights must give the same numbers
+    whatever file they come from."""
     for parameter in model.parameters():
         if (type(parameter) is torch.nn.Parameter and parameter.device.type == "cpu"
                 and parameter.data_ptr() % ALIGNMENT):
@@ -180,21 +182,22 @@ def _align(model: torch.nn.Module) -> None:
 
 
 def make_ready(cfg: ModelConfig, model: Any) -> None:
-    """A model that has just been made computes as the engine wants it to."""
+    """Prepare a new model for the engine."""
     transformers_internals.probe()
     if cfg.attn_implementation is None:
         use_kernels(model)
-    # the ids are checked by us; transformers' own padding check would synchronise at every call
-    if model.config.model_type != "led":  # which fills prompts up to its window by itself
+    # we check ids ourselves; transformers' padding check would synchronise at every call
+    if model.config.model_type != "led":  # pads prompts up to its window itself
         try:
             model.config.pad_token_id = None
-        except StrictDataclassError:  # a configuration that takes numbers alone
+        except StrictDataclassError:  # a configuration that accepts only numbers
             model.config.pad_token_id = -1
     if model.base_model is model and hasattr(model, "model"):
         model.base_model_prefix = "model"  # Llama4ForCausalLM names another model's trunk
-    own = model.config.get_text_config(decoder=True)
-    if own is not model.config and has_encoder(model):
-        own.pad_token_id = -1  # T5Gemma's decoder leaves what pads out of its context, also if said
+    decoder_config = model.config.get_text_config(decoder=True)
+    if decoder_config is not model.config and has_encoder(model):
+        # T5Gemma's decoder would leave this id out of its context, also where it was sampled
+        decoder_config.pad_token_id = -1
     for part in model.eval().modules():
         if isinstance(part, torch.nn.Dropout):  # a nested configuration may have turned it on
             part.p = 0.0
@@ -203,15 +206,15 @@ def make_ready(cfg: ModelConfig, model: Any) -> None:
 
 
 def _ready(cfg: ModelConfig, lm: Any, config: Any, generation_config: Any) -> LoadedLM:
-    found = LoadedLM(lm, config, generation_config, decoder_start(lm))
+    loaded = LoadedLM(lm, config, generation_config, decoder_start(lm))
     make_ready(cfg, lm)
-    return found
+    return loaded
 
 
 def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = "model.path",
              scores: bool = False) -> LoadedLM:
-    """What :func:`load_lm` gives, before it has read any weights: parameters are on the meta
-    device, and the values of buffers are not to be relied on.
+    """As :func:`load_lm`, without reading weights: parameters are on the meta device, and the
+    values of buffers are undefined.
 
     Raises:
         InputError: the model's configuration can't be read.
@@ -227,7 +230,7 @@ def empty_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str =
             lm = _class_of(cfg, key, scores, config).from_config(
                 without_dropout(config), dtype=dtype, trust_remote_code=trust,
                 **model_config.attention_wanted(cfg, config))
-    lm.tie_weights()  # which making it without weights has undone
+    lm.tie_weights()  # made without weights, they are untied
     return _ready(cfg, lm, config, None if scores else transformers.GenerationConfig())
 
 
@@ -236,9 +239,9 @@ def _new_score(weight: torch.Tensor, seed: int) -> None:
     final norm are about sqrt(D) long, so that scores start at about 0.1 whatever the width. The
     loss then starts at log 2, and the trunk has a gradient from the first update on, which it would
     not have under a head of zeros."""
-    drawn = torch.empty(weight.shape, dtype=torch.float32).normal_(
+    values = torch.empty(weight.shape, dtype=torch.float32).normal_(
         std=0.1 * weight.shape[-1]**-0.5, generator=torch.Generator().manual_seed(seed))
-    weight.copy_(drawn)
+    weight.copy_(values)
 
 
 def _class_of(cfg: ModelConfig, key: str, scores: bool, config: Any) -> Any:
@@ -248,7 +251,7 @@ def _class_of(cfg: ModelConfig, key: str, scores: bool, config: Any) -> Any:
 
     Raises:
         InputError: the configuration is of another kind; or the model is to score and has an
-            encoder, so that no state of its has read all of a text.
+            encoder, so that none of its states has read a whole text.
     """
     pair = bool(getattr(config, "is_encoder_decoder", False))
     if scores and pair:
@@ -269,27 +272,27 @@ def _class_of(cfg: ModelConfig, key: str, scores: bool, config: Any) -> Any:
 
 def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype,
                   goes_on: Mapping[str, Any] | None, score_seed: int | None = None) -> LoadedLM:
-    """An adapter's folder: its base, as it names it, with the adapter on it."""
-    path, revision, known = model_files.named_base(folder)
+    """Load an adapter's folder: the base that it names, with the adapter on it."""
+    path, revision, identity = model_files.named_base(folder)
     try:
         loaded = load_lm(replace(cfg, path=path, revision=revision), dtype=dtype,
                          score_seed=score_seed)
     except InputError as error:
         raise InputError(f"The base of the adapter in {folder} can't be loaded: {error.what}",
-                         where=str(folder / (model_files.ADAPTER_BASE if known
+                         where=str(folder / (model_files.ADAPTER_BASE if identity
                                              else model_files.ADAPTER_CONFIG)),
                          fix=f"name the base there as it is called now; {error.fix}") from error
     if loaded.adapter is not None:
         raise InputError(f"The base of the adapter in {folder} is an adapter itself: {path}.",
                          where=str(folder), fix="merge that one into its base")
     base = adapters.identify(loaded.lm, path, revision)
-    if known is not None and known.storage == base.storage and known.digest != base.digest:
+    if identity is not None and identity.storage == base.storage and identity.digest != base.digest:
         raise CheckpointError(f"{path} is not the model that the adapter in {folder} was trained "
                               "on: its weights have changed.",
                               where=str(folder / model_files.ADAPTER_BASE),
                               fix="put the model back, or name it there as it is called now")
     if goes_on is None and score_seed is None and adapters.changes_embeddings(loaded.lm, folder):
-        # logits are made of the output embedding's own weights, which the adapter is to be part of
+        # logits are computed from the output embedding's own weights, so its adapter is merged
         if dtype != torch.float32:
             loaded = load_lm(replace(cfg, path=path, revision=revision))
         return _with_weights(loaded, adapters.merged_from(loaded.lm, folder).to(dtype))
@@ -297,7 +300,7 @@ def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype,
 
 
 def _with_weights(loaded: LoadedLM, lm: Any) -> LoadedLM:
-    """What an adapter's base has become by a merge."""
+    """The loaded model with the weights of a merge."""
     config = copy.deepcopy(loaded.export_config)
     if not lm.config.get_text_config(decoder=True).tie_word_embeddings:
         peft_internals.untie(config)
@@ -305,7 +308,7 @@ def _with_weights(loaded: LoadedLM, lm: Any) -> LoadedLM:
 
 
 def merged(loaded: LoadedLM) -> LoadedLM:
-    """The whole model that a base and the LoRA on it are together, all of whose weights train.
+    """A base with its LoRA merged into one model, all of whose weights train.
 
     Raises:
         ConfigError: virtual tokens can't be merged.
@@ -321,8 +324,9 @@ def merged(loaded: LoadedLM) -> LoadedLM:
 
 @torch.no_grad()
 def _check_logits(lm: Any, name: str, key: str) -> None:
-    """The engine computes logits from head(trunk(x)), only where they are needed. A model that does
-    more with them than :class:`LogitMap` would be trained on wrong probabilities."""
+    """Check that head(trunk(x)), from which the engine computes logits where they are needed, gives
+    the model's own logits. A model that does more with them than :class:`LogitMap` would be trained
+    on wrong probabilities."""
     try:
         if _logits_agree(lm):
             return
@@ -336,22 +340,23 @@ def _check_logits(lm: Any, name: str, key: str) -> None:
 
 
 def _logits_agree(lm: Any) -> bool:
-    """Of two tokens, neither 0, whose embedding may be 0 as it pads; 16 bits round each step."""
+    """Compare logits of two tokens. Neither is 0, whose embedding may be 0 for padding; 16 bits
+    round each step."""
     probe = 1 + torch.arange(2, device=lm.device)[None]
     head, pair = lm.get_output_embeddings(), has_encoder(lm)
     if head is None or (lm.base_model is lm and not pair):
         return False
-    both, given = probe[0] - 1, {"decoder_input_ids": probe} if pair else {}
+    both, decoder_inputs = probe[0] - 1, {"decoder_input_ids": probe} if pair else {}
     batch = SequenceBatch(probe, both, both, *((probe, torch.ones_like(probe)) if pair else ()))
     hidden = response_hidden(lm, batch).to(head.weight.dtype)  # some keep fp32 beside bf16
     ours = LogitMap.of(lm)(head(hidden)).float()[None]
-    theirs = lm(input_ids=probe, use_cache=False, **given).logits.float()
+    theirs = lm(input_ids=probe, use_cache=False, **decoder_inputs).logits.float()
     off = 1e-3 if head.weight.dtype == torch.float32 else 2e-2 * float(theirs.abs().max())
     return ours.shape == theirs.shape and torch.allclose(ours, theirs, rtol=1e-3, atol=off)
 
 
 def fit_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
-    """Let a language model sample the ids of its tokenizer alone, and say so where it has others.
+    """Restrict a language model to sampling ids of its tokenizer, and log if it has others.
 
     Raises:
         InputError: the tokenizer can produce ids that the model has no embedding for.
@@ -371,37 +376,3 @@ def fit_vocabulary(tokenizer: Any, lm: Any, cfg: ModelConfig) -> None:
         log.info("%s has %d output rows and its tokenizer %d ids: the other %d stand for no token "
                  "and are never sampled", cfg.path, vocabulary.rows,
                  vocabulary.rows - len(vocabulary.absent), len(vocabulary.absent))
-
-
-def stop_rules(tokenizer: Any, loaded: LoadedLM, generation: GenerationConfig
-               ) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The ids that end a response (the tokenizer's EOS, the model's, of which there may be several,
-    unless ``ignore_eos`` leaves them out, and ``stop_token_ids``), and the texts that do.
-
-    A stop sequence that is one token of its own (``<|im_end|>``) becomes an id: such tokens are
-    left out of decoded text, where it would never be found.
-
-    Raises:
-        ConfigError: an id is never sampled, or a text has a special token within.
-    """
-    own, declared = tokenizer.get_added_vocab(), loaded.generation_config.eos_token_id
-    sequences = generation.stop_sequences
-    vocabulary = vocabulary_of(loaded.lm)
-    absent = set(vocabulary.absent)
-    if never := [i for i in generation.stop_token_ids if i >= vocabulary.rows or i in absent]:
-        raise ConfigError(f"Token {never[0]} would never end a response: the model has "
-                          f"{vocabulary.rows - len(absent)} tokens, and that id is none of them.",
-                          where="generation.stop_token_ids", fix="take it out")
-    for token, number in own.items():
-        odd = [text for text in sequences if token in text and text not in own]
-        if odd and not tokenizer.decode([number], skip_special_tokens=True):
-            raise ConfigError(f"The stop text {odd[0]!r} would never be found: {token} is a special"
-                              " token, which decoded text leaves out.",
-                              where="generation.stop_sequences", fix=f"take {token} out of the text"
-                              f", or end responses at it: generation.stop_token_ids=[{number}]")
-    ids = {*generation.stop_token_ids, *(own[s] for s in sequences if s in own)}
-    if not generation.ignore_eos:
-        ids |= {tokenizer.eos_token_id,
-                *(declared if isinstance(declared, list) else [declared])} - {None}
-    return (tuple(sorted(i for i in ids if 0 <= i < vocabulary.size and i not in absent)),
-            tuple(s for s in sequences if s not in own))

@@ -1,4 +1,5 @@
-"""What is known of a model before its weights are loaded, and how transformers is asked for it."""
+"""Facts about a model before its weights are loaded, and the arguments for loading it with
+transformers."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from ppocli.text import first_line
 
 
 def policy_config(cfg: schema.ModelConfig, policy: str) -> schema.ModelConfig:
-    """How to load ``policy``, a model trained from the one that ``cfg`` names."""
+    """The configuration for loading ``policy``, a model trained from the one that ``cfg`` names."""
     if policy == cfg.path:
         return cfg
     return replace(cfg, path=policy, tokenizer_path=None, revision=None, chat_template=None)
@@ -25,11 +26,10 @@ def policy_config(cfg: schema.ModelConfig, policy: str) -> schema.ModelConfig:
 def loading(what: str, key: str, trusting: str = "model.trust_remote_code=true",
             fix: str = "check the folder's config.json and model.safetensors, or give another one"
             ) -> Iterator[None]:
-    """transformers raises many kinds of errors of a folder that it can't read: meanwhile they
-    become one.
+    """Turn the many kinds of errors that transformers raises for an unreadable folder into one.
 
     Args:
-        what: is loaded, such as "model NAME".
+        what: what is loaded, such as "model NAME".
         key: that names it.
         trusting: what lets its own code run.
         fix: where nothing better is known.
@@ -51,7 +51,7 @@ def loading(what: str, key: str, trusting: str = "model.trust_remote_code=true",
 
 
 def attention_wanted(cfg: schema.ModelConfig, config: Any) -> dict[str, Any]:
-    """How transformers is asked for ``model.attn_implementation``, of the model with ``config``.
+    """Arguments of transformers for ``model.attn_implementation``, for the model with ``config``.
 
     Soft-capped attention (Gemma 2) is eager, as transformers 5.23 has it by itself: 5.17 would take
     torch's kernel, which leaves the cap out.
@@ -63,8 +63,8 @@ def attention_wanted(cfg: schema.ModelConfig, config: Any) -> dict[str, Any]:
     if capped and cfg.attn_implementation == "sdpa":
         raise InputError("sdpa leaves out the cap that this model puts on attention's logits.",
                          where="model.attn_implementation", fix="leave it out, which takes eager")
-    wanted = cfg.attn_implementation or ("eager" if capped else None)
-    return {"attn_implementation": wanted} if wanted else {}
+    implementation = cfg.attn_implementation or ("eager" if capped else None)
+    return {"attn_implementation": implementation} if implementation else {}
 
 
 def check_text_alone(lm: Any) -> None:
@@ -81,7 +81,7 @@ def check_text_alone(lm: Any) -> None:
 
 
 def quantized(cfg: schema.ModelConfig) -> dict[str, Any]:
-    """How transformers is asked for quantized weights, which it makes on the GPU.
+    """Arguments of transformers for quantized weights, which it makes on the GPU.
 
     Raises:
         InputError: there is none.
@@ -123,28 +123,29 @@ def read_lm(cfg: schema.ModelConfig) -> ModelFacts:
         config = AutoConfig.from_pretrained(source, revision=revision,
                                             trust_remote_code=cfg.trust_remote_code)
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "gguf":
-        # also of plain weights, long after they were converted: found out at the first save
+        # also for plain weights that were converted long ago: transformers would fail at the first
+        # save
         raise InputError(f"{cfg.path} is marked as quantized by GGUF, and transformers can't save "
                          "such a model.", where="model.path", fix="if its weights are safetensors, "
                          "remove quantization_config from its config.json")
-    found = model_facts(cfg, config)
-    positions, own = _positions(found), found.num_virtual_tokens
-    if positions is not None and own >= positions:
-        raise ConfigError(f"{own} virtual tokens leave no room: the model has {positions} "
-                          "positions.", where="model.peft.num_virtual_tokens",
+    facts = model_facts(cfg, config)
+    positions, virtual_tokens = _positions(facts), facts.num_virtual_tokens
+    if positions is not None and virtual_tokens >= positions:
+        raise ConfigError(f"{virtual_tokens} virtual tokens leave no room: the model has "
+                          f"{positions} positions.", where="model.peft.num_virtual_tokens",
                           fix=f"set it far below {positions}")
-    return found
+    return facts
 
 
 def model_facts(cfg: schema.ModelConfig, config: Any) -> ModelFacts:
-    """What ``model.path`` will be, with the virtual tokens of ``model.peft``."""
+    """Facts about the model of ``model.path`` with the virtual tokens of ``model.peft``."""
     virtual = adapters.adapter_kind(cfg) in ("prefix", "prompt")
     return ModelFacts(config, int((cfg.peft or {})["num_virtual_tokens"]) if virtual else 0)
 
 
 def reference_kind(cfg: schema.ModelConfig) -> str:
-    """As :func:`ppocli.config.schema.reference_kind`. A policy that goes on with an adapter starts
-    elsewhere than at its base, so that it is compared with a copy unless ``kind=adapter`` is given.
+    """As :func:`ppocli.config.schema.reference_kind`. A policy that trains an existing adapter
+    further doesn't start at its base, so its reference is a copy unless ``kind=adapter`` is set.
     """
     kind = schema.reference_kind(cfg)
     starts_apart = kind == "adapter" != cfg.reference.kind and adapter_at(
@@ -161,7 +162,7 @@ def max_positions(lm: Any) -> int | None:
 
 def _positions(lm: Any) -> int | None:
     if lm.config.model_type in RELATIVE_POSITIONS:
-        return None  # n_positions in their files is what they were trained with, not a limit
-    found = (getattr(lm.config, name, None)
-             for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"))
-    return next((value for value in found if isinstance(value, int) and value > 0), None)
+        return None  # n_positions in their files is the length they were trained with, not a limit
+    limits = (getattr(lm.config, name, None)
+              for name in ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"))
+    return next((value for value in limits if isinstance(value, int) and value > 0), None)

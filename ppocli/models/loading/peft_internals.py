@@ -1,5 +1,5 @@
-"""What ppocli uses of PEFT beyond its public classes: its wrappers inside a model, the names that
-they give to weights, and the virtual tokens of its models. Nothing else touches them."""
+"""The private parts of PEFT that ppocli uses: its wrappers inside a model, the names that they give
+to weights, and the virtual tokens of its models. No other module touches them."""
 
 import copy
 import warnings
@@ -27,7 +27,7 @@ base's"""
 
 @cache
 def probe() -> None:
-    """Refuse a PEFT without these parts.
+    """Check that the installed PEFT has these parts.
 
     Raises:
         ConfigError: one is missing.
@@ -45,7 +45,8 @@ def wrap(lm: Any, config: Any) -> Any:
         config.fan_in_fan_out = True  # PEFT would set it too, with a warning for every layer
     config.base_model_name_or_path = lm.config.name_or_path or None
     with warnings.catch_warnings():
-        # of several adapters on one model, which is not the case; and of old names in transformers
+        # warnings of several adapters on one model, which is not the case, and of old names in
+        # transformers
         warnings.filterwarnings("ignore", category=UserWarning, module="peft")
         warnings.filterwarnings("ignore", category=FutureWarning)
         kinds = {"SEQ_2_SEQ_LM": peft.PeftModelForSeq2SeqLM,
@@ -64,8 +65,8 @@ def bare_name(name: str) -> str:
 
 
 def enable_adapter(lm: Any, enabled: bool) -> None:
-    """Switch virtual tokens and what stands inside a model's layers on or off; what trains stays as
-    it was."""
+    """Switch virtual tokens and adapters inside a model's layers on or off, without changing which
+    parameters train."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
@@ -80,20 +81,20 @@ def enable_adapter(lm: Any, enabled: bool) -> None:
 
 
 def merged_layer(module: Any) -> dict[str, torch.Tensor]:
-    """The weights of a layer of the base with what an adapter makes of it, by their names in it;
-    nothing where no adapter stands around it."""
+    """The weights of a base layer with its adapter merged, by their names in the layer; empty if it
+    has no adapter."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
-        own = module.modules_to_save[module.active_adapters[0]]
+        merged = module.modules_to_save[module.active_adapters[0]]
     elif isinstance(module, BaseTunerLayer):
         layer = copy.deepcopy(module)
         layer.merge()
-        own = layer.get_base_layer()
+        merged = layer.get_base_layer()
     else:
         return {}
-    return {name: tensor.detach() for name, tensor in own.state_dict().items()}
+    return {name: tensor.detach() for name, tensor in merged.state_dict().items()}
 
 
 def load_frozen(lm: Any, folder: Path) -> Any:
@@ -109,9 +110,9 @@ def load_frozen(lm: Any, folder: Path) -> Any:
 
 
 def merge(peft_model: Any) -> Any:
-    """The base with the adapter in its weights. Where an adapter changes one of two layers that
-    share a weight, as input and output embedding do, the two have their own from then on, and
-    ``config.tie_word_embeddings`` says so: PEFT would change both."""
+    """The base with the adapter merged into its weights. If an adapter changes one of two layers
+    that share a weight, such as input and output embedding, they are untied and
+    ``config.tie_word_embeddings`` is cleared: PEFT would change both."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     lm: Any = peft_model.base_model.model
@@ -135,14 +136,14 @@ def merge(peft_model: Any) -> Any:
 
 
 def untie(config: Any) -> None:
-    """Say in a model's configuration that its embeddings are two."""
+    """Mark embeddings as untied in a model's configuration."""
     for part in (config, config.get_text_config(decoder=True)):
         part.tie_word_embeddings = False
 
 
 def prompt(peft_model: Any, encoder: torch.nn.Module, rows: int) -> Any:
-    """What virtual tokens are for so many rows: a cache of keys and values, or embeddings
-    [rows, count, D].
+    """Virtual tokens for a number of rows: a cache of keys and values, or embeddings [rows, count,
+    D].
 
     Args:
         encoder: makes them, in place of PEFT's own.

@@ -1,5 +1,5 @@
-"""Models that stand beside the policy, a reference and a value function that is a model of its own:
-from names or folders to models, which must read the policy's tokens as the policy does."""
+"""The reference, and a value function with its own model: from names or folders to models, which
+must read tokens as the policy does."""
 
 import logging
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def load_reference(load: Callable[..., LoadedLM], cfg: ModelConfig, hardware: Ha
         key, cfg = "model.reference.path", replace(cfg, path=cfg.reference.path, revision=None)
     reference = load(cfg, dtype=dtype, key=key)
     if reference.adapter is not None and key == "model.path" and adapter_kind(cfg) is None:
-        # as the policy starts: merged in fp32
+        # merged in fp32, as the policy's start is
         reference = merged(reference if dtype == torch.float32 else load(cfg, key=key))
         reference.lm.to(dtype)
     reference.lm.requires_grad_(False)
@@ -71,7 +71,7 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
     language_model.make_ready(cfg, model)
     trunk, score = model.base_model, getattr(model, "score", None)
     if getattr(trunk, "pooler", None) is not None:
-        trunk.pooler = None  # it reads one token's state for classifiers; no value comes from it
+        trunk.pooler = None  # it returns one token's state for classifiers, and no values
     check_same_tokens(tokenizer, policy, trunk, cfg, key)
     if not has_encoder(trunk):  # a decoder beside an encoder is causal
         _check_causal(trunk, name, key)
@@ -82,7 +82,7 @@ def load_value_model(cfg: ModelConfig, tokenizer: Any, policy: Any, seed: int
 
 
 def _refuse_classifier(config: Any, name: str, key: str) -> None:
-    """Refuse a model with several outputs, none of which is a value."""
+    """Refuse a model with several outputs: none of them is a value."""
     kinds = ("ForSequenceClassification", "ForTokenClassification")
     if config.num_labels != 1 and any(kind in architecture for kind in kinds
                                       for architecture in config.architectures or []):
@@ -112,7 +112,7 @@ def _check_causal(trunk: Any, name: str, key: str) -> None:
 
 def check_same_tokens(tokenizer: Any, policy: Any, other: Any, source: ModelConfig, key: str
                       ) -> None:
-    """Refuse a model that takes prompts otherwise than the policy, or knows other tokens.
+    """Refuse a model that takes prompts in another way than the policy, or has other tokens.
 
     Args:
         tokenizer: the policy's.
@@ -129,8 +129,8 @@ def check_same_tokens(tokenizer: Any, policy: Any, other: Any, source: ModelConf
         theirs, ours = kinds if has_encoder(other) else reversed(kinds)
         raise InputError(f"{name} is {theirs}, the policy {ours}.", where=key,
                          fix=f"give {ours} of the policy's vocabulary")
-    own = tokenizer.get_vocab()
-    highest = max(own.values(), default=-1)
+    vocabulary = tokenizer.get_vocab()
+    highest = max(vocabulary.values(), default=-1)
     rows = whole_shape(other.get_input_embeddings().weight)[0]
     if highest >= rows:
         raise InputError(f"The policy's tokenizer has ids up to {highest}, {name} embeds only "
@@ -138,18 +138,19 @@ def check_same_tokens(tokenizer: Any, policy: Any, other: Any, source: ModelConf
                          fix="give a model of the policy's own family and vocabulary")
     if (theirs_by_token := _vocabulary(source, key)) is None:
         return
-    odd = next((token for token, i in sorted(own.items(), key=lambda item: item[1])
+    odd = next((token for token, i in sorted(vocabulary.items(), key=lambda item: item[1])
                 if theirs_by_token.get(token, i) != i), None)
-    missing = sum(token not in theirs_by_token for token in own)
-    if odd is not None or missing > len(own) // 2:
-        what = (f"{odd!r} is {own[odd]} for the policy and {theirs_by_token[odd]} for {name}"
-                if odd is not None else f"{name} lacks {missing} of the policy's {len(own)} tokens")
+    missing = sum(token not in theirs_by_token for token in vocabulary)
+    if odd is not None or missing > len(vocabulary) // 2:
+        what = (f"{odd!r} is {vocabulary[odd]} for the policy and {theirs_by_token[odd]} for {name}"
+                if odd is not None else
+                f"{name} lacks {missing} of the policy's {len(vocabulary)} tokens")
         raise InputError(f"The tokenizers differ: {what}.", where=key,
                          fix="give a model with the policy's own tokenizer")
 
 
 def _vocabulary(cfg: ModelConfig, key: str) -> dict[str, int] | None:
-    """Token -> id of the tokenizer beside a model; None where there is none to compare with."""
+    """Token -> id of a model's tokenizer; None if it has none to compare with."""
     with suppress(Exception):  # weights alone are enough: ids are checked by their range
         source = model_files.find_model(cfg.path, key=key, revision=cfg.revision, needs="tokenizer")
         return transformers.AutoTokenizer.from_pretrained(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from ppocli.models.layout import Sequences
-from ppocli.parallel.ranks import woven
+from ppocli.parallel.ranks import interleave
 from ppocli.ppo.noise import ROLLOUT
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.vllm.sampler import Begun, VllmSampler
@@ -72,7 +72,7 @@ def _gathered(session: Session, share: Samples, count: int) -> Samples:
     """
     shares = session.backend.ranks.gather(share)
     places = torch.arange(count).split([len(part) for part in shares])
-    return Samples.joined(shares).rows(torch.tensor(woven([part.tolist() for part in places])))
+    return Samples.joined(shares).rows(torch.tensor(interleave([part.tolist() for part in places])))
 
 
 def _tensors_of(samples: Samples) -> dict[str, torch.Tensor]:

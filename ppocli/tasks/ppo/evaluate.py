@@ -7,7 +7,7 @@ from typing import Any
 from ppocli.config.schema import GenerationConfig
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import DONE
-from ppocli.parallel.ranks import woven
+from ppocli.parallel.ranks import interleave
 from ppocli.ppo.noise import EVALUATION
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
@@ -56,7 +56,7 @@ def evaluate_chunks(session: EvalSession, context: StepContext, spec: SamplingSp
         RewardError, DivergedError, StopRequested.
     """
     for batch, num_local in _shares(session, context):
-        yield woven(session.backend.ranks.gather(
+        yield interleave(session.backend.ranks.gather(
             _one_share(session, context, spec or session.eval_sampling, batch, num_local)))
 
 
@@ -139,7 +139,7 @@ def reference_responses(session: EvalSession, context: StepContext) -> list[str]
     with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
         for batch, num_local in _shares(session, context):
             out = sample_reference(session, context, lm, batch, session.eval_sampling, EVALUATION)
-            texts += woven(session.backend.ranks.gather(
+            texts += interleave(session.backend.ranks.gather(
                 response_texts(session, batch, out, session.eval_sampling)[:num_local]))
     return texts
 

@@ -13,8 +13,8 @@ from ppocli.columns import rows_of
 from ppocli.daemon import in_daemon, outcome_of
 from ppocli.data.prompt_set import PromptBatch
 from ppocli.episode import without_environments
-from ppocli.parallel.backend import beside
-from ppocli.parallel.ranks import Ranks, woven
+from ppocli.parallel.backend import without_autocast_cache
+from ppocli.parallel.ranks import Ranks, interleave
 from ppocli.rewards.records import RewardRequest, RewardScores, step_texts
 from ppocli.rewards.scoring import Reward
 from ppocli.sampling.samples import Samples, places_of_ends
@@ -172,11 +172,11 @@ def judge(session: EvalSession, context: StepContext, prompts: PromptBatch, out:
 
 def joined(shares: Sequence[RewardRequest], tokenizer: Any) -> RewardRequest:
     """The shares of all ranks as one request, in the order of the prompts."""
-    whole: dict[str, Any] = {name: woven([getattr(share, name) or [] for share in shares])
+    whole: dict[str, Any] = {name: interleave([getattr(share, name) or [] for share in shares])
                              for name in ("prompts", "responses", "response_ids", "ended",
                                           "messages", "chats", "episodes", "prompt_ids")}
     return replace(shares[0], **whole, tokenizer=tokenizer, columns={
-        name: woven([share.columns[name] for share in shares]) for name in shares[0].columns})
+        name: interleave([share.columns[name] for share in shares]) for name in shares[0].columns})
 
 
 def begin(session: EvalSession, context: StepContext, work: Callable[[], T],
@@ -199,6 +199,6 @@ def begin(session: EvalSession, context: StepContext, work: Callable[[], T],
             torch.get_device_module(device).set_device(device)  # which is a thread's own
         if before is not None:
             before()
-        return beside(work)
+        return without_autocast_cache(work)
 
     return partial(outcome_of, in_daemon(body, "reward"), context.stop.check)
