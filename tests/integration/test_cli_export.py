@@ -1,9 +1,8 @@
-"""``ppocli export``: what comes out, that it is the policy, what is refused, and ``--to-hub`` against
+"""``ppocli export``: what comes out, that it is the policy, what is refused, and ``--to-hub`` with
 a Hub of our own."""
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -352,8 +351,8 @@ def test_a_push_that_fails_leaves_the_export_and_names_the_command(hub, push, he
     again = "ppocli export out --to-hub"
     login = "log in with a token that may write (hf auth login, or HF_TOKEN), then: "
     hub.fail("POST /api/repos/create", 403, message="no write access to org")
-    assert_failed(push("org/x", "--public"), "The push to org/x did not go through: no write access "
-                  "to org (HTTP 403).", f"{login}{again} org/x --public")
+    assert_failed(push("org/x", "--public"), "The push to org/x did not go through: no write "
+                  "access to org (HTTP 403).", f"{login}{again} org/x --public")
     hub.failures.clear()
     push("tester/x", "--public", code=0)
     before = dict(hub.repos["tester/x"].branches["main"])
