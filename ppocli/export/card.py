@@ -25,6 +25,7 @@ AUTO_CLASSES = {"CAUSAL_LM": "ForCausalLM", "SEQ_2_SEQ_LM": "ForSeq2SeqLM",
 """PEFT's types of tasks and the ends of names of transformers' classes for them"""
 _PIPELINES = {"CAUSAL_LM": "text-generation", "SEQ_2_SEQ_LM": "text2text-generation",
               "SEQ_CLS": "text-classification", "TOKEN_CLS": "token-classification"}
+"""PEFT's types of tasks and the Hub's names for them"""
 _FIRST_FIGURES = ("reward_mean", "kl_mean", "accuracy", "loss", "perplexity", "margin_mean", "ece",
                   "response_tokens_mean")
 _TAGS = {"sft": ["sft"], "reward_model": ["reward-model", "rlhf"]}
@@ -145,12 +146,6 @@ def with_location(card: str, location: str) -> str:
     """``card`` with another name to load the model by."""
     return re.sub(r'^name = ".*"$', lambda match: f"name = {json.dumps(location)}", card, count=1,
                   flags=re.MULTILINE)
-
-
-def with_user_text(card: str, text: str) -> str:
-    """``card`` with the text between its markers replaced."""
-    head, _, rest = card.partition(USER_BEGIN)
-    return f"{head}{USER_BEGIN}\n{text.strip()}\n{USER_END}{rest.partition(USER_END)[2]}"
 
 
 def escaped(text: str) -> str:

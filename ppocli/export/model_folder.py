@@ -217,7 +217,7 @@ def write_export(plan: ExportPlan, check: Callable[[], None]) -> dict[str, Any]:
         record.update(each_text({
             "ppocli": __version__, "run": facts.name if facts.run else None, "step": facts.step,
             "dtype": dtype, "logits_difference": difference, "before": facts.before,
-            "after": facts.after, "versions": facts.versions}, masked))
+            "after": facts.after}, masked))
         record["files"] = {name: atomic.sha256_file(folder / name) for name in _files(folder)
                            if name != CARD}
         atomic.write_json_atomic(folder / RECORD, record)

@@ -41,11 +41,6 @@ class Provenance:
         """How the policy was trained."""
         return None if self.run is None else self.run.config
 
-    @property
-    def versions(self) -> dict[str, str]:
-        """Versions of the packages that trained it; empty for an unfinished run."""
-        return dict(((self.run and self.run.summary) or {}).get("versions") or {})
-
 
 def provenance_of(target: Target) -> Provenance:
     """Read a target's run. The Hub is asked for the license of a starting model from there."""

@@ -22,7 +22,7 @@ from warm import Server
 import ppocli
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
-from ppocli.export.card import user_text, with_user_text
+from ppocli.export.card import PLACEHOLDER, user_text
 from ppocli.models.loading.language_model import load_lm
 from ppocli.storage.run_folder import lock_beside
 
@@ -180,7 +180,7 @@ def test_nothing_is_overwritten_unasked(finished, export, here):
         f"Error: runs/mine/export/{LAST} holds an export already.\n  where: --output\n"
         "  fix:   add --overwrite, or name another folder: --output DIR\n")
     card = folder / "README.md"
-    card.write_text(with_user_text(card.read_text(), "My own words.").replace(
+    card.write_text(card.read_text().replace(PLACEHOLDER, "My own words.").replace(
         "---\n", "---\nlanguage: en\n", 1))
     assert export("mine", "--overwrite", "--dtype", "bf16").code == 0
     assert user_text(card.read_text()) == "My own words."
