@@ -31,7 +31,6 @@ class Repo:
     branches: dict[str, Files] = field(default_factory=lambda: {"main": {}})
     lfs: set[str] = field(default_factory=set)
     """paths whose content came by LFS"""
-    pulls: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -59,7 +58,6 @@ class HubDouble:
         self.requests: list[str] = []
         """``METHOD /path`` of every request, in order"""
         self.failures: list[Failure] = []
-        self.role = "write"
         self.lock = threading.RLock()
         self.server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.server.daemon_threads = True
@@ -128,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
                 answer = self._route(request, body)
             except Refusal as wrong:
                 status, code, message = wrong.args
-                self._send(status, {"error": message},
+                self._send(status, {"error": message, "url": message},
                            {"X-Error-Code": code, "X-Error-Message": message})
             else:
                 self._send(200, answer)
@@ -154,16 +152,12 @@ class _Handler(BaseHTTPRequestHandler):
         raise Refusal(404, "", f"no {request}")
 
 
-def _whoami(hub: HubDouble, body: bytes) -> Any:
-    return {"type": "user", "name": USER, "orgs": [],
-            "auth": {"type": "access_token", "accessToken": {"role": hub.role}}}
-
-
 def _create(hub: HubDouble, body: bytes) -> Any:
-    wanted = json.loads(body)
-    name = f"{wanted.get('organization') or USER}/{wanted['name']}"
-    assert name not in hub.repos
-    hub.repos[name] = Repo(bool(wanted.get("private", wanted.get("visibility") == "private")))
+    fields = json.loads(body)
+    name = f"{fields.get('organization') or USER}/{fields['name']}"
+    if name in hub.repos:
+        raise Refusal(409, "", f"{hub.url}/{name}")
+    hub.repos[name] = Repo(bool(fields.get("private", fields.get("visibility") == "private")))
     return {"url": f"{hub.url}/{name}", "id": name}
 
 
@@ -221,35 +215,7 @@ def _commit(hub: HubDouble, body: bytes, name: str, revision: str) -> Any:
     return {"commitUrl": f"{hub.url}/{name}/commit/{'0' * 40}", "commitOid": "0" * 40}
 
 
-def _branch(hub: HubDouble, body: bytes, name: str, branch: str) -> Any:
-    branches = hub.repo(name).branches
-    branches[branch] = dict(branches["main"])
-    return {}
-
-
-def _open_pull(hub: HubDouble, body: bytes, name: str) -> Any:
-    repo = hub.repo(name)
-    repo.pulls.append(json.loads(body)["title"])
-    repo.branches[f"refs/pr/{len(repo.pulls)}"] = dict(repo.branches["main"])
-    return {"num": len(repo.pulls)}
-
-
-def _pull(hub: HubDouble, body: bytes, name: str, number: str) -> Any:
-    return {"title": hub.repo(name).pulls[int(number) - 1], "num": int(number), "events": [],
-            "author": {"name": USER}, "createdAt": "2026-01-01T00:00:00.000Z", "status": "draft",
-            "repo": {"name": name, "type": "model"}, "isPullRequest": True,
-            "changes": {"base": "refs/heads/main"}, "filesWithConflicts": [], "diff": ""}
-
-
-def _resolve(hub: HubDouble, body: bytes, name: str, revision: str, path: str) -> Any:
-    files = hub.files(name, revision)
-    if path not in files:
-        raise Refusal(404, "EntryNotFound", "Entry not found")
-    return files[path]
-
-
 _ROUTES: dict[str, Callable[..., Any]] = {
-    "GET /api/whoami-v2": _whoami,
     "POST /api/repos/create": _create,
     "POST /api/validate-yaml": _validate,
     "GET /api/models/NAME": _info,
@@ -257,10 +223,6 @@ _ROUTES: dict[str, Callable[..., Any]] = {
     "GET /api/models/NAME/tree/(.+)": _tree,
     "POST /api/models/NAME/preupload/(.+)": _preupload,
     "POST /api/models/NAME/commit/(.+)": _commit,
-    "POST /api/models/NAME/branch/(.+)": _branch,
-    "POST /api/models/NAME/discussions": _open_pull,
-    r"GET /api/models/NAME/discussions/(\d+)": _pull,
     r"POST /NAME\.git/info/lfs/objects/batch": _lfs_batch,
     "PUT /lfs-objects/([0-9a-f]{64})": _lfs_put,
-    r"GET /NAME/resolve/(main|refs/pr/\d+|[^/]+)/(.+)": _resolve,
 }

@@ -88,7 +88,7 @@ def test_exports_tell_what_was_trained(app, run, kind, how, tag):
     assert "curve.svg" in card
     own = read(f"runs/{run}/model/README.md")
     assert how in own
-    assert "Data: `" in own
+    assert "| data |" in own
     assert "PPO" not in own
 
 

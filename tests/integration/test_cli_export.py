@@ -1,26 +1,30 @@
-"""``ppocli export`` on this disk: what comes out, that it is the policy, and what is refused."""
+"""``ppocli export``: what comes out, that it is the policy, what is refused, and ``--to-hub`` with
+a Hub of our own."""
 
 import json
-import re
-import shutil
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from helpers import environment, jsonl, read_json, save_lm, write_jsonl
+from helpers import environment, jsonl, read_json, save_lm, save_talker, write_jsonl
+from hub_double import TOKEN, HubDouble
 from huggingface_hub import ModelCard
-from runs import PLANTED, STEPS, run
+from runs import PLANTED, STEPS, Command, Ended, run
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from warm import Server
 
 import ppocli
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
-from ppocli.export.card import user_text, with_user_text
+from ppocli.export.card import PLACEHOLDER, user_text
 from ppocli.models.loading.language_model import load_lm
+from ppocli.storage.run_folder import lock_beside
 
 LAST = f"step-{STEPS:06d}"
 FILES = {"README.md", "config.json", "curve.svg", "export.json", "generation_config.json",
@@ -53,15 +57,14 @@ def test_a_finished_run_becomes_a_folder_that_needs_no_ppocli(finished, export, 
     folder = finished / "export" / LAST
     assert done.out == f"{folder}\n"
     assert "Verified: reloaded with transformers" in done.err
-    assert "logits on 2 prompts equal, tokenizer equal." in done.err
     assert names(folder) == FILES
     assert names(folder.parent) == {LAST}
     ours, theirs = (load_file(place / "model.safetensors")
                     for place in (folder, finished / "model"))
     assert set(ours) == set(theirs)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    own = read_json(finished / "model/generation_config.json")
-    assert read_json(folder / "generation_config.json") == own
+    assert (folder / "generation_config.json").read_bytes() == (
+        finished / "model/generation_config.json").read_bytes()
     script = here / "script.py"
     script.write_text(WITHOUT_PPOCLI)
     alone = subprocess.run(
@@ -72,14 +75,19 @@ def test_a_finished_run_becomes_a_folder_that_needs_no_ppocli(finished, export, 
     text = (folder / "README.md").read_text()
     summary = read_json(finished / "summary.json")
     before, after = (summary[name]["reward_mean"] for name in ("eval_before", "eval_after"))
-    assert f"| `reward_mean` | {before:.3f} | {after:.3f} |" in text
+    for card in (text, (finished / "model/README.md").read_text()):
+        assert f"| `reward_mean` | {before:.3f} | {after:.3f} |" in card
     assert "ppo.num_steps=4" in text
     assert f"torch {torch.__version__}".split("+")[0] in text
-    metrics = ModelCard(text).data.eval_results
-    assert metrics[0].metric_value == after
+    assert ModelCard(text).data.eval_results[0].metric_value == after
     assert "base_model" not in text.split("---")[1]  # the base is a folder, which no one else has
     config = yaml.safe_load((folder / "training_config.yaml").read_text())
     assert config["ppo"]["num_rollouts"] == 12
+    # whoever loads what a run saved has transformers' attention and activations alone
+    for path in (*finished.rglob("config.json"), folder / "config.json"):
+        config = read_json(path)
+        assert not any("attn_implementation" in name for name in config), path
+        assert config["activation_function"] == "gelu_new", path
 
 
 def test_best_step_and_checkpoint(finished, export):
@@ -87,61 +95,66 @@ def test_best_step_and_checkpoint(finished, export):
     folder = finished / "export" / f"step-{best:06d}"
     assert export("mine", "--best").out == f"{folder}\n"
     assert read_json(folder / "export.json")["step"] == best
-    done = export("mine", "--step", 1)
-    assert done.out.endswith("export/step-000001\n")
+    assert export("mine", "--step", 1).out.endswith("export/step-000001\n")
     assert "There was no evaluation at step 1." in (
         finished / "export/step-000001/README.md").read_text()
     assert export(finished / "checkpoints/step-000003").out.endswith("export/step-000003\n")
     assert export("mine", "--step", 77).code == 5
-    shutil.rmtree(finished / "checkpoints" / LAST)
-    done = export("mine", "--include-value-head", "-o", "x", code=3)
-    assert "is gone: its checkpoint is not there any more" in done.err
 
 
-def test_casts_shards_and_the_value_head(finished, export, here):
-    done = export(finished, "--dtype", "bf16", "--max-shard-size", "20KB", "--include-value-head",
-                  "-o", "out", "--json")
-    told = json.loads(done.out)
+def test_a_cast_is_torchs_own(finished, export, here):
+    result = json.loads(export(finished, "--dtype", "bf16", "-o", "out", "--json", code=0).out)
     folder = here / "out"
-    assert (told["folder"], told["dtype"], told["step"]) == (str(folder), "bf16", STEPS)
-    assert set(told["files"]) == names(folder)
-    assert len([name for name in told["files"] if name.startswith("model-0")]) > 2
-    assert 0 < told["verified"]["logits"] <= told["verified"]["allowed"] < 0.1
+    assert (result["folder"], result["dtype"], result["step"]) == (str(folder), "bf16", STEPS)
+    assert 0 < result["logits_difference"] < 0.1
     assert str(finished) not in (folder / "export.json").read_text()
-    head = finished / "checkpoints" / LAST / "value_head.safetensors"
-    assert (folder / "value_head.safetensors").read_bytes() == head.read_bytes()
-    assert "`value_head.safetensors` is the critic" in (folder / "README.md").read_text()
     model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert model.dtype == torch.bfloat16
     assert not info["missing_keys"]
-    # and back: what bf16 holds, fp32 holds exactly
-    assert "prompts equal" in export("out", "--dtype", "fp32", "-o", "back").err
+    source = AutoModelForCausalLM.from_pretrained(finished / "model").to(torch.bfloat16)
+    for name, weight in source.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+    assert "stored as bf16" in (folder / "README.md").read_text()
+    back = export("out", "--dtype", "fp32", "-o", "back", "--json", code=0)
+    assert json.loads(back.out)["logits_difference"] == 0  # what bf16 holds, fp32 holds exactly
 
 
-def test_without_matplotlib_an_export_has_no_curve_and_says_so(finished, export, here, monkeypatch):
+def test_what_differs_is_not_published(here, export, inject):
+    lm = AutoModelForCausalLM.from_pretrained(save_lm(here / "lm"))
+    lm.get_output_embeddings().weight.data[0, 0] = 7e4
+    lm.save_pretrained(here / "lm")
+    done = export("./lm", "--dtype", "fp16", "-o", "half", code=5)
+    assert "The export differs from its source: logits are off by" in done.err
+    assert "fix:   --dtype bf16 has the range of fp32" in done.err
+    inject("export.before_verify:term")
+    assert "Stopped: stopped by SIG" in export("./lm", "-o", "stopped", code=143).err
+    assert names(here) == {"lm"}
+
+
+def test_without_matplotlib_an_export_has_no_curve(finished, export, here, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    done = export(str(finished), "-o", "plain", code=0)
-    assert "no curve.svg: it needs matplotlib, which is not installed: pip install" in done.err
+    export(str(finished), "-o", "plain", code=0)
     assert names(here / "plain") == FILES - {"curve.svg"}
     assert "curve.svg" not in (here / "plain/README.md").read_text()
 
 
 def test_a_bare_model_folder(here, export):
-    lm = save_lm(here / "lm", "llama", tie_word_embeddings=True)
+    lm = save_talker(here / "lm", tie_word_embeddings=True)
+    tokenizer = AutoTokenizer.from_pretrained(lm)
+    tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(lm)
     (lm / "generation_config.json").unlink()
-    (lm / "README.md").write_text("---\nlicense: mit\n---\n")
     assert export("./lm", code=2).err == (
         "Error: ./lm belongs to no run: where should the export go?\n"
         "  where: --output\n  fix:   --output DIR\n")
     assert export("./lm", "--dtype", "fp16", "--output", "half", code=0).out == f"{here}/half\n"
-    assert names(here / "half") == FILES - {"curve.svg", "training_config.yaml"}
-    told = read_json(here / "half/config.json")
-    (here / "half/config.json").write_text(json.dumps({**told, "dtype": "float32"}))
-    export("./half", "-o", "again", code=0)  # as models are whose weights were cast by hand
-    assert read_json(here / "again/config.json")["dtype"] == "float16"
-    assert export("./lm", "--include-value-head", "-o", "x", code=3).err.startswith(
-        "Error: ./lm has no value head: only the checkpoints of a run have one.\n")
-    assert not (here / "x").exists()
+    assert names(here / "half") == FILES - {"curve.svg", "training_config.yaml"} | {
+        "chat_template.jinja", "additional_chat_templates"}
+    assert read_json(here / "half/config.json")["dtype"] == "float16"
+    assert AutoTokenizer.from_pretrained(here / "half").chat_template == tokenizer.chat_template
+    assert "apply_chat_template" in (here / "half/README.md").read_text()
+    (here / "half/additional_chat_templates/mine.jinja").write_text("{{ mine }}")
+    assert "(additional_chat_templates/mine.jinja)" in export(
+        "./lm", "-o", "half", "--overwrite", code=2).err
 
 
 def test_own_code_of_a_bare_model_runs_where_it_is_trusted(here, export):
@@ -149,16 +162,15 @@ def test_own_code_of_a_bare_model_runs_where_it_is_trusted(here, export):
     (lm / "own.py").write_text("from transformers import LlamaConfig, LlamaForCausalLM as Llama\n"
                                "class Config(LlamaConfig):\n    model_type = 'own'\n"
                                "class LM(Llama):\n    config_class = Config\n")
-    told = read_json(lm / "config.json")
-    (lm / "config.json").write_text(json.dumps({**told, "model_type": "own", "auto_map": {
+    config = read_json(lm / "config.json")
+    (lm / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": {
         "AutoConfig": "own.Config", "AutoModelForCausalLM": "own.LM"}}))
     with pytest.raises(InputError) as refused:
         load_lm(ModelConfig(path=str(lm)))
     assert refused.value.fix == "if you trust that code: model.trust_remote_code=true"
-    for _ in range(2):
-        assert "fix:   if you trust that code: --trust" in export("./lm", "-o", "x", code=3).err
-        (lm / "generation_config.json").unlink(missing_ok=True)
+    assert "fix:   if you trust that code: --trust" in export("./lm", "-o", "x", code=3).err
     assert export("./lm", "-o", "x", "--trust").code == 0
+    assert (here / "x/own.py").is_file()
 
 
 def test_nothing_is_overwritten_unasked(finished, export, here):
@@ -167,51 +179,33 @@ def test_nothing_is_overwritten_unasked(finished, export, here):
     assert export("mine", code=2).err == (
         f"Error: runs/mine/export/{LAST} holds an export already.\n  where: --output\n"
         "  fix:   add --overwrite, or name another folder: --output DIR\n")
-    again = export("mine", "--to-hub", "--repo-id", "me/x", "--public", "--revision", "b1", code=2)
-    assert again.err.endswith(
-        f"to push the one that is there: ppocli export runs/mine/export/{LAST} --to-hub "
-        "--repo-id me/x --public --revision b1\n")
     card = folder / "README.md"
-    card.write_text(with_user_text(card.read_text(), "My own words."))
+    card.write_text(card.read_text().replace(PLACEHOLDER, "My own words.").replace(
+        "---\n", "---\nlanguage: en\n", 1))
     assert export("mine", "--overwrite", "--dtype", "bf16").code == 0
     assert user_text(card.read_text()) == "My own words."
-    assert "stored as bf16" in card.read_text()
+    assert ModelCard(card.read_text()).data.language == "en"
     (folder / "notes.txt").write_text("mine")
-    assert "would be lost (notes.txt)" in export("mine", "--overwrite", code=2).err
+    assert "(notes.txt)" in export("mine", "--overwrite", code=2).err
     for place in (".", "runs/mine", "runs/mine/model", "runs/mine/config.yaml"):
         export("mine", "--overwrite", "-o", place, code=2)
     assert (finished / "model/model.safetensors").is_file()
     (here / "empty").mkdir()
+    with lock_beside(here / "empty", ""):
+        other = export("mine", "-o", "empty", code=5)
+    assert f"Error: {here}/empty is in use by process {os.getpid()} on " in other.err
     assert export("mine", "-o", "empty").code == 0
 
 
-def test_a_dry_run_says_everything_and_writes_nothing(finished, here):
+def test_a_dry_run_says_what_would_be_done_and_writes_nothing(finished, export, here):
     def state() -> list[tuple[str, int]]:
         return [(str(p), p.lstat().st_mtime_ns) for p in sorted(here.rglob("*"))]
 
     old = state()
-    done = run("export", "mine", "--dry-run", "--to-hub", "--public", "--create-pr", "--dtype",
-               "bf16", cwd=here, HF_ENDPOINT="http://127.0.0.1:9", HF_HUB_OFFLINE="0",
-               HF_TOKEN=PLANTED, code=0)
-    assert done.err == ""
+    assert export("mine", "--dry-run", "--to-hub", "me/x", "--public", code=0).out == (
+        f"would export:  runs/mine, step {STEPS} to runs/mine/export/{LAST}\n"
+        "would push to: me/x (public)\nNothing was written (--dry-run).\n")
     assert state() == old
-    assert done.out.splitlines()[:2] == [
-        f"would export:  runs/mine, step {STEPS} (runs/mine/model)",
-        f"would write:   runs/mine/export/{LAST}"]
-    for part in ("fp32 cast to bf16", "training_config.yaml", "USER/mine", "(public)",
-                 "as a pull request", "Nothing was written (--dry-run)."):
-        assert part in done.out
-
-
-@pytest.mark.parametrize(("fault", "code", "said"), [
-    ("export.tensor@3:nan", 5, r"Error: The export differs from its source: the values of "
-     r"transformer\.h\.0\..* differ\. Nothing was published\.$"),
-    ("export.before_verify:term", 143, "Stopped: stopped by SIG")])
-def test_a_difference_and_an_interruption_publish_nothing(fault, code, said, finished, export,
-                                                          inject):
-    inject(fault)
-    assert re.search(f"^{said}", export("mine", code=code).err, re.MULTILINE)
-    assert list((finished / "export").iterdir()) == []
 
 
 def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeypatch):
@@ -224,9 +218,10 @@ def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeyp
     config["reward"]["kwargs"] = {"url": f"https://me:{secret}@host", "other": PLANTED[:-1]}
     # while the configuration can still be evaluated
     path = ppocli.evaluate(finished, name="mine").folder / "eval.json"
-    told = read_json(path) | {"note": f"{secret} {here}/x"}
-    told["settings"]["reward"] = {key: config["reward"][key] for key in told["settings"]["reward"]}
-    path.write_text(json.dumps(told))
+    result = read_json(path) | {"note": f"{secret} {here}/x"}
+    result["settings"]["reward"] = {key: config["reward"][key]
+                                    for key in result["settings"]["reward"]}
+    path.write_text(json.dumps(result))
     (finished / "config.yaml").write_text(yaml.safe_dump(config))
     planted = f"{secret} {PLANTED}"
     rows = [{"kind": "eval", "step": step, "prompt": planted, "response": planted}
@@ -245,43 +240,131 @@ def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeyp
     assert config["output_dir"] == "~/runs"
 
 
-def test_offline_is_said_at_once_after_the_export_is_complete(here, export):
-    save_lm(here / "lm")
-    done = export("./lm", "-o", "new", "--to-hub", "--repo-id", "me/lm", code=9)
-    assert done.out == ""
-    assert "Verified: " in done.err
-    assert done.err.endswith(
-        "\nError: The push to me/lm did not go through: HF_HUB_OFFLINE=1 forbids it. Your export "
-        "is complete in ./new.\n  where: https://huggingface.co\n  fix:   env -u HF_HUB_OFFLINE "
-        "ppocli export ./new --to-hub --repo-id me/lm\n")
-    assert names(here / "new") == FILES - {"curve.svg", "training_config.yaml"}
+def test_the_own_evaluation_comes_along_without_folders(finished, export, here):
+    others = ({"num_samples": 1}, {"reward": "length", "overrides": ["reward.kwargs.target=8"]},
+              {"limit": 2}, {"step": 2}, {"overrides": ["generation.temperature=0.5"]})
+    first, *_ = [ppocli.evaluate(finished, name=str(n), **words).folder / "eval.json"
+                 for n, words in enumerate(others)]
+    result = read_json(first)
+    result["model"]["digest"] = "0" * 64  # of other weights
+    first.write_text(json.dumps(result))
+    assert export("mine").code == 0
+    folder = finished / "export" / LAST
+    assert not (folder / "eval.json").exists()
+    assert "separate evaluation" not in (folder / "README.md").read_text()
+    figures = ppocli.evaluate(finished, name="zz", num_samples=3, seed=7).figures
+    assert export("mine", "--overwrite").code == 0
+    result = read_json(folder / "eval.json")
+    assert result["figures"] == figures
+    assert (result["run"], result["model"]["path"], result["settings"]["targets"]) == (
+        "mine", "model", ["model"])
+    assert (result["settings"]["reward"]["fn"], list(result["settings"]["code"])) == (
+        "rewards.py:score", ["rewards.py"])
+    for place in (here, here.resolve(), finished):
+        assert str(place) not in (folder / "eval.json").read_text()
 
 
-@pytest.mark.parametrize(("words", "code", "said"), [
-    (["--repo-id", "me/x"], 2, "--repo-id is about the Hub, and nothing is to be pushed there."),
-    (["--public"], 2, "--public is about the Hub"),
-    (["--to-hub", "--create-pr", "--revision", "x"], 2, "--create-pr and --revision exclude"),
-    (["--to-hub", "--repo-id", "./x"], 2, "--repo-id ./x is no name of a repository: it is"),
-    (["--max-shard-size", "big"], 2, "--max-shard-size big is no size."),
+@pytest.mark.parametrize(("words", "code", "message"), [
     (["--best", "--step", "2"], 2, "--best and --step name two checkpoints."),
+    (["--merge"], 2, "step 4 is a whole model: --merge needs an adapter"),
+    (["--adapter"], 2, "step 4 is a whole model: --merge needs an adapter"),
     (["./nowhere"], 3, "./nowhere does not exist")])
-def test_what_cannot_be_meant_is_refused(here, export, reference, words, code, said):
-    if "--best" in words:
-        words = [str(reference), *words]
-    assert said in export(*words, code=code).err
+def test_what_cannot_be_meant_is_refused(here, export, reference, words, code, message):
+    words = words if "./nowhere" in words else [str(reference), *words]
+    assert message in export(*words, "-o", "x", code=code).err
     assert list(here.iterdir()) == []
 
 
-def test_no_file_names_attention_or_activations_that_others_lack(finished, export):
-    """A run computes with its own; whoever loads what it saved has transformers' alone."""
-    from ppocli.models.fast.attention import NAME
+@pytest.fixture(scope="module")
+def one_hub() -> Iterator[tuple[HubDouble, Server]]:
+    """A Hub, and a process that has loaded the libraries with its address."""
+    with HubDouble() as double:
+        server = Server(env=environment(**double.environment()))
+        yield double, server
+        server.close()
 
-    assert export("runs/mine", "-o", "out").code == 0
-    configs = [*finished.rglob("config.json"), Path("out/config.json")]
-    assert finished / "model/config.json" in configs
-    assert len(configs) == 2 + len(list((finished / "checkpoints").glob("step-*")))
-    for path in configs:
-        config = read_json(path)
-        assert NAME not in map(str, config.values()), path
-        assert not any("attn_implementation" in name for name in config), path
-        assert config["activation_function"] == "gelu_new", path
+
+@pytest.fixture
+def hub(one_hub: tuple[HubDouble, Server]) -> HubDouble:
+    """An empty one."""
+    double, _ = one_hub
+    double.repos, double.store, double.requests, double.failures = {}, {}, [], []
+    return double
+
+
+@pytest.fixture
+def push(one_hub: tuple[HubDouble, Server], hub: HubDouble, here: Path) -> Command:
+    """``ppocli export ./lm -o out --to-hub``, or of ``./out`` once it is there, in a process that
+    knows the Hub; no token may be shown, whatever happens."""
+    save_lm(here / "lm")
+
+    def command(*words: str, code: int | None = None) -> Ended:
+        source = ("./out",) if (here / "out").exists() else ("./lm", "-o", "out")
+        done = run("export", *source, "--to-hub", *words, cwd=here, server=one_hub[1], code=code,
+                   **hub.environment())
+        assert TOKEN not in done.said
+        return done
+
+    return command
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_export_and_push_in_one_go_and_again(hub, push, here):
+    """Private by default, under the token's user; the weights go by LFS; every byte arrives."""
+    done = push("tiny", code=0)
+    assert done.out == f"{hub.url}/tester/tiny\n"
+    repo = hub.repos["tester/tiny"]
+    assert repo.private
+    assert repo.branches["main"] == contents(here / "out")
+    assert repo.lfs == {"model.safetensors"}
+    card = here / "out/README.md"
+    assert 'name = "tester/tiny"' in card.read_text()
+    # stale weights go, others' files stay, and only what was verified is pushed
+    repo.branches["main"] |= {"model-00007-of-00009.safetensors": b"stale", "adapter.safetensors":
+                              b"someone's", "adapter_config.json": b"{}", "base_model.json": b"{}",
+                              "adapter_model.safetensors": b"that was merged"}
+    (here / "out/private-notes.txt").write_text("not for the Hub")
+    card.write_text("---\nlicense: mit\n---\nMy own card.\n")
+    assert push("tester/tiny", code=0).out == f"{hub.url}/tester/tiny\n"
+    files = repo.branches["main"]
+    assert files.pop("adapter.safetensors") == b"someone's"
+    assert files.keys() == names(here / "out") - {"private-notes.txt"}
+    assert files["README.md"] == b"---\nlicense: mit\n---\nMy own card.\n"
+    weights = here / "out/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    assert push("tester/tiny", code=3).err.startswith(
+        f"Error: model.safetensors in {here}/out is not as it was exported.\n")
+
+
+def test_a_push_that_fails_leaves_the_export_and_names_the_command(hub, push, here):
+    def assert_failed(done: Ended, cause: str, fix: str) -> None:
+        assert done.code == 9, done.said
+        assert cause in done.err
+        assert "Your export is complete in out." in done.err
+        assert done.err.endswith(f"  fix:   {fix}\n")
+        assert done.out == ""
+        assert (here / "out/export.json").is_file()
+
+    again = "ppocli export out --to-hub"
+    login = "log in with a token that may write (hf auth login, or HF_TOKEN), then: "
+    hub.fail("POST /api/repos/create", 403, message="no write access to org")
+    assert_failed(push("org/x", "--public"), "The push to org/x did not go through: no write "
+                  "access to org (HTTP 403).", f"{login}{again} org/x --public")
+    hub.failures.clear()
+    push("tester/x", "--public", code=0)
+    before = dict(hub.repos["tester/x"].branches["main"])
+    (here / "out/README.md").write_text("new")
+    assert_failed(push("tester/x"), "the repository is public", "add --public, or change the "
+                  "repository's settings")
+    hub.fail("POST /api/models/tester/x/commit", 0)
+    assert_failed(push("tester/x", "--public"), "", f"{again} tester/x --public")
+    assert hub.repos["tester/x"].branches["main"] == before
+    assert_failed(push("./x"), "Repo id must", f"{again} ./x")
+    done = run("export", "./out", "--to-hub", "me/x", cwd=here, HF_ENDPOINT="http://127.0.0.1:9",
+               HF_TOKEN=TOKEN, HF_HUB_OFFLINE="0")
+    assert_failed(done, "The push to me/x did not go through: ", f"{again} me/x")
+    done = run("export", "./out", "--to-hub", "me/x", cwd=here, HF_HUB_OFFLINE="1")
+    assert_failed(done, "offline", f"{again} me/x")

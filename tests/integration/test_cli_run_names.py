@@ -81,7 +81,8 @@ def test_a_name_of_a_path_and_of_a_run_is_refused(twice, app, command):
 
 
 @pytest.mark.parametrize(("answer", "code", "out"), [
-    ("1\n", 0, "would export:  ./lm ("), ("runs/lm\n", 0, "would export:  runs/lm, step 4 ("),
+    ("1\n", 0, "would export:  ./lm to out"),
+    ("runs/lm\n", 0, "would export:  runs/lm, step 4 to out"),
     ("\n", 2, "")])
 def test_on_a_terminal_it_is_asked_which(twice, export, monkeypatch, answer, code, out):
     monkeypatch.setattr(sys, "stdin", Typed(answer))

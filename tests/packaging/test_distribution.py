@@ -182,7 +182,7 @@ COMMANDS: list[tuple[str, int, str]] = [
     ("eval runs/tiny --limit 4 --min-reward 1.5 --name strict", 10, "reward"),
     ("generate runs/tiny --prompt The --score --json", 0, '"score"'),
     ("chat runs/tiny", 2, ""),
-    ("export runs/tiny --to-hub --repo-id someone/tiny --dry-run", 0, ""),
+    ("export runs/tiny --to-hub someone/tiny --dry-run", 0, ""),
     ("export runs/tiny --dtype bf16", 0, "runs/tiny/export/"),
     ("report runs/tiny", 0, "report.html"),
     ("plot runs/tiny --metric reward", 0, "reward"),
