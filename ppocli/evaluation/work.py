@@ -41,6 +41,8 @@ Watch = Callable[[str, int, int], None]
 """called with the role of the model (policy, against, base), samples so far, and samples in all"""
 _REWARD_KEYS = ("fn", "kwargs", "fns", "metric_fn", "on_invalid", "style", "step_separator",
                 "step_fn")
+_PLAIN_STYLE = (("style", "ppocli"), ("step_separator", None), ("step_fn", None))
+"""of rewards that are written for ppocli; their runs may have ``style: auto``"""
 
 
 @dataclass(slots=True)
@@ -133,7 +135,8 @@ def _settings_of(session: EvalSession, targets: dict[str, Target], frontier: boo
         "generation": json.loads(json.dumps(asdict(session.eval_sampling))),
         "prompts": {**asdict(cfg.prompts), "chat": bool(cfg.prompts.chat),
                     "digest": session.eval_prompts.digest(), "count": len(session.eval_prompts)},
-        "reward": {key: value for key, value in asdict(cfg.reward).items() if key in _REWARD_KEYS},
+        "reward": {key: value for key, value in asdict(cfg.reward).items()
+                   if key in _REWARD_KEYS and (key, value) not in _PLAIN_STYLE},
         # code that was typed in has no file
         "code": {path: atomic.sha256_file(Path(path)) if Path(path).is_file() else None
                  for path in dict.fromkeys(code)},
