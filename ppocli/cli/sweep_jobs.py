@@ -23,7 +23,6 @@ from ppocli.cli import output
 from ppocli.config import compose, resolved, schema, secrets
 from ppocli.config.sweep import BASIC, SweepJob
 from ppocli.launching.launch import Caller, launch
-from ppocli.launching.opened_folder import changes_on_resume, goes_on_with
 from ppocli.parallel.stop import StopRequested, heeded, signal_handlers
 from ppocli.runs import sweeps
 from ppocli.storage import atomic, environment, run_folder
@@ -47,8 +46,6 @@ class JobRunner:
     """gets the record of the job whenever it changes"""
     kept: Mapping[int, sweeps.JobRecord] = field(default_factory=dict)
     """jobs that are finished and don't run again, by number"""
-    goes_on: bool = False
-    """the sweep is being resumed, so a job is checked against its own run first"""
     gpus: tuple[str, ...] = ()
     """values of ``CUDA_VISIBLE_DEVICES``, one for each job that runs at a time"""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -75,8 +72,6 @@ class JobRunner:
         try:
             checked = compose.check(job.composed)
             config = checked.config
-            if self.goes_on and goes_on_with(job.folder):
-                changes_on_resume(job.folder, resolved.with_absolute_paths(config))
             self.note(sweeps.JobRecord(job.number, job.words, job.varied, "running",
                                        folder=str(job.folder)))
             if self.launcher == BASIC:
