@@ -65,7 +65,10 @@ class JobRunner:
         with self._gpus(job.number) as variables:
             if self.launcher != BASIC and self._is_over():
                 return None
-            return self._run(job, variables).objective
+            record = self._run(job, variables)
+        if self.launcher == "joblib" and run_folder.live_owner(self.folder) is None:
+            os._exit(0)  # joblib's workers would wait five minutes for a sweep that was killed
+        return record.objective
 
     def _run(self, job: SweepJob, variables: Mapping[str, str]) -> sweeps.JobRecord:
         started, config, stopped_by = time.monotonic(), None, None
