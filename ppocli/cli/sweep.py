@@ -137,19 +137,19 @@ class _Book:
 
     def begin(self, facts: Begin) -> tuple[Path, RunJob]:
         """Open the folder; returns it, and the function that runs one job."""
-        folder, goes_on = self.open(facts.grid, facts.shared.output_dir), self.going_on is not None
+        folder = self.open(facts.grid, facts.shared.output_dir)
         plan, launcher, hardware = facts.shared.sweep, facts.launcher, facts.shared.hardware
         self.total = plan.trials if plan.search != "grid" else \
             None if facts.grid is None else len(facts.grid)
         self._keep_finished(facts.make_job(folder, *each) for each in enumerate(facts.grid or ()))
         if launcher.name == BASIC:
-            return folder, sweep_jobs.JobRunner(folder, BASIC, self.note, self.kept, goes_on)
+            return folder, sweep_jobs.JobRunner(folder, BASIC, self.note, self.kept)
         self.watch = sweep_jobs.Watch(folder, self.note)
         self.held.enter_context(self.watch.running())
         on_this_machine = launcher.name in ("joblib", "submitit_local")
         at_a_time = min(launcher.at_a_time or self.total or 1, self.total or 1)
         return folder, sweep_jobs.JobRunner(
-            folder, launcher.name, partial(sweeps.write_job, folder), self.kept, goes_on,
+            folder, launcher.name, partial(sweeps.write_job, folder), self.kept,
             sweep_jobs.gpu_shares(hardware) if on_this_machine else (),
             sweep_jobs.core_share(at_a_time, hardware.num_processes) if on_this_machine else {})
 

@@ -23,7 +23,6 @@ from ppocli.cli import output
 from ppocli.config import compose, resolved, schema, secrets
 from ppocli.config.sweep import BASIC, SweepJob
 from ppocli.launching.launch import Caller, launch
-from ppocli.launching.opened_folder import changes_on_resume, goes_on_with
 from ppocli.parallel.stop import StopRequested, heeded, signal_handlers
 from ppocli.runs import sweeps
 from ppocli.storage import atomic, environment, run_folder
@@ -47,8 +46,6 @@ class JobRunner:
     """gets the record of the job whenever it changes"""
     kept: Mapping[int, sweeps.JobRecord] = field(default_factory=dict)
     """jobs that are finished and don't run again, by number"""
-    goes_on: bool = False
-    """the sweep is being resumed, so a job is checked against its own run first"""
     gpus: tuple[str, ...] = ()
     """values of ``CUDA_VISIBLE_DEVICES``, one for each job that runs at a time"""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -68,15 +65,16 @@ class JobRunner:
         with self._gpus(job.number) as variables:
             if self.launcher != BASIC and self._is_over():
                 return None
-            return self._run(job, variables).objective
+            record = self._run(job, variables)
+        if self.launcher == "joblib" and run_folder.live_owner(self.folder) is None:
+            os._exit(0)  # joblib's workers would wait five minutes for a sweep that was killed
+        return record.objective
 
     def _run(self, job: SweepJob, variables: Mapping[str, str]) -> sweeps.JobRecord:
         started, config, stopped_by = time.monotonic(), None, None
         try:
             checked = compose.check(job.composed)
             config = checked.config
-            if self.goes_on and goes_on_with(job.folder):
-                changes_on_resume(job.folder, resolved.with_absolute_paths(config))
             self.note(sweeps.JobRecord(job.number, job.words, job.varied, "running",
                                        folder=str(job.folder)))
             if self.launcher == BASIC:
