@@ -10,7 +10,7 @@ from typing import Any
 from ppocli.config import schema, tasks
 from ppocli.data import prompt_set, sources
 from ppocli.errors import PpocliError
-from ppocli.estimate.parts import models_of
+from ppocli.estimate.outline import models_of
 from ppocli.models.loading import model_config
 from ppocli.models.loading.language_model import fit_vocabulary, stop_rules
 from ppocli.models.loading.tokenizer import load_tokenizer
