@@ -52,7 +52,8 @@ def print_estimate(
     cfg = composed(overrides or [])
     from ppocli.config import tasks
     from ppocli.config.sampling import longest_rollout
-    from ppocli.estimate.memory import advice, compared, estimate
+    from ppocli.estimate.check import advice, compared
+    from ppocli.estimate.memory import estimate
     from ppocli.estimate.outline import models_of, read_config
     from ppocli.storage.model_files import quiet_transformers
 
@@ -218,7 +219,8 @@ def _print(needed: Estimate, cfg: TrainConfig, title: Mapping[str, Any]) -> None
     print_table(table, right=frozenset({1, 2, 3}))
     if needed.update < sum(line.update for line in needed.lines):
         put("(activations are released while gradients are created: never all of both at once)")
-    put(f"\nhost: {format_memory(needed.host)}, {format_memory(needed.loading)} while models are "
+    put(f"\nhost: {format_memory(needed.host) if needed.host else 'nothing'}, "
+        f"{format_memory(needed.loading)} while models are "
         "loaded; Python and its libraries not included")
     put(f"disk: {format_bytes(needed.checkpoint)} per checkpoint, {format_bytes(needed.model)} for "
         f"the model, {format_bytes(needed.disk)} at most")

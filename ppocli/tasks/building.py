@@ -15,7 +15,7 @@ from ppocli.data.prompt_set import PromptSet
 from ppocli.environments.calls import Calls
 from ppocli.environments.resolve import code_files, resolve
 from ppocli.errors import ConfigError, InputError
-from ppocli.estimate import memory
+from ppocli.estimate import check
 from ppocli.models import policy as policies
 from ppocli.models.fast.gemm import route_linears
 from ppocli.models.loading import model_config, reference_and_value
@@ -66,7 +66,7 @@ def check_memory(cfg: schema.TrainConfig, backend: Backend, lm_config: Any, *, p
     ranks, hardware = backend.ranks, cfg.hardware
     # a rehearsal is one process; what it asks is whether the run fits
     planned = hardware.num_processes * hardware.num_nodes if ranks.world == 1 else ranks.world
-    ranks.all_do(lambda: memory.check_memory(
+    ranks.all_do(lambda: check.check_memory(
         cfg, lm_config, prompt_tokens=prompt_tokens, new_tokens=new_tokens, device=backend.device,
         ranks=planned, ranks_on_host=launched_here(hardware.num_processes), warn=ranks.first),
         "memory")

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import OutOfMemoryError
-from ppocli.estimate.memory import check_memory, refuse_or_warn
+from ppocli.estimate.check import check_memory, refuse_or_warn
 from ppocli.parallel.host_memory import Room, host_room
 
 SHAPES = {"gpt2": {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256},
