@@ -13,8 +13,8 @@ from helpers import mask_of, refused, save_lm, write_prompts
 from ppocli.columns import joined
 from ppocli.config.schema import TrainConfig
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.estimate.check import Estimate, estimate
-from ppocli.estimate.parts import models_of
+from ppocli.estimate.memory import Estimate, estimate
+from ppocli.estimate.outline import models_of
 from ppocli.models.layout import Sequences
 from ppocli.parallel.backend import open_ranks
 from ppocli.parallel.stop import StopFlag

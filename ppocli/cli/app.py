@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ppocli.cli import export, machine, output, plot, runs, serve, settings
+from ppocli.cli import doctor, estimate, export, output, plot, runs, serve, settings
 from ppocli.cli.eval import evaluate
 from ppocli.cli.generate import chat, generate
 from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
@@ -139,9 +139,9 @@ app.command("serve-reward", **_HYDRA)(serve.serve_reward)
 app.command("vllm-command", **_HYDRA)(serve.print_vllm_command)
 app.command(**_HYDRA)(settings.validate)
 app.command("schema", cls=Command)(settings.print_schema)
-app.command("estimate", **_HYDRA)(machine.print_estimate)
-app.command(cls=Command)(machine.env)
-app.command(cls=Command)(machine.doctor)
+app.command("estimate", **_HYDRA)(estimate.print_estimate)
+app.command(cls=Command)(doctor.env)
+app.command(cls=Command)(doctor.doctor)
 app.command(cls=Command)(completion)
 app.command("help", hidden=True)(print_help)
 app.command("list", hidden=True, cls=Command)(runs.print_runs)

@@ -148,7 +148,7 @@ def print_vllm_command(overrides: Overrides = None) -> None:
       ppocli vllm-command +recipe=quickstart
       ppocli vllm-command model.path=./llama hardware=gpu_bf16 'rollout.urls=[http://10.0.0.2:8000]'
     """
-    from ppocli.cli.machine import composed
+    from ppocli.cli.estimate import composed
     from ppocli.models.loading.model_config import read_lm
     from ppocli.sampling.vllm.launch import DEFAULT_URL, server_command, shell_line
 

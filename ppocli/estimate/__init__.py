@@ -1,5 +1,5 @@
-"""How much memory and disk a run needs, told before any weight is loaded.
+"""How much memory and disk a run needs, computed before any weight is loaded.
 
-``parts`` says what models there are and how large, ``passes`` what a pass of them takes, ``memory``
-adds both up for a rank and a host, ``check`` makes the estimate and compares it with what is there.
+Start in ``memory``: sums of bytes. ``outline`` makes the models of a run as shapes without memory,
+``check`` compares the sums with what is free before a run loads weights.
 """

@@ -1,240 +1,365 @@
-"""Adding up: bytes on each device, on each host and on disk, of a run of given parts.
+"""Bytes on each device, on each host and on disk: a page of arithmetic.
 
-For n parameters, t of them trained, on w ranks. ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054,
-section 3) counts 2 + 2 + 12 bytes a parameter: weights and gradients in 16 bits, Adam's state with
-a copy of the weights in 32. Here weights, gradients and state are all fp32, so it is 4 + 4 + 8, and
-bf16 adds copies of 2 bytes for the time of a pass:
+Weights, of n parameters, t of them trained, on w ranks, with AdamW. ZeRO (Rajbhandari et al. 2020,
+arXiv 1910.02054, section 3) counts 2 + 2 + 12 bytes per parameter in 16 bits; here weights,
+gradients and state are fp32, and DeepSpeed steps on a copy of a rank's share of the weights:
 
-===== ================= =============== ============= =========================================
-stage weights           gradients       Adam's state  beside them, fp32
-===== ================= =============== ============= =========================================
+===== ================= =============== ============= ========================================
+stage weights           gradients       Adam's state  in addition, fp32
+===== ================= =============== ============= ========================================
 0     4 n               4 t             8 t           4 t of DDP's buckets if w > 1
 1     4 n + 4 t / w     4 t             8 t / w       a bucket for reducing gradients
 2     4 n + 4 t / w     4 t / w         8 t / w       a bucket for reducing gradients
-3     4 (n + t) / w     4 t / w         8 t / w       a bucket, and weights gathered in a pass
-===== ================= =============== ============= =========================================
+3     4 (n + t) / w     4 t / w         8 t / w       a bucket, and weights gathered for passes
+===== ================= =============== ============= ========================================
 
-DeepSpeed steps on a copy of a rank's share of the weights (``deepspeed/runtime/zero/stage_1_and_2.
-py``, ``single_partition_of_fp32_groups``; ``stage3.py``, ``fp32_partitioned_groups_flat``, which
-would be the weights themselves if a device were compared with its name as it means to; 0.19). Under
-stage 3 rollouts gather all weights, or without ``hardware.gather_for_generation`` those of one
-layer after the other (:mod:`ppocli.zero.sharded_weights`), and a reference is in parts too
-(:mod:`ppocli.zero.sharded_models`).
+Activations: per token, a layer keeps the input and output of each of its linear layers, about half
+of that of frozen ones, in the type of products, and the fp32 input of each norm, twice for RMSNorm;
+and attention probabilities where the kernel keeps them. With gradient checkpointing a layer keeps
+its input alone.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
-from ppocli.config import algorithm, schema, tasks
-from ppocli.estimate.parts import Part
+import torch
 
-MAX_LIVE = 1_000_000_000
-"""elements: DeepSpeed's default ``stage3_max_live_parameters``"""
+from ppocli.config import algorithm, sampling, schema, tasks
+from ppocli.config.deepspeed import deepspeed_config
+from ppocli.errors import PpocliError
+from ppocli.estimate.outline import CLASSIFIER, Models, outline
+from ppocli.models.fast.gemm import packed_size
+from ppocli.models.head import CHUNK_BYTES as CHUNK
+from ppocli.models.head import DEVICE_CHUNK_BYTES as DEVICE_CHUNK
+from ppocli.models.head import KEPT_BYTES
+from ppocli.models.loading.language_model import DTYPES, frozen_dtype
+from ppocli.models.loading.model_config import reference_kind
+from ppocli.models.trunk import RELATIVE_POSITIONS, num_virtual_tokens, state_width
+from ppocli.parallel.onednn import TORCH, choose_gemm, probe
+from ppocli.rewards.resolve import BUILTIN_REWARDS, MODEL_REWARDS
+
+QUANTIZED = {"8bit": 1, "4bit": 0.52}
+"""bytes of a number: LLM.int8() (arXiv 2208.07339); QLoRA's double quantization (arXiv 2305.14314),
+half a byte, with 8 bits of scale for 64 numbers and 32 for 64 * 256"""
+STATE = {"adamw": 8, "adamw_8bit": 2, "adafactor": 0, "sgd": 0}
+"""bytes of optimizer state per trained number; without Adafactor's sums of rows and columns"""
+
+ACTIVATIONS, KV_CACHE = "activations", "keys and values (KV cache)"
 FROZEN = "states of frozen layers"
 """names of lines"""
-LASTING = "generate score update save"
-"""phases of what is always there"""
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Where ranks are, and what one of them works on at a time."""
-
-    ranks: int
-    ranks_on_host: int
-    cuda: bool
-    rows: int
-    """samples of a rank's micro-batch"""
-    decoded: int
-    """samples of a rank's generate call"""
-    scored: int
-    """samples of a rank's forward pass after it"""
-    accumulates: bool
-    """whether an update is several micro-batches: gradients then lie beside activations"""
-
-
-@dataclass(frozen=True, slots=True)
-class Line:
-    """One thing that takes memory: bytes on a device and in host memory, both of one rank."""
+class Part(NamedTuple):
+    """A model whose weights lie in memory during a run; sizes are bytes."""
 
     name: str
-    device: int
+    parameters: int
+    size: int
+    place: str = "device"
+    """``offloaded`` is in host memory while it isn't run; ``host``; ``elsewhere`` isn't counted"""
+    trained: int = 0
+    """parameters with a gradient and optimizer state"""
+    gradients: int = 0
+    state: int = 0
+
+
+class Line(NamedTuple):
+    """Bytes of one rank at the fullest moment of each phase."""
+
+    name: str
+    rollout: int = 0
+    update: int = 0
     host: int = 0
-    phases: str = LASTING
-    """those it is there in; ``score``: the forward passes over what was generated; ``save``: while
-    several ranks write a checkpoint"""
-    estimated: bool = False
-    """whether it comes from a formula; else tensors have been counted"""
+
+
+class Rows(NamedTuple):
+    """Samples of one rank at a time."""
+
+    update: int
+    decoded: int
+    accumulates: bool
+    """whether an update consists of several micro-batches"""
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """Bytes at the fullest moment of each phase; ``device`` of one, ``host`` of all its ranks."""
+class Estimate:
+    """Bytes that a run takes. ``update`` and ``rollout`` are of one device; ``host`` and
+    ``loading``, the time while models are loaded, of all ranks of a host; ``checkpoint``, ``model``
+    and ``disk`` of the run folder."""
 
-    generate: int
-    score: int
+    parts: tuple[Part, ...]
+    unknown: dict[str, str]
+    """what is left out, and why"""
+    lines: tuple[Line, ...]
+    rows: Rows
+    rollout: int
     update: int
-    save: int
     host: int
     loading: int
-    """of a host, while its ranks load their models"""
+    certain: int
+    """of a device without its passes, which can be made smaller"""
+    certain_host: int
+    checkpoint: int
+    model: int
+    disk: int
 
-    @property
-    def device(self) -> int:
-        """The fullest moment of a device."""
-        return max(self.generate, self.score, self.update, self.save)
+
+def estimate(cfg: schema.TrainConfig, models: Models, *, prompt_tokens: int, cuda: bool, ranks: int,
+             ranks_on_host: int, rewards: bool = True, new_tokens: int | None = None) -> Estimate:
+    """What a run of ``cfg`` takes at its fullest.
+
+    Args:
+        models: of ``cfg``.
+        prompt_tokens: of the longest prompt.
+        cuda: whether GPUs compute.
+        rewards: whether models of the rewards count.
+        new_tokens: of the longest response; in an example the tokens that the loss counts, the
+            prompt being those before them (default: ``generation.max_new_tokens``).
+
+    Raises:
+        ConfigError: DeepSpeed's file can't be read.
+    """
+    trained, frozen, unknown = list(_trained(cfg, models)), list[Part](), dict[str, str]()
+    makers = {} if tasks.task_name(cfg) in tasks.DATA_TASKS else {
+        "reference": partial(_reference, cfg, models.lm)}
+    for key, fn, kwargs in schema.rewards_of(cfg.reward) if rewards else ():
+        if fn in MODEL_REWARDS and isinstance(kwargs, dict) and "model" in kwargs:
+            makers[f"reward {kwargs['model']}"] = partial(
+                _reward, cfg.model, f"{key}.kwargs.model", kwargs)
+        elif fn is not None and fn not in BUILTIN_REWARDS:
+            unknown[f"reward {fn}"] = "your function"
+    for name, make in makers.items():
+        try:
+            frozen += make()
+        except PpocliError as error:
+            unknown[name] = error.what
+    new = sampling.longest_rollout(cfg) if new_tokens is None else new_tokens
+    rows = pass_rows(cfg, prompt_tokens + new, ranks)
+    weights = list(_weight_lines(cfg, trained, frozen, ranks, cuda=cuda))
+    passes = list(_pass_lines(cfg, models, rows, prompt_tokens, new, cuda=cuda, alone=ranks == 1))
+    rollout, update, host = (sum(column) for column in zip(*(
+        (line.rollout, line.update, line.host) for line in weights + passes), strict=True))
+    certain = max(sum(line.rollout for line in weights), sum(line.update for line in weights))
+    if not rows.accumulates and not cfg.hardware.zero_stage:  # activations go as gradients come
+        update -= min(sum(p.gradients for p in trained), sum(line.update for line in passes))
+    loaded = sum(p.size for p in trained + frozen if not p.name.startswith("reward")) * (
+        1 if cfg.hardware.zero_stage == 3 else ranks_on_host)
+    saved = [(p.gradients if cfg.model.peft and p.name == "policy" else p.size, p.state)
+             for p in trained]
+    checkpoint = sum(map(sum, saved)) + sum(p.size for p in frozen if p.name == "reference") * bool(
+        cfg.model.reference.sync_every)
+    keeps = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1
+    return Estimate(
+        (*trained, *frozen), unknown, tuple(line for line in weights + passes if any(line[1:])),
+        rows, rollout, update, ranks_on_host * (host + (0 if cuda else max(rollout, update))),
+        loaded, certain, ranks_on_host * (host + (0 if cuda else certain)), checkpoint, saved[0][0],
+        keeps * checkpoint + saved[0][0])
 
 
-def layout_of(cfg: schema.TrainConfig, *, tokens: int, ranks: int, ranks_on_host: int,
-              cuda: bool) -> Layout:
-    """Sizes are of the whole run, micro-batch and chunk of one rank
-    (:mod:`ppocli.training.optimize`, :mod:`ppocli.tasks.ppo.rollout`).
+def pass_rows(cfg: schema.TrainConfig, tokens: int, ranks: int) -> Rows:
+    """Sizes in ``cfg`` are of the whole run, but micro-batch and chunk of one rank.
 
     Args:
         tokens: of the longest sample.
     """
-    ppo, evaluation, updates = cfg.ppo, cfg.prompts.eval, tasks.updates_of(cfg)
-    share = -(-updates.mini_batch_size // ranks)
-    pass_ = tasks.rows_per_pass(updates)
+    updates, task, evaluation = tasks.updates_of(cfg), tasks.task_name(cfg), cfg.prompts.eval
+    share, rows = -(-updates.mini_batch_size // ranks), tasks.rows_per_pass(updates)
     if updates.micro_batch_tokens is not None:
-        pass_ = max(1, min(pass_, updates.micro_batch_tokens // tokens))
-    rows = min(pass_, share)
-    accumulates = rows < share
-    if (task := tasks.task_name(cfg)) in tasks.DATA_TASKS:
-        rows *= 2 if task == "reward_model" else 1  # of a pair
-        decoded, scored = max(-(-cfg.sft.eval_samples // ranks), 1), rows
-    else:
-        most = max(ppo.num_rollouts, evaluation.limit * evaluation.repeat)
-        decoded = min(ppo.chunk_size or min(ppo.num_rollouts, 128), -(-most // ranks))
-        scored = min(pass_, decoded)
-    return Layout(ranks, ranks_on_host, cuda, rows, decoded, scored, accumulates)
+        rows = max(1, min(rows, updates.micro_batch_tokens // tokens))
+    rows = min(rows, share)
+    if task in tasks.DATA_TASKS:  # two rows of a pair
+        return Rows(rows * (1 + (task == "reward_model")), -(-cfg.sft.eval_samples // ranks) * (
+            task == "sft"), rows < share)
+    samples = max(cfg.ppo.num_rollouts, evaluation.limit * evaluation.repeat)
+    decoded = min(cfg.ppo.chunk_size or min(cfg.ppo.num_rollouts, 128), -(-samples // ranks))
+    return Rows(rows, decoded, rows < share)
 
 
-def lines_of(cfg: schema.TrainConfig, parts: Sequence[Part], layout: Layout, heads: int,
-             deepspeed: dict[str, Any]) -> Iterator[Line]:
-    """What weights and their optimization take of a rank, in the order in which it is told.
+# Weights ------------------------------------------------------------------------------------------
 
-    Args:
-        heads: bytes of the weights of the output embedding and the value head.
-        deepspeed: its ``zero_optimization`` section.
-    """
-    stage, ranks, offload = cfg.hardware.zero_stage, layout.ranks, cfg.hardware.offload_optimizer
-    live = int(deepspeed.get("stage3_max_live_parameters", MAX_LIVE))
-    whole = algorithm.whole_while_acting(cfg)
-    own = [p for p in parts if p.sharded]
-    size, trained = sum(p.size for p in own), sum(p.gradients for p in own)
-    state = sum(p.state for p in own)
-    yield _line("weights", _share(size, ranks if stage == 3 else 1),
-                on_host=cfg.hardware.offload_param)
+def _count(weights: Iterable[Any]) -> int:
+    return sum(p.numel() for p in weights)
+
+
+def _matrices(lm: Any) -> dict[str, Any]:
+    """Weights of linear layers by name, the output embedding's apart; of a value branch all."""
+    tables = {id(table.weight) for table in (lm.get_input_embeddings(), lm.get_output_embeddings())
+              if table is not None} if hasattr(lm, "config") else ()
+    return {name: p for name, p in lm.named_parameters() if p.dim() > 1 and id(p) not in tables}
+
+
+def _trained(cfg: schema.TrainConfig, models: Models) -> Iterator[Part]:
+    for name, modules, optimizer in (
+            ("policy", [models.lm], tasks.updates_of(cfg).optimizer),
+            ("value", [m for m in models[1:] if m], algorithm.value_optimizer(cfg.ppo))):
+        if weights := [p for m in modules for p in m.parameters()]:
+            trained, size = [p for p in weights if p.requires_grad], sum(p.nbytes for p in weights)
+            if cfg.model.quantization and name == "policy":
+                size -= sum(int(p.numel() * (p.itemsize - QUANTIZED[cfg.model.quantization]))
+                            for p in _matrices(models.lm).values() if not p.requires_grad)
+            per_number = 4 if optimizer.name == "sgd" and optimizer.momentum else (
+                STATE[optimizer.name])
+            # the fp32 master copy of a weight in bf16 has its other half in the state
+            yield Part(name, _count(weights), size, "device", _count(trained), sum(
+                p.nbytes for p in trained), sum(p.numel() * (per_number + 4 - p.itemsize)
+                                                for p in trained))
+
+
+def _reference(cfg: schema.TrainConfig, lm: Any) -> Iterator[Part]:
+    model, where, kind = cfg.model, cfg.model.reference, reference_kind(cfg.model)
+    place = "offloaded" if where.offload else {None: "device", "cpu": "host"}.get(
+        where.device, "elsewhere")
+    if kind == "copy":
+        source = replace(model, path=where.path or model.path, revision=None)
+        whole = outline(source, "model.reference.path", None if where.path else lm.config)
+        yield _frozen("reference", whole.parameters(), frozen_dtype(model, cfg.hardware), place)
+    elif kind == "shared":  # initial values of what trains
+        yield _frozen("reference", (p for p in lm.parameters() if p.requires_grad),
+                      DTYPES[cfg.hardware.weights], place)
+
+
+def _reward(model: schema.ModelConfig, key: str, kwargs: dict[str, Any]) -> Iterator[Part]:
+    source = replace(model, path=str(kwargs["model"]), revision=kwargs.get("revision"),
+                     trust_remote_code=bool(kwargs.get("trust_remote_code")))
+    yield _frozen(f"reward {source.path}", outline(source, key, auto_class=CLASSIFIER).parameters(),
+                  DTYPES.get(str(kwargs.get("dtype")), torch.float32),
+                  "host" if kwargs.get("device") == "cpu" else "device")
+
+
+def _frozen(name: str, weights: Iterable[Any], dtype: torch.dtype, place: str) -> Part:
+    return Part(name, number := _count(weights), number * dtype.itemsize, place)
+
+
+def _weight_lines(cfg: schema.TrainConfig, trained: list[Part], frozen: list[Part], ranks: int, *,
+                  cuda: bool) -> Iterator[Line]:
+    hardware, stage = cfg.hardware, cfg.hardware.zero_stage
+    size, gradients, state = (sum(column) for column in zip(*(
+        (p.size, p.gradients, p.state) for p in trained), strict=True))
+    share = -(-gradients // ranks)
+
+    def line(name: str, size: int, *, host: bool = False, update_only: bool = False) -> Line:
+        return Line(name, 0, 0, size) if host else Line(name, 0 if update_only else size, size)
+
+    yield line("weights", -(-size // ranks) if stage == 3 else size, host=hardware.offload_param)
+    for part in frozen:
+        divided = part.name == "reference" and algorithm.reference_sharded(cfg)
+        if part.place != "elsewhere":
+            yield line(part.name, -(-part.size // ranks) if divided else part.size,
+                       host=cuda and part.place != "device")
+        if divided:  # layer by layer, but for what rollouts gather whole
+            whole = algorithm.whole_while_acting(cfg) and reference_kind(cfg.model) == "shared"
+            yield Line(f"{part.name} while it runs", part.size if whole else min(
+                part.size, _live_numbers(cfg) * (part.size // max(part.parameters, 1))))
+        elif cuda and part.place == "offloaded":
+            yield Line(f"{part.name} while it runs", part.size)
+    offload = hardware.offload_optimizer
+    yield line("optimizer state", -(-state // ranks) if stage else state, host=offload)
+    # stage 3 keeps the room for gradients
+    yield line("gradients", share if stage > 1 else gradients, update_only=stage < 3, host=offload)
     if stage:
-        yield _line("weights DeepSpeed steps on", _share(trained, ranks), on_host=offload)
-    for part in parts:  # frozen models are whole on every rank, but for a reference in parts
-        if not part.sharded and part.place != "elsewhere":
-            yield _line(part.name, _share(part.size, ranks if part.in_parts else 1),
-                        on_host=part.place != "device" and layout.cuda)
-        if part.in_parts:  # what is gathered while it runs
-            gathered = part.size if whole and schema.reference_kind(cfg.model) == "shared" else min(
-                part.size, live * (part.size // max(part.parameters, 1)))
-            yield _line("reference while it runs", gathered, "score")
-        elif part.place == "offloaded" and layout.cuda:
-            yield _line("reference while it runs", part.size, "score")
-    yield _line("optimizer state", _share(state, ranks if stage else 1), on_host=offload)
-    # stage 3 keeps the room for them, the others give it back after each update
-    reduced_in = LASTING if stage == 3 else "update"
-    yield _line("gradients", _share(trained, ranks if stage > 1 else 1), reduced_in,
-                on_host=offload and stage > 0)
-    if stage == 0 and ranks > 1:
-        yield _line("DDP's buckets of gradients", trained)
-    if stage:
-        bucket = 4 * int(deepspeed["reduce_bucket_size"])
-        twice = 2 if stage < 3 and deepspeed.get("overlap_comm") is True else 1
-        # a CPU has pages only for what is written
-        yield _line("DeepSpeed's bucket of gradients",
-                    twice * (bucket if layout.cuda else min(bucket, trained)), reduced_in)
-        largest = 4 * max((p.largest for p in own), default=0)
-        if stage == 3:  # in the order of ranks; on the host torch reduces a copy of its own
-            yield _line("DeepSpeed's copies of a bucket", (1 if layout.cuda else 2) * max(
-                min(bucket, trained), largest), "update")
-        # a rank's share and the tensor that is put together; the policy, which the first rank puts
-        # together before under stage 3, is no more than loading takes, or rollouts on the host
-        yield _line("state while a checkpoint is written", _share(state, ranks) + largest, "save",
-                    on_host=layout.cuda)
-    if offload and 0 < stage < 3:
-        yield Line("DeepSpeed's buffers of one gradient", largest, largest)
-        yield Line("DeepSpeed's copy of the stepped weights", 0, _share(trained, ranks))
+        zero = deepspeed_config(cfg)["zero_optimization"]
+        bucket = 4 * zero["reduce_bucket_size"]
+        yield line("fp32 weights of DeepSpeed", share, host=offload)
+        yield line("DeepSpeed's buckets", bucket if cuda else min(bucket, gradients),
+                   update_only=stage < 3)  # a CPU has pages for what is written alone
     if stage == 3:
-        yield _line("weights gathered in a pass", min(size, 4 * live),
-                    "update" if whole else LASTING)
-        yield _line("weights gathered for rollouts", size if whole else heads, "generate score")
+        gathered = min(size, 4 * _live_numbers(cfg))
+        yield Line("weights gathered for passes", size if algorithm.whole_while_acting(cfg)
+                   else gathered, gathered)
+    elif stage == 0 and ranks > 1:
+        yield line("DDP's buckets", gradients)
 
 
-def _line(name: str, size: int, phases: str = LASTING, *, on_host: bool = False) -> Line:
-    return Line(name, 0 if on_host else size, size if on_host else 0, phases)
+def _live_numbers(cfg: schema.TrainConfig) -> int:
+    """Parameters that DeepSpeed gathers at a time under ZeRO 3."""
+    return int(deepspeed_config(cfg)["zero_optimization"].get("stage3_max_live_parameters", 10**9))
 
 
-def _followed(cfg: schema.TrainConfig, parts: Iterable[Part]) -> int:
-    """Bytes of a reference that changes and is saved with what trains."""
-    return sum(p.size for p in parts if p.kind == "reference") if (
-        cfg.model.reference.sync_every) else 0
+# Passes -------------------------------------------------------------------------------------------
+
+def _layer_bytes(cfg: schema.TrainConfig, models: Models, prompt: int, new: int, *, cuda: bool
+                 ) -> tuple[int, int]:
+    """Bytes of one sample that all layers keep for the backward pass, and those of one layer."""
+    config, number = models.lm.config, DTYPES[cfg.hardware.precision].itemsize
+    relu, pair = "relu" in str([getattr(config, name, "") for name in (
+        "hidden_act", "activation_function", "dense_act_fn")]), config.is_encoder_decoder
+    virtual, kept, total = num_virtual_tokens(models.lm), 0, 0
+    for trunk in [lm for lm in (models.lm, models.value_trunk) if lm is not None]:
+        weights, matrices, trains = dict(trunk.named_parameters()), _matrices(trunk), virtual > 0
+        for name, weight in weights.items():
+            trains |= weight.requires_grad  # below the first that trains nothing is kept
+            size = 0
+            if name in matrices and "lora_B" not in name:
+                wide, narrow = sorted(weight.shape[-2:], reverse=True)
+                size = number * (wide + narrow) // (1 if weight.requires_grad else 2)
+                # ReLU needs its result alone
+                size -= number * wide // 2 * (relu and wide > narrow and weight.requires_grad)
+            elif weight.dim() == 1 and name.endswith("weight"):
+                size = 4 * len(weight) * (1 if f"{name[:-6]}bias" in weights else 2)
+            size *= prompt + new + virtual if not pair else prompt if "encoder." in name else new
+            kept, total = kept + size * trains, total + size
+    heads = getattr(config, "num_attention_heads", None) or 0
+    shares = (getattr(config, "num_key_value_heads", None) or heads) < heads
+    probabilities, depth = 0, config.num_hidden_layers
+    # CUDA has no fused kernel in fp32 where heads share keys
+    if (cfg.model.attn_implementation == "eager" or (cuda and number == 4 and shares)
+            or config.model_type in ("bloom", *RELATIVE_POSITIONS)):
+        pairs = prompt**2 + new**2 + prompt * new * (1 if pair else 2)
+        probabilities = depth * heads * pairs * (4 if number == 4 else 6)
+    one = (total + probabilities) // (depth * (1 + pair))
+    if cfg.model.gradient_checkpointing:  # of each layer its input
+        return depth * (prompt + new) * _state_bytes(models.lm), one
+    return kept + probabilities * kept // max(total, 1), one
 
 
-def _share(count: int, ranks: int) -> int:
-    return -(-count // ranks)
+def _state_bytes(lm: Any) -> int:
+    """Bytes of the states of one token between two layers."""
+    return state_width(lm) * lm.get_input_embeddings().weight.itemsize
 
 
-def add_up(lines: Sequence[Line], parts: Sequence[Part], layout: Layout, stage: int) -> Sums:
-    """The fullest moments.
-
-    In one pass an update's activations go while its gradients come, so that without accumulation
-    (and stage) only the larger of both counts, with the gradient of the largest weight.
-    """
-    generate, score, update, save = (sum(line.device for line in lines if phase in line.phases)
-                                     for phase in LASTING.split())
-    if stage == 0 and not layout.accumulates:
-        sizes = {line.name: line.device for line in lines if "update" in line.phases}
-        passing = sum(sizes.get(name, 0) for name in (
-            "weights in bf16", "activations", "working memory of updates"))
-        gradients = sizes.get("gradients", 0)
-        largest = 4 * max(p.largest for p in parts)
-        update += max(passing, gradients + largest) - passing - gradients
-    host = layout.ranks_on_host * max(sum(line.host for line in lines if line.phases != "update"),
-                                      sum(line.host for line in lines if "update" in line.phases))
-    sums = Sums(generate, score, update, save, host, _loading(parts, layout, stage))
-    return sums if layout.cuda else replace(sums, host=host + layout.ranks_on_host * sums.device)
+def _cache_bytes(lm: Any, tokens: int, number: int) -> int:
+    """Bytes of the keys and values of one sample."""
+    config = lm.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None) or 0
+    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None) or (
+        config.hidden_size // max(heads, 1))
+    keys = min(tokens + num_virtual_tokens(lm), getattr(config, "sliding_window", None) or tokens)
+    return 2 * config.num_hidden_layers * keys * width * number * (
+        getattr(config, "num_key_value_heads", None) or heads)
 
 
-def _loading(parts: Sequence[Part], layout: Layout, stage: int) -> int:
-    """Every rank loads the whole policy into host memory and then, to a device, the reference;
-    under ZeRO 3 rank 0 alone does, and hands out parts (:mod:`ppocli.zero.sharded_models`). An
-    adapter's base is whole on every rank, and so is a value model."""
-    own = [p for p in parts if p.sharded]
-    handed_out = stage == 3 and not any(p.adapter for p in own)
-    ranks = layout.ranks_on_host
-    policy = sum(p.size * (1 if handed_out and p.kind == "policy" else ranks) for p in own)
-    frozen = sum(p.size * (1 if stage == 3 and p.in_parts else ranks)
-                 for p in parts if p.kind == "reference")
-    if layout.cuda:
-        return max(policy, frozen)
-    # the parts of what was loaded before
-    return max(policy, frozen + sum(p.size for p in own)) if handed_out else policy + frozen
-
-
-@dataclass(frozen=True, slots=True)
-class Disk:
-    """Bytes of what a run leaves."""
-
-    checkpoint: int
-    model: int
-    run: int
-    """at its fullest: all checkpoints that are kept, one being written, and the model"""
-
-
-def disk_of(cfg: schema.TrainConfig, parts: Sequence[Part]) -> Disk:
-    """fp32 weights, or an adapter's alone, with the optimizer's state in a checkpoint
-    (:mod:`ppocli.training.checkpoint_writing`); logs and samples apart."""
-    own = [p for p in parts if p.sharded]
-    model = sum(p.saved - p.state for p in own if p.kind == "policy")
-    checkpoint = sum(p.saved for p in own) + _followed(cfg, parts)
-    kept = cfg.checkpoint.keep_last + cfg.checkpoint.keep_best + 1
-    return Disk(checkpoint, model, kept * checkpoint + model)
+def _pass_lines(cfg: schema.TrainConfig, models: Models, rows: Rows, prompt: int, new: int, *,
+                cuda: bool, alone: bool) -> Iterator[Line]:
+    """What passes of one rank take in addition to weights."""
+    lm, dtype, stage = models.lm, DTYPES[cfg.hardware.precision], cfg.hardware.zero_stage
+    head, number = (lm.get_output_embeddings() or lm.score).weight, dtype.itemsize
+    checkpoints, most = cfg.model.gradient_checkpointing, DEVICE_CHUNK if cuda else CHUNK
+    kept, one = _layer_bytes(cfg, models, prompt, new, cuda=cuda)
+    # autocast copies what trains for each pass; oneDNN decodes from weights in its own order
+    copied = [p for p in _matrices(lm).values() if p.requires_grad and p.itemsize > number]
+    copies = number * _count(copied)
+    packs = not cuda and probe(dtype) is None and choose_gemm(cfg.hardware) != TORCH
+    yield Line("copies of weights", max(copies * (stage < 3), packed_size(lm, dtype) * packs),
+               copies * (not checkpoints))
+    state = _state_bytes(lm) + 12 * state_width(lm) * (models.value_head is not None)
+    logits = 4 * rows.update * new * head.shape[0]
+    again = logits > KEPT_BYTES  # the backward pass computes them once more
+    yield Line(ACTIVATIONS, 0, rows.update * (kept + new * state) + logits * (not again))
+    table, half = 4 * head.numel() * head.requires_grad, 2 * head.numel() * (number == 2)
+    chunk = min(logits, most)
+    yield Line("working memory of updates", 0, half + max(
+        chunk * (1 + again), (chunk + table) * again + table,
+        checkpoints * (rows.update * one + table)))
+    cache = rows.decoded * _cache_bytes(lm, prompt + new, number)
+    yield Line(KV_CACHE, cache)
+    _, prefill = _layer_bytes(cfg, models, prompt, 1, cuda=False)
+    decoding = rows.decoded * max(prefill, 16 * head.shape[0])
+    scored = min(rows.update, rows.decoded)
+    scoring = scored * one + 2 * min(most, 4 * scored * new * head.shape[0]) - cache
+    yield Line("working memory of rollouts", half + max(decoding, scoring))
+    if not lm.config.is_encoder_decoder and cfg.model.num_layers_unfrozen >= 0 and (
+            alone and stage < 3 and tasks.task_name(cfg) not in tasks.DATA_TASKS):
+        states = cfg.ppo.num_rollouts * (prompt + new) * _state_bytes(lm)
+        yield Line(FROZEN, *[min(states, cfg.hardware.frozen_states_mib * 2**20)] * 2)

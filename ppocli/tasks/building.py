@@ -59,7 +59,7 @@ def check_memory(cfg: schema.TrainConfig, backend: Backend, lm_config: Any, *, p
     """Refuse a run that can't fit, before any rank loads weights.
 
     Args:
-        prompt_tokens, new_tokens: as of :func:`ppocli.estimate.check.estimate`.
+        prompt_tokens, new_tokens: as of :func:`ppocli.estimate.memory.estimate`.
 
     Raises:
         OutOfMemoryError: it doesn't.

@@ -101,7 +101,7 @@ def plain(outputs, **columns):
 
 @slow
 @pytest.mark.parametrize("hardware", ["ddp", "zero1", "zero2", "zero3"])
-def test_ranks_take_what_was_told(world, hardware):
+def test_ranks_take_what_was_estimated(world, hardware):
     """A GPT-2 of 45 million parameters, whose peak is the system's word on rank 0."""
     save_lm(world / "lm", gain=1.0, n_layer=6, n_embd=512, n_head=8, n_positions=1024,
             vocab_size=50257)
@@ -110,7 +110,8 @@ def test_ranks_take_what_was_told(world, hardware):
     run("train", *words("run_name=r", f"hardware={hardware}", "ppo.num_steps=1",
                         "ppo.ppo_epochs=1", "ppo.num_rollouts=8", "ppo.mini_batch_size=4",
                         "eval.at_start=false"), cwd=world, code=0)
-    told = estimate_of(read_config(world / "runs/r/config.yaml"), 8, ranks=2).sums.device / 2**20
+    needed = estimate_of(read_config(world / "runs/r/config.yaml"), 8, ranks=2)
     before = float((world / "before-0").read_text())
     summary = read_json(world / "runs/r/summary.json")
-    assert told + before == pytest.approx(summary["peak_memory_mib"], rel=0.2)
+    estimated = max(needed.rollout, needed.update) / 2**20
+    assert estimated + before == pytest.approx(summary["peak_memory_mib"], rel=0.25)

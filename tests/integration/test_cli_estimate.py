@@ -37,7 +37,7 @@ RUN = ("prompts.path=prompts.jsonl", "reward.fn=length", "reward.kwargs.target=4
 
 def test_it_tells_what_a_run_takes(typed):
     done = typed("estimate", "model.path=./lm", *RUN, code=0)
-    for text in ("./lm on cpu fp32, 1 process", "prompts of 4 (the longest there is)",
+    for text in ("./lm on cpu fp32, 1 process", "4 tokens of prompt (the longest there is)",
                  "MiB per process", "optimizer state", "keys and values (KV cache)",
                  "most at once", "per checkpoint"):
         assert text in done.out
@@ -48,18 +48,17 @@ def test_json_of_a_config_alone_and_a_device_that_is_too_small(place, typed):
     words = ("estimate", "model.path=./outline", "hardware=zero2", "hardware.num_processes=4",
              "hardware.device=cuda", "reward.fn=my_rewards:score", "--json")
     done = typed(*words, "--memory", "80", "--prompt-tokens", "11", code=0)
-    told = json.loads(done.out)
-    parts = {part["kind"]: part for part in told["parts"]}
-    width, inner, words_ = 256, 48, 37
+    facts = json.loads(done.out)
+    policy, value, _ = facts["parts"]
+    width, inner, vocabulary = 256, 48, 37
     # one head of keys and values of two: 128 wide
     layer = 2 * width**2 + 2 * width * 128 + 3 * width * inner + 2 * width
-    assert parts["policy"]["parameters"] == 2 * words_ * width + 3 * layer + width
-    lines = {line["name"]: line for line in told["lines"]}
-    trained = parts["policy"]["trained"] + parts["value"]["trained"]
-    assert lines["optimizer state"]["device_bytes"] == 8 * trained // 4
-    assert (told["prompt_tokens"], told["prompt_tokens_from"]) == (11, "as given")
-    assert told["unknown"] == [{"name": "reward my_rewards:score", "why": "your function"}]
-    assert told["fits"] is True
+    assert policy["parameters"] == 2 * vocabulary * width + 3 * layer + width
+    state = next(line for line in facts["lines"] if line["name"] == "optimizer state")
+    assert state["update"] == 8 * (policy["trained"] + value["trained"]) // 4
+    assert (facts["prompt_tokens"], facts["prompt_tokens_from"]) == (11, "as given")
+    assert facts["unknown"] == {"reward my_rewards:score": "your function"}
+    assert facts["fits"] is True
     small = typed(*words, "--memory", "0.01", code=8)
     assert json.loads(small.out)["fits"] is False
     assert list(place.glob("runs*")) == []
@@ -68,7 +67,7 @@ def test_json_of_a_config_alone_and_a_device_that_is_too_small(place, typed):
 def test_kinds_of_models_and_what_is_unknown_of_them(typed):
     done = typed("estimate", "model.path=./pair", "model.value.kind=model",
                   "model.value.path=./outline", "model.reference.path=./nowhere", code=0)
-    assert "value model: " in done.out
+    assert "value: " in done.out
     assert "reference: unknown, " in done.out
     assert "nowhere" in done.out
 

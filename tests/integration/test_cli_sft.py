@@ -142,13 +142,13 @@ def test_a_dry_run_finds_the_first_gradient(trained, world, app):
 
 def test_the_estimate_has_no_reference_and_no_value(world, app):
     found = json.loads(app("estimate", "task=sft", *KEYS, "--json", code=0).out)
-    assert [part["kind"] for part in found["parts"]] == ["policy"]
+    assert [part["name"] for part in found["parts"]] == ["policy"]
     assert found["prompt_tokens"] + found["new_tokens"] - 1 <= 16
-    assert found["samples_a_pass"] == 4
+    assert found["rows"]["update"] == 4
     pairs = json.loads(app("estimate", "task=reward_model", "model.path=lm", "hardware.device=cpu",
                            "--prompt-tokens", "20", "--json", code=0).out)
-    assert pairs["samples_a_pass"] == 64  # of 32 pairs
-    assert not pairs["generation_bytes"] > pairs["update_bytes"]
+    assert pairs["rows"]["update"] == 64  # of 32 pairs
+    assert pairs["rollout_bytes"] < pairs["update_bytes"]
     assert "sft.micro_batch_size=1" in app("estimate", "task=sft", *KEYS, "sft.mini_batch_size=512",
                                            "--memory", "0.001", code=8).err
 

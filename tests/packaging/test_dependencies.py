@@ -88,7 +88,7 @@ PACKAGE = Path(ppocli.__file__).parent
 # these handle every key alike, so that naming one there doesn't mean that it has an effect
 GENERIC = {"config/schema.py", "config/schema_run.py", "config/schema_training.py",
            "config/keys.py"}
-SHOWING = ("cli/", "doctor", "export/", "report/")
+SHOWING = ("cli/", "export/", "report/")
 """rooms and files that print what was set; that alone is no use of a key"""
 
 

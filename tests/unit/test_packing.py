@@ -10,7 +10,7 @@ from sessions import grads_of, prompt_and_response, rollout_of, session_of, smal
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
-from ppocli.estimate.parts import models_of
+from ppocli.estimate.outline import models_of
 from ppocli.models.fast.attention import takes_packed
 from ppocli.models.layout import MULTIPLE, PACK_ABOVE, gathered, lay_out, packing_of_lengths, spread
 from ppocli.models.loading.language_model import load_lm

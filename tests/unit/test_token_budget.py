@@ -6,7 +6,7 @@ import pytest
 import torch
 from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
-from ppocli.estimate.memory import layout_of
+from ppocli.estimate.memory import pass_rows
 from ppocli.models.passes import in_groups, longest_first
 from ppocli.models.transformers_internals import cache_name
 from ppocli.tasks.ppo.step import to_experience
@@ -57,5 +57,4 @@ def test_the_estimate_counts_the_rows_that_fit(tmp_path):
     cfg = small_config(tmp_path, ppo__micro_batch_tokens=100, ppo__mini_batch_size=16,
                        generation__max_new_tokens=10)
     for prompt, rows in ((2, 8), (15, 4), (200, 1)):
-        layout = layout_of(cfg, tokens=prompt + 10, ranks=1, ranks_on_host=1, cuda=False)
-        assert layout.rows == layout.scored == rows
+        assert pass_rows(cfg, prompt + 10, ranks=1).update == rows

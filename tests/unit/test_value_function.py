@@ -23,7 +23,7 @@ from sessions import (
 from transformers import AutoModelForSequenceClassification, BertConfig, BertModel
 
 from ppocli.errors import ConfigError, InputError
-from ppocli.estimate.parts import models_of
+from ppocli.estimate.outline import models_of
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.layout import lay_out
 from ppocli.models.policy import ScoreHead, ValueBranch, ValueModel

@@ -1,0 +1,228 @@
+"""``ppocli estimate``: the memory and disk space of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ppocli.cli.options import AsJson, Overrides, flag, option
+from ppocli.cli.output import print_json, print_table
+from ppocli.display.results import put
+from ppocli.errors import ConfigError, InputError, OutOfMemoryError
+from ppocli.text import format_bytes, format_memory, three_digits
+
+if TYPE_CHECKING:
+    from ppocli.config.schema import TrainConfig
+    from ppocli.estimate.memory import Estimate
+    from ppocli.parallel.host_memory import Room
+
+ASSUMED_TOKENS = 512
+"""of the longest prompt, if nothing else is known"""
+PLACES = {"device": "", "offloaded": ", in host memory while it isn't used",
+          "host": ", in host memory", "elsewhere": ", on a separate device"}
+NOT_NEEDED = frozenset({"reward.fn", "data.path", "ppo.total_episodes, ppo.num_steps"})
+"""keys that a run needs and an estimate does not"""
+
+
+def print_estimate(
+        overrides: Overrides = None,
+        prompt_tokens: int | None = option("N", "Tokens of the longest prompt (default: of the "
+            "prompts themselves, if they and the tokenizer are on this machine).", min=1),
+        available: bool = flag("Compare with the free memory of this machine.", "--available"),
+        memory: float | None = option("GIB", "Compare with a device of this many GiB.", min=0.001,
+                                    max=1e6),
+        as_json: AsJson = False) -> None:
+    """Estimate the memory and disk space of a run without loading anything.
+
+    Takes the settings of ppocli train; reward, prompts and length may be left out. Of the model,
+    only config.json is read, so it can be larger than this machine. What can't be estimated is
+    listed as unknown, with the reason. Exit code 8: the run doesn't fit what it was compared with.
+
+    \b
+    Examples:
+      ppocli estimate +recipe=quickstart
+      ppocli estimate +recipe=quickstart --available
+      ppocli estimate model.path=./llama hardware=zero2 hardware.num_processes=8 \\
+          hardware.device=cuda hardware.precision=bf16 --prompt-tokens 512 --memory 80
+      ppocli estimate model.path=./llama model.peft.type=lora hardware=gpu_bf16 --memory 24
+      ppocli estimate +recipe=quickstart --json
+    """
+    if available and memory is not None:
+        raise ConfigError("--available and --memory can't be combined.", fix="give one of them")
+    cfg = composed(overrides or [])
+    from ppocli.config import tasks
+    from ppocli.config.sampling import longest_rollout
+    from ppocli.estimate.check import advice, compared
+    from ppocli.estimate.memory import estimate
+    from ppocli.estimate.outline import models_of, read_config
+    from ppocli.storage.model_files import quiet_transformers
+
+    quiet_transformers()
+    config = read_config(cfg.model, "model.path")
+    tokens_of = _example_tokens if tasks.task_name(cfg) in tasks.DATA_TASKS else _prompt_tokens
+    tokens, new, source = tokens_of(cfg, config, prompt_tokens)
+    hardware = cfg.hardware
+    cuda = hardware.device == "cuda"
+    if hardware.device == "auto":  # as on this machine
+        import torch
+
+        cuda = torch.cuda.is_available()
+    ranks, new = hardware.num_processes * hardware.num_nodes, new or longest_rollout(cfg)
+    needed = estimate(cfg, models_of(cfg, config), prompt_tokens=tokens, new_tokens=new, cuda=cuda,
+                      ranks=ranks, ranks_on_host=hardware.num_processes)
+    sizes = compared(needed, _room(memory, cuda)) if available or memory is not None else None
+    if sizes == []:
+        raise InputError("This system doesn't tell how much memory is free.", where="--available",
+                         fix="give it: --memory GIB")
+    helps, title = advice(needed, cfg), {
+        "model": cfg.model.path, "device": "cuda" if cuda else "cpu", "ranks": ranks,
+        "prompt_tokens": tokens, "prompt_tokens_from": source, "new_tokens": new}
+    fits = all(size <= free for size, _, free, _ in sizes or ())
+    if as_json:
+        sizes_of = ("rollout", "update", "host", "loading", "checkpoint", "model", "disk")
+        print_json(title | {f"{name}_bytes": getattr(needed, name) for name in sizes_of} | {
+            "parts": [part._asdict() for part in needed.parts], "unknown": needed.unknown,
+            "lines": [line._asdict() for line in needed.lines], "rows": needed.rows._asdict(),
+            "advice": helps, "fits": None if sizes is None else fits})
+    else:
+        _print(needed, cfg, title)
+    if not sizes:
+        return
+    size, _, free, place = max(sizes, key=lambda sizes: sizes[0] / max(sizes[2], 1))
+    verdict = (f"{format_memory(size)} of {format_memory(free)} of {place} "
+               f"({size / max(free, 1):.0%})")
+    if fits and not as_json:
+        put(f"fits: {verdict}")
+    elif as_json and not fits:
+        raise SystemExit(OutOfMemoryError.exit_code)
+    elif not fits:
+        raise OutOfMemoryError(f"It doesn't fit: {verdict}.", fix=f"those that save most first: "
+                               f"{', '.join(helps)}" if helps else None)
+
+
+def composed(words: Sequence[str]) -> TrainConfig:
+    """The configuration of a run that may lack what it is trained on and for how long."""
+    from ppocli.config import compose, problems
+    from ppocli.config.words import read_words
+    from ppocli.launching.target_config import JUDGED, allow_code
+
+    read = read_words(words)
+    if read.only_prints or read.is_sweep:
+        raise ConfigError("These words don't describe a single run.", where="command line",
+                          fix="leave out -m, --cfg, --info and --hydra-help")
+    found = compose.compose(read)
+    problems.raise_problems([p for p in found.problems() if p.key not in NOT_NEEDED], found.hint)
+    allow_code(found, JUDGED)
+    return found.config
+
+
+def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, None, str]:
+    """Tokens of the longest prompt; what the configuration says of responses; and how the first is
+    known."""
+    from ppocli.config.sampling import longest_response
+    from ppocli.models.loading.model_config import max_positions, model_facts
+    from ppocli.models.trunk import has_encoder
+
+    if given is not None:
+        return given, None, "as given"
+    lm = model_facts(cfg.model, config)
+    limit = max_positions(lm)
+    # an encoder-decoder has that many on either side
+    new = 0 if has_encoder(lm) else longest_response(cfg)
+    room = 2**31 if limit is None else max(limit - new, 1)
+    if (measured := _longest_prompt(cfg, room, whole=has_encoder(lm))) is not None:
+        return measured, None, "the longest there is"
+    if longest := cfg.prompts.max_length or max(cfg.prompts.length_sampler or [0]):
+        return min(longest, room), None, "prompts.max_length or length_sampler"
+    return min(ASSUMED_TOKENS, room), None, "assumed; set it with --prompt-tokens N"
+
+
+def _example_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, int, str]:
+    """Tokens of an example of the fullest pass, those before what is trained on apart, and how that
+    is known."""
+    from ppocli.config import tasks
+    from ppocli.data.sources import names_hub_dataset
+    from ppocli.models.loading.model_config import max_positions, model_facts
+    from ppocli.models.loading.tokenizer import load_tokenizer
+    from ppocli.tasks.supervised import pass_tokens, read_rows
+
+    lm, scores = model_facts(cfg.model, config), tasks.task_name(cfg) == "reward_model"
+    path, hardware = cfg.data.path, cfg.hardware
+    if given is None and path is not None and not names_hub_dataset(path):
+        train, _ = read_rows(cfg, load_tokenizer(cfg.model), lm)
+        return *pass_tokens(cfg, train, hardware.num_processes * hardware.num_nodes), (
+            "the longest there are")
+    room = max_positions(lm) or 2**31
+    source = "as given" if given else "data.max_length" if cfg.data.max_length else (
+        "assumed; set it with --prompt-tokens N")
+    tokens = min(given or cfg.data.max_length or ASSUMED_TOKENS, room)
+    return (tokens, 1, source) if scores else (
+        tokens if lm.config.is_encoder_decoder else 1, tokens, source)
+
+
+def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
+    """Of the prompts of a run, if they and the tokenizer are on this machine."""
+    from ppocli.data.prompt_set import load_eval_prompts, load_prompts
+    from ppocli.data.sources import names_hub_dataset
+    from ppocli.models.loading.chat_template import decided
+    from ppocli.models.loading.tokenizer import load_tokenizer
+
+    prompts = decided(cfg, cfg.model.path, cfg.model.revision).prompts
+    if (prompts.path is None and prompts.items is None) or any(
+            path is not None and names_hub_dataset(path)
+            for path in (prompts.path, prompts.eval.path)):
+        return None
+    try:
+        tokenizer = load_tokenizer(cfg.model)
+    except InputError:  # a folder with config.json alone
+        return None
+    training = load_prompts(prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=room, whole=whole)
+    judged = load_eval_prompts(prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=room,
+                               training=training, whole=whole)
+    return max(len(ids) for found in (training, judged) for ids in found.token_ids)
+
+
+def _room(memory: float | None, cuda: bool) -> Room:
+    """The memory to compare with: so many GiB, or what is free here."""
+    from ppocli.parallel.host_memory import ASSUMED_DEVICE, Room, room_here
+
+    if memory is not None:
+        size = round(memory * 2**30)
+        return Room(size, None, ASSUMED_DEVICE) if cuda else Room(None, size, ASSUMED_DEVICE)
+    import torch
+
+    if cuda and not torch.cuda.is_available():
+        raise ConfigError("No CUDA device was found to compare with.", where="--available",
+                          fix="give its memory: --memory 80, or set hardware.device=cpu")
+    return room_here(cuda=cuda)
+
+
+# Printing -----------------------------------------------------------------------------------------
+
+def _print(needed: Estimate, cfg: TrainConfig, title: Mapping[str, Any]) -> None:
+    rows, device = needed.rows, max(needed.rollout, needed.update)
+    put(", ".join([f"{cfg.model.path} on {title['device']} {cfg.hardware.precision}",
+                   "1 process" if title["ranks"] == 1 else f"{title['ranks']} processes",
+                   *[f"ZeRO {cfg.hardware.zero_stage}"] * (cfg.hardware.zero_stage > 0)]))
+    for part in needed.parts:
+        put(f"{part.name}: {part.parameters:,} parameters, {part.trained:,} of them trained"
+            if part.trained else f"{part.name}: {part.parameters:,} parameters, frozen"
+            + PLACES[part.place])
+    put(f"longest: {title['prompt_tokens']} tokens of prompt ({title['prompt_tokens_from']}), "
+        f"{title['new_tokens']} after it")
+    put(f"per process at once: {rows.decoded} samples in generation, {rows.update} in a forward "
+        "and backward pass\n")
+    unit, size = ("GiB", 2**30) if device >= 2**30 else ("MiB", 2**20)
+    table = [(f"{unit} per process", "rollout", "update", "host"), *(
+        (name, *(three_digits(count / size) if count else "-" for count in sizes))
+        for name, *sizes in (*needed.lines, ("most at once", needed.rollout, needed.update, 0)))]
+    print_table(table, right=frozenset({1, 2, 3}))
+    if needed.update < sum(line.update for line in needed.lines):
+        put("(activations are released while gradients are created: never all of both at once)")
+    put(f"\nhost: {format_memory(needed.host) if needed.host else 'nothing'}, "
+        f"{format_memory(needed.loading)} while models are "
+        "loaded; Python and its libraries not included")
+    put(f"disk: {format_bytes(needed.checkpoint)} per checkpoint, {format_bytes(needed.model)} for "
+        f"the model, {format_bytes(needed.disk)} at most")
+    for name, why in needed.unknown.items():
+        put(f"{name}: unknown, {why}")
