@@ -18,7 +18,7 @@ from ppocli.config import tasks
 from ppocli.config.schema import TrainConfig
 from ppocli.data import prompt_set, sources
 from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError
-from ppocli.estimate.parts import models_of
+from ppocli.estimate.outline import models_of
 from ppocli.models.loading import model_config
 from ppocli.models.loading.language_model import fit_vocabulary
 from ppocli.models.loading.tokenizer import load_tokenizer, stop_rules
