@@ -11,6 +11,7 @@ import typer
 from ppocli.cli.options import AsJson, Best, Run, Step, Trust, flag, option
 from ppocli.cli.output import say, working
 from ppocli.display.results import put
+from ppocli.errors import ConfigError
 from ppocli.text import short_path
 
 
@@ -49,6 +50,9 @@ def export_command(
     from ppocli.runs.target import find_target
     from ppocli.storage.run_folder import lock_beside
 
+    if public and to_hub is None:
+        raise ConfigError("--public is the visibility of a repository, and none is named.",
+                          where="--public", fix="add --to-hub USER/NAME")
     folder, result = Path(run or "").expanduser().absolute(), dict[str, Any]()
     changes = output or best or dtype or overwrite or step is not None or merge is not None
     if to_hub is None or changes or model_folder.read_record(folder) is None:

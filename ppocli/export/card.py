@@ -1,6 +1,7 @@
 """Model cards: of an export, for the Hub and for people, and of the ``model/`` of a run."""
 
 import json
+import logging
 import re
 from contextlib import suppress
 from pathlib import Path
@@ -15,6 +16,8 @@ from ppocli.storage import atomic, model_files
 from ppocli.storage.run_folder import RunFolder
 from ppocli.text import clean, figure
 from ppocli.version import __version__
+
+log = logging.getLogger("ppocli")
 
 CARD, CURVE = "README.md", "curve.svg"
 PLACEHOLDER = "*Write about this model here: what is between the two comments is kept.*"
@@ -179,4 +182,9 @@ def curve(run: record.RunRecord) -> str | None:
                                                    evaluated=run.series(evaluated))], y_label=unit)
               for title, trained, evaluated, unit in _CURVES
               if run.series(trained) or run.series(evaluated)]
-    return pictures.draw(panels).decode() if panels and pictures.installed() else None
+    if not panels:
+        return None
+    if not pictures.installed():
+        log.info("%s is left out, since matplotlib is missing: pip install 'ppocli[plot]'", CURVE)
+        return None
+    return pictures.draw(panels).decode()

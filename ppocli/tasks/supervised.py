@@ -220,7 +220,7 @@ class SupervisedTask(task.Task):
             return found
 
         parts = ranks.gather(self.passes.retry(
-            "evaluation", min(self.rows_per_pass, -(-len(data) // ranks.world)),
+            "evaluation", min(tasks.rows_per_pass(self.settings), -(-len(data) // ranks.world)),
             int(lengths.max()), mine, in_step=self.backend.zero_stage == 3))
         places, measured = map(torch.cat, zip(*chain.from_iterable(parts), strict=True))
         return measured[places.argsort()]

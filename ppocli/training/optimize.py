@@ -196,7 +196,7 @@ def _gradient(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int
         with _dropout(task, number):
             return _backward(task, plan, group, poisoned=poisoned)
 
-    rows = min(task.rows_per_pass, math.ceil(len(group.rows) / task.backend.ranks.world))
+    rows = min(tasks.rows_per_pass(task.settings), math.ceil(len(group.rows) / task.backend.ranks.world))
     longest, passes = int(group.tokens.max()), task.passes
     # no other process waits for a part of the gradient, and nothing of it is kept elsewhere
     if task.backend.ranks.world == 1 and task.backend.zero_stage == 0:
@@ -255,7 +255,7 @@ def shard_by_length(task: Task, lengths: torch.Tensor, phase: str) -> list[torch
         phase: whose passes these are.
     """
     ranks, tokens = task.backend.ranks, task.settings.micro_batch_tokens
-    size = task.passes.limit(phase, task.rows_per_pass)
+    size = task.passes.limit(phase, tasks.rows_per_pass(task.settings))
     order = longest_first(lengths)
     shards = [in_groups(order[rank::ranks.world], lengths, size, tokens)
               for rank in range(ranks.world)]

@@ -339,8 +339,7 @@ class Task(ABC):
         return {}
 
     def closing(self) -> dict[str, Any]:
-        """What is measured on the model of a finished run before it is written, for summary.json.
-        """
+        """Measurements on the model of a finished run before it is written, for its summary."""
         return {}
 
     def write_model(self, folder: Path, weights: saved_model.Tensors | None) -> None:
@@ -367,11 +366,6 @@ class Task(ABC):
     def samples_per_step(self) -> int:
         """Samples of a full step."""
         return tasks.samples_per_step(self.cfg)
-
-    @property
-    def rows_per_pass(self) -> int:
-        """Maximum number of atoms in a forward and backward pass."""
-        return tasks.rows_per_pass(self.settings)
 
     def total_samples(self) -> int:
         """Samples of the whole run."""
