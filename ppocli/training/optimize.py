@@ -196,7 +196,8 @@ def _gradient(task: Task, plan: Plan, group: UpdateGroup, number: tuple[int, int
         with _dropout(task, number):
             return _backward(task, plan, group, poisoned=poisoned)
 
-    rows = min(tasks.rows_per_pass(task.settings), math.ceil(len(group.rows) / task.backend.ranks.world))
+    share = math.ceil(len(group.rows) / task.backend.ranks.world)
+    rows = min(tasks.rows_per_pass(task.settings), share)
     longest, passes = int(group.tokens.max()), task.passes
     # no other process waits for a part of the gradient, and nothing of it is kept elsewhere
     if task.backend.ranks.world == 1 and task.backend.zero_stage == 0:
