@@ -129,7 +129,7 @@ def test_dense_rows_round_trip_or_raise(rows, tokens):
         assert result.dense == rows
         assert result.scores == pytest.approx([sum(row) for row in rows])
     else:
-        with pytest.raises(RewardError, match="tokens"):
+        with pytest.raises(RewardError, match="token"):
             scores_of(rows, count=len(rows), tokens=tokens)
 
 
