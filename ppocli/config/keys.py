@@ -124,7 +124,7 @@ def takes_escapes(name: str) -> bool:
     paths, import paths, and what says where a run lies."""
     key = key_for(name)
     return (key is not None and key.item not in (int, float, bool) and name not in _PLACES
-            and key.metadata["holds"] not in ("path", "code"))
+            and key.metadata["holds"] not in ("path", "rows", "code"))
 
 
 def named_elsewhere(name: str, task: str | None = None) -> dict[str, str]:
