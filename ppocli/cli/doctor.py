@@ -26,7 +26,7 @@ from ppocli.config.hub import hub_reachable, offline_variable
 from ppocli.daemon import in_daemon
 from ppocli.display.results import put
 from ppocli.errors import PpocliError
-from ppocli.storage import atomic, environment, run_folder
+from ppocli.storage import atomic
 from ppocli.text import format_bytes
 
 SECONDS = 90
@@ -75,6 +75,8 @@ def packages(_folder: Path) -> Check:
     """Every declared dependency is within the bounds of this ppocli."""
     from packaging.requirements import Requirement
 
+    from ppocli.storage import environment
+
     try:
         declared = [Requirement(text) for text in metadata.requires("ppocli") or []]
     except metadata.PackageNotFoundError:
@@ -93,6 +95,8 @@ def packages(_folder: Path) -> Check:
 
 def torch(_folder: Path) -> Check:
     """torch can be imported, sees the GPUs that there are, and computes on each device."""
+    from ppocli.storage import environment
+
     facts, driver = ask(TORCH), environment.nvidia_driver()
     install = "install another build of torch: https://pytorch.org/get-started/locally"
     if "error" in facts:
@@ -107,6 +111,8 @@ def torch(_folder: Path) -> Check:
 
 def deepspeed(_folder: Path) -> Check:
     """DeepSpeed can be imported; transformers does so when it saves a model."""
+    from ppocli.storage import environment
+
     version, answer = environment.installed_version("deepspeed"), ask(DEEPSPEED)
     return Check("ok", str(version)) if "error" not in answer else Check(
         "fail", f"{version} can't be imported: {answer['error']}",
@@ -115,6 +121,8 @@ def deepspeed(_folder: Path) -> Check:
 
 def hub(_folder: Path) -> Check:
     """The Hub answers within two seconds, or downloads are forbidden."""
+    from ppocli.storage import environment
+
     if (name := offline_variable()) is not None:
         return Check("ok", f"{name}={os.environ[name]}: nothing is downloaded")
     address = environment.without_credentials(
@@ -126,6 +134,8 @@ def hub(_folder: Path) -> Check:
 
 def output(folder: Path) -> Check:
     """Runs can be written, and locked, where they go."""
+    from ppocli.storage import environment, run_folder
+
     new = [part for part in (folder, *folder.absolute().parents) if not part.exists()]
     try:
         run_folder.probe_writable(folder)
@@ -141,6 +151,8 @@ def output(folder: Path) -> Check:
 
 def disk(folder: Path) -> Check:
     """Free space where runs and downloads go."""
+    from ppocli.storage import environment
+
     cache = Path(os.environ.get("HF_HUB_CACHE") or environment.hub_home() / "hub").expanduser()
     free = {name: atomic.free_bytes(path) or 0 for name, path in (
         ("runs", folder), ("Hub cache", cache))}
@@ -192,6 +204,8 @@ def env(as_json: AsJson = False) -> None:
       ppocli env
       ppocli env --json
     """
+    from ppocli.storage import environment
+
     facts = environment.describe(places=True)
     if "error" not in facts["torch"]:  # what hardware.gemm=auto and num_threads=auto come to here
         from ppocli.config.schema import HardwareConfig

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import config_groups
 from ppocli.config import keys, resolved
-from ppocli.config.gone import GONE, gone_key
+from ppocli.config.gone import GONE, gone_key, without_gone_keys
 from ppocli.config.hydra_bridge import SCHEMA, config_name
 from ppocli.config.problems import Problem
 from ppocli.config.row_paths import joined_paths
@@ -118,7 +118,8 @@ def layered_entries(loader: ConfigLoader, words: Words, base: Path | None) -> li
         package = "" if default.package in (None, "", "_global_") else f"{default.package}."
         entries += _file_entries(_file(loaded.path, path), package, values)
     if base is not None:
-        entries += _file_entries(base, "", OmegaConf.to_container(OmegaConf.load(base)))
+        settings: Any = OmegaConf.to_container(OmegaConf.load(base))
+        entries += _file_entries(base, "", without_gone_keys(settings))
     return entries + [entry for override in defaults.config_overrides
                       for entry in override_entries(override)]
 

@@ -12,6 +12,7 @@ from hub_double import HubDouble
 from runs import PLANTED
 
 from ppocli.cli import doctor
+from ppocli.storage import environment
 from ppocli.storage.environment import describe, without_credentials
 
 
@@ -66,7 +67,7 @@ def test_an_import_may_crash_or_hang(code, error, monkeypatch):
 def test_a_driver_whose_gpu_torch_does_not_see(gpus, driver, verdict, tmp_path, monkeypatch):
     facts = json.dumps({"version": "2.13", "build": "CUDA 13.0", "gpus": gpus})
     monkeypatch.setattr(doctor, "TORCH", f"print({facts!r})")
-    monkeypatch.setattr(doctor.environment, "nvidia_driver", lambda: driver)
+    monkeypatch.setattr(environment, "nvidia_driver", lambda: driver)
     check = doctor.torch(tmp_path)
     assert (check.verdict, "torch sees no GPU" in check.text) == (verdict, verdict == "warning")
 
