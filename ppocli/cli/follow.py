@@ -59,7 +59,9 @@ class Follower:
             with suppress(PpocliError):
                 self._config = resolved.read_config(self._run.config)
         dropped, lines = self._metrics.poll()
-        rows = [row for line in lines if (row := run_logs.sound_row(run_logs.read_row(line) or {}))]
+        written = [run_logs.read_row(line) or {} for line in lines]
+        # a damaged value is shown as one that is missing
+        rows = [dict.fromkeys(row) | sound for row in written if (sound := run_logs.sound_row(row))]
         if dropped:
             del self._rows[-dropped:]
             last = self._rows[-1]["step"] if self._rows else 0
