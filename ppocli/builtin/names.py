@@ -1,5 +1,6 @@
 """Files that come with ppocli: models and prompts (``builtin:NAME``), config groups, recipes."""
 
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,21 @@ _BUILTINS = {
     "data": ("pipeline-sft", "pipeline-sft-eval", "pipeline-pairs", "pipeline-pairs-eval",
              "arithmetic", "arithmetic-eval")}
 """section of the configuration -> names; the README beside this file describes them"""
+BUILTIN_REWARDS: Mapping[str, str] = {name: f"ppocli.rewards.{place}" for name, place in {
+    "classifier": "classifier:TextClassifier", "reward_model": "reward_model:RewardModel",
+    "step_reward_model": "reward_model:StepRewardModel", "http": "remote:HttpReward",
+    "length": "rules:Length", "keyword": "rules:Keyword", "word_list": "rules:WordList",
+    "step_word_list": "rules:StepWordList", "answer": "rules:Answer",
+    "randomwalks": "randomwalks:optimality"}.items()}
+"""values of ``reward.fn`` and the import paths they stand for"""
+BUILTIN_STEPS = {"words": "ppocli.rewards.rules:words"}
+"""values of ``reward.step_fn``"""
+BUILTIN_ENVIRONMENTS: Mapping[str, str] = {
+    "guess_number": "ppocli.environments.shipped:GuessNumber",
+    "calculator": "ppocli.environments.shipped:Calculator"}
+"""values of ``env.fn``"""
+TOOLS = "tools"
+"""value of ``env.fn`` for the user's functions as tools (``env.tools``)"""
 
 
 def list_builtins(*sections: str) -> list[str]:

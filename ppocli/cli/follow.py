@@ -175,24 +175,24 @@ class Tail:
 
     def poll(self) -> tuple[int, list[bytes]]:
         """The number of returned lines that are gone, and the new lines; only whole lines count."""
-        kept = self._lines
-        last = b"".join(kept[-1:])
+        unchanged = self._lines
+        last = b"".join(unchanged[-1:])
         try:
             with bounded.open_plain(self._path, bounded.MOST_ROWS) as file:
-                file.seek(sum(map(len, kept[:-1])))
+                file.seek(sum(map(len, unchanged[:-1])))
                 # whether the last line is still in its place
                 if file.read(len(last)) != last:
-                    kept = []
+                    unchanged = []
                     file.seek(0)
                 lines = _whole_lines(file.read())
         except OSError:  # not made yet, or being replaced
             return 0, []
-        if not kept:
+        if not unchanged:
             pairs = zip(self._lines, lines, strict=False)
-            kept = [was for was, now in takewhile(lambda pair: pair[0] == pair[1], pairs)]
-            lines = lines[len(kept):]
-        gone = len(self._lines) - len(kept)
-        self._lines = [*kept, *lines]
+            unchanged = [was for was, now in takewhile(lambda pair: pair[0] == pair[1], pairs)]
+            lines = lines[len(unchanged):]
+        gone = len(self._lines) - len(unchanged)
+        self._lines = [*unchanged, *lines]
         return gone, lines
 
 

@@ -14,7 +14,13 @@ from typing import Annotated, Any, TypeVar
 import typer
 from typer.core import TyperCommand
 
-from ppocli.builtin.names import BUILTIN_PREFIX, config_groups, list_builtins, recipe_files
+from ppocli.builtin.names import (
+    BUILTIN_PREFIX,
+    BUILTIN_REWARDS,
+    config_groups,
+    list_builtins,
+    recipe_files,
+)
 from ppocli.cli.output import begin_command, choice_of, code_of, leave
 from ppocli.errors import AmbiguousError
 
@@ -177,8 +183,6 @@ def _values(key: str, value: str) -> list[str]:
         section = name.removeprefix("ppo.ptx.").partition(".")[0]
         options = [BUILTIN_PREFIX + builtin for builtin in list_builtins(section)]
     elif name == "reward.fn":
-        from ppocli.rewards.resolve import BUILTIN_REWARDS
-
         options = list(BUILTIN_REWARDS)
     elif schema_key is not None:
         options = list(schema_key.metadata["choices"] or (

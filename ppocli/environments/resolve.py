@@ -1,13 +1,14 @@
 """From ``env.fn`` to an environment: imported, with its signatures checked."""
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import Parameter
 from typing import Any
 
+from ppocli.builtin.names import BUILTIN_ENVIRONMENTS, TOOLS
 from ppocli.config.schema import EnvConfig
 from ppocli.environments import adapters
 from ppocli.errors import RewardError
@@ -15,11 +16,6 @@ from ppocli.text import first_line, suggestion
 from ppocli.user_classes import refuse_abstract
 from ppocli.user_code import CodeSetting, Kind, Located, locate
 
-BUILTIN_ENVIRONMENTS: Mapping[str, str] = {
-    "guess_number": "ppocli.environments.shipped:GuessNumber",
-    "calculator": "ppocli.environments.shipped:Calculator"}
-TOOLS = "tools"
-"""value of ``env.fn`` for the user's functions as tools (``env.tools``)"""
 ENVIRONMENT = Kind("class", RewardError, BUILTIN_ENVIRONMENTS)
 TOOL = Kind("function", RewardError)
 _NAMED = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ppocli.builtin.names import BUILTIN_REWARDS
 from ppocli.config import algorithm, sampling, schema, tasks
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.errors import PpocliError
@@ -38,7 +39,7 @@ from ppocli.models.loading.language_model import DTYPES, frozen_dtype
 from ppocli.models.loading.model_config import reference_kind
 from ppocli.models.trunk import RELATIVE_POSITIONS, num_virtual_tokens, state_width
 from ppocli.parallel.onednn import TORCH, choose_gemm, probe
-from ppocli.rewards.resolve import BUILTIN_REWARDS, MODEL_REWARDS
+from ppocli.rewards.resolve import MODEL_REWARDS
 
 QUANTIZED = {"8bit": 1, "4bit": 0.52}
 """bytes of a number: LLM.int8() (arXiv 2208.07339); QLoRA's double quantization (arXiv 2305.14314),

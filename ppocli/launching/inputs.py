@@ -6,10 +6,11 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ppocli.builtin.names import TOOLS
 from ppocli.config import algorithm, extras, hub, keys, resolved, sampling, schema, tasks
 from ppocli.config.row_paths import row_paths
 from ppocli.data import render, sources
-from ppocli.environments.resolve import ENVIRONMENT, TOOL, TOOLS
+from ppocli.environments.resolve import ENVIRONMENT, TOOL
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.loading.chat_template import read_template
 from ppocli.rewards.resolve import MODEL_REWARDS, REWARD, STEPS

@@ -10,7 +10,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
@@ -33,7 +33,7 @@ from ppocli.parallel.stop import StopFlag, catch_signals, leave_at_once, stop_wh
 from ppocli.rewards import guard
 from ppocli.runs.record import accept_settings, begin_record, first_start, settle, whole
 from ppocli.storage import atomic, environment, model_files, retention, run_folder
-from ppocli.tracking.trackers import check_trackers
+from ppocli.tracking.trackers import check_trackers, open_trackers
 from ppocli.training import loop
 from ppocli.training.state import Generators, Moment, PhaseClock, seed_generators, torch_versions
 from ppocli.training.task import PythonObjects, TaskSetup
@@ -187,17 +187,19 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
                                      deepspeed.deepspeed_config(cfg, ranks.world))
     identity = {path: path.read_bytes() for path in (folder.config, folder.path / kept.RUN_FILE)}
     digest = hashlib.sha256(identity[folder.config]).hexdigest()
-    recording: Any = loop.open_recorder(folder, cfg.tracking) if ranks.first else nullcontext()
-    with recording as recorder:
+    with ExitStack() as ending:
+        recorder: Any = None
+        if ranks.first:
+            trackers = ending.enter_context(open_trackers(cfg.tracking, folder))
+            recorder = ending.enter_context(loop.open_recorder(folder, trackers))
         state = replace(state, generators=Generators.now(backend.device))
         run = loop.Run(task, folder, folder.path.stat(), run_id, digest, torch_versions(), stop,
                        recorder, display, state, saved_at=monotonic(),
                        clock=PhaseClock(backend.device, began, display.board.marked),
                        identity=identity)
-        with ExitStack() as ending:
-            for close in (task.trained.close, task.close):  # the last is first
-                ending.callback(close)
-            yield run
+        for close in (task.trained.close, task.close):  # the last is first
+            ending.callback(close)
+        yield run
 
 
 def _run_id(folder: run_folder.RunFolder) -> str:

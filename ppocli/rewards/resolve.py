@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from inspect import Parameter
 from typing import Any, Self
 
+from ppocli.builtin.names import BUILTIN_REWARDS, BUILTIN_STEPS
 from ppocli.config.resolved import PYTHON_OBJECT
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, records, styles
@@ -270,15 +271,6 @@ def _check_kwargs(located: Located, parameters: Sequence[Parameter], kwargs: Map
         raise RewardError(f"{located.label} can't be built without {required[0]!r}.",
                           where=f"{located.key}={located.spec}", fix=f"{key}.{required[0]}=...")
 
-
-BUILTIN_REWARDS: Mapping[str, str] = {name: f"ppocli.rewards.{place}" for name, place in {
-    "classifier": "classifier:TextClassifier", "reward_model": "reward_model:RewardModel",
-    "step_reward_model": "reward_model:StepRewardModel", "http": "remote:HttpReward",
-    "length": "rules:Length", "keyword": "rules:Keyword", "word_list": "rules:WordList",
-    "step_word_list": "rules:StepWordList", "answer": "rules:Answer",
-    "randomwalks": "randomwalks:optimality"}.items()}
-BUILTIN_STEPS = {"words": "ppocli.rewards.rules:words"}
-"""of ``reward.step_fn``"""
 
 MODEL_REWARDS = ("classifier", "reward_model", "step_reward_model")
 """built-ins whose argument ``model`` names a model"""

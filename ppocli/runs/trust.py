@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
 
+from ppocli.builtin.names import BUILTIN_ENVIRONMENTS, BUILTIN_REWARDS, BUILTIN_STEPS, TOOLS
 from ppocli.config import keys, resolved, sampling, schema, tasks
-from ppocli.environments.resolve import BUILTIN_ENVIRONMENTS, TOOLS
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.own_code import TRUST
-from ppocli.rewards.resolve import BUILTIN_REWARDS, BUILTIN_STEPS
 from ppocli.storage import signature
 from ppocli.text import printable, short_path
 

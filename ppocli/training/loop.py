@@ -13,19 +13,20 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ppocli.config.schema import TrackingConfig
-from ppocli.display.console import Display
 from ppocli.errors import ConfigError, DiskError, DivergedError
 from ppocli.parallel import backend, launchers
 from ppocli.parallel.stop import StopFlag
 from ppocli.storage import atomic, checkpoints, retention, run_folder, run_logs
-from ppocli.tracking.trackers import Tracker, open_trackers
 from ppocli.training import checkpoint_writing
 from ppocli.training.optimize import optimize
 from ppocli.training.state import Best, Generators, Pace, PhaseClock, TrainState
 from ppocli.training.task import Evaluation, Plan, StepContext, Task
+
+if TYPE_CHECKING:
+    from ppocli.display.console import Display
+    from ppocli.tracking.trackers import Tracker
 
 log = logging.getLogger("ppocli")
 EVAL_ROW, SWEEP_ROW = "eval", "eval_sweep"
@@ -38,7 +39,7 @@ class Recorder:
 
     metrics: run_logs.JsonlWriter
     samples: run_logs.JsonlWriter
-    trackers: Sequence[Tracker]
+    trackers: "Sequence[Tracker]"
 
     def row(self, row: dict[str, Any], written: Mapping[str, Any] | None = None) -> None:
         """Append one step's figures to metrics.jsonl and hand them to the trackers; only what is
@@ -61,11 +62,11 @@ class Recorder:
 
 
 @contextmanager
-def open_recorder(folder: run_folder.RunFolder, tracking: TrackingConfig) -> Iterator[Recorder]:
-    """The recorder of a run; closes its files."""
+def open_recorder(folder: run_folder.RunFolder, trackers: "Sequence[Tracker]"
+                  ) -> Iterator[Recorder]:
+    """The recorder of a run; closes its files, but not the trackers."""
     with (run_logs.JsonlWriter(folder.metrics) as metrics,
-          run_logs.JsonlWriter(folder.samples) as samples,
-          open_trackers(tracking, folder) as trackers):
+          run_logs.JsonlWriter(folder.samples) as samples):
         yield Recorder(metrics, samples, trackers)
 
 
@@ -83,7 +84,7 @@ class Run:
     stop: StopFlag
     recorder: Recorder
     """of rank 0, which alone writes; None on the others"""
-    display: Display
+    display: "Display"
     state: TrainState
     saved_at: float
     """monotonic time of the last checkpoint"""

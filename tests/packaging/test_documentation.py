@@ -397,7 +397,8 @@ def test_warnings_are_quoted_as_they_are_said():
 def test_builtin_rewards_are_listed_with_their_arguments():
     import inspect
 
-    from ppocli.rewards.resolve import BUILTIN_REWARDS, locate_reward
+    from ppocli.builtin.names import BUILTIN_REWARDS
+    from ppocli.rewards.resolve import locate_reward
 
     text = text_of("docs/rewards.md")
     for name in BUILTIN_REWARDS:

@@ -16,6 +16,7 @@ from helpers import jsonl, refused, running, save_talker
 from runs import signed_again
 from runs import words as run_words
 
+from ppocli.builtin.names import BUILTIN_REWARDS
 from ppocli.config import resolved
 from ppocli.config.compose import check, compose
 from ppocli.config.schema import ModelConfig, PromptsConfig, RewardConfig
@@ -26,7 +27,7 @@ from ppocli.errors import RewardError
 from ppocli.launching.opened_folder import open_folder
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.rewards.records import RewardRequest
-from ppocli.rewards.resolve import BUILTIN_REWARDS, locate_reward
+from ppocli.rewards.resolve import locate_reward
 from ppocli.rewards.scoring import build_reward, with_styles
 from ppocli.rewards.serving import RewardServer
 
