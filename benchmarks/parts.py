@@ -21,7 +21,7 @@ from tables import table
 from workloads import WORKLOADS, job_of
 
 import ppocli
-from ppocli.parallel.host_memory import settle_freed_memory
+from ppocli.distributed.host_memory import settle_freed_memory
 from ppocli.training import loop
 
 PARTS = {

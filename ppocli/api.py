@@ -15,22 +15,22 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import kept, resolved, words
-from ppocli.config.words import list_of_texts
+from ppocli.config import command_words, config_yaml, resume_policy
+from ppocli.config.command_words import list_of_texts
+from ppocli.config.import_guard import join_working_directory
+from ppocli.config.text import Say
 from ppocli.data.sources import as_list
+from ppocli.distributed.stop import StopFlag, catch_signals
 from ppocli.errors import ConfigError, InputError, PpocliError
-from ppocli.evaluation.request import SAMPLES, EvalRequest
-from ppocli.launching import launch, opened_folder, target_config
-from ppocli.own_code import join_working_directory
-from ppocli.parallel.stop import StopFlag, catch_signals
+from ppocli.evaluate.eval_request import SAMPLES, EvalRequest
+from ppocli.launch import launch, open_run_folder, target_config
 from ppocli.runs import trust as trust_of
+from ppocli.runs.atomic import read_json
+from ppocli.runs.model_files import quiet_transformers, trained_with_template
 from ppocli.runs.target import find_target
-from ppocli.storage.atomic import read_json
-from ppocli.storage.model_files import quiet_transformers, trained_with_template
-from ppocli.text import Say
 
 if TYPE_CHECKING:
-    from ppocli.evaluation.work import Watch
+    from ppocli.evaluate.evaluation import Watch
     from ppocli.training.task import PythonObjects
 
 log = logging.getLogger("ppocli")
@@ -50,10 +50,10 @@ class TrainedRun:
 
     @cached_property
     def _player(self) -> Any:
-        from ppocli.evaluation.player import load_player
+        from ppocli.evaluate.player import load_player
         from ppocli.models.loading.model_config import policy_config
 
-        cfg = resolved.read_config(self.run_dir / "config.yaml")
+        cfg = config_yaml.read_config(self.run_dir / "config.yaml")
         trust_of.check_run(self.run_dir, cfg, ("model.",), trusts=self.trusts)
         return load_player(policy_config(cfg.model, str(self.model_dir)), str(self.run_dir))
 
@@ -71,9 +71,9 @@ class TrainedRun:
         Raises:
             ConfigError: an unknown override, or prompts that are no list of texts.
         """
-        from ppocli.evaluation.player import changed_sampling
+        from ppocli.evaluate.player import changed_sampling
 
-        cfg = resolved.read_config(self.run_dir / "config.yaml")
+        cfg = config_yaml.read_config(self.run_dir / "config.yaml")
         generation = changed_sampling(cfg, sampling)
         texts = list_of_texts(prompts, "prompts")
         if not texts:
@@ -207,22 +207,22 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
     rows = ("prompts", "eval_prompts", "data", "val_data")
     objects = {name: as_list(value, name, name) if name in rows else value
                for name, value in objects.items() if value is not None}
-    handed_in = frozenset(kept.OBJECT_KEYS[name] for name in objects)
-    given_words = [*words.given_words(overrides), *words.given_words(config or {})]
+    handed_in = frozenset(resume_policy.OBJECT_KEYS[name] for name in objects)
+    given_words = [*command_words.given_words(overrides), *command_words.given_words(config or {})]
     if model_path is not None:
-        given_words += words.given_words({"model": {"path": str(model_path)}})
-    read = words.read_words(given_words)
+        given_words += command_words.given_words({"model": {"path": str(model_path)}})
+    read = command_words.read_words(given_words)
     if read.value("resume") in (None, "never", "auto"):  # else the run knows its task
-        read = words.read_words([*task, *given_words])
+        read = command_words.read_words([*task, *given_words])
     composed = compose.compose(read)
     replaced = composed.config.reward.fn if "reward_fn" in objects else None
     arguments = [word for word in read.overrides if word.lstrip("+").startswith("reward.kwargs")
                  and word.partition("=")[2] not in ("{}", "null")]
-    if arguments and replaced not in (None, resolved.PYTHON_OBJECT):
+    if arguments and replaced not in (None, config_yaml.PYTHON_OBJECT):
         raise ConfigError(f"{arguments[0]} would go to {replaced}, which reward_fn replaces.",
                           where="reward.kwargs", fix="put reward=null before it")
     if stop_sequences is not None:
-        composed = replace(composed, config=resolved.with_values(composed.config, {
+        composed = replace(composed, config=config_yaml.with_values(composed.config, {
             "generation.stop_sequences": list_of_texts(stop_sequences, "stop_sequences")}))
     caller = launch.Caller(objects=PythonObjects(**objects) if objects else None)
     outcome = launch.launch(compose.check(composed, handed_in), caller)
@@ -321,17 +321,17 @@ def carry_out(request: EvalRequest, working: AbstractContextManager[StopFlag], s
             target, request.overrides(target), needs_reward=True,
             needs_prompts=not request.own_prompts, trusts=request.trust, say=say)
     if request.own_reward:  # reward.kwargs are this function's
-        cfg = resolved.with_values(cfg, {"reward.fn": None})
-    cfg = resolved.with_absolute_paths(cfg)
+        cfg = config_yaml.with_values(cfg, {"reward.fn": None})
+    cfg = config_yaml.with_absolute_paths(cfg)
     with working as stop:
-        from ppocli.evaluation.work import evaluate_rows, run_evaluation
+        from ppocli.evaluate.evaluation import evaluate_rows, run_evaluation
         from ppocli.training.task import PythonObjects
 
         if on_rows:
             return evaluate_rows(request, target, cfg, stop=stop)
         objects = objects or PythonObjects()
         with watching or nullcontext(lambda role, count, total: None) as watch:
-            return run_evaluation(request, target, opened_folder.noting_objects(cfg, objects),
+            return run_evaluation(request, target, open_run_folder.noting_objects(cfg, objects),
                                   objects, stop=stop, watch=watch)
 
 
@@ -354,7 +354,7 @@ def load_run(run_dir: str | Path, *, trust: bool = False) -> TrainedRun:
         raise InputError(f"{folder} holds no summary.json of a run.", where=str(folder),
                          fix="name the folder of a finished run")
     if summary.get("status") != "finished":
-        config = resolved.read_config(folder / resolved.CONFIG_FILE)
+        config = config_yaml.read_config(folder / config_yaml.CONFIG_FILE)
         raise InputError(f"The run in {folder} is {summary.get('status')}, not finished.",
-                         where=str(folder), fix=kept.how_to_resume(config, folder))
+                         where=str(folder), fix=resume_policy.how_to_resume(config, folder))
     return TrainedRun(folder, folder / "model", summary, trust)

@@ -11,14 +11,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
+from ppocli.distributed.torch_modes import own_modes
 from ppocli.errors import ConfigError, DivergedError, RewardError
-from ppocli.generation import Batch, called
-from ppocli.parallel.torch_modes import own_modes
+from ppocli.evaluate.generation_batch import Batch, called
 
 if TYPE_CHECKING:
     from ppocli.api import TrainedRun
-    from ppocli.tasks.ppo.rollout import Chunk
-    from ppocli.tasks.ppo.session import Session
+    from ppocli.ppo.rollout import Chunk
+    from ppocli.ppo.session import Session
     from ppocli.training.task import StepContext
 
 
@@ -47,8 +47,8 @@ class PPOTrainer:
                  ref_model: Any = None, tokenizer: Any = None, *, optimizer: Any = None,
                  lr_scheduler: Any = None, prompts: Sequence[Any] | None = None) -> None:
         from ppocli.data.sources import as_list
-        from ppocli.launching.launch import LoopScores, opened
-        from ppocli.tasks.ppo.task import PPOTask
+        from ppocli.launch.launch import LoopScores, opened
+        from ppocli.ppo.ppo_task import PPOTask
         from ppocli.training.task import PythonObjects
 
         _refuse_optimizers(optimizer=optimizer, lr_scheduler=lr_scheduler)
@@ -148,25 +148,25 @@ class PPOTrainer:
             ConfigError: unusable prompts or arguments.
             DivergedError: the policy's probabilities are no longer finite.
         """
+        from ppocli.ppo import caller_samples
+        from ppocli.ppo.rollout import generate_chunks
         from ppocli.sampling.samples import Samples
-        from ppocli.tasks.ppo import own_samples
-        from ppocli.tasks.ppo.rollout import generate_chunks
 
         self._check_open()
         session, ranks = self._session, self._session.backend.ranks
         self._run.clock.mark("between")
         if length_sampler is not None:
             sampling["max_new_tokens"] = int(length_sampler())
-        call = ranks.all_do(lambda: own_samples.for_call(
+        call = ranks.all_do(lambda: caller_samples.for_call(
             session, *called(session.cfg, sampling), batch_size), "generate")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
             batch, num_local = session.share_of_prompts(self._drawn, count)
         else:
-            batch = ranks.all_do(lambda: own_samples.prompts_of(call, own_samples.rows_of(
+            batch = ranks.all_do(lambda: caller_samples.prompts_of(call, caller_samples.rows_of(
                 session, prompts, attention_mask, where="prompts")), "generate")
             num_local = len(batch)
-            batch, count = own_samples.pad_to_equal_share(session, batch, self._drawn)
+            batch, count = caller_samples.pad_to_equal_share(session, batch, self._drawn)
         with call.acting() as acting:
             chunks = list(generate_chunks(acting, self._context, batch, num_local))
         self._drawn += count
@@ -180,12 +180,12 @@ class PPOTrainer:
         if (return_prompt is not None or generate_ref_response
                 or getattr(prompts, "ndim", None) is not None):
             def tensors(ids: list[list[int]]) -> Any:
-                return own_samples.as_tensors(session, prompts, prompt_ids, ids,
+                return caller_samples.as_tensors(session, prompts, prompt_ids, ids,
                                               with_prompt=return_prompt is not False)
 
             if not generate_ref_response:
                 return tensors(out.action_ids)
-            other = own_samples.reference_responses(call, self._context, batch)
+            other = caller_samples.reference_responses(call, self._context, batch)
             return tensors(out.action_ids), tensors(other[:num_local])
         return Batch(mine.texts, [text for one in chunks for text in one.responses], prompt_ids,
                      out.action_ids, plain(out.logprobs, out.mask), plain(out.values, out.mask),
@@ -219,7 +219,7 @@ class PPOTrainer:
             RewardError: scores of another number or kind, or not finite.
             DivergedError: the policy stopped being finite.
         """
-        from ppocli.tasks.ppo import own_samples
+        from ppocli.ppo import caller_samples
         from ppocli.training.loop import learn, settle
 
         self._check_open()
@@ -238,16 +238,16 @@ class PPOTrainer:
             scores = responses if scores is None else scores
             chunks, forward = queries.chunks, queries.temperature != session.sampling.temperature
         else:
-            chunks = own_samples.chunks_of(session, self._context, queries, responses,
+            chunks = caller_samples.chunks_of(session, self._context, queries, responses,
                                            state.episodes)
         if response_masks is not None:
             chunks, scores = ranks.all_do(
-                lambda: own_samples.masked(chunks, response_masks, scores), "step")
+                lambda: caller_samples.masked(chunks, response_masks, scores), "step")
         self._check_size(chunks)
         self._run.clock.mark("between")
         self._scores.scores = _plain_scores(scores)
         try:
-            rollout = own_samples.scored(session, self._context, chunks, state.episodes,
+            rollout = caller_samples.scored(session, self._context, chunks, state.episodes,
                                          forward=forward, gaps=response_masks is not None)
         except RewardError as error:
             error.where = "PPOTrainer.step(scores)"
@@ -324,7 +324,7 @@ class PPOTrainer:
             DiskError: the disk is full or refuses.
         """
         from ppocli.api import free_folder
-        from ppocli.storage.atomic import publish_folder
+        from ppocli.runs.atomic import publish_folder
 
         self._check_open()
         # a loop may call this on the first process alone: the others do nothing here
@@ -339,7 +339,7 @@ class PPOTrainer:
             DiskError: the disk is full or refuses.
         """
         from ppocli.api import load_run
-        from ppocli.launching.ending import publish
+        from ppocli.launch.exit_handling import publish
 
         self.save_checkpoint()
         result = publish(self._run)
@@ -353,7 +353,7 @@ class PPOTrainer:
         self._closing()
 
     def _summarise(self, status: str, error: str | None = None) -> None:
-        from ppocli.launching.ending import write_summary_of
+        from ppocli.launch.exit_handling import write_summary_of
 
         if self._closing.alive and not self._ended:
             write_summary_of(self._run, status, error)

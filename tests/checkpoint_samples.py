@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from ppocli.storage.checkpoints import save_checkpoint
+from ppocli.runs.checkpoints import save_checkpoint
 
 RUN = "run-1"
 HERE = Path(__file__).resolve().parent

@@ -35,8 +35,8 @@ def mostly_slow(*axes: Iterable[Any], quick: Callable[..., bool]) -> list:
 
 def checked(*words: str, handed_in: frozenset[str] = frozenset()):
     """The configuration that words of ``ppocli train`` make, with what was said beside it."""
+    from ppocli.config.command_words import read_words
     from ppocli.config.compose import check, compose
-    from ppocli.config.words import read_words
 
     return check(compose(read_words(words)), handed_in)
 
@@ -182,7 +182,7 @@ def write_prompts(path: Path, texts=None, **columns) -> Path:
 
 def request_of(count: int, tokens: int = 2):
     """What a reward is asked for so many responses of so many tokens."""
-    from ppocli.rewards.records import RewardRequest
+    from ppocli.rewards.reward_records import RewardRequest
 
     return RewardRequest(prompts=[f"prompt{i} " for i in range(count)],
                          responses=[f"response{i}" for i in range(count)],

@@ -5,8 +5,8 @@ import time
 from abc import ABC, abstractmethod
 
 from ppocli import Step
-from ppocli.environments.calls import Called, Calls
-from ppocli.ppo.noise import ROLLOUT
+from ppocli.environments.env_calls import Called, Calls
+from ppocli.sampling.noise import ROLLOUT
 
 
 class Words:

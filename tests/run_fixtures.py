@@ -88,7 +88,7 @@ def validate(app: Command) -> Command:
 @pytest.fixture
 def inject(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Arm faults in this process, as ``PPOCLI_FAULTS`` does in another."""
-    from ppocli.storage import faults
+    from ppocli.runs import faults
 
     def arm(text: str) -> None:
         monkeypatch.setattr(faults, "point", faults.Point(faults.parse(text)))

@@ -204,8 +204,8 @@ def free_port() -> int:
 
 def whole_copy(source: Path, target: Path) -> Path:
     """A run's folder elsewhere, as if it had been made there."""
-    from ppocli.config.resolved import read_config
-    from ppocli.storage.run_folder import write_config
+    from ppocli.config.config_yaml import read_config
+    from ppocli.runs.run_folder import write_config
 
     shutil.copytree(source, target, symlinks=True)
     config = read_config(target / "config.yaml")
@@ -216,7 +216,7 @@ def whole_copy(source: Path, target: Path) -> Path:
 
 def signed_again(run_dir: Path) -> Path:
     """A run whose configuration a test has changed, as if the run had been started with it."""
-    from ppocli.storage import atomic, signature
+    from ppocli.runs import atomic, signature
 
     told = atomic.read_json(run_dir / "run.json")
     if told is not None:
@@ -280,7 +280,7 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     from safetensors.torch import load_file
 
     from ppocli.config.algorithm import needs_critic
-    from ppocli.config.resolved import read_config
+    from ppocli.config.config_yaml import read_config
 
     a, b = last_checkpoint(one), last_checkpoint(other)
     assert a.name == b.name
@@ -327,8 +327,8 @@ def assert_tidy(run_dir: Path) -> None:
 
 def resumed(run_dir: Path) -> None:
     """Go on with a run in this process, to its end."""
-    from ppocli.launching.child_process import Start
-    from ppocli.launching.worker import run_worker
+    from ppocli.launch.child_process import Start
+    from ppocli.launch.worker import run_worker
 
     run_worker(Start(run_dir, resume=True))
 

@@ -10,24 +10,23 @@ from typing import Any
 import torch
 from helpers import mask_of, refused, save_lm, write_prompts
 
-from ppocli.columns import joined
 from ppocli.config.schema import TrainConfig
+from ppocli.data.columns import joined
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.estimate.memory import Estimate, estimate
-from ppocli.estimate.outline import models_of
+from ppocli.distributed.backend import open_ranks
+from ppocli.distributed.stop import StopFlag
 from ppocli.models.layout import Sequences
-from ppocli.parallel.backend import open_ranks
-from ppocli.parallel.stop import StopFlag
+from ppocli.models.memory import Estimate, estimate
+from ppocli.models.outline import models_of
+from ppocli.ppo.ppo_task import PPOTask
+from ppocli.ppo.records import Experience, PPOState, Rollout
+from ppocli.ppo.session import Session, build_session
+from ppocli.ppo.step import collect_rollout, plan_updates, to_experience, update_of
 from ppocli.sampling import token_graph
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
 from ppocli.sampling.samples import Generation
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.tasks import build_task
-from ppocli.tasks.ppo.records import Experience, PPOState, Rollout
-from ppocli.tasks.ppo.session import Session, build_session
-from ppocli.tasks.ppo.step import collect_rollout, plan_updates, to_experience, update_of
-from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training import optimize as phase
 from ppocli.training.checkpoint_writing import write_checkpoint
 from ppocli.training.loop import initial_state
@@ -40,6 +39,7 @@ from ppocli.training.task import (
     StepContext,
     TaskSetup,
 )
+from ppocli.training.task_registry import build_task
 
 
 def count_good(outputs, **_: Any) -> list[float]:

@@ -24,16 +24,16 @@ from safetensors.torch import load_file
 from sessions import session_of, small_config
 
 from ppocli.config.schema import ModelConfig, TrainConfig
+from ppocli.distributed.stop import StopFlag
 from ppocli.models.loading.tokenizer import load_tokenizer
-from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import ROLLOUT
+from ppocli.ppo.session import Session
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode, load_decodable
+from ppocli.sampling.noise import ROLLOUT
 from ppocli.sampling.sampler import DecodeSampler, GenerationModel
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.sampling.vllm.launch import served_name
-from ppocli.tasks.ppo.session import Session
+from ppocli.sampling.vllm.server_process import served_name
 
 Spoilt = Callable[[str, int, dict[str, Any]], tuple[int, Any] | None]
 """asked with route, number of the request to it and its body: what is answered in place of the

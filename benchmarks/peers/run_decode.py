@@ -21,12 +21,12 @@ def ours(job: dict[str, Any], prompts: list[list[int]]) -> Callable[[], int]:
     import torch
 
     from ppocli.config.schema import HardwareConfig, ModelConfig
+    from ppocli.distributed.host_memory import settle_freed_memory
+    from ppocli.distributed.onednn import choose_gemm
     from ppocli.models.fast.gemm import packed_weights, route_linears
-    from ppocli.parallel.host_memory import settle_freed_memory
-    from ppocli.parallel.onednn import choose_gemm
-    from ppocli.ppo.noise import uniform
     from ppocli.sampling.decode_state import Decoder
     from ppocli.sampling.decoding import decode, load_decodable
+    from ppocli.sampling.noise import uniform
     from ppocli.sampling.token_choice import SamplingSpec
 
     settle_freed_memory(sharded=False)

@@ -5,8 +5,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from ppocli.config.text import nearest
 from ppocli.errors import InputError
-from ppocli.text import nearest
 
 BUILTIN_PREFIX = "builtin:"
 _DATA = Path(__file__).parent / "data"

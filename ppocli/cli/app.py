@@ -13,10 +13,10 @@ from ppocli.cli.generate import chat, generate
 from ppocli.cli.options import WORDS, Command, HydraCommand, flag, option
 from ppocli.cli.sweep_show import sweep_app
 from ppocli.cli.train import resume, reward_model, sft, train, train_help
-from ppocli.display.results import put
+from ppocli.config.text import did_you_mean
+from ppocli.distributed.standard_output import put
+from ppocli.distributed.threads import wait_passively
 from ppocli.errors import ConfigError, DiskError
-from ppocli.parallel.threads import wait_passively
-from ppocli.text import did_you_mean
 from ppocli.version import __version__
 
 _COMPLETING = "_PPOCLI_COMPLETE"

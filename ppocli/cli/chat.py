@@ -12,13 +12,13 @@ from ppocli.cli import sampling_request
 from ppocli.cli.output import awaiting_lines, complain, say, show_text, working
 from ppocli.config.schema import GenerationConfig
 from ppocli.config.schema_training import MAX_SEED
-from ppocli.display.results import put
+from ppocli.config.text import clean, figure
+from ppocli.distributed.standard_output import put
+from ppocli.distributed.stop import StopRequested, catch_signals
 from ppocli.errors import ConfigError, PpocliError
-from ppocli.evaluation.player import CHANGEABLE, Player, changed_sampling, scores_of
-from ppocli.parallel.stop import StopRequested, catch_signals
+from ppocli.evaluate.player import CHANGEABLE, Player, changed_sampling, scores_of
 from ppocli.rewards.scoring import Reward
 from ppocli.sampling.token_choice import SAMPLING_KEYS
-from ppocli.text import clean, figure
 
 PROMPT = "> "
 HELP = """\

@@ -22,12 +22,12 @@ import typer
 
 from ppocli.cli.options import AsJson
 from ppocli.cli.output import complain, print_json, say
-from ppocli.config.hub import hub_reachable, offline_variable
-from ppocli.daemon import in_daemon
-from ppocli.display.results import put
+from ppocli.config.text import format_bytes
+from ppocli.distributed.standard_output import put
 from ppocli.errors import PpocliError
-from ppocli.storage import atomic
-from ppocli.text import format_bytes
+from ppocli.runs import atomic
+from ppocli.runs.daemon import in_daemon
+from ppocli.runs.hub import hub_reachable, offline_variable
 
 SECONDS = 90
 """that a check may take"""
@@ -75,7 +75,7 @@ def packages(_folder: Path) -> Check:
     """Every declared dependency is within the bounds of this ppocli."""
     from packaging.requirements import Requirement
 
-    from ppocli.storage import environment
+    from ppocli.runs import environment
 
     try:
         declared = [Requirement(text) for text in metadata.requires("ppocli") or []]
@@ -95,7 +95,7 @@ def packages(_folder: Path) -> Check:
 
 def torch(_folder: Path) -> Check:
     """torch can be imported, sees the GPUs that there are, and computes on each device."""
-    from ppocli.storage import environment
+    from ppocli.runs import environment
 
     facts, driver = ask(TORCH), environment.nvidia_driver()
     install = "install another build of torch: https://pytorch.org/get-started/locally"
@@ -111,7 +111,7 @@ def torch(_folder: Path) -> Check:
 
 def deepspeed(_folder: Path) -> Check:
     """DeepSpeed can be imported; transformers does so when it saves a model."""
-    from ppocli.storage import environment
+    from ppocli.runs import environment
 
     version, answer = environment.installed_version("deepspeed"), ask(DEEPSPEED)
     return Check("ok", str(version)) if "error" not in answer else Check(
@@ -121,7 +121,7 @@ def deepspeed(_folder: Path) -> Check:
 
 def hub(_folder: Path) -> Check:
     """The Hub answers within two seconds, or downloads are forbidden."""
-    from ppocli.storage import environment
+    from ppocli.runs import environment
 
     if (name := offline_variable()) is not None:
         return Check("ok", f"{name}={os.environ[name]}: nothing is downloaded")
@@ -134,7 +134,7 @@ def hub(_folder: Path) -> Check:
 
 def output(folder: Path) -> Check:
     """Runs can be written, and locked, where they go."""
-    from ppocli.storage import environment, run_folder
+    from ppocli.runs import environment, run_folder
 
     new = [part for part in (folder, *folder.absolute().parents) if not part.exists()]
     try:
@@ -151,7 +151,7 @@ def output(folder: Path) -> Check:
 
 def disk(folder: Path) -> Check:
     """Free space where runs and downloads go."""
-    from ppocli.storage import environment
+    from ppocli.runs import environment
 
     cache = Path(os.environ.get("HF_HUB_CACHE") or environment.hub_home() / "hub").expanduser()
     free = {name: atomic.free_bytes(path) or 0 for name, path in (
@@ -204,13 +204,13 @@ def env(as_json: AsJson = False) -> None:
       ppocli env
       ppocli env --json
     """
-    from ppocli.storage import environment
+    from ppocli.runs import environment
 
     facts = environment.describe(places=True)
     if "error" not in facts["torch"]:  # what hardware.gemm=auto and num_threads=auto come to here
         from ppocli.config.schema import HardwareConfig
-        from ppocli.parallel.onednn import choose_gemm
-        from ppocli.parallel.threads import default_threads
+        from ppocli.distributed.onednn import choose_gemm
+        from ppocli.distributed.threads import default_threads
 
         facts |= {environment.PRODUCTS: choose_gemm(HardwareConfig()),
                   environment.THREADS: default_threads()}

@@ -20,22 +20,22 @@ from ppocli.cli.output import (
     working,
 )
 from ppocli.cli.sampling_request import SamplingRequest
-from ppocli.config.resolved import mapping_words, with_values
-from ppocli.display.results import put
-from ppocli.environments.calls import Answered, Called, Calls
+from ppocli.config.config_yaml import mapping_words, with_values
+from ppocli.config.text import counted, figure, printable
+from ppocli.distributed.backend import open_backend
+from ppocli.distributed.standard_output import put
+from ppocli.distributed.stop import StopFlag
+from ppocli.environments.env_calls import Answered, Called, Calls
 from ppocli.environments.wording import text_of
-from ppocli.episode import POLICY, transcript_turns
 from ppocli.errors import ConfigError
-from ppocli.launching.target_config import target_config
-from ppocli.parallel.backend import open_backend
-from ppocli.parallel.stop import StopFlag
+from ppocli.launch.target_config import target_config
+from ppocli.ppo.policy_evaluation import evaluate_chunks, row_of_run
+from ppocli.ppo.session import EvalSession, build_eval_session
+from ppocli.runs.episode import POLICY, transcript_turns
 from ppocli.runs.target import find_target
 from ppocli.sampling.conversation import Conversation
-from ppocli.sampling.episodes import EpisodeSampler
+from ppocli.sampling.episode_sampler import EpisodeSampler
 from ppocli.sampling.samples import Generation, TokenRows
-from ppocli.tasks.ppo.evaluate import evaluate_chunks, row_of_run
-from ppocli.tasks.ppo.session import EvalSession, build_eval_session
-from ppocli.text import counted, figure, printable
 from ppocli.training.task import PythonObjects
 
 

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.options import AsJson, Overrides, flag, option
 from ppocli.cli.output import print_json, print_table
-from ppocli.display.results import put
+from ppocli.config.text import format_bytes, format_memory, three_digits
+from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError, InputError, OutOfMemoryError
-from ppocli.text import format_bytes, format_memory, three_digits
 
 if TYPE_CHECKING:
     from ppocli.config.schema import TrainConfig
-    from ppocli.estimate.memory import Estimate
-    from ppocli.parallel.host_memory import Room
+    from ppocli.distributed.host_memory import Room
+    from ppocli.models.memory import Estimate
 
 ASSUMED_TOKENS = 512
 """of the longest prompt, if nothing else is known"""
@@ -52,10 +52,10 @@ def print_estimate(
     cfg = composed(overrides or [])
     from ppocli.config import tasks
     from ppocli.config.sampling import longest_rollout
-    from ppocli.estimate.check import advice, compared
-    from ppocli.estimate.memory import estimate
-    from ppocli.estimate.outline import models_of, read_config
-    from ppocli.storage.model_files import quiet_transformers
+    from ppocli.models.memory import estimate
+    from ppocli.models.memory_check import advice, compared
+    from ppocli.models.outline import models_of, read_config
+    from ppocli.runs.model_files import quiet_transformers
 
     quiet_transformers()
     config = read_config(cfg.model, "model.path")
@@ -103,8 +103,8 @@ def print_estimate(
 def composed(words: Sequence[str]) -> TrainConfig:
     """The configuration of a run that may lack what it is trained on and for how long."""
     from ppocli.config import compose, problems
-    from ppocli.config.words import read_words
-    from ppocli.launching.target_config import JUDGED, allow_code
+    from ppocli.config.command_words import read_words
+    from ppocli.launch.target_config import JUDGED, allow_code
 
     read = read_words(words)
     if read.only_prints or read.is_sweep:
@@ -144,7 +144,7 @@ def _example_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[i
     from ppocli.data.sources import names_hub_dataset
     from ppocli.models.loading.model_config import max_positions, model_facts
     from ppocli.models.loading.tokenizer import load_tokenizer
-    from ppocli.tasks.supervised import pass_tokens, read_rows
+    from ppocli.supervised.supervised_task import pass_tokens, read_rows
 
     lm, scores = model_facts(cfg.model, config), tasks.task_name(cfg) == "reward_model"
     path, hardware = cfg.data.path, cfg.hardware
@@ -184,7 +184,7 @@ def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
 
 def _room(memory: float | None, cuda: bool) -> Room:
     """The memory to compare with: so many GiB, or what is free here."""
-    from ppocli.parallel.host_memory import ASSUMED_DEVICE, Room, room_here
+    from ppocli.distributed.host_memory import ASSUMED_DEVICE, Room, room_here
 
     if memory is not None:
         size = round(memory * 2**30)

@@ -13,9 +13,9 @@ import typer
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Run, complete_setting, flag, option, request_of
 from ppocli.cli.output import aligned, display_mode, say, shown_figure, split_words, working
-from ppocli.display.results import put
+from ppocli.config.text import clean, cut, printable, printable_json
+from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError, ThresholdError
-from ppocli.text import clean, cut, printable, printable_json
 
 PROGRESS_SECONDS = 10.0
 """between lines of progress without a terminal"""
@@ -68,7 +68,7 @@ def evaluate(
       ppocli eval runs/PPO --against runs/SFT --reward my_rewards:score
     """
     from ppocli.api import carry_out
-    from ppocli.evaluation.request import PICTURE, RESULT, SAMPLES, EvalRequest
+    from ppocli.evaluate.eval_request import PICTURE, RESULT, SAMPLES, EvalRequest
 
     if resume:
         raise ConfigError("Evaluations can't be resumed.", where="--resume",
@@ -212,7 +212,7 @@ def _verdict(frontier: dict[str, Any]) -> str:
 def _sample_lines(path: Path, count: int) -> Iterator[str]:
     """One response to each of the first prompts: the policy's, and that of the next model."""
     from ppocli.runs.record import sample_text
-    from ppocli.storage.run_logs import read_jsonl
+    from ppocli.runs.run_logs import read_jsonl
 
     shown: dict[int, list[dict[str, Any]]] = {}
     for row in read_jsonl(path) if count else ():

@@ -10,9 +10,9 @@ import typer
 
 from ppocli.cli.options import AsJson, Best, Run, Step, Trust, flag, option
 from ppocli.cli.output import say, working
-from ppocli.display.results import put
+from ppocli.config.text import short_path
+from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError
-from ppocli.text import short_path
 
 
 def export_command(
@@ -46,9 +46,9 @@ def export_command(
       ppocli export runs/NAME --to-hub USER/NAME --dry-run
       ppocli export ./my-model --to-hub USER/NAME --public
     """
-    from ppocli.export import model_folder, upload
+    from ppocli.publish import model_folder, upload
+    from ppocli.runs.run_folder import lock_beside
     from ppocli.runs.target import find_target
-    from ppocli.storage.run_folder import lock_beside
 
     if public and to_hub is None:
         raise ConfigError("--public is the visibility of a repository, and none is named.",

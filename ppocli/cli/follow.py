@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ppocli.cli.output import complain, print_json, say, show_text
-from ppocli.config import bounded, kept, resolved, schema, tasks
-from ppocli.display import console, dashboard
-from ppocli.display.results import result_stream
-from ppocli.episode import transcript_turns
+from ppocli.config import config_yaml, resume_policy, schema, size_limited, tasks
+from ppocli.config.text import counted, did_you_mean, figure, pasted
+from ppocli.distributed.host_memory import resident_mib
+from ppocli.distributed.standard_output import result_stream
 from ppocli.errors import CheckpointError, ConfigError, InputError, PpocliError
-from ppocli.parallel.host_memory import resident_mib
+from ppocli.publish import console, dashboard
+from ppocli.runs import environment, run_logs
+from ppocli.runs.episode import transcript_turns
 from ppocli.runs.record import is_run, read_run, sample_text, whole
+from ppocli.runs.run_folder import LOCK, RunFolder, live_owner, other_host
 from ppocli.runs.target import RUNS, known_names, list_runs, run_named, written
-from ppocli.storage import environment, run_logs
-from ppocli.storage.run_folder import LOCK, RunFolder, live_owner, other_host
-from ppocli.text import counted, did_you_mean, figure, pasted
 
 LAST = 5
 """steps of the past that are shown first"""
@@ -57,7 +57,7 @@ class Follower:
         alive = live_owner(path) is not None or other_host(path) is not None or may_begin(path)
         if self._has_changed(self._run.config):
             with suppress(PpocliError):
-                self._config = resolved.read_config(self._run.config)
+                self._config = config_yaml.read_config(self._run.config)
         dropped, lines = self._metrics.poll()
         written = [run_logs.read_row(line) or {} for line in lines]
         # a damaged value is shown as one that is missing
@@ -82,7 +82,7 @@ class Follower:
             removed = "" if self._run.path.is_dir() else " and was removed"
             return f"{path} ended before its first step{removed}"
         record = read_run(self._run.path)
-        resume = f"resume with: {kept.how_to_resume(record.config, path)}"
+        resume = f"resume with: {resume_policy.how_to_resume(record.config, path)}"
         summary = record.summary or {}
         at = f"at step {record.step} of {record.total_steps}"
         saved = record.folder.checkpoints.is_dir()
@@ -178,7 +178,7 @@ class Tail:
         unchanged = self._lines
         last = b"".join(unchanged[-1:])
         try:
-            with bounded.open_plain(self._path, bounded.MOST_ROWS) as file:
+            with size_limited.open_plain(self._path, size_limited.MOST_ROWS) as file:
                 file.seek(sum(map(len, unchanged[:-1])))
                 # whether the last line is still in its place
                 if file.read(len(last)) != last:
@@ -209,7 +209,7 @@ def _sample_row(line: bytes) -> dict[str, Any] | None:
 def recent_samples(path: Path) -> list[dict[str, Any]]:
     """The first samples of the newest step and kind at the end of samples.jsonl."""
     try:
-        with bounded.open_plain(path, bounded.MOST_ROWS) as file:
+        with size_limited.open_plain(path, size_limited.MOST_ROWS) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
             lines = _whole_lines(file.read())  # a partial line before them is no row
     except OSError:  # gone by now
@@ -256,7 +256,7 @@ def _has_begun(folder: Path) -> bool:
 
 def may_begin(folder: Path) -> bool:
     """Whether a process may be loading for this run without having taken the folder's lock yet."""
-    for sign in (folder / resolved.NEXT_CONFIG_FILE,
+    for sign in (folder / config_yaml.NEXT_CONFIG_FILE,
                  *([] if is_run(folder) else [RunFolder(folder).config])):
         with suppress(OSError):
             if time.time() - sign.stat().st_mtime < START_SECONDS:

@@ -17,9 +17,9 @@ from ppocli.builtin.names import BUILTIN_PREFIX
 from ppocli.cli import options as opt
 from ppocli.cli.options import AsJson, Overrides, Run, option
 from ppocli.cli.output import complain, prompt_heading, say, show_text, typed_text, working
-from ppocli.display.results import put, result_stream
+from ppocli.config.text import clean, figure, printable
+from ppocli.distributed.standard_output import put, result_stream
 from ppocli.errors import ConfigError, InputError, PpocliError
-from ppocli.text import clean, figure, printable
 
 if TYPE_CHECKING:
     from ppocli.sampling.prompting import Answer
@@ -84,7 +84,7 @@ def generate(
     cells, columns = read_prompts(prompts_file, column, lines, chat=chat)
     with working() as stopping, loaded(request, chosen, list(columns)) as (
             players, generation, judge):
-        from ppocli.evaluation.player import scores_of
+        from ppocli.evaluate.player import scores_of
 
         messages = with_system(cells, system)
         texts = [player.render(messages, chat=chat, tools=columns.get(
@@ -189,7 +189,7 @@ def episode_words(prompts: Sequence[str], file: str | None, column: str, chat: b
                   batch: int) -> list[str]:
     """The options of ``generate --env`` on prompts, as words; without any, the run's evaluation
     prompts are played."""
-    from ppocli.config.resolved import mapping_words
+    from ppocli.config.config_yaml import mapping_words
 
     items = typed_prompts(prompts, file) if prompts or file else None
     return mapping_words({"ppo": {"chunk_size": batch}, "prompts": {
@@ -211,7 +211,7 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
     """
     from ppocli.config.row_paths import joined_paths, row_paths
     from ppocli.config.schema import PromptsConfig
-    from ppocli.data import render, sources
+    from ppocli.data import chat_text, sources
 
     notes: list[str] = []
     path = None if lines is not None else file
@@ -222,9 +222,9 @@ def read_prompts(file: str | None, column: str, lines: list[str] | None, *, chat
     cfg = PromptsConfig(column=column, chat=chat, items=lines, path=path)
     try:
         spec = sources.training_spec(cfg, None)
-        rows = render.take_rows(sources.open_rows(spec, notes), spec, notes)
-        columns = render.metadata(rows, spec)
-        cells = [render.with_system_turn(row.values[column], row, spec, notes) for row in rows]
+        rows = chat_text.take_rows(sources.open_rows(spec, notes), spec, notes)
+        columns = chat_text.metadata(rows, spec)
+        cells = [chat_text.with_system_turn(row.values[column], row, spec, notes) for row in rows]
     except PpocliError as error:
         if error.fix and ("prompts.name=" in error.fix or "prompts.split=" in error.fix):
             error.fix = f"name the files: --prompts '{file}/*.jsonl', or whatever they are called"

@@ -80,7 +80,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # Slurm's warning reaches all processes
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
-    from ppocli.parallel.stop import stop_when_closed
+    from ppocli.distributed.stop import stop_when_closed
 
     stop_when_closed(lifeline)
     sys.argv = ["ppocli", "train", *sys.argv[3:]]

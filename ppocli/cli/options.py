@@ -124,8 +124,8 @@ def complete_word(words: Sequence[str], incomplete: str) -> list[str]:
         words: those before it; bash may have broken them at ``=`` and ``:``.
         incomplete: its beginning; where bash has broken it, only what follows the break.
     """
+    from ppocli.config.command_words import CHOICES, SHORT
     from ppocli.config.keys import schema_keys
-    from ppocli.config.words import CHOICES, SHORT
 
     whole, kept = _joined(words, incomplete)
     previous = whole[-1] if whole else ""

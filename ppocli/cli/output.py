@@ -16,15 +16,23 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ppocli.display.results import put, reserve_stdout, result_stream
+from ppocli.config.text import (
+    clean,
+    cut,
+    how_unescaped,
+    printable,
+    printable_json,
+    unescaped,
+    user_line,
+)
+from ppocli.distributed.launchers import Launched, find_launch
+from ppocli.distributed.standard_output import put, reserve_stdout, result_stream
+from ppocli.distributed.stop import StopFlag, StopRequested, catch_signals, signal_handlers
 from ppocli.errors import AmbiguousError, ConfigError, DiskError, PpocliError, StoppedError
-from ppocli.parallel.launchers import Launched, find_launch
-from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals, signal_handlers
-from ppocli.text import clean, cut, how_unescaped, printable, printable_json, unescaped, user_line
 
 if TYPE_CHECKING:
     from ppocli.config.schema import RewardConfig
-    from ppocli.display.console import DisplayMode
+    from ppocli.publish.console import DisplayMode
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 LEAST_WIDTH = 12
@@ -83,7 +91,8 @@ def complain(text: str) -> None:
 
 
 def typed_text(option: str, text: str) -> str:
-    """The text of an option, unescaped by :func:`ppocli.text.unescaped`; prints a note if that
+    """The text of an option, unescaped by :func:`ppocli.config.text.unescaped`; prints a note if
+    that
     changes it."""
     if (note := how_unescaped(option, text)) is not None:
         say(note)
@@ -100,7 +109,7 @@ def print_json(value: Any, indent: int | None = 2) -> None:
     null."""
     import json
 
-    from ppocli.storage.run_folder import finite_or_null
+    from ppocli.runs.run_folder import finite_or_null
 
     value = finite_or_null(value)
     text = json.dumps(value, indent=indent, ensure_ascii=False)
@@ -358,9 +367,9 @@ def working(fix: str | None = None) -> Iterator[StopFlag]:
             else:
                 say(record.getMessage())
 
-    from ppocli.display.console import logging_to
-    from ppocli.own_code import join_working_directory
-    from ppocli.storage.model_files import quiet_transformers
+    from ppocli.config.import_guard import join_working_directory
+    from ppocli.publish.console import logging_to
+    from ppocli.runs.model_files import quiet_transformers
 
     quiet_transformers()
     join_working_directory()

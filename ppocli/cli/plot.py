@@ -14,12 +14,12 @@ import typer
 
 from ppocli.cli import output
 from ppocli.cli.options import AsJson, complete_run, flag, option
-from ppocli.display.results import put, result_stream
+from ppocli.config.text import clean, printable, shown
+from ppocli.distributed.standard_output import put, result_stream
 from ppocli.errors import ConfigError
-from ppocli.text import clean, printable, shown
 
 if TYPE_CHECKING:
-    from ppocli.runs.pictures import Panel
+    from ppocli.publish.pictures import Panel
 
 Style = Literal["dots", "colours", "marks", "ascii"]
 """``dots``: braille, for one curve. ``colours``: braille, each curve in a colour of its own.
@@ -52,7 +52,7 @@ def plot_runs(
       ppocli plot runs/NAME --metric eval,kl,policy/grad_norm --smooth 5
       ppocli plot runs/ONE runs/OTHER --metric reward --output reward.svg
     """
-    from ppocli.report.curves import collect, metric_names
+    from ppocli.publish.curves import collect, metric_names
     from ppocli.runs.target import find_run, read_runs
 
     if smooth < 1:
@@ -73,8 +73,8 @@ def show_curves(charts: Sequence[Panel], out: Path | None, *, quiet: bool) -> No
         ConfigError: matplotlib isn't installed.
         DiskError: the file can't be written.
     """
-    from ppocli.report.render import write_file
-    from ppocli.runs.pictures import draw as draw_picture
+    from ppocli.publish.pictures import draw as draw_picture
+    from ppocli.publish.report_page import write_file
 
     if out is not None:
         write_file(out, draw_picture(charts, out.suffix.lower().removeprefix(".")))
@@ -198,7 +198,7 @@ def compare(
       ppocli compare runs/ONE runs/OTHER --metric eval,policy/grad_norm -o curves.svg
       ppocli compare runs/sweep-20260131-120000/0 runs/sweep-20260131-120000/1 --json
     """
-    from ppocli.report.curves import collect, compare_runs, metric_names
+    from ppocli.publish.curves import collect, compare_runs, metric_names
     from ppocli.runs.target import read_runs
 
     check_out(out, overwrite)

@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ppocli.cli.output import reward_labels
-from ppocli.config import compose, resolved, schema, sweep, tasks
+from ppocli.config import compose, config_yaml, hydra_sweep, schema, tasks
+from ppocli.config.command_words import Words, read_words
 from ppocli.config.keys import schema_keys
 from ppocli.config.problems import DEFAULT_SOURCE, Problem
-from ppocli.config.words import Words, read_words
-from ppocli.data import render, sources
-from ppocli.environments.resolve import resolve
+from ppocli.config.text import counted
+from ppocli.data import chat_text, sources
+from ppocli.environments.registry import resolve
 from ppocli.errors import CheckpointError, ConfigError, DiskError, PpocliError
-from ppocli.launching import inputs, opened_folder, target_config
+from ppocli.launch import input_checks, open_run_folder, target_config
 from ppocli.models.loading.chat_template import decided
+from ppocli.publish.trackers import check_trackers
 from ppocli.rewards.scoring import check_reward_config, with_styles
-from ppocli.storage import model_files, run_folder
-from ppocli.storage.checkpoints import find_latest, refuse_pruned
-from ppocli.text import counted
-from ppocli.tracking.trackers import check_trackers
+from ppocli.runs import model_files, run_folder
+from ppocli.runs.checkpoints import find_latest, refuse_pruned
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +148,10 @@ def _check_sweep(words: Words, checked: Checked) -> None:
     for setting in words.settings:
         if setting.key == "hydra/sweeper" and setting.value != "basic":
             refuse(setting.key)
-    sweep_dir, name = sweep.sweep_dir(words), words.value("run_name") or "sweep-DATE-TIME"
-    jobs: list[tuple[sweep.SweepJob, Checked]] = []
+    sweep_dir, name = hydra_sweep.sweep_dir(words), words.value("run_name") or "sweep-DATE-TIME"
+    jobs: list[tuple[hydra_sweep.SweepJob, Checked]] = []
 
-    def run_job(job: sweep.SweepJob) -> None:
+    def run_job(job: hydra_sweep.SweepJob) -> None:
         one = Checked(colour=checked.colour)
         jobs.append((job, one))
         with one.collecting():
@@ -163,7 +163,7 @@ def _check_sweep(words: Words, checked: Checked) -> None:
                                          varied=list(job.varied)))
 
     with tempfile.TemporaryDirectory() as scratch:  # Hydra makes a folder for each job
-        sweep.run_sweep_jobs(
+        hydra_sweep.run_sweep_jobs(
             words.without(*(each.key for each in words.settings
                             if each.key.startswith(("hydra/launcher", "hydra.launcher")))),
             lambda begin: (Path(scratch, "sweep"), run_job),
@@ -193,12 +193,12 @@ def _check_config(composed: compose.Composed, config: schema.TrainConfig, checke
     checked.config = config
     checked.add(*(_config_error(problem, composed.hint) for problem in problems))
     wrong = frozenset(key for problem in problems for key in problem.key.split(", "))
-    absent = inputs.missing_inputs(config)
+    absent = input_checks.missing_inputs(config)
     if not wrong & {"model.path", "model.tokenizer_path"}:
         checked.add(*absent)
     if not any(key.startswith("hardware") for key in wrong):
         with checked.collecting():
-            opened_folder.check_deepspeed(config)
+            open_run_folder.check_deepspeed(config)
     count, columns = None, None
     on_data = tasks.task_name(config) in tasks.DATA_TASKS
     section = "data" if on_data else "ppo.ptx"
@@ -222,9 +222,9 @@ def _check_config(composed: compose.Composed, config: schema.TrainConfig, checke
         with checked.collecting():
             resolve(config.env, columns)
     if not wrong & {"task.fn", "rollout.engine"} and any(
-            code.key in ("task.fn", "rollout.engine") for code in inputs.named_code(config)):
+            code.key in ("task.fn", "rollout.engine") for code in input_checks.named_code(config)):
         with checked.collecting():
-            from ppocli.tasks import check_own_classes
+            from ppocli.training.task_registry import check_own_classes
 
             check_own_classes(config)
     if "tracking.trackers" not in wrong:
@@ -232,7 +232,7 @@ def _check_config(composed: compose.Composed, config: schema.TrainConfig, checke
             check_trackers(config.tracking)
     checked.not_looked_at = _not_looked_at(config)
     if not checked.problems and tasks.task_name(config) in ("ppo", *tasks.DATA_TASKS):
-        from ppocli.tasks.preflight import check_models  # loads torch
+        from ppocli.launch.preflight import check_models  # loads torch
 
         model_files.quiet_transformers()
         with checked.collecting():
@@ -252,7 +252,7 @@ def _check_prompts(config: schema.TrainConfig, checked: Checked
         with checked.collecting():
             spec = spec_of(config.prompts, None)
             rows = _rows(spec, config.model, checked)
-            names = list(render.metadata(rows, spec)) if rows else []
+            names = list(chat_text.metadata(rows, spec)) if rows else []
             if spec_of is sources.training_spec and rows is not None:
                 count = len(rows) if spec.has_source else 1  # the BOS token alone
                 columns = names
@@ -268,16 +268,16 @@ def _check_data(config: schema.TrainConfig, checked: Checked) -> int | None:
     from ppocli.data import encoding
     from ppocli.models.loading import model_config
     from ppocli.models.loading.tokenizer import load_tokenizer
-    from ppocli.tasks import supervised
+    from ppocli.supervised import supervised_task
 
     with checked.collecting():
         tokenizer, unloaded = load_tokenizer(config.model), model_config.read_lm(config.model)
         if not on_data:
-            mixed_in: Any = supervised.read_mixed_in(config, tokenizer, unloaded)
+            mixed_in: Any = supervised_task.read_mixed_in(config, tokenizer, unloaded)
             checked.facts = ["ppo.ptx.data:",
                              *encoding.facts(mixed_in, tokenizer, colour=checked.colour)]
             return None
-        train, val_rows = supervised.read_rows(config, tokenizer, unloaded)
+        train, val_rows = supervised_task.read_rows(config, tokenizer, unloaded)
         checked.facts = list(encoding.facts(train, tokenizer, colour=checked.colour))
         if val_rows is not None:
             *_, count = encoding.facts(val_rows, tokenizer, colour=False)
@@ -297,15 +297,15 @@ def _rows(spec: sources.Source, model: schema.ModelConfig, checked: Checked) -> 
         return []
     if _on_hub(spec.path):
         return None
-    rows = render.take_rows(sources.open_rows(spec, []), spec, [],
+    rows = chat_text.take_rows(sources.open_rows(spec, []), spec, [],
                             most=spec.limit if spec.key == "prompts" else None)
     if not spec.chat:  # a chat template is the tokenizer's, which isn't loaded here
-        texts = render.prompt_texts(render.prompt_cells(rows, spec), rows, spec, None)
+        texts = chat_text.prompt_texts(chat_text.prompt_cells(rows, spec), rows, spec, None)
         eos = model_files.eos_text(model.tokenizer_path or model.path,
                                    None if model.tokenizer_path else model.revision)
         ended = [row for row, text in zip(rows, texts, strict=True) if eos and text.endswith(eos)]
         if ended:
-            checked.warnings.append(f"{spec.key}: {render.ends_in_eos(ended, eos)}")
+            checked.warnings.append(f"{spec.key}: {chat_text.ends_in_eos(ended, eos)}")
     return rows
 
 
@@ -343,14 +343,15 @@ def _check_folder(composed: compose.Composed, folder: Path, checked: Checked, *,
     """
     config, resume_from = composed.config, composed.resume_from
     resumes = resume_from is not None or (
-        config.resume == "auto" and opened_folder.goes_on_with(folder))
+        config.resume == "auto" and open_run_folder.goes_on_with(folder))
     with checked.collecting():
         if not resumes:
-            opened_folder.refuse_taken(folder, config)
+            open_run_folder.refuse_taken(folder, config)
         else:
-            opened_folder.refuse_running(folder)
+            open_run_folder.refuse_running(folder)
         if resumes and valid:
-            opened_folder.changes_on_resume(folder.absolute(), resolved.with_absolute_paths(config),
+            open_run_folder.changes_on_resume(folder.absolute(),
+                                              config_yaml.with_absolute_paths(config),
                                             accept_changes=composed.accept_changes)
     if not resume_from:
         return

@@ -15,9 +15,9 @@ import typer
 from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import AsJson, Command, NoProgress, RunFolder, flag, option
-from ppocli.display.results import put, result_stream
+from ppocli.config.text import clean, figure, format_bytes, printable
+from ppocli.distributed.standard_output import put, result_stream
 from ppocli.errors import ConfigError, DiskError, InputError, PpocliError
-from ppocli.text import clean, figure, format_bytes, printable
 
 if TYPE_CHECKING:
     from ppocli.runs.listing import Removal, RunInfo
@@ -42,7 +42,7 @@ def watch(
       ppocli watch --json | jq '.["reward/mean"]'
     """
     from ppocli.cli.follow import Follower, find_watched
-    from ppocli.display.live_view import LiveView, Outlet
+    from ppocli.publish.live_view import LiveView, Outlet
 
     follower = Follower(find_watched(name), from_start, as_json)
     console = Outlet(result_stream())
@@ -81,7 +81,7 @@ def report(
       ppocli report runs/NAME --format md
       ppocli report runs/NAME --json | jq .outcome
     """
-    from ppocli.report import facts, render
+    from ppocli.publish import facts, report_page
     from ppocli.runs.record import read_run
     from ppocli.runs.target import find_run, read_runs
 
@@ -89,15 +89,15 @@ def report(
         raise ConfigError("--json prints the report's data and writes no file.", where="--json",
                           fix="leave out --output and --format")
     folder = find_run(run, say=output.say)
-    targets = [] if as_json else render.destinations(folder, out, form)
-    render.check_replaceable((path for path, _ in targets), overwrite)
+    targets = [] if as_json else report_page.destinations(folder, out, form)
+    report_page.check_replaceable((path for path, _ in targets), overwrite)
     record = read_run(folder)
     more = [run for run in read_runs(others or ()) if run.folder.path != record.folder.path]
     gathered = facts.gather(record, str(folder), more)
     if as_json:
         output.print_json(gathered)
     for path, form_of_file in targets:
-        render.write_file(path, render.render(gathered, form_of_file))
+        report_page.write_file(path, report_page.render(gathered, form_of_file))
         put(printable(str(path)))
 
 
@@ -159,8 +159,8 @@ def show_run(run: RunFolder = None, as_json: AsJson = False) -> None:
     """
     from ppocli.runs.listing import age, run_info
     from ppocli.runs.record import read_run
+    from ppocli.runs.retention import list_steps
     from ppocli.runs.target import find_run
-    from ppocli.storage.retention import list_steps
 
     folder = find_run(run, say=output.say)
     record, info = read_run(folder), run_info(folder, folder.parent)
@@ -259,7 +259,7 @@ def refuse_gone(ctx: typer.Context) -> None:
 
 
 def _shown_parts(removal: Removal) -> str:
-    from ppocli.storage.retention import STEP
+    from ppocli.runs.retention import STEP
 
     if removal.kind == "run":
         return "the whole folder"

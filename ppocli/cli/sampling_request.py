@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from ppocli.cli import options, output
-from ppocli.config import resolved, schema
+from ppocli.config import config_yaml, schema
 from ppocli.config.schema_training import MAX_SEED
 from ppocli.errors import ConfigError
-from ppocli.evaluation.request import BASE, EvalRequest
-from ppocli.launching.target_config import dated, target_config
+from ppocli.evaluate.eval_request import BASE, EvalRequest
+from ppocli.launch.target_config import dated, target_config
 from ppocli.models.loading.chat_template import decide_chat, present, stop_clock, tokenizers_of
 from ppocli.runs import trust
+from ppocli.runs.model_files import trained_with_template
 from ppocli.runs.target import Target, find_target
-from ppocli.storage.model_files import trained_with_template
 
 if TYPE_CHECKING:
-    from ppocli.evaluation.player import Player
+    from ppocli.evaluate.player import Player
     from ppocli.rewards.scoring import Reward
 
 SHAPING = ("temperature", "top_k", "top_p", "min_p")
@@ -100,7 +100,7 @@ def find_models(request: SamplingRequest) -> ChosenModels:
 
     Raises:
         ConfigError, CheckpointError, InputError: as :func:`ppocli.runs.target.find_target` and
-            :func:`ppocli.launching.target_config.target_config`.
+            :func:`ppocli.launch.target_config.target_config`.
     """
     target = find_target(request.run, say=output.say, step=request.step, best=request.best)
     for_models = replace(request, seed=None, num_samples=None)
@@ -113,7 +113,7 @@ def find_models(request: SamplingRequest) -> ChosenModels:
                           "words that begin with rollout.; ppocli eval takes all of them")
     _refuse_idle(request, () if target.run_dir is None or request.against == BASE
                  else _OF_START)
-    cfg = resolved.with_values(cfg, {
+    cfg = config_yaml.with_values(cfg, {
         "model.chat_template_date": cfg.model.chat_template_date or present()})
     models = [(target, cfg.model)]
     if (other := for_models.find_against(target, cfg, output.say)) is not None:
@@ -163,7 +163,7 @@ def _trained_from(target: Target, trusts: bool) -> schema.ModelConfig:
     """The model's part of the target's own run, or the defaults."""
     if target.run_dir is None:
         return schema.ModelConfig(path=target.model, chat_template_date=present())
-    cfg = resolved.read_config(target.run_dir / resolved.CONFIG_FILE)
+    cfg = config_yaml.read_config(target.run_dir / config_yaml.CONFIG_FILE)
     trust.check_run(target.run_dir, cfg, ("model.",), trusts=trusts)
     return dated(cfg.model, target)
 
@@ -181,9 +181,9 @@ def loaded(request: SamplingRequest, chosen: ChosenModels, columns: Sequence[str
         InputError: a model or its tokenizer is unusable.
         RewardError: the reward can't be made.
     """
-    from ppocli.evaluation.player import build_judge, load_player, served
+    from ppocli.distributed.backend import open_backend
+    from ppocli.evaluate.player import build_judge, load_player, served
     from ppocli.models.loading.model_config import policy_config
-    from ppocli.parallel.backend import open_backend
 
     # before anything is loaded
     run_dir = chosen.models[0][0].run_dir
@@ -211,7 +211,7 @@ def sampling_of(request: SamplingRequest, chosen: ChosenModels, player: Player |
     Raises:
         ConfigError: values out of range.
     """
-    from ppocli.evaluation.player import changed_sampling, own_sampling
+    from ppocli.evaluate.player import changed_sampling, own_sampling
 
     declared = {} if player is None else own_sampling(player.loaded)
     changes = {name: value for name, value in declared.items()

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.options import Overrides, option
 from ppocli.cli.output import complain, ignore_broken_pipes, say, working
-from ppocli.display.results import put
+from ppocli.distributed import host_memory
+from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError, InputError, StoppedError
-from ppocli.http_client import from_environment
-from ppocli.parallel import host_memory
+from ppocli.rewards.http_client import from_environment
 
 if TYPE_CHECKING:
     from ppocli.config.schema import TrainConfig
@@ -74,8 +74,8 @@ def serve_reward(
 
 def _reward_config(words: Sequence[str]) -> TrainConfig:
     from ppocli.config import compose, problems
-    from ppocli.config.words import read_words
-    from ppocli.launching.target_config import JUDGED, allow_code
+    from ppocli.config.command_words import read_words
+    from ppocli.launch.target_config import JUDGED, allow_code
 
     composed = compose.compose(read_words(words))
     cfg = composed.values()
@@ -92,7 +92,7 @@ def _reward_config(words: Sequence[str]) -> TrainConfig:
 
 
 def _reward(cfg: TrainConfig, hands_tokenizer: bool) -> Reward:
-    from ppocli.parallel.threads import settle_threads
+    from ppocli.distributed.threads import settle_threads
     from ppocli.rewards.scoring import build_reward
     from ppocli.training.state import seed_generators
 
@@ -150,7 +150,7 @@ def print_vllm_command(overrides: Overrides = None) -> None:
     """
     from ppocli.cli.estimate import composed
     from ppocli.models.loading.model_config import read_lm
-    from ppocli.sampling.vllm.launch import DEFAULT_URL, server_command, shell_line
+    from ppocli.sampling.vllm.server_process import DEFAULT_URL, server_command, shell_line
 
     words = list(overrides or [])
     for key, value in (("engine", "vllm"), ("urls", f"[{DEFAULT_URL}]")):
@@ -164,8 +164,8 @@ def print_vllm_command(overrides: Overrides = None) -> None:
 
 def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
     """Where it listens (on standard output, for scripts) and what to say in training."""
-    from ppocli.http_client import is_loopback
     from ppocli.rewards import serving
+    from ppocli.rewards.http_client import is_loopback
 
     port = server.server_address[1]
     open_to_all = host in ("0.0.0.0", "::")

@@ -14,9 +14,9 @@ import typer
 from ppocli.builtin.names import BUILTIN_PREFIX, recipe_files
 from ppocli.cli.options import AsJson, Command, Overrides, flag, group
 from ppocli.cli.output import print_json, print_table, reward_labels, say
-from ppocli.display.results import put
+from ppocli.config.text import did_you_mean, pasted
+from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError, DiskError, PpocliError
-from ppocli.text import did_you_mean, pasted
 
 if TYPE_CHECKING:
     from ppocli.config.keys import Key
@@ -42,7 +42,7 @@ def print_recipes(as_json: AsJson = False) -> None:
 def _facts(name: str, file: Path) -> dict[str, Any]:
     """What the list says of a recipe; of one that doesn't compose, why."""
     from ppocli.config import compose, problems, tasks
-    from ppocli.config.words import read_words
+    from ppocli.config.command_words import read_words
 
     facts = {"name": name, "model": "?", "reward": "?", "prompts": "?", "needs_network": False,
              "purpose": "", "file": str(file)}

@@ -15,12 +15,10 @@ from pathlib import Path
 
 from ppocli import errors
 from ppocli.cli import output, sweep_jobs
-from ppocli.config import compose, resolved
+from ppocli.config import compose, config_yaml
+from ppocli.config.command_words import Words, read_setting, read_words
 from ppocli.config.gone import gone_key
-from ppocli.config.kept import keeping_settled
-from ppocli.config.layers import LENGTHS
-from ppocli.config.schema import SweepConfig
-from ppocli.config.sweep import (
+from ppocli.config.hydra_sweep import (
     BASIC,
     Begin,
     Grid,
@@ -31,14 +29,16 @@ from ppocli.config.sweep import (
     run_sweep_jobs,
     sweep_dir,
 )
-from ppocli.config.words import Words, read_setting, read_words
-from ppocli.launching.opened_folder import new_folder
-from ppocli.parallel.stop import StopRequested
+from ppocli.config.layers import LENGTHS
+from ppocli.config.resume_policy import keeping_settled
+from ppocli.config.schema import SweepConfig
+from ppocli.config.text import first_line, pasted, short_path
+from ppocli.distributed.stop import StopRequested
+from ppocli.launch.open_run_folder import new_folder
 from ppocli.runs import search, sweeps
+from ppocli.runs.model_files import check_folder
 from ppocli.runs.record import is_run, read_run
-from ppocli.storage.model_files import check_folder
-from ppocli.storage.run_folder import LOCK, live_owner, lock
-from ppocli.text import first_line, pasted, short_path
+from ppocli.runs.run_folder import LOCK, live_owner, lock
 
 
 class _Book:
@@ -308,7 +308,7 @@ def go_on(name: str, words: Sequence[str], trusts: bool = False) -> None:
     kept = [word for word in _without_place(sweep.words) if _key(word) not in typed
             and gone_key(_key(word) or "") is None
             and not (_is_of_launcher(_key(word) or "") and "hydra/launcher" in typed)]
-    place = f"hydra.sweep.dir={resolved.quoted(str(sweep.folder))}"
+    place = f"hydra.sweep.dir={config_yaml.quoted(str(sweep.folder))}"
     run_sweep(read_words([*kept, *words, "resume=auto", place]), going_on=sweep)
 
 
@@ -357,8 +357,8 @@ def _finished_before(job: SweepJob, book: _Book) -> sweeps.JobRecord | None:
         check_folder(run.folder.model, key="model", adapters=True)
         # another job's run may lie there, where the words of the sweep have changed
         if book.going_on is None or not (is_same or sweeps.has_values(run.config, job.varied)):
-            now = resolved.with_absolute_paths(compose.check(job.composed).config)
-            if resolved.config_differences(run.config, keeping_settled(now, run.config)):
+            now = config_yaml.with_absolute_paths(compose.check(job.composed).config)
+            if config_yaml.config_differences(run.config, keeping_settled(now, run.config)):
                 return None
     except errors.PpocliError:
         return None  # the job itself will say what is wrong

@@ -20,12 +20,11 @@ from typing import Any
 from ppocli import errors
 from ppocli.cli import job as job_process
 from ppocli.cli import output
-from ppocli.config import compose, resolved, schema, secrets
-from ppocli.config.sweep import BASIC, SweepJob
-from ppocli.launching.launch import Caller, launch
-from ppocli.parallel.stop import StopRequested, heeded, signal_handlers
-from ppocli.runs import sweeps
-from ppocli.storage import atomic, environment, run_folder
+from ppocli.config import compose, config_yaml, schema, secrets
+from ppocli.config.hydra_sweep import BASIC, SweepJob
+from ppocli.distributed.stop import StopRequested, heeded, signal_handlers
+from ppocli.launch.launch import Caller, launch
+from ppocli.runs import atomic, environment, run_folder, sweeps
 
 STOP = ".stop"
 """a file in the sweep's folder: its jobs save and end, and no other job starts"""
@@ -108,8 +107,8 @@ class JobRunner:
                        variables: Mapping[str, str]) -> sweeps.JobRecord:
         """Run a job as a command whose output goes to ``N.log``, and wait for its end."""
         log = self.folder / f"{job.number}.log"
-        place = (f"output_dir={resolved.quoted(str(self.folder))}",
-                 f"run_name={resolved.quoted(job.folder.name)}", "resume=auto")
+        place = (f"output_dir={config_yaml.quoted(str(self.folder))}",
+                 f"run_name={config_yaml.quoted(job.folder.name)}", "resume=auto")
         words = job.typed.without("resume", "output_dir", "--multirun").adding(*place)
         before = log.stat().st_size if log.exists() else 0
         code = self._exit_code(job_process.start(words.argv(whole=True), log, self.cwd,
@@ -153,7 +152,7 @@ def _run_here(job: SweepJob, checked: compose.Checked, started: float
               ) -> tuple[sweeps.JobRecord, int | None]:
     """Run a job as a single run is shown. Returns its record and the signal that stopped it."""
     place = {"output_dir": str(job.folder.parent), "run_name": job.folder.name}
-    here = replace(checked, config=resolved.with_values(checked.config, place))
+    here = replace(checked, config=config_yaml.with_values(checked.config, place))
     outcome = launch(here, Caller("fresh", output.display_mode(), output.say))
     status = "finished" if outcome.exit_code == 0 else \
         "failed" if outcome.stopped_by is None else "stopped"

@@ -12,8 +12,8 @@ import typer
 from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import WORDS, AsJson, Command, Overrides, group, option
-from ppocli.display.results import put
-from ppocli.text import pasted
+from ppocli.config.text import pasted
+from ppocli.distributed.standard_output import put
 
 if TYPE_CHECKING:
     from ppocli.runs import record, sweeps

@@ -16,15 +16,15 @@ from ppocli.builtin.names import config_groups, recipe_files
 from ppocli.cli import options as opt
 from ppocli.cli import output
 from ppocli.cli.options import NoProgress, Overrides
-from ppocli.display.results import put, result_stream
+from ppocli.config.import_guard import TRUST
+from ppocli.config.text import did_you_mean
+from ppocli.distributed.launchers import Launched, find_launch
+from ppocli.distributed.standard_output import put, result_stream
 from ppocli.errors import CheckpointError, ConfigError
-from ppocli.own_code import TRUST
-from ppocli.parallel.launchers import Launched, find_launch
-from ppocli.text import did_you_mean
 
 if TYPE_CHECKING:
-    from ppocli.config.words import Words
-    from ppocli.launching.adopted_ranks import Meeting
+    from ppocli.config.command_words import Words
+    from ppocli.launch.adopted_ranks import Meeting
 
 DryRun = Annotated[bool, typer.Option(
     "--dry-run", help="Load everything and try one small step; nothing is kept.")]
@@ -150,7 +150,7 @@ def run_words(words: Sequence[str], *, plain: bool = False, dry_run: bool = Fals
 
         validate.dry_run(words)
         return
-    from ppocli.config.words import read_words
+    from ppocli.config.command_words import read_words
 
     if (launched := find_launch(os.environ)) is not None:
         _take_part(launched, words)
@@ -194,7 +194,7 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
         with redirect_stdout(result_stream()):  # Hydra prints, too
             print_composition(words)
         return
-    from ppocli.launching.adopted_ranks import PROVIDED, placed
+    from ppocli.launch.adopted_ranks import PROVIDED, placed
 
     composed = compose(words.without("--cfg"))
     # what a launcher would provide does not matter to DeepSpeed
@@ -202,15 +202,15 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
     if meeting is not None:
         checked = placed(checked, meeting.launched, meeting.environ)
     if for_deepspeed:
-        from ppocli.config import deepspeed, resolved
+        from ppocli.config import config_yaml, deepspeed
 
-        config = resolved.with_absolute_paths(checked.config)
+        config = config_yaml.with_absolute_paths(checked.config)
         if config.hardware.zero_stage == 0:
             raise ConfigError("DeepSpeed is not used: hardware.zero_stage is 0.",
                               where="hardware.zero_stage", fix="add hardware=zero2")
         put(json.dumps(deepspeed.deepspeed_config(config), indent=2))
         return
-    from ppocli.launching.launch import Caller, launch
+    from ppocli.launch.launch import Caller, launch
 
     output.ignore_broken_pipes()
     outcome = launch(checked, Caller("own", output.display_mode(), output.say, meeting=meeting))
@@ -223,10 +223,10 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
 
 def _take_part(launched: Launched, typed: Sequence[str]) -> NoReturn:
     """Train as one of the launcher's ranks, and leave the process; rank 0 alone reads the words."""
-    from ppocli.config.words import read_words
-    from ppocli.launching import adopted_ranks, child_process
-    from ppocli.launching.launch import follow
-    from ppocli.parallel.stop import leave_at_once
+    from ppocli.config.command_words import read_words
+    from ppocli.distributed.stop import leave_at_once
+    from ppocli.launch import adopted_ranks, child_process
+    from ppocli.launch.launch import follow
 
     output.ignore_broken_pipes()
     meeting = adopted_ranks.open_meeting(launched)

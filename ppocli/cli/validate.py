@@ -6,9 +6,9 @@ from dataclasses import asdict
 from ppocli.cli import output
 from ppocli.cli.run_checks import Checked, check_words
 from ppocli.config import secrets
-from ppocli.display.results import put
+from ppocli.config.text import clean
+from ppocli.distributed.standard_output import put
 from ppocli.errors import PpocliError
-from ppocli.text import clean
 
 ORDER = (2, 3, 7, 6, 5)
 """exit codes, the one that decides first; others come last"""
@@ -58,7 +58,7 @@ def dry_run(words: Sequence[str]) -> None:
     _raise_all(checked.problems)
     assert checked.config is not None
     with output.working() as stop:
-        from ppocli.tasks.preflight import try_first_step
+        from ppocli.launch.preflight import try_first_step
 
         lines = try_first_step(checked.config, stop)
     _print_plans(checked)

@@ -6,7 +6,7 @@ from typing import Any
 
 from ppocli.builtin.names import shipped_table
 from ppocli.config import extras, keys, schema
-from ppocli.text import did_you_mean
+from ppocli.config.text import did_you_mean
 
 _CLASSES = {"lora": "LoraConfig", "prefix": "PrefixTuningConfig", "prompt": "PromptTuningConfig"}
 _PEFT_NAMES = {"prefix_tuning": "prefix", "prompt_tuning": "prompt"}

@@ -7,10 +7,10 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ppocli.config import extras, keys, schema, schema_training, tasks
+from ppocli.config.text import did_you_mean, shown
 from ppocli.errors import InputError
 from ppocli.ppo.advantages import ESTIMATORS, Estimator
 from ppocli.ppo.off_policy import CRITERIA, why_no_bound
-from ppocli.text import did_you_mean, shown
 
 DECAY_TYPES = ("cosine", "linear", "1-sqrt")
 """values of ``decay_type`` in the schedule warmup_stable_decay"""

@@ -20,15 +20,15 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 
 from ppocli.builtin.names import config_groups
-from ppocli.config import hydra_bridge, kept, keys, layers, resolved, schema, secrets
+from ppocli.config import config_yaml, hydra_bridge, keys, layers, resume_policy, schema, secrets
+from ppocli.config.auto_values import open_values
+from ppocli.config.command_words import ACCEPT_CHANGES, COMMAND_LINE, Words
+from ppocli.config.config_yaml import CONFIG_FILE, schema_node, typed
+from ppocli.config.import_guard import TRUST
 from ppocli.config.layers import line_numbers
-from ppocli.config.open_values import open_values
 from ppocli.config.problems import Problem, find_problems, listed, raise_problems
-from ppocli.config.resolved import CONFIG_FILE, schema_node, typed
-from ppocli.config.words import ACCEPT_CHANGES, COMMAND_LINE, Words
+from ppocli.config.text import did_you_mean
 from ppocli.errors import CheckpointError, ConfigError
-from ppocli.own_code import TRUST
-from ppocli.text import did_you_mean
 
 FILLED_IN = "  # filled in"
 """behind what is null, and comes to this by the other settings"""
@@ -124,8 +124,8 @@ def compose_here(words: Words, run: Path | None = None) -> Composed:
     merged = layers.merge_entries(entries)
     config = typed(merged.node)
     if run is not None:
-        config = kept.keeping_settled(resolved.in_place(config, run),
-                                     resolved.read_config(run / CONFIG_FILE),
+        config = resume_policy.keeping_settled(config_yaml.in_place(config, run),
+                                     config_yaml.read_config(run / CONFIG_FILE),
                                      {setting.key for setting in words.settings})
     name = Path(words.value("recipe") or "run").name
     return Composed(config, merged.problems, merged.sources, name, run,
@@ -215,7 +215,7 @@ def _resumed_run(words: Words) -> Path | None:
         raise CheckpointError(f"resume={folder_text}: there is no such folder", where=str(run),
                               fix="give a run folder, e.g. resume=runs/NAME; to start afresh leave "
                                   "resume out")
-    kept.settings_before(run, accept_changes=words.flag(ACCEPT_CHANGES) is not None)
+    resume_policy.settings_before(run, accept_changes=words.flag(ACCEPT_CHANGES) is not None)
     groups = [setting.key for setting in words.settings
               if setting.key in (*config_groups(), "recipe")]
     if groups:

@@ -12,8 +12,8 @@ from typing import Any
 from ppocli.builtin.names import shipped_table
 from ppocli.config import schema, tasks
 from ppocli.config.problems import listed
+from ppocli.config.text import cut, did_you_mean, shown
 from ppocli.errors import ConfigError
-from ppocli.text import cut, did_you_mean, shown
 
 KEY = "hardware.deepspeed_config"
 DEEPSPEED_FILE = "deepspeed.json"

@@ -34,10 +34,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import config_groups, shipped
 from ppocli.config import extras
+from ppocli.config.command_words import COMMAND_LINE, Words
 from ppocli.config.keys import schema_keys
-from ppocli.config.words import COMMAND_LINE, Words
+from ppocli.config.text import did_you_mean, first_line, short_path
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean, first_line, short_path
 
 # 1.4 warns of any that is named, and has this one's behaviour
 VERSION: Any = "1.3" if hydra.__version__.startswith("1.3") else version._UNSPECIFIED_

@@ -120,7 +120,8 @@ def _names_elsewhere() -> tuple[tuple[str, str, str], ...]:
 
 
 def takes_escapes(name: str) -> bool:
-    """Whether texts typed for the key ``name`` are read by :func:`ppocli.text.unescaped`: all but
+    """Whether texts typed for the key ``name`` are read by :func:`ppocli.config.text.unescaped`:
+    all but
     paths, import paths, and what says where a run lies."""
     key = key_for(name)
     return (key is not None and key.item not in (int, float, bool) and name not in _PLACES

@@ -22,15 +22,14 @@ from omegaconf import BooleanNode, DictConfig, FloatNode, IntegerNode, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from ppocli.builtin.names import config_groups
-from ppocli.config import keys, resolved
+from ppocli.config import config_yaml, keys
+from ppocli.config.command_words import COMMAND_LINE, Words
 from ppocli.config.gone import GONE, gone_key, without_gone_keys
 from ppocli.config.hydra_bridge import SCHEMA, config_name
 from ppocli.config.problems import Problem
 from ppocli.config.row_paths import joined_paths
 from ppocli.config.tasks import DATA_TASKS
-from ppocli.config.words import COMMAND_LINE, Words
-from ppocli.errors import ConfigError
-from ppocli.text import (
+from ppocli.config.text import (
     did_you_mean,
     each_text,
     first_line,
@@ -40,6 +39,7 @@ from ppocli.text import (
     shown,
     unescaped,
 )
+from ppocli.errors import ConfigError
 
 LENGTHS = {"ppo": ("total_episodes", "epochs", "num_steps"),
            **dict.fromkeys(DATA_TASKS, ("epochs", "num_updates"))}
@@ -128,7 +128,7 @@ def _file_entries(file: Path, package: str, values: Any) -> Iterator[Entry]:
     text = file.read_text(encoding="utf-8") if file.is_file() else ""  # not all lie on a disk
     lines = dict(line_numbers(yaml.compose(text, Loader=yaml.SafeLoader)))
     shown_file = short_path(str(file))
-    for key, value in resolved.leaves(package, values):
+    for key, value in config_yaml.leaves(package, values):
         line = lines.get(key.removeprefix(package))
         yield Entry(key, value, f"{shown_file}:{line}" if line else shown_file)
 
@@ -142,7 +142,7 @@ def override_entries(override: Override) -> list[Entry]:
         return [Entry(name, override.value(), COMMAND_LINE, "~")]
     value, prefix = override.value(), "+" if override.is_add() else ""
     if isinstance(value, dict) and value and name not in keys.schema_keys():
-        return [_typed_entry(key, item) for key, item in resolved.leaves(f"{name}.", value)]
+        return [_typed_entry(key, item) for key, item in config_yaml.leaves(f"{name}.", value)]
     return [_typed_entry(name, value, prefix)]
 
 
@@ -182,7 +182,7 @@ def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merg
         hydra_resolves: interpolations of Hydra's own (``${hydra:job.num}``) are none of them: they
             are resolved later.
     """
-    node = resolved.schema_node()
+    node = config_yaml.schema_node()
     sources: dict[str, str] = {}
     problems: list[Problem] = []
     for entry in entries:

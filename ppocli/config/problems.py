@@ -17,8 +17,8 @@ from omegaconf import MISSING
 
 from ppocli.config import adapters, algorithm, sampling, schema, schema_training, tasks
 from ppocli.config.keys import Key, Rules, free_mapping_of, is_import_path, schema_keys
+from ppocli.config.text import did_you_mean, shown
 from ppocli.errors import ConfigError
-from ppocli.text import did_you_mean, shown
 
 DEFAULT_SOURCE = "default"
 FNS_KEYS = ("fn", "kwargs", "weight", "style")

@@ -4,7 +4,7 @@ maximum length of a sample."""
 from dataclasses import fields
 
 from ppocli.config import adapters, algorithm, keys, schema, secrets
-from ppocli.text import cut, did_you_mean, shown
+from ppocli.config.text import cut, did_you_mean, shown
 
 OUR_ENGINES = ("decode", "transformers", "vllm")
 """values of ``rollout.engine`` other than import paths"""

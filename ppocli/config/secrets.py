@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from urllib.parse import parse_qsl, urlsplit
 
 from ppocli.config.keys import schema_keys
+from ppocli.config.text import parts_of, printable
 from ppocli.errors import ConfigError
-from ppocli.text import parts_of, printable
 
 _SECRET_NAME = re.compile(
     r"(^|[_\-.])(token|secret|password|passwd|pwd|credentials?|bearer|auth|"

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from ppocli.config import keys, schema, schema_training
-from ppocli.text import did_you_mean
+from ppocli.config.text import did_you_mean
 
 DATA_TASKS = ("sft", "reward_model")
 """values of ``task.fn`` that train on a data set; each has a section of its name"""

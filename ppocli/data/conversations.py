@@ -3,9 +3,9 @@
 import re
 from typing import Any
 
-from ppocli.data.calls import with_arguments
-from ppocli.data.render import rendered_chat, template_errors
+from ppocli.data.chat_text import rendered_chat, template_errors
 from ppocli.data.shapes import Message, is_masked
+from ppocli.data.tool_calls import with_arguments
 from ppocli.errors import InputError
 
 Piece = tuple[str, bool]
@@ -28,7 +28,7 @@ def chat_pieces(messages: list[Message], place: str, tokenizer: Any, *, since: i
         messages: with at least one turn of the assistant.
         place: where they came from, for errors.
         since: turns before this one aren't trained on.
-        tools: as of :func:`ppocli.data.render.rendered_chat`.
+        tools: as of :func:`ppocli.data.chat_text.rendered_chat`.
         others: train on all text but the masked turns.
 
     Raises:

@@ -8,9 +8,9 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from ppocli.columns import rows_of
+from ppocli.config.text import counted
+from ppocli.data.columns import rows_of
 from ppocli.errors import InputError
-from ppocli.text import counted
 
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]

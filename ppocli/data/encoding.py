@@ -10,13 +10,13 @@ import numpy as np
 
 from ppocli.config import tasks
 from ppocli.config.schema_training import DataConfig
+from ppocli.config.text import counted, printable
+from ppocli.data.chat_text import by_template, note_count, note_tools
 from ppocli.data.conversations import Piece, chat_pieces
 from ppocli.data.data_set import Examples, Ids, Mask, Pairs
 from ppocli.data.examples import Example, Pair, Read, Wants, read_examples
-from ppocli.data.render import by_template, note_count, note_tools
 from ppocli.data.tokens import token_ids_of, tokens_around
 from ppocli.errors import ConfigError, InputError
-from ppocli.text import counted, printable
 
 SHOWN = 3
 """examples that :func:`facts` shows"""

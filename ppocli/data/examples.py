@@ -10,12 +10,12 @@ from itertools import islice
 from typing import Any, Literal, NoReturn
 
 from ppocli.config.schema_training import DataConfig
-from ppocli.data import render, shapes
+from ppocli.config.text import cut, suggestion
+from ppocli.data import chat_text, shapes
 from ppocli.data.files import Row
 from ppocli.data.shapes import Message, Shapes, is_blank, listed
 from ppocli.data.sources import Source, as_list, open_rows
 from ppocli.errors import ConfigError, InputError
-from ppocli.text import cut, suggestion
 
 Cell = str | list[Message]
 Wants = Literal["completions", "pairs"]
@@ -123,9 +123,10 @@ def read_examples(cfg: DataConfig, *, wants: Wants, items: Sequence[Any] | None 
                          f"Nothing is left of the {result.rows} rows: {result.empty} are empty, "
                          f"and {result.identical} hold the same answer twice.", where=source.where,
                          fix="give at least one row")
-    render.note_count(result.notes, result.empty, "{was} empty: left out", "row")
+    chat_text.note_count(result.notes, result.empty, "{was} empty: left out", "row")
     if wants == "completions":
-        render.note_count(result.notes, result.untrained, "{was} marked as not trained on: masked",
+        chat_text.note_count(result.notes, result.untrained,
+                             "{was} marked as not trained on: masked",
                           "turn")
     reader.note_unread()
     return result
@@ -146,7 +147,7 @@ class _Reader:
         self.checked: tuple[str, ...] = ()  # columns that all rows must have, or none
         self.first = Row("", {})
         self.kind = ("", "")  # the kind of all cells, texts or messages, and the first place
-        self.pieces: list[render.Piece] | None = None
+        self.pieces: list[chat_text.Piece] | None = None
         self.shapes = Shapes(source, into.notes)
         self.shape: dict[str, str] = {}  # standard column -> column of another tool's shape
 
@@ -172,7 +173,7 @@ class _Reader:
             elif column in row.values:
                 values[name] = row.values[column]
             else:
-                raise render.no_column(column, row, f"data.columns.{name}={column}")
+                raise chat_text.no_column(column, row, f"data.columns.{name}={column}")
         return Row(row.place, values)
 
     def _recognise(self, row: Row) -> None:
@@ -225,7 +226,7 @@ class _Reader:
                                       "'prompt'.", where=f"data.{key}={value}",
                                       fix="data.columns.prompt=YOURS, or leave it out")
         if self.source.template is not None:
-            self.pieces = render.parse_template(self.source, list(map(str, row.values)))
+            self.pieces = chat_text.parse_template(self.source, list(map(str, row.values)))
 
     def note_unread(self) -> None:
         """Note the columns of the first row that aren't read."""
@@ -263,7 +264,7 @@ class _Reader:
                              "give JSON lines or Parquet, whose cells can be lists; a text to "
                              "train on unchanged belongs in a column 'text'")
             self._check_kind(here, "a text")
-            return render.encodable(cell, row, self.source) if cell.strip() else None
+            return chat_text.encodable(cell, row, self.source) if cell.strip() else None
         if not isinstance(cell, list):
             self._refuse(f"{here} holds {cut(repr(cell), 40)} ({type(cell).__name__}), not a text",
                          "give a text, or a list of {role, content} messages")
@@ -306,7 +307,7 @@ class _Reader:
         if not isinstance(content, str):
             self._refuse(f"{here} has the content {cut(repr(content), 40)} "
                          f"({type(content).__name__}), not a text", "contents are texts")
-        render.encodable(content, row, self.source)
+        chat_text.encodable(content, row, self.source)
         trained = self.shapes.is_trained(message, here)
         if trained is False and role == "assistant":
             self.read.untrained += 1
@@ -316,7 +317,7 @@ class _Reader:
 
     def _tools(self, row: Row, cell: Cell) -> list[Any] | None:
         """The descriptions in the column ``tools``, for a conversation; None for a text."""
-        return None if isinstance(cell, str) else render.described_tools(
+        return None if isinstance(cell, str) else chat_text.described_tools(
             row, "tools", self.source.where, "data.columns.tools=null")
 
     def _prompt(self, row: Row) -> Cell | None:
@@ -326,7 +327,7 @@ class _Reader:
         else:
             cell = self._cell(row, "prompt")
         if self.pieces is not None and cell is not None:
-            cell = render.fill(self.pieces, str(cell), row, self.source)
+            cell = chat_text.fill(self.pieces, str(cell), row, self.source)
         return None if cell is None else self._turn("user", cell)
 
     def _turn(self, role: str, cell: Cell) -> Cell:

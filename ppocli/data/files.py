@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ppocli.config.text import first_line
 from ppocli.data.arrow_rows import batch_rows
 from ppocli.data.json_shapes import object_rows
 from ppocli.errors import InputError
-from ppocli.text import first_line
 
 MAX_LINE_BYTES = 16 * 2**20
 MAX_JSON_BYTES = 2**30
@@ -28,7 +28,7 @@ MAX_JSON_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One raw row, from the readers to :mod:`ppocli.data.render`."""
+    """One raw row, from the readers to :mod:`ppocli.data.chat_text`."""
 
     place: str
     """where it came from, as in ``line 3 of prompts.jsonl``"""

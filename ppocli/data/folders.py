@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ppocli.config.text import first_line, nearest, pasted
 from ppocli.data.arrow_rows import dataset_rows
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, holds_rows, read_file
 from ppocli.errors import InputError
-from ppocli.text import first_line, nearest, pasted
 
 if TYPE_CHECKING:
     from ppocli.data.sources import Source

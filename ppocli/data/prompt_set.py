@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ppocli.columns import joined, rows_of
 from ppocli.config.schema import PromptsConfig
-from ppocli.data import render
+from ppocli.data import chat_text
+from ppocli.data.columns import joined, rows_of
 from ppocli.data.files import Row
 from ppocli.data.sources import Source, evaluation_spec, open_rows, training_spec
 from ppocli.data.tokens import encode
@@ -150,7 +150,7 @@ def load_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prompt_to
     if not spec.has_source:
         return _bos_set(tokenizer, 1)
     notes: list[str] = []
-    rows = render.take_rows(open_rows(spec, notes), spec, notes, most=spec.limit)
+    rows = chat_text.take_rows(open_rows(spec, notes), spec, notes, most=spec.limit)
     return _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
                   notes=notes, num_eval=cfg.eval.limit, whole=whole)
 
@@ -179,7 +179,7 @@ def load_eval_prompts(cfg: PromptsConfig, tokenizer: Any, *, seed: int, max_prom
         return _bos_set(tokenizer, cfg.eval.limit)
     source = open_rows(spec, notes) if spec.has_source else training.eval_rows
     # read the whole source: its first rows are often of one kind (imdb is sorted by label)
-    rows = render.take_rows(source, spec, notes)
+    rows = chat_text.take_rows(source, spec, notes)
     if spec.overlong != "drop":  # else spread the rows that are left
         rows = _spread(rows, cfg.eval.limit)
     prompts = _build(rows, spec, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens,
@@ -216,11 +216,11 @@ def _order(n: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 
 def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
            max_prompt_tokens: int, notes: list[str], whole: bool, num_eval: int = 0) -> PromptSet:
-    columns = render.metadata(rows, spec)
-    cells = render.prompt_cells(rows, spec, notes)
-    if spec.tools is not None and spec.tools not in render.column_names(rows):
-        raise render.no_column(spec.tools, rows[0], f"{spec.key}.tools={spec.tools}")
-    encoded = encode(render.prompt_texts(cells, rows, spec, tokenizer), spec, tokenizer,
+    columns = chat_text.metadata(rows, spec)
+    cells = chat_text.prompt_cells(rows, spec, notes)
+    if spec.tools is not None and spec.tools not in chat_text.column_names(rows):
+        raise chat_text.no_column(spec.tools, rows[0], f"{spec.key}.tools={spec.tools}")
+    encoded = encode(chat_text.prompt_texts(cells, rows, spec, tokenizer), spec, tokenizer,
                      seed=seed, max_prompt_tokens=max_prompt_tokens, whole=whole)
     drops = spec.overlong == "drop"
     if not encoded.kept and encoded.overlong:
@@ -233,18 +233,20 @@ def _build(rows: list[Row], spec: Source, tokenizer: Any, *, seed: int,
                          where=f"{spec.key}.column={spec.column}",
                          fix="is it the tokenizer of this model? (model.tokenizer_path)")
     same = len(encoded.kept) - len({tuple(ids) for ids in encoded.token_ids})
-    render.note_count(notes, len(rows) - len(encoded.kept) - drops * encoded.overlong,
+    chat_text.note_count(notes, len(rows) - len(encoded.kept) - drops * encoded.overlong,
                       "had no token: dropped")
-    render.note_count(notes, encoded.overlong, f"{{was}} longer than {encoded.longest} tokens: " + (
+    chat_text.note_count(notes, encoded.overlong,
+                         f"{{was}} longer than {encoded.longest} tokens: " + (
         "dropped" if drops else f"cut on the {spec.truncation_side}"))
-    render.note_count(notes, same, "{was} the same as an earlier one: kept")
-    render.note_tools(notes, ((row.place, cell, render.row_tools(row, spec)) for row, cell in zip(
+    chat_text.note_count(notes, same, "{was} the same as an earlier one: kept")
+    chat_text.note_tools(notes, ((row.place, cell, chat_text.row_tools(row, spec)) for row,
+                                 cell in zip(
         rows, cells, strict=True)), tokenizer, prompt=True, column=spec.tools or "")
     return PromptSet(
         token_ids=encoded.token_ids, texts=encoded.texts,
         columns={name: [values[i] for i in encoded.kept] for name, values in columns.items()},
         messages=[cells[i] for i in encoded.kept] if spec.chat else [],
-        notes=tuple(notes), warnings=() if not encoded.ended else (render.ends_in_eos(
+        notes=tuple(notes), warnings=() if not encoded.ended else (chat_text.ends_in_eos(
             [rows[i] for i in encoded.ended], tokenizer.eos_token),),
         eval_rows=tuple(_spread([rows[i] for i in encoded.kept] if drops else rows, num_eval)))
 
@@ -263,7 +265,7 @@ def _bos_set(tokenizer: Any, n: int) -> PromptSet:
 
 def _spread(rows: list[Row], most: int) -> list[Row]:
     """At most ``most`` rows, evenly spread, each with all columns of all rows (None if empty)."""
-    names = render.column_names(rows)
+    names = chat_text.column_names(rows)
     picked = (rows[i] for i in _evenly(len(rows), most))
     return [replace(row, values={name: row.values.get(name) for name in names}) for row in picked]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from ppocli.config.text import cut, pasted
 from ppocli.data.files import Row
 from ppocli.data.sources import Source
 from ppocli.errors import InputError
-from ppocli.text import cut, pasted
 
 Message = dict[str, Any]
 

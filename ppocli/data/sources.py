@@ -13,12 +13,12 @@ from typing import Any, NoReturn
 from ppocli.builtin.names import BUILTIN_PREFIX, resolve_builtin
 from ppocli.config import schema
 from ppocli.config.row_paths import row_paths
+from ppocli.config.text import nearest
 from ppocli.data.arrow_rows import batch_rows, dataset_rows, without_nulls
 from ppocli.data.files import SUFFIX_WORDS, SUFFIXES, Row, read_file
 from ppocli.data.folders import folder_rows, matching_rows, note_ignored
-from ppocli.data.remote import hub_rows, url_rows
+from ppocli.data.remote_files import hub_rows, url_rows
 from ppocli.errors import ConfigError, InputError
-from ppocli.text import nearest
 
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}(/[A-Za-z0-9][\w.-]{0,95})?")
 

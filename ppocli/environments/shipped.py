@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ppocli.episode import Step
 from ppocli.rewards.rules import Answer
+from ppocli.runs.episode import Step
 
 TURN_COST = 0.1
 LONGEST = 100

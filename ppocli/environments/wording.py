@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ppocli.data.render import rendered_chat
+from ppocli.config.text import each_text
+from ppocli.config.user_code import shorten
+from ppocli.data.chat_text import rendered_chat
 from ppocli.errors import InputError, RewardError
-from ppocli.text import each_text
-from ppocli.user_code import shorten
 
 log = logging.getLogger("ppocli")
 

@@ -1,0 +1,5 @@
+"""Policy, value function and reference on transformers' models; forward passes; memory needed.
+
+Start with ``policy``, then ``loading.language_model`` and ``passes``; ``fast`` has quicker kernels.
+Rooms from ``sampling`` upward may import it.
+"""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ppocli.parallel.deepspeed_internals import whole_shape
+from ppocli.distributed.deepspeed_internals import whole_shape
 
 
 def layer_stack(lm: Any) -> nn.ModuleList:

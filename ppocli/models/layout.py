@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from ppocli.columns import joined, rows_of
-from ppocli.parallel.backend import to_device
+from ppocli.data.columns import joined, rows_of
+from ppocli.distributed.backend import to_device
 
 PACK_ABOVE = 0.03
 """share of padding from which on rows are packed, where the model allows it: moving tokens into a

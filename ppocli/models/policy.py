@@ -12,13 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.models import layer_stack as stacks
 from ppocli.models.head import HeadWeights, OtherHead, TokenFigures, token_logprobs
 from ppocli.models.layer_stack import SplitPoint, swapped_tensors, trained_split
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.loading import peft_internals
 from ppocli.models.trunk import has_encoder, response_hidden
-from ppocli.parallel.deepspeed_internals import whole_shape
 
 log = logging.getLogger("ppocli")
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ppocli.parallel.backend import to_device
-from ppocli.storage.environment import check_parts
+from ppocli.distributed.backend import to_device
+from ppocli.runs.environment import check_parts
 
 _PARTS = ("transformers:AttentionInterface.register",
           "transformers:AttentionMaskInterface.register", "transformers.masking_utils:sdpa_mask",

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from ppocli.parallel.backend import to_device
-from ppocli.parallel.deepspeed_internals import whole_shape
+from ppocli.distributed.backend import to_device
+from ppocli.distributed.deepspeed_internals import whole_shape
 
 ABSENT = -1e15
 """the logit of an id without a token: its probability is 0 in fp32, and unlike with -inf no figure

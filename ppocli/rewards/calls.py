@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ppocli.config.schema import RewardConfig
-from ppocli.daemon import awaited, in_daemon, leave_loop
+from ppocli.config.text import counted, error_line, error_text, first_line, raised_at
+from ppocli.config.user_code import shorten
 from ppocli.errors import PpocliError, RewardError
 from ppocli.rewards import guard, styles
-from ppocli.rewards.records import RewardRequest, Score, StepScores, on_tokens
 from ppocli.rewards.resolve import BoundCallable, name_reward_key
-from ppocli.text import counted, error_line, error_text, first_line, raised_at
-from ppocli.user_code import shorten
+from ppocli.rewards.reward_records import RewardRequest, Score, StepScores, on_tokens
+from ppocli.runs.daemon import awaited, in_daemon, leave_loop
 
 log = logging.getLogger(__name__)
 

@@ -3,10 +3,10 @@
     reward.fn=classifier reward.kwargs.model=lvwerra/distilbert-imdb reward.kwargs.label=POSITIVE
 """
 
+from ppocli.config.text import suggestion
 from ppocli.errors import RewardError
 from ppocli.rewards.reading import check_choice
 from ppocli.rewards.reward_model import Chats, SequenceReward
-from ppocli.text import suggestion
 
 
 class TextClassifier(SequenceReward):

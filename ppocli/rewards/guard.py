@@ -14,8 +14,8 @@ from io import BufferedWriter, FileIO, TextIOWrapper
 from time import monotonic
 from typing import Any
 
+from ppocli.distributed.stop import StopRequested
 from ppocli.errors import RewardError
-from ppocli.parallel.stop import StopRequested
 
 log = logging.getLogger(__name__)
 

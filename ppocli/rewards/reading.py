@@ -5,12 +5,12 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from ppocli.data.calls import with_arguments
+from ppocli.config.text import error_line, suggestion
+from ppocli.config.user_code import shorten
+from ppocli.data.tool_calls import with_arguments
 from ppocli.errors import InputError, RewardError
 from ppocli.rewards.resolve import wrong_argument
-from ppocli.storage.model_files import WITH_TEMPLATE
-from ppocli.text import error_line, suggestion
-from ppocli.user_code import shorten
+from ppocli.runs.model_files import WITH_TEMPLATE
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,8 @@
 
     reward.fn=http reward.kwargs.url=http://127.0.0.1:8123/score
 
-:mod:`ppocli.rewards.records` describes requests and answers; ``ppocli serve-reward`` is a server.
+:mod:`ppocli.rewards.reward_records` describes requests and answers; ``ppocli serve-reward`` is a
+server.
 """
 
 import logging
@@ -15,12 +16,18 @@ from typing import Any
 
 from ppocli.config.schema_training import LONGEST_WAIT
 from ppocli.config.secrets import VARIABLE, why_no_url
+from ppocli.config.text import counted
+from ppocli.config.user_code import shorten
 from ppocli.errors import RewardError
-from ppocli.http_client import Client, from_environment, retry_after
-from ppocli.rewards import records, resolve, styles
-from ppocli.rewards.records import RewardRequest, WireError, decode_scores, encode_request, opening
-from ppocli.text import counted
-from ppocli.user_code import shorten
+from ppocli.rewards import resolve, reward_records, styles
+from ppocli.rewards.http_client import Client, from_environment, retry_after
+from ppocli.rewards.reward_records import (
+    RewardRequest,
+    WireError,
+    decode_scores,
+    encode_request,
+    opening,
+)
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +96,8 @@ class HttpReward:
             answers = list(pool.imap(partial(self._scores, request), parts))
         request.logs.take([log for scores, logs in answers for log in logs or [{}] * len(scores)])
         flat = [score for scores, _ in answers for score in scores]
-        per_step = any(isinstance(scores, records.StepScores) for scores, _ in answers)
-        return records.StepScores(flat) if per_step else flat
+        per_step = any(isinstance(scores, reward_records.StepScores) for scores, _ in answers)
+        return reward_records.StepScores(flat) if per_step else flat
 
     def _scores(self, request: RewardRequest, part: slice) -> tuple[list[Any], list[Any]]:
         """The answer for a part of the samples: their scores, and their logs."""

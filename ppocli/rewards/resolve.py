@@ -12,12 +12,12 @@ from inspect import Parameter
 from typing import Any, Self
 
 from ppocli.builtin.names import BUILTIN_REWARDS, BUILTIN_STEPS
-from ppocli.config.resolved import PYTHON_OBJECT
+from ppocli.config.config_yaml import PYTHON_OBJECT
+from ppocli.config.text import error_line, pasted, raised_at, suggestion
+from ppocli.config.user_classes import refuse_abstract
+from ppocli.config.user_code import CodeSetting, Kind, Located, from_object, locate, shorten
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards import guard, records, styles
-from ppocli.text import error_line, pasted, raised_at, suggestion
-from ppocli.user_classes import refuse_abstract
-from ppocli.user_code import CodeSetting, Kind, Located, from_object, locate, shorten
+from ppocli.rewards import guard, reward_records, styles
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class BoundCallable:
             log.warning("prompt column %r is hidden from %s by the %s of the same name",
                         name, self.located.spec, winner)
 
-    def answer(self, request: records.RewardRequest) -> Any:
+    def answer(self, request: reward_records.RewardRequest) -> Any:
         """The function's result for a request, or an awaitable of it. The function gets fresh
         lists, since a call that failed may have changed them.
 

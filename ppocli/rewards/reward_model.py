@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from ppocli.config.text import error_line, pasted
 from ppocli.errors import RewardError
 from ppocli.rewards import scorer_files
 from ppocli.rewards.reading import SampleReader, check_choice
-from ppocli.rewards.records import differences
 from ppocli.rewards.resolve import wrong_argument
+from ppocli.rewards.reward_records import differences
 from ppocli.rewards.scorer_files import MODEL_KEY
-from ppocli.text import error_line, pasted
 
 Chats = Sequence[list[dict[str, Any]]] | None
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

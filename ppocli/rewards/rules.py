@@ -12,8 +12,8 @@ from itertools import accumulate
 from typing import Any
 
 from ppocli.errors import RewardError
-from ppocli.rewards.records import differences
 from ppocli.rewards.resolve import wrong_argument
+from ppocli.rewards.reward_records import differences
 
 NUMBER = re.compile(r"(?<!\d)-?\d+(?:,\d{3})*(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?!\d))?")
 WORD = re.compile(r"\w+(?:['\u2019]\w+)*")

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import transformers
 
+from ppocli.config.text import counted, error_line
 from ppocli.errors import InputError
-from ppocli.storage import atomic, model_files
-from ppocli.text import counted, error_line
+from ppocli.runs import atomic, model_files
 
 MODEL_KEY = "reward.kwargs.model"
 UNBOUNDED = 1_000_000

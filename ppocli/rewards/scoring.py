@@ -5,13 +5,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
-from ppocli.config.resolved import PYTHON_OBJECT
+from ppocli.config.config_yaml import PYTHON_OBJECT
 from ppocli.config.schema import EnvConfig, RewardConfig, is_own_figure
+from ppocli.config.user_code import shorten
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards import calls, styles
-from ppocli.rewards.records import RewardLogs, RewardRequest, RewardScores, Score, ends_of_steps
 from ppocli.rewards.resolve import BoundCallable, bind
-from ppocli.user_code import shorten
+from ppocli.rewards.reward_records import (
+    RewardLogs,
+    RewardRequest,
+    RewardScores,
+    Score,
+    ends_of_steps,
+)
 
 
 @dataclass(frozen=True, slots=True)

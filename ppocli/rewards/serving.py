@@ -20,10 +20,10 @@ from time import monotonic
 from typing import Any
 
 from ppocli.config.secrets import hide_secrets
+from ppocli.config.text import cut, error_line
+from ppocli.distributed import host_memory
 from ppocli.errors import PpocliError
-from ppocli.parallel import host_memory
-from ppocli.rewards import records, scoring
-from ppocli.text import cut, error_line
+from ppocli.rewards import reward_records, scoring
 from ppocli.version import __version__
 
 log = logging.getLogger(__name__)
@@ -144,17 +144,17 @@ class RewardServer(ThreadingHTTPServer):
         reward, status = self.rewards[path], 400
         try:
             with self._turn:
-                request = records.decode_request(body, self.tokenizer)
+                request = reward_records.decode_request(body, self.tokenizer)
                 status = 422
                 reward.check_columns(list(request.columns), steps=request.steps is not None)
                 status = 500
                 result = reward.score(request)
             with self._counting:
                 self.requests, self.samples = self.requests + 1, self.samples + len(request)
-        except (records.WireError, PpocliError) as error:
+        except (reward_records.WireError, PpocliError) as error:
             raise Refused(status, error.args[0]) from None
-        scores: Sequence[records.Score] = result.dense or result.scores
-        return records.encode_scores([score if valid else None
+        scores: Sequence[reward_records.Score] = result.dense or result.scores
+        return reward_records.encode_scores([score if valid else None
                                       for score, valid in zip(scores, result.valid, strict=True)],
                                      result.logs)
 

@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
+from ppocli.config.user_code import shorten
 from ppocli.errors import RewardError
-from ppocli.rewards.records import RewardRequest, on_tokens
-from ppocli.user_code import shorten
+from ppocli.rewards.reward_records import RewardRequest, on_tokens
 
 Source = Callable[[RewardRequest], Any]
 

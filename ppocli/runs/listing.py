@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ppocli.config import schema, tasks
+from ppocli.config.text import Say
 from ppocli.errors import CheckpointError, ConfigError, PpocliError
+from ppocli.runs import atomic, environment, manifest, model_files, retention, run_folder
+from ppocli.runs.checkpoints import best_step
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders
 from ppocli.runs.target import list_runs, written
-from ppocli.storage import atomic, environment, manifest, model_files, retention, run_folder
-from ppocli.storage.checkpoints import best_step
-from ppocli.text import Say
 
 
 @dataclass(frozen=True, slots=True)

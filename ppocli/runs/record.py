@@ -10,11 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from ppocli.config import bounded, kept, resolved, schema, tasks
-from ppocli.episode import transcript_of
+from ppocli.config import config_yaml, resume_policy, schema, size_limited, tasks
+from ppocli.config.text import figure, shown
 from ppocli.errors import CheckpointError
-from ppocli.storage import atomic, environment, retention, run_folder, run_logs, signature
-from ppocli.text import figure, shown
+from ppocli.runs import atomic, environment, retention, run_folder, run_logs, signature
+from ppocli.runs.episode import transcript_of
 
 log = logging.getLogger("ppocli")
 Status = Literal["running", "finished", "stopped", "failed", "interrupted"]
@@ -73,8 +73,8 @@ class RunRecord:
     def command(self) -> str | None:
         """The command that trains such a run again; None if it used Python objects, which no
         command can name."""
-        return None if resolved.PYTHON_OBJECT in resolved.flat(self.config).values() \
-            else resolved.training_command(self.config)
+        return None if config_yaml.PYTHON_OBJECT in config_yaml.flat(self.config).values() \
+            else config_yaml.training_command(self.config)
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a figure at every step that has a finite one."""
@@ -96,7 +96,7 @@ class RunRecord:
         """(time, level, text) of all messages of the run. Time is local to the machine that ran it,
         ``2026-01-31 12:00:00``; continued lines are joined with newlines."""
         try:
-            text = bounded.read_tail(self.folder.log)
+            text = size_limited.read_tail(self.folder.log)
         except OSError:
             return []
         _, *parts = _LOG_HEAD.split(text)
@@ -168,7 +168,7 @@ def read_run(folder: Path) -> RunRecord:
         raise CheckpointError(f"{folder} is not a run folder (no config.yaml with metrics.jsonl or "
                               "checkpoints/).", where=str(folder),
                               fix="name a folder that ppocli train made: ppocli runs list")
-    config = resolved.read_config(run.config)
+    config = config_yaml.read_config(run.config)
     rows = run_logs.read_metrics(run.metrics)
     summary = atomic.read_json(run.summary)
     return RunRecord(run, config, rows, summary, _status(run, summary, rows))
@@ -196,7 +196,7 @@ def _status(run: run_folder.RunFolder, summary: dict[str, Any] | None, rows: lis
 def read_changes(run_dir: Path) -> list[dict[str, Any]]:
     """Settings that were changed when the run was resumed, in order: ``step``, the last one with
     the earlier value, ``key``, ``before`` and ``after``; empty if the run's file records none."""
-    changes = (atomic.read_json(run_dir / kept.RUN_FILE) or {}).get("changes")
+    changes = (atomic.read_json(run_dir / resume_policy.RUN_FILE) or {}).get("changes")
     return [{"step": entry["step"],
              **{name: str(entry.get(name)) for name in ("key", "before", "after")}}
             for entry in (changes if isinstance(changes, list) else ())
@@ -209,9 +209,10 @@ def begin_record(run_dir: Path, run_id: str) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    text = (run_dir / resolved.CONFIG_FILE).read_text(encoding="utf-8")
-    atomic.write_json_atomic(run_dir / kept.RUN_FILE, {
-        **signature.sign_run({"run_id": run_id}, resolved.next_config(run_dir)), kept.KEPT: text})
+    text = (run_dir / config_yaml.CONFIG_FILE).read_text(encoding="utf-8")
+    atomic.write_json_atomic(run_dir / resume_policy.RUN_FILE, {
+        **signature.sign_run({"run_id": run_id}, config_yaml.next_config(run_dir)),
+        resume_policy.KEPT: text})
 
 
 def accept_settings(run_dir: Path, step: int | None) -> None:
@@ -224,17 +225,19 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    run_json, noted = atomic.read_json(run_dir / kept.RUN_FILE) or {}, read_changes(run_dir)
-    next_config, run = resolved.next_config(run_dir), run_folder.RunFolder(run_dir)
+    run_json = atomic.read_json(run_dir / resume_policy.RUN_FILE) or {}
+    noted = read_changes(run_dir)
+    next_config, run = config_yaml.next_config(run_dir), run_folder.RunFolder(run_dir)
     saved = retention.sound_steps(run.checkpoints)
-    if saved and kept.KEPT not in run_json \
+    if saved and resume_policy.KEPT not in run_json \
             and saved[-1].config_digest != atomic.sha256_file(run.config):
         log.warning("%s is not as it was when step %d was saved; this run has no copy to compare "
                     "it with", run.config, saved[-1].step)
-    differ = resolved.config_differences(kept.settings_before(run_dir, accept_changes=True),
-                                         resolved.read_config(next_config))
+    differ = config_yaml.config_differences(resume_policy.settings_before(run_dir,
+                                                                          accept_changes=True),
+                                         config_yaml.read_config(next_config))
     for change in differ:  # the process that started this one has printed them
-        log.info(kept.change_line(*change), extra={"for_file": True})
+        log.info(resume_policy.change_line(*change), extra={"for_file": True})
     changes: list[dict[str, Any]] = []
     if step is not None:
         # the run may have gone back to a checkpoint from before a change
@@ -248,12 +251,13 @@ def accept_settings(run_dir: Path, step: int | None) -> None:
         now = signature.sign_run(run_json, next_config)
         if changes != noted:
             now["changes"] = changes
-        if changes != noted or differ or kept.KEPT not in run_json:
+        if changes != noted or differ or resume_policy.KEPT not in run_json:
             now |= {name: path.read_text(encoding="utf-8") for name, path in
-                    ((kept.KEPT, next_config), (kept.BEFORE, run.config))}
+                    ((resume_policy.KEPT, next_config), (resume_policy.BEFORE, run.config))}
         if now != run_json:
-            atomic.write_json_atomic(run_dir / kept.RUN_FILE, run_folder.finite_or_null(now))
-    resolved.accept_config(run_dir)
+            atomic.write_json_atomic(run_dir / resume_policy.RUN_FILE,
+                                     run_folder.finite_or_null(now))
+    config_yaml.accept_config(run_dir)
 
 
 def settle(run_dir: Path, config: schema.TrainConfig) -> None:
@@ -262,10 +266,11 @@ def settle(run_dir: Path, config: schema.TrainConfig) -> None:
     Raises:
         DiskError: the disk is full, read-only, or refuses.
     """
-    path = run_dir / resolved.NEXT_CONFIG_FILE
+    path = run_dir / config_yaml.NEXT_CONFIG_FILE
     run_folder.write_config(config, path)
-    run_json = atomic.read_json(run_dir / kept.RUN_FILE) or {}
-    atomic.write_json_atomic(run_dir / kept.RUN_FILE, {
-        **signature.sign_run(run_json, path), kept.BEFORE: run_json.get(kept.KEPT),
-        kept.KEPT: path.read_text(encoding="utf-8")})
-    resolved.accept_config(run_dir)
+    run_json = atomic.read_json(run_dir / resume_policy.RUN_FILE) or {}
+    atomic.write_json_atomic(run_dir / resume_policy.RUN_FILE, {
+        **signature.sign_run(run_json, path),
+        resume_policy.BEFORE: run_json.get(resume_policy.KEPT),
+        resume_policy.KEPT: path.read_text(encoding="utf-8")})
+    config_yaml.accept_config(run_dir)

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ppocli.config import extras, keys, schema, tasks
+from ppocli.config.text import counted, finite_number
 from ppocli.errors import CheckpointError, ConfigError
+from ppocli.runs import atomic, run_folder
 from ppocli.runs.sweeps import JOURNAL, JobRecord, SweepRecord
-from ppocli.storage import atomic, run_folder
-from ppocli.text import counted, finite_number
 
 if TYPE_CHECKING:
     from optuna import Study
@@ -71,7 +71,7 @@ def run_search(plan: schema.SweepConfig, ranges: Mapping[str, Any], folder: Path
     """Run the remaining jobs of ``plan.trials`` in batches, and report their figures to the study.
 
     Args:
-        ranges, make_job: see ``ppocli.config.sweep.Search``; a job is its ``SweepJob``.
+        ranges, make_job: see ``ppocli.config.hydra_sweep.Search``; a job is its ``SweepJob``.
         batch_size: number of jobs that run at a time.
         run_batch: runs jobs of consecutive numbers, and returns when all have ended.
         result: the record of a job that has ended.

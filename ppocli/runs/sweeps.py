@@ -13,13 +13,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from ppocli.config import bounded, resolved, schema, tasks
+from ppocli.config import config_yaml, schema, size_limited, tasks
+from ppocli.config.import_guard import TRUST
+from ppocli.config.text import did_you_mean, finite_number, printable, short_path
 from ppocli.errors import CheckpointError, ConfigError
-from ppocli.own_code import TRUST
+from ppocli.runs import atomic, environment, run_folder, signature
 from ppocli.runs.record import RunRecord, is_run, read_changes, read_run, subfolders
 from ppocli.runs.target import RUNS, run_named
-from ppocli.storage import atomic, environment, run_folder, signature
-from ppocli.text import did_you_mean, finite_number, printable, short_path
 
 SWEEP_FILE = "sweep.json"
 JOURNAL = "search.journal"
@@ -143,7 +143,7 @@ def job_records(sweep: Path) -> dict[int, JobRecord]:
     records = {}
     for path in job_files(sweep):
         with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
-            job = _job(bounded.read_json(path), sweep, sweep)
+            job = _job(size_limited.read_json(path), sweep, sweep)
             records[job.number] = job
     return records
 
@@ -177,7 +177,7 @@ def read_sweep(folder: Path) -> SweepRecord:
     """
     path, folder = folder / SWEEP_FILE, folder.resolve()
     try:
-        data = bounded.read_json(path)
+        data = size_limited.read_json(path)
         home = Path(data.get("dir") or folder)
         jobs = {job.number: job for job in (_job(each, home, folder) for each in data["jobs"])}
         # jobs in other processes may have ended after the sweep's process was killed
@@ -281,7 +281,7 @@ def changed_on_resume(job: JobRecord) -> dict[str, list[dict[str, Any]]]:
     :func:`~ppocli.runs.record.read_changes` returns them, without those that change no result."""
     changes: dict[str, list[dict[str, Any]]] = {}
     for change in read_changes(Path(job.folder)) if job.folder else ():
-        if resolved.classify_change(change["key"]) != "harmless":
+        if config_yaml.classify_change(change["key"]) != "harmless":
             changes.setdefault(change["key"], []).append(change)
     return changes
 
@@ -300,7 +300,7 @@ def _key_of(word: str) -> str:
 def has_values(config: schema.TrainConfig, varied: Iterable[str]) -> bool:
     """Whether a run has the values of a job; False, too, where one is a group's, which no
     configuration tells."""
-    values = resolved.flat(config)
+    values = config_yaml.flat(config)
     return all(key in values and values[key] == _parsed(text)
                for key, text in varied_values(varied).items())
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ppocli.builtin.names import BUILTIN_PREFIX
+from ppocli.config.text import Say, did_you_mean, pasted
 from ppocli.errors import AmbiguousError, CheckpointError, ConfigError, InputError
+from ppocli.runs import checkpoints, manifest, model_files, retention, run_folder
 from ppocli.runs.record import RunRecord, is_run, read_run, subfolders, whole
-from ppocli.storage import checkpoints, manifest, model_files, retention, run_folder
-from ppocli.text import Say, did_you_mean, pasted
 
 RUNS = Path("runs")
 """the folder of runs, relative to the current folder"""

@@ -7,17 +7,17 @@ from operator import attrgetter
 from pathlib import Path
 
 from ppocli.builtin.names import BUILTIN_ENVIRONMENTS, BUILTIN_REWARDS, BUILTIN_STEPS, TOOLS
-from ppocli.config import keys, resolved, sampling, schema, tasks
+from ppocli.config import config_yaml, keys, sampling, schema, tasks
+from ppocli.config.import_guard import TRUST
+from ppocli.config.text import printable, short_path
 from ppocli.errors import CheckpointError, ConfigError
-from ppocli.own_code import TRUST
-from ppocli.storage import signature
-from ppocli.text import printable, short_path
+from ppocli.runs import signature
 
 REMOTE = "trust_remote_code"
 _OURS = frozenset({*BUILTIN_REWARDS, *BUILTIN_REWARDS.values(), *BUILTIN_STEPS,
                    *BUILTIN_STEPS.values(), *BUILTIN_ENVIRONMENTS, *BUILTIN_ENVIRONMENTS.values(),
                    TOOLS, *sampling.OUR_ENGINES, *tasks.DATA_TASKS,
-                   "ppocli.rewards.randomwalks:metrics", resolved.PYTHON_OBJECT})
+                   "ppocli.rewards.randomwalks:metrics", config_yaml.PYTHON_OBJECT})
 
 
 def import_paths(config: schema.TrainConfig) -> list[tuple[str, str | None]]:
@@ -65,14 +65,14 @@ def check_run(run_dir: Path, config: schema.TrainConfig, parts: tuple[str, ...],
         raise CheckpointError(
             f"{short_path(str(run_dir))} is not signed with your key, and this would run code that "
             "its configuration names:\n" + "\n".join(f"  {line}" for line in needed),
-            where=short_path(str(run_dir / resolved.CONFIG_FILE)),
+            where=short_path(str(run_dir / config_yaml.CONFIG_FILE)),
             fix=f"look at that code, and if you trust it add {TRUST}; for a run that you started "
             f"with another key, {signature.KEY_VARIABLE}=FILE (now {signature.key_path()})")
 
 
 def named_by_files(config: schema.TrainConfig, typed: frozenset[str]) -> tuple[str, ...]:
     """Import paths that recipes and config groups name, as opposed to the command line, for
-    :func:`ppocli.own_code.limit`.
+    :func:`ppocli.config.import_guard.limit`.
 
     Args:
         config: as it was composed.
@@ -88,6 +88,6 @@ def named_by_files(config: schema.TrainConfig, typed: frozenset[str]) -> tuple[s
         raise ConfigError(f"A recipe or a config group names {program}, which would be run.",
                           where="rollout.python", fix="if you trust it, type it: "
                           f"rollout.python={program}")
-    absolute = import_paths(resolved.with_absolute_paths(config))
+    absolute = import_paths(config_yaml.with_absolute_paths(config))
     return tuple(new for (_, old), (_, new) in zip(import_paths(config), absolute, strict=True)
                  if new and new not in _OURS and not {old, new} & typed)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ppocli.data.prompt_set import padded_left
+from ppocli.distributed.backend import to_device, to_host
 from ppocli.models import transformers_internals, trunk
-from ppocli.parallel.backend import to_device, to_host
 from ppocli.sampling import decoding
 from ppocli.sampling.decode_state import Decoder, LiveRows, Stepped
 from ppocli.sampling.decoding import CHECK_EVERY, SHRINK_AT

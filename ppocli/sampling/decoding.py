@@ -13,21 +13,21 @@ from typing import Any
 import torch
 
 from ppocli.config import adapters, schema
+from ppocli.config.text import first_line
+from ppocli.distributed.backend import to_host
 from ppocli.errors import ConfigError, InputError
 from ppocli.models import layout, transformers_internals, trunk
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.loading import language_model
-from ppocli.models.loading.adapters import Adapter, attach, identify, peft_config
 from ppocli.models.loading.language_model import DTYPES, LoadedLM, frozen_dtype
+from ppocli.models.loading.load_adapters import Adapter, attach, identify, peft_config
 from ppocli.models.loading.model_config import check_text_alone, max_positions
 from ppocli.models.transformers_internals import allows_gaps
-from ppocli.parallel.backend import to_host
+from ppocli.runs.model_files import is_adapter
 from ppocli.sampling import samples, token_choice, transformers_generate
 from ppocli.sampling.decode_state import Decoder, LiveRows, Stepped
 from ppocli.sampling.samples import Generation
 from ppocli.sampling.token_graph import Feeding
-from ppocli.storage.model_files import is_adapter
-from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
 

@@ -6,18 +6,18 @@ from typing import Any
 
 import torch
 
+from ppocli.config.text import counted
 from ppocli.data.prompt_set import padded_left
 from ppocli.data.tokens import token_ids_of, tokens_around
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
-from ppocli.ppo.noise import USER, uniform
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
+from ppocli.sampling.noise import USER, uniform
 from ppocli.sampling.samples import TokenRows, decode_responses
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.sampling.vllm.sampler import VllmSampler, sampling_params
-from ppocli.text import counted
+from ppocli.sampling.vllm.vllm_sampler import VllmSampler, sampling_params
 
 BATCH = 64
 """samples decoded together"""

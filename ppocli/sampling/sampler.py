@@ -13,25 +13,25 @@ import torch
 
 from ppocli.config import algorithm, schema
 from ppocli.data.prompt_set import PromptBatch
+from ppocli.distributed.backend import Backend
+from ppocli.distributed.oom_retry import PassRows
+from ppocli.distributed.ranks import is_out_of_memory
+from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError
 from ppocli.models import layer_stack, trunk
 from ppocli.models.fast.gemm import packed_weights
 from ppocli.models.loading.language_model import DTYPES, LoadedLM
 from ppocli.models.policy import Policy
+from ppocli.models.sharded_weights import gathered_policy, head_parameters, held, is_sharded
 from ppocli.models.transformers_internals import allows_gaps
-from ppocli.parallel.backend import Backend
-from ppocli.parallel.ranks import is_out_of_memory
-from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import lengths, uniform
+from ppocli.runs import faults
 from ppocli.sampling import token_graph
 from ppocli.sampling.conversation import Conversation, KeptKeys, decoded_turns
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
+from ppocli.sampling.noise import lengths, uniform
 from ppocli.sampling.samples import Samples, TokenRows, single_turn
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.storage import faults
-from ppocli.zero.oom_retry import PassRows
-from ppocli.zero.sharded_weights import gathered_policy, head_parameters, held, is_sharded
 
 T = TypeVar("T")
 
@@ -69,7 +69,8 @@ class Sampler(Protocol):
         prompts, as soon as a chunk is complete.
 
         Args:
-            stream: of :mod:`ppocli.ppo.noise`; with a prompt's number it decides random numbers.
+            stream: of :mod:`ppocli.sampling.noise`; with a prompt's number it decides random
+            numbers.
             at_once: maximum number of samples generated together.
 
         Raises:
@@ -108,7 +109,8 @@ def records(cfg: schema.TrainConfig, device: torch.device) -> bool:
 
 class DecodeSampler:
     """Our own decode loop, or transformers' for models that our loop can't decode. Random numbers
-    come from :func:`ppocli.ppo.noise.uniform`, so that a sample doesn't depend on the chunk size,
+    come from :func:`ppocli.sampling.noise.uniform`, so that a sample doesn't depend on the chunk
+    size,
     the number of ranks or the order in which rows end."""
 
     repeatable = True
@@ -177,7 +179,7 @@ class DecodeSampler:
     @contextmanager
     def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
                  stream: int, model: GenerationModel, stop: StopFlag) -> Iterator[Conversation]:
-        """Contexts that are continued turn by turn (:mod:`ppocli.sampling.episodes`).
+        """Contexts that are continued turn by turn (:mod:`ppocli.sampling.episode_sampler`).
 
         Args:
             contexts: [N] ids to begin with, behind which more may follow in the first turn.

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ppocli.columns import joined, rows_of
-from ppocli.episode import Episode
+from ppocli.data.columns import joined, rows_of
 from ppocli.models.layout import Sequences
+from ppocli.runs.episode import Episode
 from ppocli.sampling.token_choice import SamplingSpec
 
 TokenRows = Sequence[Sequence[int]]

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
+from ppocli.config.text import first_line
+from ppocli.distributed.ranks import is_out_of_memory
 from ppocli.models import transformers_internals
 from ppocli.models.fast.attention import takes_packed
-from ppocli.parallel.ranks import is_out_of_memory
 from ppocli.sampling.decode_state import LiveRows, Stepped
-from ppocli.text import first_line
 
 log = logging.getLogger("ppocli")
 

@@ -17,12 +17,12 @@ import torch
 from safetensors.torch import save_file
 
 from ppocli.errors import PpocliError
-from ppocli.storage.model_files import POLICY
+from ppocli.models.sharded_weights import gathered, host_weights, optimizer_slots
+from ppocli.runs.model_files import POLICY
 from ppocli.training.optimizers import named_trainable
 from ppocli.training.saved_model import SavedModel, Tensors
 from ppocli.training.state import Generators, TrainState
 from ppocli.training.task import Task
-from ppocli.zero.sharded_weights import gathered, host_weights, optimizer_slots
 
 OPTIMIZER = "optimizer.safetensors"
 TASK_STATE = "task_state.safetensors"

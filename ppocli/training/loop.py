@@ -15,18 +15,18 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from ppocli.distributed import backend, launchers
+from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError, DiskError, DivergedError
-from ppocli.parallel import backend, launchers
-from ppocli.parallel.stop import StopFlag
-from ppocli.storage import atomic, checkpoints, retention, run_folder, run_logs
+from ppocli.runs import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.training import checkpoint_writing
 from ppocli.training.optimize import optimize
 from ppocli.training.state import Best, Generators, Pace, PhaseClock, TrainState
 from ppocli.training.task import Evaluation, Plan, StepContext, Task
 
 if TYPE_CHECKING:
-    from ppocli.display.console import Display
-    from ppocli.tracking.trackers import Tracker
+    from ppocli.publish.console import Display
+    from ppocli.publish.trackers import Tracker
 
 log = logging.getLogger("ppocli")
 EVAL_ROW, SWEEP_ROW = "eval", "eval_sweep"

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from ppocli.config import tasks
+from ppocli.distributed.backend import to_device
+from ppocli.distributed.stop import StopFlag
 from ppocli.errors import DivergedError
 from ppocli.models.passes import in_groups, longest_first
-from ppocli.parallel.backend import to_device
-from ppocli.parallel.stop import StopFlag
-from ppocli.storage import faults
+from ppocli.runs import faults
 from ppocli.training.state import TrainState
 from ppocli.training.task import OptimizeResult, Plan, Task, UpdateGroup, Verdict
 

@@ -12,16 +12,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ppocli.config import tasks
+from ppocli.config.text import pasted
+from ppocli.distributed.backend import made_on
+from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.errors import CheckpointError
-from ppocli.models.loading.adapters import fill_adapter
-from ppocli.parallel.backend import made_on
-from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.storage import atomic, checkpoints, retention, run_folder, run_logs
-from ppocli.text import pasted
+from ppocli.models import sharded_weights
+from ppocli.models.loading.load_adapters import fill_adapter
+from ppocli.runs import atomic, checkpoints, retention, run_folder, run_logs
 from ppocli.training import checkpoint_writing, loop, optimizers, saved_model
 from ppocli.training.state import Generators, Pace, TrainState, seed_generators
 from ppocli.training.task import Task
-from ppocli.zero import sharded_weights
 
 log = logging.getLogger("ppocli")
 

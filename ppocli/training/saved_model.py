@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from ppocli.models.loading.adapters import Adapter, adapter_tensors, describe_adapter
+from ppocli.models.loading.load_adapters import Adapter, adapter_tensors, describe_adapter
 from ppocli.models.trunk import virtual_tokens
-from ppocli.storage.model_files import ADAPTER_WEIGHTS
+from ppocli.runs.model_files import ADAPTER_WEIGHTS
 
 Tensors = dict[str, torch.Tensor]
 PROMPT_ENCODER = "prompt_encoder"

@@ -2,7 +2,7 @@
 
 The loop is responsible for order, backward passes, clipping, divergence, commits, checkpoints and
 stops. A task defines what a batch is, what the loss is, and what an evaluation measures. PPO
-(:mod:`ppocli.tasks.ppo.task`) is one; ``task.fn=my_task.py:build`` names another: a function or
+(:mod:`ppocli.ppo.ppo_task`) is one; ``task.fn=my_task.py:build`` names another: a function or
 class that is called with a :class:`TaskSetup` and ``task.kwargs`` and returns a :class:`Task`.
 """
 
@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from ppocli.config import schema, schema_training, tasks
-from ppocli.episode import Sample
-from ppocli.parallel.backend import Backend
-from ppocli.parallel.stop import StopFlag
+from ppocli.distributed.backend import Backend
+from ppocli.distributed.oom_retry import PassRows
+from ppocli.distributed.stop import StopFlag
+from ppocli.runs.episode import Sample
 from ppocli.training import saved_model, updates
 from ppocli.training.state import Pace, PhaseClock, TrainState
-from ppocli.zero.oom_retry import PassRows
 
 PASSES = {"rollout": "ppo.chunk_size", "evaluation": "ppo.chunk_size",
           "scoring": "ppo.micro_batch_size", "scoring of the evaluation": "ppo.micro_batch_size",

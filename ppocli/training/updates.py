@@ -14,8 +14,8 @@ import torch
 from transformers import get_scheduler
 
 from ppocli.config.schema_training import SchedulerConfig
-from ppocli.parallel.backend import Backend
-from ppocli.parallel.deepspeed_internals import local_part
+from ppocli.distributed.backend import Backend
+from ppocli.distributed.deepspeed_internals import local_part
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ from sessions import (
 )
 from simulated import OnDevice
 
-from ppocli.launching.child_process import Start
-from ppocli.launching.worker import run_worker
-from ppocli.storage.run_folder import write_config
-from ppocli.tasks.ppo.evaluate import evaluate
-from ppocli.tasks.ppo.step import to_experience
+from ppocli.launch.child_process import Start
+from ppocli.launch.worker import run_worker
+from ppocli.ppo.policy_evaluation import evaluate
+from ppocli.ppo.step import to_experience
+from ppocli.runs.run_folder import write_config
 
 CASES = {
     "all layers": {}, "top layer": {"model__num_layers_unfrozen": 1},

@@ -13,10 +13,10 @@ from helpers import mostly_slow
 from sessions import count_letters, fresh_state, optimize, session_of, small_config
 from simulated import MixedDevicesError
 
+from ppocli.ppo.policy_evaluation import evaluate
+from ppocli.ppo.step import collect_rollout, to_experience
 from ppocli.sampling.decode_state import DecodeState
 from ppocli.sampling.decoding import CHECK_EVERY
-from ppocli.tasks.ppo.evaluate import evaluate
-from ppocli.tasks.ppo.step import collect_rollout, to_experience
 from ppocli.training.state import Moment, PhaseClock
 
 NEW = 32

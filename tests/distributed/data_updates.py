@@ -16,15 +16,15 @@ from safetensors.torch import save_file
 from sessions import set_keys
 
 from ppocli.config.schema import TrainConfig
-from ppocli.parallel.backend import open_ranks
-from ppocli.parallel.stop import StopFlag
-from ppocli.tasks import build_task
+from ppocli.distributed.backend import open_ranks
+from ppocli.distributed.stop import StopFlag
+from ppocli.models.sharded_weights import gathered
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 from ppocli.training.optimizers import named_trainable
 from ppocli.training.state import PhaseClock, TrainState
 from ppocli.training.task import PythonObjects, StepContext, TaskSetup
-from ppocli.zero.sharded_weights import gathered
+from ppocli.training.task_registry import build_task
 
 
 def main(config: str, out: str) -> None:

@@ -24,16 +24,16 @@ from sessions import (
 )
 
 from ppocli.config.schema import TrainConfig
-from ppocli.parallel.backend import open_ranks
-from ppocli.parallel.stop import StopFlag
-from ppocli.tasks.ppo.collecting import collect_differing
-from ppocli.tasks.ppo.evaluate import evaluate
-from ppocli.tasks.ppo.records import Rollout
-from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
-from ppocli.tasks.ppo.step import to_experience
-from ppocli.tasks.ppo.task import PPOTask
+from ppocli.distributed.backend import open_ranks
+from ppocli.distributed.stop import StopFlag
+from ppocli.models.sharded_weights import gathered, optimizer_slots
+from ppocli.ppo.policy_evaluation import evaluate
+from ppocli.ppo.ppo_task import PPOTask
+from ppocli.ppo.records import Rollout
+from ppocli.ppo.rollout_sources import collect_differing
+from ppocli.ppo.session import PythonObjects, Session, build_session
+from ppocli.ppo.step import to_experience
 from ppocli.training.optimizers import named_trainable
-from ppocli.zero.sharded_weights import gathered, optimizer_slots
 
 
 def stop_of(session: Session) -> StopFlag:

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 from sessions import count_good, set_keys
 
 from ppocli.config.schema import TrainConfig
-from ppocli.parallel.backend import Backend, open_ranks
-from ppocli.tasks.ppo.session import PythonObjects, Session, build_session
+from ppocli.distributed.backend import Backend, open_ranks
+from ppocli.ppo.session import PythonObjects, Session, build_session
 
 
 def elements(*modules: Any) -> int:

@@ -119,12 +119,12 @@ def errors_in(said: str) -> list[str]:
 
 def ranks_of(run_dir: Path) -> list[int]:
     """Pids of the ranks of a run, by their command lines."""
-    return _pids_of(run_dir, b"ppocli.launching.worker")
+    return _pids_of(run_dir, b"ppocli.launch.worker")
 
 
 def launchers_of(run_dir: Path) -> list[int]:
     """Pids of the processes that start the ranks, one on each machine."""
-    return _pids_of(run_dir, b"ppocli.launching.elastic")
+    return _pids_of(run_dir, b"ppocli.launch.elastic")
 
 
 def _pids_of(run_dir: Path, module: bytes) -> list[int]:

@@ -8,7 +8,7 @@ from ranks import close_to, wait_for_no_ranks
 from runs import assert_tidy, make_world, run, words
 from sessions import estimate_of
 
-from ppocli.config.resolved import read_config
+from ppocli.config.config_yaml import read_config
 
 pytestmark = [pytest.mark.timeout(400)]
 slow = pytest.mark.slow
@@ -88,7 +88,7 @@ RESIDENT = """
 import os
 from pathlib import Path
 
-from ppocli.parallel.host_memory import resident_mib
+from ppocli.distributed.host_memory import resident_mib
 
 # imported before any model is loaded
 Path(f"before-{os.environ.get('RANK')}").write_text(str(resident_mib(os.getpid())))

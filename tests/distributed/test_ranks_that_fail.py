@@ -98,7 +98,7 @@ from datetime import timedelta
 import torch
 from torch import distributed
 
-from ppocli.parallel.ranks import is_lost_neighbour
+from ppocli.distributed.ranks import is_lost_neighbour
 
 rank = int(sys.argv[1])
 distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{sys.argv[2]}", rank=rank,

@@ -8,7 +8,7 @@ from ranks import largest_difference, odd_config, run_job
 from runs import run, words
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from ppocli.config.resolved import read_config
+from ppocli.config.config_yaml import read_config
 
 ELSEWHERE = Path(__file__).parents[1] / "fixtures/elsewhere_rewards.py"
 STATEFUL = '''\

@@ -9,13 +9,13 @@ import pytest
 from runs import assert_equal_runs, copied, spawn, wait_for, whole_copy, words
 
 from ppocli.config.compose import Checked, Composed
-from ppocli.config.resolved import read_config
+from ppocli.config.config_yaml import read_config
 from ppocli.errors import CheckpointError
-from ppocli.launching.opened_folder import open_folder
+from ppocli.launch.open_run_folder import open_folder
+from ppocli.runs import retention
 from ppocli.runs.listing import carry_out, plan_pruning
 from ppocli.runs.record import read_changes, read_run
 from ppocli.runs.target import find_target
-from ppocli.storage import retention
 
 
 def flip(path: Path) -> None:

@@ -45,7 +45,7 @@ def test_one_refusal_is_survived(command, inject, reference, world):
     (1_000_000, 0, "warning: Disk space is short: this run needs "), (10**9, 0, "")])
 def test_the_disk_is_looked_at_before_weights_are_loaded(
         free, code, said, command, monkeypatch, world):
-    monkeypatch.setattr("ppocli.estimate.check.free_bytes", lambda folder: free)
+    monkeypatch.setattr("ppocli.models.memory_check.free_bytes", lambda folder: free)
     ended = command(*words("run_name=r", "ppo.num_steps=1"), code=code)
     assert said in ended.err
     assert ("Disk space" in ended.err) == (free == 1_000_000)

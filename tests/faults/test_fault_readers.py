@@ -13,11 +13,11 @@ from ppocli.cli.follow import Follower
 from ppocli.cli.output import code_of
 from ppocli.cli.plot import compare
 from ppocli.cli.runs import print_runs, prune_runs, report
-from ppocli.config import bounded
-from ppocli.config.resolved import config_text, read_config
+from ppocli.config import size_limited
+from ppocli.config.config_yaml import config_text, read_config
 from ppocli.config.schema import TrainConfig
+from ppocli.config.text import CONTROL
 from ppocli.errors import CheckpointError
-from ppocli.text import CONTROL
 
 ESCAPE = "\x1b]0;owned\x07\x9b2J\u202e"
 LAUGHS = "a0: &a0 [ha]\n" + "".join(
@@ -82,7 +82,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_one_bad_run_is_one_line_and_one_message(attack, here, capsys, monkeypatch):
-    monkeypatch.setattr(bounded, "MOST_NODES", 5000)
+    monkeypatch.setattr(size_limited, "MOST_NODES", 5000)
     name, spoil, said = ATTACKS[attack]
     for run in ("bad", "good"):
         bare_run(here / "runs" / run)
@@ -127,7 +127,7 @@ def test_the_generators_of_a_checkpoint_are_read_within_bounds(spoil, said, here
 
 
 def test_rows_longer_than_any_are_read_in_pieces(here, monkeypatch):
-    monkeypatch.setattr(bounded, "MOST_LINE", 1000)
+    monkeypatch.setattr(size_limited, "MOST_LINE", 1000)
     run = bare_run(here / "runs/one")
     before = run.joinpath("metrics.jsonl").read_text()
     run.joinpath("metrics.jsonl").write_text("x" * 5000 + "\n" + before)

@@ -19,15 +19,13 @@ import yaml
 from helpers import checked, read_json
 from runs import PLANTED, signed_again
 
-from ppocli import own_code
-from ppocli.config import resolved
+from ppocli.config import config_yaml, import_guard
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, RewardError
-from ppocli.launching.child_process import Start
-from ppocli.launching.target_config import allow_code
+from ppocli.launch.child_process import Start
+from ppocli.launch.target_config import allow_code
 from ppocli.rewards.resolve import locate_reward
-from ppocli.runs import record, sweeps
-from ppocli.storage import atomic, run_folder, signature
+from ppocli.runs import atomic, record, run_folder, signature, sweeps
 
 EVIL = """\
 from pathlib import Path
@@ -165,21 +163,21 @@ def test_a_signature_can_be_neither_moved_nor_made(forged, finished, here, monke
 
 def test_settings_are_signed_before_they_take_their_place(finished, monkeypatch):
     """A kill between the two leaves a run whose every configuration is its owner's."""
-    rewritten = replace(resolved.read_config(finished / "config.yaml"), seed=5)
-    run_folder.write_config(rewritten, finished / resolved.NEXT_CONFIG_FILE)
-    monkeypatch.setattr(resolved, "accept_config", lambda run_dir: None)
+    rewritten = replace(config_yaml.read_config(finished / "config.yaml"), seed=5)
+    run_folder.write_config(rewritten, finished / config_yaml.NEXT_CONFIG_FILE)
+    monkeypatch.setattr(config_yaml, "accept_config", lambda run_dir: None)
     record.accept_settings(finished, 2)
     assert signature.is_own_run(finished)
-    (finished / resolved.NEXT_CONFIG_FILE).rename(finished / "config.yaml")
+    (finished / config_yaml.NEXT_CONFIG_FILE).rename(finished / "config.yaml")
     assert signature.is_own_run(finished)
 
 
 def test_what_a_run_settles_for_itself_is_signed_too(finished):
-    settled = replace(resolved.read_config(finished / "config.yaml"), seed=5)
+    settled = replace(config_yaml.read_config(finished / "config.yaml"), seed=5)
     record.settle(finished, settled)
-    assert resolved.read_config(finished / "config.yaml") == settled
+    assert config_yaml.read_config(finished / "config.yaml") == settled
     assert signature.is_own_run(finished)
-    assert not (finished / resolved.NEXT_CONFIG_FILE).exists()
+    assert not (finished / config_yaml.NEXT_CONFIG_FILE).exists()
 
 
 def test_a_key_is_made_once_and_for_its_owner_alone(here, monkeypatch):
@@ -248,15 +246,15 @@ def located(*given: str) -> str:
     """Where the reward of these words leads, as a run would follow it."""
     found = checked(*given)
     allow_code(found)
-    config = resolved.with_absolute_paths(found.config)
+    config = config_yaml.with_absolute_paths(found.config)
     return locate_reward(str(config.reward.fn), key="reward.fn").spec
 
 
 @pytest.mark.parametrize("path", [
     "numpy:load", "numpy.load", "numpy.testing._private.utils:runstring", "mine:np.load",
     "mine:load", "mine/__init__.py:load", ".venv/lib/python3/site-packages/other.py:score",
-    "linked/other.py:score", "../outside.py:score", "ppocli.storage.atomic:remove_tree",
-    "ppocli.user_code:locate", "ppocli.rewards.resolve:locate_reward"])
+    "linked/other.py:score", "../outside.py:score", "ppocli.runs.atomic:remove_tree",
+    "ppocli.config.user_code:locate", "ppocli.rewards.resolve:locate_reward"])
 def test_a_recipe_leads_to_nothing_but_code_that_is_meant_for_it(path, recipes):
     recipes(path)
     with pytest.raises(RewardError, match="a configuration file names it") as refused:
@@ -275,23 +273,23 @@ def test_a_recipe_may_name_the_users_own_code_and_ours(path, recipes):
 def test_a_package_may_offer_its_rewards(recipes, monkeypatch):
     recipes("numpy:load")
     offered = [SimpleNamespace(module="numpy.anything")]
-    monkeypatch.setattr(own_code.metadata, "entry_points",
+    monkeypatch.setattr(import_guard.metadata, "entry_points",
                         lambda group: offered if group == "ppocli.rewards" else [])
-    own_code._offering.cache_clear()
+    import_guard._offering.cache_clear()
     try:
         located("+recipe=mine")
     finally:
-        own_code._offering.cache_clear()
+        import_guard._offering.cache_clear()
 
 
 def test_further_processes_are_told_what_a_recipe_names(recipes, here):
     recipes("mine:np.load")
     start = Start(here, limited=allow_code(checked("+recipe=mine")))
-    own_code.limit(())
-    own_code.limit(Start.read(start.argv()).limited)
+    import_guard.limit(())
+    import_guard.limit(Start.read(start.argv()).limited)
     with pytest.raises(RewardError, match="a configuration file names it"):
         locate_reward("mine:np.load", key="reward.fn")
-    own_code.limit(())
+    import_guard.limit(())
 
 
 # Interpolations -----------------------------------------------------------------------------------
@@ -313,9 +311,9 @@ def test_a_runs_configuration_reads_nothing_of_mine(given, finished, app, monkey
 
 @pytest.mark.parametrize("text", ["a ${b} it", r"a \${b} it", r"\\${oc.env:HOME}", "$$"])
 def test_a_text_that_looks_like_an_interpolation_stays_text(text, tmp_path):
-    config = resolved.with_values(TrainConfig(), {"model.path": "x", "prompts.template": text})
+    config = config_yaml.with_values(TrainConfig(), {"model.path": "x", "prompts.template": text})
     run_folder.write_config(config, tmp_path / "config.yaml")
-    assert resolved.read_config(tmp_path / "config.yaml") == config
+    assert config_yaml.read_config(tmp_path / "config.yaml") == config
 
 
 # Links --------------------------------------------------------------------------------------------
@@ -364,7 +362,7 @@ def test_results_do_not_leave_the_run_either(name, given, finished, app, here):
 
 def test_locks_and_rows_are_opened_without_following(here):
     from ppocli.errors import DiskError
-    from ppocli.storage.run_logs import JsonlWriter
+    from ppocli.runs.run_logs import JsonlWriter
 
     (here / "mine").write_text("kept")
     for name, use in ((".lock", lambda: run_folder.lock(here).__enter__()),

@@ -25,8 +25,8 @@ from runs import (
 )
 from safetensors.torch import load_file
 
-from ppocli.config.resolved import read_config
-from ppocli.launching.opened_folder import open_folder
+from ppocli.config.config_yaml import read_config
+from ppocli.launch.open_run_folder import open_folder
 from ppocli.rewards.scoring import Reward
 from ppocli.runs.record import read_changes, read_run
 

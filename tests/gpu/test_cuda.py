@@ -19,13 +19,13 @@ from sessions import (
     small_config,
 )
 
-from ppocli.launching.child_process import Start
-from ppocli.launching.worker import run_worker
+from ppocli.launch.child_process import Start
+from ppocli.launch.worker import run_worker
 from ppocli.models.fast import attention
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
+from ppocli.runs.run_folder import write_config
 from ppocli.sampling import token_graph
-from ppocli.storage.run_folder import write_config
 
 pytestmark = pytest.mark.gpu
 

@@ -128,7 +128,7 @@ def dated(here: Path) -> Path:
 
 
 def date_of(name: str) -> str | None:
-    from ppocli.config.resolved import read_config
+    from ppocli.config.config_yaml import read_config
 
     return read_config(Path(f"runs/{name}/config.yaml")).model.chat_template_date
 

@@ -10,8 +10,8 @@ import pytest
 from helpers import jsonl, write_jsonl
 from runs import Command, whole_copy
 
-from ppocli.config.resolved import read_config
-from ppocli.storage.run_folder import write_config
+from ppocli.config.config_yaml import read_config
+from ppocli.runs.run_folder import write_config
 
 
 @pytest.fixture

@@ -13,15 +13,15 @@ from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from ppocli.builtin.names import config_groups, recipe_files
+from ppocli.config.command_words import read_words
 from ppocli.config.compose import Composed, compose, print_composition
+from ppocli.config.config_yaml import schema_node, typed
 from ppocli.config.hydra_bridge import config_loader, hydra_for, run_hydra
 from ppocli.config.problems import find_problems
-from ppocli.config.resolved import schema_node, typed
 from ppocli.config.tasks import task_name
-from ppocli.config.words import read_words
 from ppocli.errors import CheckpointError, ConfigError
 from ppocli.rewards.scoring import check_reward_config
-from ppocli.storage.run_folder import write_config
+from ppocli.runs.run_folder import write_config
 
 RUNNABLE = ["model.path=lm", "prompts.path=p.txt", "reward.fn=length", "ppo.num_steps=1"]
 

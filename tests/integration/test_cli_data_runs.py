@@ -10,9 +10,9 @@ import torch
 from helpers import jsonl, read_json
 
 import ppocli
-from ppocli.config.resolved import read_config
+from ppocli.config.config_yaml import read_config
+from ppocli.distributed import onednn
 from ppocli.errors import ConfigError
-from ppocli.parallel import onednn
 from ppocli.runs import sweeps
 
 pytestmark = pytest.mark.usefixtures("beside_data_runs")

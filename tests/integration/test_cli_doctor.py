@@ -12,8 +12,8 @@ from hub_double import HubDouble
 from runs import PLANTED
 
 from ppocli.cli import doctor
-from ppocli.storage import environment
-from ppocli.storage.environment import describe, without_credentials
+from ppocli.runs import environment
+from ppocli.runs.environment import describe, without_credentials
 
 
 def install(folder: Path, name: str, version: str) -> None:

@@ -13,10 +13,10 @@ from terminal import Terminal
 from ppocli import PPOTrainer
 from ppocli.cli import episodes
 from ppocli.cli.sampling_request import SamplingRequest
-from ppocli.display.console import closing_table
-from ppocli.display.dashboard import Dashboard
-from ppocli.episode import in_a_table, transcript_turns
 from ppocli.errors import ConfigError
+from ppocli.publish.console import closing_table
+from ppocli.publish.dashboard import Dashboard
+from ppocli.runs.episode import in_a_table, transcript_turns
 
 PLAYS = ("env.fn=env.py:Words", "env.max_turns=3", "env.max_tokens=24",
          "generation.max_new_tokens=5", "ppo.gae_unit=turn", "ppo.kl_controller=adaptive",

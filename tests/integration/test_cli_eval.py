@@ -15,7 +15,7 @@ from runs import PLANTED, rewrite, run
 import ppocli
 from ppocli.cli import eval as command
 from ppocli.errors import ConfigError
-from ppocli.storage.run_folder import lock
+from ppocli.runs.run_folder import lock
 
 
 def test_defaults_give_the_runs_own_figures(place, uninterrupted):

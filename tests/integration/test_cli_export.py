@@ -22,9 +22,9 @@ from warm import Server
 import ppocli
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
-from ppocli.export.card import PLACEHOLDER, user_text
 from ppocli.models.loading.language_model import load_lm
-from ppocli.storage.run_folder import lock_beside
+from ppocli.publish.card import PLACEHOLDER, user_text
+from ppocli.runs.run_folder import lock_beside
 
 LAST = f"step-{STEPS:06d}"
 FILES = {"README.md", "config.json", "curve.svg", "export.json", "generation_config.json",

@@ -11,8 +11,8 @@ from helpers import jsonl, ppocli, save_talker, write_jsonl, write_prompts
 from runs import PLANTED, Ended, assert_no_process_left, run, spawn, whole_copy, words
 
 from ppocli.cli.generate import ResponsePrinter, side_by_side
+from ppocli.config.text import CONTROL
 from ppocli.sampling.prompting import Answer
-from ppocli.text import CONTROL
 
 TEXTS = ["the film", "i saw", "this plot was"]
 SHORT = ("--max-new-tokens", "6", "--min-new-tokens", "2")

@@ -12,13 +12,13 @@ import pytest
 from helpers import checked, refused
 
 from ppocli.config.compose import Checked, Composed
-from ppocli.config.resolved import read_config
+from ppocli.config.config_yaml import read_config
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, DiskError, RewardError
-from ppocli.launching.child_process import run_process
-from ppocli.launching.launch import Caller, RunOutcome, launch
-from ppocli.launching.opened_folder import open_folder
-from ppocli.storage.run_folder import lock, write_config
+from ppocli.launch.child_process import run_process
+from ppocli.launch.launch import Caller, RunOutcome, launch
+from ppocli.launch.open_run_folder import open_folder
+from ppocli.runs.run_folder import lock, write_config
 
 BAD_REWARD = ["+recipe=quickstart", "reward.fn=../fails.py:score", "reward.kwargs={}", "~reward"]
 

@@ -10,8 +10,8 @@ import pytest
 from helpers import jsonl, ppocli, write_jsonl
 from runs import Command, imported_by, whole_copy
 
-from ppocli.report.curves import smoothed
-from ppocli.storage.run_folder import lock
+from ppocli.publish.curves import smoothed
+from ppocli.runs.run_folder import lock
 
 
 @pytest.fixture

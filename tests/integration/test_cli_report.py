@@ -18,9 +18,9 @@ from runs import PLANTED, Command, last_checkpoint, whole_copy
 
 from ppocli.cli.app import app
 from ppocli.cli.output import code_of
-from ppocli.report.samples import samples_of
+from ppocli.publish.sample_rows import samples_of
 from ppocli.runs.record import read_run
-from ppocli.storage.run_folder import lock
+from ppocli.runs.run_folder import lock
 
 
 @pytest.fixture

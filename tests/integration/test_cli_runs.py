@@ -15,15 +15,15 @@ from helpers import environment, jsonl, ppocli
 from runs import Command, copied, whole_copy
 
 from ppocli.config.compose import Checked, Composed
-from ppocli.config.resolved import read_config
+from ppocli.config.config_yaml import read_config
 from ppocli.errors import CheckpointError
-from ppocli.launching.launch import Caller, launch
+from ppocli.launch.launch import Caller, launch
 from ppocli.runs import listing
+from ppocli.runs.checkpoints import refuse_pruned
 from ppocli.runs.listing import age, carry_out, plan_pruning
+from ppocli.runs.retention import folder_size, note_removed
+from ppocli.runs.run_folder import RunFolder, live_owner, lock
 from ppocli.runs.target import find_target
-from ppocli.storage.checkpoints import refuse_pruned
-from ppocli.storage.retention import folder_size, note_removed
-from ppocli.storage.run_folder import RunFolder, live_owner, lock
 
 
 @pytest.fixture

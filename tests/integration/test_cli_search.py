@@ -17,6 +17,7 @@ from runs import run, spawn, wait_for, words
 
 from ppocli.config.schema import SweepConfig, TrainConfig
 from ppocli.errors import ConfigError
+from ppocli.runs.run_folder import RunFolder
 from ppocli.runs.search import (
     METRICS,
     _shown,
@@ -27,7 +28,6 @@ from ppocli.runs.search import (
     open_study,
 )
 from ppocli.runs.sweeps import JobRecord, SweepRecord, read_sweep, write_sweep
-from ppocli.storage.run_folder import RunFolder
 
 RANGES = ("ppo.optimizer.lr=tag(log,interval(1e-4,1e-2))", "ppo.ppo_epochs=range(1,4)",
           "ppo.gamma=1.0,0.9")

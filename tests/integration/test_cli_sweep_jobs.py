@@ -12,11 +12,11 @@ from helpers import jsonl, read_json
 from runs import run, spawn, wait_for, words
 
 from ppocli.cli.job import start
+from ppocli.config.command_words import read_words
 from ppocli.config.compose import compose
-from ppocli.config.sweep import run_sweep_jobs
-from ppocli.config.words import read_words
+from ppocli.config.hydra_sweep import run_sweep_jobs
+from ppocli.runs.run_folder import live_owner
 from ppocli.runs.search import open_study
-from ppocli.storage.run_folder import live_owner
 
 IN = "hydra.sweep.dir=runs/s"
 JOBLIB = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")

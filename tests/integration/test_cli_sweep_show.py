@@ -16,10 +16,10 @@ from helpers import jsonl, ppocli, read_json
 from runs import Command, copied, rewrite, spawn, wait_for, whole_copy, words
 
 from ppocli.cli import sweep_jobs as module
-from ppocli.config.resolved import read_config
+from ppocli.config.config_yaml import read_config
 from ppocli.errors import CheckpointError
+from ppocli.runs.run_folder import live_owner, lock, write_config
 from ppocli.runs.sweeps import JobRecord, SweepRecord, read_sweep, write_sweep
-from ppocli.storage.run_folder import live_owner, lock, write_config
 
 KEYS = ["ppo.init_kl_coef=0.1", "ppo.init_kl_coef=0.2"]
 

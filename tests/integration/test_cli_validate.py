@@ -12,10 +12,10 @@ import pytest
 from helpers import environment, jsonl, ppocli, save_lm
 from runs import imported_by, words
 
+from ppocli.config.text import clean
+from ppocli.config.user_code import CodeSetting, refuse_absent
 from ppocli.errors import RewardError
 from ppocli.rewards.resolve import REWARD
-from ppocli.text import clean
-from ppocli.user_code import CodeSetting, refuse_absent
 
 
 def everything(folder: Path) -> dict[str, int]:
@@ -231,7 +231,7 @@ def test_its_words(dry_run, world):
 
 
 def test_a_reference_that_disagrees_is_pointed_out(dry_run, world, monkeypatch):
-    from ppocli.tasks import preflight
+    from ppocli.launch import preflight
 
     monkeypatch.setitem(preflight.KL_TOLERANCE, "fp32", 1e-9)  # what bf16 rounds off is small here
     assert "WRONG: before training it must be 0; do model.dtype" in dry_run(

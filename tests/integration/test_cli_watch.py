@@ -21,7 +21,7 @@ from terminal import Terminal
 from ppocli.cli.follow import Tail
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import watch
-from ppocli.storage.run_folder import _myself
+from ppocli.runs.run_folder import _myself
 
 
 @pytest.fixture

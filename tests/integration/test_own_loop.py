@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ppocli import PPOTrainer, load_run
-from ppocli.config.resolved import read_config
+from ppocli.config.config_yaml import read_config
 from ppocli.errors import CheckpointError, ConfigError, RewardError
-from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_reward
 
 QUICKSTART = ["+recipe=quickstart", "seed=3", "ppo.total_episodes=null", "ppo.num_steps=3",

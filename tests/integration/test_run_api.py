@@ -9,7 +9,7 @@ from helpers import jsonl
 from runs import WORDS
 
 import ppocli
-from ppocli.config.resolved import read_config
+from ppocli.config.config_yaml import read_config
 from ppocli.errors import CheckpointError, ConfigError, InputError
 
 PROMPTS = ["the film", {"prompt": "i saw", "topic": "plot"}, "it was", "the actor"]
@@ -104,7 +104,7 @@ def test_a_run_by_objects_asks_for_them_again(trained):
                    "reward.kwargs.label='a b: {c}'"]}])
 def test_a_mapping_is_the_words_it_stands_for(given, monkeypatch):
     """trlX's way to hand settings over: nested, with the model's path beside them."""
-    from ppocli.launching import launch
+    from ppocli.launch import launch
 
     class Seen(Exception):
         """The configuration that would have been run."""

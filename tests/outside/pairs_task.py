@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ppocli.distributed.oom_retry import PassRows
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.training.optimizers import build_optimizer
@@ -25,7 +26,6 @@ from ppocli.training.task import (
     UpdateGroup,
 )
 from ppocli.training.updates import prepare
-from ppocli.zero.oom_retry import PassRows
 
 
 class Scorer(nn.Module):

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
+from ppocli.runs import faults
 from ppocli.sampling.sampler import SamplerSetup
 from ppocli.sampling.samples import Generation, Samples, single_turn
-from ppocli.storage import faults
 
 
 class Whole:

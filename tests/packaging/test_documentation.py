@@ -347,8 +347,8 @@ def score(completions, log_metric, **columns):
 
 
 def test_every_figure_of_a_run_is_explained_and_no_other(here, command, inject):
-    from ppocli.episode import Episode, Turn
-    from ppocli.tasks.ppo.figures import episode_figures
+    from ppocli.ppo.step_metrics import episode_figures
+    from ppocli.runs.episode import Episode, Turn
 
     (here / "logs.py").write_text(LOGS)
     (here / "texts.txt").write_text("The film was a joy.\n")
@@ -378,7 +378,7 @@ def test_every_figure_of_a_run_is_explained_and_no_other(here, command, inject):
 
 
 def test_figures_are_called_by_their_names():
-    from ppocli.tracking.tracker_child import EVAL_SAMPLES
+    from ppocli.publish.tracker_child import EVAL_SAMPLES
 
     name = re.compile(r"`((?:objective|policy|val|loss|rollout|time|eval|reward)/[\w/]+)`")
     for page in set(PAGES) - {"docs/metrics.md"}:  # which has those of TRL and trlX too
@@ -386,7 +386,7 @@ def test_figures_are_called_by_their_names():
 
 
 def test_warnings_are_quoted_as_they_are_said():
-    from ppocli.tasks.ppo.figures import ADVICE
+    from ppocli.ppo.step_metrics import ADVICE
 
     quoted = text_of("docs/curves.md")
     for name, advice in ADVICE.items():

@@ -26,12 +26,12 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, ConfigError, InputError
-from ppocli.launching.inputs import missing_inputs
+from ppocli.launch.input_checks import missing_inputs
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.policy import AdapterReference
-from ppocli.storage.model_files import adapter_at
-from ppocli.tasks.ppo.own_samples import token_ids
-from ppocli.tasks.ppo.task import PPOTask
+from ppocli.ppo.caller_samples import token_ids
+from ppocli.ppo.ppo_task import PPOTask
+from ppocli.runs.model_files import adapter_at
 from ppocli.training.optimizers import named_trainable
 
 pytestmark = pytest.mark.long
@@ -328,8 +328,8 @@ def test_a_base_that_is_gone_is_told_before_anything_is_loaded(tmp_path, saved):
 @pytest.mark.parametrize("reachable", [True, False])
 def test_an_adapter_of_the_hub_is_fetched(saved, monkeypatch, reachable):
     files = {"adapter_config.json"}
-    monkeypatch.setattr("ppocli.config.hub.hub_reachable", lambda: reachable)
-    monkeypatch.setattr("ppocli.config.hub.go_offline", lambda: None)
+    monkeypatch.setattr("ppocli.runs.hub.hub_reachable", lambda: reachable)
+    monkeypatch.setattr("ppocli.runs.hub.go_offline", lambda: None)
     monkeypatch.setattr("huggingface_hub.file_exists", lambda name, file, **_: file in files)
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(saved / "policy"))
     assert adapter_at(f"some/adapter-{reachable}", key="model.path") == saved / "policy"

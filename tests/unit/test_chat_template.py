@@ -8,7 +8,7 @@ from played import chat_tokenizer
 
 from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.errors import InputError
-from ppocli.launching.inputs import missing_inputs
+from ppocli.launch.input_checks import missing_inputs
 from ppocli.models.loading.chat_template import read_template, with_values
 from ppocli.models.loading.tokenizer import load_tokenizer
 

@@ -13,16 +13,16 @@ import pytest
 from checkpoint_samples import RUN, names, save, start_python, tree
 
 from ppocli.errors import DiskError
-from ppocli.storage import atomic
-from ppocli.storage.checkpoints import find_latest
-from ppocli.storage.retention import clean_staging, prune, supersede, update_pointers
-from ppocli.storage.run_folder import finite_or_null, probe_writable
+from ppocli.runs import atomic
+from ppocli.runs.checkpoints import find_latest
+from ppocli.runs.retention import clean_staging, prune, supersede, update_pointers
+from ppocli.runs.run_folder import finite_or_null, probe_writable
 
 SAVE_TWO = """
 import sys
 from pathlib import Path
 from checkpoint_samples import save
-from ppocli.storage.retention import prune
+from ppocli.runs.retention import prune
 folder = Path(sys.argv[1])
 save(folder, 2)
 prune(folder, 1, None)
@@ -78,7 +78,7 @@ SAVE_ON = """
 import sys
 from pathlib import Path
 from checkpoint_samples import save
-from ppocli.storage.retention import clean_staging, prune, update_pointers
+from ppocli.runs.retention import clean_staging, prune, update_pointers
 folder, first = Path(sys.argv[1]), int(sys.argv[2])
 clean_staging(folder)
 for step in range(first, 100000):
@@ -299,7 +299,7 @@ import resource, sys
 from pathlib import Path
 from checkpoint_samples import save
 from ppocli.errors import DiskError
-from ppocli.storage.atomic import write_atomic
+from ppocli.runs.atomic import write_atomic
 write = None
 if sys.argv[2] == "torch":
     import torch

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppocli.errors import CheckpointError
-from ppocli.storage import manifest
-from ppocli.storage.checkpoints import find_latest, open_checkpoint
+from ppocli.runs import manifest
+from ppocli.runs.checkpoints import find_latest, open_checkpoint
 
 FILES = ["MANIFEST.json", "state.json", "policy/model.safetensors", "policy/config.json",
          "rng.safetensors"]

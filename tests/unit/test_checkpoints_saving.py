@@ -11,10 +11,10 @@ from checkpoint_samples import RUN, names, save, start_python, tree, write_files
 from safetensors.torch import load_file
 
 from ppocli.errors import CheckpointError, DiskError
-from ppocli.storage import manifest, retention
-from ppocli.storage.checkpoints import best_step, find_latest, open_checkpoint
-from ppocli.storage.manifest import check_folder
-from ppocli.storage.retention import clean_staging, prune, supersede, update_pointers
+from ppocli.runs import manifest, retention
+from ppocli.runs.checkpoints import best_step, find_latest, open_checkpoint
+from ppocli.runs.manifest import check_folder
+from ppocli.runs.retention import clean_staging, prune, supersede, update_pointers
 from ppocli.training.checkpoint_writing import save_tensors
 
 
@@ -241,7 +241,7 @@ def test_links_are_for_people_and_the_checkpoints_say_what_is_best(tmp_path: Pat
 HOLD = """
 import sys
 from pathlib import Path
-from ppocli.storage.checkpoints import open_checkpoint
+from ppocli.runs.checkpoints import open_checkpoint
 held = open_checkpoint(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()

@@ -15,9 +15,9 @@ from helpers import checked, environment, jsonl
 from runs import make_world, words
 
 from ppocli.errors import StoppedError
-from ppocli.launching.opened_folder import open_folder
-from ppocli.launching.worker import run_worker
-from ppocli.storage.run_folder import finite_or_null
+from ppocli.launch.open_run_folder import open_folder
+from ppocli.launch.worker import run_worker
+from ppocli.runs.run_folder import finite_or_null
 from ppocli.training.state import Moment, PhaseClock, TrainState, in_words, profile
 from ppocli.training.task import PythonObjects
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 import ppocli
 from ppocli.builtin.names import shipped_table
 from ppocli.cli.app import app
+from ppocli.config.command_words import read_words
 from ppocli.config.compose import compose
 from ppocli.config.keys import named_elsewhere, schema_keys
-from ppocli.config.words import read_words
 from ppocli.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs/coming-from-trlx-and-trl.md"

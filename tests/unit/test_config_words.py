@@ -15,9 +15,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from ppocli.builtin.names import config_groups, recipe_files
+from ppocli.config.command_words import read_setting, read_words
 from ppocli.config.compose import compose, print_composition
-from ppocli.config.keys import schema_keys, schema_sections
-from ppocli.config.resolved import (
+from ppocli.config.config_yaml import (
     NEXT_CONFIG_FILE,
     classify_change,
     config_differences,
@@ -31,14 +31,14 @@ from ppocli.config.resolved import (
     with_values,
     words_for,
 )
+from ppocli.config.keys import schema_keys, schema_sections
 from ppocli.config.schema import TrainConfig
 from ppocli.config.secrets import looks_secret
-from ppocli.config.words import read_setting, read_words
+from ppocli.config.text import nearest
 from ppocli.errors import CheckpointError, ConfigError
-from ppocli.launching.opened_folder import changes_on_resume
+from ppocli.launch.open_run_folder import changes_on_resume
 from ppocli.runs.record import accept_settings, read_changes
-from ppocli.storage.run_folder import write_config
-from ppocli.text import nearest
+from ppocli.runs.run_folder import write_config
 
 
 @pytest.mark.parametrize("text", [

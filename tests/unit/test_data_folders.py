@@ -13,7 +13,7 @@ from test_data_formats import NESTED, ROWS, load, rows_of, store
 from test_data_hub import closed_port, run_python
 from test_examples import data_config
 
-from ppocli.config.resolved import with_absolute_paths
+from ppocli.config.config_yaml import with_absolute_paths
 from ppocli.data.examples import read_examples
 from ppocli.data.sources import names_hub_dataset
 from ppocli.errors import ConfigError, InputError

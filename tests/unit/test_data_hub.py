@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers import running
 
-from ppocli.config import hub
+from ppocli.runs import hub
 
 PROXY_VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 CLEARED = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE", "HF_ENDPOINT",
@@ -116,7 +116,7 @@ def run_python(code: str, tmp_path: Path, *words: str, **environment: str
 
 
 def test_the_probe_imports_nothing_heavy(tmp_path):
-    code = ("import sys; from ppocli.config.hub import hub_reachable, go_offline, offline_hint\n"
+    code = ("import sys; from ppocli.runs.hub import hub_reachable, go_offline, offline_hint\n"
             "assert not hub_reachable(); go_offline(); print(offline_hint())\n"
             "heavy = {'torch', 'transformers', 'datasets', 'pandas', 'httpx2', 'httpx'}\n"
             "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from sessions import idle_context, rollout_of, session_of, small_config
 
 from ppocli.models.policy import follow
-from ppocli.tasks.ppo.task import PPOTask
+from ppocli.ppo.ppo_task import PPOTask
 from ppocli.training.state import TrainState
 
 

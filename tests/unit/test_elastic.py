@@ -5,8 +5,8 @@ import signal
 import pytest
 
 from ppocli.config.schema import HardwareConfig, TrainConfig
-from ppocli.launching.elastic import Job, _go_on, conclude
-from ppocli.parallel.launchers import RankOutcome
+from ppocli.distributed.launchers import RankOutcome
+from ppocli.launch.elastic import Job, _go_on, conclude
 
 TRACE = "Traceback (most recent call last):\n  ...\n"
 PHASES = {0: "step 3, rollout", 1: "step 3, optimize", 2: "", 3: ""}

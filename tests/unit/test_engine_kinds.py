@@ -30,9 +30,9 @@ from ppocli.config.algorithm import kl_estimator, kl_in, whitens_advantages
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
 from ppocli.ppo.advantages import ESTIMATORS
-from ppocli.tasks.ppo.experience import update_moments
-from ppocli.tasks.ppo.figures import optimize_figures
-from ppocli.tasks.ppo.step import to_experience
+from ppocli.ppo.experience import update_moments
+from ppocli.ppo.step import to_experience
+from ppocli.ppo.step_metrics import optimize_figures
 
 
 def peft(kind: str, **fields: Any) -> dict[str, Any]:

@@ -8,12 +8,12 @@ from helpers import make_tokenizer, refused
 from played import chat_tokenizer, stepped
 
 from ppocli.config.schema import EnvConfig
-from ppocli.environments import adapters
-from ppocli.environments.calls import Called, Calls
-from ppocli.environments.resolve import resolve
+from ppocli.environments import bridges
+from ppocli.environments.env_calls import Called, Calls
+from ppocli.environments.registry import resolve
 from ppocli.environments.wording import ChatWords, PlainWords
-from ppocli.episode import Step
 from ppocli.errors import InputError, RewardError
+from ppocli.runs.episode import Step
 
 FORGETS = ("{% for m in messages %}<im>{{ m.role }} {% if m.role == 'user' or loop.last %}"
            "{{ m.content }}{% else %}{{ m.content.split('</think>')[-1] }}{% endif %}<eos> "
@@ -103,7 +103,7 @@ def test_tool_calls_are_read(response, wanted):
     def echo(**given: int) -> dict[str, int]:
         return given
 
-    answers = adapters.ToolPlay([echo]).step(response).observation or []
+    answers = bridges.ToolPlay([echo]).step(response).observation or []
     assert len(answers) == len(wanted)
     for one, other in zip(answers, wanted, strict=True):
         assert one["content"].startswith(other)
@@ -124,11 +124,11 @@ def test_tools_are_what_a_template_can_describe(tmp_path, monkeypatch):
 def test_attributes_of_an_environment_of_trl_s_are_no_tools():
     env = played.Lookup()
     env.client, env.convert = played.Words(), int
-    assert [tool.__name__ for tool in adapters.tools_of(env)] == ["look"]
+    assert [tool.__name__ for tool in bridges.tools_of(env)] == ["look"]
 
 
 def test_errors_of_a_tool_are_observations():
-    play = adapters.ToolPlay([played.add, played.fail])
+    play = bridges.ToolPlay([played.add, played.fail])
     assert play.step("done").done
     step = play.step('<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>')
     assert step == Step([{"role": "tool", "name": "add", "content": "3"}])

@@ -10,11 +10,11 @@ from sessions import set_keys
 
 from ppocli.config.schema import EnvConfig
 from ppocli.data.prompt_set import PromptBatch
-from ppocli.environments.calls import Called, Calls, as_step, reset_arguments
-from ppocli.environments.resolve import resolve
-from ppocli.episode import Step
+from ppocli.environments.env_calls import Called, Calls, as_step, reset_arguments
+from ppocli.environments.registry import resolve
 from ppocli.errors import RewardError
-from ppocli.ppo.noise import ROLLOUT
+from ppocli.runs.episode import Step
+from ppocli.sampling.noise import ROLLOUT
 
 
 def calls_of(name: str, **keys) -> Calls:

@@ -22,19 +22,19 @@ from sessions import (
 )
 from test_ppo_advantages import naive_gae
 
-from ppocli.environments.calls import Calls
-from ppocli.episode import Episode, Turn, turn_numbers
+from ppocli.environments.env_calls import Calls
 from ppocli.models.fast.attention import use_kernels
 from ppocli.models.trunk import Decoding
 from ppocli.ppo import advantages
-from ppocli.ppo.noise import EVALUATION, ROLLOUT
+from ppocli.ppo.records import PPOState
+from ppocli.ppo.rollout import sample_policy
+from ppocli.ppo.step import to_experience
+from ppocli.ppo.step_metrics import episode_figures, rollout_samples
+from ppocli.runs.episode import Episode, Turn, turn_numbers
 from ppocli.sampling.conversation import KeptKeys, decoded_turns
 from ppocli.sampling.decode_state import Decoder
+from ppocli.sampling.noise import EVALUATION, ROLLOUT
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.tasks.ppo.figures import episode_figures, rollout_samples
-from ppocli.tasks.ppo.records import PPOState
-from ppocli.tasks.ppo.rollout import sample_policy
-from ppocli.tasks.ppo.step import to_experience
 
 PLAYS = {"env__fn": "played:Words", "env__max_tokens": 40, "env__max_turns": 3,
          "generation__max_new_tokens": 5}

@@ -17,9 +17,9 @@ from sessions import (
 from torch.profiler import ProfilerActivity, profile
 
 from ppocli.config.schema import TrainConfig
+from ppocli.distributed.host_memory import Room, host_room
 from ppocli.errors import OutOfMemoryError
-from ppocli.estimate.check import check_memory, refuse_or_warn
-from ppocli.parallel.host_memory import Room, host_room
+from ppocli.models.memory_check import check_memory, refuse_or_warn
 
 SHAPES = {"gpt2": {"n_layer": 4, "n_embd": 256, "n_head": 4, "n_positions": 256},
           "llama": {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 704,

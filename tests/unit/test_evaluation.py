@@ -9,7 +9,8 @@ import pytest
 
 from ppocli.config.schema import EvalGenerationConfig, TrainConfig
 from ppocli.errors import CheckpointError, ConfigError
-from ppocli.evaluation.figures import (
+from ppocli.evaluate.eval_request import EvalRequest, new_folder, read_result, refuse_existing
+from ppocli.evaluate.statistics import (
     best_of_n,
     best_of_n_kl,
     clustered_stderr,
@@ -18,7 +19,6 @@ from ppocli.evaluation.figures import (
     frontier_of,
     frontier_svg,
 )
-from ppocli.evaluation.request import EvalRequest, new_folder, read_result, refuse_existing
 from ppocli.runs.target import Target
 
 SCORES = [0.3, -1.0, 2.5, 2.5, 0.0, 7.0]

@@ -7,8 +7,8 @@ import pytest
 from datasets import Dataset
 
 from ppocli.config.schema import PromptsConfig
+from ppocli.data.chat_text import take_rows
 from ppocli.data.examples import Pair, read_examples
-from ppocli.data.render import take_rows
 from ppocli.data.sources import open_rows, training_spec
 from ppocli.errors import ConfigError, InputError
 

@@ -11,12 +11,12 @@ from transformers import AutoModelForCausalLM
 
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
-from ppocli.export.card import escaped, render_card, user_text
-from ppocli.export.model_folder import ExportPlan, verify
-from ppocli.export.provenance import Provenance, license_of, masked
+from ppocli.publish.card import escaped, render_card, user_text
+from ppocli.publish.model_folder import ExportPlan, verify
+from ppocli.publish.provenance import Provenance, license_of, masked
 from ppocli.runs.record import RunRecord
+from ppocli.runs.run_folder import RunFolder
 from ppocli.runs.target import Target
-from ppocli.storage.run_folder import RunFolder
 
 
 def test_secrets_are_hidden_and_home_is_a_tilde(monkeypatch, tmp_path):

@@ -1,7 +1,7 @@
 import pytest
 
 from ppocli.errors import ConfigError
-from ppocli.storage.faults import Fault, Point, parse
+from ppocli.runs.faults import Fault, Point, parse
 
 
 def test_parse():

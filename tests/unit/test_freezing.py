@@ -9,12 +9,12 @@ import torch
 from helpers import make_lm
 
 from ppocli.config.schema import ModelConfig, TrainConfig
+from ppocli.distributed.ranks import Ranks
 from ppocli.errors import InputError
+from ppocli.models import sharded_weights
 from ppocli.models.layer_stack import SplitPoint, layer_stack, trained_split, without_hooks
 from ppocli.models.policy import Policy, freeze_lower_layers
-from ppocli.parallel.ranks import Ranks
-from ppocli.tasks.building import freeze
-from ppocli.zero import sharded_weights
+from ppocli.training.build_models import freeze
 
 NORMS = {"gpt2": "transformer.ln_f", "opt": "model.decoder.final_layer_norm",
          "bloom": "transformer.ln_f", "llama": "model.norm", "bart": None,

@@ -15,11 +15,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from ppocli.config.schema import HardwareConfig
+from ppocli.distributed import onednn
+from ppocli.distributed.backend import open_backend
 from ppocli.errors import ConfigError
 from ppocli.models.fast import gemm
-from ppocli.parallel import onednn
-from ppocli.parallel.backend import open_backend
-from ppocli.storage import environment
+from ppocli.runs import environment
 
 pytestmark = pytest.mark.skipif(onednn.probe() is not None, reason="no oneDNN here")
 

@@ -14,14 +14,14 @@ from transformers import PreTrainedTokenizerFast
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.loading.tokenizer import load_tokenizer
-from ppocli.ppo.noise import uniform
+from ppocli.ppo.ppo_task import PPOTask
 from ppocli.sampling import token_choice as sampling
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
+from ppocli.sampling.noise import uniform
 from ppocli.sampling.samples import decode_responses
 from ppocli.sampling.token_choice import SamplingSpec, choose, inverse_transform
 from ppocli.sampling.transformers_generate import decode_by_transformers
-from ppocli.tasks.ppo.task import PPOTask
 
 NO_STOPS = torch.tensor([], dtype=torch.long)
 FIRST = torch.zeros(1, dtype=torch.long)

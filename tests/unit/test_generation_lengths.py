@@ -12,13 +12,13 @@ from ppocli.cli.output import code_of
 from ppocli.cli.runs import report
 from ppocli.cli.settings import json_schema
 from ppocli.cli.train import run_words
+from ppocli.config.config_yaml import typed
 from ppocli.config.layers import Entry, merge_entries
 from ppocli.config.problems import find_problems
-from ppocli.config.resolved import typed
 from ppocli.config.schema import TrainConfig
-from ppocli.ppo.noise import lengths
+from ppocli.ppo.policy_evaluation import sampling_sweep
+from ppocli.sampling.noise import lengths
 from ppocli.sampling.token_choice import SamplingSpec
-from ppocli.tasks.ppo.evaluate import sampling_sweep
 
 
 def test_drawn_lengths_are_even_and_belong_to_the_sample():

@@ -9,7 +9,7 @@ import pytest
 from helpers import environment
 from runs import run, words
 
-from ppocli.parallel.host_memory import _OTHERS
+from ppocli.distributed.host_memory import _OTHERS
 
 pytestmark = pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="no glibc")
 
@@ -39,7 +39,7 @@ def measure():
     return resident() - before, faults
 '''
 OWN = MEASURE + '''
-from ppocli.parallel.host_memory import settle_freed_memory
+from ppocli.distributed.host_memory import settle_freed_memory
 {call}
 print(*measure())
 '''

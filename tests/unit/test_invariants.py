@@ -18,8 +18,8 @@ from sessions import (
 )
 
 from ppocli.errors import DivergedError
-from ppocli.tasks.ppo.step import to_experience
-from ppocli.tasks.ppo.task import PPOTask
+from ppocli.ppo.ppo_task import PPOTask
+from ppocli.ppo.step import to_experience
 from ppocli.training.state import TrainState
 
 ARCHITECTURES = ["gpt2", "gpt_neox", "llama", "qwen2"]

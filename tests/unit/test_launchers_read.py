@@ -11,9 +11,7 @@ import pytest
 
 from ppocli.config.compose import Checked, Composed
 from ppocli.config.schema import HardwareConfig, TrainConfig
-from ppocli.errors import ConfigError
-from ppocli.launching.adopted_ranks import Meeting, placed
-from ppocli.parallel.launchers import (
+from ppocli.distributed.launchers import (
     OUTCOMES,
     Launched,
     RankOutcome,
@@ -24,6 +22,8 @@ from ppocli.parallel.launchers import (
     note_phase,
     write_outcome,
 )
+from ppocli.errors import ConfigError
+from ppocli.launch.adopted_ranks import Meeting, placed
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "first", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none"}

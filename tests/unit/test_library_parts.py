@@ -13,12 +13,12 @@ from safetensors.torch import load_file, save_file
 
 from ppocli.config.adapters import FILLED_IN, peft_fields
 from ppocli.config.schema import ModelConfig
+from ppocli.distributed import deepspeed_internals, onednn
 from ppocli.errors import ConfigError
 from ppocli.models import transformers_internals
 from ppocli.models.loading import peft_internals
 from ppocli.models.loading.language_model import load_lm
-from ppocli.parallel import deepspeed_internals, onednn
-from ppocli.storage.environment import check_parts
+from ppocli.runs.environment import check_parts
 
 
 @pytest.mark.parametrize(("library", "module", "part"), [
@@ -81,7 +81,7 @@ SHARDED = """
 import os, torch
 os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1",
                   LOCAL_RANK="0", DS_ACCELERATOR="cpu")
-from ppocli.parallel import deepspeed_internals as ours
+from ppocli.distributed import deepspeed_internals as ours
 ours.probe()
 ours.skip_compiled_kernel()
 import deepspeed

@@ -15,11 +15,11 @@ from rich.console import Console
 from rich.text import Text
 from terminal import Screen
 
-from ppocli.display.console import closing_table, keep_log, open_display, row_lines
-from ppocli.display.dashboard import Dashboard, duration
-from ppocli.display.live_view import LiveView, Outlet
-from ppocli.parallel.host_memory import resident_mib
-from ppocli.text import sparkline, without_template
+from ppocli.config.text import sparkline, without_template
+from ppocli.distributed.host_memory import resident_mib
+from ppocli.publish.console import closing_table, keep_log, open_display, row_lines
+from ppocli.publish.dashboard import Dashboard, duration
+from ppocli.publish.live_view import LiveView, Outlet
 
 
 def row(step: int, **more: float | None) -> dict:

@@ -22,14 +22,14 @@ from sessions import (
 from test_ppo_advantages import naive_gae
 from test_ppo_losses import loss_of
 
+from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError
-from ppocli.parallel.stop import StopFlag
 from ppocli.ppo.off_policy import CRITERIA, accepted, importance_weights
+from ppocli.ppo.ppo_task import PPOTask
+from ppocli.ppo.records import PPOState, Rollout
+from ppocli.ppo.step import plan_updates, to_experience, update_of
+from ppocli.ppo.step_metrics import gap_figures
 from ppocli.sampling.sampler import DecodeSampler
-from ppocli.tasks.ppo.figures import gap_figures
-from ppocli.tasks.ppo.records import PPOState, Rollout
-from ppocli.tasks.ppo.step import plan_updates, to_experience, update_of
-from ppocli.tasks.ppo.task import PPOTask
 from ppocli.training.optimize import optimize
 from ppocli.training.state import TrainState
 from ppocli.training.task import Plan

@@ -18,7 +18,7 @@ from sessions import (
 )
 
 from ppocli.config.schema import TrainConfig
-from ppocli.tasks.ppo.step import plan_updates, to_experience
+from ppocli.ppo.step import plan_updates, to_experience
 
 LESSON = Path(__file__).parents[2] / "docs" / "learn" / "ppo_in_one_file.py"
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 from sessions import session_of, small_config
 
+from ppocli.distributed.ranks import is_out_of_memory
 from ppocli.errors import OutOfMemoryError
-from ppocli.parallel.ranks import is_out_of_memory
 
 PIB = 2**50
 

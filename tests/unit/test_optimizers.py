@@ -21,11 +21,11 @@ from sessions import (
 
 from ppocli.config.schema_training import PPOConfig, PPOOptimizerConfig, ValueOptimizerConfig
 from ppocli.errors import CheckpointError, InputError
-from ppocli.launching.inputs import missing_inputs
-from ppocli.tasks.ppo.step import to_experience
+from ppocli.launch.input_checks import missing_inputs
+from ppocli.models.sharded_weights import slot_fits
+from ppocli.ppo.step import to_experience
 from ppocli.training.master_weights import joined, split
 from ppocli.training.optimizers import build_optimizer
-from ppocli.zero.sharded_weights import slot_fits
 
 HAS_8BIT = importlib.util.find_spec("bitsandbytes") is not None
 needs_8bit = pytest.mark.skipif(not HAS_8BIT, reason="bitsandbytes is not installed")

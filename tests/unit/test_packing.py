@@ -10,10 +10,10 @@ from sessions import grads_of, prompt_and_response, rollout_of, session_of, smal
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
-from ppocli.estimate.outline import models_of
 from ppocli.models.fast.attention import takes_packed
 from ppocli.models.layout import MULTIPLE, PACK_ABOVE, gathered, lay_out, packing_of_lengths, spread
 from ppocli.models.loading.language_model import load_lm
+from ppocli.models.outline import models_of
 from ppocli.sampling.decoding import load_policy
 
 LORA = {"type": "lora", "r": 4}

@@ -6,8 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ppocli.report.curves import thin
-from ppocli.runs.pictures import Line, Panel, draw
+from ppocli.publish.curves import thin
+from ppocli.publish.pictures import Line, Panel, draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -20,17 +20,12 @@ from sessions import (
 )
 
 from ppocli.config.schema import TrainConfig
-from ppocli.parallel.stop import StopFlag
-from ppocli.tasks.ppo.experience import (
-    after_pretraining,
-    explained_variance,
-    next_kl_coef,
-    sequence_kl,
-)
-from ppocli.tasks.ppo.figures import optimize_figures, watch
-from ppocli.tasks.ppo.records import PPOState, Rollout
-from ppocli.tasks.ppo.step import plan_updates, to_experience, update_of
-from ppocli.tasks.ppo.task import PPOTask
+from ppocli.distributed.stop import StopFlag
+from ppocli.ppo.experience import after_pretraining, explained_variance, next_kl_coef, sequence_kl
+from ppocli.ppo.ppo_task import PPOTask
+from ppocli.ppo.records import PPOState, Rollout
+from ppocli.ppo.step import plan_updates, to_experience, update_of
+from ppocli.ppo.step_metrics import optimize_figures, watch
 from ppocli.training.loop import _better
 from ppocli.training.optimize import optimize
 from ppocli.training.state import Best, PhaseClock, TrainState

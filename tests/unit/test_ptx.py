@@ -21,11 +21,11 @@ from sessions import (
 )
 from test_sft_task import ROWS, own_loss
 
+from ppocli.distributed.stop import StopFlag
 from ppocli.errors import PpocliError
-from ppocli.parallel.stop import StopFlag
-from ppocli.tasks.ppo.step import plan_updates
-from ppocli.tasks.ppo.task import PPOTask
-from ppocli.tasks.supervised import read_mixed_in
+from ppocli.ppo.ppo_task import PPOTask
+from ppocli.ppo.step import plan_updates
+from ppocli.supervised.supervised_task import read_mixed_in
 from ppocli.training.optimize import optimize
 from ppocli.training.state import TrainState
 

@@ -8,8 +8,8 @@ import pytest
 from checkpoint_samples import save, start_python, tree, write_files
 
 from ppocli.errors import DiskError
-from ppocli.storage import faults
-from ppocli.storage.atomic import publish_folder, repair_published
+from ppocli.runs import faults
+from ppocli.runs.atomic import publish_folder, repair_published
 
 
 def write_model(text: str):
@@ -98,7 +98,7 @@ def test_publishing_over_a_link_leaves_its_target_alone(tmp_path: Path):
 PUBLISH = """
 import sys
 from pathlib import Path
-from ppocli.storage.atomic import publish_folder
+from ppocli.runs.atomic import publish_folder
 def write(staging):
     (staging / "config.json").write_text("two")
 publish_folder(write, Path(sys.argv[1]))

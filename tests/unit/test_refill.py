@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from ppocli.models.policy import build_value_head
 from ppocli.models.transformers_internals import cache_name, caches_all_keys
-from ppocli.ppo.noise import uniform
+from ppocli.sampling.noise import uniform
 from ppocli.sampling.token_choice import SamplingSpec
 
 COUNT, NEW = 23, 20

@@ -24,13 +24,13 @@ from sessions import (
 )
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from ppocli.display.console import row_lines
+from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.layout import lay_out
-from ppocli.parallel.stop import StopFlag
+from ppocli.publish.console import row_lines
 from ppocli.rewards.reward_model import RewardModel
-from ppocli.storage.model_files import find_model
-from ppocli.tasks.reward_model import RewardModelTask, calibration_error, preference_loss
+from ppocli.runs.model_files import find_model
+from ppocli.supervised.reward_model_task import RewardModelTask, calibration_error, preference_loss
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 

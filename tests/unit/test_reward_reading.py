@@ -15,12 +15,12 @@ from transformers import (
 )
 
 from ppocli.config.schema import RewardConfig
-from ppocli.episode import Episode, Turn
 from ppocli.errors import InputError, RewardError
-from ppocli.rewards.records import RewardRequest, decode_request, encode_request
+from ppocli.ppo.reward_calls import joined
 from ppocli.rewards.reward_model import RewardModel, StepRewardModel
+from ppocli.rewards.reward_records import RewardRequest, decode_request, encode_request
 from ppocli.rewards.scoring import build_reward
-from ppocli.tasks.ppo.reward_calls import joined
+from ppocli.runs.episode import Episode, Turn
 
 TEMPLATE = ("{% for m in messages %}{{ {'user': 'you', 'assistant': 'i', 'system': 'we', 'tool': "
             "'it'}[m.role] }} {{ m.content }} {{ eos_token }}\n{% endfor %}"

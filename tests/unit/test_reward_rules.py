@@ -6,7 +6,7 @@ from helpers import refused
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import RewardError
 from ppocli.rewards import randomwalks
-from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_reward
 
 

@@ -8,12 +8,12 @@ from runs import words
 from sessions import hand_rollout as rollout_of
 
 from ppocli.config.schema import RewardConfig, TrainConfig
-from ppocli.episode import Episode
+from ppocli.ppo.experience import shaped_scores, update_moments
+from ppocli.ppo.records import PPOState, Rollout
 from ppocli.ppo.shaping import RunningMoments, overlong_penalties
-from ppocli.tasks.ppo.experience import shaped_scores, update_moments
-from ppocli.tasks.ppo.figures import penalty_figures, rollout_samples
-from ppocli.tasks.ppo.records import PPOState, Rollout
-from ppocli.tasks.ppo.step import to_experience
+from ppocli.ppo.step import to_experience
+from ppocli.ppo.step_metrics import penalty_figures, rollout_samples
+from ppocli.runs.episode import Episode
 
 STATE = PPOState(kl_coef=0.0, init_kl_coef=0.0)
 

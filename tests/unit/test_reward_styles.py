@@ -17,19 +17,19 @@ from runs import signed_again
 from runs import words as run_words
 
 from ppocli.builtin.names import BUILTIN_REWARDS
-from ppocli.config import resolved
+from ppocli.config import config_yaml
+from ppocli.config.command_words import read_words
 from ppocli.config.compose import check, compose
 from ppocli.config.schema import ModelConfig, PromptsConfig, RewardConfig
-from ppocli.config.words import read_words
 from ppocli.data.prompt_set import load_prompts
-from ppocli.episode import Episode, Turn
 from ppocli.errors import RewardError
-from ppocli.launching.opened_folder import open_folder
+from ppocli.launch.open_run_folder import open_folder
 from ppocli.models.loading.tokenizer import load_tokenizer
-from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.resolve import locate_reward
+from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_reward, with_styles
 from ppocli.rewards.serving import RewardServer
+from ppocli.runs.episode import Episode, Turn
 
 EXAMPLES = Path(__file__).parents[1] / "fixtures/elsewhere_rewards.py"
 
@@ -348,7 +348,7 @@ def test_a_run_settles_styles_and_a_resume_keeps_them(world, command):
     done = command(*[word for word in told if word != "~reward.fn"], code=0)
     assert "is called as trlX does (reward.style)" in done.said
     folder = world / "runs/mixed"
-    cfg = resolved.read_config(folder / "config.yaml")
+    cfg = config_yaml.read_config(folder / "config.yaml")
     assert {name: entry.get("style") for name, entry in cfg.reward.fns.items()} == {
         "dense": "trlx", "log": "trl", "verl": "verl", "ours": None}
     assert cfg.reward.style == "ppocli"
@@ -363,19 +363,19 @@ def test_a_run_settles_styles_and_a_resume_keeps_them(world, command):
     again = command("resume=runs/mixed", "ppo.num_steps=3", "reward.fns.ours.fn=rewards.py:plain",
                     "reward.fns.log.fn=elsewhere.py:mixture", code=0)
     assert "changed on resume: reward.fns.dense" not in again.said
-    after = resolved.read_config(folder / "config.yaml").reward.fns
+    after = config_yaml.read_config(folder / "config.yaml").reward.fns
     assert after["dense"]["style"] == "trlx"
     assert "style" not in after["log"]
-    assert resolved.read_config(folder / "config.yaml").reward.style == "ppocli"
+    assert config_yaml.read_config(folder / "config.yaml").reward.style == "ppocli"
 
 
 def test_a_run_from_before_styles_is_called_as_it_was(world):
     (world / "elsewhere.py").write_text(EXAMPLES.read_text())
     given = run_words("run_name=old", "reward.fn=elsewhere.py:ends")
-    config = resolved.with_absolute_paths(compose(read_words(given)).config)
+    config = config_yaml.with_absolute_paths(compose(read_words(given)).config)
     path = world / "runs/old/config.yaml"
     path.parent.mkdir(parents=True)
-    now = resolved.config_text(config)
+    now = config_yaml.config_text(config)
     path.write_text(now.replace("  style: auto\n", "", 1))
     assert len(path.read_text()) < len(now)
     (path.parent / "run.json").write_text('{"run_id": "0"}')
@@ -409,4 +409,4 @@ def test_a_chat_is_trained_on_a_function_of_trls(world, command):
     (world / "elsewhere.py").write_text(EXAMPLES.read_text())
     command(*run_words("model.path=./talker", "prompts.chat=true", "ppo.num_steps=1",
                        "reward.fn=elsewhere.py:only_messages", "run_name=chat"), code=0)
-    assert resolved.read_config(world / "runs/chat/config.yaml").reward.style == "trl"
+    assert config_yaml.read_config(world / "runs/chat/config.yaml").reward.style == "trl"

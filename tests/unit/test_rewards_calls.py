@@ -14,11 +14,11 @@ from helpers import refused, request_of
 
 from ppocli.cli import output
 from ppocli.config.schema import RewardConfig
-from ppocli.daemon import awaited
+from ppocli.distributed.stop import StopRequested
 from ppocli.errors import RewardError, StoppedError
-from ppocli.parallel.stop import StopRequested
 from ppocli.rewards import guard
 from ppocli.rewards.scoring import build_metric, build_reward
+from ppocli.runs.daemon import awaited
 
 
 def test_an_exception_names_the_line_and_the_batch():

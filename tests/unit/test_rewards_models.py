@@ -25,11 +25,11 @@ from transformers import (
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import InputError, RewardError
+from ppocli.ppo.ppo_task import PPOTask
 from ppocli.rewards.classifier import TextClassifier
-from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.reward_model import RewardModel, StepRewardModel
+from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_reward
-from ppocli.tasks.ppo.task import PPOTask
 
 WORDS = ["good", "bad", "film", "the", "a", "was", "plot", "very", "so", "dull"]
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<eos>"]

@@ -19,7 +19,7 @@ from ppocli.config.schema import RewardConfig
 from ppocli.config.secrets import refuse_secrets, safe_text
 from ppocli.errors import ConfigError, RewardError
 from ppocli.rewards import remote
-from ppocli.rewards.records import RewardRequest
+from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_reward
 
 Answer = Callable[[dict[str, Any], int], tuple[int, str]]

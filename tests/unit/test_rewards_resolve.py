@@ -16,8 +16,8 @@ from ppocli.builtin.names import BUILTIN_REWARDS
 from ppocli.config import extras
 from ppocli.config.schema import EnvConfig, RewardConfig
 from ppocli.errors import ConfigError, InputError, RewardError
-from ppocli.rewards.records import RewardRequest
 from ppocli.rewards.resolve import bind, locate_reward
+from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_metric, build_reward, check_reward_config
 
 REQUEST = RewardRequest(

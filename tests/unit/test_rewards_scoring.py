@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import RewardError
 from ppocli.rewards.calls import check_invalid_share
-from ppocli.rewards.records import RewardRequest, RewardScores
+from ppocli.rewards.reward_records import RewardRequest, RewardScores
 from ppocli.rewards.scoring import build_metric, build_reward
 
 N = 3

@@ -16,7 +16,7 @@ from helpers import request_of
 
 from ppocli.config.schema import RewardConfig
 from ppocli.rewards import serving as serving_module
-from ppocli.rewards.records import RewardScores
+from ppocli.rewards.reward_records import RewardScores
 from ppocli.rewards.scoring import build_reward
 from ppocli.rewards.serving import RewardServer
 

@@ -14,15 +14,15 @@ import pytest
 from checkpoint_samples import start_python
 
 from ppocli.errors import CheckpointError
-from ppocli.storage import atomic, retention, run_folder
-from ppocli.storage.atomic import TEMPORARY_PREFIX, write_atomic
-from ppocli.storage.run_folder import live_owner, lock, lock_beside, reserved
+from ppocli.runs import atomic, retention, run_folder
+from ppocli.runs.atomic import TEMPORARY_PREFIX, write_atomic
+from ppocli.runs.run_folder import live_owner, lock, lock_beside, reserved
 
 HOLD = """
 import sys, time
 from pathlib import Path
 from threading import Event, Thread
-from ppocli.storage.run_folder import lock
+from ppocli.runs.run_folder import lock
 from ppocli.errors import PpocliError
 try:
     with lock(Path(sys.argv[1])):
@@ -107,7 +107,7 @@ def test_a_forked_child_that_outlives_its_parent_does_not_hold_it(tmp_path: Path
 import os, sys, time
 from pathlib import Path
 from threading import Event, Thread
-from ppocli.storage.run_folder import lock
+from ppocli.runs.run_folder import lock
 with lock(Path(sys.argv[1])):
     child = os.fork()
     if child == 0:
@@ -166,7 +166,7 @@ TURNS = """
 import sys
 from pathlib import Path
 from threading import Event, Thread
-from ppocli.storage.run_folder import lock_beside
+from ppocli.runs.run_folder import lock_beside
 from ppocli.errors import CheckpointError
 target, turns = Path(sys.argv[1]), 0
 print("ready", flush=True)

@@ -7,7 +7,7 @@ import pytest
 from checkpoint_samples import start_python
 
 from ppocli.errors import DiskError
-from ppocli.storage.run_logs import JsonlWriter, read_jsonl, truncate_events, truncate_jsonl
+from ppocli.runs.run_logs import JsonlWriter, read_jsonl, truncate_events, truncate_jsonl
 
 
 def test_rows_are_strict_json_on_the_disk_at_once(tmp_path: Path):
@@ -40,7 +40,7 @@ def test_a_last_row_stays_where_another_can_not_take_its_place(tmp_path: Path, m
     with JsonlWriter(tmp_path / "m") as writer:
         writer.append([{"step": 1}, {"step": 2}])
         with monkeypatch.context() as patch:
-            patch.setattr("ppocli.storage.run_logs.os.fsync", refuse)
+            patch.setattr("ppocli.runs.run_logs.os.fsync", refuse)
             with pytest.raises(DiskError):
                 writer.append([{"step": 2, "a": 1}], over_last=True)
         writer.append([{"step": 3}])
@@ -70,7 +70,7 @@ def test_a_write_that_fails_leaves_no_part_of_itself(tmp_path: Path):
     code = """
 import resource, sys
 from pathlib import Path
-from ppocli.storage.run_logs import JsonlWriter
+from ppocli.runs.run_logs import JsonlWriter
 from ppocli.errors import DiskError
 writer = JsonlWriter(Path(sys.argv[1]))
 writer.append([{"step": 1}])

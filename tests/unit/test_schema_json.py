@@ -10,10 +10,10 @@ from omegaconf import MISSING, OmegaConf
 from ppocli.builtin.names import shipped
 from ppocli.cli.output import code_of
 from ppocli.cli.settings import json_schema, print_schema
+from ppocli.config.config_yaml import typed
 from ppocli.config.keys import schema_keys, schema_sections
 from ppocli.config.layers import Entry, merge_entries
 from ppocli.config.problems import range_problems
-from ppocli.config.resolved import typed
 
 TYPES = {"integer": lambda v: isinstance(v, int) and not isinstance(v, bool),
          "number": lambda v: isinstance(v, (int, float)) and not isinstance(v, bool),

@@ -14,8 +14,8 @@ from helpers import save_lm, save_talker
 from sessions import backward, data_task_of, grads_of, idle_context, planned
 
 from ppocli.data import prompt_set
-from ppocli.parallel.stop import StopFlag
-from ppocli.tasks.sft import SFTTask
+from ppocli.distributed.stop import StopFlag
+from ppocli.supervised.sft_task import SFTTask
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
 from ppocli.training.state import Pace, TrainState

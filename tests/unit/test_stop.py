@@ -7,12 +7,12 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from checkpoint_samples import start_python
 
-from ppocli.parallel import launchers
-from ppocli.parallel.stop import StopFlag, StopRequested, catch_signals
+from ppocli.distributed import launchers
+from ppocli.distributed.stop import StopFlag, StopRequested, catch_signals
 
 LOOP = """
 import signal, sys, time
-from ppocli.parallel.stop import StopRequested, catch_signals
+from ppocli.distributed.stop import StopRequested, catch_signals
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_DFL)
 if "nohup" in sys.argv:
@@ -154,7 +154,7 @@ def test_ranks_that_meet_nobody_end_soon_after_their_launcher(tmp_path):
     """The main thread waits on and on, as in a rendezvous, and hears no signal."""
     process = start_python("""
 import os, signal, sys, threading
-from ppocli.parallel.stop import stop_when_closed
+from ppocli.distributed.stop import stop_when_closed
 reading, writing = os.pipe()
 signal.signal(signal.SIGTERM, lambda *_: None)
 stop_when_closed(reading, leave_after=lambda: 0.1)

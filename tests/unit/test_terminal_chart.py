@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from ppocli.cli.plot import chosen_style, draw
-from ppocli.runs.pictures import Line, Panel
+from ppocli.publish.pictures import Line, Panel
 
 
 def curve(points: list[tuple[int, float]], run: str = "a") -> Line:

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from ppocli import text
+from ppocli.config import text
 
 
 @pytest.mark.parametrize(("given", "spelled", "one_line"), [

@@ -12,8 +12,8 @@ import torch
 from helpers import ppocli, read_json
 from runs import assert_equal_runs, words
 
-from ppocli.parallel import threads
-from ppocli.storage.environment import usable_cores
+from ppocli.distributed import threads
+from ppocli.runs.environment import usable_cores
 
 LIAR = """
 import os, pathlib, random, time

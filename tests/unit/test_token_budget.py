@@ -6,10 +6,10 @@ import pytest
 import torch
 from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 
-from ppocli.estimate.memory import pass_rows
+from ppocli.models.memory import pass_rows
 from ppocli.models.passes import in_groups, longest_first
 from ppocli.models.transformers_internals import cache_name
-from ppocli.tasks.ppo.step import to_experience
+from ppocli.ppo.step import to_experience
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(4, None), (4, 30), (100, 30), (100, 5), (1, 30)])

@@ -11,7 +11,7 @@ import torch
 from helpers import DECODERS, save_lm
 from sessions import count_good, record_on_cpu, rollout_of, session_of, small_config
 
-from ppocli.parallel.backend import without_autocast_cache
+from ppocli.distributed.backend import without_autocast_cache
 from ppocli.sampling import token_graph
 from ppocli.sampling.token_graph import TokenGraph
 

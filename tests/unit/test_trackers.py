@@ -18,8 +18,8 @@ from wandb_double import calls, installed, put_double
 
 from ppocli.config.schema import TrackingConfig
 from ppocli.errors import InputError, StoppedError
-from ppocli.storage.run_folder import RunFolder
-from ppocli.tracking import trackers
+from ppocli.publish import trackers
+from ppocli.runs.run_folder import RunFolder
 
 SAMPLES = [{"prompt": "the film", "response": "was good", "score": 1.5, "kl": None,
             "response_tokens": 2, "finished": True}]
@@ -161,8 +161,8 @@ KILLED = """
 import os, sys
 from pathlib import Path
 from ppocli.config.schema import TrackingConfig
-from ppocli.storage.run_folder import RunFolder
-from ppocli.tracking.trackers import open_trackers
+from ppocli.runs.run_folder import RunFolder
+from ppocli.publish.trackers import open_trackers
 
 with open_trackers(TrackingConfig(["wandb"]), RunFolder(Path(sys.argv[1]))) as (tracker,):
     tracker.row({"step": 0})

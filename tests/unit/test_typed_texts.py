@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from ppocli.config.command_words import read_words
 from ppocli.config.compose import compose
-from ppocli.config.resolved import mapping_words, words_for
-from ppocli.config.words import read_words
+from ppocli.config.config_yaml import mapping_words, words_for
 
 
 @pytest.mark.parametrize(("word", "expected"), [

@@ -23,9 +23,9 @@ from sessions import (
 from transformers import AutoModelForSequenceClassification, BertConfig, BertModel
 
 from ppocli.errors import ConfigError, InputError
-from ppocli.estimate.outline import models_of
 from ppocli.models.layer_stack import layer_stack
 from ppocli.models.layout import lay_out
+from ppocli.models.outline import models_of
 from ppocli.models.policy import ScoreHead, ValueBranch, ValueModel
 
 pytestmark = pytest.mark.long

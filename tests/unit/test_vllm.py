@@ -26,13 +26,13 @@ from vllm_double import (
 )
 
 from ppocli.config.schema import RolloutConfig
+from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError, SamplerError
 from ppocli.models.loading.model_config import ModelFacts
-from ppocli.parallel.stop import StopFlag
-from ppocli.ppo.noise import ROLLOUT
+from ppocli.sampling.noise import ROLLOUT
 from ppocli.sampling.sampler import GenerationModel
-from ppocli.sampling.vllm.launch import server_command
 from ppocli.sampling.vllm.server import Answer, Dealing, Lost, Server
+from ppocli.sampling.vllm.server_process import server_command
 
 GENERATE = "/inference/v1/generate"
 

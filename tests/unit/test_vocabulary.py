@@ -25,7 +25,7 @@ from vllm_double import drawn, engine_of, one_server, ours
 from ppocli.errors import ConfigError, InputError, SamplerError
 from ppocli.models.loading.tokenizer import stop_rules
 from ppocli.models.vocabulary import Vocabulary, vocabulary_of
-from ppocli.tasks.ppo import own_samples
+from ppocli.ppo import caller_samples
 from ppocli.training.task import UpdateGroup
 
 OUTSIDE = Path(__file__).parent.parent / "outside"
@@ -209,7 +209,7 @@ def test_what_names_ids_without_a_token_is_refused(tmp_path):
             with refused(ConfigError, f"Token {token} would never end", "stop_token_ids"):
                 stop_rules(session.tokenizer, session.loaded, session.cfg.generation)
             with refused(ConfigError, f"{token} is no token id", "responses[0]"):
-                own_samples.chunks_of(session, session.context(), ["the film"], [[9, token]], 0)
+                caller_samples.chunks_of(session, session.context(), ["the film"], [[9, token]], 0)
     # a sampler of the user's own that takes logits as they come
     cfg = small_config(tmp_path, rollout__engine=f"{OUTSIDE / 'slow_sampler.py'}:Whole")
     with session_of(cfg) as session, refused(ConfigError, "Whole sampled id", "no token"):

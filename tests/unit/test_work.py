@@ -18,11 +18,11 @@ from sessions import fresh_state, optimize, rollout_of, session_of, small_config
 from torch.profiler import ProfilerActivity, profile
 from work import HIDDEN, INNER, LAYERS, VOCABULARY, Work, save_work_lm
 
+from ppocli.ppo.policy_evaluation import evaluate, evaluation_size
+from ppocli.ppo.records import Rollout
+from ppocli.ppo.rollout import generate_chunks, measure_chunk
+from ppocli.ppo.step import collect_rollout, to_experience
 from ppocli.sampling.decoding import SHRINK_AT
-from ppocli.tasks.ppo.evaluate import evaluate, evaluation_size
-from ppocli.tasks.ppo.records import Rollout
-from ppocli.tasks.ppo.rollout import generate_chunks, measure_chunk
-from ppocli.tasks.ppo.step import collect_rollout, to_experience
 from ppocli.training.state import Moment, PhaseClock
 from ppocli.training.task import OptimizeResult
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from ppocli.distributed.onednn import has_amx
 from ppocli.models import layout, transformers_internals, trunk
-from ppocli.parallel.onednn import has_amx
 
 NAME = "ppocli"
 SHORT = {torch.float32: 128, torch.bfloat16: 256}

@@ -1,4 +1,4 @@
-"""Linear layers on the CPU through oneDNN (:mod:`ppocli.parallel.onednn`): their gradients, and
+"""Linear layers on the CPU through oneDNN (:mod:`ppocli.distributed.onednn`): their gradients, and
 weights laid out in its own order for decoding."""
 
 from collections.abc import Callable, Iterator
@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from ppocli.distributed import onednn
+from ppocli.distributed.onednn import Product
 from ppocli.models.transformers_internals import conv1d
-from ppocli.parallel import onednn
-from ppocli.parallel.onednn import Product
 
 PACKED_BYTES = 2 * 2**30
 """most that a second copy of the weights, made for decoding, may take: what is free at the moment
@@ -101,7 +101,8 @@ def route_linears(module: nn.Module, products: str = onednn.ONEDNN) -> None:
     the same parameters and under the same names.
 
     Args:
-        products: where they do, as of :mod:`ppocli.parallel.onednn`; nowhere: nothing is changed.
+        products: where they do, as of :mod:`ppocli.distributed.onednn`; nowhere: nothing is
+        changed.
     """
     if products == onednn.TORCH:
         return

@@ -14,9 +14,9 @@ import jinja2.defaults
 import jinja2.meta
 
 from ppocli.config import sampling, schema
+from ppocli.config.text import first_line, short_path, suggestion
 from ppocli.errors import ConfigError, InputError
-from ppocli.storage.model_files import trained_with_template
-from ppocli.text import first_line, short_path, suggestion
+from ppocli.runs.model_files import trained_with_template
 
 log = logging.getLogger("ppocli")
 
@@ -149,7 +149,7 @@ def decide_chat(chat: bool | None, trained: bool | None, name: str, *,
 
     Args:
         chat: what the user set; None: as the model was trained.
-        trained: as of :func:`~ppocli.storage.model_files.trained_with_template`.
+        trained: as of :func:`~ppocli.runs.model_files.trained_with_template`.
         name: of the model.
         on, off: settings that turn it on and off.
 

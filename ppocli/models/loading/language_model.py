@@ -15,16 +15,16 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from ppocli.config.schema import HardwareConfig, ModelConfig
+from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models import transformers_internals
 from ppocli.models.fast.attention import use_kernels
 from ppocli.models.head import LogitMap
 from ppocli.models.layout import SequenceBatch
-from ppocli.models.loading import adapters, model_config, peft_internals
+from ppocli.models.loading import load_adapters, model_config, peft_internals
 from ppocli.models.trunk import decoder_start, has_encoder, response_hidden
 from ppocli.models.vocabulary import Vocabulary, set_vocabulary
-from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.storage import model_files
+from ppocli.runs import model_files
 
 log = logging.getLogger("ppocli")
 
@@ -52,7 +52,7 @@ class LoadedLM:
     model that scores texts"""
     decoder_start: int | None
     """the token that the decoder of an encoder-decoder starts from; None for a causal LM"""
-    adapter: adapters.Adapter | None = None
+    adapter: load_adapters.Adapter | None = None
     """the adapter that trains in its place"""
 
 
@@ -81,7 +81,8 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = 
         key: where the path comes from, for messages.
         score_seed: where given, the model is loaded as one that scores texts, a sequence classifier
             with one label; the seed is that of its head, where the files have none.
-        goes_on: as of :func:`ppocli.models.loading.adapters.load_adapter`, where the path names an
+        goes_on: as of :func:`ppocli.models.loading.load_adapters.load_adapter`, where the path
+        names an
             adapter.
 
     Raises:
@@ -95,7 +96,8 @@ def load_lm(cfg: ModelConfig, *, dtype: torch.dtype = torch.float32, key: str = 
         return _load_on_base(cfg, Path(source), dtype, goes_on, score_seed)
     lm, config = load_weights(
         cfg, source, partial(_class_of, cfg, key, score_seed is not None), key=key, dtype=dtype,
-        new={} if score_seed is None else {adapters.SCORE: partial(_new_score, seed=score_seed)},
+        new={} if score_seed is None else {load_adapters.SCORE: partial(_new_score,
+                                                                        seed=score_seed)},
         **model_config.quantized(cfg))
     if score_seed is not None:
         return _ready(cfg, lm, config, None)
@@ -285,18 +287,19 @@ def _load_on_base(cfg: ModelConfig, folder: Path, dtype: torch.dtype,
     if loaded.adapter is not None:
         raise InputError(f"The base of the adapter in {folder} is an adapter itself: {path}.",
                          where=str(folder), fix="merge that one into its base")
-    base = adapters.identify(loaded.lm, path, revision)
+    base = load_adapters.identify(loaded.lm, path, revision)
     if identity is not None and identity.storage == base.storage and identity.digest != base.digest:
         raise CheckpointError(f"{path} is not the model that the adapter in {folder} was trained "
                               "on: its weights have changed.",
                               where=str(folder / model_files.ADAPTER_BASE),
                               fix="put the model back, or name it there as it is called now")
-    if goes_on is None and score_seed is None and adapters.changes_embeddings(loaded.lm, folder):
+    if goes_on is None and score_seed is None and load_adapters.changes_embeddings(loaded.lm,
+                                                                                   folder):
         # logits are computed from the output embedding's own weights, so its adapter is merged
         if dtype != torch.float32:
             loaded = load_lm(replace(cfg, path=path, revision=revision))
-        return _with_weights(loaded, adapters.merged_from(loaded.lm, folder).to(dtype))
-    return replace(loaded, adapter=adapters.load_adapter(loaded.lm, folder, base, goes_on))
+        return _with_weights(loaded, load_adapters.merged_from(loaded.lm, folder).to(dtype))
+    return replace(loaded, adapter=load_adapters.load_adapter(loaded.lm, folder, base, goes_on))
 
 
 def _with_weights(loaded: LoadedLM, lm: Any) -> LoadedLM:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ppocli.config import adapters, schema
+from ppocli.config.text import first_line
 from ppocli.errors import ConfigError, InputError, PpocliError
 from ppocli.models.trunk import RELATIVE_POSITIONS, has_encoder, num_virtual_tokens
-from ppocli.storage.model_files import adapter_at, find_whole
-from ppocli.text import first_line
+from ppocli.runs.model_files import adapter_at, find_whole
 
 
 def policy_config(cfg: schema.ModelConfig, policy: str) -> schema.ModelConfig:

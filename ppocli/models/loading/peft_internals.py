@@ -12,7 +12,7 @@ import torch
 
 from ppocli.models.layer_stack import with_modules, without_hooks
 from ppocli.models.transformers_internals import conv1d
-from ppocli.storage.environment import check_parts
+from ppocli.runs.environment import check_parts
 
 _PARTS = ("peft.tuners.tuners_utils:BaseTunerLayer.enable_adapters",
           "peft.utils:AuxiliaryTrainingWrapper.enable_adapters", "peft:PeftModelForSeq2SeqLM",

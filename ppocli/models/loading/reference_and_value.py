@@ -12,14 +12,14 @@ import transformers
 
 from ppocli.config.adapters import adapter_kind
 from ppocli.config.schema import HardwareConfig, ModelConfig
+from ppocli.config.text import pasted
+from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.errors import InputError
 from ppocli.models.loading import language_model
 from ppocli.models.loading.language_model import LoadedLM, frozen_dtype, merged
 from ppocli.models.policy import ScoreHead, ValueHead, ValueModel
 from ppocli.models.trunk import has_encoder, state_width
-from ppocli.parallel.deepspeed_internals import whole_shape
-from ppocli.storage import checkpoints, model_files
-from ppocli.text import pasted
+from ppocli.runs import checkpoints, model_files
 
 log = logging.getLogger("ppocli")
 

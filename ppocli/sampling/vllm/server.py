@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ppocli.config.schema import RolloutConfig
+from ppocli.config.user_code import shorten
 from ppocli.errors import SamplerError
-from ppocli.http_client import Client, from_environment, retry_after
 from ppocli.models.vocabulary import Vocabulary
-from ppocli.user_code import shorten
+from ppocli.rewards.http_client import Client, from_environment, retry_after
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Server:
         """Make sure that the run's own model is served, at its length.
 
         Args:
-            name: that :func:`~ppocli.sampling.vllm.launch.served_name` gives it.
+            name: that :func:`~ppocli.sampling.vllm.server_process.served_name` gives it.
             tokens: of the longest prompt and response together.
 
         Raises:

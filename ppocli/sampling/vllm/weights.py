@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from ppocli.errors import DiskError, SamplerError
-from ppocli.models.loading.adapters import Adapter, merged_tensors
+from ppocli.models.loading.load_adapters import Adapter, merged_tensors
 from ppocli.sampling.vllm.server import LOOK, Lost, Server
 
 _PREFIX = "ppocli-weights-"

@@ -1,0 +1,250 @@
+"""Devices, precision and other processes, through accelerate; and copies between host and device
+that make the host wait as little as possible."""
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from ppocli.config.schema import HardwareConfig, TrainConfig
+from ppocli.distributed import deepspeed_internals, host_memory, launchers
+from ppocli.distributed.onednn import TORCH, choose_gemm, warn_of_slow_bf16
+from ppocli.distributed.ranks import Ranks
+from ppocli.distributed.threads import settle_threads
+from ppocli.errors import ConfigError
+from ppocli.runs.environment import PRODUCTS, THREADS, Arithmetic, arithmetic_of, cpu_model
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """Where and how precisely to compute, and with how many others."""
+
+    accelerator: Any
+    device: torch.device
+    precision: str
+    ranks: Ranks
+    zero_stage: int = 0
+    products: str = TORCH
+    """which library multiplies matrices in linear layers, see :mod:`ppocli.distributed.onednn`"""
+    cuda_graphs: bool = True
+    """as in ``hardware``"""
+
+    def autocast(self) -> Any:
+        """Context in which raw modules compute in the run's precision."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16,
+                              enabled=self.precision == "bf16")
+
+    def memory_mib(self) -> float | None:
+        """Memory in use now, in MiB: of the device's allocator, or on a CPU of the process. None if
+        the system doesn't report it."""
+        if self.device.type != "cpu":
+            return torch.get_device_module(self.device).memory_allocated(self.device) / 2**20
+        return host_memory.resident_mib(os.getpid())
+
+    def peak_memory_mib(self) -> float:
+        """Peak of the device's allocator, or of the process on a CPU, in MiB."""
+        if self.device.type != "cpu":
+            return torch.get_device_module(self.device).max_memory_allocated(self.device) / 2**20
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def made_on(backend: Backend) -> dict[str, str]:
+    """Facts about the hardware that a checkpoint records. A run can resume on other hardware, but
+    not bit for bit."""
+    facts: dict[str, Any] = {"device": backend.device.type, "processes": backend.ranks.world}
+    if backend.device.type == "cpu":
+        facts |= {"processor": cpu_model(), THREADS: torch.get_num_threads(),
+                  PRODUCTS: backend.products}
+    return {name: str(value) for name, value in facts.items()}
+
+
+@contextmanager
+def open_backend(hardware: HardwareConfig, run_dir: Path | None = None) -> Iterator[Backend]:
+    """The backend of a command that runs in one process, even if its configuration asks for
+    several. Process-wide state is restored at the end.
+
+    Args:
+        run_dir: a run to be continued, which decides how many threads compute and which library
+            multiplies.
+
+    Raises:
+        ConfigError: the configuration asks for a CUDA device or bf16, and this machine has none.
+    """
+    from accelerate import Accelerator
+
+    recorded = arithmetic_of(run_dir)
+    with _process_state(hardware, recorded) as use_cuda:
+        accelerator = Accelerator(cpu=not use_cuda, mixed_precision=_mixed(hardware))
+        yield Backend(accelerator, _numbered(accelerator.device), hardware.precision, Ranks(),
+                      products=TORCH if use_cuda else choose_gemm(hardware, recorded.products),
+                      cuda_graphs=hardware.cuda_graphs)
+
+
+@contextmanager
+def open_ranks(cfg: TrainConfig, run_dir: Path | None = None, store: Any = None
+               ) -> Iterator[Backend]:
+    """As :func:`open_backend`, for the training of ``cfg``, of which this process is one rank.
+
+    Args:
+        store: where the ranks meet, for processes that form a group more than once: the launcher's
+            store still holds the addresses of the first group.
+
+    Raises:
+        ConfigError: also if DeepSpeed's file contradicts the configuration.
+    """
+    if launchers.launched_world() == 1 and cfg.hardware.zero_stage == 0:
+        with open_backend(cfg.hardware, run_dir) as backend:
+            yield backend
+        return
+    recorded = arithmetic_of(run_dir)
+    with _process_state(cfg.hardware, recorded) as use_cuda, \
+            _patience_of_groups(cfg.hardware) as timeout:
+        if store is not None:
+            torch.distributed.init_process_group(
+                "nccl" if use_cuda else "gloo", store=store, rank=launchers.my_rank(),
+                world_size=launchers.launched_world(), timeout=timeout)
+        accelerator = _accelerator(cfg, use_cuda, timeout)
+        ranks = _ranks(timeout)
+        # ranks on different processors must still compute alike
+        products = TORCH if use_cuda else ranks.broadcast(
+            choose_gemm(cfg.hardware, recorded.products))
+        yield Backend(accelerator, _numbered(accelerator.device), cfg.hardware.precision, ranks,
+                      cfg.hardware.zero_stage, products, cfg.hardware.cuda_graphs)
+
+
+@contextmanager
+def _process_state(hardware: HardwareConfig, recorded: Arithmetic) -> Iterator[bool]:
+    """Set threads and torch's global state for a run, yield whether it computes on a GPU, and
+    restore everything at the end."""
+    from accelerate.state import AcceleratorState
+
+    present = torch.cuda.is_available()
+    if not present:
+        # transformers imports deepspeed when it saves, which would guess the device and print that
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    use_cuda = hardware.device == "cuda" or (hardware.device == "auto" and present)
+    if use_cuda and not present:
+        raise ConfigError("No CUDA device was found.", where="hardware.device=cuda",
+                          fix="set hardware.device=cpu, or install a torch build with CUDA")
+    if use_cuda and hardware.precision == "bf16" and not torch.cuda.is_bf16_supported():
+        raise ConfigError("This GPU does not compute in bf16.", where="hardware.precision=bf16",
+                          fix="set hardware.precision=fp32")
+    threads, cudnn = torch.get_num_threads(), torch.backends.cuda.cudnn_sdp_enabled()
+    settle_threads(hardware.num_threads, recorded.threads)
+    if hardware.precision == "bf16" and not use_cuda:
+        warn_of_slow_bf16()
+    # cuDNN builds a graph for every shape, and every decoded token has a new one
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        yield use_cuda
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@contextmanager
+def _patience_of_groups(hardware: HardwareConfig) -> Iterator[timedelta]:
+    """Apply ``hardware.timeout_seconds`` to every process group made in the block, and yield it.
+    DeepSpeed makes a group for gradients without a timeout; torch's default is half an hour on
+    CPUs."""
+    from torch.distributed import distributed_c10d
+
+    timeout = timedelta(seconds=hardware.timeout_seconds)
+    names = ("default_pg_timeout", "default_pg_nccl_timeout")
+    before = {name: getattr(distributed_c10d, name) for name in names}
+    try:
+        vars(distributed_c10d).update(dict.fromkeys(names, timeout))
+        yield timeout
+    finally:
+        vars(distributed_c10d).update(before)
+
+
+def _numbered(device: torch.device) -> torch.device:
+    """The device with its index, which accelerate leaves out in a single process; another thread
+    can select a device only by its index."""
+    if device.type == "cpu" or device.index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device).current_device())
+
+
+def _mixed(hardware: HardwareConfig) -> str:
+    return "bf16" if hardware.precision == "bf16" else "no"
+
+
+def _accelerator(cfg: TrainConfig, use_cuda: bool, timeout: timedelta) -> Any:
+    """accelerate's object for several ranks: DDP, or with DeepSpeed behind it."""
+    from accelerate import Accelerator, utils
+    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+    from ppocli.config.deepspeed import deepspeed_config
+
+    # set by `accelerate launch --cpu`: it would override DeepSpeed, and the device is decided here
+    os.environ.pop("ACCELERATE_USE_CPU", None)
+    group = utils.InitProcessGroupKwargs(backend="nccl" if use_cuda else "gloo", timeout=timeout)
+    if cfg.hardware.zero_stage == 0:
+        # updates of the critic alone leave the trunk without gradients. Without unused parameters,
+        # DDP also rebuilds its buckets after the first update of a process, which changes the order
+        # of sums over three or more ranks: a resumed run would round differently
+        ddp = utils.DistributedDataParallelKwargs(find_unused_parameters=bool(
+            cfg.ppo.critic_warmup_steps or cfg.ppo.value_pretrain_steps or cfg.ppo.critic_epochs
+            or (not use_cuda and launchers.launched_world() > 2)))
+        return Accelerator(cpu=not use_cuda, mixed_precision=_mixed(cfg.hardware),
+                           kwargs_handlers=[group, ddp])
+    if not use_cuda:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    deepspeed_internals.probe()
+    if not use_cuda:
+        deepspeed_internals.skip_compiled_kernel()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    # with cpu=True accelerate would take plain DDP; weights stay fp32, DeepSpeed autocasts
+    plugin = utils.DeepSpeedPlugin(hf_ds_config=deepspeed_config(cfg, launchers.launched_world()))
+    accelerator = Accelerator(deepspeed_plugin=plugin, mixed_precision="no",
+                              kwargs_handlers=[group])
+    # accelerate has told transformers to shard under ZeRO 3 whatever is loaded from now on. Here
+    # models are loaded whole and the policy is sharded when it is prepared: neither a reference nor
+    # a reward's classifier must be sharded because the policy is
+    unset_hf_deepspeed_config()
+    return accelerator
+
+
+def _ranks(timeout: timedelta) -> Ranks:
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return Ranks()
+    return Ranks(torch.distributed.get_rank(), torch.distributed.get_world_size(),
+                 torch.distributed.new_group(backend="gloo", timeout=timeout))
+
+
+def without_autocast_cache(work: Callable[[], T]) -> T:
+    """Run ``work`` in a side thread without touching autocast's cache of rounded weights. All
+    threads share it, any thread that leaves autocast frees it, and a recorded graph still reads
+    it."""
+    torch.autocast_increment_nesting()
+    torch.set_autocast_cache_enabled(False)
+    return work()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor.to(device)``. Host tensors go through pinned memory: a copy from other memory waits
+    for all earlier work of the device."""
+    if tensor.device.type != "cpu" or device.type in ("cpu", "meta"):
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def to_host(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Copy tensors of one device to the CPU with a single wait: the last copy ends after the
+    others."""
+    return [*(one.to("cpu", non_blocking=True) for one in tensors[:-1]), tensors[-1].cpu()]

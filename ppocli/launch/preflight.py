@@ -1,0 +1,216 @@
+"""Checks of a run before it trains: ``ppocli validate`` checks models, tokenizers and prompts
+without weights; ``--dry-run`` makes the first step in small, of which nothing is kept.
+
+In a dry run PPO takes two samples through everything that a step does; any other training makes its
+first update. So within seconds it shows how a prompt is rendered, how the reward scores real
+responses, whether the reference agrees with the policy, and whether gradients are finite.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from ppocli.config import tasks
+from ppocli.config.schema import TrainConfig
+from ppocli.config.text import clean, figure
+from ppocli.data import prompt_set, sources
+from ppocli.distributed.backend import Backend, open_backend
+from ppocli.distributed.stop import StopFlag
+from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError
+from ppocli.models.loading import model_config
+from ppocli.models.loading.language_model import fit_vocabulary
+from ppocli.models.loading.tokenizer import load_tokenizer, stop_rules
+from ppocli.models.outline import models_of
+from ppocli.models.trunk import has_encoder
+from ppocli.ppo import records, reward_calls, step, step_metrics
+from ppocli.ppo.ppo_task import PPOTask
+from ppocli.ppo.session import Session, build_session, max_prompt_tokens, refuse_short_reach
+from ppocli.sampling.samples import Samples
+from ppocli.sampling.vllm.server_process import check_python
+from ppocli.training import loop, optimize, optimizers
+from ppocli.training.state import PhaseClock, seed_generators
+from ppocli.training.task import Plan, PythonObjects, StepContext, Task, TaskSetup
+from ppocli.training.task_registry import build_task
+
+SAMPLES = 2
+"""how many of the first step's samples are drawn"""
+KL_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}
+"""nats per token by which rounding may part a policy from its copy"""
+
+
+def check_models(cfg: TrainConfig) -> None:
+    """Check the policy's configuration and tokenizer against the other settings, without weights.
+
+    Raises:
+        ConfigError, InputError, SamplerError: the first error that training would end with.
+    """
+    facts, tokenizer = model_config.read_lm(cfg.model), load_tokenizer(cfg.model)
+    task = tasks.task_name(cfg)
+    if cfg.rollout.launch:
+        check_python(cfg.rollout)
+    lm: Any = None
+    with suppress(PpocliError):  # a model of which no outline can be made may train all the same
+        lm = models_of(cfg, facts.config).lm
+    if lm is not None:
+        fit_vocabulary(tokenizer, lm, cfg.model)
+        if task != "reward_model" and lm.get_output_embeddings() is not None:
+            stop_rules(tokenizer, SimpleNamespace(  # type: ignore[arg-type]
+                lm=lm, generation_config=SimpleNamespace(eos_token_id=None)), cfg.generation)
+    if task in tasks.DATA_TASKS:
+        return
+    whole, room = has_encoder(facts), max_prompt_tokens(cfg, facts)
+    if any(path is not None and sources.names_hub_dataset(path)
+           for path in (cfg.prompts.path, cfg.prompts.eval.path)):
+        return
+    options: Any = {"seed": cfg.seed, "max_prompt_tokens": room, "whole": whole}
+    prompts = prompt_set.load_prompts(cfg.prompts, tokenizer, **options)
+    prompt_set.load_eval_prompts(cfg.prompts, tokenizer, training=prompts, items=None, **options)
+    value = cfg.model.value
+    for key, path in (("model.reference.path", cfg.model.reference.path),
+                      ("model.value.path", value.path if value.kind == "model" else None)):
+        if path is not None:
+            other = model_config.read_lm(replace(cfg.model, path=path, revision=None, peft=None))
+            refuse_short_reach(cfg, key, path, other, prompts.token_ids, pair=whole)
+
+
+def try_first_step(cfg: TrainConfig, stop: StopFlag) -> list[str]:
+    """Load everything that a run loads, and make a small first step.
+
+    Returns:
+        lines for the user: sizes; for PPO the first prompt as the model gets it, two samples with
+        score and KL, each reward and metric, and whether the reference agrees with the policy; the
+        terms of the loss and the norm of the gradient; notes on flat rewards and zero gradients;
+        seconds by phase and peak memory.
+
+    Raises:
+        PpocliError: whatever would end the run at its first step, with the same exit code.
+        StopRequested: between two tokens or phases.
+    """
+    with open_backend(cfg.hardware) as backend:
+        seed_generators(cfg.seed)
+        clock = PhaseClock(backend.device)
+        first_step = _ppo_step if tasks.task_name(cfg) == "ppo" else _first_update
+        lines = list(first_step(cfg, backend, clock, stop))
+        seconds = (f"{name} {spent:.1f}" for name, spent in clock.seconds.items())
+        return [*lines, f"seconds: {', '.join(seconds)}",
+                f"peak memory: {backend.peak_memory_mib():.0f} MiB"]
+
+
+def _first_update(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag
+                  ) -> Iterator[str]:
+    task = build_task(TaskSetup(cfg, backend, PythonObjects()))
+    clock.mark("load")
+    stop.check()
+    yield _loaded(backend, task.trained.module, task.examples, "examples")
+    state = loop.initial_state(task)
+    plan = task.plan(state, task.collect(state, StepContext(stop, clock, task.progress(0))))
+    terms = _terms_of_update(task, replace(plan, groups=plan.groups[:1]), stop,
+                             "check the model's weights, or use hardware.precision=fp32")
+    clock.mark("optimize")
+    group = plan.groups[0]
+    yield f"gradient of the first {len(group.rows)} ({int(group.tokens.sum())} tokens): " + (
+        ", ".join(f"{'norm' if name == 'grad_norm' else f'{name} loss'} {figure(value, 4)}"
+                  for name, value in terms.items()))
+    yield from _notes(terms, [])
+
+
+def _ppo_step(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag
+              ) -> Iterator[str]:
+    try:
+        session = build_session(cfg, backend, PythonObjects())
+        yield from _first_samples(session, session.context(stop, clock))
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"Out of memory with {SAMPLES} samples.", where="hardware, model.path",
+            fix="set model.gradient_checkpointing=true, generation.max_new_tokens or "
+                "prompts.max_length lower, or take a smaller model") from error
+
+
+def _first_samples(session: Session, context: StepContext) -> Iterator[str]:
+    context.clock.mark("load")
+    context.stop.check()
+    yield _loaded(session.backend, session.policy, len(session.prompts), "prompts")
+    rollout = step.collect_rollout(session, context, 0, SAMPLES)
+    ids = rollout.prompts.tokens[0][rollout.prompts.mask[0]].tolist()
+    yield f"first prompt as the model gets it ({len(ids)} tokens):"
+    yield f"  {clean(session.tokenizer.decode(ids))}"
+    for number, row in enumerate(step_metrics.rollout_samples(rollout, 0, session.cfg), start=1):
+        yield (f"sample {number}: score {_short(row['score'])}, kl {figure(row['kl'], 4)}, "
+               f"{row['response_tokens']} tokens, {'ended' if row['finished'] else 'did not end'}")
+        yield f"  {clean(row['prompt'])} → {clean(row['response'])}"
+    columns = {f"reward {name}": scores for name, scores in rollout.parts.items()
+               if len(rollout.parts) > 1}
+    if session.metric is not None:
+        samples = Samples(rollout.sequences, rollout.logprobs, rollout.values, rollout.finished)
+        metrics = session.metric.compute(reward_calls.in_steps(
+            session.reward, reward_calls.request_of(
+                session, context, rollout.prompts, samples, rollout.responses)))
+        columns |= {f"metric {name}": values for name, values in metrics.items()}
+        context.clock.mark("metric")
+    yield from (f"{name}: {', '.join(map(_short, values))}" for name, values in columns.items())
+    tokens = int(rollout.response_mask.sum()) if rollout.has_reference else 0
+    if tokens:
+        kl = float(rollout.k1.double().sum()) / tokens
+        verdict = "as it must be before training" if (
+            abs(kl) <= KL_TOLERANCE[session.backend.precision]) else (
+            "WRONG: before training it must be 0; do model.dtype and hardware.precision differ?")
+        yield f"KL to the reference: {figure(kl, 6)} nats per token, {verdict}"
+    if not bool(rollout.valid.any()):
+        yield "gradient: not tried, no sample has a score"
+        return
+    terms = _ppo_update(PPOTask(session), rollout, context.stop)
+    context.clock.mark("optimize")
+    policy, value, norm = (figure(terms[name], 4) for name in ("policy", "value", "grad_norm"))
+    yield f"gradient: policy loss {policy}, value loss {value}, norm {norm}"
+    yield from _notes(terms, rollout.valid_scores)
+
+
+def _ppo_update(task: PPOTask, rollout: records.Rollout, stop: StopFlag) -> dict[str, float]:
+    state = records.PPOState.from_json(task.initial()[0])
+    atoms = step.to_experience(rollout, state, task.cfg)
+    group = step.update_of(task.session, atoms, torch.arange(len(rollout)))
+    return _terms_of_update(task, step.plan_of(task.session, atoms, [group], 0), stop,
+                            "check the model's weights and the reward's scale, or use "
+                            "hardware.precision=fp32")
+
+
+def _terms_of_update(task: Task, plan: Plan, stop: StopFlag, fix: str) -> dict[str, float]:
+    """Make the only update of ``plan``; its loss terms and the norm of its gradient.
+
+    Raises:
+        DivergedError: they aren't finite; ``fix`` says what to do then.
+    """
+    result = optimize.optimize(task, plan, loop.initial_state(task), stop)
+    if not result.first:
+        raise DivergedError("The loss or the gradient of the first update is not finite.",
+                            where="model.path", fix=fix)
+    terms, = result.first.values()
+    return terms
+
+
+def _notes(terms: dict[str, float], scores: list[float]) -> Iterator[str]:
+    """Notes on figures from which nothing can be learnt."""
+    equal = len(scores) > 1 and max(scores) - min(scores) <= 1e-6 * abs(scores[0])
+    if equal:
+        yield (f"note: the scores of all {len(scores)} samples are equal ({scores[0]:g}): a run "
+               "whose rewards are all equal learns nothing; does the reward read the response?")
+    if terms["grad_norm"] < 1e-7:  # up to rounding
+        yield "note: the gradient is 0, so that an update from this would change nothing: " + (
+            "scores that are equal don't say which response is better" if equal else
+            "look at which weights train and which tokens count")
+
+
+def _loaded(backend: Backend, module: torch.nn.Module, count: int | None, noun: str) -> str:
+    parameters = sum(p.numel() for p in module.parameters())
+    trained = sum(p.numel() for p in optimizers.named_trainable(module).values())
+    rows = "" if count is None else f", {count} {noun}"
+    return (f"loaded: {parameters:,} parameters, {trained:,} trained{rows}, on {backend.device} "
+            f"{backend.precision}")
+
+
+def _short(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"

@@ -1,0 +1,288 @@
+"""The process of a run, or one of several: ``python -m ppocli.launch.worker RUN_DIR HOW``.
+
+Reads the resolved ``config.yaml`` (it never composes), builds the session, resumes if asked to,
+trains, and writes checkpoints, a summary and the trained model.
+"""
+
+import hashlib
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from time import monotonic
+from typing import Any, NoReturn
+
+import torch
+
+from ppocli.config import config_yaml, deepspeed, resume_policy, schema, tasks, text
+from ppocli.config.import_guard import limit
+from ppocli.config.secrets import safe_text
+from ppocli.distributed import host_memory, launchers
+from ppocli.distributed.backend import Backend, open_ranks
+from ppocli.distributed.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
+from ppocli.errors import CheckpointError, InputError, PpocliError
+from ppocli.launch.child_process import RunOutcome, Start, outcome_of
+from ppocli.launch.exit_handling import publish, save_on_exit
+from ppocli.models.loading.chat_template import present, tells_date
+from ppocli.publish.console import Display, keep_log, open_display, open_silence
+from ppocli.publish.trackers import check_trackers, open_trackers
+from ppocli.rewards import guard
+from ppocli.runs import atomic, environment, model_files, retention, run_folder
+from ppocli.runs.record import accept_settings, begin_record, first_start, settle, whole
+from ppocli.training import loop
+from ppocli.training.state import Generators, Moment, PhaseClock, seed_generators, torch_versions
+from ppocli.training.task import PythonObjects, TaskSetup
+
+log = logging.getLogger("ppocli")
+
+_WHERE_AND_HOW = ("hardware.", "rollout.", "reward.ranks", "env.timeout", "env.retries",
+                  "env.workers")
+"""keys that say where a run computes and how it calls rewards and environments, which may differ
+when a scheduler repeats its command elsewhere"""
+_MEETING = "meeting the other ranks"
+"""the phase in which a rank waits for the others to arrive"""
+
+
+def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any = None,
+               own_process: bool = False, started_by: int | None = None) -> RunOutcome:
+    """Train in this process.
+
+    Args:
+        objects: Python objects in place of config keys.
+        store: of ranks that another launcher has started, as of :func:`open_ranks`. It may restart
+            them, and forward a signal that the terminal sends as well.
+        own_process: this process was started for the run: the run's time counts from there, and the
+            process decides how memory is freed.
+        started_by: the process that has started this one in another process group; this process
+            shows the run to its user.
+
+    Raises:
+        PpocliError: with its exit code; checkpoints are kept, and the message says how to go on.
+    """
+    began = Moment.of_process_start() if own_process else Moment.now()
+    folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
+    if own_process:
+        host_memory.settle_freed_memory(sharded=cfg.hardware.zero_stage > 0)
+    limit(start.limited)
+    # a launcher forwards signals that its processes may have received already; at a job's time
+    # limit Slurm sends one to all of them
+    twice = store is not None or "SLURM_JOB_ID" in os.environ
+    with _held(start, folder, started_by) as shown, catch_signals(2.0 if twice else 0.0) as stop:
+        if (early := launchers.announce()) is not None:
+            stop.request(early)
+        launchers.note_phase(_MEETING)
+        model_files.quiet_transformers()
+        with open_ranks(cfg, folder.path if start.resume else None, store) as backend:
+            ranks = stop.ranks = backend.ranks
+            if start.resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
+                return done
+            with open_run(start, cfg, folder, objects, backend, stop, shown, began) as run:
+                with save_on_exit(run):
+                    loop.run_training(run)
+                    launchers.note_phase("writing the model")
+                return publish(run)
+
+
+@contextmanager
+def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Iterator[loop.Run]:
+    """A run in this process that is ready for the next step of a user's own loop.
+
+    Args:
+        store: as of :func:`open_ranks`.
+    """
+    began, stop = Moment.now(), StopFlag()
+    folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
+    limit(start.limited)
+    model_files.quiet_transformers()
+    with _held(replace(start, display="quiet"), folder) as shown, \
+            open_ranks(cfg, folder.path if start.resume else None, store) as backend, \
+            open_run(start, cfg, folder, objects, backend, stop, shown, began) as run:
+        stop.ranks = backend.ranks
+        run.state = replace(run.state, pending=None)  # the loop itself evaluates at the start
+        run.clock.mark("startup")
+        yield run
+
+
+@contextmanager
+def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = None
+          ) -> Iterator[Display]:
+    """Hold the run's folder and yield its display; ranks other than 0 hold nothing and show
+    nothing."""
+    if launchers.my_rank() > 0:
+        with open_silence() as shown:
+            yield shown
+    else:
+        run_folder.refuse_links(folder.path)
+        with run_folder.lock(folder.path, reserved_by=start.reserved_by), \
+                open_display(folder.log, start.display, started_by) as shown:
+            try:
+                yield shown
+            except FileNotFoundError as error:
+                if str(error.filename).startswith(str(folder.path)):
+                    raise run_folder.gone(folder.path) from error
+                raise
+    guard.check_threads()
+
+
+@contextmanager
+def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder,
+             objects: PythonObjects | None, backend: Backend, stop: StopFlag, display: Display,
+             began: Moment) -> Iterator[loop.Run]:
+    """A run that is ready for its next step: everything is loaded, its files are open.
+
+    Args:
+        began: the moment from which its time counts.
+
+    Raises:
+        PpocliError: something can't be loaded, or the checkpoint does not fit.
+    """
+    from ppocli.training.resume import restore
+    from ppocli.training.task_registry import build_task, check_own_classes
+
+    ranks = backend.ranks
+    # rewards use these generators: ranks must not share a seed
+    seed_generators(cfg.seed + ranks.rank)
+    launchers.note_phase("loading")
+    ranks.first_does(lambda: check_trackers(cfg.tracking))
+    ranks.first_does(lambda: check_own_classes(cfg))
+    objects = objects or PythonObjects()
+    date = cfg.model.chat_template_date or ranks.first_does(
+        lambda: (first_start(folder.path) if start.resume else None) or present())
+    task = build_task(TaskSetup(config_yaml.with_values(
+        cfg, {"model.chat_template_date": date}), backend, objects))
+    fresh = loop.initial_state(task)
+    state = fresh
+    run_id = ranks.first_does(lambda: _run_id(folder))
+    if start.resume:
+        state = restore(task, folder, run_id, fresh)
+        since = None if state is fresh else state.step
+        ranks.first_does(lambda: accept_settings(folder.path, since))
+    # how rewards are called and prompts are rendered, so that a resumed run does the same
+    settled = replace(cfg, reward=task.cfg.reward, prompts=task.cfg.prompts)
+    if cfg.model.chat_template_date is None and any(
+            map(tells_date, (task.saved.tokenizer, *task.judging))):
+        settled = config_yaml.with_values(settled, {"model.chat_template_date": date})
+        if start.resume:
+            log.warning("The chat template tells the date, and this run did not keep the one that "
+                        "it began with: it is taken to be %s, by the first line of ppocli.log%s. "
+                        "model.chat_template_date=... gives another.", date,
+                        "" if first_start(folder.path) else ", which is gone, so the present")
+    if settled != cfg:
+        ranks.first_does(lambda: settle(folder.path, settled))
+    if ranks.first:
+        keep_log()
+        atomic.write_json_atomic(folder.path / environment.ENV_FILE, {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"), **environment.describe(),
+            environment.PRODUCTS: backend.products,
+            environment.THREADS: torch.get_num_threads() if backend.device.type == "cpu" else None,
+            environment.LOWER: sorted(task.lower_is_better),
+            **({} if task.examples is None else {environment.EXAMPLES: task.examples})})
+        if cfg.hardware.zero_stage > 0:
+            atomic.write_json_atomic(folder.path / deepspeed.DEEPSPEED_FILE,
+                                     deepspeed.deepspeed_config(cfg, ranks.world))
+    identity = {path: path.read_bytes() for path in (folder.config,
+                                                     folder.path / resume_policy.RUN_FILE)}
+    digest = hashlib.sha256(identity[folder.config]).hexdigest()
+    with ExitStack() as ending:
+        recorder: Any = None
+        if ranks.first:
+            trackers = ending.enter_context(open_trackers(cfg.tracking, folder))
+            recorder = ending.enter_context(loop.open_recorder(folder, trackers))
+        state = replace(state, generators=Generators.now(backend.device))
+        run = loop.Run(task, folder, folder.path.stat(), run_id, digest, torch_versions(), stop,
+                       recorder, display, state, saved_at=monotonic(),
+                       clock=PhaseClock(backend.device, began, display.board.marked),
+                       identity=identity)
+        for close in (task.trained.close, task.close):  # the last is first
+            ending.callback(close)
+        yield run
+
+
+def _run_id(folder: run_folder.RunFolder) -> str:
+    """The run's identity, made at its first start; checkpoints of other runs are refused."""
+    path = folder.path / resume_policy.RUN_FILE
+    if path.is_file():
+        run_id = (atomic.read_json(path) or {}).get("run_id")
+        if not isinstance(run_id, str):
+            raise CheckpointError(f"{path} is damaged.", where=str(path),
+                                  fix="restore it from a copy, or start a new run")
+        return run_id
+    if sound := retention.sound_steps(folder.checkpoints):
+        log.warning("%s was gone; the run's identity is that of its checkpoints", path)
+    run_id = sound[-1].run_id if sound else secrets.token_hex(8)
+    begin_record(folder.path, run_id)
+    return run_id
+
+
+def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> RunOutcome | None:
+    """The result of a run that is complete and whose model is whole; else None.
+
+    Raises:
+        CheckpointError: settings have changed, and no step is left to train with them.
+    """
+    summary = atomic.read_json(folder.summary) or {}
+    steps, target_steps = whole(summary, "steps"), tasks.steps_asked(cfg)
+    planned = tasks.planned_samples(cfg, environment.examples_of(folder.path))
+    # without a target for steps, samples count: steps may have been of another size
+    done = (steps >= target_steps if target_steps is not None else
+            planned is not None and whole(summary, "episodes") >= planned)
+    if summary.get("status") != "finished" or steps <= 0 or not done:
+        return None
+    try:
+        model_files.check_folder(folder.model, key="model", adapters=True)
+    except InputError:
+        return None
+    before = resume_policy.settings_before(folder.path, accept_changes=True)
+    if changed := [f"  {key}: {text.shown(old)} -> {text.shown(new)}"
+                   for key, old, new in config_yaml.config_differences(before, cfg)
+                   if config_yaml.classify_change(key) != "harmless"
+                   and not key.startswith(_WHERE_AND_HOW)]:
+        raise CheckpointError(
+            "\n".join([f"{folder.path.name} is finished, and was not trained with:", *changed]),
+            where=str(folder.path), fix="leave them as they were, ask for more steps as well, or "
+            "start another run with them (another run_name)")
+    accept_settings(folder.path, steps)
+    log.info("already finished (%d/%d steps): %s", steps, steps, folder.model)
+    return RunOutcome(folder.path, 0, folder.model, summary)
+
+
+def main(argv: list[str]) -> int:
+    """Train with the arguments of a :class:`Start`; return the exit code."""
+    start = Start.read(argv)
+    if launchers.OUTCOMES in os.environ:
+        _as_rank(start)
+    try:
+        run_worker(start, own_process=True, started_by=os.getppid())
+    except PpocliError as error:
+        sys.stderr.write(safe_text(f"error: {error}\n"))
+        return error.exit_code
+    return 0
+
+
+def _as_rank(start: Start) -> NoReturn:
+    """Run as one of several processes, and write an outcome for the process that started them.
+
+    A stop exits with 0: after a failure that process would end ranks that are still saving.
+    """
+    def patience() -> float:
+        """Seconds in which ranks stop together after the process that started them ended. Ranks
+        that haven't met never will: that process held the store they meet at."""
+        before_meeting = launchers.my_phase() in ("", _MEETING)
+        return 5.0 if before_meeting else float(start.config().hardware.timeout_seconds)
+
+    stop_when_closed(launchers.hold_lifeline(), leave_after=patience)
+    outcome = outcome_of(launchers.my_rank(), lambda: run_worker(
+        start, own_process=True, started_by=os.getppid()))
+    launchers.write_outcome(replace(outcome, phase=launchers.my_phase() or "unknown phase"))
+    leave_at_once(0 if outcome.code > 128 else outcome.code)
+
+
+if __name__ == "__main__":
+    result = main(sys.argv[1:])
+    if guard.unended_threads(guard.LAST_WAIT):
+        leave_at_once(result)
+    sys.exit(result)

@@ -1,0 +1,165 @@
+"""Evaluation on fixed prompts with fixed random numbers, the same before and after training."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ppocli.config.schema import GenerationConfig
+from ppocli.config.text import shown
+from ppocli.data.prompt_set import PromptBatch
+from ppocli.distributed.ranks import interleave
+from ppocli.ppo import step_metrics
+from ppocli.ppo.reward_calls import judge
+from ppocli.ppo.rollout import measure, response_texts, sample_policy, sample_reference
+from ppocli.ppo.session import EvalSession
+from ppocli.runs.episode import DONE
+from ppocli.sampling.noise import EVALUATION
+from ppocli.sampling.samples import Samples
+from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
+from ppocli.training.task import Evaluation, StepContext
+
+
+def sampling_sweep(cfg: GenerationConfig, first: SamplingSpec) -> dict[str, SamplingSpec]:
+    """``top_k=50`` and the like -> sampling at evaluation with that value of the one key of
+    ``generation.eval`` that is a list; empty without a list.
+
+    Args:
+        first: sampling at evaluation by :func:`sampling_specs`.
+    """
+    return {f"{name}={shown(value)}": replace(first, **{name: value}) for name in SAMPLING_KEYS
+            if isinstance(values := getattr(cfg.eval, name), list) for value in values}
+
+
+def distinct(texts: list[str], n: int) -> float:
+    """Different word n-grams over all word n-grams of the texts together; 0 without any."""
+    grams = [tuple(words[i:i + n]) for words in (t.split() for t in texts)
+             for i in range(len(words) - n + 1)]
+    return len(set(grams)) / len(grams) if grams else 0.0
+
+
+def evaluation_size(session: EvalSession) -> int:
+    """How many samples a whole evaluation has."""
+    return len(session.eval_prompts) * session.cfg.prompts.eval.repeat
+
+
+def evaluate_chunks(session: EvalSession, context: StepContext, spec: SamplingSpec | None = None
+                    ) -> Iterator[list[dict[str, Any]]]:
+    """Sample and score the evaluation prompts, one generate call at a time: rows as `ppocli eval`
+    has them in samples.jsonl, the i-th of which answers prompt ``i % len(eval_prompts)``.
+
+    A sample is a function of seed, prompt and number alone.
+
+    Args:
+        spec: how responses are sampled; None: as the configuration says.
+
+    Raises:
+        RewardError, DivergedError, StopRequested.
+    """
+    for batch, num_local in _shares(session, context):
+        yield interleave(session.backend.ranks.gather(
+            _one_share(session, context, spec or session.eval_sampling, batch, num_local)))
+
+
+def row_of_run(sample: dict[str, Any]) -> dict[str, Any]:
+    """A row as runs have it in their samples.jsonl: without metrics, and without rewards where
+    there is one alone."""
+    return {name: value for name, value in sample.items()
+            if name != "metrics" and (name != "rewards" or len(value) > 1)}
+
+
+def _shares(session: EvalSession, context: StepContext) -> Iterator[tuple[PromptBatch, int]]:
+    """This rank's prompts of each generate call, those after the first so many of which only keep
+    the ranks in step."""
+    ranks, prompts, total = session.backend.ranks, session.eval_prompts, evaluation_size(session)
+    size = session.chunk_size * ranks.world
+    for start in range(0, total, size):
+        context.stop.meet()
+        episodes, num_local = ranks.share(range(total)[start:start + size])
+        yield prompts.batch([episode % len(prompts) for episode in episodes], episodes,
+                            session.tokenizer.pad_token_id), num_local
+
+
+def _one_share(session: EvalSession, context: StepContext, spec: SamplingSpec, batch: PromptBatch,
+               num_local: int) -> list[dict[str, Any]]:
+    """This rank's samples, the first ``num_local`` of the batch's."""
+    # in fp32 the decoding pass has computed the policy's logprobs already
+    decoded = session.from_decode and spec.temperature == 1.0
+    out = Samples.joined(list(sample_policy(session, context, batch, spec, EVALUATION)))
+    measured = measure(session, context, out, phase="scoring of the evaluation",
+                       want_policy=not decoded, want_values=False, estimator="k1", temperature=1.0)
+    batch, out = batch.first(num_local), out.first(num_local)
+    responses = response_texts(session, batch, out, spec)
+    scores, metrics = judge(session, context, batch, out, responses, "reward at evaluation")
+    context.stop.meet()
+    kl = [None] * num_local if session.reference is None else (
+        measured.kl.sum(1).tolist()[:num_local])
+    shown = [score if valid else None
+             for score, valid in zip(scores.scores, scores.valid, strict=True)]
+    return step_metrics.sample_rows(
+        {"prompt": batch.texts, "response": responses, "score": shown, "kl": kl,
+         "response_tokens": out.mask.sum(1).tolist(), "finished": out.finished.tolist()},
+        {"rewards": scores.parts, "metrics": metrics}, scores.logs, out.episodes or ())
+
+
+def evaluate(session: EvalSession, context: StepContext) -> Evaluation:
+    """Sample ``prompts.eval.repeat`` responses to each evaluation prompt and score them.
+
+    ``kl_mean`` is the k1 estimate summed over each response and averaged over samples, in nats, of
+    the distributions at temperature 1 without top-k or top-p, whatever the sampling was.
+
+    Where a key of ``generation.eval`` is a list, this is done once for each of its values (trlX's
+    sweep of a generation argument, ``trlx/trainer/accelerate_base_trainer.py::evaluate``).
+
+    Raises:
+        RewardError, DivergedError, StopRequested.
+    """
+    if not (specs := sampling_sweep(session.cfg.generation, session.eval_sampling)):
+        return _evaluate_once(session, context, session.eval_sampling)
+    swept = {name: _evaluate_once(session, context, spec) for name, spec in specs.items()}
+    return replace(next(iter(swept.values())), swept=swept,
+                   tokens=sum(one.tokens for one in swept.values()))
+
+
+def _evaluate_once(session: EvalSession, context: StepContext, spec: SamplingSpec) -> Evaluation:
+    with session.acting() as acting:
+        samples = [row for chunk in evaluate_chunks(acting, context, spec) for row in chunk]
+    return Evaluation(evaluation_figures(samples), [row_of_run(row) for row in samples],
+                      sum(s["response_tokens"] for s in samples))
+
+
+def reference_responses(session: EvalSession, context: StepContext) -> list[str]:
+    """The reference's response to each prompt of an evaluation, drawn with the random numbers of
+    the policy's.
+
+    Raises:
+        StopRequested.
+    """
+    assert session.reference is not None  # else config/sampling.py has refused
+    texts: list[str] = []
+    with session.acting() as acting, session.reference.view(acting.policy.lm) as lm:
+        for batch, num_local in _shares(session, context):
+            out = sample_reference(session, context, lm, batch, session.eval_sampling, EVALUATION)
+            texts += interleave(session.backend.ranks.gather(
+                response_texts(session, batch, out, session.eval_sampling)[:num_local]))
+    return texts
+
+
+def evaluation_figures(samples: Sequence[dict[str, Any]], grams: Sequence[int] = (2,)
+                       ) -> dict[str, float]:
+    """The figures of an evaluation from the rows of all its chunks, as summary.json and
+    metrics.jsonl have them; ``grams`` are the lengths n of ``distinct_n``."""
+    texts = [s["response"] for s in samples]
+    score, std = step_metrics.mean_std([s["score"] for s in samples if s["score"] is not None])
+    values = {
+        "reward_mean": score, "reward_std": std,
+        "kl_mean": step_metrics.mean([s["kl"] for s in samples if s["kl"] is not None]),
+        "response_tokens_mean": step_metrics.mean([s["response_tokens"] for s in samples]),
+        "finished_share": step_metrics.mean([float(s["finished"]) for s in samples]),
+        **{f"distinct_{n}": distinct(texts, n) for n in grams}}
+    values |= step_metrics.means_of(samples, "logged")
+    if samples and "turns" in samples[0]:
+        values["turns_mean"] = step_metrics.mean([float(len(s["turns"])) for s in samples])
+        values["done_share"] = step_metrics.mean([float(s["ended"] == DONE) for s in samples])
+    rewards = step_metrics.means_of(samples, "rewards", "reward")
+    return values | (rewards if len(rewards) > 1 else {}) | step_metrics.means_of(samples,
+                                                                                  "metrics")

@@ -1,0 +1,290 @@
+"""PPO as a task: collecting rollouts, the loss of an update, and the figures of a step."""
+
+import hashlib
+import json
+import logging
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from ppocli.config import algorithm, schema, schema_training
+from ppocli.models.policy import CopyReference, follow
+from ppocli.models.sharded_models import ShardedCopy
+from ppocli.ppo import ptx, records, rollout_sources, step, step_metrics
+from ppocli.ppo.experience import after_step
+from ppocli.ppo.losses import PPOLoss
+from ppocli.ppo.policy_evaluation import evaluate, reference_responses
+from ppocli.ppo.session import Session, build_session
+from ppocli.rewards.calls import check_invalid_share
+from ppocli.runs.episode import Sample, transcript_turns
+from ppocli.runs.run_logs import JsonlWriter
+from ppocli.training import task
+from ppocli.training.build_models import saved_policy
+from ppocli.training.state import TrainState
+
+log = logging.getLogger("ppocli")
+
+EARLY_STOP = 1.5
+"""times ``ppo.target_kl``: from there on the rest of a phase is left out"""
+
+
+class PPOTask(task.Task):
+    """Proximal policy optimization (Schulman et al. 2017, arXiv 1707.06347) of a language model on
+    a reward, with a KL penalty to a reference."""
+
+    terms = tuple(f.name for f in fields(PPOLoss))
+    maxima = frozenset({"max_log_ratio"})
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.cfg, self.backend = session.cfg, session.backend
+        self.trained, self.passes, self.judging = session.trained, session.passes, session.judging
+        self.saved = saved_policy(session.loaded, session.sampling, session.tokenizer)
+        self.examples = len(session.prompts) if self.cfg.ppo.epochs else None
+        if session.examples is not None:
+            self.terms = (*self.terms, "ptx")
+        self._ref_responses: list[str] | None = None
+        self._ahead: rollout_sources.Ahead | None = None
+
+    def initial(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+        """As :class:`Task`."""
+        coef = self.cfg.ppo.init_kl_coef
+        return records.PPOState(kl_coef=coef, init_kl_coef=coef).to_json(), {}
+
+    def chunks(self, state: TrainState) -> int:
+        """As :class:`Task`."""
+        return -(-self._count(state) // self.session.chunk_size)
+
+    def _count(self, state: TrainState, steps: int = 1) -> int:
+        """Samples of so many steps, or as many as are left."""
+        return min(steps * self.samples_per_step, self.total_samples() - state.episodes)
+
+    def collect(self, state: TrainState, context: task.StepContext) -> records.Rollout:
+        """As :class:`Task`: sample, score, measure."""
+        start = state.episodes + records.PPOState.from_json(state.task).left_out
+        session, count = self.session, self._count(state)
+        episodes = range(start, start + count)
+        if self.cfg.ppo.dynamic_sampling is not None:
+            return rollout_sources.collect_differing(session, context, start, count)
+        if self.cfg.rollout.ahead:
+            batch, self._ahead = rollout_sources.collect_ahead(
+                session, context, self._ahead, episodes, start + self._count(state, 2))
+            return batch
+        if (late := self.cfg.ppo.staleness) or state.tensors:
+            return rollout_sources.collect_stale(session, context, state.tensors, episodes,
+                                            start + self._count(state, 1 + late))
+        context.clock.mark("other")
+        return step.collect_rollout(session, context, start, count)
+
+    def progress(self, step: int) -> tuple[int, int, float]:
+        """As :class:`Task`."""
+        passes = self.samples_at(step) / self.cfg.ppo.n / len(self.session.prompts)
+        return step, self.total_steps(), passes
+
+    def _share_done(self, state: TrainState) -> float:
+        """0 in the first step of the run, 1 in the last."""
+        left = max(self.total_samples() - state.episodes - self._count(state), 0)
+        return state.step / max(state.step + -(-left // self.samples_per_step), 1)
+
+    def plan(self, state: TrainState, batch: records.Rollout) -> task.Plan:
+        """As :class:`Task`: advantages, then ``ppo_epochs`` of reshuffled minibatches.
+
+        Updates made = (critic_epochs + ppo_epochs) x ceil(samples / mini_batch_size), less skipped
+        ones and less what ``target_kl`` cuts off.
+
+        Raises:
+            RewardError: too few samples have a valid score.
+        """
+        check_invalid_share(int((~batch.valid).sum()), len(batch),
+                            [one.error for one in batch.episodes if one.error])
+        ppo_state = records.PPOState.from_json(state.task)
+        experience = step.to_experience(
+            batch, ppo_state, self.cfg, progress=self._share_done(state),
+            pretrains=ppo_state.pretrains(self.cfg.ppo, state.step))
+        return step.plan_updates(self.session, experience, state.step, ppo_state.mixed_in)
+
+    def loss(self, atoms: records.Experience, rows: torch.Tensor, weights: torch.Tensor,
+             group: task.UpdateGroup) -> task.LossTerms:
+        """As :class:`Task`; :func:`ppocli.ppo.losses.ppo_loss` of the policy of this moment, or
+        ``ppo.ptx.coef`` times the negative log-likelihood of examples."""
+        count = len(atoms)
+        if atoms.examples is not None and int(rows[0]) >= count:
+            nll, tokens = ptx.examples_loss(self.session, atoms.examples, rows - count, weights)
+            total = self.cfg.ppo.ptx.coef * nll
+            return task.LossTerms(total, self._terms(total=total, ptx=nll), tokens)
+        terms, tokens = step.loss(self.session, atoms, rows, weights, group)
+        return task.LossTerms(terms.total, self._terms(
+            **{f.name: getattr(terms, f.name) for f in fields(terms)}), tokens)
+
+    def _terms(self, **terms: torch.Tensor) -> torch.Tensor:
+        """:attr:`LossTerms.terms` of these, and 0 for the others."""
+        zero = terms["total"].new_zeros(())
+        return torch.stack([terms.get(name, zero).detach() for name in self.terms])
+
+    def judge(self, terms: dict[str, float]) -> task.Verdict:
+        """As :class:`Task`: ``ppo.target_kl`` ends the phase, ``ppo.ratio_threshold`` skips."""
+        ppo = self.cfg.ppo
+        if (verdict := super().judge(terms)) is not task.Verdict.STEP:
+            return verdict
+        if ppo.target_kl is not None and terms["approx_kl"] > EARLY_STOP * ppo.target_kl:
+            return task.Verdict.STOP
+        if ppo.ratio_threshold is not None and terms["ratio"] > ppo.ratio_threshold:
+            return task.Verdict.SKIP
+        return verdict
+
+    def remedy(self) -> str:
+        """As :class:`Task`."""
+        return ("lower ppo.optimizer.lr, raise ppo.init_kl_coef, check the reward's scale, or use "
+                "hardware.precision=fp32")
+
+    def why_skipped(self, terms: dict[str, float]) -> str:
+        """As :class:`Task`."""
+        threshold = self.cfg.ppo.ratio_threshold or 0.0
+        ratio = next(text for digits in range(3, 18)
+                     if float(text := f"{terms['ratio']:.{digits}g}") > threshold)
+        return (f"Mean ratio {ratio} exceeds ppo.ratio_threshold={threshold:g} (log-ratios of up "
+                f"to {terms['max_log_ratio']:.3g}): the policy has moved too far from the one that "
+                "sampled")
+
+    def finish(self, state: TrainState, batch: records.Rollout, plan: task.Plan,
+               result: task.OptimizeResult) -> task.Finished:
+        """As :class:`Task`: the KL coefficient follows its controller, signs of a run going wrong
+        are counted."""
+        cfg, before = self.cfg, records.PPOState.from_json(state.task)
+        after = after_step(before, batch, plan.atoms, cfg, state.step + 1)
+        if self.session.examples is not None:
+            after = replace(after, mixed_in=before.mixed_in + ptx.examples_of(cfg.ppo, len(batch)))
+        tokens = int(batch.response_mask.sum())
+        if batch.waiting or state.tensors:  # sampled now for later steps, or before for this one
+            tokens += (rollout_sources.response_tokens(batch.waiting)
+                       - rollout_sources.response_tokens(state.tensors))
+        if batch.dynamic_sampling is not None:
+            tokens = batch.dynamic_sampling.tokens
+            left_out = batch.dynamic_sampling.samples - len(batch)
+            after = replace(after, left_out=before.left_out + left_out)
+        row = step_metrics.step_figures(batch, before.kl_coef, result, plan.atoms, cfg)
+        after, warnings = step_metrics.watch(self.session, batch, after, row, state)
+        if gap := step_metrics.decoding_gap(self.session, result):
+            after, warnings = replace(after, decoding_differs=True), [*warnings, gap]
+            self.session = replace(self.session, decoding_differs=True)
+        return task.Finished(row, after.to_json(), tensors=batch.waiting, warnings=warnings,
+                             tokens={"rollout": tokens})
+
+    def on_step_end(self, state: TrainState) -> None:
+        """As :class:`Task`: a reference that follows the policy does so now."""
+        cfg, reference = self.cfg.model.reference, self.session.reference
+        if (isinstance(reference, CopyReference) and cfg.sync_every is not None
+                and state.step > 0 and state.step % cfg.sync_every == 0):
+            follow(reference, self.session.policy.lm, cfg.sync_alpha)
+            self._ref_responses = None
+
+    def evaluate(self, context: task.StepContext) -> task.Evaluation:
+        """As :class:`Task`: responses to the evaluation prompts, scored."""
+        evaluation = evaluate(self.session, context)
+        if not self.cfg.eval.ref_responses:
+            return evaluation
+        self._ref_responses = self._ref_responses or reference_responses(self.session, context)
+        return replace(evaluation, samples=[
+            {**sample, "ref_response": text}
+            for sample, text in zip(evaluation.samples, self._ref_responses, strict=True)])
+
+    def adopt(self, saved: TrainState, fresh: TrainState) -> TrainState:
+        """As :class:`Task`: another ``ppo.init_kl_coef`` starts the coefficient anew."""
+        old, new = records.PPOState.from_json(saved.task), records.PPOState.from_json(fresh.task)
+        self.session = replace(self.session, decoding_differs=old.decoding_differs)
+        for line in step_metrics.carried_over(old, new, self.cfg.ppo, self._share_done(saved)):
+            log.info(line)
+        if old.init_kl_coef != new.init_kl_coef:
+            old = replace(old, kl_coef=new.init_kl_coef, init_kl_coef=new.init_kl_coef)
+        return replace(saved, task=old.to_json())
+
+    def digests(self) -> dict[str, str]:
+        """As :class:`Task`: of the prompts and of the reference's weights."""
+        session = self.session
+        digests = {"prompts": session.prompts.digest(),
+                   "evaluation prompts": session.eval_prompts.digest(),
+                   "ppo.ptx.data": None if session.examples is None else session.examples.digest(),
+                   "reference model": session.reference_digest()}
+        return {name: digest for name, digest in digests.items() if digest is not None}
+
+    def eval_fingerprint(self) -> str:
+        """As :class:`Task`; under another, figures are not comparable with the best so far."""
+        return self._judges(*self._how_judged(), *self.session.reward_model_digests())
+
+    def eval_fingerprints(self) -> tuple[str, ...]:
+        """As :class:`Task`: without weights; with all of the reward's keys, and no environment."""
+        return self._judges(*self._how_judged()), self._judges(asdict(self.cfg.reward))
+
+    def _how_judged(self) -> list[Any]:
+        reward = asdict(self.cfg.reward) | {name: getattr(schema.RewardConfig(), name) for name in (
+            "timeout", "retries", "overlap", "ranks")}  # how it is called
+        env = {name: value for name, value in asdict(self.cfg.env).items()
+               if name not in ("timeout", "retries", "workers")}
+        return [reward, self.cfg.env.fn and env]
+
+    def _judges(self, reward: dict[str, Any], *more: Any) -> str:
+        for name, early in (("style", "ppocli"), ("step_separator", None), ("step_fn", None)):
+            if reward[name] == early:  # as before there were others
+                del reward[name]
+        judge = [reward, asdict(self.cfg.generation), self.cfg.checkpoint.metric,
+                 self.cfg.prompts.eval.repeat, *more]
+        return hashlib.sha256(json.dumps(judge, sort_keys=True, default=str).encode()).hexdigest()
+
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """As :class:`Task`: the value function's, and a reference that follows the policy."""
+        policy = self.session.policy
+        modules: dict[str, Any] = {"value_head": policy.value_head,
+                                   "value_trunk": policy.value_trunk}
+        if self.cfg.model.reference.sync_every is not None:
+            modules["reference"] = getattr(self.session.reference, "lm", None)
+        return {name: module for name, module in modules.items() if module is not None}
+
+    def kept_step(self, state: TrainState) -> int | None:
+        """As :class:`Task`: the end of value pretraining, from which other runs can start."""
+        return records.PPOState.from_json(state.task).pretrained_at
+
+    def schedule(self, role: str) -> schema_training.SchedulerConfig:
+        """As :class:`Task`: ``ppo.value_scheduler`` for the critic."""
+        return (algorithm.value_scheduler(self.cfg.ppo) if role == "value"
+                else self.cfg.ppo.scheduler)
+
+    def preview(self, batch: records.Rollout) -> list[Sample]:
+        """As :class:`Task`."""
+        transcripts: list[Any] = [transcript_turns(step_metrics.episode_row(one))
+                                  for one in batch.episodes]
+        return list(zip(batch.prompts.texts, transcripts or batch.responses, batch.shown_scores,
+                        strict=True))[:4]
+
+    def sample_rows(self, batch: records.Rollout, step: int) -> list[dict[str, Any]]:
+        """As :class:`Task`."""
+        return step_metrics.rollout_samples(batch, step, self.cfg)
+
+    def summary(self, state: TrainState) -> dict[str, Any]:
+        """As :class:`Task`."""
+        return {"kl_coef": records.PPOState.from_json(state.task).kl_coef}
+
+    def write_dump(self, folder: Path, batch: records.Rollout, plan: task.Plan, step: int) -> None:
+        """As :class:`Task`: the rollout's tensors, and one JSON line per sample."""
+        columns = {f.name: getattr(part, f.name) for part in (plan.atoms, plan.atoms.sequences)
+                   for f in fields(part)}
+        save_file({name: value.cpu().contiguous() for name, value in columns.items()
+                   if isinstance(value, torch.Tensor)}, folder / "experience.safetensors")
+        with JsonlWriter(folder / "samples.jsonl") as lines:
+            lines.append(step_metrics.rollout_samples(batch, step, self.cfg))
+
+    def close(self) -> None:
+        """As :class:`Task`: what DeepSpeed has built around the reference is torn down."""
+        if isinstance(reference := self.session.reference, ShardedCopy):
+            reference.engine.destroy()
+
+
+def build_task(setup: task.TaskSetup) -> PPOTask:
+    """The task that ``ppocli train`` trains where ``task.fn`` names no other.
+
+    Raises:
+        RewardError, InputError, ConfigError: each naming the key and the fix.
+    """
+    return PPOTask(build_session(setup.cfg, setup.backend, setup.objects))

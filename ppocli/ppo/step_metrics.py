@@ -1,0 +1,396 @@
+"""What is told of a PPO step: figures by name, samples as rows, and signs of a run going wrong,
+each with its probable cause and what to do."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ppocli.config import algorithm, schema, schema_training
+from ppocli.ppo import off_policy
+from ppocli.ppo.experience import penalties_of, sequence_kl
+from ppocli.ppo.records import POLICY, Experience, PPOState, Rollout
+from ppocli.ppo.session import Session
+from ppocli.rewards.resolve import MODEL_REWARDS
+from ppocli.runs.episode import DONE, ERROR, TOKENS, TURNS, Episode, turn_rows
+from ppocli.training.state import TrainState
+from ppocli.training.task import OptimizeResult
+
+PATIENCE = 3
+"""steps in a row, of ``held_back`` evaluations, before a sign is spoken of"""
+DECODING_GAP = 0.01
+"""nats, in the root mean square: from there on, what was decoded is not what the policy says; fp32
+rounds by some 1e-5"""
+FROM_THE_START = frozenset({"no_spread", "flat", "alike_groups"})
+"""signs that are spoken of at the first rollout already, where they begin there"""
+FLAT, LEARNED_FLAT = 1e-3, 1e-2
+"""deviation of the scores, as a share of their mean, and of a reward model by itself, below which
+they hardly differ: two answers 0.01 apart are preferred 50.2 to 49.8"""
+ALIKE = 0.9
+"""share of the groups whose rewards are all equal, from which on a comparison learns little"""
+CRITIC_PATIENCE = 10
+"""of ``critic``: a new value function explains nothing at first"""
+
+_TERMS = {
+    "loss/total_avg": "total", "loss/policy_avg": "policy",
+    "policy/approxkl_avg": "approx_kl_squared", "policy/policykl_avg": "approx_kl",
+    "policy/clipfrac_avg": "policy_clipfrac", "policy/grad_norm": "grad_norm",
+    "policy/max_log_ratio": "max_log_ratio", "val/ratio": "ratio"}
+"""figures of each step that are terms of its loss"""
+_CRITIC_TERMS = {"loss/value_avg": "value", "val/clipfrac_avg": "value_clipfrac",
+                 "val/error": "value_error"}
+"""likewise, with a value function"""
+
+ADVICE = {
+    "negative_kl": "The KL to the reference is negative ({kl:.2f} nats per sample): the tokens are "
+                   "not drawn from the policy's own distribution{why}, or the model computes "
+                   "differently in rollout and scoring.",
+    "no_spread": "All rewards are equal ({reward:g}) in {rollouts}: there is nothing to learn "
+                 "from. Check that the reward reads the response, that its label or pattern "
+                 "occurs, what a reward model gets to see (--dry-run shows samples and "
+                 "scores), and that prompts vary.",
+    "flat": "All rewards are nearly equal ({low:.6g} to {high:.6g}) in {rollouts}: there is next "
+            "to nothing to learn from. Look at samples and their scores (--dry-run), at "
+            "what a reward model gets to see, and at its accuracy on held-back pairs.",
+    "alike_groups": "In {alike:.0%} of the groups all {group} responses have the same reward, in "
+                    "{rollouts}: ppo.advantage={estimator} compares within a group and learns "
+                    "next to nothing. Raise ppo.n or generation.temperature, give prompts that "
+                    "the policy gets right now and then, or set ppo.dynamic_sampling.",
+    "full_length": "Every response ran to the full {tokens} tokens for {n} steps: the policy never "
+                   "ends one. Raise generation.max_new_tokens, set reward.missing_eos_penalty, or "
+                   "give generation.stop_sequences.",
+    "empty": "Every response is empty for {n} steps: the policy ends at once. Raise "
+             "generation.min_new_tokens, or check that the reward does not favour empty text.",
+    "kl_runaway": "The KL to the reference is {kl:.0f} nats per sample: "
+                  "the policy is leaving the language it started from. Raise "
+                  "ppo.init_kl_coef or lower ppo.optimizer.lr.",
+    "short": "Responses have {length:.1f} tokens in the mean, less than a third of the {first:.1f} "
+             "that they began with, for {n} steps: the reward pays for ending early. Read some, "
+             "and raise ppo.init_kl_coef, set generation.min_new_tokens, or score length.",
+    "ratio": "The mean ratio of new to old probabilities is off 1 by more than 0.1 for {n} steps "
+             "({ratio:.2f}): updates leave the samples that they learn from. Lower "
+             "ppo.optimizer.lr or ppo.ppo_epochs, or set ppo.target_kl.",
+    "critic": "The value function explains less than the mean would for {n} steps "
+              "(val/var_explained {explained:.2f}): advantages gain noise from it. Raise "
+              "ppo.vf_coef or ppo.optimizer.value_lr, set ppo.cliprange_value=null or "
+              "model.value.kind=model, or train without a critic (ppo.advantage).",
+    "held_back": "The reward rises while {falling} falls, for {n} evaluations: the policy may be "
+                 "learning the reward's gaps. Compare samples, raise ppo.init_kl_coef, stop "
+                 "earlier, or let checkpoint.metric={falling} keep what is best.",
+    "rejected": "ppo.importance.reject leaves out more than nine of ten tokens for {n} steps: "
+                "hardly anything is learnt. Widen its bounds, or lower ppo.staleness or "
+                "ppo.optimizer.lr.",
+    "lambda_zero": "Half of the responses, or more, have so few tokens that their lambda is 0 for "
+                   "{n} steps: advantages are one step of the value function's. Raise "
+                   "ppo.lam_alpha to a few times 1 / {length:.0f} (tokens of a response)."}
+
+
+def mean(values: Sequence[float]) -> float:
+    """Their mean; NaN without any."""
+    return math.fsum(values) / len(values) if values else math.nan
+
+
+def mean_std(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and biased standard deviation; NaN without any."""
+    middle = mean(values)
+    return middle, math.sqrt(mean([(value - middle) ** 2 for value in values]))
+
+
+def gap_figures(rollout: Rollout, experience: Experience,
+                importance: schema_training.ImportanceConfig) -> dict[str, float]:
+    """How far the trained policy is from the one that sampled, and what is made of it; empty where
+    they are the same or the sampler doesn't say."""
+    gap, mask = rollout.gap, rollout.response_mask
+    if gap is None:
+        return {}
+    far = gap[mask].double().abs()
+    figures = {"rollout/logprob_gap_mean": float(far.mean()),
+               "rollout/logprob_gap_max": float(far.max())}
+    if experience.importance is not None:
+        weights = experience.importance.cpu()[experience.response_mask]
+        figures["rollout/importance_mean"] = float(weights.double().mean())
+        # in the type that they were capped in
+        figures["rollout/importance_capped"] = float((weights >= importance.cap).double().mean())
+    if importance.reject:
+        left_out = mask & ~off_policy.accepted(gap, mask, importance.reject)
+        figures["rollout/rejected_tokens"] = float(left_out.sum() / mask.sum())
+        figures["rollout/rejected_samples"] = float((left_out == mask).all(1).double().mean())
+    return figures
+
+
+def step_figures(rollout: Rollout, kl_coef: float, result: OptimizeResult, experience: Experience,
+                 cfg: schema.TrainConfig) -> dict[str, float]:
+    """All figures of a step, named as TRL names them where it has them; ``kl_coef`` is the
+    coefficient that its rewards, or its loss, were charged with."""
+    mask = rollout.response_mask
+    lengths = mask.sum(1).double()
+    score, std = mean_std(rollout.valid_scores)
+    kl = sequence_kl(rollout)
+    penalty = 0.0
+    if algorithm.kl_in(cfg.ppo) == "reward":
+        penalty = kl_coef * float((rollout.kl * mask).double().sum(1).mean())
+    figures = {
+        "reward/mean": score, "reward/std": std,
+        "reward/invalid": float((~rollout.valid).sum()),
+        "objective/scores": score, "objective/rlhf_reward": score - penalty,
+        "objective/non_score_reward": -penalty, "objective/kl": kl,
+        "objective/kl_per_token": kl * len(rollout) / max(float(lengths.sum()), 1.0),
+        "objective/kl_coef": kl_coef,
+        "objective/entropy": float(-(rollout.logprobs * mask).double().sum(1).mean()),
+        "val/num_eos_tokens": float(rollout.finished.sum()),
+        "rollout/response_tokens_mean": float(lengths.mean()),
+        "rollout/response_tokens_max": float(lengths.max()),
+        "rollout/finished_share": float(rollout.finished.double().mean())}
+    if rollout.dynamic_sampling is not None:
+        figures |= {"rollout/drawn": float(rollout.dynamic_sampling.samples),
+                    "rollout/uniform_groups": float(rollout.dynamic_sampling.uniform_groups)}
+    figures |= episode_figures(rollout.episodes)
+    if len(rollout.parts) > 1:
+        for name, part in rollout.parts.items():
+            figures[f"reward/{name}"] = mean([v for v in part if v is not None])
+    return (figures | means_of(rollout.logs, "logged")
+            | gap_figures(rollout, experience, cfg.ppo.importance)
+            | penalty_figures(rollout, cfg) | optimize_figures(result, experience, cfg.ppo))
+
+
+def episode_figures(episodes: Sequence[Episode]) -> dict[str, float]:
+    """How episodes went; empty without any."""
+    if not episodes:
+        return {}
+    turns = [turn for one in episodes for turn in one.turns]
+    ended = [one.ended for one in episodes]
+    return {
+        "env/turns_mean": len(turns) / len(episodes),
+        "env/reward_per_turn": mean([turn.reward for turn in turns]),
+        "env/observation_tokens_mean": sum(turn.observation_tokens for turn in turns)
+        / len(episodes),
+        "env/done_share": ended.count(DONE) / len(episodes),
+        "env/truncated_share": (ended.count(TURNS) + ended.count(TOKENS)) / len(episodes),
+        "env/errors": float(ended.count(ERROR)),
+        "env/tool_errors": float(sum(turn.failed is not None for turn in turns))}
+
+
+def means_of(rows: Sequence[Mapping[str, Any]], part: str, prefix: str | None = None
+             ) -> dict[str, float]:
+    """The mean of each figure in a part of rows of samples, such as what rewards ``logged``, over
+    the samples that have it; named ``prefix/NAME``, by default after the part."""
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name, value in row.get(part, {}).items():
+            columns.setdefault(f"{prefix or part}/{name}", []).extend(
+                [] if value is None else [value])
+    return {name: mean(values) for name, values in columns.items()}
+
+
+def penalty_figures(rollout: Rollout, cfg: schema.TrainConfig) -> dict[str, float]:
+    """Mean amount of each penalty over all samples, 0 where it does not apply."""
+    return {f"reward/penalty/{name}": mean([amount or 0.0 for amount in amounts])
+            for name, amounts in penalties_of(rollout, cfg).items()}
+
+
+def optimize_figures(result: OptimizeResult, experience: Experience, ppo: schema.PPOConfig
+                     ) -> dict[str, float]:
+    """Figures of phase 2, named as TRL names them where it has them."""
+    terms = result.terms
+    figures = {name: terms.get(term, math.nan) for name, term in _TERMS.items()} | {
+        "lr": result.lr, "updates_skipped": float(result.skipped),
+        "early_stopped": float(result.early_stopped)}
+    if experience.returns is not None:
+        returns = experience.returns.cpu()[experience.response_mask].double()
+        variance = float(returns.var(correction=0)) if returns.numel() else 0.0
+        figures |= {name: terms.get(term, math.nan) for name, term in _CRITIC_TERMS.items()}
+        figures |= {
+            "val/var_explained": 1.0 - figures["val/error"] / variance if variance else math.nan,
+            "val/returns_mean": float(returns.mean()) if returns.numel() else math.nan}
+    if ppo.ent_coef_end is not None:
+        figures["objective/ent_coef"] = experience.ent_coef
+    return figures | {name: terms.get(term, math.nan) for enabled, name, term in (
+        # else only objective/entropy, the sampled estimate
+        (algorithm.wants_entropy(ppo), "policy/entropy_avg", "entropy"),
+        (experience.ref_logprobs is not None, "loss/kl_avg", "kl"),
+        (experience.imitated is not None, "loss/positive_nll_avg", "nll"),
+        (experience.examples is not None, "loss/ptx", "ptx"),
+        (ppo.dual_clip is not None, "policy/dual_clipfrac_avg", "dual_clipfrac")) if enabled}
+
+
+def sample_rows(columns: Mapping[str, Sequence[Any]],
+                parts: Mapping[str, Mapping[str, Sequence[float | None]]],
+                logs: Sequence[Mapping[str, Any]], episodes: Sequence[Episode]
+                ) -> list[dict[str, Any]]:
+    """Columns as one row per sample for samples.jsonl; what consists of several as a mapping in
+    each row, left out where it consists of nothing; what rewards logged, and how episodes went,
+    where there is any of it."""
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    for name, values in parts.items():
+        for i, row in enumerate(rows if values else ()):
+            row[name] = {part: numbers[i] for part, numbers in values.items()}
+    for row, log in zip(rows, logs, strict=False):  # a loop of one's own has none
+        row.update(log)
+    for row, episode in zip(rows, episodes, strict=False):
+        row.update(episode_row(episode))
+    return rows
+
+
+def episode_row(episode: Episode) -> dict[str, Any]:
+    """What a row of samples.jsonl says of an episode."""
+    return {"turns": turn_rows(episode), "ended": episode.ended,
+            **({"opening": episode.opening} if episode.opening else {}),
+            **({"error": episode.error} if episode.error else {})}
+
+
+def rollout_samples(rollout: Rollout, step: int, cfg: schema.TrainConfig) -> list[dict[str, Any]]:
+    """The samples of a step as rows of samples.jsonl."""
+    count, mask = len(rollout), rollout.response_mask
+    rows = sample_rows(
+        {"step": [step] * count, "kind": ["rollout"] * count, "episode": rollout.prompts.episodes,
+         "prompt": rollout.prompts.texts, "response": rollout.responses,
+         "score": rollout.shown_scores,
+         "kl": rollout.k1.sum(1).tolist() if rollout.has_reference else [None] * count,
+         "response_tokens": mask.sum(1).tolist(), "finished": rollout.finished.tolist()},
+        {"rewards": rollout.parts if len(rollout.parts) > 1 else {},
+         "penalties": penalties_of(rollout, cfg)}, rollout.logs, rollout.episodes)
+    if cfg.tracking.rollout_tokens:
+        for i, row in enumerate(rows):
+            row.update(_token_lists(rollout, i))
+    return rows
+
+
+def _token_lists(rollout: Rollout, i: int) -> dict[str, Any]:
+    """Token by token what the update is made from, as trlX's ``rollout_logging_dir`` keeps it."""
+    prompts, mask = rollout.prompts, rollout.response_mask[i]
+    columns = {"prompt_ids": prompts.tokens[i][prompts.mask[i]].tolist(),
+             "response_ids": rollout.response_tokens[i][mask].tolist(),
+             "logprobs": rollout.logprobs[i][mask].tolist(),
+             "values": rollout.values[i][mask].tolist()}
+    if rollout.has_reference:
+        columns["kl_per_token"] = rollout.kl[i][mask].tolist()
+    if rollout.dense is not None:
+        columns["token_rewards"] = rollout.dense[i][mask].tolist()
+    return columns
+
+
+def decoding_gap(session: Session, result: OptimizeResult) -> str | None:
+    """Why the old logprobs of a step were not the policy's, where decoding said them: before its
+    first update the policy had not moved, and its ratios are 1 then, up to rounding."""
+    cfg, first = session.cfg, result.first.get(POLICY)
+    if (first is None or not session.from_decode or cfg.ppo.logprobs_from == "decode"
+            or cfg.ppo.old_logprobs == "sampler" or (cfg.model.peft or {}).get("lora_dropout")):
+        return None
+    gap = math.sqrt(2 * first["approx_kl_squared"])
+    return None if gap < DECODING_GAP else (
+        "While it decodes, the policy says other log-probabilities than in a forward pass over the "
+        f"same tokens: {gap:.2g} nats apart (root mean square; up to {first['max_log_ratio']:.2g})."
+        " From now on they come from a forward pass. ppo.logprobs_from=forward does so from the "
+        "first step on.")
+
+
+def carried_over(saved: PPOState, fresh: PPOState, ppo: schema.PPOConfig, progress: float
+                 ) -> list[str]:
+    """What a resumed run's coefficients are where no key says so.
+
+    Args:
+        progress: as of :func:`ppocli.ppo.step.to_experience`.
+    """
+    lines = []
+    if saved.init_kl_coef != fresh.init_kl_coef:
+        lines.append(f"the KL coefficient starts anew from ppo.init_kl_coef={fresh.init_kl_coef:g} "
+                     f"(it was {saved.kl_coef:g})")
+    elif saved.kl_coef != saved.init_kl_coef:
+        lines.append(f"the KL coefficient goes on from {saved.kl_coef:.4g}, which the adaptive "
+                     f"controller has made of ppo.init_kl_coef={saved.init_kl_coef:g}; another "
+                     "ppo.init_kl_coef starts it anew")
+    if ppo.ent_coef_end is not None:
+        now = (1.0 - progress) * ppo.ent_coef + progress * ppo.ent_coef_end
+        lines.append(f"the entropy coefficient goes on at {now:.3g}, between ppo.ent_coef="
+                     f"{ppo.ent_coef:g} and ppo.ent_coef_end={ppo.ent_coef_end:g}")
+    return lines
+
+
+def _falling(state: TrainState) -> str | None:
+    """A figure of ``reward.metric_fn`` that has fallen since the start by a twentieth of itself
+    while the reward has risen by as much, in an evaluation just made; None if there is none."""
+    before, last = state.eval_before or {}, state.eval_last or {}
+    if state.eval_step != state.step:
+        return None
+    change = {name: (last[name] - value) / abs(value) if value else last[name] - value
+              for name, value in before.items() if name in last}
+    if not change.get("reward_mean", 0.0) > 0.05:  # NaN, too, is no rise
+        return None
+    return next((name for name, share in change.items()
+                 if name.startswith("metrics/") and share < -0.05), None)
+
+
+def _spread(cfg: schema.TrainConfig, rollout: Rollout) -> tuple[dict[str, bool], float]:
+    """Signs of rewards that say nothing about which response is better, and the share of the groups
+    whose rewards are all equal."""
+    scores = rollout.valid_scores
+    groups: dict[int, list[float]] = {}
+    for episode, score in zip(rollout.prompts.episodes, rollout.shown_scores, strict=True):
+        if score is not None:
+            groups.setdefault(episode // cfg.ppo.n, []).append(score)
+    alike = mean([float(max(group) == min(group)) for group in groups.values()])
+    middle, deviation = mean_std(scores)
+    named = {fn for _, fn, _ in schema.rewards_of(cfg.reward) if fn is not None}
+    learned = bool(named) and named <= {*MODEL_REWARDS}
+    equal = len(scores) > 1 and max(scores) - min(scores) <= 1e-6 * abs(middle)  # up to rounding
+    near = len(scores) > 1 and deviation < max(FLAT * abs(middle), LEARNED_FLAT * learned)
+    return {"no_spread": equal, "flat": near and not equal and rollout.dense is None,
+            "alike_groups": algorithm.estimator_of(cfg.ppo).needs_groups and alike >= ALIKE
+            and rollout.dynamic_sampling is None and not equal}, alike
+
+
+def _signs(session: Session, rollout: Rollout, row: Mapping[str, float], first: float
+           ) -> dict[str, bool]:
+    kl = row["objective/kl"]
+    lengths = rollout.response_mask.sum(1)
+    can_end = bool(session.sampling.stop_ids or session.sampling.stop_sequences)
+    return {
+        "negative_kl": kl < -0.5,
+        "full_length": (can_end and session.sampling.max_new_tokens > 1
+                        and not bool(rollout.finished.any())
+                        and int(lengths.min()) == session.sampling.max_new_tokens),
+        "empty": all(not r.strip() for r in rollout.responses),
+        "short": row["rollout/response_tokens_mean"] < first / 3,
+        "kl_runaway": kl > 50.0,
+        "ratio": abs(row["val/ratio"] - 1.0) > 0.1,
+        "critic": row.get("val/var_explained", 0.0) < 0.0,
+        "rejected": row.get("rollout/rejected_tokens", 0.0) > 0.9,
+        **({} if (alpha := session.cfg.ppo.lam_alpha) is None else {
+            "lambda_zero": float((alpha * lengths <= 1).double().mean()) >= 0.5})}
+
+
+def watch(session: Session, rollout: Rollout, before: PPOState, row: Mapping[str, float],
+          state: TrainState) -> tuple[PPOState, list[str]]:
+    """Count unhealthy signs; speak once each time one has lasted ``PATIENCE`` steps.
+
+    Args:
+        row: the figures of the step.
+        state: before the step.
+
+    Returns:
+        the state with its counters, and the sentences to show.
+    """
+    length = row["rollout/response_tokens_mean"]
+    first = length if before.first_length is None else before.first_length
+    spread, alike = _spread(session.cfg, rollout)
+    signs, falling = _signs(session, rollout, row, first) | spread, _falling(state)
+    if state.eval_last is not None and state.eval_step == state.step:
+        signs["held_back"] = falling is not None
+    health, messages = dict(before.health), list[str]()
+    for name, present in signs.items():
+        health[name] = health.get(name, 0) + 1 if present else 0
+        at_once = name in FROM_THE_START and health[name] == state.step + 1
+        patience = CRITIC_PATIENCE if name == "critic" else 1 if at_once else PATIENCE
+        if health[name] == patience:
+            why = " (ppo.staleness)" if session.cfg.ppo.staleness else \
+                "" if session.sampling.is_policy_distribution else \
+                " (top-k, top-p, min-p, a repetition penalty, min_new_tokens or greedy sampling)"
+            messages.append(ADVICE[name].format(
+                kl=row["objective/kl"], n=patience, tokens=session.sampling.max_new_tokens, why=why,
+                reward=rollout.scores[0] if rollout.scores else 0.0, length=length, first=first,
+                ratio=row["val/ratio"], explained=row.get("val/var_explained", 0.0),
+                falling=falling, alike=alike, group=session.cfg.ppo.n,
+                estimator=session.cfg.ppo.advantage, low=min(rollout.valid_scores, default=0.0),
+                high=max(rollout.valid_scores, default=0.0), rollouts="the first rollout" if at_once
+                else f"{patience} rollouts in a row"))
+    return replace(before, health=health, first_length=first), messages

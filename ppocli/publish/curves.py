@@ -1,0 +1,324 @@
+"""Figures of runs for charts: those of a report, thinned to what a chart can show; those of
+``ppocli plot``, smoothed; and runs side by side.
+
+Drawing is done by the report's page, :mod:`ppocli.publish.pictures` and :mod:`ppocli.cli.plot`.
+"""
+
+from collections.abc import Sequence
+from statistics import fmean
+from typing import Any, Literal
+
+from ppocli.config import config_yaml, tasks
+from ppocli.config.text import did_you_mean, pasted, sparkline
+from ppocli.errors import ConfigError, InputError
+from ppocli.publish.pictures import Line, Panel
+from ppocli.runs import listing
+from ppocli.runs.record import RunRecord, eval_samples
+
+MOST_POINTS = 1000
+_MOST_DOTS = 60
+_MOST_LINES = 4
+"""lines of one run in a chart that also shows other runs"""
+_LEAST_EXPLAINED = -1.0
+
+
+# title, unit, (name of the line, figure)
+_PLAN: list[tuple[str, str, list[tuple[str, str]]]] = [
+    ("Loss", "", [("training", "loss/total"), ("evaluation", "eval/loss")]),
+    ("Accuracy", "share of the pairs", [
+        ("evaluation", "eval/accuracy"), ("chosen is longer", "eval/accuracy_longer"),
+        ("chosen is shorter", "eval/accuracy_shorter")]),
+    ("Perplexity", "", [("evaluation", "eval/perplexity")]),
+    ("Margin", "chosen less rejected score", [("evaluation", "eval/margin_mean")]),
+    ("Calibration error", "share", [("evaluation", "eval/ece")]),
+    ("Reward", "score", [("rollouts", "reward/mean"), ("evaluation", "eval/reward_mean")]),
+    ("KL to the reference", "nats a response",
+     [("rollouts", "objective/kl"), ("evaluation", "eval/kl_mean")]),
+    ("KL coefficient", "", [("coefficient", "objective/kl_coef")]),
+    ("Entropy", "nats a response", [("entropy", "objective/entropy")]),
+    ("Entropy of a token", "nats", [("entropy", "policy/entropy_avg")]),
+    ("Value error", "squared", [("value error", "val/error")]),
+    ("Explained variance of the returns", "share", [("explained", "val/var_explained")]),
+    ("Clipped tokens", "share", [("ratio", "policy/clipfrac_avg"), ("value", "val/clipfrac_avg")]),
+    ("Policy movement in a step", "nats a token", [("KL to the rollout's policy",
+                                                    "policy/policykl_avg")]),
+    ("Gradient norm", "before clipping", [("norm", "policy/grad_norm")]),
+    ("Response length", "tokens", [("rollouts", "rollout/response_tokens_mean"),
+                                   ("longest", "rollout/response_tokens_max"),
+                                   ("evaluation", "eval/response_tokens_mean")]),
+    ("Finished responses", "share", [("rollouts", "rollout/finished_share"),
+                                     ("evaluation", "eval/finished_share")]),
+    ("Learning rate", "", [("learning rate", "lr")]),
+    ("Time of a step", "seconds", [(name, f"time/{name}") for name in (
+        "rollout", "reward", "scoring", "optimize", "other", "eval")]),
+]
+
+
+_EVALUATED = {named_figures[0][1]: named_figures[-1][1] for _, _, named_figures in _PLAN
+              if named_figures[0][0] in ("rollouts", "training")}
+"""figure of rollouts or training -> the same figure of evaluations, drawn over it"""
+
+
+def curves_of(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
+    """Every chart that the runs have values for, in the order of the report, with all runs in one
+    chart."""
+    plan = list(_PLAN)
+    names = list(dict.fromkeys(name for run in runs for name in run.names))
+    if parts := [name for name in names if name.startswith("reward/")
+                 and name not in ("reward/mean", "reward/std", "reward/invalid")]:
+        behind = 1 + [title for title, _, _ in plan].index("Reward")
+        plan.insert(behind, ("Rewards by name", "score", [(n.removeprefix("reward/"), n)
+                                                          for n in parts]))
+    plan += [(f"Metric {name.removeprefix('eval/metrics/')}", "evaluation mean",
+              [(name.removeprefix("eval/metrics/"), name)])
+             for name in names if name.startswith("eval/metrics/")]
+    return [curve for entry in plan if (curve := _curve(runs, *entry)) is not None]
+
+
+def _curve(runs: Sequence[RunRecord], title: str, unit: str, named_figures: list[tuple[str, str]]
+           ) -> dict[str, Any] | None:
+    """One chart: lines over the steps, and notes on them."""
+    runs = runs[:1] if len(named_figures) > _MOST_LINES else runs
+    series = [(number, name, figure, points) for number, run in enumerate(runs)
+              for name, figure in named_figures if (points := run.series(figure))]
+    if not series:
+        return None
+    evaluated = any(figure.startswith("eval/") for _, _, figure, _ in series)
+    low = min((y for _, _, figure, points in series if figure == "val/var_explained"
+               for _, y in points), default=0.0)
+    floor = _LEAST_EXPLAINED if low < _LEAST_EXPLAINED else None
+    if len(named_figures) > 1 and len(series) == 1 and series[0][1] not in ("rollouts", "training"):
+        title = f"{title}: {series[0][1]}"  # a chart of one line has no legend
+    lines, means, figures = [], [], []
+    labels = run_labels(runs)
+    for number, short, figure, points in series:
+        name = short if len(runs) == 1 else f"{short}, {labels[number]}"
+        kept, mean = thin(points)
+        kind = _kind(figure, len(kept), evaluated)
+        lines.append({"name": name, "points": kept, "kind": kind,
+                      "run": number if len(runs) > 1 else -1})
+        means.append(mean)
+        figures.append(_figures(name, [y for _, y in points], floor))
+    longest = max(len(points) for *_, points in series)
+    thinned = "" if longest <= MOST_POINTS else (
+        f"Of about every {2 * longest / MOST_POINTS:.0f} neighbouring steps the lowest and the "
+        "highest value are drawn.")
+    note = "" if floor is None else f"Values below {floor:g} are drawn at {floor:g}."
+    return {
+        "title": title, "unit": unit, "lines": lines,
+        # of each line that is thinned, the mean of every run of neighbours, which a smoothed line
+        # is made of; empty where the line has all its points
+        "means": means,
+        "figures": figures,  # what the whole of each line comes to
+        "floor": floor,  # lower values are drawn there
+        "note": note,  # the same in words; often empty
+        # which points of a long run the lines have, in words
+        "thinned": thinned}
+
+
+def thin(points: Sequence[tuple[float, float]], limit: int = MOST_POINTS
+         ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """At most ``limit`` points: both ends, and of every run of neighbours between them the lowest
+    and the highest, so that single outliers stay. Then the mean of each of these runs; nothing
+    where all the points are kept.
+    """
+    if len(points) <= limit:
+        return list(points), []
+    between, buckets = points[1:-1], max(1, limit // 2 - 1)
+    kept, means = [points[0]], [points[0]]
+    for number in range(buckets):
+        bucket = between[number * len(between) // buckets:(number + 1) * len(between) // buckets]
+        ends = {min(bucket, key=lambda point: point[1]), max(bucket, key=lambda point: point[1])}
+        kept += sorted(ends)
+        means.append((fmean(x for x, _ in bucket), fmean(y for _, y in bucket)))
+    return [*kept, points[-1]], [*means, points[-1]]
+
+
+def _figures(name: str, values: list[float], floor: float | None) -> dict[str, Any]:
+    """``first``, ``last``, ``lowest``, ``highest`` of every step, and ``blocks``, means over equal
+    parts as characters."""
+    clamped = values if floor is None else [max(value, floor) for value in values]
+    return {"name": name, "first": values[0], "last": values[-1], "lowest": min(values),
+            "highest": max(values), "blocks": sparkline(clamped)}
+
+
+def _kind(figure: str, count: int, evaluated: bool) -> Literal["line", "thin", "dots"]:
+    """Evaluations are few and exact, and become dots; the noisy rollouts become thin lines behind
+    them."""
+    if figure.startswith("eval/"):
+        return "dots" if count <= _MOST_DOTS else "line"
+    return "thin" if evaluated else "line"
+
+
+SHORT = {
+    "reward": ("reward/mean",), "kl": ("objective/kl",),
+    "length": ("rollout/response_tokens_mean", "eval/response_tokens_mean"),
+    "entropy": ("objective/entropy",), "clip": ("policy/clipfrac_avg",), "lr": ("lr",),
+    "loss": ("loss/total_avg", "loss/total"),
+    "eval": ("eval/reward_mean", "eval/accuracy", "eval/loss"), "accuracy": ("eval/accuracy",),
+    "perplexity": ("eval/perplexity",), "margin": ("eval/margin_mean",)}
+"""short names of the most common figures: the first that the runs have counts"""
+
+
+def metric_names(text: str, runs: Sequence[RunRecord]) -> list[str]:
+    """Full names for ``reward,kl`` or ``policy/grad_norm``, each once. An empty text stands for the
+    main figures of the runs: reward and KL, or the losses of training and evaluation.
+
+    Raises:
+        ConfigError: none of the runs has such a figure; the message lists those they have.
+        InputError: the runs have no figures at all yet.
+    """
+    recorded = list(dict.fromkeys(name for run in runs for name in run.names))
+    if not recorded:
+        going = any(run.status == "running" for run in runs)
+        raise InputError(f"There are no figures in {', '.join(run.name for run in runs)}"
+                         + (" yet." if going else "."), where="metrics.jsonl",
+                         fix="wait for the first step" if going else "it ended without a row: "
+                         "name another run, or go on with this one: "
+                         f"ppocli resume {pasted(runs[0].folder.path)}")
+    short = {key: next((name for name in full if name in recorded), full[0])
+             for key, full in SHORT.items()}
+    text = text or ("reward,kl" if short["reward"] in recorded else ",".join(
+        key for key in ("loss", "eval") if short[key] in recorded) or recorded[0])
+    names = []
+    for word in (part.strip() for part in text.split(",")):
+        name = short.get(word, word)
+        if name not in recorded:
+            short_names = [key for key, full in short.items() if full in recorded]
+            raise ConfigError(
+                f"--metric {word}: " + (f"these runs have no {name}" if word in short else
+                                        "there is no such figure in these runs")
+                + did_you_mean(word, [*short_names, *recorded]), where="command line",
+                fix=f"choose of: {', '.join(short_names)}; or by full name: {', '.join(recorded)}")
+        names.append(name)
+    return list(dict.fromkeys(names))
+
+
+def run_labels(runs: Sequence[RunRecord]) -> list[str]:
+    """A label for each run: its name, with as much of its path as distinguishes it from the
+    others."""
+    for depth in range(1, 16):
+        labels = ["/".join(run.folder.path.parts[-depth:]) for run in runs]
+        if len(set(labels)) == len({run.folder.path for run in runs}):
+            return labels
+    return [str(run.folder.path) for run in runs]
+
+
+def collect(runs: Sequence[RunRecord], metrics: Sequence[str], smooth: int = 1
+            ) -> dict[str, Panel]:
+    """A chart for each metric, with a line for every run in their order, named by its label."""
+    labels = run_labels(runs)
+    of = f" of {labels[0]}" if len(runs) == 1 else ""
+    how = f", mean of {smooth} steps" if smooth > 1 else ""
+    return {metric: Panel(f"{metric}{of}{how}", [
+        Line(label, smoothed(run.series(metric), smooth), run=number if len(runs) > 1 else -1,
+             evaluated=run.series(_EVALUATED.get(metric, "")))
+        for number, (label, run) in enumerate(zip(labels, runs, strict=True))])
+        for metric in metrics}
+
+
+def smoothed(points: Sequence[tuple[int, float]], steps: int) -> list[tuple[int, float]]:
+    """The mean of the values of the last ``steps`` steps at every point; 1 changes nothing."""
+    means, first = [], 0
+    for number, (step, _) in enumerate(points):
+        while points[first][0] <= step - steps:
+            first += 1
+        window = [value for _, value in points[first:number + 1]]
+        means.append((step, sum(window) / len(window)))
+    return means
+
+
+# Side by side -----------------------------------------------------------------------------------
+
+_COMPARED = ("reward/mean", "objective/kl", "objective/entropy", "rollout/response_tokens_mean",
+            "rollout/finished_share", "loss/total", "eval/reward_mean", "eval/kl_mean",
+            "eval/loss", "eval/perplexity", "eval/accuracy", "eval/accuracy_stderr",
+            "eval/accuracy_pairs", "eval/margin_mean", "eval/ece", "eval/response_tokens_mean",
+            "eval/distinct_2")
+# settings of how a reward is called, which don't change its scores
+_CALLING = ("reward.timeout", "reward.retries", "reward.overlap", "reward.ranks",
+            "reward.metric_fn", "reward.scale")
+
+
+def compare_runs(runs: Sequence[RunRecord], metrics: Sequence[str] = ()) -> dict[str, Any]:
+    """Compare runs with the first one, as ``ppocli compare --json`` prints it.
+
+    Args:
+        metrics: the figures to compare (default: the main ones).
+    """
+    labels = run_labels(runs)
+    episodes = min(_episodes(run.rows) for run in runs)
+    compared = []
+    for label, run in zip(labels, runs, strict=True):
+        best_step, best = listing.best_evaluation(run)
+        compared.append({
+            "name": label, "path": str(run.folder.path), "status": run.status,
+            "equal": _at(run, episodes, metrics), "end": _at(run, _episodes(run.rows), metrics),
+            "best": best, "best_step": best_step, "best_metric": run.config.checkpoint.metric})
+    return {
+        # the largest number of samples that all runs have reached, which `equal` is after
+        "episodes": episodes, "runs": compared,
+        # the value of each run, for every setting that isn't the same in all
+        "config_differences": _differences(dict(zip(labels, runs, strict=True))),
+        "win_rates": [_wins(runs[0], run, labels[0], label)
+                      for label, run in zip(labels[1:], runs[1:], strict=True)]}
+
+
+def _episodes(rows: Sequence[dict[str, Any]]) -> int:
+    return int(rows[-1].get("episode") or 0) if rows else 0
+
+
+def _at(run: RunRecord, episodes: int, metrics: Sequence[str]) -> dict[str, Any]:
+    """A run after ``episodes`` samples: ``seconds`` spent in steps and evaluations until then, and
+    the newest ``figures`` up to then."""
+    rows = [row for row in run.rows if int(row.get("episode") or 0) <= episodes]
+    extra = [name for name in run.names if name.startswith("eval/metrics/")]
+    return {
+        "step": int(rows[-1]["step"]) if rows else 0, "episodes": _episodes(rows),
+        "seconds": sum(row.get(name) or 0.0 for row in rows for name in ("time/step", "time/eval")),
+        "figures": {name: next((row[name] for row in reversed(rows) if row.get(name) is not None),
+                               None) for name in metrics or (*_COMPARED, *extra)}}
+
+
+def _differences(runs: dict[str, RunRecord]) -> dict[str, dict[str, Any]]:
+    first, *others = (run.config for run in runs.values())
+    keys = dict.fromkeys(key for other in others
+                         for key, _, _ in config_yaml.config_differences(first, other))
+    values = {label: config_yaml.flat(run.config) for label, run in runs.items()}
+    return {key: {label: settings.get(key) for label, settings in values.items()} for key in keys}
+
+
+def _wins(base: RunRecord, run: RunRecord, base_name: str, name: str
+          ) -> dict[str, Any]:
+    """How often the responses of a run score higher than those of another in the newest
+    evaluations: ``run``, ``against``, ``prompts`` compared (without a valid score they aren't),
+    ``rate`` (share of wins, ties counted half; None where nothing can be compared), ``reason`` (why
+    there is no rate)."""
+    def no(reason: str) -> dict[str, Any]:
+        return {**result, "reason": reason}
+
+    result = {"run": name, "against": base_name, "prompts": 0, "rate": None, "reason": None}
+
+    if unscored := [label for each, label in ((run, name), (base, base_name))
+                    if tasks.task_name(each.config) in tasks.DATA_TASKS]:
+        return no(f"{unscored[0]} is not trained on rewards; ppocli eval judges its responses by "
+                  "one: --reward, --against")
+    if judged := [key for key, _, _ in config_yaml.config_differences(base.config, run.config)
+                  if key.startswith("reward.") and key not in _CALLING]:
+        return no(f"other rewards score them ({', '.join(judged)} differ)")
+    run_samples, base_samples = (_final_samples(each) for each in (run, base))
+    if not run_samples or not base_samples:
+        return no("there are no evaluation samples of " + (name if not run_samples else base_name))
+    if [row.get("prompt") for row in run_samples] != [row.get("prompt") for row in base_samples]:
+        return no("the evaluation prompts aren't shared")
+    pairs = [(a["score"], b["score"]) for a, b in zip(run_samples, base_samples, strict=True)
+             if a.get("score") is not None and b.get("score") is not None]
+    if not pairs:
+        return no("no response has a valid score")
+    won = sum(1.0 if a > b else 0.5 if a == b else 0.0 for a, b in pairs)
+    return {**result, "prompts": len(pairs), "rate": won / len(pairs)}
+
+
+def _final_samples(run: RunRecord) -> list[dict[str, Any]]:
+    evaluated = run.series("eval/reward_mean")
+    return eval_samples(run.folder, evaluated[-1][0])[0] if evaluated else []

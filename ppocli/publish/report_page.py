@@ -1,0 +1,213 @@
+"""A gathered report as a page or as Markdown, from this package's templates; where it is written,
+and which files it never replaces."""
+
+import math
+import os
+import re
+from base64 import b64encode
+from collections.abc import Iterable, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from ppocli.config.text import figure, format_bytes, printable, sparkline
+from ppocli.errors import ConfigError, DiskError
+from ppocli.publish.sample_rows import SHOWN, spreads
+from ppocli.runs import atomic, run_folder
+
+FORMATS = ("html", "md")
+_VENDOR = "vendor/uPlot"
+"""the library that draws the page's curves, copied together with its license"""
+_MARKDOWN = re.compile(r"([\\`*_{}\[\]<>#|~&$@]|:(?=//)|(?<=\bwww)\.)")
+
+
+def render(report: dict[str, Any], form: str) -> str:
+    """The report of :func:`ppocli.publish.facts.gather` as text.
+
+    Args:
+        form: ``html``, one page that needs nothing else, or ``md``.
+    """
+    loader = PackageLoader("ppocli.publish")
+    environment = Environment(
+        loader=loader, autoescape=form == "html", trim_blocks=True,
+        lstrip_blocks=True, undefined=StrictUndefined, keep_trailing_newline=True)
+    environment.filters |= {
+        "number": number, "rounded": rounded, "visible": printable, "inline": inline, "code": code,
+        "fenced": fenced, "labelled": labelled, "sparkline": sparkline, "verdict": _verdict,
+        "duration": duration, "bytes": format_bytes,
+        "percent": lambda share: f"{100 * share:.0f} %"}
+    phases, score_spreads = report["phases"], spreads(report["samples"])
+    total = duration(sum(phase["seconds"] for phase in phases)) if phases else ""
+    # no templates: braces of a minified script aren't Jinja's
+    library, license_of, ours, style, our_style = (
+        loader.get_source(environment, name)[0] for name in (
+            f"{_VENDOR}.iife.min.js", f"{_VENDOR}.LICENSE", "report.js", f"{_VENDOR}.min.css",
+            "report.css"))
+    script = f"{library}/*\n{license_of}\n*/\n{ours}"
+    return environment.get_template(f"report.{form}.jinja").render(
+        report=report, samples=report["samples"], spreads=score_spreads,
+        figures={row["name"]: row for row in report["outcome"]}, shown=SHOWN, total_time=total,
+        script=Markup(script), style=Markup(f"{style}\n{our_style}"),
+        data=_chart_data(report, score_spreads),
+        digest=b64encode(sha256(script.encode()).digest()).decode())
+
+
+def _chart_data(report: dict[str, Any], spreads: list[dict[str, Any]]) -> dict[str, Any]:
+    """The data for the page's script: texts escaped, figures rounded to six digits."""
+    def columns(points: Iterable[tuple[float, float]]) -> list[list[float]]:
+        return [[float(f"{value:.6g}") for value in column] for column in zip(*points, strict=True)]
+
+    return {
+        "step": report["step"], "shares": spreads, "curves": [
+            {"title": printable(curve["title"]), "unit": curve["unit"], "floor": curve["floor"],
+             "notes": f"{curve['note']} {curve['thinned']}".strip(), "lines": [
+                 {"name": printable(line["name"]), "kind": line["kind"], "run": line["run"],
+                  "points": columns(line["points"]), "means": columns(means)}
+                 for line, means in zip(curve["lines"], curve["means"], strict=True)]}
+            for curve in report["curves"]]}
+
+
+def _verdict(figures: tuple[float | None, float | None]) -> str:
+    """``+0.486`` from two figures; empty without both."""
+    before, after = figures
+    if before is None or after is None:
+        return ""
+    change = after - before
+    return ("+" if change >= 0 else "-") + rounded(abs(change))
+
+
+def inline(value: Any) -> str:
+    """Any text as literal Markdown, on one line and after other words, or in a table's cell."""
+    text = " ".join(printable(str(value)).split())
+    return _MARKDOWN.sub(r"\\\1", text)
+
+
+def code(value: Any) -> str:
+    """Any text as inline code in a Markdown table's cell, on one line."""
+    text = " ".join(printable(str(value)).split()).replace("|", "\\|")
+    ticks = "`" * (_longest_run(text) + 1)
+    pad = " " if "`" in text else ""
+    return f"{ticks}{pad}{text}{pad}{ticks}" if text else ""
+
+
+def fenced(text: str, language: str = "text") -> str:
+    """A Markdown code block that ``text`` can't end: its fence is longer than any in it."""
+    fence = "`" * max(3, _longest_run(text) + 1)
+    return f"{fence}{language}\n{printable(text)}\n{fence}"
+
+
+def _longest_run(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)
+
+
+def labelled(rows: Sequence[tuple[str, str]]) -> str:
+    """(label, text) as lines in columns; further lines of a text are indented."""
+    width = max(len(label) for label, _ in rows)
+    lines = []
+    for label, text in rows:
+        first, *more = printable(text).split("\n")
+        lines.append(f"{label.ljust(width)} | {first}".rstrip())
+        lines += [f"{' ' * width} | {line}".rstrip() for line in more]
+    return "\n".join(lines)
+
+
+def number(value: float | None) -> str:
+    """A figure in few characters: ``0.466``, ``1,234``, ``9.7e-04``; ``-`` for none."""
+    if value is None or not math.isfinite(value):
+        return "-"
+    if value == int(value) and abs(value) < 1e9:
+        return f"{int(value):,}"
+    if abs(value) >= 1e9 or abs(value) < 1e-3:
+        return f"{value:.1e}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else figure(value, 3)
+
+
+def rounded(value: float | None) -> str:
+    """A figure of about 1 with three decimals; a tiny KL becomes 0."""
+    return number(value) if value is None or abs(value) >= 1000 else figure(value, 3)
+
+
+def duration(seconds: float) -> str:
+    """``34 s``, ``12 min``, ``3 h 05 min``."""
+    if seconds < 100:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+NAME = "report"
+_OURS = re.compile(rb'(?:<meta name="generator" content="|<!-- generator: )ppocli report ')
+_HEAD = 2048
+_SUFFIXES = {".html": "html", ".htm": "html", ".md": "md", ".markdown": "md"}
+
+
+def destinations(run_dir: Path, output: Path | None, form: str | None) -> list[tuple[Path, str]]:
+    """Files to be written, in the run's folder or where the user said, each with its format.
+
+    Args:
+        output: a file, whose suffix tells the format, or an existing folder; None: ``run_dir``.
+        form: ``html``, ``md`` or ``both``; None: as ``output`` tells, else both.
+
+    Raises:
+        ConfigError: the suffix tells no format, or another than ``form``.
+    """
+    if form not in (None, "both", *FORMATS):
+        raise ConfigError(f"--format {form} is unknown.", where="--format",
+                          fix="one of: html, md, both")
+    if output is None or os.path.isdir(output):
+        return [((output or run_dir) / f"{NAME}.{each}", each) for each in FORMATS
+                if form in (None, "both", each)]
+    suffix_form = _SUFFIXES.get(output.suffix.lower())
+    if form == "both":
+        stem = output.with_suffix("") if suffix_form else output
+        return [(stem.with_name(f"{stem.name}.{each}"), each) for each in FORMATS]
+    if suffix_form is None and form is None:
+        raise ConfigError(f"{output} doesn't tell the format of the report.", where="--output",
+                          fix="end it in .html or .md, or add --format html, md or both")
+    if suffix_form is not None and form is not None and suffix_form != form:
+        raise ConfigError(f"{output} has the ending of another format than --format {form}.",
+                          where="--output", fix="leave --format out, or change the ending")
+    return [(output, form or suffix_form or "html")]
+
+
+def check_replaceable(paths: Iterable[Path], overwrite: bool) -> None:
+    """Refuse, before anything is written, to replace a file that is not one of our reports.
+
+    Raises:
+        ConfigError: there is such a file and ``overwrite`` isn't given, or a folder of that name.
+        DiskError: a file there can't be read.
+    """
+    for path in paths:
+        if os.path.isdir(path):
+            raise ConfigError(f"{path} is a folder.", where=str(path),
+                              fix="name a file: --output FILE")
+        if os.path.exists(path) and not overwrite and not _is_ours(path):
+            raise ConfigError(f"{path} exists and was not written by ppocli report.",
+                              where=str(path), fix="choose another file with --output, or replace "
+                              "it with --overwrite")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return _OURS.search(file.read(_HEAD)) is not None
+    except OSError as error:
+        raise DiskError(f"{path} can't be read: {error.strerror}.", where=str(path),
+                        fix="choose another file with --output") from error
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Write a file that ``--output`` named, whole or not at all; missing folders are made.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses, or a file is where a folder should be.
+    """
+    try:
+        run_folder.probe_writable(path.absolute().parent)
+        atomic.write_atomic(path, content)
+    except DiskError as error:
+        raise error.reworded(fix="name a file on another disk or in another folder: --output FILE"
+                             ) from error

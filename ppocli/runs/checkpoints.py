@@ -1,0 +1,290 @@
+"""Checkpoints that are complete or absent, and a search that returns only verified ones.
+
+A save is staged in ``.staging-000120-<nonce>/``, synced, listed in a manifest, renamed to
+``step-000120`` and checked. Loading scans the step folders, newest first, and takes the first one
+whose manifest holds. The caller decides the contents (safetensors, JSON, a Hugging Face folder),
+except for ``state.json``; pickles are refused. Another run may start from the value function in
+it. ``retention`` deletes. No torch here.
+"""
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ppocli.config import config_yaml, schema, tasks
+from ppocli.config.text import format_bytes, pasted
+from ppocli.errors import CheckpointError, DiskError, InputError
+from ppocli.runs import atomic, faults, manifest, model_files, retention, run_folder
+from ppocli.version import __version__
+
+
+@dataclass(frozen=True, slots=True)
+class FoundCheckpoint:
+    """A verified step folder with its ``state.json``."""
+
+    path: Path
+    step: int
+    versions: dict[str, str]
+    state: dict[str, Any]
+    held: retention.Hold = field(compare=False, repr=False)
+    """keeps the folder from being pruned as long as this is there"""
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """The newest valid checkpoint, and one line for each newer folder that was passed over:
+    ``skipped step-000130: policy/model.safetensors hash mismatch``."""
+
+    checkpoint: FoundCheckpoint | None
+    skipped: tuple[str, ...]
+
+
+def save_checkpoint(folder: Path, step: int, *, run_id: str, write: Callable[[Path], None],
+                    state: dict[str, Any], config_digest: str, versions: dict[str, str]) -> Path:
+    """Write the checkpoint of ``step``, durably; return its folder.
+
+    A valid checkpoint of the same step, run, state and configuration is kept as it is and ``write``
+    isn't called; any other folder of that name is replaced once the new one is complete. If the
+    disk refuses, superseded checkpoints are deleted and the save is tried once more.
+
+    Args:
+        folder: the run's ``checkpoints/``; created where missing.
+        step: steps completed, >= 0.
+        run_id: stored, and asked for again by :func:`find_latest`.
+        write: puts files into the (empty) folder it is given; sub-folders are fine, links, pickles
+            and a file named ``state.json`` or ``MANIFEST.json`` are not. May be called twice.
+        state: stored as ``state.json``; strict JSON.
+        config_digest: of the run's config.yaml, for the comparison at resume.
+        versions: package name -> version, stored for the reader.
+
+    Raises:
+        DiskError: the disk refused twice; older checkpoints are untouched, the staging is gone.
+        ValueError: ``write`` or ``state`` holds something that can't be stored.
+    """
+    atomic.make_dirs(folder)
+    target = folder / retention.step_name(step)
+    meta = manifest.Manifest(run_id=run_id, step=step, config_digest=config_digest,
+                             ppocli=__version__, versions=dict(versions), files={})
+    for last_try in (False, True):
+        if _already_there(target, meta, state):
+            return target
+        staging = folder / f"{atomic.STAGING}{step:06d}-{secrets.token_hex(4)}"
+        try:
+            _stage(staging, target, meta, write, state)
+            break
+        except BaseException as error:
+            reason, staged = atomic.disk_reason(error, folder), retention.folder_size(staging)
+            shutil.rmtree(staging, ignore_errors=True)
+            with suppress(OSError):
+                atomic.put_back(folder)
+            if reason is None or not isinstance(error, Exception):
+                raise
+            if last_try:
+                raise _no_room(reason, target, step, staged) from error
+            retention.make_room(folder)
+    try:
+        manifest.check_folder(target, step=step, run_id=run_id, verify="size")
+    except manifest.Invalid as damage:
+        raise DiskError(f"Step {step} reads back damaged right after writing: {damage}.",
+                        where=str(target), fix="check the disk") from None
+    with suppress(OSError):  # leftovers are deleted at the next start
+        atomic.put_back(folder)
+    return target
+
+
+def _already_there(target: Path, meta: manifest.Manifest, state: dict[str, Any]) -> bool:
+    """Whether exactly this checkpoint exists; an invalid folder is deleted."""
+    if not os.path.lexists(target):
+        return False
+    try:
+        saved = manifest.check_folder(target, step=meta.step, run_id=meta.run_id)
+        state_there = manifest.read_object(target, manifest.STATE)
+    except manifest.Invalid:
+        with atomic.disk_errors(target):
+            retention.discard(target)
+        return False
+    same_state = state_there == json.loads(json.dumps(state, allow_nan=False))
+    return same_state and saved.config_digest == meta.config_digest
+
+
+def _stage(staging: Path, target: Path, meta: manifest.Manifest, write: Callable[[Path], None],
+           state: dict[str, Any]) -> None:
+    """Fill ``staging``, make it durable, and give it its final name."""
+    staging.mkdir()
+    faults.point("save.open")
+    write(staging)
+    for name in atomic.walk_files(staging):
+        if problem := "is reserved" if name == manifest.STATE else manifest.name_problem(name):
+            raise ValueError(f"a checkpoint can't hold {name!r}: it {problem}")
+    atomic.write_json_atomic(staging / manifest.STATE, state)
+    atomic.sync_tree(staging)
+    manifest.write_manifest(staging, meta)
+    atomic.put_in_place(staging, target, "save")
+    faults.point("save.after_rename")
+
+
+def _no_room(reason: str, target: Path, step: int, staged: int) -> DiskError:
+    """``Disk full writing step 130 (needs 214 MB, 3 MB free). Kept step 120.``"""
+    folder = target.parent
+    needed, rest = f"more than {format_bytes(staged)}", "No earlier step is on the disk."
+    if kept := retention.sound_steps(folder):
+        needed = format_bytes(max(staged, kept[-1].total_bytes))
+        rest = f"Kept step {kept[-1].step}."
+    error = atomic.disk_refused(reason, target, needed, doing=f"step {step}")
+    return error.reworded(what=f"{error.what} {rest}", where=str(folder),
+                          fix=f"{error.fix}, then: ppocli resume {pasted(folder.parent)}")
+
+
+def find_latest(folder: Path, *, run_id: str | None, verify: manifest.Verify = "full") -> Search:
+    """The newest valid checkpoint.
+
+    Args:
+        folder: the run's ``checkpoints/``; may be missing.
+        run_id: the run it must belong to (``None``: any).
+        verify: as of :func:`manifest.check_folder`.
+
+    Raises:
+        CheckpointError: a newer ppocli wrote the newest intact one; going back silently would lose
+            its work.
+    """
+    skipped: list[str] = []
+    for step, path in reversed(retention.list_steps(folder)):
+        try:
+            return Search(_open(path, step, run_id, verify), tuple(skipped))
+        except (manifest.Invalid, OSError) as error:
+            skipped.append(f"skipped {path.name}: {_why(error)}")
+    return Search(None, tuple(skipped))
+
+
+def _why(error: manifest.Invalid | OSError) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def refuse_pruned(run: run_folder.RunFolder, step: int | None) -> None:
+    """Refuse to go on from a checkpoint, or to start afresh, where later ones were deleted.
+
+    Args:
+        step: of the newest valid checkpoint; None: there is none.
+
+    Raises:
+        CheckpointError: later ones were deleted: going back would lose the run's progress.
+    """
+    when = retention.removed_at(run.checkpoints)
+    steps = (atomic.read_json(run.summary) or {}).get("steps")
+    behind = step is None or (isinstance(steps, int) and step < steps)
+    if when is None or not behind:
+        return
+    left = "there is nothing to go on from" if step is None else (
+        f"the newest that is left is of step {step} of {steps}")
+    raise CheckpointError(f"The checkpoints of {run.path.name} were deleted by ppocli runs prune "
+                          f"({when}): {left}.", where=str(run.checkpoints),
+                          fix="start another run with its model: "
+                          f"{pasted(f'model.path={run.model}')} run_name=NAME")
+
+
+def best_step(folder: Path) -> int | None:
+    """The step with the best evaluation according to the newest valid checkpoint; None if it names
+    none, or that step isn't kept."""
+    latest = find_latest(folder, run_id=None, verify="size").checkpoint
+    best = (latest.state.get("best") if latest else None) or {}
+    return next((step for step, _ in retention.list_steps(folder) if step == best.get("step")),
+                None)
+
+
+def open_checkpoint(path: Path) -> FoundCheckpoint:
+    """Open one checkpoint named by the user, or refuse it.
+
+    Args:
+        path: a step folder, or the ``latest`` or ``best`` link beside one, which stands for what
+            the checkpoints themselves say: a kill can leave a link behind that is out of date.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of a newer ppocli.
+    """
+    folder = path.absolute()
+    if folder.name in retention.POINTERS and folder.is_symlink():
+        latest = find_latest(folder.parent, run_id=None, verify="size").checkpoint
+        step = best_step(folder.parent) if folder.name == "best" else getattr(latest, "step", None)
+        if step is None:
+            raise CheckpointError(f"{path} points to no checkpoint that holds.", where=str(path),
+                                  fix="name the step folder itself")
+        folder = folder.with_name(retention.step_name(step))
+    match = retention.STEP.fullmatch(folder.name)
+    try:
+        return _open(folder, int(match[1]) if match else None)
+    except (manifest.Invalid, OSError) as error:
+        present = ", ".join(path.name for _, path in retention.list_steps(folder.parent)) or "none"
+        raise CheckpointError(f"{folder.name} can't be used: {_why(error)}", where=str(folder),
+                              fix=f"name another checkpoint (there: {present})") from None
+
+
+def _open(path: Path, step: int | None, run_id: str | None = None, verify: manifest.Verify = "full"
+          ) -> FoundCheckpoint:
+    # locked first: the verified folder must not be deleted
+    held = retention.hold(path / manifest.MANIFEST)
+    meta = manifest.check_folder(path, step=step, run_id=run_id, verify=verify)
+    if held is None:
+        raise manifest.Invalid("it is being deleted")
+    state = manifest.read_object(path, manifest.STATE)
+    return FoundCheckpoint(path, meta.step, meta.versions, state, held)
+
+
+def _with_critic(path: str) -> schema.ModelConfig | None:
+    """The models of the PPO run that is named, by its folder or one of its checkpoints; None where
+    ``path`` names something else."""
+    folder = Path(path).absolute()
+    around = run_folder.RunFolder(folder.parent.parent)
+    run = around if around.checkpoints == folder.parent else run_folder.RunFolder(folder)
+    cfg = config_yaml.read_config(run.config) if run.config.is_file() else None
+    return cfg.model if cfg is not None and tasks.task_name(cfg) == "ppo" else None
+
+
+def saved_critic(cfg: schema.ModelConfig) -> FoundCheckpoint | None:
+    """The verified checkpoint whose value function this one starts as, where ``model.value.path``
+    names a PPO run (its newest checkpoint is meant) or one of its checkpoints.
+
+    Raises:
+        InputError: there is none, it was trained without a critic, or with one of another kind;
+            ``model.value.path`` names no such run, and the kind is none that is loaded whole.
+        CheckpointError: it is damaged.
+    """
+    path, kind = cfg.value.path, cfg.value.kind
+    made = None if path is None else _with_critic(path)
+    if path is None or (made is None and kind == "model"):
+        return None
+    if made is None:
+        raise InputError(f"{path} is no run of PPO: there is no value function of kind {kind}.",
+                         where="model.value.path", fix="name a PPO run or one of its checkpoints")
+    if made.value.kind != kind:
+        raise InputError(f"The value function of {path} is of kind {made.value.kind}, not {kind}.",
+                         where="model.value.path, model.value.kind",
+                         fix=f"set model.value.kind={made.value.kind}")
+    folder = run_folder.RunFolder(Path(path))
+    checkpoint = find_latest(folder.checkpoints, run_id=None).checkpoint if (
+        folder.config.is_file()) else open_checkpoint(folder.path)
+    if checkpoint is None or not (checkpoint.path / model_files.VALUE_HEAD).is_file():
+        reason = "no checkpoint is there" if checkpoint is None else \
+            "it was trained without a critic"
+        raise InputError(
+            f"{path} holds no value function: {reason}.",
+            where="model.value.path", fix="name another run, or leave the path out")
+    return checkpoint
+
+
+def value_start(cfg: schema.ModelConfig) -> schema.ModelConfig:
+    """A configuration whose ``path`` and ``revision`` a value model is loaded from. For another
+    run's critic, these are where that critic was loaded from."""
+    start, seen = cfg, set[str]()
+    while (path := start.value.path) is not None and path not in seen:
+        seen.add(path)
+        start = _with_critic(path) or replace(start, path=path, revision=None,
+                                              value=replace(start.value, path=None))
+    # a name from another run's configuration was not typed here: its code is not run
+    return replace(cfg, path=start.path, revision=start.revision, trust_remote_code=(
+        cfg.trust_remote_code and start.path in (cfg.path, cfg.value.path)))

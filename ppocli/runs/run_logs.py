@@ -1,0 +1,227 @@
+"""The files a run appends to: rows of JSON and TensorBoard events, and cutting them at a step.
+
+A run that goes on from step k first removes every row past k, so no step appears twice.
+"""
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from typing import Any
+
+from ppocli.config import size_limited
+from ppocli.runs import atomic, run_folder
+
+_CHUNK = 1 << 16
+_FRAME = 16
+"""bytes of length and checksums around a record of TensorBoard's"""
+
+
+class JsonlWriter(AbstractContextManager["JsonlWriter"]):
+    """Appends rows to a JSON-lines file; each ``append`` is on the disk when it returns.
+
+    Rows are strict JSON: NaN and infinities become null. An incomplete last line, left by a kill,
+    is cut off on opening. A write that fails leaves nothing behind.
+
+    Args:
+        path: the file; created where missing, with its folder.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses (also from ``append``).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        atomic.make_dirs(path.parent)
+        with atomic.disk_errors(path):
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            self._size = _end_of_last_line(self._descriptor)
+            os.ftruncate(self._descriptor, self._size)
+            atomic.fsync_dir(path.parent)
+
+    def append(self, rows: Sequence[dict[str, Any]], *, over_last: bool = False) -> None:
+        """Write the rows, in order, and sync once; with ``over_last`` the first replaces the last
+        row."""
+        raw, last_row, before = b"".join(_line(row) for row in rows), b"", self._size
+        if over_last:
+            self._size = _end_of_last_line(self._descriptor, self._size - 1)
+            last_row = os.pread(self._descriptor, before - self._size, self._size)
+        try:
+            with atomic.disk_errors(self.path, needed=len(raw)):
+                written = 0
+                while written < len(raw):
+                    written += os.pwrite(self._descriptor, raw[written:], self._size + written)
+                os.ftruncate(self._descriptor, self._size + written)
+                os.fsync(self._descriptor)
+        except BaseException:
+            with suppress(OSError):
+                os.pwrite(self._descriptor, last_row, self._size)
+                os.ftruncate(self._descriptor, before)
+            self._size = before
+            raise
+        self._size += len(raw)
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._descriptor)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    clean = run_folder.finite_or_null(row)
+    try:
+        return json.dumps(clean, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except UnicodeEncodeError:  # a lone surrogate in someone's text: only an escape can hold it
+        return json.dumps(clean, allow_nan=False).encode() + b"\n"
+
+
+def _end_of_last_line(descriptor: int, end: int | None = None) -> int:
+    """Bytes up to and including the last newline, in the whole file or before ``end``."""
+    end = os.fstat(descriptor).st_size if end is None else end
+    while end > 0:
+        start = max(0, end - _CHUNK)
+        newline = os.pread(descriptor, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
+        end = start
+    return 0
+
+
+def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file; missing file, torn and damaged lines give nothing.
+
+    Raises:
+        CheckpointError: it is no plain file, or too large.
+    """
+    with suppress(OSError), size_limited.open_plain(path, size_limited.MOST_ROWS) as file:
+        while line := file.readline(size_limited.MOST_LINE):
+            if (row := read_row(line.decode("utf-8", errors="replace"))) is not None:
+                yield row
+
+
+def read_row(line: bytes | str) -> dict[str, Any] | None:
+    """The object in a line of JSON; None for a line that is damaged or holds something else."""
+    with suppress(ValueError):
+        row = size_limited.parse_json(line)
+        return row if isinstance(row, dict) else None
+    return None
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl by their steps; the last one counts where a step has several.
+
+    Raises:
+        CheckpointError: as :func:`read_jsonl`.
+    """
+    rows = {row["step"]: row for row in map(sound_row, read_jsonl(path)) if row}
+    return [rows[step] for step in sorted(rows)]
+
+
+def sound_row(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of metrics.jsonl with finite numbers and None alone: other values are damage. A row
+    without a step becomes empty."""
+    sound = {name: value for name, value in row.items() if value is None or is_number(value)}
+    return sound if isinstance(sound.get("step"), int) else {}
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a JSON file is a finite number, and no longer than 64 bits."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 1 << 63  # a longer one is damage, and no float
+    return isinstance(value, float) and math.isfinite(value)
+
+
+def row_problems(metrics: Path, samples: Path, last_step: int) -> list[str]:
+    """What is wrong with the rows of a run at ``last_step``: missing or duplicate steps,
+    evaluations and rollouts without all their samples.
+
+    Args:
+        last_step: the last one whose row is written; rows of later steps are cut off already.
+    """
+    rows: dict[int, dict[str, Any]] = {}
+    twice = []
+    for row in read_jsonl(metrics):
+        if isinstance(step := row.get("step"), int):
+            twice += [step] if step in rows else []
+            rows[step] = row
+    problems: list[tuple[Path, str, list[Any]]] = [
+        (metrics, "no row", [step for step in range(1, last_step + 1) if step not in rows]),
+        (metrics, "more than one row", sorted(set(twice)))]
+    counts = Counter((str(row.get("kind")), row["step"]) for row in read_jsonl(samples)
+                     if row.get("sampling") is None and isinstance(row.get("step"), int))
+    sizes = {step: counts["eval", step] for step, row in rows.items()
+             if any(name.startswith("eval/") for name in row)}
+    if len({*sizes.values()}) > 1 or 0 in sizes.values():
+        problems.append((samples, "evaluations of different sizes:", [
+            f"{step} ({size} samples)" for step, size in sizes.items()]))
+    episodes = {0: 0, **{step: row["episode"] for step, row in rows.items()
+                         if isinstance(row.get("episode"), int)}}
+    problems.append((samples, "not as many rollout samples as episodes", [
+        step for (kind, step), count in counts.items() if kind == "rollout"
+        and {step, step - 1} <= episodes.keys() and count != episodes[step] - episodes[step - 1]]))
+    return [f"{path.name} has {what} of step {', '.join(map(str, steps[:5]))}"
+            + (f" and of {len(steps) - 5} others" if len(steps) > 5 else "")
+            for path, what, steps in problems if steps]
+
+
+def truncate_jsonl(path: Path, last_step: int,
+                   also: Callable[[dict[str, Any]], bool] | None = None) -> None:
+    """Drop rows whose ``step`` is past ``last_step``, and a torn or damaged last line.
+
+    ``also`` names further rows to drop. All other rows, also those without a step, stay byte for
+    byte. The file, if it is there, is replaced atomically, or not touched when nothing is to be
+    dropped.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+
+        def goes(line: bytes) -> bool:
+            row = read_row(line)
+            if row is None or not line.endswith(b"\n"):
+                return file.tell() == size  # torn or damaged, and the last
+            step = row.get("step")
+            return ((isinstance(step, (int, float)) and step > last_step)
+                    or (also is not None and also(row)))
+
+        if any(map(goes, file)):
+            file.seek(0)
+            with atomic.open_atomic(path) as kept:
+                kept.writelines(line for line in file if not goes(line))
+
+
+def truncate_events(events_dir: Path, last_step: int) -> None:
+    """Drop TensorBoard events past ``last_step`` and a torn tail from every event file.
+
+    Records that stay are copied byte for byte; a file's version record always stays. Each file is
+    replaced atomically, or not touched when nothing is to be dropped. No writer may be open.
+
+    Raises:
+        DiskError: the disk is full, read-only, or refuses.
+    """
+    for path in sorted(events_dir.rglob("*tfevents*")):
+        if path.is_file():
+            _truncate_event_file(path, last_step)
+
+
+def _truncate_event_file(path: Path, last_step: int) -> None:
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    def stays(record: bytes) -> bool:
+        event = Event.FromString(record)
+        return event.step <= last_step or event.WhichOneof("what") == "file_version"
+
+    records = list(RawEventFileLoader(str(path)).Load())  # up to what is damaged
+    torn = sum(len(record) + _FRAME for record in records) < path.stat().st_size
+    kept = list(filter(stays, records))
+    if torn or len(kept) < len(records):
+        with atomic.open_atomic(path) as file:
+            for record in kept:
+                RecordWriter(file).write(record)

@@ -1,0 +1,237 @@
+"""Episodes: a sampler that lets an environment answer, turn by turn, until each is over.
+
+A sample is then tokens of which the policy has said some: prompt and observations are context, and
+no loss, no KL and no advantage knows of them. What it said stays the ids that it sampled.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from ppocli.config.schema import EnvConfig
+from ppocli.data.prompt_set import PromptBatch
+from ppocli.distributed.backend import without_autocast_cache
+from ppocli.distributed.stop import StopFlag
+from ppocli.environments.env_calls import Answered, Called, Calls, reset_arguments
+from ppocli.environments.wording import ChatWords, PlainWords, RenderedText
+from ppocli.errors import ConfigError, InputError
+from ppocli.models.layout import Sequences, padded
+from ppocli.models.policy import Policy
+from ppocli.runs.daemon import in_daemon, outcome_of
+from ppocli.runs.episode import DONE, ERROR, TOKENS, TURNS, Episode, Step, Turn
+from ppocli.sampling.conversation import Conversation
+from ppocli.sampling.sampler import GenerationModel, Sampler
+from ppocli.sampling.samples import Samples, decode_responses
+from ppocli.sampling.token_choice import SamplingSpec
+
+log = logging.getLogger("ppocli")
+
+SILENT_TURNS = 3
+"""turns in a row without text that are worth a warning"""
+
+
+@dataclass(slots=True)
+class Game:
+    """An episode under way."""
+
+    row: int
+    """its place among those that are played together"""
+    episode: int
+    """number of the sample"""
+    ids: list[int]
+    """all tokens so far, the prompt's first; the last may still be to be read"""
+    start: int
+    """tokens of the prompt"""
+    environment: Any
+    opening: str = ""
+    context: tuple[Any, ...] = ()
+    """as of :class:`Episode`"""
+    actions: list[int] = field(default_factory=list)
+    """places in ``ids`` of what the policy said"""
+    logprobs: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    finished: bool = False
+    """whether the policy ended its last turn itself"""
+    ended: str | None = None
+    error: str | None = None
+
+    def room(self, most: int) -> int:
+        """Tokens that may still follow, of ``most`` behind the prompt."""
+        return most - (len(self.ids) - self.start)
+
+    def record(self) -> Episode:
+        """The finished episode."""
+        own = getattr(self.environment, "wrapped", self.environment)  # what an adapter is around
+        return Episode(self.opening, tuple(self.turns), self.ended or DONE, self.error, own,
+                       self.context)
+
+
+class EpisodeSampler:
+    """Plays ``env.fn`` with the policy's turns from another sampler.
+
+    Args:
+        inner: of the turns.
+        calls: of the environment.
+
+    Raises:
+        ConfigError: ``inner`` can't continue contexts.
+        InputError: as :class:`ppocli.environments.wording.ChatWords`.
+    """
+
+    def __init__(self, inner: Sampler, calls: Calls, tokenizer: Any, *, chat: bool) -> None:
+        if not hasattr(inner, "converse"):
+            raise ConfigError(f"{type(inner).__name__} has no method converse, which continues the "
+                              "contexts of episodes.", where="rollout.engine, env.fn",
+                              fix="use rollout.engine=decode")
+        self.inner: Any = inner
+        self.calls, self.tokenizer = calls, tokenizer
+        self.cfg: EnvConfig = calls.cfg
+        self.words = ChatWords(tokenizer, calls.what.tools) if chat else PlainWords(tokenizer)
+        self.repeatable = inner.repeatable and calls.what.deterministic
+        self.logprobs_match = inner.logprobs_match
+        self._warned_of_silence = False
+
+    def acting(self, policy: Policy) -> AbstractContextManager[Policy]:
+        """As :class:`~ppocli.sampling.sampler.Sampler`."""
+        return self.inner.acting(policy)
+
+    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
+               stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
+        """As :class:`~ppocli.sampling.sampler.Sampler`, with :attr:`Samples.episodes`."""
+        model = replace(model, split=None)
+        for start in range(0, len(prompts), chunk):
+            rows = range(start, min(start + chunk, len(prompts)))
+            yield Samples.joined([
+                self._play(prompts.rows(some), spec, stream, model, stop)
+                for some in (rows[i:i + at_once] for i in range(0, len(rows), at_once))])
+
+    def _play(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
+              stop: StopFlag) -> Samples:
+        games = self._begin(prompts, stream)
+        live = self._groups(games)
+        waiting: list[Callable[[], None]] = [lambda: None] * len(live)
+        with self.inner.converse([game.ids[:game.start] for game in games], prompts.episodes, spec,
+                                 stream, model, stop) as talk:
+            while any(live):
+                for g, settle in enumerate(waiting):
+                    stop.check()
+                    settle()
+                    live[g] = [game for game in live[g] if game.ended is None]
+                    waiting[g] = self._asked(live[g], self._turn(talk, live[g], spec), stream, stop)
+        self._warn_of_silence(games)
+        return samples_of(games)
+
+    def _warn_of_silence(self, games: Sequence[Game]) -> None:
+        """Say once that episodes have several turns in a row without any text."""
+        silent = [game.episode for game in games if _longest_silence(game.turns) >= SILENT_TURNS]
+        if not silent or self._warned_of_silence:
+            return
+        self._warned_of_silence = True
+        log.warning("The policy says nothing for %d turns in a row in %d of %d episodes (the "
+                    "first: episode %d): these turns are a stop token or special tokens alone, and "
+                    "the environment gets an empty text. Look at the turns in samples.jsonl. Usual "
+                    "causes: the prompt or the observations don't end where the model begins its "
+                    "turns (a chat model needs prompts.chat=true); generation.stop_sequences has a "
+                    "text that turns begin with; the model hasn't learnt to answer (ppocli sft, or "
+                    "generation.min_new_tokens).", SILENT_TURNS, len(silent), len(games), silent[0])
+
+    def _groups(self, games: list[Game]) -> list[list[Game]]:
+        """Which episodes take their turns together: all, or halves that do so in turn where calls
+        wait for others, so that one half speaks while the other's environments think. Who speaks
+        with whom does not depend on how long anything takes."""
+        if not self.calls.waits or len(games) == 1:
+            return [games]
+        half = (len(games) + 1) // 2
+        return [games[:half], games[half:]]
+
+    def _asked(self, games: Sequence[Game], said: Sequence[str], stream: int, stop: StopFlag
+               ) -> Callable[[], None]:
+        """Put a turn of some episodes to their environments; what is returned waits for the answers
+        and writes them down."""
+        work = partial(self.calls.answers, [
+            Called(game.environment, game.episode, len(game.turns) + 1, {"response": text})
+            for game, text in zip(games, said, strict=True)], stream)
+        aside = self.calls.waits and games
+        begun = in_daemon(partial(without_autocast_cache, work), "environments") if aside else None
+
+        def settle() -> None:
+            answers = work() if begun is None else outcome_of(begun, stop.check)
+            for game, text, answer in zip(games, said, answers, strict=True):
+                self._answered(game, text, answer)
+
+        return settle
+
+    def _begin(self, prompts: PromptBatch, stream: int) -> list[Game]:
+        asked = [Called(None, episode, 0, reset_arguments(prompts, i))
+                 for i, episode in enumerate(prompts.episodes)]
+        games = []
+        for i, answer in enumerate(self.calls.answers(asked, stream)):
+            own = prompts.tokens[i][prompts.mask[i]].tolist()
+            ids, said = self.words.opening(own, asked[i].arguments["messages"], answer.result)
+            game = Game(i, prompts.episodes[i], [*ids, *said.ids], len(own), answer.environment,
+                        said.text, said.messages)
+            if game.room(self.cfg.max_tokens) < 1:
+                what = "What reset says" + " and the tools" * bool(self.calls.what.tools)
+                raise InputError(f"{what} takes {len(game.ids) - len(own)} tokens and leaves no "
+                                 f"room for a turn in episode {game.episode}.",
+                                 where="env.max_tokens", fix="raise it, or say less")
+            if answer.error is not None:
+                game.error = str(answer.error.what)
+            games.append(game)
+        return games
+
+    def _turn(self, talk: Conversation, games: Sequence[Game], spec: SamplingSpec) -> list[str]:
+        """One turn of the policy in each of these episodes, as text."""
+        if not games:
+            return []
+        limits = [min(spec.max_new_tokens, game.room(self.cfg.max_tokens)) for game in games]
+        before = [game.ids for game in games]
+        out = talk([game.row for game in games], before, limits)
+        for row, (game, ids) in enumerate(zip(games, out.ids, strict=True)):
+            game.ids = [*before[row], *ids]
+            game.actions += range(len(before[row]), len(game.ids))
+            game.logprobs += out.logprobs[row, :len(ids)].tolist()
+            game.values += out.values[row, :len(ids)].tolist()
+            game.finished = bool(out.finished[row])
+        return decode_responses(self.tokenizer, before, out.ids, spec)
+
+    def _answered(self, game: Game, text: str, answer: Answered) -> None:
+        """Write down a turn and the answer to it; what the policy is to read next waits."""
+        step = Step(done=True) if answer.error is not None else answer.result
+        said = RenderedText([]) if step.done and step.observation is None else self.words.between(
+            step.observation, ended=game.finished, last=game.ids[-1])
+        if answer.error is not None or game.error is not None:
+            game.ended, game.error = ERROR, game.error or str(answer.error and answer.error.what)
+        elif step.done:
+            game.ended = DONE
+        elif len(game.turns) + 1 == self.cfg.max_turns:
+            game.ended = TURNS
+        game.ids += said.ids
+        if game.ended is None and game.room(self.cfg.max_tokens) < 1:
+            game.ended = TOKENS
+        said_before = sum(turn.tokens for turn in game.turns)
+        game.turns.append(Turn(text, len(game.actions) - said_before, step.reward, said.text,
+                               0 if game.ended else len(said.ids), step.failed, said.messages))
+
+
+def _longest_silence(turns: Sequence[Turn]) -> int:
+    """Most turns in a row without any text."""
+    return max((len(list(run)) for silent, run in groupby(
+        turns, lambda turn: not turn.response.strip()) if silent), default=0)
+
+
+def samples_of(games: Sequence[Game]) -> Samples:
+    """Finished episodes as samples, each through its last action."""
+    sequences = Sequences.of_places([game.ids[:game.actions[-1] + 1] for game in games],
+                                    [game.actions for game in games])
+    return Samples(sequences, padded([game.logprobs for game in games], torch.float32),
+                   padded([game.values for game in games], torch.float32),
+                   torch.tensor([game.ended == DONE and game.finished for game in games]),
+                   episodes=[game.record() for game in games])

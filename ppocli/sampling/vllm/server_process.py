@@ -1,0 +1,183 @@
+"""The command that starts a vLLM server for a run, and servers beside a run on this machine
+(``rollout.launch``)."""
+
+import hashlib
+import json
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from ppocli.config import keys, schema
+from ppocli.errors import ConfigError, SamplerError
+from ppocli.models.loading.model_config import ModelFacts, max_positions
+from ppocli.models.trunk import has_encoder
+from ppocli.runs.model_files import find_whole
+from ppocli.sampling.vllm import keeper
+from ppocli.sampling.vllm.server import Lost, Server
+
+log = logging.getLogger("ppocli")
+
+_DEV_MODE = {"VLLM_SERVER_DEV_MODE": "1"}
+"""the routes that take weights are those of its development mode"""
+_PAUSE = 0.5
+DEFAULT_URL = "http://127.0.0.1:8000"
+_SHAPE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads",
+          "num_key_value_heads", "head_dim", "intermediate_size")
+
+
+def served_dtype(cfg: schema.TrainConfig) -> str:
+    """The type that the server computes in, which the weights are sent in: the run's own."""
+    return {"fp32": "float32", "bf16": "bfloat16"}[cfg.hardware.precision]
+
+
+def served_name(cfg: schema.TrainConfig, config: Any) -> str:
+    """What a run's server calls its model: weights of another shape would end its engine, and those
+    of another type, or a server that was started otherwise, give other tokens.
+
+    Args:
+        config: of the model, as transformers reads it.
+    """
+    text = config.get_text_config()
+    shape = {name: getattr(text, name, None) for name in _SHAPE}
+    digest = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
+    return f"ppocli-{text.model_type}-{served_dtype(cfg)}-{digest[:8]}"
+
+
+def most_tokens(cfg: schema.TrainConfig, longest_prompt: int) -> int:
+    """Tokens of the longest prompt and the longest response or episode together."""
+    new = [cfg.generation.max_new_tokens, *keys.several(cfg.generation.eval.max_new_tokens)]
+    return longest_prompt + max([*new, *([] if cfg.env.fn is None else [cfg.env.max_tokens])])
+
+
+def refuse_encoders(lm: Any) -> None:
+    """Refuse a model, or what is known of it, that vLLM doesn't serve.
+
+    Raises:
+        ConfigError: it has an encoder.
+    """
+    if has_encoder(lm):
+        raise ConfigError("vLLM serves no encoder-decoder.", where="rollout.engine, model.path",
+                          fix="set rollout.engine=decode")
+
+
+def server_command(cfg: schema.TrainConfig, facts: ModelFacts, python: str, url: str) -> list[str]:
+    """Its words, for an environment with the variables of :data:`_DEV_MODE`.
+
+    Output embeddings are weights of their own: vLLM reads new weights layer by layer, and those
+    that two layers share would stay the old ones in one of them, without an error.
+
+    Args:
+        facts: of ``model.path``.
+        python: the interpreter that has vLLM.
+        url: where it listens.
+
+    Raises:
+        ConfigError: vLLM doesn't serve such a model.
+    """
+    refuse_encoders(facts)
+    parts, model = urlsplit(url), cfg.model
+    limit, longest = max_positions(facts), cfg.prompts.max_length
+    length = limit if longest is None else min(most_tokens(cfg, longest), limit or sys.maxsize)
+    source, revision = find_whole(model.path, key="model.path", revision=model.revision)
+    source, tokenizer = (os.path.abspath(name) if os.path.isdir(name) else name
+                         for name in (source, model.tokenizer_path or ""))
+    return [python, "-m", "vllm.entrypoints.openai.api_server", "--model", source,
+            "--served-model-name", served_name(cfg, facts.config),
+            "--host", parts.hostname or "127.0.0.1", "--port", str(parts.port or 8000),
+            "--dtype", served_dtype(cfg),
+            *([] if length is None else ["--max-model-len", str(length)]),
+            "--hf-overrides", json.dumps({"tie_word_embeddings": False}),
+            "--logprobs-mode", "processed_logprobs", "--enable-scale-out",
+            "--generation-config", "vllm",
+            *(["--revision", revision] if revision else []),
+            *(["--tokenizer", tokenizer] if tokenizer else []),
+            *(["--trust-remote-code"] if model.trust_remote_code else []),
+            *cfg.rollout.server_args]
+
+
+def shell_line(words: Sequence[str]) -> str:
+    """The command as a shell takes it."""
+    variables = [f"{name}={shlex.quote(value)}" for name, value in _DEV_MODE.items()]
+    return " ".join([*variables, shlex.join(words)])
+
+
+def check_python(cfg: schema.RolloutConfig) -> None:
+    """Make sure that the interpreter is there and has vLLM.
+
+    Raises:
+        SamplerError: it doesn't.
+    """
+    find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    try:
+        done = subprocess.run([str(cfg.python), "-c", find], capture_output=True, check=False)
+        what = "has no vLLM" if done.returncode else ""
+    except OSError as error:
+        what = f"can't be started: {error.strerror}"
+    if what:
+        raise SamplerError(f"{cfg.python} {what}.", where="rollout.python", fix="name the Python "
+                           "of an environment with vLLM, build/vllm/bin/python say")
+
+
+def launch_servers(owner: object, cfg: schema.TrainConfig, facts: ModelFacts,
+                   servers: Sequence[Server]) -> None:
+    """Start a server at each address, which lives as long as ``owner`` and this process do.
+
+    Raises:
+        SamplerError: one doesn't come up.
+    """
+    folder = Path(cfg.output_dir) / cfg.run_name if cfg.run_name else Path(tempfile.mkdtemp())
+    folder.mkdir(parents=True, exist_ok=True)
+    begun = []
+    for server in servers:
+        with suppress(Lost):
+            server.ask("/health", timeout=_PAUSE)
+            raise SamplerError(f"Somebody's server answers at {server.url} already.",
+                               where="rollout.urls, rollout.launch",
+                               fix="end it, or give another address; rollout.launch=false uses it")
+    for i, server in enumerate(servers):
+        path = folder / f"vllm-{i}.log"
+        words = server_command(cfg, facts, str(cfg.rollout.python), server.url)
+        log.info("starting a vLLM server at %s, which says in %s what it does", server.url, path)
+        log.debug("%s", shlex.join(words))
+        with path.open("ab") as output:
+            process = subprocess.Popen([sys.executable, "-I", keeper.__file__, *words],
+                                       stdin=subprocess.PIPE, stdout=output, stderr=output,
+                                       env={**os.environ, **_DEV_MODE},
+                                       start_new_session=True)
+        # the keeper ends the server when the pipe is closed, as the kernel does for a process that
+        # was killed
+        weakref.finalize(owner, _end, process)
+        begun.append((server, process, path))
+    for server, process, path in begun:
+        _wait(server, process, path, cfg.rollout.timeout)
+
+
+def _wait(server: Server, process: subprocess.Popen[bytes], path: Path, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while True:
+        with suppress(Lost):
+            server.ask("/health", timeout=_PAUSE)
+            return
+        ended = process.poll() is not None
+        if ended or time.monotonic() > until:
+            what = "has ended" if ended else f"was not there within {seconds:g} s"
+            raise SamplerError(f"The vLLM server at {server.url} {what}.", where=str(path),
+                               fix="its last lines say why; rollout.timeout is how long it may "
+                               "take to start")
+        time.sleep(_PAUSE)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait(2 * keeper.GRACE)

@@ -1,0 +1,337 @@
+"""Samples from vLLM servers that are given the policy's weights whenever these have changed."""
+
+import logging
+import secrets
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ppocli.config import schema
+from ppocli.data.prompt_set import PromptBatch
+from ppocli.distributed.backend import Backend
+from ppocli.distributed.stop import StopFlag
+from ppocli.errors import SamplerError
+from ppocli.models.layout import padded
+from ppocli.models.loading.language_model import DTYPES
+from ppocli.models.loading.load_adapters import tensors_digest
+from ppocli.models.loading.model_config import ModelFacts, max_positions
+from ppocli.models.policy import Policy
+from ppocli.models.vocabulary import vocabulary_of
+from ppocli.runs.daemon import in_daemon
+from ppocli.sampling.conversation import Conversation
+from ppocli.sampling.noise import lengths, uniform
+from ppocli.sampling.sampler import DecodeSampler, GenerationModel, SamplerSetup, make_stop_check
+from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
+from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.vllm import server_process
+from ppocli.sampling.vllm.server import HOW_TO, Answer, Dealing, Lost, Server
+from ppocli.sampling.vllm.weights import WeightsFolder, tensors_of
+
+log = logging.getLogger("ppocli")
+
+PROBE, PROBED = 8, 16
+"""tokens of the prompt whose greedy continuation is compared with ours, and of that"""
+MOST_OFF = {"fp32": 0.01, "bf16": 0.5}
+"""nats that a logprob of the probe may be off on average; other weights are off by several"""
+
+
+class VllmSampler(DecodeSampler):
+    """Responses of vLLM servers. What the reference says is decoded by our own loop."""
+
+    repeatable = False
+
+    def __init__(self, setup: SamplerSetup) -> None:
+        super().__init__(setup)
+        cfg, ranks = setup.cfg, setup.backend.ranks
+        server_process.refuse_encoders(setup.loaded.lm)
+        self.logprobs_match = False
+        self.name = server_process.served_name(cfg, setup.loaded.export_config)
+        self._vocabulary = vocabulary_of(setup.loaded.lm)
+        self.servers = [Server(url, cfg.rollout, self._vocabulary) for url in cfg.rollout.urls]
+        self.version = ""
+        """of the weights that responses have to come from"""
+        self._lm: Any = None
+        self._ahead: Begun | None = None
+        self._run, self._sent, self._digest = secrets.token_hex(4), 0, ""
+        self._weights: WeightsFolder | None = None
+        ranks.first_does(self._begin)
+
+    def _begin(self) -> None:
+        if self.setup.cfg.rollout.launch:
+            server_process.launch_servers(self, self.setup.cfg,
+                                  ModelFacts(self.setup.loaded.export_config), self.servers)
+        check_servers(self.servers, self.name, 0)
+
+    @contextmanager
+    def acting(self, policy: Policy) -> Iterator[Policy]:
+        """As :class:`Sampler`: rank 0 gives the servers the weights, if they have others."""
+        with super().acting(policy) as acting:
+            ranks = self.setup.backend.ranks
+            if ranks.first_does(lambda: self._changed(acting.lm)) and self._ahead is not None:
+                ranks.all_do(self._ahead.settle, "rollout")
+            self.version, lost = ranks.first_does(lambda: self._update(acting.lm))
+            for server, why in zip(self.servers, lost, strict=True):
+                server.lost = why
+            self._lm = acting.lm
+            try:
+                yield acting
+            finally:
+                self._lm = None
+
+    def _changed(self, lm: Any) -> bool:
+        """Whether the policy has other weights than the last ones that were sent; they are held
+        for servers in any case."""
+        cfg = self.setup.cfg
+        tensors = tensors_of(lm, self.setup.loaded.adapter, DTYPES[cfg.hardware.precision])
+        changed = (digest := tensors_digest(tensors)) != self._digest
+        self._digest, self._sent = digest, self._sent + changed
+        self._weights = self._weights or WeightsFolder(cfg.rollout.weights_dir)
+        self._weights.write(lm, tensors, self._newest)
+        return changed
+
+    @property
+    def _newest(self) -> str:
+        return f"{self._run}-{self._sent}"
+
+    def _update(self, lm: Any) -> tuple[str, list[str]]:
+        """The version that servers have from now on, and why each is lost.
+
+        Raises:
+            SamplerError: none is left, or one says other tokens than we do.
+        """
+        version, weights = self._newest, self._weights
+        assert weights is not None
+        todo = [one for one in self.servers if one.lost or not one.holds(version)]
+        begun = [in_daemon(partial(self._give, one, weights), f"updating {one.url}")
+                 for one in todo]
+        for server, future in zip(todo, begun, strict=True):
+            try:
+                future.result()
+                self._probe(server, lm)
+            except Lost as error:
+                if not server.lost:
+                    log.warning("%s; it is left out", error)
+                server.lost = str(error)
+        if all(server.lost for server in self.servers):
+            raise self._none_left()
+        return version, [server.lost for server in self.servers]
+
+    def _give(self, server: Server, weights: WeightsFolder) -> None:
+        server.check(self.name, 0)
+        was_lost = bool(server.lost)
+        weights.check_readable(server)
+        server.load(partial(weights.load, server), self._newest)
+        if was_lost:
+            log.info("%s is back", server.url)
+
+    @torch.no_grad()
+    def _probe(self, server: Server, lm: Any) -> None:
+        """Compare a greedy continuation with what the policy says of it.
+
+        Raises:
+            Lost, SamplerError.
+        """
+        room = max_positions(lm) or 2**31
+        ids = [(17 * i + 5) % self._vocabulary.size for i in range(min(PROBE, room // 2))]
+        answer = server.generate(ids, {"temperature": 0.0, "ignore_eos": True, "detokenize": False,
+                                       "max_tokens": min(PROBED, room - len(ids))})
+        with self.setup.backend.autocast():
+            tokens = torch.tensor([ids + answer.ids[:-1]], device=self.setup.backend.device)
+            logits = lm(input_ids=tokens, use_cache=False).logits[0, len(ids) - 1:].float()
+        ours = self._vocabulary.cut(
+            logits, self._vocabulary.gaps_on(logits.device)).log_softmax(-1).cpu()
+        said = ours.gather(-1, torch.tensor(answer.ids)[:, None]).squeeze(-1)
+        off = (said - torch.tensor(answer.logprobs)).abs() + ours.amax(-1) - said
+        most = MOST_OFF[self.setup.cfg.hardware.precision]
+        if not float(off.mean()) <= most:
+            raise SamplerError(
+                f"{server.url} says other tokens than the policy whose weights it was given: its "
+                f"greedy logprobs are off by {float(off.mean()):.3g} nats on average.",
+                where="rollout.urls", fix=f"{HOW_TO}: output embeddings that aren't weights of "
+                "their own stay the old ones there")
+
+    def sample(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, model: GenerationModel,
+               stop: StopFlag, *, at_once: int, chunk: int) -> Iterator[Samples]:
+        """As :class:`Sampler`.
+
+        Raises:
+            SamplerError: no server is left, or what one says makes no sense.
+        """
+        if not self._is_policy(model):
+            yield from super().sample(prompts, spec, stream, model, stop, at_once=at_once,
+                                      chunk=chunk)
+            return
+        begun, look = self.begin(prompts, spec, stream), make_stop_check(stop, len(prompts))
+        with closing(begun.dealing):
+            for start in range(0, len(prompts), chunk):
+                yield begun.take(slice(start, start + chunk), look)
+
+    def begin(self, prompts: PromptBatch, spec: SamplingSpec, stream: int, *, ahead: bool = False
+              ) -> "Begun":
+        """Have one sample per prompt made with the weights that the servers have now.
+
+        Args:
+            ahead: they are taken later: weights that are sent before then wait for them.
+        """
+        asked = [row[mask].tolist() for row, mask in zip(prompts.tokens, prompts.mask, strict=True)]
+        begun = Begun(prompts, self.deal(asked, sampling_params(
+            spec, self.setup.cfg.seed, stream, prompts.episodes)))
+        self._ahead = begun if ahead else self._ahead
+        return begun
+
+    @contextmanager
+    def converse(self, contexts: TokenRows, episodes: Sequence[int], spec: SamplingSpec,
+                 stream: int, model: GenerationModel, stop: StopFlag) -> Iterator[Conversation]:
+        """As :class:`DecodeSampler`; a server reads what it has read before from its cache."""
+        if self._is_policy(model):
+            yield self._turns(episodes, spec, stream, stop.check)
+            return
+        with super().converse(contexts, episodes, spec, stream, model, stop) as found:
+            yield found
+
+    def _turns(self, episodes: Sequence[int], spec: SamplingSpec, stream: int,
+               poll: Callable[[], None]) -> Conversation:
+        """What servers say in the turns of these samples."""
+        turns = Counter[int]()
+
+        def answer(rows: Sequence[int], contexts: TokenRows, limits: Sequence[int]) -> Generation:
+            params = [sampling_params(spec, self.setup.cfg.seed, stream, [episodes[row]],
+                                      turn=turns[row], limits=[limit])[0]
+                      for row, limit in zip(rows, limits, strict=True)]
+            turns.update(rows)
+            return self.answer(contexts, params, poll)
+
+        return answer
+
+    def _is_policy(self, model: GenerationModel) -> bool:
+        if not model.reference and model.lm is not self._lm:
+            raise RuntimeError("servers have no weights of a policy outside of acting()")
+        return not model.reference
+
+    def answer(self, contexts: TokenRows, params: Sequence[Mapping[str, Any]],
+               poll: Callable[[], None]) -> Generation:
+        """What servers say to these ids, all of it.
+
+        Args:
+            params: of :func:`sampling_params`, a row's each.
+            poll: called every now and then; may raise to stop.
+
+        Raises:
+            SamplerError: no server is left, or what one says makes no sense.
+        """
+        with closing(self.deal(contexts, params)) as dealing:
+            return generation_of(dealing.take(range(len(contexts)), poll))
+
+    def deal(self, asked: TokenRows, params: Sequence[Mapping[str, Any]]) -> Dealing:
+        """Have the servers answer these ids with the weights that they have now."""
+        version = self.version
+
+        def ask(server: Server, row: int) -> Answer:
+            answer = server.generate(asked[row], params[row])
+            if set(answer.versions) != {version}:
+                raise Lost(f"{server.url} has sampled with weights {' and '.join(answer.versions)} "
+                           f"instead of {version}: it was started anew, or another run uses it")
+            return answer
+
+        return Dealing([one for one in self.servers if not one.lost], ask, len(asked),
+                       self.setup.cfg.rollout.concurrency, self._none_left)
+
+    def _none_left(self) -> SamplerError:
+        cfg = self.setup.cfg
+        resume = f", then: ppocli resume {Path(cfg.output_dir) / cfg.run_name}" if cfg.run_name \
+            else ""
+        why = "; ".join(f"{one.url}: {one.lost}" for one in self.servers)
+        return SamplerError(f"No server is left to sample: {why}", where="rollout.urls",
+                            fix=f"{HOW_TO}{resume}")
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Samples that are being made."""
+
+    prompts: PromptBatch
+    dealing: Dealing
+
+    def take(self, rows: slice, poll: Callable[[], None]) -> Samples:
+        """Samples of these rows, once they are there.
+
+        Raises:
+            SamplerError: no server is left, or what one says makes no sense.
+        """
+        prompts = self.prompts
+        answers = self.dealing.take(range(len(prompts))[rows], poll)
+        return single_turn(prompts.tokens[rows], prompts.mask[rows], generation_of(answers), None)
+
+    def settle(self) -> None:
+        """Wait until no server works on them; raises as :meth:`take`."""
+        self.take(slice(None), lambda: None)
+
+
+def check_servers(servers: Sequence[Server], name: str, tokens: int) -> None:
+    """Make sure that all of them are there and serve the run's own model.
+
+    Args:
+        name, tokens: as of :meth:`Server.check`.
+
+    Raises:
+        SamplerError: one doesn't.
+    """
+    for server in servers:
+        try:
+            server.check(name, tokens)
+        except Lost as error:
+            raise SamplerError(str(error), where="rollout.urls", fix=HOW_TO) from error
+
+
+def check_engine(cfg: schema.TrainConfig, backend: Backend, facts: ModelFacts, longest_prompt: int
+                 ) -> None:
+    """Find out, before weights are loaded, that servers are missing or serve something else. All
+    ranks call it in step.
+
+    Raises:
+        SamplerError: which, and how to start it.
+    """
+    if cfg.rollout.engine != "vllm":
+        return
+    if cfg.rollout.launch:
+        backend.ranks.first_does(lambda: server_process.check_python(cfg.rollout))
+    else:
+        backend.ranks.first_does(lambda: check_servers(
+            [Server(url, cfg.rollout) for url in cfg.rollout.urls],
+            server_process.served_name(cfg, facts.config), server_process.most_tokens(cfg,
+                                                                                      longest_prompt)))
+
+
+def sampling_params(spec: SamplingSpec, seed: int, stream: int, episodes: Sequence[int], *,
+                    turn: int = 0, limits: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Fields of vLLM's ``SamplingParams`` for each sample; its seed is a function of the run's
+    seed, the sample's number and the turn. Nothing ends a response but ``spec``'s own rules.
+
+    Args:
+        limits: most tokens of each response, in place of the spec's.
+    """
+    if limits is None:
+        limits = [spec.max_new_tokens] * len(episodes) if spec.length_range is None else \
+            lengths(seed, episodes, *spec.length_range).tolist()
+    seeds = (uniform(seed, stream, episodes, turn + 1)[:, turn] * 2**53).astype("int64").tolist()
+    common = {"temperature": spec.temperature if spec.do_sample else 0.0, "top_k": spec.top_k,
+              "top_p": spec.top_p, "min_p": spec.min_p, "ignore_eos": True,
+              "repetition_penalty": spec.repetition_penalty,
+              "stop_token_ids": list(spec.stop_ids), "stop": list(spec.stop_sequences),
+              "detokenize": bool(spec.stop_sequences)}
+    return [{**common, "max_tokens": limit, "min_tokens": min(spec.min_new_tokens, limit),
+             "seed": own} for limit, own in zip(limits, seeds, strict=True)]
+
+
+def generation_of(answers: Sequence[Answer]) -> Generation:
+    """Responses as decode loops return them."""
+    mask = padded([[True] * len(one.ids) for one in answers], torch.bool)
+    return Generation(padded([one.ids for one in answers]), mask,
+                      padded([one.logprobs for one in answers], torch.float32),
+                      torch.zeros(mask.shape), torch.tensor([one.finished for one in answers]))
