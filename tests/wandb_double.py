@@ -1,4 +1,4 @@
-"""A package named wandb that does as it is told: notes its calls, raises, dies or hangs."""
+"""A package named wandb that notes its calls, and raises or hangs where a test wants it to."""
 
 import importlib.util
 import json
@@ -8,18 +8,15 @@ from pathlib import Path
 DOUBLE = '''\
 import json, os, time
 
-TROUBLE = os.environ.get("DOUBLE_TROUBLE", "")
-
 
 def note(what, **more):
+    TROUBLE = os.environ.get("DOUBLE_TROUBLE", "")
     with open(os.environ["DOUBLE_CALLS"], "a") as calls:
         calls.write(json.dumps({"call": what, **more}) + "\\n")
     if TROUBLE == f"{what} hangs":
         time.sleep(600)
     if TROUBLE == f"{what} raises" or TROUBLE == f"{what} raises online" and more["mode"] is None:
         raise RuntimeError(f"no {what} today: HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyz.")
-    if TROUBLE == f"{what} dies":
-        os._exit(9)
 
 
 class Settings:
@@ -30,8 +27,8 @@ class Settings:
 
 
 class Table:
-    def __init__(self, columns, data):
-        self.told = [columns, data]
+    def __init__(self, columns, data, dataframe):
+        self.content = [columns, data]
 
 
 class Run:
@@ -40,24 +37,28 @@ class Run:
 
     def __init__(self, mode):
         self.offline = (mode or os.environ.get("WANDB_MODE")) == "offline"
-        self.step = int(os.environ.get("DOUBLE_STEP", 0))
 
     def log(self, figures, step):
-        plain = {k: v.told if isinstance(v, Table) else v for k, v in figures.items()}
+        plain = {k: v.content if isinstance(v, Table) else v for k, v in figures.items()}
         note("log", step=step, figures=plain)
 
     def finish(self, exit_code):
         note("finish", code=exit_code)
 
 
-def init(**words):
+def init(mode=None, **words):
+    words["mode"] = mode
     del words["settings"]
     note("init", pid=os.getpid(), **words)
     return Run(words["mode"])
 
 
-def teardown():
-    pass
+class Config:
+    def update(self, values, allow_val_change):
+        note("config", values=values)
+
+
+config = Config()
 '''
 
 
@@ -75,6 +76,15 @@ def calls(folder: Path, name: str) -> list[dict]:
     path = folder / "calls.jsonl"
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return [row for row in rows if row["call"] == name]
+
+
+def steps_of(tmp_path: Path) -> dict[int, dict]:
+    """Step -> all that was logged for it, once each."""
+    steps: dict[int, dict] = {}
+    for row in calls(tmp_path, "log"):
+        assert not steps.get(row["step"], {}).keys() & row["figures"].keys()
+        steps.setdefault(row["step"], {}).update(row["figures"])
+    return steps
 
 
 def installed(name: str) -> bool:

@@ -4,10 +4,11 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
+from ppocli.config.schema_run import TRACKERS
 from ppocli.errors import InputError
 
 EXTRAS = {"bitsandbytes": "8bit", "matplotlib": "plot", "optuna": "sweep", "peft": "peft",
-          "trackio": "trackio", "wandb": "wandb"}
+          **{name: name for name in TRACKERS}}
 """name to import -> extra"""
 LAUNCHERS = {"joblib": "sweep", "submitit_local": "sweep", "submitit_slurm": "sweep", "ray": "ray"}
 """option of hydra/launcher -> extra"""

@@ -17,6 +17,7 @@ from omegaconf import MISSING
 
 from ppocli.config import adapters, algorithm, sampling, schema, schema_training, tasks
 from ppocli.config.keys import Key, Rules, free_mapping_of, is_import_path, schema_keys
+from ppocli.config.schema_run import TRACKERS
 from ppocli.config.text import did_you_mean, shown
 from ppocli.errors import ConfigError
 
@@ -342,9 +343,9 @@ def _run(config: schema.TrainConfig) -> Rules:
            "tracking.trackers", f"{shown(tracking.trackers)} must name each tracker once, and in "
            "files of different names")
     yield tracking.project == "", "tracking.project", "must not be empty (for the default: null)"
-    yield (tracking.project and not {"wandb", "trackio"}.intersection(tracking.trackers),
-           "tracking.project, tracking.trackers", f"{shown(tracking.project)} is a project of "
-           "wandb or trackio, and neither is among the trackers")
+    yield (tracking.project and not {*TRACKERS}.intersection(tracking.trackers),
+           "tracking.project, tracking.trackers", f"{shown(tracking.project)} is a project in a "
+           f"tracker, and none of {', '.join(TRACKERS)} is among the trackers")
     yield resume == "", "resume", "must be never, auto or a run folder"
     yield (resume not in ("", "never", "auto"), "resume",
            f"{shown(resume)}: a run folder goes on the command line only: resume={resume}")

@@ -6,6 +6,9 @@ from typing import Any, Optional
 
 from ppocli.config.schema_training import LONGEST_WAIT, MAX_SEED, key
 
+TRACKERS = ("wandb", "trackio", "mlflow", "swanlab", "comet_ml", "clearml")
+"""trackers of accelerate's, by their libraries' names"""
+
 
 @dataclass
 class RolloutConfig:
@@ -138,12 +141,13 @@ class CheckpointConfig:
 
 @dataclass
 class TrackingConfig:
-    trackers: list[str] = key(["tensorboard"], choices=("tensorboard", "wandb", "trackio"),
+    trackers: list[str] = key(["tensorboard"], choices=("tensorboard", *TRACKERS),
                               import_path=True, holds="code")
-    """list of where figures go beside metrics.jsonl; wandb and trackio are extras: pip install
-    'ppocli[wandb]'; an import path, such as my_trackers.py:Csv, is a class of your own"""
+    """list of where figures go beside metrics.jsonl; all but tensorboard are extras of their names:
+    pip install 'ppocli[wandb]'; an import path, such as my_trackers.py:Csv, is a class of your
+    own"""
     project: Optional[str] = key(None)
-    """project of wandb and trackio (default: WANDB_PROJECT for wandb, else ppocli)"""
+    """project in the tracker (default: WANDB_PROJECT for wandb, else ppocli)"""
     log_rollouts: bool = key(False)
     """write every rollout sample to samples.jsonl, not only evaluation samples"""
     rollout_tokens: bool = key(False)

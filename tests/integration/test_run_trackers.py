@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from helpers import jsonl, ppocli
 from runs import words
-from wandb_double import calls, installed, put_double
+from wandb_double import calls, installed, put_double, steps_of
 
 
 @pytest.mark.skipif(installed("wandb"), reason="wandb is installed")
@@ -26,13 +26,13 @@ def test_a_run_and_its_continuation_are_one_run(command, world: Path, tmp_path: 
     command(*words(*more, "ppo.num_steps=2"), code=0)
     assert not (world / "runs/a/events").exists()
     command("resume=runs/a", "ppo.num_steps=3", code=0)
-    logged = calls(tmp_path, "log")
+    logged = steps_of(tmp_path)
     rows = jsonl(world / "runs/a/metrics.jsonl")
-    assert [row["step"] for row in logged] == [row["step"] for row in rows] == [0, 1, 2, 3]
-    for row, of in zip(logged, rows, strict=True):
-        table = row["figures"].pop("eval/samples", None)
-        assert (table is not None) == ("eval/reward_mean" in of)
-        assert row["figures"] == {k: v for k, v in of.items() if k != "step" and v is not None}
+    assert [*logged] == [row["step"] for row in rows] == [0, 1, 2, 3]
+    for figures, row in zip(logged.values(), rows, strict=True):
+        table = figures.pop("eval/samples", None)
+        assert (table is not None) == ("eval/reward_mean" in row)
+        assert figures == {k: v for k, v in row.items() if k != "step" and v is not None}
     assert len({row["id"] for row in calls(tmp_path, "init")}) == 1
 
 

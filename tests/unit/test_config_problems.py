@@ -235,7 +235,7 @@ SERVED = {"rollout__engine": "vllm", "rollout__urls": ["http://h"]}
      "wandb, trackio or an import path; did you mean wandb?"),
     ({"tracking__trackers": ["wandb", "wandb"]}, "once"),
     ({"tracking__trackers": ["tensorboard"], "tracking__project": "films"},
-     "neither is among the trackers"),
+     "is among the trackers"),
     # penalties
     ({"reward__min_response_length": 3}, "min_response_length needs min_response_penalty"),
     ({"reward__min_response_penalty": 3.0}, "min_response_penalty needs min_response_length"),
