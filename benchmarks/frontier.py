@@ -1,6 +1,6 @@
 """What reward a recipe's training buys with how much KL, over coefficients, beside best-of-n.
 
-    python benchmarks/frontier.py --out docs/curves.md --svg docs/frontier.svg
+    python benchmarks/frontier.py --out docs/less-kl.md --svg docs/frontier.svg
     python benchmarks/frontier.py randomwalks --coefs 0.05 0.02 --seeds 1 2
 
 Every run is a whole ``ppocli train`` in a process of its own, which differs from the recipe in

@@ -317,7 +317,7 @@ class PPOConfig:
     """where samples are another policy's"""
     optimizer: PPOOptimizerConfig = key(PPOOptimizerConfig)
     """the optimizer"""
-    # the same reward for less KL than at a constant rate (docs/curves.md)
+    # the same reward for less KL than at a constant rate (docs/less-kl.md)
     scheduler: SchedulerConfig = key(lambda: SchedulerConfig(name="linear"))
     """the learning-rate schedule, over updates"""
     value_optimizer: ValueOptimizerConfig = key(ValueOptimizerConfig)

@@ -1,4 +1,4 @@
-"""The page for those who come from trlX and TRL names only what there is."""
+"""The pages with names of other libraries name only what there is."""
 
 import re
 from pathlib import Path
@@ -16,20 +16,23 @@ from ppocli.config.compose import compose
 from ppocli.config.keys import named_elsewhere, schema_keys
 from ppocli.errors import ConfigError
 
-PAGE = Path(__file__).parents[2] / "docs/coming-from-trlx-and-trl.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = DOCS / "coming-from-trlx-and-trl.md"
+TEXT = "".join(page.read_text(encoding="utf-8")
+               for page in (PAGE, DOCS / "names-of-verl-and-openrlhf.md"))
 TABLE = re.compile(r"^\|(?!-|\s*trlX)(.+)\|$", re.MULTILINE)
 SECTIONS = sorted({key.split(".")[0] for key in schema_keys()})
 KEY = re.compile(rf"^(?:{'|'.join(SECTIONS)})(?:\.\w+)*(?==|$)")
 
 
 def ours() -> list[str]:
-    """Everything in code quotes in the third column of the tables."""
-    found = []
-    for row in TABLE.findall(PAGE.read_text(encoding="utf-8")):
+    """Everything in code quotes in the last column but one of the tables."""
+    names = []
+    for row in TABLE.findall(TEXT):
         cells = row.split("|")
-        assert len(cells) == 4, row
-        found += re.findall(r"`([^`]+)`", cells[2])
-    return found
+        assert len(cells) in (3, 4), row
+        names += re.findall(r"`([^`]+)`", cells[-2])
+    return names
 
 
 def test_the_tables_are_read():
@@ -60,12 +63,11 @@ def test_what_is_named_as_ours_exists(name):
 
 
 def test_every_name_that_is_recognised_is_on_the_page_and_stands_for_a_key():
-    page = PAGE.read_text(encoding="utf-8")
     table = shipped_table("other_names.yaml")
     assert table.keys() <= schema_keys().keys()
     names = {name for libraries in table.values() for library, many in libraries.items()
              for name in many.split() if library != "other"}
-    assert {name for name in names if f"`{name}`" not in page} == set()
+    assert {name for name in names if f"`{name}`" not in TEXT} == set()
 
 
 def test_what_differs_is_told_of_names_and_keys_that_there_are():
