@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from ppocli.models.fast.gemm import Product, product_of
-from ppocli.models.trunk import state_scale
-from ppocli.models.vocabulary import ABSENT, vocabulary_of
+from ppocli.models.kernels import Product, product_of
+from ppocli.models.trunk import ABSENT, state_scale, vocabulary_of
 
 
 @dataclass(frozen=True, slots=True)

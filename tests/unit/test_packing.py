@@ -10,7 +10,7 @@ from sessions import grads_of, prompt_and_response, rollout_of, session_of, smal
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
-from ppocli.models.fast.attention import takes_packed
+from ppocli.models.kernels import takes_packed
 from ppocli.models.layout import MULTIPLE, PACK_ABOVE, gathered, lay_out, packing_of_lengths, spread
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.outline import models_of
@@ -84,7 +84,7 @@ def test_longer_rows_than_plain_products_are_taken_for_are_packed_too(tmp_path, 
     save_lm(tmp_path / "lm", "llama", gain=2.0)
     with session_of(small_config(tmp_path)) as session, torch.no_grad():
         short = session.policy(packed(), temperature=1.0)
-        monkeypatch.setattr("ppocli.models.fast.attention.SHORT", {})
+        monkeypatch.setattr("ppocli.models.kernels.SHORT", {})
         found = session.policy(packed(), temperature=1.0)
         assert not torch.equal(found.logprobs, short.logprobs), "another kernel"
         torch.testing.assert_close(found.logprobs, short.logprobs, rtol=1e-4, atol=1e-5)
