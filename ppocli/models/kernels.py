@@ -46,21 +46,24 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     Returns:
         [B, T, H, D], and no weights.
     """
-    packing, attention_mask = layout.meant_by(attention_mask)
+    packing = getattr(attention_mask, layout.PACKING, None)
+    if hasattr(attention_mask, layout.PACKING):
+        attention_mask = None
     plain = not dropout and not any(kwargs.get(name) is not None for name in _BEYOND)
     if packing is not None:
-        if plain and (found := _over_packed(query, key, value, packing, scaling)) is not None:
-            return found, None
-        query, key, value = (layout.spread(heads, packing) for heads in (query, key, value))
+        out = _over_packed(query, key, value, packing, scaling) if plain else None
+        if out is not None:
+            return out, None
+        query, key, value = (layout.to_grid(heads, packing) for heads in (query, key, value))
     if plain and _is_short(query, key, attention_mask):
-        wanted = kwargs.get("is_causal")
-        causal = attention_mask is None and query.shape[2] > 1 and bool(
-            getattr(module, "is_causal", True) if wanted is None else wanted)
-        out = _by_products(query, key, value, attention_mask, scaling, causal)
+        if (causal := kwargs.get("is_causal")) is None:
+            causal = getattr(module, "is_causal", True)
+        out = _by_products(query, key, value, attention_mask, scaling,
+                           bool(causal) and attention_mask is None and query.shape[2] > 1)
     else:
         out = transformers_internals.sdpa_attention(module, query, key, value, attention_mask,
                                                     dropout=dropout, scaling=scaling, **kwargs)
-    return (out if packing is None else layout.gathered(out, packing)), None
+    return (out if packing is None else layout.to_pack(out, packing)), None
 
 
 def _over_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -74,9 +77,9 @@ def _over_packed(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
         return None
     heads = (one[0].transpose(0, 1).to(dtype) for one in (query, key, value))
     longest = max(packing.width, layout.MULTIPLE)
-    found: torch.Tensor = varlen(*heads, packing.ends, packing.ends, longest, longest,
-                                 scale=scaling, window_size=(-1, 0))
-    return found[None]
+    out: torch.Tensor = varlen(*heads, packing.ends, packing.ends, longest, longest,
+                               scale=scaling, window_size=(-1, 0))
+    return out[None]
 
 
 @cache
@@ -179,20 +182,20 @@ def takes_packed(lm: Any) -> bool:
         return False
     device = lm.get_input_embeddings().weight.device
     lengths, none = torch.tensor([3, 5, 2]), torch.zeros(3, 1, dtype=torch.bool)
-    there = torch.arange(5)[None, :] < lengths[:, None]
+    inside = torch.arange(5)[None, :] < lengths[:, None]
     samples = layout.Sequences(torch.arange(15).reshape(3, 5) % 11, 1 + lengths, none.long(), none)
     try:
         if not transformers_internals.caches_all_keys(lm):
             return False
         packed, plain = (layout.lay_out(samples, pack=pack).to(device) for pack in (True, False))
-        whole = trunk.trunk_states(lm, plain)[there.to(device)]
-        found = trunk.trunk_states(lm, packed)[0, :len(whole)]
+        expected = trunk.trunk_states(lm, plain)[inside.to(device)]
+        states = trunk.trunk_states(lm, packed)[0, :len(expected)]
     except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
         return False
-    if whole.shape != found.shape:
+    if expected.shape != states.shape:
         return False
-    off = (whole.float() - found.float()).abs().max() / whole.float().std().clamp(min=1e-6)
-    lm.ppocli_packs = bool(off < CLOSE.get(whole.dtype, 0.0))
+    off = (expected.float() - states.float()).abs().max() / expected.float().std().clamp(min=1e-6)
+    lm.ppocli_packs = bool(off < CLOSE.get(expected.dtype, 0.0))
     return lm.ppocli_packs
 
 
@@ -235,8 +238,9 @@ def _weight_gradient(grad: torch.Tensor, x: torch.Tensor, *, in_order: bool) -> 
     Args:
         in_order: whether the weight is stored as [N, K]; else transposed.
     """
-    own, other = (grad, x) if in_order else (x, grad)
-    first = own if own.numel() <= other.numel() + grad.shape[1] * x.shape[1] else other
+    in_place, other = (grad, x) if in_order else (x, grad)
+    first = (in_place if in_place.numel() <= other.numel() + grad.shape[1] * x.shape[1]
+             else other)
     return onednn.product(grad.t(), x.t()) if first is grad else onednn.product(x.t(), grad.t()).t()
 
 
@@ -325,20 +329,21 @@ def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def packed_size(module: nn.Module, dtype: torch.dtype) -> int:
     """Bytes of the copy that :func:`packed_weights` makes of a module once its linear layers are
     routed; the weights may be on any device."""
-    return _size(_packable(module, dtype, (nn.Linear, conv1d())), dtype)
+    return _packable(module, dtype, (nn.Linear, conv1d()))[1]
 
 
-def _packable(module: nn.Module, dtype: torch.dtype, kinds: tuple[type, ...] = ()) -> list[Any]:
-    """Layers of these very types, or routed ones, that compute in ``dtype``: weights in fewer bits
-    do so only where autocast is on."""
-    parts: list[Any] = [part for part in module.modules()
-                        if type(part) in kinds or isinstance(part, _Routed)]
-    return [part for part in parts if part.weight.dtype in (torch.float32, dtype)]
-
-
-def _size(layers: list[Any], dtype: torch.dtype) -> int:
-    size = sum(layer.weight.numel() * dtype.itemsize for layer in layers)
-    return size if size <= PACKED_BYTES else 0
+def _packable(module: nn.Module, dtype: torch.dtype, kinds: tuple[type, ...] = ()
+              ) -> tuple[list[Any], int]:
+    """Layers of these very types, or routed ones, that compute in ``dtype``, and the bytes of their
+    weights in it; none where that is too much. Weights in fewer bits compute in ``dtype`` only
+    where autocast is on."""
+    layers: list[Any] = []
+    for part in module.modules():
+        if (type(part) in kinds or isinstance(part, _Routed)) and (
+                part.weight.dtype in (torch.float32, dtype)):
+            layers.append(part)
+    size = sum(layer.weight.numel() for layer in layers) * dtype.itemsize
+    return (layers, size) if size <= PACKED_BYTES else ([], 0)
 
 
 @contextmanager
@@ -350,8 +355,8 @@ def packed_weights(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     Args:
         dtype: that is computed in.
     """
-    layers = [part for part in _packable(module, dtype) if part.weight.device.type == "cpu"]
-    layers = layers if _size(layers, dtype) else []
+    layers, _ = _packable(module, dtype)
+    layers = [layer for layer in layers if layer.weight.device.type == "cpu"]
     try:
         for layer in layers:
             # in one expression: a name would hold the last layer's, the largest, meanwhile

@@ -30,9 +30,10 @@ def decoder_start(lm: Any) -> int | None:
     such token is named."""
     if not has_encoder(lm):
         return None
-    own = lm.generation_config
-    named = (own.decoder_start_token_id, getattr(lm.config, "decoder_start_token_id", None),
-             own.bos_token_id, lm.config.pad_token_id)
+    generation = lm.generation_config
+    named = (generation.decoder_start_token_id,
+             getattr(lm.config, "decoder_start_token_id", None),
+             generation.bos_token_id, lm.config.pad_token_id)
     return next((token for token in named if token is not None), None)
 
 
@@ -108,14 +109,14 @@ class VirtualTokens(nn.Module):
 
     def in_front(self, embeddings: torch.Tensor) -> torch.Tensor:
         """[b, T, D] embeddings of words, with the virtual ones before them: [b, count + T, D]."""
-        own = peft_internals.prompt(self._peft_model, self.prompt_encoder, len(embeddings))
-        return torch.cat([own.to(embeddings.dtype), embeddings], dim=1)
+        virtual = peft_internals.prompt(self._peft_model, self.prompt_encoder, len(embeddings))
+        return torch.cat([virtual.to(embeddings.dtype), embeddings], dim=1)
 
 
 def virtual_tokens(lm: Any) -> VirtualTokens | None:
     """The virtual tokens of a causal LM that are switched on; None without any."""
-    found = getattr(lm, "virtual_tokens", None)
-    return found if found is not None and found.enabled else None
+    virtual = getattr(lm, "virtual_tokens", None)
+    return virtual if virtual is not None and virtual.enabled else None
 
 
 def num_virtual_tokens(lm: Any) -> int:
@@ -132,13 +133,14 @@ def trunk_states(lm: Any, batch: SequenceBatch) -> torch.Tensor:
     if virtual is None:
         packed: dict[str, Any] = {}
         if batch.packing is not None:
-            packed = {"position_ids": batch.positions, "attention_mask": batch.packing.mask()}
+            packed = {"position_ids": batch.positions,
+                      "attention_mask": placeholder_mask(tokens.device, batch.packing)}
         elif tokens.device.type != "cpu" and getattr(lm, "ppocli_packs", False):
             packed = {"attention_mask": placeholder_mask(tokens.device)}
         return lm.base_model(input_ids=tokens, use_cache=False, **packed).last_hidden_state
     if virtual.in_cache:
-        known = {cache_name(lm.base_model): virtual.cache(len(tokens))}
-        return lm.base_model(input_ids=tokens, use_cache=True, **known).last_hidden_state
+        prefix = {cache_name(lm.base_model): virtual.cache(len(tokens))}
+        return lm.base_model(input_ids=tokens, use_cache=True, **prefix).last_hidden_state
     embeddings = virtual.in_front(lm.get_input_embeddings()(tokens))
     states = lm.base_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
     return states[:, virtual.count:]
@@ -190,11 +192,6 @@ class Vocabulary:
             if ids else ())
 
     @property
-    def spare(self) -> int:
-        """Rows behind the last id with a token."""
-        return self.rows - self.size
-
-    @property
     def absent(self) -> list[int]:
         """All ids without a token."""
         return [*self.gaps, *range(self.size, self.rows)]
@@ -229,8 +226,8 @@ def output_rows(lm: Any) -> int:
 
 def vocabulary_of(lm: Any) -> Vocabulary:
     """The ids that a model may sample; all, where :func:`set_vocabulary` hasn't been called."""
-    rows = output_rows(lm)
-    return getattr(lm, "ppocli_vocabulary", None) or Vocabulary(rows, rows)
+    vocabulary: Vocabulary | None = getattr(lm, "ppocli_vocabulary", None)
+    return vocabulary or Vocabulary(rows := output_rows(lm), rows)
 
 
 def set_vocabulary(lm: Any, vocabulary: Vocabulary) -> None:
