@@ -23,11 +23,10 @@ def ours(job: dict[str, Any], prompts: list[list[int]]) -> Callable[[], int]:
     from ppocli.config.schema import HardwareConfig, ModelConfig
     from ppocli.distributed.host_memory import settle_freed_memory
     from ppocli.distributed.onednn import choose_gemm
-    from ppocli.models.fast.gemm import packed_weights, route_linears
+    from ppocli.models.kernels import packed_weights, route_linears
     from ppocli.sampling.decode_state import Decoder
     from ppocli.sampling.decoding import decode, load_decodable
-    from ppocli.sampling.noise import uniform
-    from ppocli.sampling.token_choice import SamplingSpec
+    from ppocli.sampling.token_choice import SamplingSpec, uniform
 
     settle_freed_memory(sharded=False)
     torch.set_num_threads(THREADS)

@@ -22,7 +22,7 @@ from ppocli.errors import RewardError
 from ppocli.rewards import guard
 from ppocli.runs.daemon import awaited, in_daemon, in_loop, leave_loop
 from ppocli.runs.episode import Step
-from ppocli.sampling.noise import ROLLOUT, USER
+from ppocli.sampling.token_choice import ROLLOUT, USER
 
 
 @dataclass(frozen=True, slots=True)

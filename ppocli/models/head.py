@@ -7,19 +7,16 @@ and turned into their gradient in place; those of more are computed again.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from ppocli.models.fast.gemm import Product, product_of
-from ppocli.models.trunk import state_scale
-from ppocli.models.vocabulary import ABSENT, vocabulary_of
+from ppocli.models.kernels import Product, product_of
+from ppocli.models.trunk import ABSENT, state_scale, vocabulary_of
 
 
-@dataclass(frozen=True, slots=True)
-class LogitMap:
+class LogitMap(NamedTuple):
     """What a model makes of its output embedding's products: it scales them, or bounds them."""
 
     scale: float = 1.0
@@ -30,8 +27,8 @@ class LogitMap:
     @staticmethod
     def of(lm: Any) -> LogitMap:
         """Of a language model, as its configuration says."""
-        config, own = lm.config, getattr(lm, "logit_scale", None)
-        scale = state_scale(lm) * (own if isinstance(own, float) else 1.0)
+        config, logit_scale = lm.config, getattr(lm, "logit_scale", None)
+        scale = state_scale(lm) * (logit_scale if isinstance(logit_scale, float) else 1.0)
         scale *= getattr(config, "lm_head_multiplier", 1.0) / getattr(config, "logits_scaling", 1.0)
         text = config.get_text_config(decoder=True)
         cap = getattr(text, "final_logit_softcapping", None)
@@ -41,18 +38,6 @@ class LogitMap:
         """The model's logits."""
         out = products if self.scale == 1.0 else products * self.scale
         return out if self.cap is None else (out.float() / self.cap).tanh_().mul_(self.cap)
-
-    def tempered(self, products: torch.Tensor, temperature: float) -> torch.Tensor:
-        """Logits / temperature, in the place of fp32 products."""
-        if self.cap is not None:
-            return products.mul_(self.scale / self.cap).tanh_().mul_(self.cap / temperature)
-        divisor = temperature / self.scale
-        return products if divisor == 1.0 else products.div_(divisor)
-
-    def slope(self, tempered: torch.Tensor, temperature: float) -> torch.Tensor | None:
-        """d logits / d products at these logits / temperature, but for the scale; None where that
-        is 1 everywhere."""
-        return None if self.cap is None else 1.0 - (tempered * (temperature / self.cap)).square_()
 
 
 class HeadWeights(NamedTuple):
@@ -75,14 +60,11 @@ class HeadWeights(NamedTuple):
         Args:
             all_rows: also count those that stand for no token.
         """
-        layer = lm.get_output_embeddings()
-        head = HeadWeights(layer.weight, getattr(layer, "bias", None), LogitMap.of(lm),
-                           product_of(layer))
-        if all_rows:
-            return head
-        vocabulary = vocabulary_of(lm)
-        return head._replace(spare=vocabulary.spare,
-                             gaps=vocabulary.gaps_on(layer.weight.device))
+        layer, vocabulary = lm.get_output_embeddings(), vocabulary_of(lm)
+        return HeadWeights(
+            layer.weight, getattr(layer, "bias", None), LogitMap.of(lm), product_of(layer),
+            0 if all_rows else vocabulary.rows - vocabulary.size,
+            None if all_rows else vocabulary.gaps_on(layer.weight.device))
 
     def as_now(self) -> HeadWeights:
         """The same without gradients; stays when the layer's own tensors are swapped."""
@@ -140,7 +122,11 @@ KEPT_BYTES = 256 * 2**20
 
 def _logits(head: HeadWeights, hidden: torch.Tensor, temperature: float) -> torch.Tensor:
     """[n, V] fp32 logits / temperature, a tensor of its own."""
-    logits = head.logit_map.tempered(head.products(hidden).float(), temperature)
+    logits, (scale, cap) = head.products(hidden).float(), head.logit_map
+    if cap is not None:
+        logits.mul_(scale / cap).tanh_().mul_(cap / temperature)
+    elif (divisor := temperature / scale) != 1.0:
+        logits.div_(divisor)
     return logits if head.gaps is None else logits.index_fill_(
         1, head.gaps.to(logits.device), ABSENT)
 
@@ -187,8 +173,8 @@ class _TokenLogprob(torch.autograd.Function):
                     entropies[part] = _entropy(logits, lses[part])
                 if other is not None:
                     log_p = logits - lses[part, None]
-                    apart = log_p - _log_q(other, part, temperature)
-                    kls[part] = apart.mul_(log_p.exp_()).sum(-1)
+                    log_ratio = log_p - _log_q(other, part, temperature)
+                    kls[part] = log_ratio.mul_(log_p.exp_()).sum(-1)
                 if keep:
                     kept.append(logits)
         ctx.save_for_backward(hidden, weight, bias, targets, lses, entropies, kls)
@@ -204,31 +190,43 @@ class _TokenLogprob(torch.autograd.Function):
         h, head = hidden.to(ctx.dtype), ctx.head._replace(weight=weight, bias=bias).to(ctx.dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = None
-        grad_bias = torch.zeros_like(bias) if need_bias else None
-        kept = iter(ctx.kept)
+        grad_weight = grad_bias = None
+        if need_weight and not len(targets):
+            grad_weight = torch.zeros_like(weight)
+        if need_bias:
+            grad_bias = torch.zeros_like(bias)
+        kept, (scale, cap) = iter(ctx.kept), head.logit_map
         ctx.kept = None
         for part in _chunks(len(targets), weight):
             if (logits := next(kept, None)) is None:
                 logits = _logits(head, h[part], ctx.temperature)
-            slope = head.logit_map.slope(logits, ctx.temperature)
-            apart = ctx.other and _log_q(ctx.other, part, ctx.temperature)
+            # d logits / d products, but for the scale, where a cap makes it other than 1
+            slope = None if cap is None else 1.0 - (logits * (ctx.temperature / cap)).square_()
+            log_q = ctx.other and _log_q(ctx.other, part, ctx.temperature)
             grad = _logit_gradient(
                 logits, lses[part], targets[part], grad_logprob[part],
                 (entropies[part], grad_entropy[part]) if ctx.want_entropy or ctx.other else None,
-                ctx.other and (apart, kls[part], grad_kl[part]))
-            del logits, apart
-            divisor = ctx.temperature / head.logit_map.scale
-            grad = grad.div_(divisor) if divisor != 1.0 else grad
-            grad = _filled(grad if slope is None else grad.mul_(slope), ctx.dtype, head.spare)
+                ctx.other and (log_q, kls[part], grad_kl[part]))
+            del logits, log_q
+            if (divisor := ctx.temperature / scale) != 1.0:
+                grad.div_(divisor)
+            if slope is not None:
+                grad.mul_(slope)
+            if head.spare:  # columns of zeros
+                count, logit_grad = grad.shape[1], grad
+                grad = grad.new_empty(len(grad), count + head.spare, dtype=ctx.dtype)
+                grad[:, :count], grad[:, count:] = logit_grad, 0
+                del logit_grad
+            grad = grad.to(ctx.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = head.product(grad, head.weight.t())
             if need_weight:
-                grad_weight = _added(grad_weight, head.product(grad.t(), h[part].t()), weight)
+                more = head.product(grad.t(), h[part].t())[:len(weight)]
+                grad_weight = (more.to(weight.dtype) if grad_weight is None
+                               else grad_weight.add_(more))
+                del more  # as large as the weight, and gone before the next one comes
             if grad_bias is not None:
                 grad_bias += grad[:, :len(bias)].sum(0).to(bias.dtype)
-        if need_weight and grad_weight is None:
-            grad_weight = torch.zeros_like(weight)
         return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
 
 
@@ -237,24 +235,6 @@ def _chunks(count: int, weight: torch.Tensor) -> Iterator[slice]:
     rows = max(most // (4 * weight.shape[0]), 1)
     for start in range(0, count, rows):
         yield slice(start, start + rows)
-
-
-def _filled(grad: torch.Tensor, dtype: torch.dtype, spare: int) -> torch.Tensor:
-    """[n, V] in another type, with columns of zeros behind: [n, V + spare]."""
-    if not spare:
-        return grad.to(dtype)
-    count = grad.shape[1]
-    out = grad.new_empty(len(grad), count + spare, dtype=dtype)
-    out[:, :count], out[:, count:] = grad, 0
-    return out
-
-
-def _added(total: torch.Tensor | None, more: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """``total`` of the weight's gradient in its place; in a function of its own, since ``more`` is
-    as large and should be gone before the next one comes."""
-    if len(more) > len(weight):
-        more = more[:len(weight)]
-    return more.to(weight.dtype) if total is None else total.add_(more)
 
 
 def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tensor,
@@ -275,10 +255,11 @@ def _logit_gradient(logits: torch.Tensor, lse: torch.Tensor, targets: torch.Tens
     if entropy is None:
         grad = log_p.exp_().mul_(-grad_logprob[:, None])
     else:
-        found, grad_entropy = entropy
+        entropies, grad_entropy = entropy
         p = log_p.exp()
         pull = kl and kl[0].neg_().add_(log_p).sub_(kl[1][:, None]).mul_(kl[2][:, None])
-        grad = log_p.add_(found[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprob[:, None])
+        grad = log_p.add_(entropies[:, None]).mul_(-grad_entropy[:, None]).sub_(
+            grad_logprob[:, None])
         grad = (grad if pull is None else grad.add_(pull)).mul_(p)
     return grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
 

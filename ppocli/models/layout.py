@@ -10,9 +10,9 @@ the decoder reads its start token and the response.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,8 @@ grid for the attention and back is not worth less"""
 MULTIPLE = 16
 """packed rows are filled up to a multiple of so many tokens: libraries prepare themselves for every
 new shape of a matrix, and keep what they prepared"""
-_NAME = "ppocli_packing"
+PACKING = "ppocli_packing"
+"""attribute of :func:`placeholder_mask`"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,54 +112,27 @@ class Sequences:
                          response_mask)
 
 
-def _placed(record: Any, device: torch.device) -> Iterator[Any]:
-    """The fields of a record, its tensors and those of records in it on ``device``."""
-    for value in (getattr(record, f.name) for f in fields(record)):
-        yield (to_device(value, device) if isinstance(value, torch.Tensor) else
-               type(value)(*_placed(value, device)) if isinstance(value, Packing | Move) else value)
-
-
 def padded(rows: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """[b, T] of b lists or arrays, filled up with zeros on the right to the longest."""
     return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(row).to(dtype) for row in rows], True)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """Which row each of m new ones is, and which of these are of zeros."""
-
-    index: torch.Tensor
-    """[m] int64"""
-    empty: torch.Tensor
-    """[k] int64, places among the m for which ``index`` means nothing"""
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """[m, D] of [n, D]."""
-        return rows.index_select(0, self.index).index_fill_(0, self.empty, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Packing:
+class Packing(NamedTuple):
     """Where the N tokens of b packed rows, and a few to fill up, lie in a grid [b, W], rows padded
     on the right."""
 
     rows: int
     width: int
-    to_grid: Move
-    """[b * W] of N"""
-    to_pack: Move
-    """[N] of b * W"""
+    to_grid: torch.Tensor
+    """[b * W] int64 place among the N of each place in the grid"""
+    grid_padding: torch.Tensor
+    """[k] int64 places in the grid without a token"""
+    to_pack: torch.Tensor
+    """[N] int64 place in the grid of each token"""
+    pack_padding: torch.Tensor
+    """[j] int64 places among the N that fill up"""
     ends: torch.Tensor
     """[b + 2] int32: 0, the end of each row among the N, and N"""
-
-    def packed(self, values: torch.Tensor) -> torch.Tensor:
-        """[1, N] of one value for each token of the rows, one row after the other; zeros fill up.
-        """
-        return torch.nn.functional.pad(values, (0, len(self.to_pack.index) - len(values)))[None]
-
-    def mask(self) -> torch.Tensor:
-        """What a model is handed as ``attention_mask``; it means nothing but this packing."""
-        return placeholder_mask(self.ends.device, self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +159,15 @@ class SequenceBatch:
 
     def to(self, device: torch.device) -> SequenceBatch:
         """The same batch on ``device``."""
-        return SequenceBatch(*_placed(self, device))
+        if self.tokens.device == device:
+            return self
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
+        if self.packing is not None:
+            values["packing"] = Packing(*self.packing[:2], *(
+                to_device(index, device) for index in self.packing[2:]))
+        return SequenceBatch(**{name: to_device(value, device)
+                                if isinstance(value, torch.Tensor) else value
+                                for name, value in values.items()})
 
 
 def right_padded(tokens: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,9 +200,11 @@ def lay_out(samples: Sequences, *, pack: bool = False) -> SequenceBatch:
         encoder = samples.encoder_tokens[:, :read], samples.encoder_mask[:, :read].long()
     elif pack and 1.0 - int(lengths.sum()) / inside.numel() > PACK_ABOVE:
         starts, packing = lengths.cumsum(0) - lengths, packing_of_lengths(lengths)
+        fill = (0, len(packing.pack_padding))
         return SequenceBatch(
-            packing.packed(tokens[inside]), starts[row] + before, targets,
-            positions=packing.packed(places.expand(len(tokens), -1)[inside]), packing=packing)
+            torch.nn.functional.pad(tokens[inside], fill)[None], starts[row] + before, targets,
+            positions=torch.nn.functional.pad(places.expand(len(tokens), -1)[inside], fill)[None],
+            packing=packing)
     return SequenceBatch(tokens.masked_fill(~inside, 0), row * width + before, targets, *encoder)
 
 
@@ -238,52 +222,48 @@ def packing_of_lengths(lengths: torch.Tensor) -> Packing:
     places = inside.nonzero().squeeze(-1)
     count = len(places)
     total = count + -count % MULTIPLE
-    to_grid = Move(inside.cumsum(0) - 1, (~inside).nonzero().squeeze(-1))
-    to_pack = Move(torch.nn.functional.pad(places, (0, total - count)), torch.arange(count, total))
     ends = torch.tensor([0, *lengths.cumsum(0).tolist(), total], dtype=torch.int32)
-    return Packing(rows, width, to_grid, to_pack, ends)
+    return Packing(rows, width, inside.cumsum(0) - 1, (~inside).nonzero().squeeze(-1),
+                   torch.nn.functional.pad(places, (0, total - count)), torch.arange(count, total),
+                   ends)
 
 
 def placeholder_mask(device: torch.device, packing: Packing | None = None) -> torch.Tensor:
     """What a model is handed as ``attention_mask`` in place of one: for a packing, or for none at
     all. Without any, transformers asks the device in every pass whether rows are packed."""
     mask = torch.zeros(1, 1, 1, 1, dtype=torch.bool, device=device)
-    setattr(mask, _NAME, packing)
+    setattr(mask, PACKING, packing)
     return mask
 
 
-def meant_by(mask: Any) -> tuple[Packing | None, Any]:
-    """The packing that an attention mask stands for, and the mask unless it stands for something.
+class _MoveRows(torch.autograd.Function):
+    """[n, D] rows to [m, D]: row ``index[i]`` becomes row i, rows ``padding`` become zeros. ``back``
+    and ``back_padding`` are the opposite move, so that the gradient is gathered too, not scattered.
     """
-    return getattr(mask, _NAME, None), None if hasattr(mask, _NAME) else mask
-
-
-class _Moved(torch.autograd.Function):
-    """[n, D] rows by a move to [m, D]; ``back`` is the opposite move, so that the gradient is
-    gathered too and not scattered."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, move: Move, back: Move) -> torch.Tensor:
-        ctx.moves = move, back
-        return move(rows)
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, padding: torch.Tensor,
+                back: torch.Tensor, back_padding: torch.Tensor) -> torch.Tensor:
+        ctx.move_back = back, back_padding, index, padding
+        return rows.index_select(0, index).index_fill_(0, padding, 0)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        move, back = ctx.moves
-        return _Moved.apply(grads[0], back, move), None, None
+        return _MoveRows.apply(grads[0], *ctx.move_back), None, None, None, None
 
 
-def spread(heads: torch.Tensor, packing: Packing) -> torch.Tensor:
+def to_grid(heads: torch.Tensor, packing: Packing) -> torch.Tensor:
     """[1, H, N, D] of packed tokens to [b, H, W, D], zeros where there is no token."""
     _, count, _, depth = heads.shape
     flat = heads[0].transpose(0, 1).reshape(-1, count * depth)
-    grid: torch.Tensor = _Moved.apply(flat, packing.to_grid, packing.to_pack)
+    grid: torch.Tensor = _MoveRows.apply(flat, *packing[2:6])
     return grid.view(packing.rows, packing.width, count, depth).transpose(1, 2)
 
 
-def gathered(heads: torch.Tensor, packing: Packing) -> torch.Tensor:
+def to_pack(heads: torch.Tensor, packing: Packing) -> torch.Tensor:
     """[b, W, H, D] back to [1, N, H, D] of packed tokens."""
     _, _, count, depth = heads.shape
     flat = heads.reshape(-1, count * depth)
-    out: torch.Tensor = _Moved.apply(flat, packing.to_pack, packing.to_grid)
+    out: torch.Tensor = _MoveRows.apply(flat, packing.to_pack, packing.pack_padding,
+                                        packing.to_grid, packing.grid_padding)
     return out.view(1, -1, count, depth)

@@ -31,10 +31,10 @@ from ppocli.config import algorithm, sampling, schema, tasks
 from ppocli.config.deepspeed import deepspeed_config
 from ppocli.distributed.onednn import TORCH, choose_gemm, probe
 from ppocli.errors import PpocliError
-from ppocli.models.fast.gemm import packed_size
 from ppocli.models.head import CHUNK_BYTES as CHUNK
 from ppocli.models.head import DEVICE_CHUNK_BYTES as DEVICE_CHUNK
 from ppocli.models.head import KEPT_BYTES
+from ppocli.models.kernels import packed_size
 from ppocli.models.loading.language_model import DTYPES, frozen_dtype
 from ppocli.models.loading.model_config import reference_kind
 from ppocli.models.outline import CLASSIFIER, Models, outline

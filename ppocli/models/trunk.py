@@ -1,12 +1,16 @@
-"""What there is to know of a language model: its kind, how it is decoded, the virtual tokens before
-its prompts, and the pass of its trunk over samples that are laid out for it."""
+"""Facts about a language model: its kind, how it is decoded, the virtual tokens before its prompts,
+which rows of its output embedding stand for tokens; and its trunk's pass over samples."""
 
+from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
+from ppocli.distributed.backend import to_device
+from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.models.layout import SequenceBatch, placeholder_mask
 from ppocli.models.loading import peft_internals
 from ppocli.models.transformers_internals import cache_name
@@ -26,9 +30,10 @@ def decoder_start(lm: Any) -> int | None:
     such token is named."""
     if not has_encoder(lm):
         return None
-    own = lm.generation_config
-    named = (own.decoder_start_token_id, getattr(lm.config, "decoder_start_token_id", None),
-             own.bos_token_id, lm.config.pad_token_id)
+    generation = lm.generation_config
+    named = (generation.decoder_start_token_id,
+             getattr(lm.config, "decoder_start_token_id", None),
+             generation.bos_token_id, lm.config.pad_token_id)
     return next((token for token in named if token is not None), None)
 
 
@@ -104,14 +109,14 @@ class VirtualTokens(nn.Module):
 
     def in_front(self, embeddings: torch.Tensor) -> torch.Tensor:
         """[b, T, D] embeddings of words, with the virtual ones before them: [b, count + T, D]."""
-        own = peft_internals.prompt(self._peft_model, self.prompt_encoder, len(embeddings))
-        return torch.cat([own.to(embeddings.dtype), embeddings], dim=1)
+        virtual = peft_internals.prompt(self._peft_model, self.prompt_encoder, len(embeddings))
+        return torch.cat([virtual.to(embeddings.dtype), embeddings], dim=1)
 
 
 def virtual_tokens(lm: Any) -> VirtualTokens | None:
     """The virtual tokens of a causal LM that are switched on; None without any."""
-    found = getattr(lm, "virtual_tokens", None)
-    return found if found is not None and found.enabled else None
+    virtual = getattr(lm, "virtual_tokens", None)
+    return virtual if virtual is not None and virtual.enabled else None
 
 
 def num_virtual_tokens(lm: Any) -> int:
@@ -128,13 +133,14 @@ def trunk_states(lm: Any, batch: SequenceBatch) -> torch.Tensor:
     if virtual is None:
         packed: dict[str, Any] = {}
         if batch.packing is not None:
-            packed = {"position_ids": batch.positions, "attention_mask": batch.packing.mask()}
+            packed = {"position_ids": batch.positions,
+                      "attention_mask": placeholder_mask(tokens.device, batch.packing)}
         elif tokens.device.type != "cpu" and getattr(lm, "ppocli_packs", False):
             packed = {"attention_mask": placeholder_mask(tokens.device)}
         return lm.base_model(input_ids=tokens, use_cache=False, **packed).last_hidden_state
     if virtual.in_cache:
-        known = {cache_name(lm.base_model): virtual.cache(len(tokens))}
-        return lm.base_model(input_ids=tokens, use_cache=True, **known).last_hidden_state
+        prefix = {cache_name(lm.base_model): virtual.cache(len(tokens))}
+        return lm.base_model(input_ids=tokens, use_cache=True, **prefix).last_hidden_state
     embeddings = virtual.in_front(lm.get_input_embeddings()(tokens))
     states = lm.base_model(inputs_embeds=embeddings, use_cache=False).last_hidden_state
     return states[:, virtual.count:]
@@ -151,3 +157,91 @@ def response_hidden(lm: Any, batch: SequenceBatch) -> torch.Tensor:
             input_ids=batch.tokens, encoder_hidden_states=encoded,
             encoder_attention_mask=batch.encoder_mask, use_cache=False).last_hidden_state
     return states.reshape(-1, states.shape[-1]).index_select(0, batch.predictors)
+
+
+# The vocabulary -----------------------------------------------------------------------------------
+#
+# Many models have more rows than their tokenizer has ids: Qwen2.5-7B 152064 for 151665, T5 32128
+# for 32100. The others decode to nothing. The policy is the distribution over the tokenizer's ids
+# alone, where it is sampled and where its probabilities are computed.
+
+ABSENT = -1e15
+"""the logit of an id without a token: its probability is 0 in fp32, and unlike with -inf no figure
+that is made of it becomes NaN"""
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The ids that a model may sample, out of the rows of its output embedding."""
+
+    rows: int
+    size: int
+    """the highest id with a token, and 1"""
+    gaps: tuple[int, ...] = ()
+    """lower ids without a token"""
+
+    @staticmethod
+    def of(tokenizer: Any, lm: Any) -> "Vocabulary":
+        """The tokenizer's ids in a language model."""
+        ids = set(tokenizer.get_vocab().values())
+        rows = output_rows(lm)
+        size = min(max(ids, default=rows - 1) + 1, rows)
+        special = set(tokenizer.all_special_ids)
+        return Vocabulary(rows, size, tuple(
+            i for i in sorted(set(range(size)) - ids - special) if not _has_token(tokenizer, i))
+            if ids else ())
+
+    @property
+    def absent(self) -> list[int]:
+        """All ids without a token."""
+        return [*self.gaps, *range(self.size, self.rows)]
+
+    @cached_property
+    def _gaps(self) -> torch.Tensor:
+        return torch.tensor(self.gaps, dtype=torch.long)
+
+    def gaps_on(self, device: torch.device) -> torch.Tensor | None:
+        """[n] the gaps on a device; None without any."""
+        return to_device(self._gaps, device) if self.gaps else None
+
+    def lacks(self, ids: torch.Tensor) -> torch.Tensor:
+        """Which ids on the CPU have no token: bool, of the same shape."""
+        out = (ids < 0) | (ids >= self.size)
+        return out | torch.isin(ids, self._gaps) if self.gaps else out
+
+    def cut(self, logits: torch.Tensor, gaps: torch.Tensor | None) -> torch.Tensor:
+        """Logits [..., size] of [..., rows]: without the spare rows, the gaps at ``ABSENT``.
+
+        Args:
+            gaps: of :meth:`gaps_on`, where the logits are.
+        """
+        logits = logits[..., :self.size]
+        return logits if gaps is None else logits.float().index_fill(-1, gaps, ABSENT)
+
+
+def output_rows(lm: Any) -> int:
+    """Rows of a language model's output embedding, on all ranks together."""
+    return whole_shape(lm.get_output_embeddings().weight)[0]
+
+
+def vocabulary_of(lm: Any) -> Vocabulary:
+    """The ids that a model may sample; all, where :func:`set_vocabulary` hasn't been called."""
+    vocabulary: Vocabulary | None = getattr(lm, "ppocli_vocabulary", None)
+    return vocabulary or Vocabulary(rows := output_rows(lm), rows)
+
+
+def set_vocabulary(lm: Any, vocabulary: Vocabulary) -> None:
+    """Make a model sample and score these ids alone from now on, as far as it has rows for them."""
+    rows = output_rows(lm)
+    lm.ppocli_vocabulary = Vocabulary(rows, min(vocabulary.size, rows),
+                                      tuple(i for i in vocabulary.gaps if i < rows))
+
+
+def _has_token(tokenizer: Any, token_id: int) -> bool:
+    """Whether an id that ``get_vocab`` leaves out has a token after all: of several ids with the
+    same token, such as fairseq's fillers, some tokenizers list one."""
+    try:
+        token = tokenizer.convert_ids_to_tokens(token_id)
+    except Exception:  # the tokenizer's own code, asked for an id that it lacks
+        return False
+    return token not in (None, "", tokenizer.unk_token)

@@ -17,15 +17,14 @@ from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.errors import ConfigError
 from ppocli.models import layout
 from ppocli.models.loading.model_config import max_positions
-from ppocli.models.trunk import has_encoder
-from ppocli.models.vocabulary import vocabulary_of
+from ppocli.models.trunk import has_encoder, vocabulary_of
 from ppocli.ppo import rollout
 from ppocli.ppo.records import Rollout
 from ppocli.ppo.rollout import Chunk, measure_chunk, rollout_of, sample_reference
 from ppocli.ppo.session import Session, max_prompt_tokens
 from ppocli.rewards.reward_records import RewardRequest
-from ppocli.sampling.noise import ROLLOUT
 from ppocli.sampling.samples import Generation, Samples, single_turn
+from ppocli.sampling.token_choice import ROLLOUT
 from ppocli.training.build_models import sampling_specs
 from ppocli.training.task import StepContext
 

@@ -13,9 +13,8 @@ from ppocli.ppo.reward_calls import judge
 from ppocli.ppo.rollout import measure, response_texts, sample_policy, sample_reference
 from ppocli.ppo.session import EvalSession
 from ppocli.runs.episode import DONE
-from ppocli.sampling.noise import EVALUATION
 from ppocli.sampling.samples import Samples
-from ppocli.sampling.token_choice import SAMPLING_KEYS, SamplingSpec
+from ppocli.sampling.token_choice import EVALUATION, SAMPLING_KEYS, SamplingSpec
 from ppocli.training.task import Evaluation, StepContext
 
 

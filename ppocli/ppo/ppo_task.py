@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from ppocli.config import algorithm, schema, schema_training
 from ppocli.models.policy import CopyReference, follow
-from ppocli.models.sharded_models import ShardedCopy
+from ppocli.models.sharded_weights import ShardedCopy
 from ppocli.ppo import ptx, records, rollout_sources, step, step_metrics
 from ppocli.ppo.experience import after_step
 from ppocli.ppo.losses import PPOLoss

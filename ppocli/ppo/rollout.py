@@ -16,17 +16,16 @@ from ppocli.data.prompt_set import PromptBatch
 from ppocli.errors import ConfigError, DivergedError
 from ppocli.models import passes
 from ppocli.models.head import HeadWeights
-from ppocli.models.vocabulary import vocabulary_of
+from ppocli.models.trunk import vocabulary_of
 from ppocli.ppo.kl import kl_per_token
 from ppocli.ppo.records import Rollout
 from ppocli.ppo.session import EvalSession, Session
 from ppocli.rewards.reward_records import RewardScores
 from ppocli.runs import faults
 from ppocli.runs.episode import without_environments
-from ppocli.sampling.noise import ROLLOUT
 from ppocli.sampling.sampler import GenerationModel, sample_chunks
 from ppocli.sampling.samples import Samples, decode_responses
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.token_choice import ROLLOUT, SamplingSpec
 from ppocli.training.task import StepContext
 
 

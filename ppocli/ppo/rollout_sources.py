@@ -27,8 +27,8 @@ from ppocli.ppo.records import DynamicSamplingStats, Rollout
 from ppocli.ppo.rollout import sample_policy
 from ppocli.ppo.session import Session
 from ppocli.ppo.step import collect_rollout
-from ppocli.sampling.noise import ROLLOUT
 from ppocli.sampling.samples import Samples
+from ppocli.sampling.token_choice import ROLLOUT
 from ppocli.sampling.vllm.vllm_sampler import Begun, VllmSampler
 from ppocli.training.task import StepContext
 

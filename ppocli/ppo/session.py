@@ -16,8 +16,7 @@ from ppocli.distributed.backend import Backend
 from ppocli.distributed.oom_retry import PassRows
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError, InputError
-from ppocli.models import passes
-from ppocli.models.fast import attention
+from ppocli.models import kernels, passes
 from ppocli.models.loading import chat_template, language_model, load_adapters, model_config
 from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.models.policy import AdapterReference, Policy, Reference
@@ -307,12 +306,12 @@ def _take_packed(policy: Policy, reference: Reference | None) -> bool:
     """Whether all models take packed rows. All ranks call it in step."""
     models = [policy.lm, getattr(policy.value_trunk, "lm", None)]
     # each of them on every rank
-    takes = [attention.takes_packed(lm) for lm in models if lm is not None]
+    takes = [kernels.takes_packed(lm) for lm in models if lm is not None]
     all_take = all(takes)
     if reference is None:
         return all_take
     with reference.view(policy.lm) as view:
-        return attention.takes_packed(view) and all_take
+        return kernels.takes_packed(view) and all_take
 
 
 def build_session(cfg: TrainConfig, backend: Backend, objects: PythonObjects) -> Session:

@@ -11,7 +11,7 @@ import torch
 from ppocli.distributed.backend import to_device, to_host
 from ppocli.models import head, layer_stack, layout, transformers_internals, trunk
 from ppocli.models.layer_stack import SplitPoint
-from ppocli.models.vocabulary import vocabulary_of
+from ppocli.models.trunk import vocabulary_of
 from ppocli.sampling import samples, token_choice
 
 CONTEXT = 4

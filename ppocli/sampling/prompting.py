@@ -14,9 +14,8 @@ from ppocli.models.loading.model_config import max_positions
 from ppocli.models.trunk import has_encoder
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
-from ppocli.sampling.noise import USER, uniform
 from ppocli.sampling.samples import TokenRows, decode_responses
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.token_choice import USER, SamplingSpec, uniform
 from ppocli.sampling.vllm.vllm_sampler import VllmSampler, sampling_params
 
 BATCH = 64

@@ -19,7 +19,7 @@ from ppocli.distributed.ranks import is_out_of_memory
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError
 from ppocli.models import layer_stack, trunk
-from ppocli.models.fast.gemm import packed_weights
+from ppocli.models.kernels import packed_weights
 from ppocli.models.loading.language_model import DTYPES, LoadedLM
 from ppocli.models.policy import Policy
 from ppocli.models.sharded_weights import gathered_policy, head_parameters, held, is_sharded
@@ -29,9 +29,8 @@ from ppocli.sampling import token_graph
 from ppocli.sampling.conversation import Conversation, KeptKeys, decoded_turns
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
-from ppocli.sampling.noise import lengths, uniform
 from ppocli.sampling.samples import Samples, TokenRows, single_turn
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.token_choice import SamplingSpec, lengths, uniform
 
 T = TypeVar("T")
 
@@ -69,7 +68,7 @@ class Sampler(Protocol):
         prompts, as soon as a chunk is complete.
 
         Args:
-            stream: of :mod:`ppocli.sampling.noise`; with a prompt's number it decides random
+            stream: of :mod:`ppocli.sampling.token_choice`; with a prompt's number it decides random
             numbers.
             at_once: maximum number of samples generated together.
 
@@ -109,9 +108,8 @@ def records(cfg: schema.TrainConfig, device: torch.device) -> bool:
 
 class DecodeSampler:
     """Our own decode loop, or transformers' for models that our loop can't decode. Random numbers
-    come from :func:`ppocli.sampling.noise.uniform`, so that a sample doesn't depend on the chunk
-    size,
-    the number of ranks or the order in which rows end."""
+    come from :func:`ppocli.sampling.token_choice.uniform`, so that a sample doesn't depend on the
+    chunk size, the number of ranks or the order in which rows end."""
 
     repeatable = True
 

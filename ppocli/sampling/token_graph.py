@@ -20,7 +20,7 @@ import torch
 from ppocli.config.text import first_line
 from ppocli.distributed.ranks import is_out_of_memory
 from ppocli.models import transformers_internals
-from ppocli.models.fast.attention import takes_packed
+from ppocli.models.kernels import takes_packed
 from ppocli.sampling.decode_state import LiveRows, Stepped
 
 log = logging.getLogger("ppocli")

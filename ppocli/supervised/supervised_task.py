@@ -22,8 +22,7 @@ from ppocli.distributed.backend import to_device
 from ppocli.distributed.oom_retry import PassRows
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import PpocliError
-from ppocli.models import layout, trunk
-from ppocli.models.fast import attention
+from ppocli.models import kernels, layout, trunk
 from ppocli.models.loading import language_model, model_config
 from ppocli.runs import faults
 from ppocli.training import build_models, optimize, task, updates
@@ -146,7 +145,7 @@ class SupervisedTask(task.Task):
         self.trained = updates.prepare(self.backend, module, build_optimizer(module, self.settings),
                                        self.settings.max_grad_norm)
         self.packs = (self.cfg.data.packing and self.cfg.sft.neftune is None
-                      and attention.takes_packed(module.lm))
+                      and kernels.takes_packed(module.lm))
 
     @abstractmethod
     def measure(self, data: Any, rows: torch.Tensor) -> torch.Tensor:

@@ -22,14 +22,13 @@ from ppocli.environments.registry import code_files, resolve
 from ppocli.errors import ConfigError, InputError
 from ppocli.models import memory_check
 from ppocli.models import policy as policies
-from ppocli.models.fast.gemm import route_linears
+from ppocli.models.kernels import route_linears
 from ppocli.models.loading import model_config, reference_and_value
 from ppocli.models.loading.language_model import LoadedLM, empty_lm
 from ppocli.models.loading.tokenizer import stop_rules
 from ppocli.models.policy import AdapterReference, CopyReference, Reference, share_trunk
-from ppocli.models.sharded_models import load_in_parts, sharded_copy, share_sharded_trunk
-from ppocli.models.sharded_weights import gathered
-from ppocli.models.vocabulary import output_rows, set_vocabulary, vocabulary_of
+from ppocli.models.sharded_weights import gathered, load_in_parts, sharded_copy, share_sharded_trunk
+from ppocli.models.trunk import output_rows, set_vocabulary, vocabulary_of
 from ppocli.runs.checkpoints import saved_critic
 from ppocli.runs.model_files import VALUE_HEAD, VALUE_TRUNK, WITH_TEMPLATE, adapter_at, named_base
 from ppocli.sampling.decoding import load_decodable, load_policy

@@ -21,7 +21,7 @@ from sessions import (
 
 from ppocli.launch.child_process import Start
 from ppocli.launch.worker import run_worker
-from ppocli.models.fast import attention
+from ppocli.models import kernels
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
 from ppocli.runs.run_folder import write_config
@@ -136,10 +136,10 @@ def test_packed_rows_in_bf16_are_as_near_as_padded_ones(tmp_path, monkeypatch, k
     save_lm(tmp_path / "lm", kind, gain=2.0, **{"deepseek_v2": {
         "first_k_dense_replace": 2, "kv_lora_rank": 16, "q_lora_rank": None, "v_head_dim": 16,
         "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "num_key_value_heads": 2}}.get(kind, {}))
-    calls, kernel = [], attention._varlen(0)
+    calls, kernel = [], kernels._varlen(0)
     if kernel is None:
         pytest.skip("no kernel for packed rows in this torch")
-    monkeypatch.setattr(attention, "_varlen", lambda _: (
+    monkeypatch.setattr(kernels, "_varlen", lambda _: (
         lambda *args, **more: calls.append(args) or kernel(*args, **more)))
     torch.manual_seed(0)
     lengths = torch.tensor([9, 2, 14, 5])

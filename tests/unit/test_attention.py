@@ -16,8 +16,8 @@ from transformers.utils import logging
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
-from ppocli.models.fast import attention as ours
-from ppocli.models.fast.attention import takes_packed
+from ppocli.models import kernels as ours
+from ppocli.models.kernels import takes_packed
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.transformers_internals import ROOM, cache_name, give_room, room_of
 

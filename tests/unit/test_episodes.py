@@ -23,7 +23,7 @@ from sessions import (
 from test_ppo_advantages import naive_gae
 
 from ppocli.environments.env_calls import Calls
-from ppocli.models.fast.attention import use_kernels
+from ppocli.models.kernels import use_kernels
 from ppocli.models.trunk import Decoding
 from ppocli.ppo import advantages
 from ppocli.ppo.records import PPOState
@@ -33,8 +33,7 @@ from ppocli.ppo.step_metrics import episode_figures, rollout_samples
 from ppocli.runs.episode import Episode, Turn, turn_numbers
 from ppocli.sampling.conversation import KeptKeys, decoded_turns
 from ppocli.sampling.decode_state import Decoder
-from ppocli.sampling.noise import EVALUATION, ROLLOUT
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.token_choice import EVALUATION, ROLLOUT, SamplingSpec
 
 PLAYS = {"env__fn": "played:Words", "env__max_tokens": 40, "env__max_turns": 3,
          "generation__max_new_tokens": 5}

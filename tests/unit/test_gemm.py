@@ -18,7 +18,7 @@ from ppocli.config.schema import HardwareConfig
 from ppocli.distributed import onednn
 from ppocli.distributed.backend import open_backend
 from ppocli.errors import ConfigError
-from ppocli.models.fast import gemm
+from ppocli.models import kernels as gemm
 from ppocli.runs import environment
 
 pytestmark = pytest.mark.skipif(onednn.probe() is not None, reason="no oneDNN here")

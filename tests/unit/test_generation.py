@@ -18,9 +18,8 @@ from ppocli.ppo.ppo_task import PPOTask
 from ppocli.sampling import token_choice as sampling
 from ppocli.sampling.decode_state import Decoder
 from ppocli.sampling.decoding import decode
-from ppocli.sampling.noise import uniform
 from ppocli.sampling.samples import decode_responses
-from ppocli.sampling.token_choice import SamplingSpec, choose, inverse_transform
+from ppocli.sampling.token_choice import SamplingSpec, choose, inverse_transform, uniform
 from ppocli.sampling.transformers_generate import decode_by_transformers
 
 NO_STOPS = torch.tensor([], dtype=torch.long)

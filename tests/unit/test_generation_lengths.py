@@ -17,8 +17,7 @@ from ppocli.config.layers import Entry, merge_entries
 from ppocli.config.problems import find_problems
 from ppocli.config.schema import TrainConfig
 from ppocli.ppo.policy_evaluation import sampling_sweep
-from ppocli.sampling.noise import lengths
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.token_choice import SamplingSpec, lengths
 
 
 def test_drawn_lengths_are_even_and_belong_to_the_sample():

@@ -25,8 +25,7 @@ from ppocli.models.loading.language_model import load_lm
 from ppocli.models.policy import build_value_head
 from ppocli.models.trunk import Decoding, decoding_of, response_hidden, set_decoding
 from ppocli.sampling.decoding import load_decodable, load_judged, load_policy, try_decoding
-from ppocli.sampling.noise import uniform
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.token_choice import SamplingSpec, uniform
 
 pytestmark = pytest.mark.long
 

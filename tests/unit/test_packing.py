@@ -10,8 +10,8 @@ from sessions import grads_of, prompt_and_response, rollout_of, session_of, smal
 
 from ppocli.config.schema import ModelConfig
 from ppocli.errors import InputError
-from ppocli.models.fast.attention import takes_packed
-from ppocli.models.layout import MULTIPLE, PACK_ABOVE, gathered, lay_out, packing_of_lengths, spread
+from ppocli.models.kernels import takes_packed
+from ppocli.models.layout import MULTIPLE, PACK_ABOVE, lay_out, packing_of_lengths, to_grid, to_pack
 from ppocli.models.loading.language_model import load_lm
 from ppocli.models.outline import models_of
 from ppocli.sampling.decoding import load_policy
@@ -84,7 +84,7 @@ def test_longer_rows_than_plain_products_are_taken_for_are_packed_too(tmp_path, 
     save_lm(tmp_path / "lm", "llama", gain=2.0)
     with session_of(small_config(tmp_path)) as session, torch.no_grad():
         short = session.policy(packed(), temperature=1.0)
-        monkeypatch.setattr("ppocli.models.fast.attention.SHORT", {})
+        monkeypatch.setattr("ppocli.models.kernels.SHORT", {})
         found = session.policy(packed(), temperature=1.0)
         assert not torch.equal(found.logprobs, short.logprobs), "another kernel"
         torch.testing.assert_close(found.logprobs, short.logprobs, rtol=1e-4, atol=1e-5)
@@ -115,17 +115,17 @@ def test_rows_that_hardly_differ_are_padded():
 def test_one_token_and_a_full_multiple_are_packed():
     for lengths in ([1], [MULTIPLE], [1, 3 * MULTIPLE - 1], [2, 1, 7]):
         packing = packing_of_lengths(torch.tensor(lengths))
-        assert len(packing.to_pack.index) % MULTIPLE == 0
-        assert len(packing.to_pack.index) - sum(lengths) < MULTIPLE
-        heads = torch.randn(1, 2, len(packing.to_pack.index), 3)
-        grid = spread(heads, packing)
+        assert len(packing.to_pack) % MULTIPLE == 0
+        assert len(packing.to_pack) - sum(lengths) < MULTIPLE
+        heads = torch.randn(1, 2, len(packing.to_pack), 3)
+        grid = to_grid(heads, packing)
         assert grid.shape == (len(lengths), 2, max(lengths), 3)
         at = 0
         for row, count in zip(grid, lengths, strict=True):
             assert torch.equal(row[:, :count], heads[0, :, at:at + count])
             assert not row[:, count:].any()
             at += count
-        back = gathered(grid.transpose(1, 2), packing)[0]
+        back = to_pack(grid.transpose(1, 2), packing)[0]
         assert torch.equal(back[:at], heads[0].transpose(0, 1)[:at])
         assert not back[at:].any()
 
@@ -133,9 +133,9 @@ def test_one_token_and_a_full_multiple_are_packed():
 def test_gradients_of_moving_rows_are_exact():
     packing = packing_of_lengths(torch.tensor([2, 5, 1]))
     heads = torch.randn(1, 2, MULTIPLE, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: spread(x, packing) ** 2, (heads,))
+    assert torch.autograd.gradcheck(lambda x: to_grid(x, packing) ** 2, (heads,))
     grid = torch.randn(3, 5, 2, 3, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: gathered(x, packing) ** 2, (grid,))
+    assert torch.autograd.gradcheck(lambda x: to_pack(x, packing) ** 2, (grid,))
 
 
 # Which models take them ---------------------------------------------------------------------------
@@ -199,6 +199,6 @@ def test_a_batch_that_is_packed_moves_as_a_whole():
     states = torch.zeros(1, batch.tokens.shape[1], 8)
     moved = replace(batch, frozen_states=states).to(torch.device("meta"))
     tensors = [moved.tokens, moved.predictors, moved.targets, moved.positions, moved.frozen_states,
-               moved.packing.to_grid.index, moved.packing.to_pack.empty, moved.packing.mask()]
+               moved.packing.to_grid, moved.packing.pack_padding, moved.packing.ends]
     assert all(tensor.is_meta for tensor in tensors)
     assert (moved.packing.rows, moved.packing.width) == (batch.packing.rows, batch.packing.width)

@@ -9,7 +9,7 @@ import torch
 from ppocli.config.schema_training import SchedulerConfig
 from ppocli.ppo.kl import adapt_kl_coef, kl_per_token
 from ppocli.ppo.shaping import RunningMoments, masked_mean, moments_of, scale_scores, whiten
-from ppocli.sampling.noise import EVALUATION, ROLLOUT, uniform
+from ppocli.sampling.token_choice import EVALUATION, ROLLOUT, uniform
 from ppocli.training.updates import lr_factor
 
 # --- whitening -------------------------------------------------------------------------------

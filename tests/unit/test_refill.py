@@ -8,8 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from ppocli.models.policy import build_value_head
 from ppocli.models.transformers_internals import cache_name, caches_all_keys
-from ppocli.sampling.noise import uniform
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.token_choice import SamplingSpec, uniform
 
 COUNT, NEW = 23, 20
 SPEC = SamplingSpec(NEW, (1, 5, 9, 14, 20, 27, 33))

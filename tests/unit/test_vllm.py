@@ -29,8 +29,8 @@ from ppocli.config.schema import RolloutConfig
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import ConfigError, SamplerError
 from ppocli.models.loading.model_config import ModelFacts
-from ppocli.sampling.noise import ROLLOUT
 from ppocli.sampling.sampler import GenerationModel
+from ppocli.sampling.token_choice import ROLLOUT
 from ppocli.sampling.vllm.server import Answer, Dealing, Lost, Server
 from ppocli.sampling.vllm.server_process import server_command
 

@@ -24,7 +24,7 @@ from vllm_double import drawn, engine_of, one_server, ours
 
 from ppocli.errors import ConfigError, InputError, SamplerError
 from ppocli.models.loading.tokenizer import stop_rules
-from ppocli.models.vocabulary import Vocabulary, vocabulary_of
+from ppocli.models.trunk import Vocabulary, vocabulary_of
 from ppocli.ppo import caller_samples
 from ppocli.training.task import UpdateGroup
 

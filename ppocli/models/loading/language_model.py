@@ -18,12 +18,17 @@ from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.distributed.deepspeed_internals import whole_shape
 from ppocli.errors import CheckpointError, ConfigError, InputError
 from ppocli.models import transformers_internals
-from ppocli.models.fast.attention import use_kernels
 from ppocli.models.head import LogitMap
+from ppocli.models.kernels import use_kernels
 from ppocli.models.layout import SequenceBatch
 from ppocli.models.loading import load_adapters, model_config, peft_internals
-from ppocli.models.trunk import decoder_start, has_encoder, response_hidden
-from ppocli.models.vocabulary import Vocabulary, set_vocabulary
+from ppocli.models.trunk import (
+    Vocabulary,
+    decoder_start,
+    has_encoder,
+    response_hidden,
+    set_vocabulary,
+)
 from ppocli.runs import model_files
 
 log = logging.getLogger("ppocli")

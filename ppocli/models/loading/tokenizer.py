@@ -12,7 +12,7 @@ from ppocli.errors import ConfigError, InputError
 from ppocli.models.loading import model_config
 from ppocli.models.loading.chat_template import read_template, stop_clock, with_values
 from ppocli.models.loading.language_model import LoadedLM
-from ppocli.models.vocabulary import vocabulary_of
+from ppocli.models.trunk import vocabulary_of
 from ppocli.runs import model_files
 
 log = logging.getLogger("ppocli")

@@ -14,7 +14,7 @@ from typing import Any
 from ppocli.config.schema import RolloutConfig
 from ppocli.config.user_code import shorten
 from ppocli.errors import SamplerError
-from ppocli.models.vocabulary import Vocabulary
+from ppocli.models.trunk import Vocabulary
 from ppocli.rewards.http_client import Client, from_environment, retry_after
 
 log = logging.getLogger(__name__)

@@ -22,13 +22,12 @@ from ppocli.models.loading.language_model import DTYPES
 from ppocli.models.loading.load_adapters import tensors_digest
 from ppocli.models.loading.model_config import ModelFacts, max_positions
 from ppocli.models.policy import Policy
-from ppocli.models.vocabulary import vocabulary_of
+from ppocli.models.trunk import vocabulary_of
 from ppocli.runs.daemon import in_daemon
 from ppocli.sampling.conversation import Conversation
-from ppocli.sampling.noise import lengths, uniform
 from ppocli.sampling.sampler import DecodeSampler, GenerationModel, SamplerSetup, make_stop_check
 from ppocli.sampling.samples import Generation, Samples, TokenRows, single_turn
-from ppocli.sampling.token_choice import SamplingSpec
+from ppocli.sampling.token_choice import SamplingSpec, lengths, uniform
 from ppocli.sampling.vllm import server_process
 from ppocli.sampling.vllm.server import HOW_TO, Answer, Dealing, Lost, Server
 from ppocli.sampling.vllm.weights import WeightsFolder, tensors_of
