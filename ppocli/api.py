@@ -21,7 +21,7 @@ from ppocli.config.import_guard import join_working_directory
 from ppocli.config.text import Say
 from ppocli.data.sources import as_list
 from ppocli.distributed.stop import StopFlag, catch_signals
-from ppocli.errors import ConfigError, InputError, PpocliError
+from ppocli.errors import ConfigError, InputError
 from ppocli.evaluate.eval_request import SAMPLES, EvalRequest
 from ppocli.launch import launch, open_run_folder, target_config
 from ppocli.runs import trust as trust_of
@@ -226,10 +226,6 @@ def _run(task: tuple[str, ...], overrides: Sequence[str] | Mapping[str, Any],
             "generation.stop_sequences": list_of_texts(stop_sequences, "stop_sequences")}))
     caller = launch.Caller(objects=PythonObjects(**objects) if objects else None)
     outcome = launch.launch(compose.check(composed, handed_in), caller)
-    if outcome.exit_code != 0:
-        raise PpocliError(f"The run ended with exit code {outcome.exit_code}: "
-                          f"{(outcome.summary or {}).get('error') or 'see above'}",
-                          where=str(outcome.run_dir), exit_code=outcome.exit_code)
     return load_run(outcome.run_dir, trust=True)
 
 

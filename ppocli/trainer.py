@@ -47,7 +47,7 @@ class PPOTrainer:
                  ref_model: Any = None, tokenizer: Any = None, *, optimizer: Any = None,
                  lr_scheduler: Any = None, prompts: Sequence[Any] | None = None) -> None:
         from ppocli.data.sources import as_list
-        from ppocli.launch.launch import LoopScores, opened
+        from ppocli.launch.loop_run import LoopScores, open_loop_run
         from ppocli.ppo.ppo_task import PPOTask
         from ppocli.training.task import PythonObjects
 
@@ -57,7 +57,7 @@ class PPOTrainer:
                                 tokenizer=tokenizer,
                                 prompts=as_list(prompts, "prompts", "prompts"))
         with ExitStack() as stack:
-            self._run = stack.enter_context(opened(overrides, objects))
+            self._run = stack.enter_context(open_loop_run(overrides, objects))
             assert isinstance(self._run.task, PPOTask)
             self._task = self._run.task
             self._stack = stack.pop_all()

@@ -327,8 +327,8 @@ def assert_tidy(run_dir: Path) -> None:
 
 def resumed(run_dir: Path) -> None:
     """Go on with a run in this process, to its end."""
-    from ppocli.launch.child_process import Start
+    from ppocli.launch.start import Start
     from ppocli.launch.worker import run_worker
 
-    run_worker(Start(run_dir, resume=True))
+    run_worker(Start.of_folder(run_dir, resume=True))
 

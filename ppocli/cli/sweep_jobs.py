@@ -153,11 +153,15 @@ def _run_here(job: SweepJob, checked: compose.Checked, started: float
     """Run a job as a single run is shown. Returns its record and the signal that stopped it."""
     place = {"output_dir": str(job.folder.parent), "run_name": job.folder.name}
     here = replace(checked, config=config_yaml.with_values(checked.config, place))
-    outcome = launch(here, Caller("fresh", output.display_mode(), output.say))
-    status = "finished" if outcome.exit_code == 0 else \
-        "failed" if outcome.stopped_by is None else "stopped"
-    return record_of(job, status, outcome.exit_code, outcome.summary, started,
-                     checked.config), outcome.stopped_by
+    try:
+        outcome = launch(here, Caller("fresh", output.display_mode(), output.say))
+    except errors.StoppedError as stopped:
+        summary = atomic.read_json(run_folder.RunFolder(job.folder).summary)
+        output.complain(f"Stopped: {stopped}")
+        return (record_of(job, "stopped", stopped.exit_code, summary, started, checked.config),
+                stopped.exit_code - 128)
+    return record_of(job, "finished", 0, outcome.summary, started, checked.config), \
+        outcome.stopped_by
 
 
 def record_of(job: SweepJob, status: str, code: int, summary: dict[str, Any] | None, started: float,

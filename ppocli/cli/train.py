@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import redirect_stdout, suppress
 from inspect import getdoc
 from os.path import isdir
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -24,8 +24,6 @@ from ppocli.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from ppocli.config.command_words import Words
-    from ppocli.launch.adopted_ranks import Meeting
-
 DryRun = Annotated[bool, typer.Option(
     "--dry-run", help="Load everything and try one small step; nothing is kept.")]
 
@@ -181,11 +179,11 @@ def resume_words(run: str, words: Sequence[str]) -> list[str]:
     return [f"resume={folder}", *words]
 
 
-def _train(words: Words, meeting: Meeting | None = None) -> None:
+def _train(words: Words, launched: Launched | None = None, store: Any = None) -> None:
     """Compose, check, and train, or print what the words ask for.
 
     Args:
-        meeting: where the launcher's other ranks wait, of which this is the first.
+        launched, store: of the launcher that has started this process as rank 0 of several.
     """
     from ppocli.config.compose import check, compose, print_composition
 
@@ -194,13 +192,13 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
         with redirect_stdout(result_stream()):  # Hydra prints, too
             print_composition(words)
         return
-    from ppocli.launch.adopted_ranks import PROVIDED, placed
+    from ppocli.launch.external_launch import PROVIDED, placed
 
     composed = compose(words.without("--cfg"))
     # what a launcher would provide does not matter to DeepSpeed
-    checked = check(composed, PROVIDED if meeting or for_deepspeed else frozenset())
-    if meeting is not None:
-        checked = placed(checked, meeting.launched, meeting.environ)
+    checked = check(composed, PROVIDED if launched or for_deepspeed else frozenset())
+    if launched is not None:
+        checked = placed(checked, launched)
     if for_deepspeed:
         from ppocli.config import config_yaml, deepspeed
 
@@ -213,9 +211,7 @@ def _train(words: Words, meeting: Meeting | None = None) -> None:
     from ppocli.launch.launch import Caller, launch
 
     output.ignore_broken_pipes()
-    outcome = launch(checked, Caller("own", output.display_mode(), output.say, meeting=meeting))
-    if outcome.exit_code != 0:  # of several processes, which have said why
-        raise SystemExit(outcome.exit_code)
+    outcome = launch(checked, Caller("own", output.display_mode(), output.say, store=store))
     if outcome.model_dir is not None:
         with suppress(OSError):  # a display that is gone doesn't undo the training
             put(outcome.model_dir)
@@ -225,21 +221,19 @@ def _take_part(launched: Launched, typed: Sequence[str]) -> NoReturn:
     """Train as one of the launcher's ranks, and leave the process; rank 0 alone reads the words."""
     from ppocli.config.command_words import read_words
     from ppocli.distributed.stop import leave_at_once
-    from ppocli.launch import adopted_ranks, child_process
-    from ppocli.launch.launch import follow
+    from ppocli.launch import external_launch
+    from ppocli.launch.launch import Caller, run_here
 
     output.ignore_broken_pipes()
-    meeting = adopted_ranks.open_meeting(launched)
+    store = external_launch.open_store(launched)
 
     def work() -> None:
-        if not launched.first:
-            follow(meeting)
-            return
-        words = read_words(typed)
-        if words.is_sweep:
-            raise output.one_process_error("A sweep", launched)
-        _train(words, meeting)
-        if words.only_prints:
-            meeting.tell(None)
+        if launched.first:
+            words = read_words(typed)
+            if words.is_sweep:
+                raise output.one_process_error("A sweep", launched)
+            _train(words, launched, store)
+        elif (start := external_launch.wait_for_start(store)) is not None:
+            run_here(start, Caller("own", store=store))
 
-    leave_at_once(meeting.conclude(child_process.outcome_of(launched.rank, work)))
+    leave_at_once(external_launch.run_together(store, launched, work))

@@ -20,6 +20,8 @@ from ppocli.errors import ConfigError
 from ppocli.runs.environment import PRODUCTS, THREADS, Arithmetic, arithmetic_of, cpu_model
 
 T = TypeVar("T")
+_OF_ACCELERATE = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_")
+"""how its variables begin"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +193,8 @@ def _accelerator(cfg: TrainConfig, use_cuda: bool, timeout: timedelta) -> Any:
 
     from ppocli.config.deepspeed import deepspeed_config
 
-    # set by `accelerate launch --cpu`: it would override DeepSpeed, and the device is decided here
-    os.environ.pop("ACCELERATE_USE_CPU", None)
+    for name in [name for name in os.environ if name.startswith(_OF_ACCELERATE)]:
+        del os.environ[name]  # set by `accelerate launch`: they would override the configuration
     group = utils.InitProcessGroupKwargs(backend="nccl" if use_cuda else "gloo", timeout=timeout)
     if cfg.hardware.zero_stage == 0:
         # updates of the critic alone leave the trunk without gradients. Without unused parameters,

@@ -1,6 +1,6 @@
-"""How this process was launched: torchrun, accelerate, DeepSpeed, srun or our own launcher may have
-started it as one of several. Also the network interface over which our own ranks meet, and the
-files through which they report to the process that started them.
+"""How this process was launched: torchrun, accelerate, DeepSpeed, srun or ppocli itself may have
+started it as one of several. Also the network interface that leads to another machine, and the
+files in which ranks that ppocli has started report to the process that started them.
 
 Only this module reads the variables of launchers. Nothing heavy is imported.
 """
@@ -8,23 +8,22 @@ Only this module reads the variables of launchers. Nothing heavy is imported.
 import json
 import os
 import re
+import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from ppocli.errors import ConfigError
+from ppocli.errors import ConfigError, PpocliError
 
-OUTCOMES = "PPOCLI_OUTCOMES"
-"""environment variable: the folder into which each rank writes its outcome"""
 NODE_FAILED = ".node-failed"
 """file in the run folder, which all nodes share, that says that a node has failed"""
-_LIFELINE = "lifeline"
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# numbers that Slurm gives to what is no step of srun: the batch script, an interactive shell
+# step numbers that Slurm gives to a batch script and to an interactive shell
 _NO_STEP = 0xFFFFFFF0
 # below the ports that systems hand out by themselves, from 32768 on
 _PORTS = range(15000, 30000)
@@ -43,8 +42,6 @@ class Launched:
     """processes on this machine; None if the launcher doesn't say, or machines differ"""
     address: str
     port: int
-    on_each_node: bool = False
-    """srun, one task on each of several nodes: the task may be a node rather than a rank"""
 
     @property
     def first(self) -> bool:
@@ -64,17 +61,56 @@ class Launched:
 def find_launch(environ: Mapping[str, str]) -> Launched | None:
     """This process's place among those that were started together; None if it was started alone.
 
-    torchrun, ``accelerate launch`` and DeepSpeed's launcher set RANK and its like. Of Slurm's
-    variables only those of a step are taken: a batch script and an interactive shell have SLURM_*
-    set, too, and are one process.
+    torchrun, ``accelerate launch`` and DeepSpeed's launcher set RANK and its like. A step of srun
+    counts as well; a batch script and an interactive shell of Slurm are one process.
 
     Raises:
-        ConfigError: variables are missing or are no numbers.
+        ConfigError: variables are missing or aren't numbers, or contradict each other.
     """
     if ("RANK" in environ and _int_of(environ, "WORLD_SIZE", 1) > 1) or all(
             name in environ for name in _NAMES):
-        return _from_variables(environ)
-    return _from_slurm(environ)
+        by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else \
+            "deepspeed" if "CROSS_SIZE" in environ else "the launcher"
+    elif _int_of(environ, "SLURM_STEP_NUM_TASKS", 1) > 1 and (
+            _int_of(environ, "SLURM_STEP_ID", _NO_STEP) < _NO_STEP):
+        by, environ = "srun", {**environ, **_from_slurm(environ)}
+    else:
+        return None
+    if missing := [name for name in _NAMES if not environ.get(name)]:
+        raise ConfigError(
+            f"The environment variables {' and '.join(missing)} of {by} are not set.",
+            where=", ".join(missing), fix="start the run through torchrun, accelerate launch, "
+            "deepspeed or srun, which set all of them; or, for one process: unset RANK WORLD_SIZE")
+    rank, world, local = (_int_of(environ, name) for name in _NAMES[:3])
+    each = _int_of(environ, "LOCAL_WORLD_SIZE", _int_of(environ, "LOCAL_SIZE", 0)) or None
+    if rank >= world or (each is not None and local >= each):
+        raise ConfigError(f"RANK={rank}, WORLD_SIZE={world}, LOCAL_RANK={local} and "
+                          f"LOCAL_WORLD_SIZE={each or 'unset'} contradict each other.",
+                          where="RANK, LOCAL_RANK", fix="ranks count from 0")
+    return Launched(by, rank, world, local, each, environ["MASTER_ADDR"],
+                    _int_of(environ, "MASTER_PORT"))
+
+
+def _from_slurm(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that torchrun would set for a task of srun.
+
+    Names: https://slurm.schedmd.com/srun.html, "output environment variables".
+    """
+    job, step = _int_of(environ, "SLURM_JOB_ID", 0), _int_of(environ, "SLURM_STEP_ID")
+    even = re.fullmatch(r"(\d+)(\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    variables = {
+        "RANK": environ.get("SLURM_PROCID", ""), "LOCAL_RANK": environ.get("SLURM_LOCALID", ""),
+        "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"], "LOCAL_WORLD_SIZE": even[1] if even else "",
+        "MASTER_ADDR": first_host(environ.get("SLURM_STEP_NODELIST", "")) or "127.0.0.1",
+        "MASTER_PORT": str(_PORTS[(16 * job + step) % len(_PORTS)])}
+    return variables | {name: environ[name] for name in ("MASTER_ADDR", "MASTER_PORT")
+                        if environ.get(name)}
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of Slurm's short form: node01 of ``node[01-03,07],gpu2``."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[\]])*", nodelist)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else "")
 
 
 def my_rank() -> int:
@@ -100,65 +136,19 @@ def _int_of(environ: Mapping[str, str], name: str, default: int | None = None) -
     """
     text = environ.get(name) or ("" if default is None else str(default))
     if not re.fullmatch(r"\d{1,18}", text):
-        raise ConfigError(f"The environment variable {name} is {text!r}, no whole number.",
+        raise ConfigError(f"The environment variable {name} is {text!r}, not a whole number.",
                           where=name, fix="start the run through torchrun, accelerate launch, "
                           f"deepspeed or srun, which set it; or unset {name} for one process")
     return int(text)
 
 
-def _from_variables(environ: Mapping[str, str]) -> Launched:
-    if missing := [name for name in _NAMES if not environ.get(name)]:
-        raise ConfigError(
-            f"RANK and WORLD_SIZE are set in the environment, {' and '.join(missing)} not.",
-            where=", ".join(missing), fix="start the run through torchrun, accelerate launch or "
-            "deepspeed, which set all of them; or, for one process: unset RANK WORLD_SIZE")
-    rank, world, local = (_int_of(environ, name) for name in _NAMES[:3])
-    each = _int_of(environ, "LOCAL_WORLD_SIZE", _int_of(environ, "LOCAL_SIZE", 0)) or None
-    if rank >= world or (each is not None and local >= each):
-        raise ConfigError(f"RANK={rank}, WORLD_SIZE={world}, LOCAL_RANK={local} and "
-                          f"LOCAL_WORLD_SIZE={each or 'unset'} contradict each other.",
-                          where="RANK, LOCAL_RANK", fix="ranks count from 0")
-    by = "torchrun" if "TORCHELASTIC_RUN_ID" in environ else \
-        "deepspeed" if "CROSS_SIZE" in environ else "the launcher"
-    return Launched(by, rank, world, local, each, environ["MASTER_ADDR"],
-                    _int_of(environ, "MASTER_PORT"))
-
-
-def _from_slurm(environ: Mapping[str, str]) -> Launched | None:
-    """The place among the tasks of a step of srun.
-
-    Names: https://slurm.schedmd.com/srun.html, "output environment variables". A shell within an
-    allocation keeps the job's SLURM_NTASKS, so the step's own number counts.
-    """
-    step = environ.get("SLURM_STEP_ID", environ.get("SLURM_STEPID", ""))
-    if not step.isdigit() or int(step) >= _NO_STEP or "SLURM_PROCID" not in environ:
-        return None
-    world = _int_of(environ, "SLURM_STEP_NUM_TASKS", _int_of(environ, "SLURM_NTASKS", 1))
-    if world < 2:
-        return None
-    nodes = _int_of(environ, "SLURM_STEP_NUM_NODES", _int_of(environ, "SLURM_NNODES", 1))
-    layout = environ.get("SLURM_STEP_TASKS_PER_NODE", environ.get("SLURM_TASKS_PER_NODE", ""))
-    hosts = environ.get("SLURM_STEP_NODELIST", environ.get("SLURM_JOB_NODELIST", ""))
-    address = environ.get("MASTER_ADDR") or first_host(hosts) or "127.0.0.1"
-    job = _int_of(environ, "SLURM_JOB_ID", _int_of(environ, "SLURM_JOBID", 0))
-    # every second port: the next one is for ranks that nodes start themselves
-    port = _PORTS.start + 2 * ((16 * job + int(step)) % (len(_PORTS) // 2))
-    even = re.fullmatch(r"(\d+)(\(x\d+\))?", layout)
-    return Launched("srun", _int_of(environ, "SLURM_PROCID"), world,
-                    _int_of(environ, "SLURM_LOCALID"), int(even[1]) if even else None, address,
-                    _int_of(environ, "MASTER_PORT", port),
-                    on_each_node=nodes > 1 and nodes == world)
-
-
-def first_host(nodelist: str) -> str:
-    """The first host of Slurm's short form: node01 of ``node[01-03,07],gpu2``."""
-    first = re.match(r"(?:\[[^\]]*\]|[^,\[\]])*", nodelist)
-    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0] if first else "")
-
-
 def interface_towards(host: str) -> str | None:
     """Name of the network interface from which this machine reaches ``host``, or is reached as
-    ``host``; None if that can't be determined (IPv6, several candidates)."""
+    ``host``; None if that can't be determined (IPv6, a name that stands for 127.0.1.1).
+
+    gloo listens at the address that the machine's name stands for, which on many machines is a
+    loopback address (Debian writes ``127.0.1.1 NAME`` into /etc/hosts), where no other finds it.
+    """
     import psutil
 
     names = {entry.address: name for name, entries in psutil.net_if_addrs().items()
@@ -170,31 +160,16 @@ def interface_towards(host: str) -> str | None:
             local_address = str(probe.getsockname()[0])
     except OSError:
         return None
-    if not local_address.startswith("127."):
-        return names.get(local_address)
-    if host == "localhost" or host.startswith("127."):
-        return names.get("127.0.0.1")
-    # this machine's own name, which stands for a loopback address only here
-    others = {name for address, name in names.items() if not address.startswith("127.")}
-    return others.pop() if len(others) == 1 else None
+    if local_address.startswith("127.") and host != "localhost" and not host.startswith("127."):
+        return None
+    return names.get(local_address)
 
 
-def let_gloo_use(host: str) -> None:
-    """Have the processes that this one starts meet at the interface that leads to ``host``, unless
-    ``GLOO_SOCKET_IFNAME`` names one already.
-
-    gloo listens at the address that the machine's own name stands for. On many machines that is a
-    loopback address (Debian writes ``127.0.1.1 NAME`` into /etc/hosts), where no other finds it.
-    """
-    if (name := interface_towards(host)) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
-# Ranks that our own launcher has started ----------------------------------------------------------
+# Reports of ranks that ppocli has started ---------------------------------------------------------
 
 @dataclass(frozen=True, slots=True)
 class RankOutcome:
-    """How a rank ended. The worker writes it, and the process that started it reads it."""
+    """How a rank ended. The rank writes it, and the process that started it reads it."""
 
     rank: int
     code: int
@@ -209,104 +184,92 @@ class RankOutcome:
     """where it was, as ``step 3, optimize``"""
     lost: bool = False
     """whether it only reports that another rank is gone or doesn't answer"""
-    retry: dict[str, int] = field(default_factory=dict)
-    """settings with which all ranks can start again after memory ran out"""
 
 
-def _folder() -> Path | None:
-    """The folder for reports to the process that started this rank; None if none did."""
-    folder = os.environ.get(OUTCOMES)
-    return Path(folder) if folder else None
+def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
+    """Run ``work`` and return how it ended: errors of all kinds become an outcome; its result is
+    dropped."""
+    try:
+        work()
+    except PpocliError as error:
+        return RankOutcome(rank, error.exit_code, str(error))
+    except KeyboardInterrupt:
+        return RankOutcome(rank, 128 + signal.SIGINT, "interrupted")
+    except SystemExit as leaving:
+        return RankOutcome(rank, leaving.code if isinstance(leaving.code, int)
+                           else int(leaving.code is not None))
+    except Exception as error:
+        from ppocli.distributed.ranks import is_lost_neighbour
+
+        return RankOutcome(rank, 1, f"{type(error).__name__}: {error}", traceback.format_exc(),
+                           lost=is_lost_neighbour(error))
+    return RankOutcome(rank, 0)
 
 
-def announce() -> int | None:
-    """Report this rank's pid to the process that started it; return the number of a signal that
-    arrived earlier."""
-    if (folder := _folder()) is None:
-        return None
-    (folder / f"pid-{my_rank()}").write_text(str(os.getpid()), encoding="utf-8")
-    with suppress(OSError, ValueError):
-        return int((folder / "signal").read_text(encoding="utf-8"))
-    return None
+class _Reports:
+    """Of this process."""
+
+    folder: Path | None = None
+    phase = ""
 
 
-def open_lifelines(folder: Path) -> int:
-    """Make a pipe that each rank can hold, and that closes when this process ends in any way.
-
-    Returns:
-        a file descriptor that has to stay open.
-    """
-    os.mkfifo(folder / _LIFELINE)
-    return os.open(folder / _LIFELINE, os.O_RDWR | os.O_CLOEXEC)
+def report_to(folder: str) -> None:
+    """Report to the process that started this rank, in files of this folder."""
+    _Reports.folder = Path(folder)
 
 
-def hold_lifeline() -> int:
-    """This rank's end of that pipe, for ``stop_when_closed``: it closes when the process that
-    started this rank ends, and is closed from the beginning if that has ended already."""
-    held = os.open(Path(os.environ[OUTCOMES]) / _LIFELINE,
-                   os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # else it waits for a writer
-    os.set_blocking(held, True)
-    return held
+def _report(name: str, text: str) -> None:
+    if (folder := _Reports.folder) is not None:
+        with suppress(OSError):  # a full disk for temporary files is no reason to end
+            (folder / f"{name}-{my_rank()}").write_text(text, encoding="utf-8")
+
+
+def announce() -> None:
+    """Report this rank's pid: from now on it can receive signals."""
+    _report("pid", str(os.getpid()))
 
 
 def note_phase(phase: str) -> None:
     """Record what this rank is doing, in case it never reports again."""
-    if (folder := _folder()) is not None:
-        with suppress(OSError):  # a full disk for temporary files is no reason to end
-            (folder / f"phase-{my_rank()}").write_text(phase, encoding="utf-8")
-
-
-def read_phase(folder: Path, rank: int) -> str:
-    """The last recorded phase of a rank; empty if there is none."""
-    with suppress(OSError, ValueError):
-        return (folder / f"phase-{rank}").read_text(encoding="utf-8")
-    return ""
+    _Reports.phase = phase
+    _report("phase", phase)
 
 
 def my_phase() -> str:
-    """The current phase of this process; empty if it wasn't started as a rank, so that no phases
-    are recorded."""
-    folder = _folder()
-    return "" if folder is None else read_phase(folder, my_rank())
-
-
-def hand_on(folder: Path, number: int) -> None:
-    """Forward a signal to all ranks that have announced themselves, and record it for the
-    others."""
-    (folder / "signal").write_text(str(number), encoding="utf-8")
-    for path in folder.glob("pid-*"):
-        send(folder, int(path.name.removeprefix("pid-")), number)
-
-
-def asked_to_stop(folder: Path) -> bool:
-    """Whether a signal has come for the ranks."""
-    return (folder / "signal").exists()
-
-
-def send(folder: Path, rank: int, number: int) -> bool:
-    """Send a signal to one rank; false if it isn't there."""
-    with suppress(OSError, ValueError):
-        os.kill(int((folder / f"pid-{rank}").read_text(encoding="utf-8")), number)
-        return True
-    return False
+    """The phase that this process is in; empty before the first."""
+    return _Reports.phase
 
 
 def write_outcome(outcome: RankOutcome) -> None:
-    """Leave a rank's outcome for the process that started it."""
+    """Report a rank's outcome to the process that started it."""
     from ppocli.config.secrets import safe_text  # the command line starts without OmegaConf
 
-    path = Path(os.environ[OUTCOMES]) / f"rank-{outcome.rank}.json"
     redacted = replace(outcome, message=safe_text(outcome.message), trace=safe_text(outcome.trace))
+    assert _Reports.folder is not None
     try:
-        path.write_text(json.dumps(asdict(redacted)), encoding="utf-8")
+        (_Reports.folder / f"outcome-{outcome.rank}").write_text(json.dumps(asdict(redacted)),
+                                                                 encoding="utf-8")
     except OSError:  # the disk is full: print it instead
         sys.stderr.write(f"{redacted.trace}rank {redacted.rank}: {redacted.message}\n")
+
+
+def read_reports(folder: Path, name: str) -> dict[int, str]:
+    """The newest report of each rank.
+
+    Args:
+        name: ``pid``, ``phase`` or ``outcome``.
+    """
+    reports = {}
+    for path in folder.glob(f"{name}-*"):
+        with suppress(OSError, ValueError):
+            reports[int(path.name.rpartition("-")[2])] = path.read_text(encoding="utf-8")
+    return reports
 
 
 def read_outcomes(folder: Path) -> list[RankOutcome]:
     """The outcomes of the ranks, the earliest first."""
     outcomes = []
-    for path in folder.glob("rank-*.json"):
-        with suppress(OSError, ValueError, TypeError):
-            outcomes.append(RankOutcome(**json.loads(path.read_text(encoding="utf-8"))))
+    for text in read_reports(folder, "outcome").values():
+        with suppress(ValueError, TypeError):
+            outcomes.append(RankOutcome(**json.loads(text)))
     return sorted(outcomes, key=lambda outcome: outcome.at)

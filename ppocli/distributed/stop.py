@@ -76,29 +76,47 @@ class StopFlag:
             self._deferred -= 1
 
 
-def stop_when_closed(descriptor: int, *, leave_after: Callable[[], float] | None = None) -> None:
+def stop_when_closed(descriptor: int) -> None:
     """Ask this process to stop, as SIGTERM does, once nobody holds the other end of a pipe.
 
-    However the process at that end dies, ``kill -9`` included, the kernel closes its end. A thread
-    waits for it, and the signal goes to the main thread, whose waiting it interrupts.
-
-    Args:
-        leave_after: asked once it is closed: seconds after which the process ends even if it has
-            not come to a stop.
+    However the process at that end dies, ``kill -9`` included, the kernel closes its end.
     """
-    main = threading.main_thread().ident
-    assert main is not None
-
     def wait() -> None:
         with suppress(OSError):
             while os.read(descriptor, 1):
                 pass
+
+    _stop_after(wait)
+
+
+def stop_when_orphaned(parent: int, leave_after: Callable[[], float] = lambda: 0.0) -> None:
+    """Ask this process to stop, as SIGTERM does, once its parent has ended, ``kill -9`` included.
+
+    Args:
+        parent: pid of the process that has started this one.
+        leave_after: seconds after that at which this process ends even if it has not come to a
+            stop; 0: it may take as long as it needs.
+    """
+    def wait() -> None:
+        while os.getppid() == parent:
+            sleep(0.5)
+
+    _stop_after(wait, leave_after)
+
+
+def _stop_after(wait: Callable[[], None], leave_after: Callable[[], float] = lambda: 0.0) -> None:
+    """Wait in a thread; the signal goes to the main thread, whose waiting it interrupts."""
+    main = threading.main_thread().ident
+    assert main is not None
+
+    def stop() -> None:
+        wait()
         signal.pthread_kill(main, signal.SIGTERM)
-        if leave_after is not None:
-            sleep(leave_after())
+        if seconds := leave_after():
+            sleep(seconds)
             os._exit(128 + signal.SIGTERM)
 
-    threading.Thread(target=wait, name="ppocli-lifeline", daemon=True).start()
+    threading.Thread(target=stop, name="ppocli-lifeline", daemon=True).start()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from ppocli.errors import (
     RunGoneError,
     StoppedError,
 )
-from ppocli.launch.child_process import RunOutcome
+from ppocli.launch.start import RunOutcome
 from ppocli.publish.console import closing_table
 from ppocli.runs import atomic, checkpoints, run_folder
 from ppocli.runs.record import eval_samples
@@ -200,7 +200,7 @@ def publish(run: loop.Run) -> RunOutcome:
         backend.ranks.first_does(publish)
     if backend.ranks.first:
         _show(run)
-    return RunOutcome(run.folder.path, 0, run.folder.model, summary)
+    return RunOutcome(run.folder.path, run.folder.model, summary)
 
 
 def _show(run: loop.Run) -> None:

@@ -19,8 +19,8 @@ from ppocli.config import config_yaml, deepspeed, resume_policy, schema
 from ppocli.config.text import pasted, shown
 from ppocli.distributed.launchers import NODE_FAILED
 from ppocli.errors import CheckpointError
-from ppocli.launch.child_process import Start
 from ppocli.launch.input_checks import check_inputs
+from ppocli.launch.start import Start
 from ppocli.launch.target_config import allow_code
 from ppocli.runs import atomic, environment, retention, run_folder, run_logs
 
@@ -102,7 +102,7 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
     # loading takes seconds, in which no other process may delete or resume this run
     with run_folder.reserved(run_dir):
         run_folder.write_config(config, run_dir / config_yaml.NEXT_CONFIG_FILE)
-        yield Start(run_dir, resume=True, reserved_by=os.getpid())
+        yield Start(run_dir, config, resume=True, reserved_by=os.getpid())
 
 
 @contextmanager
@@ -128,7 +128,7 @@ def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None,
                         getattr(objects, path.name).save_pretrained(path)
                     config = config_yaml.with_values(config, {key: str(path)})
                 run_folder.write_config(config, run_dir / config_yaml.CONFIG_FILE)
-                yield Start(run_dir, reserved_by=os.getpid())
+                yield Start(run_dir, config, reserved_by=os.getpid())
             finally:
                 if _made_nothing(run_dir):
                     shutil.rmtree(run_dir, ignore_errors=True)

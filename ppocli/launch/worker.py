@@ -1,10 +1,11 @@
-"""The process of a run, or one of several: ``python -m ppocli.launch.worker RUN_DIR HOW``.
+"""Train in this process: build the task, resume, train, write checkpoints and the trained model.
 
-Reads the resolved ``config.yaml`` (it never composes), builds the session, resumes if asked to,
-trains, and writes checkpoints, a summary and the trained model.
+``python -m ppocli.launch.worker RUN_DIR HOW`` is a process that :mod:`ppocli.launch.local_ranks`
+has started; it reads the resolved ``config.yaml`` and never composes.
 """
 
 import hashlib
+import json
 import logging
 import os
 import secrets
@@ -14,19 +15,18 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from ppocli.config import config_yaml, deepspeed, resume_policy, schema, tasks, text
 from ppocli.config.import_guard import limit
-from ppocli.config.secrets import safe_text
 from ppocli.distributed import host_memory, launchers
 from ppocli.distributed.backend import Backend, open_ranks
-from ppocli.distributed.stop import StopFlag, catch_signals, leave_at_once, stop_when_closed
-from ppocli.errors import CheckpointError, InputError, PpocliError
-from ppocli.launch.child_process import RunOutcome, Start, outcome_of
+from ppocli.distributed.stop import StopFlag, catch_signals, leave_at_once, stop_when_orphaned
+from ppocli.errors import CheckpointError, InputError
 from ppocli.launch.exit_handling import publish, save_on_exit
+from ppocli.launch.start import RunOutcome, Start
 from ppocli.models.loading.chat_template import present, tells_date
 from ppocli.publish.console import Display, keep_log, open_display, open_silence
 from ppocli.publish.trackers import check_trackers, open_trackers
@@ -48,7 +48,7 @@ _MEETING = "meeting the other ranks"
 
 
 def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any = None,
-               own_process: bool = False, started_by: int | None = None) -> RunOutcome:
+               own_process: bool = False) -> RunOutcome:
     """Train in this process.
 
     Args:
@@ -57,23 +57,22 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any
             them, and forward a signal that the terminal sends as well.
         own_process: this process was started for the run: the run's time counts from there, and the
             process decides how memory is freed.
-        started_by: the process that has started this one in another process group; this process
-            shows the run to its user.
 
     Raises:
         PpocliError: with its exit code; checkpoints are kept, and the message says how to go on.
     """
     began = Moment.of_process_start() if own_process else Moment.now()
-    folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
+    if start.parent is not None:
+        stop_when_orphaned(start.parent, lambda: _patience(start.config))
+    folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config
     if own_process:
         host_memory.settle_freed_memory(sharded=cfg.hardware.zero_stage > 0)
     limit(start.limited)
     # a launcher forwards signals that its processes may have received already; at a job's time
     # limit Slurm sends one to all of them
     twice = store is not None or "SLURM_JOB_ID" in os.environ
-    with _held(start, folder, started_by) as shown, catch_signals(2.0 if twice else 0.0) as stop:
-        if (early := launchers.announce()) is not None:
-            stop.request(early)
+    with _held(start, folder) as shown, catch_signals(2.0 if twice else 0.0) as stop:
+        launchers.announce()
         launchers.note_phase(_MEETING)
         model_files.quiet_transformers()
         with open_ranks(cfg, folder.path if start.resume else None, store) as backend:
@@ -95,7 +94,7 @@ def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Ite
         store: as of :func:`open_ranks`.
     """
     began, stop = Moment.now(), StopFlag()
-    folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config()
+    folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config
     limit(start.limited)
     model_files.quiet_transformers()
     with _held(replace(start, display="quiet"), folder) as shown, \
@@ -108,8 +107,7 @@ def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Ite
 
 
 @contextmanager
-def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = None
-          ) -> Iterator[Display]:
+def _held(start: Start, folder: run_folder.RunFolder) -> Iterator[Display]:
     """Hold the run's folder and yield its display; ranks other than 0 hold nothing and show
     nothing."""
     if launchers.my_rank() > 0:
@@ -118,7 +116,7 @@ def _held(start: Start, folder: run_folder.RunFolder, started_by: int | None = N
     else:
         run_folder.refuse_links(folder.path)
         with run_folder.lock(folder.path, reserved_by=start.reserved_by), \
-                open_display(folder.log, start.display, started_by) as shown:
+                open_display(folder.log, start.display, start.parent) as shown:
             try:
                 yield shown
             except FileNotFoundError as error:
@@ -247,42 +245,32 @@ def _already_finished(cfg: schema.TrainConfig, folder: run_folder.RunFolder) -> 
             "start another run with them (another run_name)")
     accept_settings(folder.path, steps)
     log.info("already finished (%d/%d steps): %s", steps, steps, folder.model)
-    return RunOutcome(folder.path, 0, folder.model, summary)
+    return RunOutcome(folder.path, folder.model, summary)
+
+
+def _patience(cfg: schema.TrainConfig) -> float:
+    """Seconds in which ranks stop together after their parent has ended; 0: any time. Ranks that
+    haven't met never will: their parent held the store they meet at."""
+    if launchers.launched_world() == 1:
+        return 0.0
+    return 5.0 if launchers.my_phase() == _MEETING else float(cfg.hardware.timeout_seconds)
 
 
 def main(argv: list[str]) -> int:
-    """Train with the arguments of a :class:`Start`; return the exit code."""
-    start = Start.read(argv)
-    if launchers.OUTCOMES in os.environ:
-        _as_rank(start)
-    try:
-        run_worker(start, own_process=True, started_by=os.getppid())
-    except PpocliError as error:
-        sys.stderr.write(safe_text(f"error: {error}\n"))
-        return error.exit_code
-    return 0
+    """Train with the arguments of a :class:`Start` and report the outcome to the parent process;
+    return the exit code.
 
-
-def _as_rank(start: Start) -> NoReturn:
-    """Run as one of several processes, and write an outcome for the process that started them.
-
-    A stop exits with 0: after a failure that process would end ranks that are still saving.
+    A stop exits with 0: after a failure torch's agent would end ranks that are still saving.
     """
-    def patience() -> float:
-        """Seconds in which ranks stop together after the process that started them ended. Ranks
-        that haven't met never will: that process held the store they meet at."""
-        before_meeting = launchers.my_phase() in ("", _MEETING)
-        return 5.0 if before_meeting else float(start.config().hardware.timeout_seconds)
-
-    stop_when_closed(launchers.hold_lifeline(), leave_after=patience)
-    outcome = outcome_of(launchers.my_rank(), lambda: run_worker(
-        start, own_process=True, started_by=os.getppid()))
-    launchers.write_outcome(replace(outcome, phase=launchers.my_phase() or "unknown phase"))
-    leave_at_once(0 if outcome.code > 128 else outcome.code)
+    launchers.report_to(json.loads(argv[1])["reports"])
+    outcome = launchers.outcome_of(launchers.my_rank(), lambda: run_worker(
+        Start.read(argv), own_process=True))
+    launchers.write_outcome(replace(outcome, phase=launchers.my_phase()))
+    return 0 if outcome.code > 128 else outcome.code
 
 
 if __name__ == "__main__":
     result = main(sys.argv[1:])
-    if guard.unended_threads(guard.LAST_WAIT):
+    if "RANK" in os.environ or guard.unended_threads(guard.LAST_WAIT):
         leave_at_once(result)
     sys.exit(result)

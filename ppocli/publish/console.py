@@ -10,7 +10,7 @@ import logging.handlers
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -209,14 +209,6 @@ def keep_log() -> None:
         if isinstance(handler, logging.handlers.MemoryHandler):
             handler.flush()
             handler.capacity = 1  # every message from now on
-
-
-def note_in_log(log_file: Path, text: str) -> None:
-    """A warning in a run's log file, from a process that is not the run."""
-    file = _LogFile(log_file)
-    with suppress(OSError):
-        file.handle(logging.LogRecord(log.name, logging.WARNING, __file__, 0, text, None, None))
-    file.close()
 
 
 Parts = list[tuple[str, int]]

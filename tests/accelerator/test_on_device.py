@@ -18,7 +18,7 @@ from sessions import (
 )
 from simulated import OnDevice
 
-from ppocli.launch.child_process import Start
+from ppocli.launch.start import Start
 from ppocli.launch.worker import run_worker
 from ppocli.ppo.policy_evaluation import evaluate
 from ppocli.ppo.step import to_experience
@@ -105,7 +105,7 @@ def test_a_run_saves_goes_on_where_it_stopped_and_leaves_a_model(sim, tmp_path, 
                                reward__kwargs={"target": 4}, ppo__num_steps=steps,
                                checkpoint__every_steps=1, eval__every_steps=1, **keys)
             write_config(cfg, folder / "config.yaml")
-            result = run_worker(Start(folder, resume=steps != parts[0]))
+            result = run_worker(Start.of_folder(folder, resume=steps != parts[0]))
         assert result.summary["status"] == "finished"
         assert 0 < result.summary["peak_memory_mib"] < 100  # the device's, not this process's
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -118,17 +118,8 @@ def errors_in(said: str) -> list[str]:
 
 
 def ranks_of(run_dir: Path) -> list[int]:
-    """Pids of the ranks of a run, by their command lines."""
-    return _pids_of(run_dir, b"ppocli.launch.worker")
-
-
-def launchers_of(run_dir: Path) -> list[int]:
-    """Pids of the processes that start the ranks, one on each machine."""
-    return _pids_of(run_dir, b"ppocli.launch.elastic")
-
-
-def _pids_of(run_dir: Path, module: bytes) -> list[int]:
-    """Of this very folder: other tests, and whoever else works here, have runs of the same name."""
+    """Pids of the ranks of a run, by their command lines, which name this very folder: other tests,
+    and whoever else works here, have runs of the same name."""
     found, wanted = [], os.fsencode(run_dir.resolve())
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -136,7 +127,7 @@ def _pids_of(run_dir: Path, module: bytes) -> list[int]:
                 line = (folder / "cmdline").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if module in line and wanted in line:
+            if b"ppocli.launch.worker" in line and wanted in line:
                 found.append(int(folder.name))
     return sorted(found)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers import environment, jsonl, stable_rows
-from ranks import close_to, errors_in, launchers_of, ranks_of, rows_of, wait_for_no_ranks
+from ranks import close_to, errors_in, ranks_of, rows_of, wait_for_no_ranks
 from runs import free_port, run, spawn, wait_for, words
 from safetensors.torch import load_file
 from warm import Process
@@ -151,10 +151,10 @@ def test_two_namespaces_come_to_what_one_process_comes_to(world, link, stage):
 def test_a_node_that_dies_ends_the_other_with_one_message(world, link, killed):
     processes = long_run(link, world, "hardware.timeout_seconds=20")
     spaces = {pid: os.stat(f"/proc/{pid}/ns/net").st_ino
-              for pid in [*launchers_of(world / "runs/nodes"), *ranks_of(world / "runs/nodes")]}
+              for pid in ranks_of(world / "runs/nodes")}
     own = os.stat(f"/proc/{processes[killed].pid}/ns/net").st_ino
     dying = [processes[killed].pid, *(pid for pid, space in spaces.items() if space == own)]
-    assert len(dying) == 3  # the command, its launcher, its rank
+    assert len(dying) == 2  # the command, its rank
     for pid in dying:
         os.kill(pid, signal.SIGKILL)
     processes[killed].communicate(timeout=60)

@@ -15,7 +15,6 @@ from ranks import (
     REWARD,
     close_to,
     errors_in,
-    launchers_of,
     ranks_of,
     rows_of,
     wait_for_no_ranks,
@@ -152,8 +151,8 @@ def test_a_rank_that_is_stopped_ends_the_run_within_the_timeout(world, number):
 
 
 def kill_all_of(run_dir: Path, process: subprocess.Popen[str]) -> None:
-    """End the command, its launcher and all ranks at once, as a machine that loses its power."""
-    for pid in [process.pid, *launchers_of(run_dir), *ranks_of(run_dir)]:
+    """End the command and all ranks at once, as a machine that loses its power."""
+    for pid in [process.pid, *ranks_of(run_dir)]:
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
     wait_for_no_ranks(run_dir)
@@ -183,14 +182,10 @@ def test_all_killed_at_once_and_resumed_comes_to_the_same_bytes(world, hardware)
     assert_tidy(moved)
 
 
-@pytest.mark.parametrize("who", ["command", "launcher", "both"])
-def test_killing_what_started_the_ranks_leaves_none(world, who):
+def test_killing_what_started_the_ranks_leaves_none(world):
     process = spawn("train", *words("run_name=orphan", "hardware=ddp", *LONG), cwd=world)
     wait_for(lambda: rows_of(world / "runs/orphan") >= 2, process)
-    [launcher] = launchers_of(world / "runs/orphan")
-    for pid in {"command": [process.pid], "launcher": [launcher],
-                "both": [launcher, process.pid]}[who]:
-        os.kill(pid, signal.SIGKILL)
+    os.kill(process.pid, signal.SIGKILL)
     process.communicate(timeout=60)
     wait_for_no_ranks(world / "runs/orphan", seconds=60)
     summary = read_json(world / "runs/orphan/summary.json")

@@ -22,7 +22,7 @@ from runs import PLANTED, signed_again
 from ppocli.config import config_yaml, import_guard
 from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError, RewardError
-from ppocli.launch.child_process import Start
+from ppocli.launch.start import Start
 from ppocli.launch.target_config import allow_code
 from ppocli.rewards.resolve import locate_reward
 from ppocli.runs import atomic, record, run_folder, signature, sweeps
@@ -284,7 +284,9 @@ def test_a_package_may_offer_its_rewards(recipes, monkeypatch):
 
 def test_further_processes_are_told_what_a_recipe_names(recipes, here):
     recipes("mine:np.load")
-    start = Start(here, limited=allow_code(checked("+recipe=mine")))
+    composed = checked("+recipe=mine")
+    run_folder.write_config(composed.config, here / "config.yaml")
+    start = Start(here, composed.config, limited=allow_code(composed))
     import_guard.limit(())
     import_guard.limit(Start.read(start.argv()).limited)
     with pytest.raises(RewardError, match="a configuration file names it"):

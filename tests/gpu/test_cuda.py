@@ -19,7 +19,7 @@ from sessions import (
     small_config,
 )
 
-from ppocli.launch.child_process import Start
+from ppocli.launch.start import Start
 from ppocli.launch.worker import run_worker
 from ppocli.models import kernels
 from ppocli.models.head import HeadWeights, token_logprobs
@@ -199,7 +199,7 @@ def test_a_run_trains_and_leaves_a_model(tmp_path, precision):
     cfg = small_config(tmp_path, hardware__device="cuda", hardware__precision=precision,
                        reward__fn="length", reward__kwargs={"target": 4})
     write_config(cfg, run_dir / "config.yaml")
-    result = run_worker(Start(run_dir))
+    result = run_worker(Start.of_folder(run_dir))
     assert result.summary["status"] == "finished"
     assert result.summary["peak_memory_mib"] > 0
     assert (result.model_dir / "model.safetensors").is_file()

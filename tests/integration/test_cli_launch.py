@@ -1,10 +1,7 @@
 """Run folders and worker processes: who gets which folder, and what a failed start leaves."""
 
 import os
-import signal
-import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +11,10 @@ from helpers import checked, refused
 from ppocli.config.compose import Checked, Composed
 from ppocli.config.config_yaml import read_config
 from ppocli.config.schema import TrainConfig
-from ppocli.errors import CheckpointError, DiskError, RewardError
-from ppocli.launch.child_process import run_process
-from ppocli.launch.launch import Caller, RunOutcome, launch
+from ppocli.errors import CheckpointError, DiskError, PpocliError, RewardError
+from ppocli.launch.launch import Caller, launch
 from ppocli.launch.open_run_folder import open_folder
+from ppocli.launch.start import RunOutcome
 from ppocli.runs.run_folder import lock, write_config
 
 BAD_REWARD = ["+recipe=quickstart", "reward.fn=../fails.py:score", "reward.kwargs={}", "~reward"]
@@ -58,10 +55,11 @@ def test_a_bad_reward_leaves_nothing():
     assert os.listdir() == []
 
 
-def test_a_fresh_process_gives_its_exit_code_and_leaves_nothing(capfd):
-    outcome = begin(config("run_name=x"), process="fresh")
-    assert (outcome.exit_code, outcome.summary, outcome.model_dir) == (7, None, None)
-    assert "no_such_module" in capfd.readouterr().err
+def test_a_fresh_process_reports_its_error_and_leaves_nothing(capfd):
+    with pytest.raises(PpocliError, match="no_such_module") as error:
+        begin(config("run_name=x"), process="fresh")
+    assert error.value.exit_code == 7
+    assert capfd.readouterr().err == ""
     assert os.listdir() == []
 
 
@@ -127,25 +125,3 @@ def test_the_config_of_a_running_run_is_not_changed():
     with lock(run), refused(CheckpointError, str(os.getpid())):
         begin(changed, run)
     assert read_config(run / "config.yaml").ppo.total_episodes != 9
-
-
-def test_a_signal_reaches_the_child_once_and_its_exit_code_comes_back(tmp_path):
-    child = ("import signal, sys, time\n"
-             "seen = []\n"
-             "signal.signal(signal.SIGINT, lambda n, f: seen.append(n))\n"
-             "open('ready', 'w').close()\n"
-             "while not seen: time.sleep(0.01)\n"
-             "time.sleep(0.3)\n"
-             "sys.exit(130 if len(seen) == 1 else 99)\n")
-
-    def interrupt() -> None:
-        while not Path("ready").exists():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    assert run_process([sys.executable, "-c", child]) == (130, signal.SIGINT)
-    thread.join()
-    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    assert run_process([sys.executable, "-c", killed]) == (137, None)

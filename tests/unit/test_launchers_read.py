@@ -1,7 +1,6 @@
 """What launchers set in the environment, as their documentation has it, and which network interface
 leads to another machine."""
 
-import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,19 +10,18 @@ import pytest
 
 from ppocli.config.compose import Checked, Composed
 from ppocli.config.schema import HardwareConfig, TrainConfig
+from ppocli.distributed import launchers
 from ppocli.distributed.launchers import (
-    OUTCOMES,
     Launched,
     RankOutcome,
     find_launch,
     first_host,
     interface_towards,
-    let_gloo_use,
     note_phase,
     write_outcome,
 )
-from ppocli.errors import ConfigError
-from ppocli.launch.adopted_ranks import Meeting, placed
+from ppocli.errors import ConfigError, RewardError
+from ppocli.launch.external_launch import placed, run_together
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
             "MASTER_ADDR": "first", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "none"}
@@ -40,8 +38,6 @@ TASK = {**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEPID": "0", "SLURM_STEP_NUM_TASK
         "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NODELIST": "gpu[07-08]",
         "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_PROCID": "3", "SLURM_LOCALID": "1",
         "SLURM_NODEID": "1"}
-ONE_A_NODE = {**TASK, "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-              "SLURM_PROCID": "1", "SLURM_LOCALID": "0"}
 
 
 @pytest.mark.parametrize(("nodelist", "host"), [
@@ -58,7 +54,7 @@ def test_ranks_of_launchers(environ, by):
     assert found is not None
     assert (found.by, found.rank, found.world, found.local_rank, found.local_world) == (
         by, 3, 4, 1, 2)
-    assert (found.address, found.on_each_node) == ("first", False)
+    assert found.address == "first"
 
 
 @pytest.mark.parametrize("environ", [
@@ -79,7 +75,6 @@ def test_tasks_of_srun_are_ranks():
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "gpu07", "MASTER_PORT": str(found.port)}
     assert 15000 <= found.port < 30000
-    assert found.port % 2 == 0
     assert find_launch({**TASK, "SLURM_PROCID": "0"}).port == found.port
     assert find_launch({**TASK, "SLURM_STEP_ID": "1"}).port != found.port
     given = find_launch({**TASK, "MASTER_ADDR": "gpu08", "MASTER_PORT": "31000"})
@@ -87,21 +82,22 @@ def test_tasks_of_srun_are_ranks():
 
 
 @pytest.mark.parametrize(("environ", "text"), [
-    ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK and MASTER_ADDR and MASTER_PORT not"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK and MASTER_ADDR and MASTER_PORT of"),
     ({**TORCHRUN, "RANK": "4"}, "RANK=4, WORLD_SIZE=4"),
-    ({**TORCHRUN, "MASTER_PORT": "none"}, "MASTER_PORT is 'none', no whole number"),
-    ({**TASK, "SLURM_LOCALID": ""}, "SLURM_LOCALID is ''")])
+    ({**TORCHRUN, "MASTER_PORT": "none"}, "MASTER_PORT is 'none', not a whole number"),
+    ({**TASK, "SLURM_LOCALID": ""}, "LOCAL_RANK of srun are not set"),
+    ({**TASK, "SLURM_PROCID": "x"}, "RANK is 'x', not a whole number")])
 def test_an_environment_that_makes_no_sense_is_refused(environ, text):
     with pytest.raises(ConfigError, match=text):
         find_launch(environ)
 
 
-def hardware(environ, *, given=(), more=None, **keys) -> HardwareConfig:
+def hardware(environ, *, given=(), **keys) -> HardwareConfig:
     config = replace(TrainConfig(), hardware=HardwareConfig(**keys))
     sources = dict.fromkeys((f"hardware.{name}" for name in keys), "conf/hardware/ddp.yaml:2")
     sources |= dict.fromkeys((f"hardware.{name}" for name in given), "command line")
     checked = Checked(Composed(config, sources=sources))
-    return placed(checked, find_launch(environ), more or {}).config.hardware
+    return placed(checked, find_launch(environ)).config.hardware
 
 
 def test_the_launcher_says_how_many():
@@ -122,35 +118,27 @@ def test_the_launcher_says_how_many():
     assert (hardware(uneven).num_processes, hardware(uneven).num_nodes) == (3, 1)
 
 
-def test_one_task_a_node_is_a_node_where_it_is_to_start_ranks():
-    found = hardware(ONE_A_NODE, num_processes=4)
-    port = find_launch(ONE_A_NODE).port
-    assert (found.num_processes, found.num_nodes) == (4, 2)
-    assert found.rdzv_endpoint == f"gpu07:{port + 1}"
-    assert hardware(ONE_A_NODE, num_processes=4, rdzv_endpoint="x:1").rdzv_endpoint == "x:1"
-    found = hardware(ONE_A_NODE)
-    assert (found.num_processes, found.num_nodes, found.rdzv_endpoint) == (1, 2, None)
-
-
-@pytest.mark.parametrize(("told", "keys", "text"), [
-    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {}, "mixed precision bf16, but hardware.precision"),
-    ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"precision": "bf16"}, "mixed precision fp16"),
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "DeepSpeed, but hardware.zero_stage is 0"),
-    ({"ACCELERATE_USE_FSDP": "true"}, {}, "FSDP"),
-    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, "a dynamo backend"),
-    ({"ACCELERATE_USE_CPU": "True"}, {"device": "cuda"}, "the CPU")])
-def test_what_accelerate_was_told_must_not_contradict(told, keys, text):
+@pytest.mark.parametrize(("variables", "keys", "text"), [
+    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, {}, "mixed_precision=bf16"),
+    ({"ACCELERATE_MIXED_PRECISION": "fp16"}, {"precision": "bf16"}, "mixed_precision=fp16"),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, "use_deepspeed=true.*hardware.zero_stage=0"),
+    ({"ACCELERATE_USE_FSDP": "true"}, {}, "use_fsdp"),
+    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, {}, "dynamo_backend=inductor"),
+    ({"ACCELERATE_USE_CPU": "True"}, {"device": "cuda"}, "use_cpu=true")])
+def test_options_of_accelerate_must_not_contradict(variables, keys, text, monkeypatch):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=text):
-        hardware(TORCHRUN, more=told, **keys)
+        hardware(TORCHRUN, **keys)
 
 
-def test_what_accelerate_says_by_itself_is_no_contradiction():
-    found = hardware(TORCHRUN, more={
-        "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "no",
-        "ACCELERATE_USE_CPU": "True"})
-    assert found.device == "cpu"
-    assert hardware(TORCHRUN, more={"ACCELERATE_MIXED_PRECISION": "bf16"},
-                    precision="bf16").precision == "bf16"
+def test_what_accelerate_sets_by_itself_is_no_contradiction(monkeypatch):
+    for name, value in (("MIXED_PRECISION", "no"), ("DYNAMO_BACKEND", "no"), ("USE_CPU", "True"),
+                        ("USE_DEEPSPEED", "false")):
+        monkeypatch.setenv(f"ACCELERATE_{name}", value)
+    assert hardware(TORCHRUN).device == "cpu"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert hardware(TORCHRUN, precision="bf16").precision == "bf16"
 
 
 def test_this_machine_alone_is_reached_through_loopback():
@@ -161,37 +149,28 @@ def test_this_machine_alone_is_reached_through_loopback():
     assert name is None or name in {known for _, known in socket.if_nameindex()}
 
 
-def test_what_the_user_chose_stays(monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    let_gloo_use("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    let_gloo_use("127.0.0.1")
-    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-
-
-def test_a_rank_that_lost_another_lets_that_one_say_why(capsys):
+def test_a_rank_that_lost_another_lets_that_one_report_the_cause(capsys, monkeypatch):
     from torch.distributed import HashStore
 
     store = HashStore()
-    meetings = [Meeting(Launched("srun", rank, 2, rank, 2, "localhost", 1), {})
-                for rank in range(2)]
-    for meeting in meetings:
-        vars(meeting)["store"] = store
-    lost = RankOutcome(0, 1, "Connection closed by peer", "", 0.0, lost=True)
-    cause = RankOutcome(1, 7, "no reward today", "", 1.0)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+
+    def fail(error: Exception) -> None:
+        raise error
+
+    ranks = [Launched("srun", rank, 2, rank, 2, "localhost", 1) for rank in range(2)]
     with ThreadPoolExecutor() as pool:
-        codes = [pool.submit(meetings[0].conclude, lost)]
+        codes = [pool.submit(run_together, store, ranks[0],
+                             lambda: fail(RuntimeError("gloo: Connection closed by peer")))]
         time.sleep(0.5)  # the connection is gone well before the other has come to its end
-        codes.append(pool.submit(meetings[1].conclude, cause))
+        codes.append(pool.submit(run_together, store, ranks[1],
+                                 lambda: fail(RewardError("no reward today"))))
         assert [code.result() for code in codes] == [7, 7]
     assert capsys.readouterr().err == "Error: no reward today\n"
 
 
-def test_a_rank_without_room_for_temporary_files_says_what_it_came_to(monkeypatch, capsys,
-                                                                      tmp_path):
-    monkeypatch.setenv(OUTCOMES, str(tmp_path / "gone"))
+def test_a_rank_without_room_for_temporary_files_prints_its_outcome(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(launchers._Reports, "folder", tmp_path / "gone")
     note_phase("step 1, rollout")
-    write_outcome(RankOutcome(1, 7, "the reward failed", "", 0.0))
+    write_outcome(RankOutcome(1, 7, "the reward failed"))
     assert capsys.readouterr().err == "rank 1: the reward failed\n"

@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from checkpoint_samples import start_python
 
-from ppocli.distributed import launchers
 from ppocli.distributed.stop import StopFlag, StopRequested, catch_signals
 
 LOOP = """
@@ -139,26 +138,14 @@ def test_defer_holds_back_and_does_not_forget():
     assert not isinstance(caught.value, Exception)  # which surviving any exception would swallow
 
 
-@pytest.mark.timeout(20)
-def test_a_rank_whose_launcher_has_died_before_it_started_is_told(tmp_path, monkeypatch):
-    """Opening the pipe must not wait for a writer that will never come."""
-    os.close(launchers.open_lifelines(tmp_path))
-    monkeypatch.setenv(launchers.OUTCOMES, str(tmp_path))
-    held = launchers.hold_lifeline()
-    assert os.read(held, 1) == b""
-    os.close(held)
-
-
 @pytest.mark.timeout(60)
-def test_ranks_that_meet_nobody_end_soon_after_their_launcher(tmp_path):
-    """The main thread waits on and on, as in a rendezvous, and hears no signal."""
+def test_ranks_that_meet_nobody_end_soon_after_their_parent(tmp_path):
+    """The main thread waits on and on, as in a rendezvous, and no signal interrupts it."""
     process = start_python("""
-import os, signal, sys, threading
-from ppocli.distributed.stop import stop_when_closed
-reading, writing = os.pipe()
+import os, signal, threading
+from ppocli.distributed.stop import stop_when_orphaned
 signal.signal(signal.SIGTERM, lambda *_: None)
-stop_when_closed(reading, leave_after=lambda: 0.1)
-os.close(writing)
+stop_when_orphaned(os.getppid() + 1, lambda: 0.1)
 while True:
     threading.Event().wait()
 """)
