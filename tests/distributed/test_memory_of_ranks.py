@@ -50,6 +50,7 @@ SHORT = [
         "all ranks start again with ppo.chunk_size=2"], marks=slow)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "hardware", "rows", "said"), SHORT)
 def test_all_go_on_with_half_the_rows(fault, hardware, rows, said, world, alone):
     done = run("train", *words("run_name=r", *hardware, STEPS), cwd=world, PPOCLI_FAULTS=fault)
