@@ -20,9 +20,9 @@ WORDS = (
     "that", "loved", "hated", "saw", "liked", ".", ",", "!")
 PAIRS = ("t5", "bart")
 """kinds of encoder-decoder"""
-DECODERS = ("gpt2", "llama", "gpt_neox", "qwen3", "opt", *(
+DECODERS = ("gpt2", "llama", *(
     pytest.param(kind, marks=pytest.mark.slow)
-    for kind in ("gptj", "qwen2", "mistral", "gemma", "phi")))
+    for kind in ("gpt_neox", "qwen3", "opt", "gptj", "qwen2", "mistral", "gemma", "phi")))
 """kinds of causal models with one stack of layers, as parameters of a test"""
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
 

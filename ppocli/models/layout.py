@@ -238,8 +238,8 @@ def placeholder_mask(device: torch.device, packing: Packing | None = None) -> to
 
 class _MoveRows(torch.autograd.Function):
     """[n, D] rows to [m, D]: row ``index[i]`` becomes row i, rows ``padding`` become zeros.
-    ``back`` and ``back_padding`` are the opposite move, so that the gradient is gathered too, not scattered.
-    """
+    ``back`` and ``back_padding`` are the opposite move, so that the gradient is gathered too, not
+    scattered."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, padding: torch.Tensor,

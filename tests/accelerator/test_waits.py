@@ -57,8 +57,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(CASES, quick=lambda name: name in (
-    "all layers", "top layer", "bf16", "gspo")))
+@pytest.mark.parametrize("name", mostly_slow(CASES, quick=lambda name: name == "all layers"))
 def test_a_step_waits_for_what_decides_and_no_more(sim, tmp_path, name):
     keys = CASES[name]
     cfg = small_config(tmp_path, hardware__device="cuda", ppo__ppo_epochs=2, **SAMPLED, **keys)
@@ -107,7 +106,8 @@ def test_stop_sequences_are_looked_for_in_text_which_waits_once_a_token(sim, tmp
     assert NEW <= found["rollout"].total() <= NEW + -(-NEW // CHECK_EVERY) + 1
 
 
-@pytest.mark.parametrize("name", ["noise", "stops", "limits", "tokens"])
+@pytest.mark.parametrize("name", mostly_slow(
+    ["noise", "stops", "limits", "tokens"], quick=lambda name: name == "noise"))
 def test_a_tensor_left_on_the_host_is_found(sim, tmp_path, monkeypatch, name):
     made = DecodeState.__init__
 

@@ -44,6 +44,7 @@ def one_and_two(folder: Path, config: dict, stage: int, tolerance: float, *more:
     return one, many
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "keys"), [
     (3, {}), *(pytest.param(*case, marks=pytest.mark.slow) for case in [
         (0, {}), (1, {}), (2, {}), (3, {"hardware.gather_for_generation": False}),

@@ -59,17 +59,20 @@ def in_parts(config, tmp_path_factory) -> dict:
         "copy": {}, "copy apart": APART, "shared apart": {**SHARED, **APART}})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["copy", "copy apart", "shared apart"])
 def test_two_ranks_come_to_what_one_process_comes_to(alone, in_parts, scenario):
     assert_same(alone[scenario.split()[0]], in_parts[scenario])
 
 
+@pytest.mark.slow
 def test_the_kl_starts_at_zero(alone, in_parts):
     for found in (*alone.values(), *in_parts.values()):
         assert float(found["kl"].abs().max()) == 0.0
         assert float(found["later/kl"].abs().max()) > 0.0
 
 
+@pytest.mark.slow
 def test_ranks_end_their_chunks_at_different_tokens(alone):
     """So that they had to wait for each other where passes gather weights."""
     lengths = alone["copy"]["experience/response_mask"].sum(1).tolist()
@@ -78,6 +81,7 @@ def test_ranks_end_their_chunks_at_different_tokens(alone):
     assert longest[0] != longest[1]
 
 
+@pytest.mark.slow
 def test_every_rank_holds_its_part(alone, in_parts):
     """Half of policy and reference, and whole weights only where they are gathered; a tensor of
     odd size is filled up by one element."""

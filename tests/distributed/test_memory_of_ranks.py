@@ -25,10 +25,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 SHORT = [
     # decoding waits for nobody
     ("rollout.token>2#1:oom", "ddp", "rank 1, rollout of 5 rows at once"),
-    pytest.param("scoring.forward>2#1:oom", "zero1", "rank 1, scoring of 4 rows at once",
-                 marks=slow)]
+    ("scoring.forward>2#1:oom", "zero1", "rank 1, scoring of 4 rows at once")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fault", "hardware", "text"), SHORT)
 def test_all_go_on_with_half_the_rows(fault, hardware, text, world, alone):
     done = run("train", *words("run_name=r", f"hardware={hardware}", STEPS), cwd=world,

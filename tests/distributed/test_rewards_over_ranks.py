@@ -55,6 +55,7 @@ WAYS = {"one": [], "first": ["hardware=ddp", "reward.ranks=first"],
 """in one process, and on two that ask for all samples on one of them or each for its own"""
 
 
+@pytest.mark.slow
 def test_a_stateful_reward_sees_whole_chunks_on_one_rank(world):
     (world / "odd.py").write_text(STATEFUL)
     rows = jsonl(world / "prompts.jsonl")
@@ -77,6 +78,7 @@ def test_a_stateful_reward_sees_whole_chunks_on_one_rank(world):
             [base + 0.25 * i + len(row["response"]) for i, row in enumerate(mine)])
 
 
+@pytest.mark.slow
 def test_a_stored_scale_reaches_ranks_that_have_not_built_the_reward_model(world):
     AutoTokenizer.from_pretrained(world / "lm").save_pretrained(world / "rm")
     config = AutoConfig.from_pretrained(world / "lm", num_labels=1)

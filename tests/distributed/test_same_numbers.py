@@ -80,6 +80,7 @@ def test_settings_that_move_weights_elsewhere(config, tmp_path, changes):
                                         if not name.startswith("hardware.")}}, changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stage", "keys"), mostly_slow(
     range(4), [{}, {"model.value.kind": "model"}, {"ppo.micro_batch_size": 5}],
     quick=lambda stage, keys: stage == 0 and not keys))
@@ -110,6 +111,7 @@ PLAYS = {"env.fn": "played:Words", "env.max_turns": 3, "env.max_tokens": 40,
 GROUPS = {"ppo.advantage": "grpo", "ppo.n": 2, "ppo.num_rollouts": 14, "ppo.gae_unit": "token"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("keys", "stage"), [({}, 0), *(
     pytest.param(keys, stage, marks=slow) for keys, stage in [
         ({}, 1), ({}, 2), ({}, 3), ({"model.peft": LORA}, 0), ({"model.peft": LORA}, 3),

@@ -1,21 +1,17 @@
 """Damaged, foreign, hostile and missing checkpoints; two processes; changed settings."""
 
 import shutil
-import socket
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs import assert_equal_runs, copied, spawn, wait_for, whole_copy, words
+from runs import assert_equal_runs, copied, whole_copy, words
 
 from ppocli.config.compose import Checked, Composed
 from ppocli.config.config_yaml import read_config
-from ppocli.errors import CheckpointError
 from ppocli.launch.open_run_folder import open_folder
 from ppocli.runs import retention
-from ppocli.runs.listing import carry_out, plan_pruning
 from ppocli.runs.record import read_changes, read_run
-from ppocli.runs.target import find_target
 
 
 def flip(path: Path) -> None:
@@ -125,19 +121,6 @@ def test_what_vanishes_from_a_run_is_put_back_or_said(command, reference, tmp_pa
     assert read_config(folder / "config.yaml") == ran.config
 
 
-def test_what_vanishes_while_a_run_goes_on_is_written_again(command, world, monkeypatch):
-    prune = retention.prune
-
-    def lose(folder: Path, *given: int | None) -> list[str]:
-        for name in ("config.yaml", "run.json"):
-            (folder.parent / name).unlink()
-        return prune(folder, *given)
-
-    monkeypatch.setattr(retention, "prune", lose)
-    ended = command(*words("run_name=r", "ppo.num_steps=2"), code=0)
-    assert "run.json was gone; it is written again as it was" in ended.err
-
-
 @pytest.mark.parametrize("moved", [False, True])
 def test_a_run_whose_folder_goes_away_says_so_once(moved, command, world, monkeypatch):
     prune = retention.prune
@@ -155,19 +138,6 @@ def test_a_run_whose_folder_goes_away_says_so_once(moved, command, world, monkey
     assert not (world / "runs/r").exists()
     if moved:
         command(f"resume={world / 'elsewhere'}", "ppo.num_steps=2", code=0)
-
-
-def test_what_a_command_reads_is_not_pruned_meanwhile(finished):
-    place = finished / "checkpoints"
-    target = find_target("mine", say=print, step=1)
-    assert retention.prune(place, 1, None) == []
-    assert [step for step, _ in retention.list_steps(place)] == [1, 4]
-    with pytest.raises(CheckpointError, match="step-000001 is being read and stays"):
-        carry_out(plan_pruning(finished, checkpoints=True, failed=False)[0])
-    assert Path(target.model).is_dir()
-    del target
-    assert retention.prune(place, 1, None) == []
-    assert [step for step, _ in retention.list_steps(place)] == [4]
 
 
 @pytest.mark.parametrize(("words_", "code", "said"), [
@@ -206,18 +176,3 @@ def test_a_finished_runs_missing_model_is_written_again(command, reference, tmp_
     (folder / "model/model.safetensors").unlink()
     command(f"resume={folder}", code=0)
     assert_equal_runs(reference, folder)
-
-
-def test_a_second_process_on_the_folder_is_refused_with_its_pid(command, world, inject):
-    process = spawn("train", *words("run_name=r"), cwd=world,
-                    PPOCLI_FAULTS="rollout.token@60:sleep=60")
-    try:
-        wait_for((world / "runs/r/checkpoints/step-000001").exists, process)
-        ended = command(f"resume={world / 'runs/r'}", code=5)
-        assert f"is running (pid {process.pid} on {socket.gethostname()})" in ended.err
-    finally:
-        process.kill()
-        process.communicate()
-    # what it left names a dead process: taken over
-    assert str(process.pid) in (world / "runs/r/.lock").read_text()
-    assert command(f"resume={world / 'runs/r'}").code == 0

@@ -33,13 +33,6 @@ def test_a_disk_that_refuses_a_save_keeps_the_older_and_goes_on_later(
     assert_equal_runs(reference, folder)
 
 
-def test_one_refusal_is_survived(command, inject, reference, world):
-    """Superseded steps make room, and the save is tried once more."""
-    inject("save.before_manifest@2:enospc")
-    command(*words("run_name=r", stateful=True), code=0)
-    assert_equal_runs(reference, world / "runs/r")
-
-
 @pytest.mark.parametrize(("free", "code", "said"), [
     (50_000, 6, "Error: Not enough disk space: this run needs "),
     (1_000_000, 0, "warning: Disk space is short: this run needs "), (10**9, 0, "")])

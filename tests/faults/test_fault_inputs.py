@@ -66,15 +66,6 @@ def test_a_missing_pad_token_is_said_and_gives_the_same_run_as_a_pad_of_its_own(
     assert all(row["finished"] or row["response_tokens"] == 8 for row in rows)
 
 
-def test_long_prompts_are_cut_with_a_count_and_few_are_cycled(command, world):
-    (world / "prompts.jsonl").write_text(json.dumps({"prompt": "the film " * 80}) + "\n"
-                                         + json.dumps({"prompt": "it"}) + "\n")
-    ended = command(*words("run_name=r", "ppo.num_steps=1"), code=0)
-    assert "1 " in ended.out
-    assert "cut" in ended.out or "truncated" in ended.out, ended.out
-    assert "A rollout takes 12 prompts and there are 2: they are cycled" in ended.out
-
-
 @contextmanager
 def black_hole() -> Iterator[str]:
     """The address of a port that never answers: its queue of connections is full."""

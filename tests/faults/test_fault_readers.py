@@ -14,7 +14,7 @@ from ppocli.cli.output import code_of
 from ppocli.cli.plot import compare
 from ppocli.cli.runs import print_runs, prune_runs, report
 from ppocli.config import size_limited
-from ppocli.config.config_yaml import config_text, read_config
+from ppocli.config.config_yaml import config_text
 from ppocli.config.schema import TrainConfig
 from ppocli.config.text import CONTROL
 from ppocli.errors import CheckpointError
@@ -134,24 +134,3 @@ def test_rows_longer_than_any_are_read_in_pieces(here, monkeypatch):
     from ppocli.runs.record import read_run
 
     assert [row["step"] for row in read_run(run).rows] == [1, 2, 3]
-
-
-def test_what_runs_write_is_far_from_the_limits(here):
-    run = bare_run(here / "runs/one")
-    config = read_config(run / "config.yaml")
-    config.prompts.items = [{"prompt": f"text {n}", "tags": ["a", "a"]} for n in range(200)]
-    config.reward.kwargs = {"deep": [[[[[[{"x": [1]}]]]]]]}
-    (run / "config.yaml").write_text(config_text(config))
-    assert read_config(run / "config.yaml") == config
-    with refused(CheckpointError, "alias"):
-        (run / "config.yaml").write_text("a: &x [1]\nb: *x\n")
-        read_config(run / "config.yaml")
-
-
-def test_watch_writes_no_escapes_of_names_as_json_either(here, capsys):
-    bare_run(here / "runs/one")
-    Follower(Path("runs/one"), True, True).look()
-    told = capsys.readouterr()
-    assert not CONTROL.search(told.out + told.err)
-    assert r"\u001b]0;owned\u0007\u009b2J\u202e" in told.out
-    assert f"loss/{ESCAPE}" in json.loads(told.out.splitlines()[0])

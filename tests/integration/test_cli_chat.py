@@ -55,15 +55,6 @@ def test_an_answer_is_stopped_and_the_chat_goes_on(tmp_path):
         assert talk.end() == 130
 
 
-def test_a_prompt_is_answered_and_the_user_leaves(shared_world):
-    with Talk("chat", "lm", "--max-new-tokens", "4", cwd=shared_world) as talk:
-        assert "no chat template: each text is a prompt of its own" in talk.until(PROMPT)
-        talk.say("the film")
-        assert talk.until(PROMPT).split()
-        talk.type(b"\x04")
-        assert talk.end() == 0
-
-
 def test_a_pipe_is_refused(tmp_path):
     done = ppocli("chat", cwd=tmp_path, code=2)
     assert done.stderr == (
@@ -170,14 +161,3 @@ def test_two_models_keep_their_own_conversations(chosen, talker, shared_world, c
     assert both.err.count("score ") == 2
     alone = said(capsys, chat_with(chosen, plain), "the film").out
     assert both.out.endswith(alone)
-
-
-def test_a_failing_reward_ends_no_chat(chosen, talker, world, capsys):
-    (world / "moody.py").write_text("def score(outputs):\n    raise OSError('in a mood')\n")
-    chosen.cfg.reward.fn = f"{world / 'moody.py'}:score"
-    chosen.cfg.reward.kwargs = {}
-    talk = chat_with(chosen, talker, reward=build_judge(chosen.cfg.reward, []))
-    ended = said(capsys, talk, "the film")
-    assert ended.out.strip()
-    assert "in a mood" in ended.err
-    assert said(capsys, talk, "the film").out.strip()

@@ -7,9 +7,8 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from helpers import TEMPLATE, jsonl, read_json, save_talker, write_jsonl
-from runs import rewrite, run
-from terminal import Terminal
+from helpers import TEMPLATE, jsonl, mostly_slow, read_json, save_talker, write_jsonl
+from runs import run
 
 SPIES = '''\
 def rendered(prompts, outputs, **columns):
@@ -20,7 +19,6 @@ ANSWER = [{"role": "assistant", "content": "very good"}]
 DATA = {"messages": {"messages": ASKED + ANSWER},
         "turns": {"prompt": ASKED, "completion": ANSWER},
         "plain": {"prompt": "the film", "completion": "very good"},
-        "text": {"text": "the film was very good"},
         "by itself": {"text": "you the film . i very good ."}}
 SHORT = ("hardware.device=cpu", "hardware.num_threads=1", "hardware.gemm=default",
          "generation.max_new_tokens=3", "checkpoint.every_steps=1", "checkpoint.keep_last=9")
@@ -47,8 +45,9 @@ def record(folder: str) -> bool | None:
 
 
 @pytest.mark.parametrize(("kind", "more", "trained"), [
-    ("messages", [], True), ("turns", [], True), ("plain", ["data.chat=true"], True),
-    ("plain", [], False), ("text", [], False), ("by itself", [], None)])
+    ("messages", [], True), ("plain", [], False), *(
+        pytest.param(*case, marks=pytest.mark.slow) for case in (
+            ("turns", [], True), ("plain", ["data.chat=true"], True), ("by itself", [], None)))])
 def test_how_a_model_was_trained_decides_how_it_is_prompted(kind, more, trained, here, app):
     write_jsonl(here / "data.jsonl", [DATA[kind]] * 4)
     app(*SFT, "model.path=talker", "sft.epochs=1", "run_name=s", *more, code=0)
@@ -77,6 +76,7 @@ def test_how_a_model_was_trained_decides_how_it_is_prompted(kind, more, trained,
     assert "model was trained with" in done.err or trained is None
 
 
+@pytest.mark.slow
 def test_ppo_goes_on_as_the_model_was_trained(here, app):
     write_jsonl(here / "data.jsonl", [DATA["messages"]] * 4)
     app(*SFT, "model.path=talker", "sft.epochs=1", "run_name=s", code=0)
@@ -97,17 +97,6 @@ def test_ppo_goes_on_as_the_model_was_trained(here, app):
     app(*PPO, "model.path=talker", "ppo.num_steps=1", "run_name=other", code=0)
     assert jsonl(Path("runs/other/samples.jsonl"))[0]["prompt"] == "the film"
     assert "chat: null" in Path("runs/other/config.yaml").read_text()
-
-
-def test_a_chat_with_a_model_trained_on_plain_text_renders_nothing(here, app):
-    write_jsonl(here / "data.jsonl", [DATA["plain"]] * 4)
-    app(*SFT, "model.path=talker", "sft.epochs=1", "run_name=s", code=0)
-    for more, chats in (([], False), (["--chat"], True)):
-        with Terminal("chat", "runs/s", *more, cwd=here) as talk:
-            talk.wait_for(lambda talk=talk: "/quit leaves" in talk.raw)
-            assert ("is asked without its chat template" in talk.raw) is not chats
-            talk.type(b"/quit\n")
-            assert talk.end() == 0
 
 
 # The date -----------------------------------------------------------------------------------------
@@ -141,7 +130,7 @@ TRAININGS = {
                      "reward_model.epochs")}
 
 
-@pytest.mark.parametrize("kind", TRAININGS)
+@pytest.mark.parametrize("kind", mostly_slow(TRAININGS, quick=lambda kind: kind == "sft"))
 def test_a_template_tells_when_the_run_was_first_started(kind, dated, app):
     words, length = TRAININGS[kind]
     words = (*words, "model.path=talker", "model.chat_template=t.jinja", "run_name=r")
@@ -164,25 +153,6 @@ def test_a_template_tells_when_the_run_was_first_started(kind, dated, app):
         app("eval", "runs/r", "--name", "e", code=0)
         assert {row["prompt"].split()[1]
                 for row in jsonl(dated / "runs/r/eval/e/samples.jsonl")} == {date}
-
-
-def test_runs_without_a_date_go_on_by_their_log(dated, app):
-    words, length = TRAININGS["train"]
-    given = "2026-01-05T10:11:12"
-    app(*words, "model.path=talker", "model.chat_template=t.jinja", "run_name=r", f"{length}=1",
-        f"model.chat_template_date={given}", code=0)
-    shown = jsonl(dated / "runs/r/samples.jsonl")[0]["prompt"]
-    assert shown.startswith(f"on {given} the the")
-    # as versions left it that kept no date
-    rewrite(dated / "runs/r", {f"  chat_template_date: '{given}'\n": ""})
-    log = dated / "runs/r/ppocli.log"
-    text = log.read_text()
-    log.write_text(given.replace("T", " ") + text[19:])
-    app("eval", "runs/r", "--name", "e", code=0)
-    assert jsonl(dated / "runs/r/eval/e/samples.jsonl")[0]["prompt"].startswith(f"on {given} ")
-    done = app("resume", "runs/r", f"{length}=2", code=0)
-    assert f"taken to be {given}, by the first line of ppocli.log" in done.said
-    assert date_of("r") == given
 
 
 def test_values_of_a_template_and_wrong_dates(dated, app):

@@ -118,14 +118,6 @@ def test_the_table(runs, compare):
     assert lines[-1] == "win rate of b over a: 50.0 % on 4 shared prompts, ties half"
 
 
-def test_a_run_that_has_just_begun(runs, compare, compared):
-    (runs / "runs/b/metrics.jsonl").write_text("")
-    found = compared("a", "b")
-    assert found["episodes"] == 0
-    assert found["runs"][1]["end"]["figures"]["reward/mean"] is None
-    compare("a", "b", code=0)
-
-
 def test_two_are_needed(runs, compare):
     assert compare("a", "runs/a", code=2).err == (
         "Error: Comparing needs two or more different runs.\n  where: command line\n"

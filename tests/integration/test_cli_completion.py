@@ -96,33 +96,6 @@ def test_the_script_of_each_shell_is_printed_and_installed(shell, part, tmp_path
         assert (tmp_path / ".bashrc").read_text().count(str(path)) == 1
 
 
-def test_the_shell_is_found_without_a_terminal(tmp_path):
-    """No shell is around the process: what ``$SHELL`` says counts."""
-    code = ("import shellingham\n"
-            "def nothing(*a, **k): raise shellingham.ShellDetectionFailure\n"
-            "shellingham.detect_shell = nothing\n"
-            "from ppocli.cli.app import main; main()")
-    done = subprocess.run(
-        [sys.executable, "-c", code, "completion"], cwd=tmp_path, text=True, capture_output=True,
-        stdin=subprocess.DEVNULL, timeout=60, check=False,
-        env=environment(SHELL="/usr/bin/fish", HOME=str(tmp_path)))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ppocli("completion", "fish", cwd=tmp_path).stdout
-
-
-def test_an_unknown_shell_is_refused(tmp_path):
-    done = ppocli("completion", "bas", cwd=tmp_path, code=2)
-    assert done.stderr == ("Error: there is no completion for 'bas'; did you mean bash?\n"
-                           "  where: SHELL\n"
-                           "  fix:   name one of bash, zsh, fish: ppocli completion bash\n")
-
-
-def test_a_home_that_cannot_be_written_is_said(tmp_path):
-    (tmp_path / ".bash_completions").write_text("a file")
-    done = ppocli("completion", "bash", "--install", cwd=tmp_path, HOME=str(tmp_path), code=6)
-    assert "ppocli completion bash > FILE" in done.stderr
-
-
 # --- a real bash ----------------------------------------------------------------------------
 
 Tab = Callable[[str], str]
@@ -166,6 +139,7 @@ def bash(runs: Path) -> Iterator[Tab]:
     process.wait(timeout=30)
 
 
+@pytest.mark.slow
 def test_tab_in_bash(bash):
     """A blank follows what is whole; after ``KEY=`` none does."""
     for line, completed in (

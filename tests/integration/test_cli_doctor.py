@@ -23,6 +23,7 @@ def install(folder: Path, name: str, version: str) -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
+@pytest.mark.slow
 def test_the_whole_doctor_on_this_machine(tmp_path):
     done = ppocli("doctor", "--json", "new/runs", cwd=tmp_path, HF_TOKEN=PLANTED,
                   XDG_CACHE_HOME=str(tmp_path / "cache"), code=0)

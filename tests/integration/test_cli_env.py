@@ -11,8 +11,6 @@ from runs import assert_equal_runs, copied, make_world, resumed, rewrite, run, w
 from terminal import Terminal
 
 from ppocli import PPOTrainer
-from ppocli.cli import episodes
-from ppocli.cli.sampling_request import SamplingRequest
 from ppocli.errors import ConfigError
 from ppocli.publish.console import closing_table
 from ppocli.publish.dashboard import Dashboard
@@ -99,6 +97,7 @@ def test_kill9_and_resume_give_the_same_run(fault, plays, stage, command):
     assert_equal_runs(plays, stage / RUN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [
     ["env.fn=env.py:Slow", "reward.fn=rewards.py:score"],
     ["env.workers=4", "ppo.advantage=grpo", "ppo.n=2", "ppo.gae_unit=token",
@@ -146,13 +145,6 @@ def test_what_the_environment_does_in_its_rehearsal_ends_the_run(stage, command)
     assert "where: env.fn" in ended.err
 
 
-@pytest.mark.parametrize(("name", "more"), [
-    ("sft", ["data.path=prompts.jsonl", "data.format=text", "data.text_column=prompt"]),
-    ("reward-model", ["data.path=prompts.jsonl"])])
-def test_tasks_on_data_have_no_environment(name, more, stage, app):
-    assert "env.fn" in app(name, "model.path=./lm", *more, "env.fn=env.py:Words", code=2).err
-
-
 def test_a_loop_of_ones_own_has_no_environment(stage):
     with pytest.raises(ConfigError, match="plays no environment"):
         PPOTrainer([word for word in playing() if "log_rollouts" not in word])
@@ -168,26 +160,6 @@ def test_eval_plays_the_same_episodes_as_the_run(place, app):
     assert {name: figures[name] for name in own} == own
     kept = jsonl(place / RUN / "eval" / STEP / "samples.jsonl")
     assert [row["turns"] for row in kept] == [row["turns"] for row in last_of(place / RUN)]
-
-
-def test_a_strangers_environment_needs_trust(place, app, monkeypatch):
-    shutil.copytree(place / RUN, place / "dl/run", symlinks=True)
-    config = place / "dl/run/config.yaml"
-    config.write_text(config.read_text().replace("max_turns: 3", "max_turns: 4"))
-    for command in ("eval dl/run", "generate dl/run --env"):
-        ended = app(*command.split(), code=5)
-        assert f"env.fn: {place / 'env.py'}:Words" in ended.err
-        assert "add --trust" in ended.err
-    app("generate", "dl/run", "-p", "the film", code=0)
-    app("eval", "dl/run", "--trust", code=0)
-
-
-def test_eval_plays_a_model_without_a_run(stage, app):
-    app("eval", "./lm", "env.fn=env.py:Words", "env.max_tokens=24", "--prompts", "prompts.jsonl",
-        "generation.max_new_tokens=5", "--limit", "3", code=0)
-    rows = jsonl(stage / "eval/lm/samples.jsonl")
-    assert all(row["turns"] for row in rows)
-    assert len(rows) == 3
 
 
 # Transcripts --------------------------------------------------------------------------------------
@@ -219,12 +191,6 @@ def test_generate_prints_who_said_what(place, app):
         assert [line[2:] for line in lines if line.startswith("< ")] == list(filter(None, heard))
 
 
-def test_texts_that_end_a_turn_are_taken_as_they_were_typed(place):
-    given = SamplingRequest(run=RUN, flags={"stop_sequences": ["\n", "it's", "${x}"]})
-    with episodes._session(given, []) as session:
-        assert list(session.eval_sampling.stop_sequences) == ["\n", "it's", "${x}"]
-
-
 @pytest.mark.parametrize(("given", "code", "said"), [
     ("generate {run} --env --against base", 2, "--against is for single responses"),
     ("generate ./lm --env -p it --reward length reward.kwargs.target=3", 2, "has no environment"),
@@ -235,7 +201,8 @@ def test_what_has_no_place_beside_an_environment(given, code, said, place, app):
     assert said in app(*given.format(run=RUN).split(), code=code).err
 
 
-@pytest.mark.parametrize("watch", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("watch", [False, True])
 def test_chat_seats_a_person_or_looks_on(watch, place):
     with Terminal("chat", RUN, "--env", *["--watch"] * watch, cwd=place) as person:
         if watch:

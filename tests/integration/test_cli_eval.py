@@ -2,7 +2,6 @@
 
 import gc
 import json
-import math
 import re
 import shutil
 import sys
@@ -70,13 +69,6 @@ def test_the_table_shows_what_eval_json_holds(place, evaluate):
     assert [name for name in names if name == "prompt"] == ["prompt"]
 
 
-def test_settings_of_generation_count_where_the_run_has_others_for_evaluation(place, evaluate):
-    rewrite(place / RUN, {"  eval:\n    max_new_tokens: null": "  eval:\n    max_new_tokens: 7"})
-    told = json.loads(evaluate(RUN, "prompts.limit=3", "generation.max_new_tokens=2", "--json").out)
-    assert (told["prompts"]["count"], told["generation"]["max_new_tokens"]) == (3, 2)
-    assert told["figures"]["response_tokens_mean"] <= 2
-
-
 def test_other_prompts_with_their_own_columns(place, evaluate, monkeypatch):
     """The folder has an apostrophe in its name, and the file a dollar."""
     place = place.rename(place.with_name("o'b"))
@@ -110,17 +102,6 @@ def test_a_model_brings_neither_reward_nor_prompts(place, evaluate):
     for words, said in ((["--frontier"], "there is no reference"),
                         (["--against", "base"], "its base is not known")):
         assert said in evaluate(*both, *words, code=2).err
-
-
-def test_without_a_reference_the_way_to_a_kl_is_said(place, evaluate):
-    rewrite(place / RUN, {"kind: auto": "kind: none", "init_kl_coef: 0.05": "init_kl_coef: 0"})
-    done = evaluate(RUN, "--limit", "2", "--name", "none", code=0)
-    assert ("the run has no reference, so there is no KL; to measure it: "
-                               "model.reference.kind=copy") in done.err
-    assert evaluate(RUN, "--limit", "2", "--name", "copy", "model.reference.kind=copy").code == 0
-    folder = place / RUN / "eval"
-    assert result(folder / "none")["figures"]["kl_mean"] is None
-    assert math.isfinite(result(folder / "copy")["figures"]["kl_mean"])
 
 
 def test_a_base_that_has_changed_since_the_training_is_told(place, shared_world, evaluate):
@@ -194,28 +175,6 @@ def test_a_stopped_evaluation_keeps_its_samples_and_is_run_again(
     assert "fix:   run it again: the same seed" in evaluate(RUN, "--resume", code=2).err
 
 
-def test_a_failing_reward_leaves_what_was_scored_or_nothing(place, evaluate):
-    (place / "failing.py").write_text(
-        "calls = []\n\ndef score(outputs, first=1, **_):\n    calls.append(1)\n"
-        "    if len(calls) >= first:\n        raise ValueError('no more')\n"
-        "    return [0.0] * len(outputs)\n")
-    assert "no more" in evaluate(RUN, "--reward", "failing.py:score", code=7).err
-    assert not (place / RUN / "eval").exists()
-    done = evaluate(RUN, "--reward", "failing.py:score", "reward.kwargs.first=3", code=7)
-    folder = place / RUN / "eval" / NAME
-    assert f"5 samples stay in {folder / 'samples.jsonl'}\n" in done.err
-    assert len(jsonl(folder / "samples.jsonl")) == 5
-    assert not (folder / "eval.json").exists()
-
-
-def test_a_run_that_cannot_be_written_to_is_evaluated_elsewhere(place, evaluate):
-    (place / RUN / "eval").write_text("a file")
-    done = evaluate(RUN, "--limit", "1", code=6)
-    assert done.err.endswith("  fix:   name another folder: --output DIR\n")
-    assert evaluate(RUN, "--limit", "1", "--output", "results").code == 0
-    assert (place / "results" / NAME / "eval.json").is_file()
-
-
 def test_the_frontier_says_its_price_and_what_it_found(place, evaluate, monkeypatch):
     given = [RUN, "--frontier", "--limit", "2", "--name", "x"]
     done = evaluate(*given, code=0)
@@ -271,31 +230,6 @@ def test_python_objects_take_the_place_of_words(place):
     assert bare.report["prompts"]["count"] == 1
 
 
-@pytest.mark.parametrize(("given", "option"), [
-    (["runs/trianed"], "RUN"), ([RUN, "--against", "runs/trianed"], "--against"),
-    (["trianed"], "RUN")])
-def test_a_misspelt_run_is_named(place, evaluate, given, option):
-    done = evaluate(*given, code=3)
-    assert f"\n  where: {option}\n" in done.err
-    assert re.search("did you mean (runs/)?trained", done.err)
-    assert "RUN=" not in done.err
-    assert "hf download runs" not in done.err
-
-
-def test_a_model_says_what_is_not_followed(place, evaluate):
-    from transformers import GenerationConfig
-
-    lm = save_lm(place / "lm")
-    GenerationConfig(do_sample=True, temperature=0.6, top_k=7, eos_token_id=1).save_pretrained(lm)
-    write_prompts(place / "p.jsonl", ["the film"])
-    given = ["./lm", "--prompts", "p.jsonl", "--reward", "length", "reward.kwargs.target=3"]
-    told = "to sample as it says: "
-    assert f"{told}generation.temperature=0.6 generation.top_k=7\n" in evaluate(*given).err
-    done = evaluate(*given, "generation.temperature=0.6", "generation.top_k=7", "--json")
-    assert told not in done.err
-    assert json.loads(done.out)["generation"]["top_k"] == 7
-
-
 def test_one_text_is_no_list_of_texts(place):
     run = ppocli.load_run(place / RUN)
     for prompts, sampling, message in (
@@ -315,12 +249,6 @@ def test_one_text_is_no_list_of_texts(place):
     assert found.report["settings"]["reward"]["fn"] == "length"
 
 
-def test_a_run_is_asked_as_its_model_was_loaded(place):
-    rewrite(place / RUN, {"attn_implementation: null": "attn_implementation: eager"})
-    lm = ppocli.load_run(place / RUN)._player.loaded.lm
-    assert lm.config._attn_implementation == "eager"
-
-
 def test_samples_reach_the_terminal_without_control_characters(tmp_path):
     path = tmp_path / "samples.jsonl"
     row = {"model": "policy", "prompt_index": 0, "sample": 0, "prompt": "a\x1b[31mb", "score": None,
@@ -331,12 +259,3 @@ def test_samples_reach_the_terminal_without_control_characters(tmp_path):
     assert lines[2].startswith("policy   [-] c ⏎ d?eee")
     assert lines[2].endswith("e...")
     assert list(command._sample_lines(path, 0)) == []
-
-
-def test_progress_is_told_in_lines_where_there_is_no_terminal(monkeypatch, capsys):
-    clock = iter([7.0, 11.0, 19.0, 20.0])
-    monkeypatch.setattr(command, "monotonic", lambda: next(clock))
-    lines = command._Lines()
-    for done in (0, 20, 40, 44):
-        lines("policy", done, 100)
-    assert capsys.readouterr().err == "policy: 40 of 100 samples, 12 s, about 18 s left\n"

@@ -240,6 +240,7 @@ def test_no_secret_and_no_home_leave_the_machine(finished, export, here, monkeyp
     assert config["output_dir"] == "~/runs"
 
 
+@pytest.mark.slow
 def test_the_own_evaluation_comes_along_without_folders(finished, export, here):
     others = ({"num_samples": 1}, {"reward": "length", "overrides": ["reward.kwargs.target=8"]},
               {"limit": 2}, {"step": 2}, {"overrides": ["generation.temperature=0.5"]})
@@ -339,6 +340,7 @@ def test_export_and_push_in_one_go_and_again(hub, push, here):
         f"Error: model.safetensors in {here}/out is not as it was exported.\n")
 
 
+@pytest.mark.slow
 def test_a_push_that_fails_leaves_the_export_and_names_the_command(hub, push, here):
     def assert_failed(done: Ended, cause: str, fix: str) -> None:
         assert done.code == 9, done.said

@@ -10,7 +10,7 @@ import pytest
 from helpers import jsonl, ppocli, save_talker, write_jsonl, write_prompts
 from runs import PLANTED, Ended, assert_no_process_left, run, spawn, whole_copy, words
 
-from ppocli.cli.generate import ResponsePrinter, side_by_side
+from ppocli.cli.generate import ResponsePrinter
 from ppocli.config.text import CONTROL
 from ppocli.sampling.prompting import Answer
 
@@ -96,22 +96,6 @@ def test_two_models_side_by_side(here, shared_world, generate):
     assert ended.err.count("mean score of") == 2
 
 
-def test_columns_are_of_equal_width_and_keep_lines(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "40")
-    lines = side_by_side(["a\x1b", "b"], ["one\ntwo", "x" * 30]).splitlines()
-    assert {len(line) for line in lines} == {40}
-    assert "│ a?" in lines[1]
-    assert [line[2:5] for line in lines[3:5]] == ["one", "two"]
-    assert "".join(lines).count("x") == 30
-
-
-def test_prompts_of_a_file(world, generate):
-    (world / "p.txt").write_text("the film\n\ni saw\n")
-    ended = generate("./lm", "--prompts", "p.txt", "--json", *SHORT)
-    assert [row["prompt"] for row in rows(ended)] == ["the film", "i saw"]
-    assert "1 prompt was blank: dropped" in ended.err
-
-
 def test_standard_input_holds_a_prompt_a_line(world, generate):
     piped = rows(generate("./lm", "--json", *SHORT, stdin=b"\xef\xbb\xbfthe film\r\ni saw"))
     assert [row["prompt"] for row in piped] == ["the film", "i saw"]
@@ -164,6 +148,7 @@ def test_a_chat_template_is_used_on_demand_or_as_in_the_run(here, generate):
     assert "fix:   --chat" in generate("./talker", "--prompts", "talks.jsonl").err
 
 
+@pytest.mark.slow
 def test_the_template_of_a_run_goes_with_its_model(world, app, generate):
     file = world / "t.jinja"
     file.write_text("{% for m in messages %}{{ tone }} {{ m.content }} . {% endfor %}"
@@ -217,25 +202,6 @@ def test_checkpoints_and_sampling_of_a_model(here, generate):
                       "generation.top_p=0.5")
     assert len({row["response"] for row in rows(greedy)}) == 1
     assert "no effect: top_p, as do_sample=false" in greedy.err
-
-
-def test_what_else_shapes_a_response(here, generate):
-    """A penalty below 1 draws out repetition; nothing but the length ends a response."""
-    asked = ("./lm", "-p", "the film", "-n", "8", "--json", "--max-new-tokens", "12")
-    plain, shaped = (rows(generate(*asked, *more)) for more in (
-        (), ("--repetition-penalty", "1e-3", "--min-p", "0.01", "--ignore-eos")))
-    assert any(row["finished"] for row in plain)
-    assert all(row["response_tokens"] == 12 and not row["finished"] for row in shaped)
-    words = [row["response"].split() for row in shaped]
-    assert sum(map(len, words)) > 3 * sum(len(set(found)) for found in words)
-
-
-def test_a_stop_text_ends_a_response(here, generate):
-    free = rows(generate("./lm", "-p", "the film", "--json", *SHORT))[0]
-    first, second = free["response"].split()[:2]
-    stopped = rows(generate("./lm", "-p", "the film", "--json", "--stop", second, *SHORT))[0]
-    assert stopped["response"].split() == [first]
-    assert stopped["finished"]
 
 
 def test_wrong_prompts_and_settings_are_told(here, generate):
@@ -298,6 +264,7 @@ def test_what_was_generated_before_a_signal_is_there(tmp_path):
     assert_no_process_left(process.pid)
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_ends_it_quietly(tmp_path):
     save_talker(tmp_path / "talker")
     with spawn(*ENDLESS, cwd=tmp_path) as process:

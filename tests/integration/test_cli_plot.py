@@ -11,7 +11,6 @@ from helpers import jsonl, ppocli, write_jsonl
 from runs import Command, imported_by, whole_copy
 
 from ppocli.publish.curves import smoothed
-from ppocli.runs.run_folder import lock
 
 
 @pytest.fixture
@@ -79,15 +78,6 @@ def test_svg_draws_evaluations_over_the_rollouts_of_each_figure(plot):
         assert texts.count(text) == times, text
 
 
-def test_evaluations_lie_over_the_rollouts(plot, runs):
-    lines = plot("one", "--metric", "reward", code=0).out.splitlines()
-    assert lines[-1] == "  ● evaluation"
-    evaluated = [row for row in jsonl(runs / "runs/one/metrics.jsonl")
-                 if row.get("eval/reward_mean") is not None]
-    assert 2 <= sum(line.count("●") for line in lines[:-1]) <= len(evaluated)
-    assert "●" not in plot("one", "--metric", "lr", code=0).out
-
-
 @pytest.mark.parametrize("out", ["file/b/a.png", "/proc/a.svg", f"{'n' * 300}.svg"])
 def test_a_place_that_can_not_be_written_is_told(plot, out):
     Path("file").write_text("")
@@ -112,16 +102,6 @@ def test_pictures_without_matplotlib_name_the_extra(plot, monkeypatch, kind):
     assert not Path(f"a.{kind}").exists()
 
 
-def test_nothing_is_overwritten_without_being_told(plot):
-    Path("a.svg").write_text("mine")
-    assert plot("one", "--output", "a.svg", code=2).err == (
-        "Error: a.svg exists already; nothing is overwritten.\n  where: --output\n"
-        "  fix:   choose another name, or add --overwrite\n")
-    assert Path("a.svg").read_text() == "mine"
-    plot("one", "--output", "a.svg", "--overwrite", code=0)
-    assert Path("a.svg").read_text().startswith("<svg")
-
-
 @pytest.mark.parametrize(("given", "said"), [
     ("--metric rewrd", "--metric rewrd: there is no such figure in these runs; did you mean "
                        "reward?"),
@@ -135,24 +115,6 @@ def test_wrong_options(plot, given, said):
     done = plot("one", *given.split(), code=2)
     assert said in done.err
     assert done.out == ""
-
-
-def test_no_figures(plot):
-    Path("runs/one/metrics.jsonl").write_text("")
-    err = plot("one", code=3).err
-    assert "There are no figures in one.\n" in err
-    assert "it ended without a row" in err
-    with lock(Path("runs/one").absolute()):
-        err = plot("one", code=3).err
-    assert "There are no figures in one yet.\n" in err
-    assert "wait for the first step" in err
-
-
-def test_parts_of_a_run_stand_for_it_and_equal_names_are_told_apart(runs, plot):
-    whole_copy(runs / "runs/one", runs / "elsewhere/one")
-    done = plot("runs/one/checkpoints/step-000002/policy", "elsewhere/one/model", "runs/one",
-                "--metric", "lr", "--json", code=0)
-    assert [each["run"] for each in json.loads(done.out)["series"]] == ["runs/one", "elsewhere/one"]
 
 
 def test_what_only_reads_loads_no_torch(runs):

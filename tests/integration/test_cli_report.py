@@ -7,20 +7,16 @@ import re
 import shutil
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from helpers import jsonl, ppocli, read_json, write_jsonl
+from helpers import jsonl, ppocli, read_json
 from hostile import hostile_run
 from reported import Page, outside_fences
-from runs import PLANTED, Command, last_checkpoint, whole_copy
+from runs import PLANTED, Command, whole_copy
 
 from ppocli.cli.app import app
 from ppocli.cli.output import code_of
-from ppocli.publish.sample_rows import samples_of
-from ppocli.runs.record import read_run
-from ppocli.runs.run_folder import lock
 
 
 @pytest.fixture
@@ -106,18 +102,6 @@ def test_only_the_script_that_the_page_names_may_run(html):
     assert re.search(r"uPlot \(v1\.\d+\.\d+\)", script)
 
 
-def test_curves_come_first_with_a_table_for_who_runs_no_scripts_and_settings_are_folded(written,
-                                                                                        html):
-    assert "doesn't run. The table holds their figures." in html
-    first = next(row for row in jsonl(written / "metrics.jsonl") if "reward/mean" in row)
-    assert f"Reward: rollouts {first['reward/mean']:.3f}" in re.sub(r"<[^>]+>", " ", html).replace(
-        "  ", " ")
-    places = [html.index(f'<h2 id="{name}"') for name in (
-        "outcome", "curves", "samples", "warnings", "asked", "environment")]
-    assert places == sorted(places)
-    assert "<details open" not in html
-
-
 def test_a_page_refers_to_nothing_outside_itself(written, html):
     assert not re.search(r"url\(|@import|fetch\(|XMLHttpRequest|WebSocket|import\(", html)
     assert set(re.findall(r"https?://[^\"'<\s]+", html)) == {
@@ -158,17 +142,6 @@ def test_samples_of_one_prompt_stand_together_but_only_two_are_seen_at_first(wri
     assert shown["scores_after"] == scores
     assert {row["name"]: row["after"] for row in data["outcome"]}["reward_mean"] == pytest.approx(
         sum(scores) / len(scores))
-
-
-def test_many_evaluations_are_chosen_evenly(run):
-    rows = [{"kind": "eval", "step": step, "prompt": "p", "response": str(step), "score": 1.0}
-            for step in range(101)]
-    write_jsonl(run / "samples.jsonl", rows)
-    found = samples_of(read_run(run), 0, 100, list(range(101)))
-    between, pair = found["between"], found["pairs"][0]
-    assert len(between) == 22
-    assert {b - a for a, b in pairwise(between)} <= {4, 5}
-    assert [each["text"] for each in pair["between"]] == list(map(str, between))
 
 
 def test_other_runs_lie_over_the_curves(run, report):
@@ -253,16 +226,6 @@ def test_an_unfinished_run_gets_a_report_that_says_so(run, texts_of, status, sai
         assert ("the <disk> was full" in found) == (status == "failed")
 
 
-def test_a_running_run_gets_a_report_that_says_so(run, texts_of):
-    (run / "summary.json").unlink()
-    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (run / "metrics.jsonl").write_text("".join(lines[:2]) + '{"step": 2, "rew')
-    with lock(run):
-        page, _ = texts_of(run)
-    assert "Still running, at step 1 of 4: this is what there is so far." in page
-    assert "ppocli resume" not in page
-
-
 def test_a_run_that_has_only_begun_gets_a_report(run, texts_of):
     for path in run.iterdir():
         if path.name not in ("config.yaml", "run.json"):
@@ -271,30 +234,6 @@ def test_a_run_that_has_only_begun_gets_a_report(run, texts_of):
         for part in ("No evaluation has ended yet", "No step has ended yet.",
                      "No evaluation samples were written.", "None are kept."):
             assert part in found, part
-
-
-@pytest.mark.parametrize("lost", ["", "profile", "phases"])
-def test_where_the_time_went_is_the_summarys_profile_or_else_that_of_the_steps(run, data_of, lost):
-    summary = read_json(run / "summary.json")
-    profile = summary["profile"]["phases"]
-    if lost:
-        summary["profile"] = None if lost == "profile" else {"phases": ["what"]}
-        (run / "summary.json").write_text(json.dumps(summary))
-    found = {phase["name"]: phase for phase in data_of(run)["phases"]}
-    steps = {"rollout", "reward", "scoring", "optimize", "other", "eval"}
-    assert set(found) == (steps if lost else {*steps, "startup", "between", "saving"})
-    assert sum(phase["share"] for phase in found.values()) == pytest.approx(1)
-    for name, phase in found.items():
-        assert phase["seconds"] == pytest.approx(profile[name]["seconds"]), name
-        assert phase["cpu_seconds"] == pytest.approx(profile[name]["cpu_seconds"]), name
-        assert phase["tokens_per_second"] == (None if lost else profile[name]["tokens_per_second"])
-
-
-def test_an_unusable_checkpoint_is_called_so(run, data_of):
-    (last_checkpoint(run) / "value_head.safetensors").unlink()
-    kept = {entry["step"]: entry for entry in data_of(run)["checkpoints"]}
-    assert kept[4]["problem"] == "value_head.safetensors is missing"
-    assert (kept[3]["latest"], kept[4]["latest"]) == (True, False)
 
 
 def set_key(run: Path, key: str, value: str) -> None:
@@ -346,45 +285,6 @@ def test_changes_of_a_resume_are_named_and_the_promise_is_dropped(written, run, 
     assert "reward.kwargs.<i>" in page
 
 
-def test_modules_that_the_command_has_to_find_are_named(run, texts_of, data_of):
-    assert data_of(run)["modules"] == []
-    set_key(run, "fn", "ok:score")
-    set_key(run, "metric_fn", "pkg.more.f")
-    (run / "summary.json").unlink()
-    for found in texts_of(run):
-        text = found.replace("`", "")
-        assert f"To go on (where ok, pkg.more can be imported): ppocli resume {run}" in text
-        assert "Run it in the folder that ok, pkg.more are imported from, unless installed" in text
-
-
-@pytest.mark.parametrize(("kept", "said"), [
-    (lambda row: row["step"] == 0, "before training"),
-    (lambda row: row["step"] > 2, "after step 4")])
-def test_a_lone_evaluation_says_of_when_it_is(run, texts_of, kept, said):
-    rows = [row for row in jsonl(run / "metrics.jsonl") if kept(row)]
-    write_jsonl(run / "metrics.jsonl", rows)
-    reward = f"{next(r['eval/reward_mean'] for r in rows if 'eval/reward_mean' in r):.3f}"
-    page, text = texts_of(run)
-    assert f"Reward on the evaluation prompts {said}: **{reward}**" in text
-    assert f"Reward on the evaluation prompts {said}{reward}" in page
-    alone = "| Reward: evaluation |" in text and "| Reward: rollouts |" not in text
-    assert alone == (said == "before training")
-    titles = [curve["title"] for curve in drawn_data(run / "report.html")["curves"]]
-    assert ("Reward: evaluation" in titles) == alone
-
-
-def test_markdown_tells_how_the_scores_are_distributed(run, report):
-    rows = [{"kind": "eval", "step": step, "prompt": str(n), "response": "", "score": score}
-            for step, scores in ((0, [0, 0, 1, 10]), (4, [10, 10, 10, 10]))
-            for n, score in enumerate(scores)]
-    write_jsonl(run / "samples.jsonl", rows)
-    report(run, "--format", "md", code=0)
-    text = (run / "report.md").read_text()
-    assert "shares of them in equal ranges from 0 to 10:" in text
-    assert f"| before | 4 | 0 | 0 | 0.500 | 3.250 | 10 | ▅·▃{'·' * 16}▃ |\n" in text
-    assert f"| after | 4 | 10 | 10 | 10 | 10 | 10 | {'·' * 19}█ |\n" in text
-
-
 def test_only_files_that_are_reports_are_replaced(run, report):
     mine = run / "report.md"
     mine.write_text("# my own notes\n")
@@ -420,14 +320,3 @@ def test_what_is_refused(run, report, options, code, what):
     assert ended.out == ""
     assert ended.err.startswith(f"Error: {what}"), ended.err
     assert "  fix:   " in ended.err
-
-
-def test_a_folder_that_is_no_run_is_refused(here, report):
-    assert report(".", code=3).err.startswith("Error: . is not a run folder.")
-
-
-def test_the_parts_of_a_reward_follow_the_reward(run, data_of):
-    rows = [{**row, "reward/penalty/short": 0.1} for row in jsonl(run / "metrics.jsonl")]
-    write_jsonl(run / "metrics.jsonl", rows)
-    titles = [curve["title"] for curve in data_of(run)["curves"]]
-    assert titles[:3] == ["Reward", "Rewards by name", "KL to the reference"]

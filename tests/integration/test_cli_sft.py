@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers import WORDS, jsonl, save_lm, save_talker, stable_rows, write_jsonl
+from helpers import WORDS, jsonl, save_lm, stable_rows
 from runs import assert_equal_runs, copied, resumed, rewrite, run, whole_copy
 
 KEYS = ("model.path=lm", "data.path=data.jsonl", "data.val=val.jsonl", "sft.mini_batch_size=4",
@@ -151,28 +151,3 @@ def test_the_estimate_has_no_reference_and_no_value(world, app):
     assert pairs["rollout_bytes"] < pairs["update_bytes"]
     assert "sft.micro_batch_size=1" in app("estimate", "task=sft", *KEYS, "sft.mini_batch_size=512",
                                            "--memory", "0.001", code=8).err
-
-
-def test_conversations_of_other_tools_are_learned_and_asked_alike(tmp_path, monkeypatch, validate):
-    save_talker(tmp_path / "lm")
-    monkeypatch.chdir(tmp_path)
-    turns = [{"from": "human", "value": "the film"}, {"from": "gpt", "value": "was", "weight": 0},
-             {"from": "human", "value": "a plot"}, {"from": "gpt", "value": "the actor"}]
-    write_jsonl(tmp_path / "rows.jsonl", [{"conversations": turns, "system": "good"}] * 2)
-    shape = ("read as conversations: the column conversations", "from is the role, value the",
-             "human as user, gpt as assistant", "the column system is the first turn")
-    shown = validate("task=sft", "model.path=lm", "data.path=rows.jsonl", "hardware.device=cpu",
-                     code=0).out
-    assert "  we good . you the film . i was . you a plot . i[the actor .]\n" in shown
-    learned = run("sft", "model.path=lm", "data.path=rows.jsonl", "sft.mini_batch_size=2",
-                  "run_name=s", "hardware.device=cpu", "hardware.num_threads=1",
-                  "hardware.gemm=default", cwd=tmp_path, code=0)
-    asked = run("generate", "s", "--chat", "--prompts", "rows.jsonl", "--max-new-tokens", "1",
-                "--json", cwd=tmp_path, code=0)
-    assert [json.loads(line)["prompt"].strip() for line in asked.out.splitlines()] == [
-        "we good . you the film . i was . you a plot . i"] * 2
-    for words in shape:
-        assert words in shown
-        assert words in learned.out
-        assert words in asked.err
-    assert "2 turns were marked as not trained on" in learned.out

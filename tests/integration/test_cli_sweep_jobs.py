@@ -45,8 +45,8 @@ def both_run(world: Path, *numbers: int) -> list[int] | None:
     return [owner.pid for owner in owners] if None not in owners else None
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("launcher", [JOBLIB, pytest.param(SUBMITIT, marks=pytest.mark.slow)],
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [JOBLIB, SUBMITIT],
                          ids=["joblib", "submitit_local"])
 def test_jobs_run_together_and_come_to_what_they_come_to_in_turn(world: Path, launcher):
     (world / "cfg/recipes").mkdir(parents=True)
@@ -156,7 +156,7 @@ def test_a_search_chooses_alike_whichever_job_ends_first(world: Path):
     assert len({str(params) for params, _ in trials[0]}) == 9
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_each_job_has_its_gpus(world: Path, command, monkeypatch):
     """No GPU is needed to see which ones a job is given; three jobs share two."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
@@ -217,8 +217,6 @@ def test_a_stopped_sweep_stops_slurms_jobs(world: Path, slurm: Path):
 @pytest.mark.parametrize(("more", "said"), [
     (("sweep.trials=3",), "a grid runs every combination"),
     (("sweep.jobs=2",), "hydra/launcher=joblib hydra.launcher.n_jobs=N runs N jobs"),
-    (("sweep.slurm.timeout_min=5",), "Slurm's settings are hydra.launcher.NAME"),
-    (("sweep.prune=true",), "a search runs each of its jobs to the end"),
     (("hydra/launcher=ray",), "pip install 'ppocli[ray]'"),
     (("hydra/launcher=nope",), "choose one of: basic, joblib, submitit_local, submitit_slurm"),
     (("hydra/launcher=joblib", "hydra.launcher.jobs=2"), "hydra.launcher.jobs"),

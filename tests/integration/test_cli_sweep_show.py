@@ -135,28 +135,10 @@ def test_a_job_that_was_resumed_with_other_values_shows_them(sweep, show, shown,
     assert not any("->" in other for other in others)
 
 
-def test_a_sweep_that_was_moved_is_read_where_it_is(sweep, shown, world):
-    moved = sweep.rename(world / "elsewhere")
-    assert read_sweep(moved).jobs[0].folder == str(moved / "0")
-    assert shown("elsewhere", sort="job")["jobs"][0]["status"] == "finished"
-
-
 def test_no_sweep(world, show):
     assert "There is no sweep in runs yet." in show(code=2).err
     Path("sweep.json").write_text('{"jobs": 3}')
     assert "sweep.json is damaged" in show(".", code=5).err
-
-
-def test_what_is_no_figure_in_a_sweep_of_somebody_else_is_left_out(world, show):
-    job = {"overrides": [], "varied": ["seed=1"], "status": "finished", "folder": "",
-           "reward_mean": "x", "objective": [1], "seconds": "long",
-           "figures": {"reward": "high", "KL": 10**400}}
-    Path("sweep.json").write_text(json.dumps(
-        {"words": [], "jobs": [{**job, "number": number} for number in (0, 1)]}))
-    for more in ([], ["--json"]):
-        show(".", *more, code=0)
-    Path("sweep.json").write_text(json.dumps({"words": [], "jobs": [{**job, "number": "?"}]}))
-    show(".", code=5)
 
 
 @pytest.mark.parametrize(("given", "said"), [
@@ -171,13 +153,6 @@ def test_words_that_would_make_another_sweep_are_refused(sweep, resume, given, s
     before = (sweep / "sweep.json").read_bytes()
     assert said in resume("runs/sweep-1", *given, code=2).err
     assert (sweep / "sweep.json").read_bytes() == before
-
-
-def test_only_grids_go_on(sweep, resume):
-    file = sweep / "sweep.json"
-    file.write_text(file.read_text().replace('"grid": true', '"grid": false'))
-    said = "is no grid: its sweeper chose the jobs as it went, and can't be asked again."
-    assert said in resume(sweep, code=2).err
 
 
 def test_a_sweep_that_still_runs_is_refused(sweep, resume):
@@ -210,6 +185,7 @@ def test_finished_jobs_are_kept_without_being_loaded(sweep, reference, resume, m
     assert [each["status"] for each in jobs] == ["finished"] * 4
 
 
+@pytest.mark.slow
 def test_a_job_is_never_kept_as_the_run_of_another(sweep, reference, resume, monkeypatch, shown):
     """One that was refused for it, one that was killed first, and one that was not reached."""
     for number in (1, 2, 3):
@@ -227,6 +203,7 @@ def test_a_job_is_never_kept_as_the_run_of_another(sweep, reference, resume, mon
     assert [each["status"] for each in shown()["jobs"]] == ["failed"] * 4
 
 
+@pytest.mark.slow
 def test_a_setting_counts_from_the_job_on_that_takes_it(sweep, resume, monkeypatch):
     started = []
 
@@ -245,6 +222,7 @@ def test_a_setting_counts_from_the_job_on_that_takes_it(sweep, resume, monkeypat
     assert {*after} - {*before} == {"ppo.total_episodes=60"}
 
 
+@pytest.mark.slow
 def test_the_same_words_keep_a_finished_job_of_the_same_settings_only(sweep, reference, command,
                                                                     monkeypatch):
     started = []

@@ -89,15 +89,6 @@ def test_jobs_of_a_sweep_have_the_view_too(world: Path):
     assert not [line for line in terminal.screen.lines if "── training" in line]
 
 
-def test_tables_fit_the_terminal(world: Path):
-    with Terminal("recipes", "list", cwd=world, columns=60) as terminal:
-        assert terminal.end() == 0
-    rows = [text for text, goes_on in terminal.screen.rows if text]
-    assert not any(goes_on for _, goes_on in terminal.screen.rows)
-    assert max(map(len, rows)) <= 60
-    assert next(row for row in rows if row.startswith("quickstart")).endswith("…")
-
-
 @pytest.mark.parametrize(("columns", "heading"), [
     (60, "run name    status    step  reward  an age"),
     (42, "run name    status    step  reward  an age"),

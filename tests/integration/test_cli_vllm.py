@@ -76,8 +76,8 @@ def test_a_rollout_ahead_is_one_step_off_and_resumes_so(world, command):
     assert asked == 3 * 12 + 4 * 3 + 4  # steps, evaluations of 4 samples, a probe of each version
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("ahead", [pytest.param(0, marks=pytest.mark.slow), 1])
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [0, 1])
 def test_ranks_ask_for_their_own_rows_and_one_updates_the_servers(ahead, world):
     engine = engine_of(world)
     with serving(engine) as url:
@@ -113,6 +113,7 @@ def nobody_listens(keys: list[str]) -> bool:
         return one.connect_ex(("127.0.0.1", port_of(keys))) != 0
 
 
+@pytest.mark.slow
 def test_a_launched_server_ends_with_the_run_however_that_ends(world):
     keys = launched(world)
     run("train", *keys, cwd=world, code=0)

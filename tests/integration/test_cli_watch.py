@@ -1,7 +1,6 @@
 """``ppocli watch``: runs that begin, go on, are resumed, end in every way; pipes and terminals."""
 
 import json
-import math
 import os
 import re
 import shutil
@@ -119,33 +118,6 @@ def test_from_start_shows_every_step_and_json_the_rows(finished, look):
     assert [json.loads(line) for line in out] == jsonl(finished / "metrics.jsonl")
 
 
-def test_steps_are_counted_from_what_was_done_in_steps_of_another_size(finished, look):
-    config = (finished / "config.yaml").read_text()
-    for was, now in (("num_steps: 4", "num_steps: null"), ("num_rollouts: 12", "num_rollouts: 6"),
-                     ("total_episodes: null", "total_episodes: 48")):
-        assert f"  {was}\n" in config
-        config = config.replace(f"  {was}\n", f"  {now}\n")
-    (finished / "config.yaml").write_text(config)
-    rows = (finished / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (finished / "metrics.jsonl").write_text("".join(rows[:3]))
-    out, _ = look("runs/done")
-    assert steps_in(out) == ["1/6", "2/6"]  # 24 of 48 samples are left, 6 in each step
-
-
-def test_rows_with_what_is_no_number_are_shown_all_the_same(finished, look):
-    rows = jsonl(finished / "metrics.jsonl")
-    odd = [{**rows[-1], "step": 5, "lr": math.nan, "reward/mean": "abc"},
-           {**rows[-1], "step": 6, "lr": None, "time/step": math.inf}]
-    add_rows(finished, odd)
-    out, _ = look("runs/done")
-    lines = {line.split("  ")[0]: line for line in out}
-    assert "reward -±" in lines["step 5/6"]
-    assert all("  lr -  " in lines[f"step {step}/6"] for step in (5, 6))
-    out, _ = look("runs/done", "--json")
-    assert [json.loads(line)["lr"] for line in out[-2:]] == [None, None]
-    assert json.loads(out[-1])["time/step"] is None
-
-
 def test_every_end_has_its_words_and_the_way_on(finished, reference, tmp_path, look):
     summary = read_json(finished / "summary.json")
     for change, said in (
@@ -230,16 +202,6 @@ def test_a_file_that_is_cut_and_grows_between_two_looks(replaced, tmp_path):
     assert tail.poll() == (0, [b"half a line\n"])
     path.unlink()
     assert tail.poll() == (0, [])
-
-
-def test_a_run_of_another_machine_is_followed_by_its_lock(finished, capsys):
-    (finished / ".lock").write_text(json.dumps({"pid": 1, "host": "elsewhere", "boot": "b",
-                                                "started": 5}))
-    one = Watched(capsys, finished)
-    one.wait_for(lambda: "step 4/4" in one.out)
-    assert one.code is None
-    one.end()
-    assert "finished" in one.err
 
 
 def test_ctrl_c_leaves_quietly_and_the_run_alone(finished):

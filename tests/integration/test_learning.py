@@ -40,9 +40,10 @@ NOTHING_DENSE = "[[0.0] * len(ids) for ids in response_ids]"
 
 
 @pytest.mark.parametrize(("words", "scores"), [
-    (("ppo.logprobs_from=decode", *AS_USUAL), NOTHING_DENSE), ((), ALWAYS),
-    (("ppo.logprobs_from=decode", "ppo.advantage=reinforce_pp", *AS_USUAL), NOTHING_DENSE),
+    (("ppo.logprobs_from=decode", *AS_USUAL), NOTHING_DENSE),
     *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ((), ALWAYS),
+        (("ppo.logprobs_from=decode", "ppo.advantage=reinforce_pp", *AS_USUAL), NOTHING_DENSE),
         (("ppo.logprobs_from=decode", *AS_USUAL), ALWAYS),
         (("ppo.advantage=grpo", "ppo.n=4"), ALWAYS), ((), NOTHING)))])
 def test_a_reward_that_never_differs_leaves_the_policy_where_it_was(words, scores, here, command):
@@ -81,6 +82,7 @@ def played(train) -> Callable[..., tuple[list[dict], list[dict]]]:
     return played
 
 
+@pytest.mark.slow
 def test_players_begin_as_they_are_meant_to(played):
     few = ("ppo.total_episodes=32", "ppo.num_rollouts=16", "ppo.mini_batch_size=8")
     guessing, samples = played("guess_number", *few)

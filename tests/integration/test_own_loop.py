@@ -1,10 +1,7 @@
 """A loop of one's own is the same training: same numbers, same checks, same files."""
 
-import logging
 import math
-import re
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -86,18 +83,6 @@ def test_a_loop_gives_the_numbers_of_the_command(by, quick: Path, tmp_path: Path
 def loop_words(shared_world: Path, tmp_path: Path) -> list[str]:
     return [f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={tmp_path / 'runs'}",
             "ppo.num_steps=4", "run_name=loop"]
-
-
-def test_a_loop_too_has_its_logprobs_from_forward_passes_once_decoding_errs(
-        loop_words, request, caplog):
-    claims = request.config.rootpath / "tests/outside/claims.py"
-    with PPOTrainer([*loop_words, f"rollout.engine={claims}:Claims", "ppo.optimizer.lr=1e-8"]
-                    ) as trainer:
-        found = []
-        for _ in range(2):
-            batch = trainer.generate()
-            found.append(trainer.step(batch, [float(i % 2) for i in range(len(batch))]))
-    assert [figures["policy/max_log_ratio"] < 1e-3 for figures in found] == [False, True]
 
 
 @pytest.fixture
@@ -242,25 +227,6 @@ def test_a_resumed_loop_goes_on_as_if_never_stopped(loop_words, tmp_path):
     runs = tmp_path / "runs"
     assert stable_rows(runs / "loop/metrics.jsonl") == stable_rows(runs / "whole/metrics.jsonl")
     assert_same_model(tmp_path / "second", tmp_path / "whole")
-
-
-def test_each_of_two_trainers_writes_into_its_own_log(loop_words):
-    """Both are open; the first ends before the second, and whoever is asked speaks."""
-    logger = logging.getLogger("ppocli")
-    before = logger.level, logger.propagate, set(logger.handlers)
-    with ExitStack() as stack:
-        trainers = [PPOTrainer([*loop_words, f"run_name=log-{name}"]) for name in "ab"]
-        stack.enter_context(trainers[1])
-        for number, trainer in enumerate((*trainers, *trainers)):
-            trainer.generate(QUERIES)
-            logger.warning("message %d", number)
-        trainers[0].close()
-        logger.info("message 4")
-        logs = [(trainer.run_dir / "ppocli.log").read_text() for trainer in trainers]
-    assert [re.findall(r"message (\d)", text) for text in logs] == [["0", "2"], ["1", "3", "4"]]
-    assert "log-b" not in logs[0]
-    assert "log-a" not in logs[1]
-    assert (logger.level, logger.propagate, set(logger.handlers)) == before
 
 
 def test_a_failure_is_noted_and_a_closed_trainer_says_so(loop_words):

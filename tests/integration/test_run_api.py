@@ -123,14 +123,6 @@ def test_a_mapping_is_the_words_it_stands_for(given, monkeypatch):
     assert config.ppo.total_episodes is None
 
 
-@pytest.mark.parametrize(("config", "said"), [
-    ({"ppo": {"num_step": 3}}, "did you mean ppo.num_steps"),
-    ({"method": {"num_rollouts": 8}}, "trlX's method.num_rollouts is ppo.num_rollouts")])
-def test_an_unknown_key_of_a_mapping_is_told_with_the_nearest(config, said):
-    with pytest.raises(ConfigError, match=said):
-        ppocli.train({"recipe": "quickstart"}, config=config)
-
-
 def test_arguments_of_a_recipe_s_reward_do_not_reach_the_one_that_replaces_it():
     with pytest.raises(ConfigError, match=r"reward.kwargs.a=1 would go to .*reward_fn replaces"):
         ppocli.train(["+recipe=quickstart", "reward.kwargs.a=1"], reward_fn=reward)
@@ -167,23 +159,3 @@ def test_what_a_script_has_set_torch_to_is_not_the_run_s(shared_world, trained, 
     mine, theirs = (jsonl(each.run_dir / "metrics.jsonl")[2] for each in (run, trained))
     for name in ("objective/kl", "loss/policy_avg", "loss/value_avg"):
         assert mine[name] == theirs[name]
-
-
-def test_weights_rounded_within_a_script_s_autocast_are_those_of_now(shared_world, tmp_path):
-    """Torch keeps rounded weights until the outermost context ends, which is the script's."""
-    import torch
-
-    def train(name):
-        return ppocli.train(
-            [f"model.path={shared_world / 'lm'}", *WORDS, f"output_dir={tmp_path}",
-             f"run_name={name}", "ppo.num_steps=2", "hardware.precision=bf16"], reward_fn=reward,
-            prompts=PROMPTS, eval_prompts=EVAL_PROMPTS)
-
-    apart = train("apart")
-    with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", dtype=torch.bfloat16):
-        within = train("within")
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.autocast_increment_nesting() == 3
-        torch.autocast_decrement_nesting()
-    assert [row["loss/value_avg"] for row in jsonl(within.run_dir / "metrics.jsonl")[1:]] == [
-        row["loss/value_avg"] for row in jsonl(apart.run_dir / "metrics.jsonl")[1:]]

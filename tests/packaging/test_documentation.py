@@ -176,6 +176,7 @@ QUICK = ("README.md", "docs/export.md")
 printed"""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", QUICK)
 def test_the_commands_of_a_page_work(page, tmp_path):
@@ -221,7 +222,7 @@ ELSEWHERE = {
 """what stands in for the Hub, and makes a script of that page short"""
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("script", [
     "like_trlx.py", pytest.param("like_trl.py", marks=pytest.mark.slow)])

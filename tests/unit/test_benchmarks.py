@@ -45,6 +45,7 @@ def test_ours_is_measured_as_a_whole_run(tmp_path):
     assert not list(tmp_path.glob("run-*"))
 
 
+@pytest.mark.slow
 def test_the_frontier_is_drawn_from_kept_runs_without_making_them_again(tmp_path):
     kept = tmp_path / "kept/randomwalks"
     for number, (coef, seed) in enumerate((coef, seed) for coef in (0.2, 0.1) for seed in (1, 2)):

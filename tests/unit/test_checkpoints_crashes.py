@@ -89,6 +89,7 @@ for step in range(first, 100000):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow)
                                           for seed in range(2, 27))])
 def test_kill9_at_a_random_moment(tmp_path: Path, seed: int):
@@ -316,7 +317,7 @@ except DiskError as error:
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(("library", "said"), [
     ("none", "/x (needs 500 kB, "), ("safetensors", "File size limit reached writing"),
     ("torch", "Disk full writing step 2")])

@@ -65,7 +65,7 @@ def test_marks_add_up_to_the_time_between_first_and_last_and_are_told():
     assert heard == ["a", "b", "a", "b"]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc tells when a process was started")
 def test_the_start_of_a_process_lies_before_its_imports():
     code = ("import time; time.sleep(0.5); from ppocli.training.state import Moment; "
@@ -113,7 +113,7 @@ def test_time_and_tokens_are_booked_and_survive_json():
     assert TrainState.from_json(data).cpu_seconds == {}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_phases_of_a_run_add_up_to_its_wall_time_also_when_stopped_and_resumed(
         tmp_path, monkeypatch, inject):
     world = make_world(tmp_path / "world")

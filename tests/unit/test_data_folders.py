@@ -95,16 +95,6 @@ def test_options_and_types_of_a_readme_count(tmp_path, lines):
     assert rows_of(tmp_path / "set") == expected
 
 
-def test_a_configuration_may_be_a_saved_data_set(tmp_path):
-    for name in ("main", "socratic"):
-        datasets.DatasetDict({"train": datasets.Dataset.from_dict({"prompt": [name]})}
-                             ).save_to_disk(tmp_path / "set" / name)
-    assert rows_of(tmp_path / "set", name="socratic") == [{"prompt": "socratic"}]
-    with pytest.raises(InputError, match="saved data sets: main, socratic") as caught:
-        rows_of(tmp_path / "set")
-    assert caught.value.fix == "name one: prompts.name=main"
-
-
 # Patterns and addresses ---------------------------------------------------------------------------
 
 def test_patterns_read_all_that_matches(tmp_path, monkeypatch):
@@ -157,7 +147,7 @@ for path in sys.argv[1:]:
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_addresses_are_downloaded_as_datasets_does(tmp_path):
     """Each kind of address that can't be read is one error with its fix."""
     (tmp_path / "www").mkdir()
@@ -200,7 +190,7 @@ def score(responses, label, id):
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_commands_read_what_the_library_reads(tmp_path):
     rows = NESTED["messages"]
     write_jsonl(tmp_path / "rows.jsonl", rows)

@@ -118,30 +118,6 @@ def test_arrow_gives_the_rows_of_json_lines(tmp_path, name, kind):
     assert strip[0] == strip[1]
 
 
-def test_null_that_was_written_stays(tmp_path):
-    """In JSON lines and in Json() cells; in other Arrow types it can't be told from what is filled
-    in."""
-    rows = [{"prompt": "it", "meta": {"a": None, "b": [None, {"c": None}]}}]
-    typed = datasets.Features({"prompt": datasets.Value("string"), "meta": datasets.Json()})
-    datasets.Dataset.from_list(rows, features=typed).to_parquet(tmp_path / "p.parquet")
-    for path in (write_jsonl(tmp_path / "p.jsonl", rows), tmp_path / "p.parquet"):
-        assert rows_of(path) == rows
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "p.parquet")
-    assert rows_of(tmp_path / "p.parquet") == [{"prompt": "it", "meta": {"b": [None, {}]}}]
-
-
-def test_maps_are_mappings_and_media_stay_stored(tmp_path):
-    path = tmp_path / "p.parquet"
-    kind = pyarrow.map_(pyarrow.string(), pyarrow.int64())
-    pyarrow.parquet.write_table(pyarrow.table(
-        {"prompt": ["it"], "m": pyarrow.array([[("a", 1), ("b", None)]], kind)}), path)
-    assert rows_of(path) == [{"prompt": "it", "m": {"a": 1, "b": None}}]
-    features = datasets.Features({"prompt": datasets.Value("string"), "image": datasets.Image()})
-    datasets.Dataset.from_dict({"prompt": ["it"], "image": [{"bytes": b"x", "path": "x.png"}]},
-                               features=features).to_parquet(path)
-    assert rows_of(path) == [{"prompt": "it", "image": {"bytes": b"x", "path": "x.png"}}]
-
-
 # CSV ----------------------------------------------------------------------------------------------
 
 CELLS = [["prompt", "int", "zeros", "gaps", "float", "bool", "mixed", "null", "date", "big", "inf"],
@@ -176,20 +152,6 @@ def test_csv_cells_reach_rewards_with_the_types_that_datasets_infers(tmp_path, f
     path.write_text(path.read_text() + "x\n")
     with pytest.raises(InputError, match=f"Line {5 + ('sep' in form)} of .* has 1 fields"):
         load(path)
-
-
-def test_prompts_out_of_pairs_keep_the_types_of_cells(tmp_path):
-    (tmp_path / "p.csv").write_text("chosen,rejected,n\nit is so,it is not,007\n")
-    prompts = load(tmp_path / "p.csv", columns=["n"])
-    assert (prompts.texts, prompts.columns) == (["it is"], {"n": [7]})
-
-
-def test_csv_cells_of_training_data_are_texts(tmp_path):
-    path = tmp_path / "p.csv"
-    path.write_text("prompt,completion\n2+2,4\n1+6,07\n")
-    read = read_examples(data_config(path=str(path)), wants="completions")
-    assert [(each.prompt, each.completion) for each in read.examples] == [("2+2", "4"),
-                                                                          ("1+6", "07")]
 
 
 # JSON ---------------------------------------------------------------------------------------------

@@ -186,7 +186,7 @@ def cache_data_set(home: Path) -> None:
                 ).write_to_directory(str(folder))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("imported", ["", pytest.param("import datasets, transformers",
                                                        marks=pytest.mark.slow)])
 def test_a_dead_network_takes_less_than_five_seconds(tmp_path, imported):

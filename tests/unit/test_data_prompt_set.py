@@ -3,13 +3,10 @@
 import json
 import subprocess
 import sys
-from datetime import datetime
-from decimal import Decimal
 
-import numpy as np
 import pytest
 import torch
-from data_tokenizers import CHATML, ids, utf8_bytes, words
+from data_tokenizers import CHATML, ids, words
 from helpers import refused
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,11 +32,6 @@ def load_both(cfg, items=None, eval_items=None):
 
 # Rendering ----------------------------------------------------------------------------------------
 
-def test_first_words():
-    prompts = load(["the  film\nwas good .", "bad"], first_words=3)
-    assert prompts.texts == ["the film was", "bad"]
-    assert prompts.token_ids == [ids("the film was"), ids("bad")]
-
 
 def test_template_with_metadata():
     items = [{"text": "the film", "mood": "good", "n": 3}]
@@ -64,11 +56,6 @@ def test_bad_templates(template, what):
         load([{"prompt": "it is", "mood": "good"}], template=template)
     assert caught.value.what.startswith(what)
     assert caught.value.where == f"prompts.template={template!r}"
-
-
-def test_a_template_over_an_empty_cell():
-    with pytest.raises(InputError, match=r"needs column 'mood', which is empty in item 2 of"):
-        load([{"prompt": "it is", "mood": "good"}, "so"], template="{prompt} {mood}")
 
 
 def test_chat():
@@ -172,19 +159,6 @@ def test_overlong_prompts_are_dropped_where_that_is_asked_for():
         load([LONG, LONG], max_length=4, overlong="drop")
 
 
-def test_prompts_that_end_in_eos_are_pointed_out():
-    prompts = load(["it is", "good </s>", "so </s> end", "bad </s>"], words(front=True))
-    assert prompts.warnings == (
-        "2 prompts end in the EOS token </s> (the first: item 2 of prompts.items): to the model "
-        "the text is over before the response begins. Leave the token out if they should be "
-        "continued",)
-    assert load(["it is </s> so"], words(behind=True)).warnings == ()
-    # it is what the encoder of a pair gets anyway
-    whole = load_prompts(PromptsConfig(), words(behind=True), seed=0, max_prompt_tokens=9,
-                         items=["it is"], whole=True)
-    assert (whole.token_ids, whole.warnings) == ([ids("it is </s>")], ())
-
-
 def test_the_models_room_bounds_the_prompt():
     assert load([LONG], most=3).notes == ("1 prompt was longer than 3 tokens: cut on the left",)
     assert len(load([LONG], most=3, max_length=8).token_ids[0]) == 3
@@ -202,18 +176,6 @@ def test_length_sampler_keeps_the_first_tokens():
     assert load(["it is"], length_sampler=[4, 5]).texts == ["it is"]
     some = load([LONG] * 200, length_sampler=[2, 5], max_length=4, overlong="drop")
     assert [len(row) for row in some.token_ids] == [length for length in lengths if length < 5]
-
-
-def test_a_drawn_length_depends_on_seed_and_index_alone():
-    many, few, other = (load([LONG] * count, seed=seed, length_sampler=[1, 9]).token_ids
-                        for count, seed in ((50, 1), (30, 1), (50, 2)))
-    assert many[:30] == few != other[:30]
-
-
-def test_texts_follow_a_cut_inside_a_character():
-    prompts = load(["naïve"], utf8_bytes(), max_length=3, truncation_side="right")
-    assert prompts.texts == ["na�"]
-    assert load(["  naïve\n"], utf8_bytes()).texts == ["  naïve\n"]
 
 
 def test_prompts_without_tokens_are_dropped_with_their_metadata():
@@ -283,12 +245,6 @@ def test_a_cursor_resumes_the_order(*, n, seed, start, first, second, shuffle):
     assert all(type(index) is int for index in whole)
 
 
-@given(n=sizes, seed=seeds, start=positions, count=st.integers(0, 90))
-def test_without_shuffling_prompts_come_in_their_own_order(n, seed, start, count):
-    order = prompt_indices(start, count, n=n, seed=seed, shuffle=False)
-    assert order == [position % n for position in range(start, start + count)]
-
-
 def test_seeds_and_epochs_differ():
     def epoch(number: int, seed: int) -> list[int]:
         return prompt_indices(number * 50, 50, n=50, seed=seed, shuffle=True)
@@ -321,13 +277,6 @@ def test_training_rows_are_processed_with_the_evaluation_keys():
     assert evaluation.columns == {"rare": [1, None]}
 
 
-def test_metadata_of_the_whole_source_is_known_to_its_evaluation_rows():
-    items = [{"prompt": "it is"}, {"prompt": "so", "rare": 5}]
-    cfg = PromptsConfig(columns=["rare"], eval=EvalPromptsConfig(limit=1))
-    assert load_both(cfg, items=items)[1].columns == {"rare": [None]}
-    assert load_both(cfg, items=items, eval_items=items)[1].columns == {"rare": [None]}
-
-
 def test_own_sources(tmp_path):
     train, other = tmp_path / "train.jsonl", tmp_path / "other.jsonl"
     train.write_text("".join(json.dumps(row) + "\n" for row in NUMBERED))
@@ -346,22 +295,6 @@ def test_own_sources(tmp_path):
     assert evaluation.texts == ["it is"]
 
 
-def test_another_split_of_the_training_source(tmp_path):
-    (tmp_path / "train.txt").write_text("it is\nso good\n")
-    (tmp_path / "test.txt").write_text("".join(f"{'very ' * i}bad\n" for i in range(10)))
-    cfg = PromptsConfig(path=str(tmp_path), eval=EvalPromptsConfig(split="test", limit=2))
-    training, evaluation = load_both(cfg)
-    assert training.texts == ["it is", "so good"]
-    assert evaluation.texts == ["bad", "very very very very very bad"]
-
-
-def test_bos_alone_fills_the_evaluation_set():
-    training, evaluation = load_both(PromptsConfig(eval=EvalPromptsConfig(limit=5)))
-    assert len(training) == 1
-    assert evaluation.token_ids == [[0]] * 5
-    assert evaluation.texts == [""] * 5
-
-
 # Digest -------------------------------------------------------------------------------------------
 
 def test_the_digest_notices_changes():
@@ -375,19 +308,6 @@ def test_the_digest_notices_changes():
     digests = {load(rows).digest() for rows in changed} | {load(base).digest()}
     assert len(digests) == len(changed) + 1
     assert load(base, max_length=1).digest() != load(base).digest()
-
-
-def test_the_digest_takes_any_metadata():
-    class Thing:
-        pass
-
-    cells = [datetime(2026, 1, 2), b"\xff", np.float32(1.5), np.arange(3), Decimal("1.20"),
-             float("nan"), (1, 2), {1: "a", "b": {2}}, Thing()]
-    items = [{"prompt": "it is", "cell": cell} for cell in cells]
-    other_thing = [*items[:-1], {"prompt": "it is", "cell": Thing()}]
-    assert load(items).digest() == load(other_thing).digest()
-    one_cell = [load([item]).digest() for item in items]
-    assert len(set(one_cell)) == len(cells)
 
 
 def test_the_digest_is_the_same_in_every_process():

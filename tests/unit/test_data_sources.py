@@ -4,7 +4,6 @@ import csv
 import json
 
 import datasets
-import pyarrow.parquet
 import pytest
 from data_tokenizers import ids, words
 from hypothesis import given, settings
@@ -104,15 +103,6 @@ def test_limit_counts_usable_prompts_and_stops_reading(tmp_path):
     assert prompts.notes == ("1 prompt was blank: dropped",)
 
 
-def test_relative_and_home_paths(tmp_path, monkeypatch):
-    write_jsonl(tmp_path / "p.jsonl")
-    write_jsonl(tmp_path / "imdb" / "rows.jsonl")  # a folder wins over a Hub name
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    for path in ("p.jsonl", "./p.jsonl", "~/p.jsonl", "imdb", "./imdb"):
-        assert load(path).texts == TEXTS, path
-
-
 @pytest.mark.parametrize(("split", "expected"), [
     ("train", ["it is", "so good"]), ("test", ["bad film"]),
     ("test+train", ["bad film", "it is", "so good"])])
@@ -171,11 +161,6 @@ def test_what_is_ignored_is_said(tmp_path):
     assert load(folder).notes == ("other.jsonl belongs to no split of splits: left out",)
 
 
-def test_a_saved_set_with_a_torch_format_still_gives_plain_cells(tmp_path):
-    TABLE.with_format("torch").save_to_disk(tmp_path / "saved")
-    assert load(tmp_path / "saved").columns["label"] == [1, 0, 1]
-
-
 def test_inline_items_from_config_and_from_python(tmp_path):
     items = ["it is", {"prompt": "so good", "label": 1}, {"text": "bad film", "extra": None}]
     prompts = load(items=items, column="text")
@@ -187,15 +172,6 @@ def test_inline_items_from_config_and_from_python(tmp_path):
     assert load(write_jsonl(tmp_path / "p.jsonl"), items=["it is"]).texts == ["it is"]
     with pytest.raises(ConfigError, match="must be a list"):
         load(items="it is")
-
-
-@pytest.mark.parametrize("kind", ["pandas", "pyarrow", "datasets"])
-def test_a_table_from_python_is_read_row_by_row(kind):
-    table = {"pandas": TABLE.to_pandas, "pyarrow": TABLE.data.table.combine_chunks,
-             "datasets": lambda: TABLE}[kind]()
-    prompts = load(items=table)
-    assert prompts.texts == TEXTS
-    assert prompts.columns == {"label": [1, 0, 1], "tag": ["x", "y", "z"]}
 
 
 def test_bos_alone():
@@ -269,38 +245,6 @@ def test_any_content_loads_or_is_refused_as_input(tmp_path_factory, suffix, cont
     assert all(prompts.token_ids)
 
 
-def test_a_parquet_file_of_other_columns_or_cells(tmp_path):
-    path = tmp_path / "p.parquet"
-    datasets.Dataset.from_dict({"text": ["it"], "n": [1]}).to_parquet(path)
-    with pytest.raises(InputError, match=r"no column 'prompt' in row 1 of p\.parquet") as caught:
-        load(path)
-    assert caught.value.fix == "prompts.column=text"
-    twice = pyarrow.table([["it"], ["is"]], names=["prompt", "prompt"])
-    pyarrow.parquet.write_table(twice, path)
-    with pytest.raises(InputError, match=r"The schema of p\.parquet names .*'prompt' twice"):
-        load(path)
-    datasets.Dataset.from_dict({"prompt": [1.5]}).to_parquet(path)
-    with pytest.raises(InputError, match=r"row 1 of p\.parquet holds 1\.5 \(float\), not a text"):
-        load(path)
-
-
-@pytest.mark.parametrize(("row", "fix"), [
-    ({"data": [{"prompt": "it is"}]}, None), ({"prompts": 3, "n": 1, "text": "it"}, "text"),
-    ({"n": 1, "turns": [{"role": "user", "content": "it"}]}, "turns")])
-def test_only_a_column_that_may_hold_prompts_is_named_for_them(row, fix):
-    with pytest.raises(InputError, match="no column 'prompt'") as caught:
-        load(items=[row])
-    assert caught.value.fix == (fix and f"prompts.column={fix}")
-
-
-def test_an_endless_line(tmp_path, monkeypatch):
-    monkeypatch.setattr("ppocli.data.files.MAX_LINE_BYTES", 2**20)
-    path = tmp_path / "p.txt"
-    path.write_bytes(b"it is\n" + b"x" * (2**20 + 1))
-    with pytest.raises(InputError, match=r"Line 2 of p\.txt is longer than 1 MiB"):
-        load(path)
-
-
 def test_a_missing_file_names_its_neighbours(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "prompts.jsonl")
     with pytest.raises(InputError) as caught:
@@ -316,18 +260,6 @@ def test_a_missing_file_names_its_neighbours(tmp_path, monkeypatch):
             load(path)
     with pytest.raises(InputError, match="path of the prompts is empty"):
         load("")
-
-
-def test_bad_folders(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match="has no prompt files") as caught:
-        load(tmp_path / "empty")
-    assert "datasets.save_to_disk" in caught.value.fix
-    TABLE.save_to_disk(tmp_path / "saved")
-    for file in (tmp_path / "saved").glob("*.arrow"):
-        file.write_bytes(file.read_bytes()[:30])
-    with pytest.raises(InputError, match="cannot be loaded"):
-        load(tmp_path / "saved")
 
 
 def test_evaluation_errors_name_the_evaluation_keys(tmp_path):

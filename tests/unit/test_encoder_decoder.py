@@ -106,6 +106,7 @@ def test_what_a_tokenizer_puts_behind_a_text_goes_to_an_encoder_only():
     assert encoder.token_ids == [[was, good, end], [it, end]]
 
 
+@pytest.mark.slow
 def test_train_resume_export_eval_and_generate(tmp_path, command, capsys, monkeypatch):
     """What a user does, with an encoder-decoder."""
     monkeypatch.chdir(tmp_path)

@@ -161,16 +161,6 @@ def test_a_turn_may_have_several_marks(train_on, first):
     assert shown(data, tokenizer) == f"{FIRST}{first}{SECOND}[very bad so ? </s>]"
 
 
-def test_a_template_may_mark_the_last_answer_alone():
-    last = ("{% set at = namespace(last=0) %}{% for m in messages %}{% if m.role == 'assistant' %}"
-            "{% set at.last = loop.index %}{% endif %}{% endfor %}{% for m in messages %}"
-            "{% if loop.index == at.last %}{% generation %}{{ m.content }} </s>{% endgeneration %}"
-            "{% else %}{{ m.content }}{% if m.role == 'assistant' %} </s>{% endif %}{% endif %} "
-            "{% endfor %}")
-    data = load([{"messages": TALK}], words(chat=last), train_on="completion")
-    assert shown(data, words(chat=last)).endswith("[very bad </s>]")
-
-
 @pytest.mark.parametrize("split", [False, True])
 def test_no_earlier_turn_stands_in_for_one_without_marks(split):
     bare = CALLS.replace("{% generation %} so", " so").replace("?{% endgeneration %}", "?")
@@ -201,19 +191,6 @@ def test_a_template_that_turns_cannot_be_followed_in(template, says):
     with pytest.raises(InputError, match=says) as caught:
         load([{"messages": TALK}], words(chat=template))
     assert "item 1 of data.items" in str(caught.value)
-
-
-def test_a_conversation_that_the_assistant_begins_needs_a_template_with_marks():
-    rows = [{"messages": turns("good", "so ?", "very bad", first="assistant")}]
-    with pytest.raises(InputError, match="begins with the assistant") as caught:
-        load(rows, words(chat=CHATML))
-    assert caught.value.where == "item 1 of data.items"
-    for template, train_on, says in (
-            (MARKS, "auto", "[good </s>]user : so ? </s> assistant :[very bad </s>]"),
-            (CHATML, "completion", " good </s> user : so ? </s> assistant :[very bad </s>]")):
-        tokenizer = words(chat=template)
-        data = load(rows, tokenizer, train_on=train_on)
-        assert shown(data, tokenizer) == f"<s> assistant :{says}"
 
 
 def test_prompts_keep_their_tokens_where_the_tokenizer_would_join_them_to_the_response():
@@ -274,20 +251,6 @@ def test_there_must_be_what_is_to_be_trained_on(row, train_on):
     with pytest.raises(ConfigError, match=r"tem 1 of data\.items") as caught:
         load([row], words(), train_on=train_on)
     assert caught.value.where == f"data.train_on={train_on}"
-
-
-def test_a_conversation_cut_before_its_last_answer_has_no_prompt_to_be_answered():
-    tokenizer = words(chat=CHATML)
-    lengths = {}
-    for most in (12, 18, 19):  # within the second question, before its last token, behind it
-        data = load([{"messages": TALK}], tokenizer, max_length=most)
-        assert shown(data, tokenizer).startswith(f"{FIRST}[good </s>]")
-        lengths[most] = len(data.prompt_tokens(0))
-        assert bool(data.prompts[0]) == bool(lengths[most])
-    assert lengths == {12: 0, 18: 0, 19: 19}
-    row = {"prompt": "the film was very", "completion": "good"}
-    assert [load([row], words(), encoder=True, max_length=most).prompts for most in (3, 8)] == [
-        [""], ["the film was very"]]
 
 
 def test_long_examples_are_cut_and_long_pairs_left_out():
@@ -356,14 +319,6 @@ def test_a_share_is_held_back_by_seed():
         with pytest.raises(InputError) as caught:
             split(3)
         assert caught.value.where == f"data.val={val}"
-
-
-def test_what_is_held_back_may_be_a_file(tmp_path):
-    path = tmp_path / "val.txt"
-    path.write_text("the film\ngood\n")
-    train, held = load_data(data_config(val=str(path)), words(), wants="completions", seed=0,
-                            max_tokens=32, items=["a"])
-    assert (len(train), held.places) == (1, ["line 1 of val.txt", "line 2 of val.txt"])
 
 
 def test_the_digest_tells_changed_data():

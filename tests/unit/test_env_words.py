@@ -121,12 +121,6 @@ def test_tools_are_what_a_template_can_describe(tmp_path, monkeypatch):
             resolve(EnvConfig(fn="tools", tools=tools), [])
 
 
-def test_attributes_of_an_environment_of_trl_s_are_no_tools():
-    env = played.Lookup()
-    env.client, env.convert = played.Words(), int
-    assert [tool.__name__ for tool in bridges.tools_of(env)] == ["look"]
-
-
 def test_errors_of_a_tool_are_observations():
     play = bridges.ToolPlay([played.add, played.fail])
     assert play.step("done").done
@@ -153,15 +147,6 @@ def test_an_environment_of_trl_s_runs_unchanged():
     assert told.observation == [{"role": "tool", "name": "look", "content": "it is good"}]
     assert stepped(calls, [one.environment], 2, "so it is")[0].result.done
     assert one.environment.wrapped.found == 1
-
-
-def test_an_environment_of_trl_s_may_have_an_async_tool_called_step():
-    cfg = EnvConfig(fn="played:Walk", adapter="trl")
-    calls = Calls(resolve(cfg, []), cfg, seed=0)
-    one, = calls.answers([Called(None, 0, 0, {"prompt": "p", "messages": None})], 1)
-    call = '<tool_call>{"name": "step", "arguments": {"way": "north"}}</tool_call>'
-    told = stepped(calls, [one.environment], 1, call)[0].result
-    assert told.observation == [{"role": "tool", "name": "step", "content": "you went north"}]
 
 
 def test_an_agent_s_file_is_read_without_openrlhf(tmp_path, monkeypatch):

@@ -61,23 +61,12 @@ def test_calls_in_threads_and_awaited_ones_answer_the_same(name, keys):
             one.result for one in stepped(other, got, turn)]
 
 
-@pytest.mark.parametrize("keys", [{}, {"timeout": 20.0}, {"workers": 2}])
-def test_a_static_reset_and_a_plain_step_that_returns_what_is_awaited(keys):
-    calls = calls_of("Wrapped", **keys)
-    assert [one.result.done for one in stepped(calls, begun(calls, 0, 1), 1)] == [True, True]
-
-
 def test_what_an_awaited_call_keeps_serves_the_next():
     """A lock, as a connection, belongs to the event loop that it was first waited for in."""
     calls = calls_of("Shared")
     games = begun(calls, *range(5))
     for turn in (1, 2):
         assert [one.result.reward for one in stepped(calls, games, turn)] == [1.0] * 5
-
-
-def test_an_awaited_call_may_work_for_a_while_beside_many_others():
-    calls = calls_of("Working", timeout=0.2)
-    assert len(stepped(calls, begun(calls, *range(60)), 1)) == 60
 
 
 def test_what_is_known_of_a_prompt_is_no_column_of_that_name():

@@ -139,20 +139,6 @@ def test_a_group_plays_one_game_and_differs_in_what_follows(tmp_path):
     assert len(set(evaluated.tolist())) == 16, "prompts.eval.repeat plays as many games"
 
 
-def test_a_policy_that_says_nothing_is_warned_of_once(tmp_path, caplog):
-    with session_of(config(tmp_path, env__fn="played:Reports"), None) as session:
-        rollout_of(session)
-        assert "says nothing" not in caplog.text
-        lm = session.policy.lm.transformer
-        with torch.no_grad():  # ends each turn at once
-            lm.ln_f.weight.zero_()
-            lm.ln_f.bias.copy_(torch.eye(32)[0])
-            lm.wte.weight[:, 0] = 50 * torch.eye(37)[1]
-        for _ in range(2):
-            rollout_of(session)
-    assert caplog.text.count("says nothing for 3 turns in a row in 16 of 16 episodes") == 1
-
-
 def test_limits_of_turns_and_tokens_hold(tmp_path):
     cfg = config(tmp_path, env__max_tokens=12, env__max_turns=9)
     rollout = rolled(cfg, None)

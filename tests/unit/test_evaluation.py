@@ -17,7 +17,6 @@ from ppocli.evaluate.statistics import (
     compare,
     figures_of,
     frontier_of,
-    frontier_svg,
 )
 from ppocli.runs.target import Target
 
@@ -45,12 +44,6 @@ def test_samples_of_one_prompt_do_not_count_as_independent():
         statistics.stdev([-0.35, 2.5, 3.5]) / math.sqrt(3))
     assert math.isnan(stderr([], []))
     assert math.isnan(stderr([1.0], [0]))
-
-
-def test_quantiles_are_linear_between_neighbours():
-    found = figures_of([row(score) for score in SCORES])["quantiles"]
-    assert found == pytest.approx({"p5": -0.75, "p25": 0.075, "p50": 1.4, "p75": 2.5, "p95": 5.875})
-    assert math.isnan(figures_of([row(None)])["quantiles"]["p50"])
 
 
 def test_figures_leave_out_what_has_no_score():
@@ -141,24 +134,6 @@ def test_a_policy_is_compared_with_best_of_n_at_its_own_kl():
     assert below["best_of_n_at_policy_kl"] == found["points"][0]["reward"], "rounding below 0"
 
 
-def test_what_cannot_be_compared_is_not():
-    assert frontier([15.0], 1.9)["verdict"] == "beyond"
-    assert math.isnan(frontier([15.0], 1.9)["best_of_n_at_policy_kl"])
-    assert frontier([15.0], 0.5, plain=False)["verdict"] == "not comparable"
-    assert frontier([15.0], None)["verdict"] == "not comparable"
-    noise = [row(s, p, kl=0.0) for p, s in enumerate([7.5, 8.6, 9.4])]
-    base = [row(float(score + prompt), prompt) for prompt in range(3) for score in range(16)]
-    assert frontier_of(base, noise, plain_sampling=True)["verdict"] == "level"
-
-
-def test_a_prompt_with_too_few_scores_is_left_out_of_the_points():
-    base = [row(float(s), 0) for s in range(16)] + [row(float(s), 1) for s in range(5)]
-    base += [row(None, 1) for _ in range(11)]
-    found = frontier_of(base, [row(1.0, 0)], plain_sampling=True)
-    assert [point["prompts"] for point in found["points"]] == [2, 2, 2, 1, 1]
-    assert b"best-of-n of the base" in frontier_svg(found)
-
-
 def test_results_never_land_where_some_are(tmp_path):
     default = tmp_path / "step-000004"
     assert [new_folder(default, EvalRequest()).name for _ in range(3)] == [
@@ -169,13 +144,6 @@ def test_results_never_land_where_some_are(tmp_path):
             (default / "eval.json").write_text("{}")
         with pytest.raises(CheckpointError, match=f"holds {kind} evaluation already"):
             refuse_existing(default, EvalRequest(name="step-000004"))
-
-
-def test_only_evaluations_are_overwritten(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/thesis.tex").write_text("x")
-    with pytest.raises(CheckpointError, match=r"holds what is no evaluation \(thesis.tex\)"):
-        refuse_existing(tmp_path / "mine", EvalRequest(name="mine", overwrite=True))
 
 
 def test_a_result_that_lacks_what_readers_count_on_is_none(tmp_path):

@@ -13,7 +13,7 @@ from ppocli.config.schema import TrainConfig
 from ppocli.errors import CheckpointError
 from ppocli.publish.card import escaped, render_card, user_text
 from ppocli.publish.model_folder import ExportPlan, verify
-from ppocli.publish.provenance import Provenance, license_of, masked
+from ppocli.publish.provenance import Provenance, masked
 from ppocli.runs.record import RunRecord
 from ppocli.runs.run_folder import RunFolder
 from ppocli.runs.target import Target
@@ -87,14 +87,6 @@ def test_a_card_of_another_hand_is_kept_whole():
     assert user_text("---\nlicense: mit\n---\n# My model\n\nwords") == "# My model\n\nwords"
     assert user_text("just words") == "just words"
     assert user_text("---\nlicense: [\n---\nwords") == "words"
-
-
-def test_the_license_of_a_starting_model(tmp_path):
-    assert license_of(str(tmp_path), None) == {}
-    (tmp_path / "README.md").write_text("---\nlicense: other\nlicense_name: mine\n---\n")
-    assert license_of(str(tmp_path), None) == {"license": "other", "license_name": "mine"}
-    assert license_of("org/never-cached", None) == {}
-    assert license_of("builtin:reviews", None) == {"license": "apache-2.0"}
 
 
 @pytest.mark.parametrize("change", [1e-3, float("nan")])

@@ -6,14 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from helpers import make_lm, make_tokenizer, save_lm, snapshots
-from sessions import generate, refused_session, rolled, rollout_of, session_of, small_config
+from helpers import make_lm, make_tokenizer, save_lm
+from sessions import generate, rolled, rollout_of, session_of, small_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ppocli.config.schema import ModelConfig
-from ppocli.errors import ConfigError, InputError
-from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.ppo.ppo_task import PPOTask
 from ppocli.sampling import token_choice as sampling
 from ppocli.sampling.decode_state import Decoder
@@ -271,19 +268,6 @@ def test_stop_ids_are_those_of_the_model_of_the_keys_and_of_special_tokens(tmp_p
         assert session.sampling.stop_sequences == ("good film",)
 
 
-@pytest.mark.parametrize(("values", "said"), [
-    ({"generation__stop_token_ids": [5, 99999]}, "Token 99999 would never end a response"),
-    ({"generation__stop_sequences": ["film", ".<eos>"]}, "text '.<eos>' would never be found")])
-def test_what_could_never_stop_is_refused(tmp_path, values, said):
-    refused_session(small_config(tmp_path, **values), ConfigError, said)
-
-
-def test_restricted_sampling_is_warned_about(tmp_path, caplog):
-    with session_of(small_config(tmp_path, generation__top_k=5)):
-        pass
-    assert "KL to the reference may turn negative" in caplog.text
-
-
 def test_text_keeps_the_space_that_a_tokenizer_hides_in_its_tokens():
     inner = Tokenizer(models.WordLevel({"<unk>": 0, "▁a": 1, "▁good": 2, "▁film": 3, "</s>": 4},
                                        unk_token="<unk>"))
@@ -294,18 +278,3 @@ def test_text_keeps_the_space_that_a_tokenizer_hides_in_its_tokens():
     assert decode_responses(tokenizer, [[1]], [[2, 3, 4]], SamplingSpec(3, ())) == [" good film"]
     stopped = SamplingSpec(3, (), stop_sequences=("film",))
     assert decode_responses(tokenizer, [[1]], [[2, 3, 4]], stopped) == [" good "]
-
-
-def test_a_tokenizer_with_a_damaged_setting_is_refused(tmp_path):
-    save_lm(tmp_path / "lm")
-    path = tmp_path / "lm/tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": "long"}))
-    with pytest.raises(InputError, match=r"The tokenizer of .* can't be loaded: '>' not supported"):
-        load_tokenizer(ModelConfig(path=str(tmp_path / "lm")))
-
-
-def test_the_revision_of_a_model_is_none_of_another_tokenizer(tmp_path, monkeypatch):
-    folder, = snapshots(monkeypatch, tmp_path, "some/words", "main")
-    save_lm(folder)
-    cfg = ModelConfig(path="some/model", revision="v1", tokenizer_path="some/words")
-    assert load_tokenizer(cfg).get_vocab() == make_tokenizer().get_vocab()

@@ -97,7 +97,7 @@ def test_whoever_has_chosen_keeps_the_say(name):
     assert kept < SIZE / 4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_run_keeps_what_it_has_freed(world, monkeypatch):
     for name in _OTHERS:
         monkeypatch.delenv(name, raising=False)

@@ -21,7 +21,6 @@ from ppocli.config.schema import HardwareConfig, ModelConfig
 from ppocli.errors import ConfigError, InputError
 from ppocli.models.head import HeadWeights, token_logprobs
 from ppocli.models.layout import lay_out
-from ppocli.models.loading.language_model import load_lm
 from ppocli.models.policy import build_value_head
 from ppocli.models.trunk import Decoding, decoding_of, response_hidden, set_decoding
 from ppocli.sampling.decoding import load_decodable, load_judged, load_policy, try_decoding
@@ -127,24 +126,6 @@ def test_the_poll_is_asked_before_every_token_and_may_stop():
     assert len(calls) == 8 * len(set(LENGTHS))
 
 
-def test_a_growing_response_is_shown_after_every_token():
-    lm, seen = model("mamba"), []
-    set_decoding(lm, Decoding.LIBRARY)
-    out = generate(lm, torch.tensor([[5, 6]]), torch.ones(1, 2, dtype=torch.bool),
-                   SamplingSpec(max_new_tokens=4, stop_ids=()), uniform(0, 1, [0], 4),
-                   tokenizer=None, watch=lambda t, m: seen.append(t[0][m[0]].tolist()))
-    assert seen == [out.tokens[0, :n].tolist() for n in (1, 2, 3, 4)]
-
-
-def test_the_models_own_generation_settings_do_not_leak_in():
-    lm = model("mamba")
-    wanted = sample(lm, Decoding.LIBRARY, {})
-    lm.generation_config.update(
-        top_k=1, temperature=0.1, do_sample=True, repetition_penalty=9.0, max_new_tokens=2,
-        suppress_tokens=[5, 6], eos_token_id=[7, 8, 9], num_beams=2, use_cache=False)
-    assert_same_responses(sample(lm, Decoding.LIBRARY, {}), wanted, atol=1e-5)
-
-
 def small(name):
     """A configuration of a kind that :func:`model_config` doesn't make."""
     shape = {"vocab_size": 37, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 48,
@@ -197,16 +178,6 @@ def test_a_model_that_looks_ahead_is_refused(tmp_path):
         load_decodable(ModelConfig(path=str(tmp_path / "xlnet")))
     assert refused.value.where == "model.path"
     assert refused.value.fix == "use a causal language model"
-
-
-def test_rwkvs_weights_stay_as_they_are_in_eval_mode(tmp_path):
-    folder = save_lm(tmp_path / "rwkv", "rwkv")
-    loaded = load_lm(ModelConfig(path=str(folder)))
-    before = {name: p.clone() for name, p in loaded.lm.named_parameters()}
-    for train in (False, True):
-        loaded.lm.train(train)(torch.tensor([[4, 5, 6]]))
-        assert all(torch.equal(p, before[name]) for name, p in loaded.lm.named_parameters())
-    assert loaded.export_config.rescale_every == 1
 
 
 def test_a_fallback_is_told_once_and_names_what_it_costs(tmp_path, caplog):

@@ -1,24 +1,20 @@
 """The live view: what it shows at any size, when it draws, and what the modes leave out."""
 
 import io
-import itertools
 import json
 import logging
 import os
 import pty
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
-from rich.console import Console
 from rich.text import Text
 from terminal import Screen
 
-from ppocli.config.text import sparkline, without_template
-from ppocli.distributed.host_memory import resident_mib
-from ppocli.publish.console import closing_table, keep_log, open_display, row_lines
-from ppocli.publish.dashboard import Dashboard, duration
+from ppocli.config.text import sparkline
+from ppocli.publish.console import keep_log, open_display
+from ppocli.publish.dashboard import Dashboard
 from ppocli.publish.live_view import LiveView, Outlet
 
 
@@ -69,11 +65,6 @@ def test_every_figure_is_in_its_line(board, now):
     assert "2 warnings, the last: KL is higher ⏎ still" in "\n".join(shown(board, 100))
 
 
-def test_no_memory_is_above_its_peak(board):
-    board.memory = lambda: 612.0
-    assert "memory  612 MiB, 612 MiB peak" in "\n".join(shown(board, 100))
-
-
 @pytest.mark.parametrize("width", [10, 20, 40, 60, 80, 120, 300])
 @pytest.mark.parametrize("ascii_only", [False, True])
 def test_lines_fit_any_width_and_height(board, width, ascii_only):
@@ -91,13 +82,6 @@ def test_ascii_terminals_get_ascii(board):
     board.samples = (("a" * 200, "b" * 200, 1.0),)
     for line in shown(board, 60, ascii_only=True):
         assert line.isascii(), line
-
-
-def test_the_end_of_a_long_prompt_stays(board):
-    board.samples = (("beginning " * 20 + "the end", "answer " * 30, 1.0),)
-    line = shown(board, 60)[-1]
-    assert "the end │ answer" in line
-    assert line.startswith("  1.00  …")
 
 
 def test_the_remaining_time_is_told_from_the_last_steps(now):
@@ -124,31 +108,12 @@ def test_phases_follow_the_marks_of_the_clock(board):
                     ("scoring", 2), ("scoring", 2), ("scoring", 2)]
 
 
-def test_missing_and_unfinite_figures_leave_gaps(board):
-    board.add_row(row(6, **{"reward/mean": None, "objective/kl": float("nan"), "time/step": None,
-                            "tokens_per_second/rollout": None}))
-    text = "\n".join(shown(board, 80))
-    assert "step 6/20" in text
-    assert "0.625  eval" in text  # the newest that there is
-
-
 @pytest.mark.parametrize(("values", "cells", "expected"), [
     ([], 5, ""), ([1.0], 0, ""), ([1.0, 1.0], 5, "▅▅"), ([None, None], 3, "  "),
     ([0.0, None, 7.0], 3, "▁ █"), (list(range(8)), 8, "▁▂▃▄▅▆▇█"),
     ([0.0, 0.0, 7.0, 7.0], 2, "▁█"), ([float(i) for i in range(1000)], 4, "▁▃▆█")])
 def test_sparkline(values, cells, expected):
     assert sparkline(values, cells) == expected
-
-
-@pytest.mark.parametrize(("seconds", "text"), [
-    (0.4, "0:00"), (7, "0:07"), (725, "12:05"), (12_000, "3:20:00"), (187_200, "2 d 04:00")])
-def test_duration(seconds, text):
-    assert duration(seconds) == text
-
-
-def test_memory_of_a_process():
-    assert resident_mib(os.getpid()) > 5
-    assert resident_mib(2**22 + 1) is None
 
 
 # --- how it is drawn ------------------------------------------------------------------------
@@ -261,25 +226,6 @@ def test_a_terminal_that_has_become_narrower(outlet):
         assert screen.lines == [""]
 
 
-def test_a_thousand_changes_are_few_drawings(outlet):
-    """At most two drawings a second, however often something changes."""
-    drawings = []
-
-    def render(width: int, height: int, *, ascii_only: bool) -> list[Text]:
-        drawings.append(time.monotonic())
-        return [Text(str(len(drawings)))]
-
-    view = LiveView(outlet, render)
-    view.start()
-    time.sleep(1.7)
-    view.stop()
-    assert 3 <= len(drawings) <= 4
-    assert min(b - a for a, b in itertools.pairwise(drawings)) >= 0.45
-    drawn = len(drawings)
-    time.sleep(0.6)
-    assert len(drawings) == drawn
-
-
 def test_what_the_terminal_cannot_encode_is_escaped_and_the_rest_goes_on():
     raw = io.BytesIO()
     console = Outlet(io.TextIOWrapper(raw, encoding="ascii"))
@@ -387,40 +333,3 @@ def test_a_step_is_one_line_of_the_terminal_and_whole_in_the_log(
             display.step(row(1), 3)
     assert on_terminal(step) == line + "\n"
     assert (tmp_path / "ppocli.log").read_text().endswith(f"INFO {FULL}\n")
-
-
-def test_lines_of_other_tasks_fit_too():
-    of_sft = {"step": 3, "loss/total": 0.5, "sft/accuracy": 0.75, "sft/tokens": 96.0, "lr": 1e-5,
-              "time/step": 2.0, "tokens_per_second/optimize": 480.0, "eval/loss": 0.25,
-              "eval/loss_stderr": 0.5}
-    full, evaluated = row_lines(of_sft, 9)
-    assert full == ("step 3/9  loss 0.500  accuracy 0.750  tokens 96  lr 1.0e-05  2.0 s "
-                    "(480 tokens/s)")
-    assert evaluated == "eval at step 3  loss 0.250±0.500"
-    assert row_lines(of_sft, 9, 60)[0] == "step 3/9  loss 0.500  accuracy 0.750  tokens 96  2.0 s"
-
-
-CHATS = [f"<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n{said}<|im_end|>\n"
-         "<|im_start|>assistant\n" for said in ("What is a cat?", "What is [2]?")]
-
-
-def test_chats_are_shown_by_what_the_users_said(board, tmp_path):
-    rows = [{"prompt": prompt, "response": "It is.", "score": score}
-            for prompt, score in zip(CHATS, (0.5, 0.25), strict=True)]
-    worse = [{**each, "score": 0.4} for each in rows]
-    board.show([(each["prompt"], each["response"], each["score"]) for each in rows], 5)
-    seen = "\n".join(shown(board, 80))
-    assert "What is a cat? │ It is." in seen
-    assert "im_start" not in seen
-    console = Console(file=io.StringIO(), width=80, color_system="standard", force_terminal=True)
-    figures = {"reward_mean": 0.5, "kl_mean": 1.0}
-    console.print(closing_table(figures, figures, list(zip(worse, rows, strict=True))))
-    seen = console.file.getvalue()
-    assert "│ What is [2]?" in seen
-    assert "im_start" not in seen
-    assert "\x1b[32m[0.50]" in seen  # the higher one of two is green, the lower one red
-    assert "\x1b[31m[0.25]" in seen
-    alone = closing_table(None, figures, [(None, each) for each in rows])
-    assert [column.header for column in alone.columns] == ["", "after"]
-    assert without_template(["The film", "The cast"]) == ["The film", "The cast"]
-    assert without_template(CHATS[:1]) == CHATS[:1]

@@ -45,31 +45,6 @@ def test_lines_of_one_run_share_a_colour():
     assert {"#ff7f0e"} == {colour for colour, _ in strokes(other)} & {"#1f77b4", "#ff7f0e"}
 
 
-def test_values_without_an_order_are_not_joined():
-    points = [(2, 1.0), (0, 2.0), (1, 0.5)]
-
-    def joined(kind):
-        return ("#1f77b4", "1.8") in strokes(draw([Panel("t", [Line("a", points, kind)])]))
-
-    assert joined("dots")
-    assert not joined("scatter")
-
-
-@pytest.mark.parametrize("points", [
-    [], [(3, 0.5)], [(0, -1.7e308), (1, 1.7e308)], [(0, 1e-320), (1, 2e-320)],
-    [(0, math.nan), (1, 1.0)], [(0, math.inf), (1, 1.0)], [(n, -3.0) for n in range(5)]])
-def test_odd_values_are_drawn(points):
-    assert "t" in texts(draw([Panel("t", [Line("a", points), Line("b", points, "dots")])]))
-
-
-def test_names_are_texts():
-    nasty = '</title></svg><script>alert(1)</script> "quoted" & $x_{1}$ \x1b[31m \x00 \u202e'
-    svg = draw([Panel(nasty, [Line(nasty, [(0, 1.0)]), Line("b", [(0, 1.0)])])])
-    assert b"<script" not in svg
-    assert sum("$x_{1}$" in text for text in texts(svg)) == 2
-    assert not re.search("[\x00-\x09\x0b-\x1f\x7f\u202e]", svg.decode())
-
-
 def test_thinning_keeps_ends_of_the_range_every_outlier_and_the_means():
     points = [(float(step), math.sin(step / 50)) for step in range(10_000)]
     points[4321] = (4321.0, 99.0)

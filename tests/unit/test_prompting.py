@@ -4,7 +4,7 @@
 import pytest
 import torch
 from data_tokenizers import ids, utf8_bytes, words
-from helpers import make_tokenizer, save_lm
+from helpers import save_lm
 
 from ppocli.config.schema import ModelConfig, TrainConfig
 from ppocli.errors import ConfigError, DivergedError
@@ -40,15 +40,6 @@ def test_pieces_are_the_text_and_hold_whole_characters(text):
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
 
 
-def test_bytes_that_are_no_character_come_out_at_the_end():
-    tokenizer = utf8_bytes()
-    tokens = tokenizer("ok é")["input_ids"][:-1]  # the last character lacks a byte
-    pieces, text = streamed(tokenizer, [], tokens)
-    assert text == "ok \N{REPLACEMENT CHARACTER}"
-    assert pieces[-1] == " \N{REPLACEMENT CHARACTER}"
-    assert "".join(pieces) == text
-
-
 @pytest.mark.parametrize(("said", "kept"), [
     ("good\nUser: and", "good"), ("good\nUse it", "good\nUse it"), ("good\nUser", "good\nUser"),
     ("a café", "a "), ("a caf", "a caf")])
@@ -62,23 +53,6 @@ def test_what_may_become_a_stop_sequence_is_held_back(said, kept):
     assert kept.startswith(before)
     if said != kept:
         assert before == kept.rstrip()
-
-
-def test_words_of_a_word_level_tokenizer_keep_their_spaces():
-    tokenizer = make_tokenizer()
-    prompt = tokenizer("the film")["input_ids"]
-    pieces, text = streamed(tokenizer, prompt, tokenizer("was very good .")["input_ids"])
-    assert pieces == [" was", " very", " good", " .", ""]
-    assert text == " was very good ."
-
-
-def test_a_text_that_changes_afterwards_is_told_again():
-    stream = TextStream(make_tokenizer(), [], SamplingSpec(9, ()))
-    assert stream.push(make_tokenizer()("good film")["input_ids"]) == "good film"
-    assert stream.close("good films") == "s"
-    other = TextStream(make_tokenizer(), [], SamplingSpec(9, ()))
-    other.push(make_tokenizer()("good film")["input_ids"])
-    assert other.close("great film") == "\ngreat film"
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +79,6 @@ def test_a_sample_does_not_depend_on_how_many_are_asked_for(player):
     assert sample(player, PROMPTS, 5, batch=3) == many
     # the second prompt asked alone, told its number
     assert sample(player, PROMPTS[1:2], first=1)[0, 0].text == many[1, 0].text
-
-
-def test_a_shown_answer_is_the_same_answer(player):
-    pieces = []
-    shown = sample(player, PROMPTS[2:3], show=pieces.append)
-    assert shown == sample(player, PROMPTS[2:3])
-    assert "".join(pieces) == shown[0, 0].text
-    assert len(pieces) > 2
 
 
 def test_prompts_that_close_with_eos_or_start_with_bos():

@@ -1,6 +1,5 @@
 """The lock of a run's folder."""
 
-import fcntl
 import json
 import os
 import signal
@@ -8,14 +7,12 @@ import socket
 import subprocess
 from dataclasses import asdict
 from pathlib import Path
-from threading import Event, Thread
 
 import pytest
 from checkpoint_samples import start_python
 
 from ppocli.errors import CheckpointError
-from ppocli.runs import atomic, retention, run_folder
-from ppocli.runs.atomic import TEMPORARY_PREFIX, write_atomic
+from ppocli.runs import run_folder
 from ppocli.runs.run_folder import live_owner, lock, lock_beside, reserved
 
 HOLD = """
@@ -128,7 +125,7 @@ with lock(Path(sys.argv[1])):
         parent.communicate()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("before", ["", "stale"])
 def test_of_processes_that_race_exactly_one_wins(tmp_path: Path, before: str):
     if before:
@@ -160,67 +157,3 @@ def test_a_folder_that_is_replaced_is_held_from_beside(tmp_path: Path):
     with lock_beside(target.with_name("other"), ""):
         pass
     assert list(target.parent.iterdir()) == []
-
-
-TURNS = """
-import sys
-from pathlib import Path
-from threading import Event, Thread
-from ppocli.runs.run_folder import lock_beside
-from ppocli.errors import CheckpointError
-target, turns = Path(sys.argv[1]), 0
-print("ready", flush=True)
-while turns < 200:
-    try:
-        with lock_beside(target, ""):
-            target.mkdir()  # fails if another is here
-            target.rmdir()
-            turns += 1
-    except CheckpointError:
-        pass
-"""
-
-
-@pytest.mark.long
-def test_deleting_the_file_beside_lets_no_two_in(tmp_path: Path):
-    racers = [start_python(TURNS, tmp_path / "model") for _ in range(3)]
-    said = [racer.communicate(timeout=60)[1] for racer in racers]
-    assert [racer.returncode for racer in racers] == [0, 0, 0], said
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_file_that_is_swept_away_before_it_is_locked_is_made_again(tmp_path: Path, monkeypatch):
-    """Runs that start in one folder at one moment sweep it, each of them."""
-    locks, take = [], atomic.take
-
-    def late(descriptor: int, kind: int) -> bool:
-        locks.append(kind)
-        if len(locks) == 1:
-            retention.sweep(tmp_path, TEMPORARY_PREFIX)
-        return take(descriptor, kind)
-
-    monkeypatch.setattr(atomic, "take", late)
-    write_atomic(tmp_path / "note.txt", "mine")
-    assert locks.count(fcntl.LOCK_EX) == 1
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("note.txt", "mine")]
-
-
-def test_what_a_run_deletes_meanwhile_is_no_matter_of_links(tmp_path: Path):
-    """A run may go on while its policy is evaluated."""
-    folders, ended = [tmp_path / f"checkpoints/step-{number}" for number in range(40)], Event()
-
-    def prune() -> None:
-        while not ended.is_set():
-            for folder in folders:
-                folder.mkdir(parents=True, exist_ok=True)
-            for folder in reversed(folders):
-                folder.rmdir()
-
-    pruning = Thread(target=prune)
-    pruning.start()
-    try:
-        for _ in range(300):
-            run_folder.refuse_links(tmp_path)
-    finally:
-        ended.set()
-        pruning.join()

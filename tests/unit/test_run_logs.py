@@ -1,4 +1,3 @@
-import errno
 import json
 import os
 from pathlib import Path
@@ -6,7 +5,6 @@ from pathlib import Path
 import pytest
 from checkpoint_samples import start_python
 
-from ppocli.errors import DiskError
 from ppocli.runs.run_logs import JsonlWriter, read_jsonl, truncate_events, truncate_jsonl
 
 
@@ -31,20 +29,6 @@ def test_a_row_takes_the_place_of_the_last(tmp_path: Path, row: dict):
         writer.append([row], over_last=True)
         writer.append([{"step": 3}])
     assert list(read_jsonl(tmp_path / "m")) == [{"step": 1}, row, {"step": 3}]
-
-
-def test_a_last_row_stays_where_another_can_not_take_its_place(tmp_path: Path, monkeypatch):
-    def refuse(descriptor: int) -> None:
-        raise OSError(errno.EIO, "refused")
-
-    with JsonlWriter(tmp_path / "m") as writer:
-        writer.append([{"step": 1}, {"step": 2}])
-        with monkeypatch.context() as patch:
-            patch.setattr("ppocli.runs.run_logs.os.fsync", refuse)
-            with pytest.raises(DiskError):
-                writer.append([{"step": 2, "a": 1}], over_last=True)
-        writer.append([{"step": 3}])
-    assert list(read_jsonl(tmp_path / "m")) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
 
 def test_a_row_that_is_no_json_writes_nothing(tmp_path: Path):

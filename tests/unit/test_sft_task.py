@@ -1,6 +1,5 @@
 """``ppocli sft`` as a task: its loss, gradient and evaluation against transformers' own."""
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from ppocli.distributed.stop import StopFlag
 from ppocli.supervised.sft_task import SFTTask
 from ppocli.training.loop import initial_state
 from ppocli.training.optimize import optimize
-from ppocli.training.state import Pace, TrainState
+from ppocli.training.state import TrainState
 
 ROWS = [{"prompt": prompt, "completion": completion} for prompt, completion in (
     ("the film was", " very good ."), ("i saw", " a dull film and hated it ."), ("it", " is fine"),
@@ -72,20 +71,6 @@ def own_loss(task: Any, data: Any, places: list[int], lm: Any = None) -> tuple[t
                                                           reduction="sum")
         count += int((labels != -100).sum())
     return total, count
-
-
-def test_a_decoder_that_names_no_start_begins_with_what_pads(tmp_path):
-    """As transformers' own, and as when it is sampled from."""
-    folder = save_lm(tmp_path / "t5", "t5", bos_token_id=None)
-    (folder / "generation_config.json").unlink()
-    settings = json.loads((folder / "config.json").read_text())
-    assert settings.pop("decoder_start_token_id") == settings["pad_token_id"] == 0
-    (folder / "config.json").write_text(json.dumps(settings))
-    with sft_of(tmp_path, "t5") as task:
-        found = task.sequences(task.train, torch.arange(2))
-        assert task.loaded.decoder_start == 0
-    assert found.tokens[:, 0].tolist() == [0, 0]
-    assert found.actions[:, 0].tolist() == [1, 1]
 
 
 LORA = {"type": "lora", "r": 4, "target_modules": ["c_attn"], "lora_dropout": 0.0}
@@ -197,14 +182,6 @@ def test_examples_that_end_with_what_ends_no_response_are_warned_of(tmp_path, ca
             assert ("generation.stop_token_ids=[3]" in caplog.text) is warned
 
 
-def test_prompts_without_room_for_a_response_are_not_shown(tmp_path, caplog):
-    long = {"prompt": "the film was very " * 15, "completion": " good"}
-    with sft_of(tmp_path, val=[long, ROWS[0]], sft__eval_samples=2) as task:
-        assert task.asked == [1]
-        assert len(task.evaluate(idle_context()).samples) == 1
-    assert "1 of the first 2 prompts of data.val leave no room" in caplog.text
-
-
 def test_noise_is_of_the_seed_the_example_and_the_epoch_alone(tmp_path):
     """Within the bounds of NEFTune, like a uniform distribution's, whatever the passes; another
     epoch's is other noise."""
@@ -249,13 +226,6 @@ def test_a_policy_learns_to_end(tmp_path):
         assert before["finished_share"] < 0.6
         assert after["finished_share"] == 1.0
         assert after["loss"] < 0.5 * before["loss"]
-
-
-def test_updates_of_another_size_after_a_resume_are_as_many_as_asked_for(tmp_path):
-    with sft_of(tmp_path, sft__epochs=None, sft__num_updates=6, sft__mini_batch_size=16) as task:
-        assert (task.total_samples(), task.total_steps()) == (96, 6)
-        task.pace = Pace(16, step=4, episodes=32)  # so far of 8
-        assert (task.total_samples(), task.total_steps()) == (64, 6)
 
 
 def test_the_order_is_drawn_once_an_epoch(tmp_path, monkeypatch):

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from data_tokenizers import CHATML, utf8_bytes, words
 from helpers import refused
-from test_encoding import FORGETS, MARKS, TALK, load, shown
+from test_encoding import MARKS, TALK, load, shown
 from test_examples import read, turns
 
 from ppocli.config.schema import PromptsConfig
 from ppocli.data import prompt_set
 from ppocli.environments.wording import ChatWords
-from ppocli.errors import ConfigError, InputError
+from ppocli.errors import InputError
 
 TURN = "<|im_start|>{{ m.role }}\n{{ m.content }}"
 CALL = "{% for c in m.tool_calls or [] %}{% if c.function %}{% set c = c.function %}{% endif %}"
@@ -279,25 +279,6 @@ def test_the_prompt_of_two_texts_ends_at_the_mark_of_who_answers(one, other, pro
         assert loaded_prompts([row | cell], talker(QWEN), chat=False).texts == [prompt]
 
 
-def test_an_empty_prompt_is_no_empty_row():
-    pair = {"chosen": "a fine film", "rejected": "a bad film"}
-    (without,) = read([pair], "pairs").pairs
-    for prompt in ("", " \n", [], np.array([])):
-        found = read([pair | {"prompt": prompt}], "pairs")
-        assert (found.pairs, found.empty) == ([without], 0)
-    (formed,) = read([pair | {"prompt": ""}], "pairs", template="Q: {prompt}\n").pairs
-    assert (formed.prompt, formed.chosen) == ("Q: \n", "a fine film")
-    (formed,) = read([pair | {"prompt": ""}], "pairs", chat=True).pairs
-    assert (formed.prompt, formed.chosen) == (turns(""), turns("a fine film", first="assistant"))
-    tokenizer = words(front=True)
-    rows = [{"prompt": "", "completion": "the film"}, {"prompt": "a", "completion": "film"}]
-    data = load(rows, tokenizer)
-    assert [shown(data, tokenizer, i) for i in (0, 1)] == ["<s>[the film </s>]", "<s> a[film </s>]"]
-    assert (data.prompts, data.notes) == (["", "a"], ())
-    found = read([pair | {"prompt": None}, pair | {"prompt": "a"}], "pairs")
-    assert (len(found.pairs), found.empty) == (1, 1)  # nothing says what belongs there
-
-
 MASK = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False},
         {"train_on_turn": False}, {"weight": "0"}, {"train": "false"}, {"loss": False},
         {"weight": np.float64(0)}, {"weight": 1, "train": False}]
@@ -328,49 +309,3 @@ def test_turns_that_are_marked_are_not_trained_on(template, mask):
     for train_on, row in (("auto", marked(mask, mask)), ("completion", marked({}, mask))):
         with refused(InputError, "None of the 1 examples has a token to train on"):
             load([{"messages": row}], tokenizer, train_on=train_on)
-
-
-def test_marks_that_say_something_else():
-    tokenizer = words(chat=CHATML)
-    others = marked({"learn": False})
-    others[0] = others[0] | {"train": True}
-    data = load([{"messages": others}], tokenizer)
-    assert shown(data, tokenizer) == f"{FIRST}[{GOOD}]{SECOND}[{BAD}]"
-    assert [note.split(":")[0] for note in data.notes] == [
-        "turns of other roles than the assistant are marked as trained on, but aren't",
-        "the key 'learn' of messages doesn't say what is trained on; keys that do are weight, "
-        "train, training, train_on_turn, loss, loss_weight, trainable"]
-    one = marked({"weight": None})
-    assert shown(load([{"messages": one}], tokenizer), tokenizer).count("[") == 2
-    for mark, says in (({"weight": 0.5}, "has the weight 0.5"), ({"train": "no"}, "the train 'no'"),
-                       ({"train_detail": [{"begin_offset": 0, "end_offset": 1, "train": False}]},
-                        "marks parts of its text with 'train_detail'")):
-        with refused(InputError, "Message 2 of column 'messages' in item 1", says):
-            load([{"messages": marked(mark)}], tokenizer)
-    # the template sees no mark, and one turn is as its neighbours are
-    dumps = words(chat="{% for m in messages %}{{ m | tojson }}{% endfor %}")
-    asked = loaded_prompts([{"prompt": marked({"weight": 0})[:3]}], dumps)
-    assert "weight" not in asked.texts[0]
-
-
-def test_advice_leads_out_of_what_it_is_given_for():
-    tokenizer = words(chat=FORGETS.replace("loop.last", "loop.last or m.role == 'user'"))
-    with refused(InputError, "can't be told apart", "fix:   data.train_on=completion trains on"):
-        load([{"messages": TALK}], tokenizer)
-    assert shown(load([{"messages": TALK}], tokenizer, train_on="completion"), tokenizer) == (
-        f"{FIRST} so </s> {SECOND}[{BAD}]")
-    assert shown(load([{"messages": marked({"weight": 0})}], tokenizer), tokenizer) == (
-        f"{FIRST} so </s> {SECOND}[{BAD}]")
-    with refused(InputError, "can't be told apart") as caught:
-        load([{"messages": TALK}], words(chat=FORGETS), train_on="completion")
-    assert "completion" not in caught.value.fix
-    # without a template a conversation can't be read as a text
-    for load_rows in (lambda: load([{"messages": TALK}], words()),
-                      lambda: loaded_prompts([{"prompt": TALK[:1]}], words())):
-        with refused(InputError, "no chat template", "model.chat_template=FILE") as caught:
-            load_rows()
-        assert "chat=false" not in caught.value.fix
-    with refused(InputError, "no chat template", "data.chat=false"):
-        load([{"prompt": "a", "completion": "film"}], words(), chat=True)
-    with refused(ConfigError, "'sytem' is no column that is read", "Did you mean 'system'?"):
-        read([{"text": "a"}], columns={"sytem": "text"})

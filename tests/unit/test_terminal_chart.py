@@ -1,11 +1,9 @@
 """Charts made of characters: what fits, how curves are told apart, what odd figures give."""
 
-import sys
-from types import SimpleNamespace
 
 import pytest
 
-from ppocli.cli.plot import chosen_style, draw
+from ppocli.cli.plot import draw
 from ppocli.publish.pictures import Line, Panel
 
 
@@ -18,12 +16,6 @@ def curve(points: list[tuple[int, float]], run: str = "a") -> Line:
 def test_odd_series_are_drawn(points):
     rows = draw(Panel("t", [curve(points)]))
     assert any(0x2800 < ord(cell) <= 0x28FF for row in rows for cell in row)
-
-
-def test_nothing_to_draw():
-    assert draw(Panel("t", [curve([])])) == ["t", "  no values"]
-    lines = draw(Panel("t", [curve([]), curve([(0, 1.0)], "b")]), style="marks")
-    assert lines[-2:] == ["    a: no values", "  * b"]
 
 
 def test_several_series_are_told_apart():
@@ -56,17 +48,3 @@ def test_ascii_is_ascii():
     lines = draw(Panel("t", [curve([(0, 0.0), (5, 2.0)])]), style="ascii")
     assert "\n".join(lines).isascii()
     assert "*" in lines[1]
-
-
-def test_what_is_nothing_beside_the_range_is_0():
-    lines = draw(Panel("t", [curve([(0, 3.7e-7), (5, 2.0)])]))
-    assert [line.split("┤")[0].strip() for line in lines if "┤" in line][-1] == "0"
-
-
-@pytest.mark.parametrize(("encoding", "dots"), [("utf-8", True), ("ascii", False),
-                                                ("latin-1", False), (None, False),
-                                                ("no-such", False), ("utf-16", True)])
-def test_encodings(encoding, dots, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", SimpleNamespace(encoding=encoding, isatty=lambda: False))
-    assert chosen_style(runs=1) == ("dots" if dots else "ascii")
-    assert chosen_style(runs=2) == ("marks" if dots else "ascii")

@@ -35,9 +35,9 @@ def as_before():
     torch.set_num_threads(before)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [3, 10])
 def test_neither_clock_nor_load_nor_free_memory_changes_a_byte(count, world):
     (world / "liar").mkdir()
     (world / "liar/sitecustomize.py").write_text(LIAR)

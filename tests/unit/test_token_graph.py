@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import DECODERS, save_lm
+from helpers import DECODERS, mostly_slow, save_lm
 from sessions import count_good, record_on_cpu, rollout_of, session_of, small_config
 
 from ppocli.distributed.backend import without_autocast_cache
@@ -51,8 +51,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize(("kind", "name"), mostly_slow(
+    ["gpt2", "llama"], CASES,
+    quick=lambda kind, name: (kind == "llama") == (list(CASES).index(name) % 2 == 1)))
 def test_a_rollout_is_that_of_the_loop(tmp_path, recording, kind, name):
     save_lm(tmp_path / "lm", kind)
     cfg = small_config(tmp_path, generation__max_new_tokens=12,

@@ -26,6 +26,7 @@ from tools.assets.reviews import ReviewsSettings, build_reviews
 from tools.assets.sentiment import SentimentSettings, build_sentiment
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("build_it", "settings"), [
     (build_reviews, ReviewsSettings(reviews=200, vocab_size=400, layers=1, width=16, heads=2,
                                     epochs=1)),

@@ -3,7 +3,6 @@ is in ``tests/vllm/test_vllm_itself.py``."""
 
 import json
 import math
-import threading
 import time
 from typing import Any
 
@@ -171,24 +170,6 @@ def test_a_slow_server_is_left_out_in_time(tmp_path):
         drawn(session)
 
 
-def test_a_server_that_takes_too_few_tokens_is_refused(tmp_path):
-    with (refused(SamplerError, "takes 8 tokens", "rollout.urls"),
-          one_server(tmp_path, engine=engine_of(tmp_path, most_tokens=8))):
-        pass
-
-
-def test_weights_that_a_server_does_not_see_are_not_begun(tmp_path):
-    def spoil(path, number, body):
-        unseen = path == "/collective_rpc" and body["kwargs"]["weights_path"].endswith("/seen")
-        return (500, {"error": {"message": "no such folder"}}) if unseen else None
-
-    with one_server(tmp_path, spoil) as (session, engine):
-        with refused(SamplerError, "can't read the weights", "rollout.weights_dir"):
-            drawn(session)
-        assert not engine.dead
-        assert engine.asked["/pause"] == 0
-
-
 def test_rows_of_a_dead_server_go_to_the_other_and_it_may_come_back(tmp_path, caplog):
     engines = engine_of(tmp_path), engine_of(tmp_path)
     down = []
@@ -210,23 +191,6 @@ def test_rows_of_a_dead_server_go_to_the_other_and_it_may_come_back(tmp_path, ca
         assert_same(drawn(session, 12, do_sample=False), ours(session, 12, do_sample=False))
         assert engines[1].version == engines[0].version
         assert engines[1].asked[GENERATE] > -99
-
-
-def test_rows_are_split_evenly_though_one_server_could_take_them_all():
-    asked, go_on = list[str](), threading.Event()
-
-    def ask(one: Server, row: int) -> Answer:
-        asked.append(one.url)
-        assert go_on.wait(20)
-        return Answer([row], [0.0], True, ["1"])
-
-    servers = [Server(f"http://127.0.0.1:{port}", RolloutConfig()) for port in (7, 8, 9)]
-    dealing = Dealing(servers, ask, 48, 128, lambda: SamplerError("none"))
-    wait_for(lambda: len(asked) == 48, seconds=20)
-    go_on.set()
-    dealing.take(range(48), lambda: None)
-    # 16, but for threads that begin late
-    assert min(asked.count(server.url) for server in servers) >= 12
 
 
 def test_rows_that_wait_are_asked_of_a_server_that_is_back():

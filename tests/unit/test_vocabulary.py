@@ -235,6 +235,7 @@ def test_ids_that_get_vocab_leaves_out_may_have_a_token():
     assert result == Vocabulary(ROWS, 7, (4, 5))
 
 
+@pytest.mark.slow
 def test_a_run_says_so_and_trains_beside_a_smaller_reference_and_critic(tmp_path):
     """Rows without a token that would be sampled nearly always."""
     save_padded(tmp_path / "small", "llama", seed=3)
