@@ -49,6 +49,13 @@ as in `ppocli train +recipe=quickstart ppo=trlx ppo.optimizer.lr=1e-4`.
 """
 
 
+LIKE = {"prompts.eval": "prompts", "generation.eval": "generation", "ppo.ptx.data": "data",
+        "ppo.value_optimizer": "ppo.optimizer", "sft.optimizer": "ppo.optimizer",
+        "reward_model.optimizer": "ppo.optimizer", "ppo.value_scheduler": "ppo.scheduler",
+        "sft.scheduler": "ppo.scheduler", "reward_model.scheduler": "ppo.scheduler"}
+"""section -> the section whose keys it repeats; only what differs has a row"""
+
+
 def cell(text: str) -> str:
     """Text that can stand in a Markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")
@@ -96,13 +103,30 @@ def group_rows() -> list[str]:
     return rows
 
 
+def repeats(key: Key, other: str) -> bool:
+    """Whether a key has the meaning of its namesake in the section ``other``, and the same default
+    or null; keys of evaluations that are null take their namesake's value."""
+    like = schema_keys().get(f"{other}.{key.name.rpartition('.')[2]}")
+    inherits = key.default is None and ".eval." in key.name
+    return like is not None and (inherits or (
+        key.doc == like.doc and key.default in (None, like.default)))
+
+
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
     for name, doc, keys in sections(TrainConfig):
-        title = f"## `{name}`: {doc}" if name else "## The run"
-        parts.append("\n".join([title, "", "| key | default | values | meaning |",
-                                "|---|---|---|---|", *map(key_row, keys), ""]))
+        lines = [f"## `{name}`: {doc}" if name else "## The run", ""]
+        if other := LIKE.get(name):
+            same = [key for key in keys if repeats(key, other)]
+            keys = [key for key in keys if key not in same]
+            names = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in same)
+            unset = ", and by default its values" if all(key.default is None for key in same) else ""
+            lines += [f"As in `{other}`{unset}: {names}.", ""]
+        if keys:
+            lines += ["| key | default | values | meaning |", "|---|---|---|---|",
+                      *map(key_row, keys), ""]
+        parts.append("\n".join(lines))
     parts.append(GROUPS + "\n".join(group_rows()) + "\n")
     return "\n".join(parts)
 
