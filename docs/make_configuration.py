@@ -117,15 +117,16 @@ def page() -> str:
     parts = [HEAD]
     for name, doc, keys in sections(TrainConfig):
         lines = [f"## `{name}`: {doc}" if name else "## The run", ""]
-        if other := LIKE.get(name):
+        other = LIKE.get(name)
+        if other:
             same = [key for key in keys if repeats(key, other)]
-            keys = [key for key in keys if key not in same]
             names = ", ".join(f"`{key.name.rpartition('.')[2]}`" for key in same)
-            unset = ", and by default its values" if all(key.default is None for key in same) else ""
-            lines += [f"As in `{other}`{unset}: {names}.", ""]
-        if keys:
-            lines += ["| key | default | values | meaning |", "|---|---|---|---|",
-                      *map(key_row, keys), ""]
+            null = all(key.default is None for key in same)
+            values = ", and by default its values" if null else ""
+            lines += [f"As in `{other}`{values}: {names}.", ""]
+        rows = [key_row(key) for key in keys if not (other and repeats(key, other))]
+        if rows:
+            lines += ["| key | default | values | meaning |", "|---|---|---|---|", *rows, ""]
         parts.append("\n".join(lines))
     parts.append(GROUPS + "\n".join(group_rows()) + "\n")
     return "\n".join(parts)
