@@ -15,7 +15,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import config_yaml, deepspeed, resume_policy, schema
+from ppocli.config import config_yaml, resume_policy, schema
 from ppocli.config.text import pasted, shown
 from ppocli.distributed.launchers import NODE_FAILED
 from ppocli.errors import CheckpointError
@@ -91,7 +91,6 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
         key: str(path) for key, path in _models_in(run_dir, config)}), run_dir)
     changes = changes_on_resume(run_dir, config, objects, checked.accept_changes)
     check_inputs(config)
-    check_deepspeed(config)
     for change in changes:
         say(resume_policy.change_line(*change))
     run_folder.probe_writable(run_dir)
@@ -105,7 +104,6 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
 def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None,
           say: Callable[[str], None]) -> Iterator[Start]:
     check_inputs(config)
-    check_deepspeed(config)
     base = Path(config.output_dir)
     new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
     try:
@@ -145,16 +143,6 @@ def _models_in(run_dir: Path, config: schema.TrainConfig) -> list[tuple[str, Pat
     return [(key, run_dir / config_yaml.STARTED_FROM / name)
             for name, key in config_yaml.MODEL_KEYS.items()
             if attrgetter(key)(config) == config_yaml.PYTHON_OBJECT]
-
-
-def check_deepspeed(config: schema.TrainConfig) -> None:
-    """Check settings against a DeepSpeed file before any process starts.
-
-    Raises:
-        ConfigError: the file can't be read or says something else than a setting.
-    """
-    if config.hardware.zero_stage > 0:
-        deepspeed.deepspeed_config(config)
 
 
 def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) -> schema.TrainConfig:
