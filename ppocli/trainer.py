@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ppocli.distributed.torch_modes import own_modes
+from ppocli.distributed.torch_modes import default_modes
 from ppocli.errors import ConfigError, DivergedError, RewardError
 from ppocli.evaluate.generation_batch import Batch, called
 
@@ -42,7 +42,7 @@ class PPOTrainer:
         PpocliError: something can't be loaded or written, as in ``ppocli train``.
     """
 
-    @own_modes()
+    @default_modes()
     def __init__(self, overrides: Sequence[str] | Mapping[str, Any] = (), model: Any = None,
                  ref_model: Any = None, tokenizer: Any = None, *, optimizer: Any = None,
                  lr_scheduler: Any = None, prompts: Sequence[Any] | None = None) -> None:
@@ -63,7 +63,7 @@ class PPOTrainer:
             self._stack = stack.pop_all()
         # whoever forgets to close it holds the folder until the end of Python at most
         self._closing = weakref.finalize(self, self._stack.close)
-        self._drawn = self._run.state.episodes
+        self._num_sampled = self._run.state.episodes
         self._logged = self._run.state.step
         self._ended = False
 
@@ -119,7 +119,7 @@ class PPOTrainer:
                                 f'"resume={self.run_dir}"])')
         self._run.display.listen()
 
-    @own_modes()
+    @default_modes()
     def generate(self, prompts: Any = None, length_sampler: Callable[[], int] | None = None,
                  batch_size: int | None = None, return_prompt: bool | None = None,
                  generate_ref_response: bool = False, *, attention_mask: Any = None,
@@ -161,22 +161,22 @@ class PPOTrainer:
             session, *called(session.cfg, sampling), batch_size), "generate")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
-            batch, num_local = session.share_of_prompts(self._drawn, count)
+            batch, num_local = session.share_of_prompts(self._num_sampled, count)
         else:
             batch = ranks.all_do(lambda: caller_samples.prompts_of(call, caller_samples.rows_of(
                 session, prompts, attention_mask, where="prompts")), "generate")
             num_local = len(batch)
-            batch, count = caller_samples.pad_to_equal_share(session, batch, self._drawn)
+            batch, count = caller_samples.pad_to_equal_share(session, batch, self._num_sampled)
         with call.acting() as acting:
             chunks = list(generate_chunks(acting, self._context, batch, num_local))
-        self._drawn += count
+        self._num_sampled += count
         self._run.clock.mark("rollout")
 
         def plain(values: Any, mask: Any) -> list[list[Any]]:
             return [row[kept].tolist() for row, kept in zip(values, mask, strict=True)]
 
-        out, mine = Samples.joined([one.samples for one in chunks]), batch.first(num_local)
-        prompt_ids = plain(mine.tokens, mine.mask)
+        out, local = Samples.joined([one.samples for one in chunks]), batch.first(num_local)
+        prompt_ids = plain(local.tokens, local.mask)
         if (return_prompt is not None or generate_ref_response
                 or getattr(prompts, "ndim", None) is not None):
             def tensors(ids: list[list[int]]) -> Any:
@@ -187,12 +187,12 @@ class PPOTrainer:
                 return tensors(out.action_ids)
             other = caller_samples.reference_responses(call, self._context, batch)
             return tensors(out.action_ids), tensors(other[:num_local])
-        return Batch(mine.texts, [text for one in chunks for text in one.responses], prompt_ids,
+        return Batch(local.texts, [text for one in chunks for text in one.responses], prompt_ids,
                      out.action_ids, plain(out.logprobs, out.mask), plain(out.values, out.mask),
-                     out.finished.tolist(), mine.columns, tuple(chunks), self.steps,
+                     out.finished.tolist(), local.columns, tuple(chunks), self.steps,
                      call.sampling.temperature)
 
-    @own_modes()
+    @default_modes()
     def step(self, queries: Any, responses: Any = None, scores: Any = None,
              response_masks: Sequence[Any] | None = None) -> dict[str, Any]:
         """One PPO step: ``step(batch, scores)`` with what ``generate`` returned, or ``step(queries,
@@ -257,7 +257,7 @@ class PPOTrainer:
         learn(self._run, rollout)
         figures = self._run.state.pending or {}
         settle(self._run)  # the row is the caller's
-        self._drawn = max(self._drawn, self._run.state.episodes)
+        self._num_sampled = max(self._num_sampled, self._run.state.episodes)
         return dict(figures)
 
     def _check_size(self, chunks: "Sequence[Chunk]") -> None:

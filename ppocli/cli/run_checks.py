@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from ppocli.cli.output import reward_labels
 from ppocli.config import compose, config_yaml, hydra_sweep, schema, tasks
 from ppocli.config.command_words import Words, read_words
+from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.keys import schema_keys
 from ppocli.config.problems import DEFAULT_SOURCE, Problem
 from ppocli.config.text import counted
@@ -196,9 +197,9 @@ def _check_config(composed: compose.Composed, config: schema.TrainConfig, checke
     absent = input_checks.missing_inputs(config)
     if not wrong & {"model.path", "model.tokenizer_path"}:
         checked.add(*absent)
-    if not any(key.startswith("hardware") for key in wrong):
+    if config.hardware.zero_stage > 0 and not any(key.startswith("hardware") for key in wrong):
         with checked.collecting():
-            open_run_folder.check_deepspeed(config)
+            deepspeed_config(config)
     count, columns = None, None
     on_data = tasks.task_name(config) in tasks.DATA_TASKS
     section = "data" if on_data else "ppo.ptx"

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def own_modes() -> Iterator[None]:
+def default_modes() -> Iterator[None]:
     """Reset torch's global modes for the block, and restore the script's after it: a run trains, in
     the precision of its own configuration."""
     import torch

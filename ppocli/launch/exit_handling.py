@@ -57,59 +57,42 @@ def save_on_exit(run: loop.Run) -> Iterator[None]:
         raise StoppedError(
             f"stopped by {stop} at step {run.state.step} of {run.task.total_steps()}; {where}",
             signal_number=stop.signal_number,
-            fix=f"resume with: {_go_on(run)}" if resumable else
-            "start again: the same words with "
-            f"{pasted('run_name=' + run.folder.path.name)} resume=auto; "
+            fix=f"resume with: {_go_on(run)}" if resumable else f"start again: {_same(run)}; "
             "checkpoint.every_steps=1 or checkpoint.every_minutes=5 saves more often") from None
     except torch.OutOfMemoryError as error:  # outside of passes, which are repeated with fewer rows
         section = tasks.updates_section(run.task.cfg)
-        rows, in_ppo = f"{section}.micro_batch_size", section == "ppo"
-        # one of several ranks can't save alone: saving takes all of them
-        single = run.task.backend.ranks.world == 1
-        where, _ = _save_what_is_sound(run) if single else _last_checkpoint(run)
-        write_summary_of(run, "failed", error=str(error))
-        raise OutOfMemoryError(
-            f"{_place(run, f'Out of memory in step {run.state.step + 1}', 'out of memory')}; "
-            f"{where}", where=f"{rows}, ppo.chunk_size, reward.fn" if in_ppo else rows,
-            fix=f"set {rows} (the gradient stays the same){' or ppo.chunk_size' * in_ppo} lower, "
-                f"then: {_go_on(run, f'{rows}=N')}") from error
+        rows = f"{section}.micro_batch_size"
+        raise _failed(run, OutOfMemoryError(
+            "out of memory", alone=run.task.backend.ranks.world > 1,
+            where=f"{rows}, ppo.chunk_size, reward.fn" if section == "ppo" else rows,
+            fix=f"set smaller values, then: {_go_on(run)}")) from error
     except PpocliError as error:
-        if isinstance(error, OutOfMemoryError) and error.alone:
-            raise _oom_error(run, error) from error
-        where, _ = _last_checkpoint(run) if isinstance(error, DivergedError) \
-            else _save_what_is_sound(run)
-        write_summary_of(run, "failed", error=str(error))
-        located = error.reworded(what=f"{error.what} ({where})")
-        log.error(located.what, extra={"ends_run": True})
-        raise located from error
+        raise _failed(run, error) from error
     except BaseException:
         write_summary_of(run, "failed", error="unexpected error")
         raise
 
 
-def _oom_error(run: loop.Run, error: OutOfMemoryError) -> OutOfMemoryError:
-    """The error of a rank that ran out of memory in a pass, with the last checkpoint and what to
-    do. It can't save alone: saving takes all ranks."""
-    where, resumable = _last_checkpoint(run)
-    what = f"{_where(run)}: {error.what}"
-    write_summary_of(run, "failed", error=what)
-    fix = error.fix
-    if error.retry:
-        words = [f"{key}={value}" for key, value in error.retry.items()]
-        fix = (_go_on(run, *words) if resumable else "the same command with "
-               f"{' '.join(words)} {pasted('run_name=' + run.folder.path.name)} "
-               "resume=auto") + " (the result stays the same)"
-    return error.reworded(what=f"{_place(run, what, error.what)}; {where}", fix=fix)
+def _failed(run: loop.Run, error: PpocliError) -> PpocliError:
+    """The error with what is saved and how to go on; writes the summary.
 
-
-def _place(run: loop.Run, single: str, of_several: str) -> str:
-    """What happened, with rank and phase if there are several ranks."""
-    return single if run.task.backend.ranks.world == 1 else (
-        f"rank {my_rank()}, {_where(run)}: {of_several}")
-
-
-def _where(run: loop.Run) -> str:
-    return my_phase() or f"step {run.state.step + 1}"
+    One of several ranks that runs out of memory can't save alone: saving takes all of them.
+    """
+    oom = error if isinstance(error, OutOfMemoryError) else None
+    alone = oom is not None and oom.alone
+    where, resumable = _last_checkpoint(run) if alone or isinstance(error, DivergedError) \
+        else _save_what_is_sound(run)
+    fix, what = error.fix, error.what
+    if oom is not None and oom.retry:
+        words = [f"{key}={value}" for key, value in oom.retry.items()]
+        fix = (f"{_go_on(run, *words) if resumable else _same(run, *words)} "
+               "(the result stays the same)")
+    if alone:
+        what = f"rank {my_rank()}, {my_phase()}: {what}"
+    located = error.reworded(what=f"{what} ({where})", fix=fix)
+    write_summary_of(run, "failed", error=str(error.reworded(what=what)))
+    log.error(located.what, extra={"ends_run": True})
+    return located
 
 
 def _last_checkpoint(run: loop.Run) -> tuple[str, bool]:
@@ -216,6 +199,11 @@ def _show(run: loop.Run) -> None:
     more = next((name for name in ("total_episodes", "num_updates", "epochs")
                  if getattr(updates, name, None)), "num_steps" if section == "ppo" else "epochs")
     log.info("go on        %s", _go_on(run, f"{section}.{more}=N"))
+
+
+def _same(run: loop.Run, *words: str) -> str:
+    more = " ".join([*words, pasted(f"run_name={run.folder.path.name}")])
+    return f"the same words with {more} resume=auto"
 
 
 def _go_on(run: loop.Run, *words: str) -> str:

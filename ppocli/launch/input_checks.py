@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ppocli.builtin.names import TOOLS
 from ppocli.config import algorithm, config_yaml, extras, keys, sampling, schema, tasks
+from ppocli.config.deepspeed import deepspeed_config
 from ppocli.config.row_paths import row_paths
 from ppocli.config.user_code import CodeSetting, Kind, refuse_absent
 from ppocli.data import chat_text, sources
@@ -27,10 +28,13 @@ def check_inputs(cfg: schema.TrainConfig) -> None:
     code of the user's runs.
 
     Raises:
+        ConfigError: a DeepSpeed file can't be read or contradicts a setting.
         InputError: lists all that are missing, each with the key that takes a local folder; or the
             first prompt can't be read.
         PpocliError: of its kind: an import path leads nowhere.
     """
+    if cfg.hardware.zero_stage > 0:
+        deepspeed_config(cfg)
     if not (missing := missing_inputs(cfg)):
         for code in named_code(cfg):
             refuse_absent(code)

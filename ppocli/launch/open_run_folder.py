@@ -15,23 +15,19 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ppocli.config import config_yaml, deepspeed, resume_policy, schema
+from ppocli.config import config_yaml, resume_policy, schema
 from ppocli.config.text import pasted, shown
 from ppocli.distributed.launchers import NODE_FAILED
 from ppocli.errors import CheckpointError
 from ppocli.launch.input_checks import check_inputs
 from ppocli.launch.start import Start
 from ppocli.launch.target_config import allow_code
-from ppocli.runs import atomic, environment, retention, run_folder, run_logs
+from ppocli.runs import atomic, retention, run_folder
 
 if TYPE_CHECKING:
     from ppocli.config.compose import Checked
     from ppocli.training.task import PythonObjects
 
-_AT_START = frozenset({
-    "metrics.jsonl", "samples.jsonl", "summary.json", "events", "trackers", "checkpoints",
-    resume_policy.RUN_FILE, environment.ENV_FILE, deepspeed.DEEPSPEED_FILE})
-"""files that a run that failed in its first step leaves, besides :data:`_TRACES`"""
 # a run with no other files made nothing worth keeping
 _TRACES = frozenset({config_yaml.CONFIG_FILE, run_folder.LOCK, "ppocli.log", NODE_FAILED,
                      config_yaml.STARTED_FROM})
@@ -95,7 +91,6 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
         key: str(path) for key, path in _models_in(run_dir, config)}), run_dir)
     changes = changes_on_resume(run_dir, config, objects, checked.accept_changes)
     check_inputs(config)
-    check_deepspeed(config)
     for change in changes:
         say(resume_policy.change_line(*change))
     run_folder.probe_writable(run_dir)
@@ -109,7 +104,6 @@ def _resumed(run_dir: Path, checked: Checked, config: schema.TrainConfig,
 def _made(name: str, config: schema.TrainConfig, objects: PythonObjects | None,
           say: Callable[[str], None]) -> Iterator[Start]:
     check_inputs(config)
-    check_deepspeed(config)
     base = Path(config.output_dir)
     new_parents = [folder for folder in (base, *base.parents) if not folder.exists()]
     try:
@@ -151,16 +145,6 @@ def _models_in(run_dir: Path, config: schema.TrainConfig) -> list[tuple[str, Pat
             if attrgetter(key)(config) == config_yaml.PYTHON_OBJECT]
 
 
-def check_deepspeed(config: schema.TrainConfig) -> None:
-    """Check settings against a DeepSpeed file before any process starts.
-
-    Raises:
-        ConfigError: the file can't be read or says something else than a setting.
-    """
-    if config.hardware.zero_stage > 0:
-        deepspeed.deepspeed_config(config)
-
-
 def noting_objects(config: schema.TrainConfig, objects: PythonObjects | None) -> schema.TrainConfig:
     """A copy with ``<python object>`` at the keys that a Python object replaces."""
     noted: dict[str, Any] = {key: config_yaml.PYTHON_OBJECT for name,
@@ -190,7 +174,7 @@ def _fresh_folder(config: schema.TrainConfig, name: str, say: Callable[[str], No
         with atomic.disk_errors(base):
             return new_folder(base, f"{name}-{datetime.now():%Y%m%d-%H%M%S}")
     run_dir = base / config.run_name
-    if _is_set_aside(run_dir, config):
+    if _failed_at_once(run_dir, config):
         _set_aside(run_dir, say)
     with atomic.disk_errors(run_dir), suppress(FileExistsError):
         run_dir.mkdir()
@@ -200,32 +184,22 @@ def _fresh_folder(config: schema.TrainConfig, name: str, say: Callable[[str], No
     return run_dir
 
 
-def _is_set_aside(run_dir: Path, config: schema.TrainConfig) -> bool:
-    """Whether a folder holds a run that failed in its first step. A new run of the same name may
-    set it aside: its only checkpoint is the model that it started from.
+def _failed_at_once(run_dir: Path, config: schema.TrainConfig) -> bool:
+    """Whether a folder holds a run that failed in its first step. A new run of the same name
+    renames that folder.
 
-    Not with several nodes, where the others may be reading that folder.
+    Not with several nodes, where the others may be reading it.
     """
-    run = run_folder.RunFolder(run_dir)
-    summary = atomic.read_json(run.summary) or {}
-    if (summary.get("status") != "failed" or summary.get("steps") != 0
-            or config.hardware.num_nodes > 1 or run_dir.is_symlink()
-            or run_folder.live_owner(run_dir) or run_folder.other_host(run_dir)):
-        return False
-    names = {entry.name for entry in run_dir.iterdir()
-             if not entry.name.startswith(atomic.TEMPORARY_PREFIX)}
-    saved = {entry.name for entry in run.checkpoints.glob("*")} - {*retention.POINTERS}
-    return (names <= _TRACES | _AT_START and saved <= {"step-000000"}
-            and not any(row.get("step") != 0 for row in run_logs.read_jsonl(run.metrics)))
+    summary = atomic.read_json(run_folder.RunFolder(run_dir).summary) or {}
+    return bool(summary.get("status") == "failed" and summary.get("steps") == 0
+                and config.hardware.num_nodes == 1 and not run_dir.is_symlink()
+                and not run_folder.live_owner(run_dir) and not run_folder.other_host(run_dir))
 
 
 def _set_aside(run_dir: Path, say: Callable[[str], None]) -> None:
     """Rename the folder of such a run; nothing is deleted."""
-    target, number = run_dir.with_name(f"{run_dir.name}-failed"), 1
-    while os.path.lexists(target):
-        number += 1
-        target = run_dir.with_name(f"{run_dir.name}-failed-{number}")
     with run_folder.lock(run_dir), atomic.disk_errors(run_dir):
+        target = new_folder(run_dir.parent, f"{run_dir.name}-failed")
         run_dir.rename(target)
     say(f"{run_dir} failed in its first step; that run is kept as {target}")
 
@@ -252,7 +226,7 @@ def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
         CheckpointError: it holds something, or a run is running there.
     """
     refuse_running(run_dir)
-    if not _made_nothing(run_dir) and not _is_set_aside(run_dir, config):
+    if not _made_nothing(run_dir) and not _failed_at_once(run_dir, config):
         go_on = ""
         if (run_dir / config_yaml.CONFIG_FILE).is_file():
             saved = retention.list_steps(run_folder.RunFolder(run_dir).checkpoints)

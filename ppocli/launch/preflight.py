@@ -1,9 +1,8 @@
 """Checks of a run before it trains: ``ppocli validate`` checks models, tokenizers and prompts
 without weights; ``--dry-run`` makes the first step in small, of which nothing is kept.
 
-In a dry run PPO takes two samples through everything that a step does; any other training makes its
-first update. So within seconds it shows how a prompt is rendered, how the reward scores real
-responses, whether the reference agrees with the policy, and whether gradients are finite.
+Within seconds a dry run shows how a prompt is rendered, how the reward scores real responses,
+whether the reference agrees with the policy, and whether gradients are finite.
 """
 
 from collections.abc import Iterator
@@ -14,11 +13,11 @@ from typing import Any
 
 import torch
 
-from ppocli.config import tasks
+from ppocli.config import config_yaml, tasks
 from ppocli.config.schema import TrainConfig
 from ppocli.config.text import clean, figure
 from ppocli.data import prompt_set, sources
-from ppocli.distributed.backend import Backend, open_backend
+from ppocli.distributed.backend import open_backend
 from ppocli.distributed.stop import StopFlag
 from ppocli.errors import DivergedError, OutOfMemoryError, PpocliError
 from ppocli.models.loading import model_config
@@ -26,14 +25,14 @@ from ppocli.models.loading.language_model import fit_vocabulary
 from ppocli.models.loading.tokenizer import load_tokenizer, stop_rules
 from ppocli.models.outline import models_of
 from ppocli.models.trunk import has_encoder
-from ppocli.ppo import records, reward_calls, step, step_metrics
+from ppocli.ppo import records, reward_calls
 from ppocli.ppo.ppo_task import PPOTask
-from ppocli.ppo.session import Session, build_session, max_prompt_tokens, refuse_short_reach
+from ppocli.ppo.session import max_prompt_tokens, refuse_short_reach
 from ppocli.sampling.samples import Samples
 from ppocli.sampling.vllm.server_process import check_python
 from ppocli.training import loop, optimize, optimizers
 from ppocli.training.state import PhaseClock, seed_generators
-from ppocli.training.task import Plan, PythonObjects, StepContext, Task, TaskSetup
+from ppocli.training.task import PythonObjects, StepContext, Task, TaskSetup
 from ppocli.training.task_registry import build_task
 
 SAMPLES = 2
@@ -78,7 +77,7 @@ def check_models(cfg: TrainConfig) -> None:
 
 
 def try_first_step(cfg: TrainConfig, stop: StopFlag) -> list[str]:
-    """Load everything that a run loads, and make a small first step.
+    """Load everything that a run loads, and make a small first step, of which nothing is kept.
 
     Returns:
         lines for the user: sizes; for PPO the first prompt as the model gets it, two samples with
@@ -90,55 +89,65 @@ def try_first_step(cfg: TrainConfig, stop: StopFlag) -> list[str]:
         PpocliError: whatever would end the run at its first step, with the same exit code.
         StopRequested: between two tokens or phases.
     """
+    count = max(SAMPLES, cfg.ppo.n)  # at least one whole group
+    small = config_yaml.with_values(cfg, {
+        "ppo.num_rollouts": count, "ppo.mini_batch_size": count, "ppo.dynamic_sampling": None,
+        "ppo.staleness": 0, "rollout.ahead": False})
     with open_backend(cfg.hardware) as backend:
         seed_generators(cfg.seed)
         clock = PhaseClock(backend.device)
-        first_step = _ppo_step if tasks.task_name(cfg) == "ppo" else _first_update
-        lines = list(first_step(cfg, backend, clock, stop))
+        try:
+            lines = list(_first_step(TaskSetup(small, backend, PythonObjects()), clock, stop))
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                "Out of memory in a small first step.", where="hardware, model.path",
+                fix="set model.gradient_checkpointing=true, generation.max_new_tokens or "
+                    "prompts.max_length lower, or take a smaller model") from error
         seconds = (f"{name} {spent:.1f}" for name, spent in clock.seconds.items())
         return [*lines, f"seconds: {', '.join(seconds)}",
                 f"peak memory: {backend.peak_memory_mib():.0f} MiB"]
 
 
-def _first_update(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag
-                  ) -> Iterator[str]:
-    task = build_task(TaskSetup(cfg, backend, PythonObjects()))
+def _first_step(setup: TaskSetup, clock: PhaseClock, stop: StopFlag) -> Iterator[str]:
+    task = build_task(setup)
     clock.mark("load")
     stop.check()
-    yield _loaded(backend, task.trained.module, task.examples, "examples")
-    state = loop.initial_state(task)
-    plan = task.plan(state, task.collect(state, StepContext(stop, clock, task.progress(0))))
-    terms = _terms_of_update(task, replace(plan, groups=plan.groups[:1]), stop,
-                             "check the model's weights, or use hardware.precision=fp32")
-    clock.mark("optimize")
+    yield _loaded(task)
+    state, context = loop.initial_state(task), StepContext(stop, clock, task.progress(0))
+    batch, names, scores = task.collect(state, context), task.terms, list[float]()
+    if isinstance(task, PPOTask):
+        names, scores = ("policy", "value"), batch.valid_scores
+        yield from _sample_lines(task, batch, context)
+        if not bool(batch.valid.any()):
+            yield "gradient: not tried, no sample has a score"
+            return
+    plan = task.plan(state, batch)
+    clock.mark("other")
+    if not plan.groups:
+        yield "gradient: not tried, no token counts"
+        return
     group = plan.groups[0]
-    yield f"gradient of the first {len(group.rows)} ({int(group.tokens.sum())} tokens): " + (
-        ", ".join(f"{'norm' if name == 'grad_norm' else f'{name} loss'} {figure(value, 4)}"
-                  for name, value in terms.items()))
-    yield from _notes(terms, [])
+    result = optimize.optimize(task, replace(plan, groups=[group]), state, stop)
+    clock.mark("optimize")
+    if not result.first:
+        raise DivergedError("The loss or the gradient of the first update is not finite.",
+                            where="model.path", fix="check the model's weights and the scale of "
+                            "the loss or the reward, or use hardware.precision=fp32")
+    terms, = result.first.values()
+    figures = [*(f"{name} loss {figure(terms[name], 4)}" for name in names),
+               f"norm {figure(terms['grad_norm'], 4)}"]
+    yield (f"gradient of the first {len(group.rows)} ({int(group.tokens.sum())} tokens): "
+           f"{', '.join(figures)}")
+    yield from _notes(terms, scores)
 
 
-def _ppo_step(cfg: TrainConfig, backend: Backend, clock: PhaseClock, stop: StopFlag
-              ) -> Iterator[str]:
-    try:
-        session = build_session(cfg, backend, PythonObjects())
-        yield from _first_samples(session, session.context(stop, clock))
-    except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(
-            f"Out of memory with {SAMPLES} samples.", where="hardware, model.path",
-            fix="set model.gradient_checkpointing=true, generation.max_new_tokens or "
-                "prompts.max_length lower, or take a smaller model") from error
-
-
-def _first_samples(session: Session, context: StepContext) -> Iterator[str]:
-    context.clock.mark("load")
-    context.stop.check()
-    yield _loaded(session.backend, session.policy, len(session.prompts), "prompts")
-    rollout = step.collect_rollout(session, context, 0, SAMPLES)
+def _sample_lines(task: PPOTask, rollout: records.Rollout, context: StepContext) -> Iterator[str]:
+    """The first prompt, samples with their scores, and whether the reference agrees."""
+    session = task.session
     ids = rollout.prompts.tokens[0][rollout.prompts.mask[0]].tolist()
     yield f"first prompt as the model gets it ({len(ids)} tokens):"
     yield f"  {clean(session.tokenizer.decode(ids))}"
-    for number, row in enumerate(step_metrics.rollout_samples(rollout, 0, session.cfg), start=1):
+    for number, row in enumerate(task.sample_rows(rollout, 0)[:SAMPLES], start=1):
         yield (f"sample {number}: score {_short(row['score'])}, kl {figure(row['kl'], 4)}, "
                f"{row['response_tokens']} tokens, {'ended' if row['finished'] else 'did not end'}")
         yield f"  {clean(row['prompt'])} → {clean(row['response'])}"
@@ -152,44 +161,12 @@ def _first_samples(session: Session, context: StepContext) -> Iterator[str]:
         columns |= {f"metric {name}": values for name, values in metrics.items()}
         context.clock.mark("metric")
     yield from (f"{name}: {', '.join(map(_short, values))}" for name, values in columns.items())
-    tokens = int(rollout.response_mask.sum()) if rollout.has_reference else 0
-    if tokens:
+    if tokens := int(rollout.response_mask.sum()) if rollout.has_reference else 0:
         kl = float(rollout.k1.double().sum()) / tokens
         verdict = "as it must be before training" if (
             abs(kl) <= KL_TOLERANCE[session.backend.precision]) else (
             "WRONG: before training it must be 0; do model.dtype and hardware.precision differ?")
         yield f"KL to the reference: {figure(kl, 6)} nats per token, {verdict}"
-    if not bool(rollout.valid.any()):
-        yield "gradient: not tried, no sample has a score"
-        return
-    terms = _ppo_update(PPOTask(session), rollout, context.stop)
-    context.clock.mark("optimize")
-    policy, value, norm = (figure(terms[name], 4) for name in ("policy", "value", "grad_norm"))
-    yield f"gradient: policy loss {policy}, value loss {value}, norm {norm}"
-    yield from _notes(terms, rollout.valid_scores)
-
-
-def _ppo_update(task: PPOTask, rollout: records.Rollout, stop: StopFlag) -> dict[str, float]:
-    state = records.PPOState.from_json(task.initial()[0])
-    atoms = step.to_experience(rollout, state, task.cfg)
-    group = step.update_of(task.session, atoms, torch.arange(len(rollout)))
-    return _terms_of_update(task, step.plan_of(task.session, atoms, [group], 0), stop,
-                            "check the model's weights and the reward's scale, or use "
-                            "hardware.precision=fp32")
-
-
-def _terms_of_update(task: Task, plan: Plan, stop: StopFlag, fix: str) -> dict[str, float]:
-    """Make the only update of ``plan``; its loss terms and the norm of its gradient.
-
-    Raises:
-        DivergedError: they aren't finite; ``fix`` says what to do then.
-    """
-    result = optimize.optimize(task, plan, loop.initial_state(task), stop)
-    if not result.first:
-        raise DivergedError("The loss or the gradient of the first update is not finite.",
-                            where="model.path", fix=fix)
-    terms, = result.first.values()
-    return terms
 
 
 def _notes(terms: dict[str, float], scores: list[float]) -> Iterator[str]:
@@ -204,10 +181,12 @@ def _notes(terms: dict[str, float], scores: list[float]) -> Iterator[str]:
             "look at which weights train and which tokens count")
 
 
-def _loaded(backend: Backend, module: torch.nn.Module, count: int | None, noun: str) -> str:
+def _loaded(task: Task) -> str:
+    module, backend = task.trained.module, task.backend
     parameters = sum(p.numel() for p in module.parameters())
     trained = sum(p.numel() for p in optimizers.named_trainable(module).values())
-    rows = "" if count is None else f", {count} {noun}"
+    rows = f", {len(task.session.prompts)} prompts" if isinstance(task, PPOTask) else (
+        "" if task.examples is None else f", {task.examples} examples")
     return (f"loaded: {parameters:,} parameters, {trained:,} trained{rows}, on {backend.device} "
             f"{backend.precision}")
 

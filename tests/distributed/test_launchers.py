@@ -183,7 +183,7 @@ def test_memory_that_runs_out_under_torchrun_ends_all_with_the_command_to_go_on(
     assert ended.code != 0
     [message] = errors_in(ended.err)
     assert message.startswith("Error: rank 1, step 2, optimize: out of memory with 3 rows a "
-                              "pass; last healthy: step 1 in "), ended.err
+                              "pass (last healthy: step 1 in "), ended.err
     assert f"ppocli resume {world}/runs/r ppo.micro_batch_size=1 (the result stays" in ended.err
     assert "exitcode  : 8" in ended.said
     run("resume", "runs/r", "hardware.num_processes=1", "ppo.micro_batch_size=1", cwd=world, code=0)

@@ -46,10 +46,10 @@ def test_all_go_on_with_half_the_rows(fault, hardware, text, world, alone):
 TOGETHER = [
     # gradients wait for all ranks: three rows a rank of each minibatch
     ("optimize.forward>1@6+#1:oom", ["hardware=ddp"], "rank 1, step 2, optimize: out of memory "
-     "with 3 rows a pass; last healthy: step 1 in ", "ppo.micro_batch_size=1"),
+     "with 3 rows a pass (last healthy: step 1 in ", "ppo.micro_batch_size=1"),
     # before there is a checkpoint
     pytest.param("optimize.backward>1#0:oom", ["hardware=zero2"], "rank 0, step 1, optimize: out "
-                 "of memory with 3 rows a pass; no checkpoint was saved yet",
+                 "of memory with 3 rows a pass (no checkpoint was saved yet",
                  "ppo.micro_batch_size=1", marks=slow),
     # passes for scoring gather a reference that is in parts
     pytest.param("scoring.forward>2@3+#1:oom", ["hardware=zero3"], "out of memory with 4 rows a "
@@ -81,7 +81,7 @@ def test_where_one_row_is_too_much_all_end_with_numbers_and_go_on_elsewhere(worl
     assert message.startswith("Error: rank 1, step 2, optimize: out of memory with 1 row a pass, "
                               "and a pass can't be smaller: its longest sample has ")
     assert "MiB, and " in message
-    assert "; last healthy: step 1 in " in message
+    assert "(last healthy: step 1 in " in message
     wait_for_no_ranks(world / "runs/r")
     assert not (world / "runs/r/config.next.yaml").exists()
     assert run("resume", "runs/r", cwd=world).code == 0

@@ -193,15 +193,10 @@ def test_the_same_command_works_again_after_a_first_step_that_failed(failed, com
     assert "exists already and isn't empty" in command(*failed, code=5).err  # it has trained
 
 
-@pytest.mark.parametrize("worth", ["notes.txt", "stopped"])
-def test_a_run_that_has_something_worth_keeping_is_not_put_aside(worth, failed, validate, world):
-    path = world / "runs/r" / worth
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if worth == "stopped":
-        summary = read_json(world / "runs/r/summary.json")
-        (world / "runs/r/summary.json").write_text(json.dumps(summary | {"status": "stopped"}))
-    else:
-        path.write_text(json.dumps({"step": 1}) + "\n")
+@pytest.mark.parametrize("changed", [{"status": "stopped"}, {"steps": 1}])
+def test_a_run_that_did_not_fail_at_once_keeps_its_folder(changed, failed, validate, world):
+    summary = read_json(world / "runs/r/summary.json")
+    (world / "runs/r/summary.json").write_text(json.dumps(summary | changed))
     assert "exists already and isn't empty" in validate(*failed, code=5).err
 
 
