@@ -63,7 +63,7 @@ class PPOTrainer:
             self._stack = stack.pop_all()
         # whoever forgets to close it holds the folder until the end of Python at most
         self._closing = weakref.finalize(self, self._stack.close)
-        self._drawn = self._run.state.episodes
+        self._episodes_drawn = self._run.state.episodes
         self._logged = self._run.state.step
         self._ended = False
 
@@ -161,22 +161,22 @@ class PPOTrainer:
             session, *called(session.cfg, sampling), batch_size), "generate")
         if prompts is None:
             count = min(session.cfg.ppo.num_rollouts, self._left() or session.cfg.ppo.num_rollouts)
-            batch, num_local = session.share_of_prompts(self._drawn, count)
+            batch, num_local = session.share_of_prompts(self._episodes_drawn, count)
         else:
             batch = ranks.all_do(lambda: caller_samples.prompts_of(call, caller_samples.rows_of(
                 session, prompts, attention_mask, where="prompts")), "generate")
             num_local = len(batch)
-            batch, count = caller_samples.pad_to_equal_share(session, batch, self._drawn)
+            batch, count = caller_samples.pad_to_equal_share(session, batch, self._episodes_drawn)
         with call.acting() as acting:
             chunks = list(generate_chunks(acting, self._context, batch, num_local))
-        self._drawn += count
+        self._episodes_drawn += count
         self._run.clock.mark("rollout")
 
         def plain(values: Any, mask: Any) -> list[list[Any]]:
             return [row[kept].tolist() for row, kept in zip(values, mask, strict=True)]
 
-        out, mine = Samples.joined([one.samples for one in chunks]), batch.first(num_local)
-        prompt_ids = plain(mine.tokens, mine.mask)
+        out, local_prompts = Samples.joined([one.samples for one in chunks]), batch.first(num_local)
+        prompt_ids = plain(local_prompts.tokens, local_prompts.mask)
         if (return_prompt is not None or generate_ref_response
                 or getattr(prompts, "ndim", None) is not None):
             def tensors(ids: list[list[int]]) -> Any:
@@ -187,9 +187,10 @@ class PPOTrainer:
                 return tensors(out.action_ids)
             other = caller_samples.reference_responses(call, self._context, batch)
             return tensors(out.action_ids), tensors(other[:num_local])
-        return Batch(mine.texts, [text for one in chunks for text in one.responses], prompt_ids,
+        return Batch(local_prompts.texts, [text for one in chunks for text in one.responses],
+                     prompt_ids,
                      out.action_ids, plain(out.logprobs, out.mask), plain(out.values, out.mask),
-                     out.finished.tolist(), mine.columns, tuple(chunks), self.steps,
+                     out.finished.tolist(), local_prompts.columns, tuple(chunks), self.steps,
                      call.sampling.temperature)
 
     @own_modes()
@@ -257,7 +258,7 @@ class PPOTrainer:
         learn(self._run, rollout)
         figures = self._run.state.pending or {}
         settle(self._run)  # the row is the caller's
-        self._drawn = max(self._drawn, self._run.state.episodes)
+        self._episodes_drawn = max(self._episodes_drawn, self._run.state.episodes)
         return dict(figures)
 
     def _check_size(self, chunks: "Sequence[Chunk]") -> None:
