@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "docs/*.md", "docs/learn/*.md",
-         "benchmarks/RESULTS.md", "ppocli/builtin/README.md"]
+         "benchmarks/RESULTS.md", "tests/README.md", "ppocli/builtin/README.md"]
 
 project = "ppocli"
 author = "the ppocli authors"

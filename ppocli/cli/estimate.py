@@ -110,21 +110,22 @@ def composed(words: Sequence[str]) -> TrainConfig:
     if read.only_prints or read.is_sweep:
         raise ConfigError("These words don't describe a single run.", where="command line",
                           fix="leave out -m, --cfg, --info and --hydra-help")
-    found = compose.compose(read)
-    problems.raise_problems([p for p in found.problems() if p.key not in NOT_NEEDED], found.hint)
-    allow_code(found, JUDGED)
-    return found.config
+    composition = compose.compose(read)
+    problems.raise_problems([p for p in composition.problems()
+                             if p.key not in NOT_NEEDED], composition.hint)
+    allow_code(composition, JUDGED)
+    return composition.config
 
 
-def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, None, str]:
+def _prompt_tokens(cfg: TrainConfig, config: Any, typed: int | None) -> tuple[int, None, str]:
     """Tokens of the longest prompt; what the configuration says of responses; and how the first is
     known."""
     from ppocli.config.sampling import longest_response
     from ppocli.models.loading.model_config import max_positions, model_facts
     from ppocli.models.trunk import has_encoder
 
-    if given is not None:
-        return given, None, "as given"
+    if typed is not None:
+        return typed, None, "as given"
     lm = model_facts(cfg.model, config)
     limit = max_positions(lm)
     # an encoder-decoder has that many on either side
@@ -137,7 +138,7 @@ def _prompt_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[in
     return min(ASSUMED_TOKENS, room), None, "assumed; set it with --prompt-tokens N"
 
 
-def _example_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[int, int, str]:
+def _example_tokens(cfg: TrainConfig, config: Any, typed: int | None) -> tuple[int, int, str]:
     """Tokens of an example of the fullest pass, those before what is trained on apart, and how that
     is known."""
     from ppocli.config import tasks
@@ -148,14 +149,14 @@ def _example_tokens(cfg: TrainConfig, config: Any, given: int | None) -> tuple[i
 
     lm, scores = model_facts(cfg.model, config), tasks.task_name(cfg) == "reward_model"
     path, hardware = cfg.data.path, cfg.hardware
-    if given is None and path is not None and not names_hub_dataset(path):
+    if typed is None and path is not None and not names_hub_dataset(path):
         train, _ = read_rows(cfg, load_tokenizer(cfg.model), lm)
         return *pass_tokens(cfg, train, hardware.num_processes * hardware.num_nodes), (
             "the longest there are")
     room = max_positions(lm) or 2**31
-    source = "as given" if given else "data.max_length" if cfg.data.max_length else (
+    source = "as given" if typed else "data.max_length" if cfg.data.max_length else (
         "assumed; set it with --prompt-tokens N")
-    tokens = min(given or cfg.data.max_length or ASSUMED_TOKENS, room)
+    tokens = min(typed or cfg.data.max_length or ASSUMED_TOKENS, room)
     return (tokens, 1, source) if scores else (
         tokens if lm.config.is_encoder_decoder else 1, tokens, source)
 
@@ -179,7 +180,8 @@ def _longest_prompt(cfg: TrainConfig, room: int, *, whole: bool) -> int | None:
     training = load_prompts(prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=room, whole=whole)
     judged = load_eval_prompts(prompts, tokenizer, seed=cfg.seed, max_prompt_tokens=room,
                                training=training, whole=whole)
-    return max(len(ids) for found in (training, judged) for ids in found.token_ids)
+    return max(len(ids) for prompts_of_kind in (training, judged)
+               for ids in prompts_of_kind.token_ids)
 
 
 def _room(memory: float | None, cuda: bool) -> Room:

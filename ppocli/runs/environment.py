@@ -61,7 +61,8 @@ def describe(*, places: bool = False) -> dict[str, Any]:
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "nvidia_driver": nvidia_driver(), "torch": _torch(),
         "packages": {name: installed_version(name) for name in PACKAGES}
-        | {name: found for name in OPTIONAL if (found := installed_version(name)) is not None},
+        | {name: version for name in OPTIONAL
+           if (version := installed_version(name)) is not None},
         "extras": sorted(present_extras()), "variables": variables(places=places)}
 
 
@@ -99,9 +100,9 @@ def present_extras() -> Iterator[str]:
         return
     texts = ours.get_all("Requires-Dist") or []
     for extra in ours.get_all("Provides-Extra") or []:
-        wanted = [match[0] for text in texts if re.search(rf"extra == ['\"]{extra}['\"]", text)
+        required = [match[0] for text in texts if re.search(rf"extra == ['\"]{extra}['\"]", text)
                   and (match := re.match(r"[\w.-]+", text))]
-        if wanted and all(installed_version(name) is not None for name in wanted):
+        if required and all(installed_version(name) is not None for name in required):
             yield str(extra)
 
 
@@ -125,8 +126,8 @@ def nvidia_driver(root: Path = Path("/")) -> str | None:
         text = (root / "proc/driver/nvidia/version").read_text()
     except OSError:
         return "unknown" if (root / "dev/nvidiactl").exists() else None
-    found = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
-    return found[0] if found else "unknown"
+    version = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return version[0] if version else "unknown"
 
 
 def variables(*, places: bool) -> dict[str, str]:
@@ -185,9 +186,9 @@ def cpu_vendor() -> str | None:
 
 def _cpuinfo(names: str) -> str | None:
     with suppress(OSError):
-        found = re.search(rf"^(?:{names})\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(),
-                          re.MULTILINE)
-        return found[1].strip() if found else None
+        line = re.search(rf"^(?:{names})\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(),
+                         re.MULTILINE)
+        return line[1].strip() if line else None
     return None
 
 
@@ -228,11 +229,11 @@ def arithmetic_of(run_dir: Path | None) -> Arithmetic:
 def lower_is_better(run_dir: Path) -> frozenset[str] | None:
     """Figures of evaluations of which less is better, as the task of a run has them; None where
     that isn't known."""
-    found = (atomic.read_json(run_dir / ENV_FILE) or {}).get(LOWER)
-    return frozenset(map(str, found)) if isinstance(found, list) else None
+    names = (atomic.read_json(run_dir / ENV_FILE) or {}).get(LOWER)
+    return frozenset(map(str, names)) if isinstance(names, list) else None
 
 
 def examples_of(run_dir: Path) -> int | None:
     """How many examples a run on a data set has noted; None where it hasn't (yet)."""
-    found = (atomic.read_json(run_dir / ENV_FILE) or {}).get(EXAMPLES)
-    return found if isinstance(found, int) else None
+    count = (atomic.read_json(run_dir / ENV_FILE) or {}).get(EXAMPLES)
+    return count if isinstance(count, int) else None

@@ -84,10 +84,10 @@ class Episode:
     @property
     def token_rewards(self) -> list[float]:
         """The reward of each token that the policy said: a turn's lies on its last one."""
-        found: list[float] = []
+        rewards: list[float] = []
         for turn in self.turns:
-            found += [0.0] * (turn.tokens - 1) + [float(turn.reward)]
-        return found
+            rewards += [0.0] * (turn.tokens - 1) + [float(turn.reward)]
+        return rewards
 
 
 def without_environments(episodes: Sequence[Episode]) -> list[Episode]:
@@ -114,15 +114,15 @@ def transcript_turns(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     turns = row.get("turns")
     if not isinstance(turns, list):
         return []
-    found = [(ENVIRONMENT, str(row.get("opening", "")).strip())]
+    transcript = [(ENVIRONMENT, str(row.get("opening", "")).strip())]
     for turn in turns:
         reward = finite_number(turn.get("reward"))
-        told = (f"[{reward:+g}]" if reward else "", str(turn.get("observation", "")).strip())
-        found += [(POLICY, str(turn.get("response", "")).strip()),
-                  (ENVIRONMENT, " ".join(filter(None, told)))]
+        answer = (f"[{reward:+g}]" if reward else "", str(turn.get("observation", "")).strip())
+        transcript += [(POLICY, str(turn.get("response", "")).strip()),
+                  (ENVIRONMENT, " ".join(filter(None, answer)))]
     if row.get("ended") not in (None, DONE):
-        found.append((ENVIRONMENT, f"(cut off: {row.get('error') or row['ended']})"))
-    return [(who, text) for who, text in found if text or who == POLICY]
+        transcript.append((ENVIRONMENT, f"(cut off: {row.get('error') or row['ended']})"))
+    return [(who, text) for who, text in transcript if text or who == POLICY]
 
 
 def transcript_of(row: Mapping[str, Any]) -> str:

@@ -230,7 +230,7 @@ def test_an_option_has_one_name_and_one_letter_in_all_commands():
 
     walk(typer.main.get_command(app))
     assert {name: kinds for name, kinds in found.items() if len(set(kinds)) > 1} == {}
-    page = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/commands.md").read_text(encoding="utf-8")
     assert {name for name, kinds in found.items()
             if len(kinds) > 1 and f"`{name}`" not in page} == set()
     assert {"--out", "--force", "--prompts-file"} & set(found) == set()
