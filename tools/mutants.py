@@ -1,8 +1,8 @@
 """Whether the tests notice what they are there to notice: faults put into the code by hand, one at
 a time, each with the tests that must fail for it.
 
-``python tools/mutants.py`` runs them all (a few minutes), ``python tools/mutants.py early_stop``
-only those named. The code is copied first; the checkout is never touched. ``tests/unit/
+``python -m tools.mutants`` runs them all, ``python -m tools.mutants early_stop`` only those
+named. The code is copied first; the checkout is never touched. ``tests/unit/
 test_mutants.py`` keeps the list true to the code.
 """
 
@@ -16,7 +16,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.mutant_list import MUTANTS, Mutant
+from tools.mutant_list import Mutant
+from tools.mutants_of_rooms import MUTANTS
 
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("ppocli", "tests", "tools", "conf", "recipes", "pyproject.toml")

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutant_list import MUTANTS, Mutant
+from tools.mutant_list import Mutant
 from tools.mutants import ROOT, mutated_text
+from tools.mutants_of_rooms import MUTANTS
 
 
 def test_mutants_fit_the_code():
