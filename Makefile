@@ -90,7 +90,7 @@ $(OLDEST)/.installed: pyproject.toml tools/oldest.py
 	@touch $@
 
 mutants: $(VENV)/.installed-dev ## put faults into a copy of the code and see that tests notice
-	@$(BIN)/python tools/mutants.py $(MUTANTS)
+	@$(BIN)/python -m tools.mutants $(MUTANTS)
 
 # one thread per process: two busy workers on two cores are slowed down by more
 TESTS = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal

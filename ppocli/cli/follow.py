@@ -240,7 +240,7 @@ def find_watched(name: str | None) -> Path:
     if not os.path.isdir(path):
         raise InputError(f"There is no run {name} (looked in {Path.cwd()}).", where="RUN",
                          fix="name a run's folder: ppocli runs list"
-                         + did_you_mean(name, known_names(is_match=_has_begun)))
+                         + did_you_mean(name, known_names(is_match=_has_begun)), code="no-such-run")
     if not _has_begun(path):
         if (inside := _newest(path)) is None:
             raise CheckpointError(f"{name} is not a run folder (no config.yaml).", where=str(path),

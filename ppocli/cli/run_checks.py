@@ -385,4 +385,4 @@ def _config_error(problem: Problem, fix: str | None) -> ConfigError:
     problem, words = (problem, None) if fix else problem.parted()
     return ConfigError(f"{problem.key}: {problem.text}",
                        where=None if problem.source == DEFAULT_SOURCE else problem.source,
-                       fix=fix or words or hint)
+                       fix=fix or words or hint, code=problem.code)

@@ -175,7 +175,7 @@ def resume_words(run: str, words: Sequence[str]) -> list[str]:
     if not folder.exists():
         raise CheckpointError(f"There is no run {run}{did_you_mean(run, known_names())}",
                               where=str(folder.absolute()),
-                              fix="name a run's folder: ppocli runs list")
+                              fix="name a run's folder: ppocli runs list", code="no-such-run")
     return [f"resume={folder}", *words]
 
 

@@ -35,7 +35,7 @@ def validate_words(words: Sequence[str], *, as_json: bool = False) -> None:
     exit_code = checked.problems[0].exit_code if checked.problems else 0
     output.print_json({
         "valid": not checked.problems, "exit_code": exit_code,
-        "problems": [{"exit_code": error.exit_code,
+        "problems": [{"exit_code": error.exit_code, "code": error.code,
                       **{part: text and secrets.safe_text(text) for part, text in (
                           ("what", error.what), ("where", error.where), ("fix", error.fix))}}
                      for error in checked.problems],

@@ -315,7 +315,8 @@ def require_optimizer(optimizer: schema_training.OptimizerConfig, section: str =
     if optimizer.name == "adamw_8bit" and not extras.installed("bitsandbytes"):
         raise InputError("The 8-bit AdamW comes from bitsandbytes, which is not installed.",
                          where=f"{section}.optimizer.name=adamw_8bit",
-                         fix=f"{extras.pip_line('bitsandbytes')}, or use adamw")
+                         fix=f"{extras.pip_line('bitsandbytes')}, or use adamw",
+                         code="not-installed")
 
 
 def value_optimizer(ppo: schema.PPOConfig) -> schema_training.PPOOptimizerConfig:

@@ -45,4 +45,4 @@ def require(library: str, need: str, where: str) -> None:
     """
     if not installed(library):
         raise InputError(f"{need} needs {library}, which is not installed.", where=where,
-                         fix=pip_line(library))
+                         fix=pip_line(library), code="not-installed")

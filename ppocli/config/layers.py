@@ -191,7 +191,9 @@ def merge_entries(entries: list[Entry], *, hydra_resolves: bool = False) -> Merg
             if parent := keys.free_mapping_of(entry.key):
                 sources[parent] = entry.source
         else:
-            problems.append(Problem(entry.key, problem, entry.source))
+            named = {*keys.schema_keys(), *keys.schema_sections()}
+            problems.append(Problem(entry.key, problem, entry.source,
+                                    "wrong-type" if entry.key in named else "unknown-key"))
     problems += _unresolvable(node, sources, hydra_resolves)
     _give_way(node, {key for key, source in sources.items() if source == COMMAND_LINE})
     typed = frozenset(key if value is True else value
@@ -355,5 +357,5 @@ def _unresolvable(node: DictConfig, sources: Mapping[str, str], hydra_resolves: 
         except OmegaConfBaseException as error:
             if not (hydra_resolves and "${hydra:" in str(raw)):
                 yield Problem(name, f"{shown(raw)} can't be resolved: "
-                              + first_line(error), sources.get(name, COMMAND_LINE))
+                              + first_line(error), sources.get(name, COMMAND_LINE), "unresolved")
             OmegaConf.update(node, name, key.default)

@@ -32,6 +32,9 @@ class Problem:
     key: str
     text: str
     source: str = DEFAULT_SOURCE
+    code: str = "contradiction"
+    """as of :class:`ppocli.errors.PpocliError`: also ``unknown-key``, ``wrong-type``, ``missing``,
+    ``out-of-range``, ``unresolved``"""
 
     def __str__(self) -> str:
         origin = "" if self.source == DEFAULT_SOURCE else f" (from {self.source})"
@@ -58,7 +61,9 @@ def raise_problems(problems: Iterable[Problem], fix: str | None = None) -> None:
         alone, fix = problems[0].parted()
         problems = [alone]
     if problems:
-        raise ConfigError(listed(map(str, problems)), fix=fix)
+        codes = {problem.code for problem in problems}
+        raise ConfigError(listed(map(str, problems)), fix=fix,
+                          code=codes.pop() if len(codes) == 1 else None)
 
 
 def listed(problems: Iterable[str], before: str = "", place: str = "in the configuration") -> str:
@@ -120,7 +125,8 @@ def range_problems(config: schema.TrainConfig, sources: Mapping[str, str],
                    names: Collection[str] | None = None) -> list[Problem]:
     """Missing values, and values outside the ranges and choices of the schema, for all keys or for
     some."""
-    return [Problem(name, text, sources.get(name, DEFAULT_SOURCE))
+    return [Problem(name, text, sources.get(name, DEFAULT_SOURCE),
+                    "missing" if MISSING in str(attrgetter(name)(config)) else "out-of-range")
             for name in schema_keys() if names is None or name in names
             for text in _range_problems(schema_keys()[name], attrgetter(name)(config))]
 

@@ -92,7 +92,8 @@ def no_column(column: Any, row: Row, where: str, fix: str | None = None) -> Inpu
     """The error for a row without that column; suggests the nearest that it has."""
     have = f"its columns are {', '.join(row.values)}" if row.values else "it has no columns"
     return InputError(f"There is no column {column!r} in {row.place}: {have}. "
-                      f"{suggestion(str(column), row.values)}".rstrip(), where=where, fix=fix)
+                      f"{suggestion(str(column), row.values)}".rstrip(), where=where, fix=fix,
+                      code="no-such-column")
 
 
 def column_names(rows: Sequence[Row]) -> list[str]:
@@ -135,7 +136,7 @@ def prompt_texts(cells: Sequence[Any], rows: Sequence[Row], spec: Source, tokeni
                          fix=f"{spec.key}.chat=false (with {spec.key}.template=... if the model "
                              "expects a form), or model.chat_template=FILE" if plain else
                              "model.chat_template=FILE, which the prompts need: they are lists "
-                             "of messages")
+                             "of messages", code="no-chat-template")
     return [encodable(cell if isinstance(cell, str) else rendered_chat(
         cell, row.place, tokenizer, prompt=True, where=f"{spec.key}.chat=true",
         tools=row_tools(row, spec)), row, spec) for row, cell in zip(rows, cells, strict=True)]

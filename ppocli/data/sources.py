@@ -168,12 +168,13 @@ def _missing(path: Path, spec: Source) -> NoReturn:
     parent = path.parent
     if not parent.is_dir():
         raise InputError(f"{spec.noun.capitalize()} file {path} does not exist: there is no "
-                         f"folder {parent} (looked in {Path.cwd()}).", where=spec.where)
+                         f"folder {parent} (looked in {Path.cwd()}).", where=spec.where,
+                         code="no-such-file")
     near = nearest(path.name, os.listdir(parent))
     hint = f"did you mean {' or '.join(str(parent / name) for name in near)}?" if near else (
         f"give a {SUFFIX_WORDS} file, a folder, or a Hub data set")
     raise InputError(f"{spec.noun.capitalize()} file or folder {path} does not exist (looked in "
-                     f"{Path.cwd()}).", where=spec.where, fix=hint)
+                     f"{Path.cwd()}).", where=spec.where, fix=hint, code="no-such-file")
 
 
 # Inline lists -------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def _missing_packages(cfg: schema.TrainConfig) -> Iterator[InputError]:
             continue
         if not extras.installed(name):
             yield InputError(f"The tracker {name} is not installed.", where="tracking.trackers",
-                             fix=f"{extras.pip_line(name)}, or leave it out")
+                             fix=f"{extras.pip_line(name)}, or leave it out", code="not-installed")
 
 
 def _named_models(cfg: schema.TrainConfig

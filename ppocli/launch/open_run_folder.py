@@ -215,7 +215,7 @@ def refuse_running(run_dir: Path) -> None:
         raise CheckpointError(
             f"{run_dir} is running (pid {owner.pid} on {owner.host}).", where=str(run_dir),
             fix=f"watch it: ppocli watch {pasted(run_dir)}; wait for it to end, or stop it: kill "
-            f"{owner.pid}; or choose another run_name")
+            f"{owner.pid}; or choose another run_name", code="in-use")
 
 
 def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
@@ -234,7 +234,8 @@ def refuse_taken(run_dir: Path, config: schema.TrainConfig) -> None:
                                                "the same words and resume=auto; or ")
         raise CheckpointError(
             f"{run_dir} exists already and isn't empty; nothing is overwritten.",
-            where=f"run_name={config.run_name}", fix=f"{go_on}choose another run_name")
+            where=f"run_name={config.run_name}", fix=f"{go_on}choose another run_name",
+            code="folder-taken")
 
 
 def new_folder(base: Path, name: str) -> Path:
@@ -271,7 +272,8 @@ def changes_on_resume(run_dir: Path, config: schema.TrainConfig,
         raise CheckpointError(
             "\n".join(["these settings can't change when a run is resumed:",
                        *(f"  {line}" for line in refused)]), where=str(run_dir),
-            fix="leave them as they were, or start another run with them (another run_name)")
+            fix="leave them as they were, or start another run with them (another run_name)",
+            code="changed-setting")
     return changes
 
 

@@ -91,7 +91,7 @@ def find_model(model: str, *, key: str, revision: str | None = None,
                          fix="give the folder that holds config.json")
     if model.startswith((".", "/", "~", os.sep)) or model.count("/") > 1 or "\\" in model:
         raise InputError(f"Folder {model} does not exist (looked in {os.getcwd()}).",
-                         where=key, fix=_folder_fix(key))
+                         where=key, fix=_folder_fix(key), code="no-such-model")
     return _from_hub(model, revision, key, needs, adapters)
 
 

@@ -280,7 +280,7 @@ def _kernel_lock(descriptor: int) -> bool:
 def _locked(path: Path, held: Path, owner: Owner | None, fix: str) -> CheckpointError:
     who = "another process" if owner is None else f"process {owner.pid} on {owner.host}"
     return CheckpointError(f"{held} is in use by {who}.", where=str(path),
-                           fix=f"wait for it to end or stop it, or {fix}")
+                           fix=f"wait for it to end or stop it, or {fix}", code="in-use")
 
 
 def _wait_for_owner(path: Path) -> Owner | None:

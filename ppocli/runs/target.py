@@ -75,7 +75,7 @@ def find_target(name: str | None, *, say: Say, step: int | None = None, best: bo
             name.startswith((".", "/", "~")) or _below_a_folder(name)):
         raise InputError(f"{name} does not exist (looked in {Path.cwd()}).", where=asked_by,
                          fix="name a run, a checkpoint, a model folder or a Hub name"
-                         + did_you_mean(name, known_names()))
+                         + did_you_mean(name, known_names()), code="no-such-run")
     if step is not None or best:
         raise ConfigError(f"{'--best' if best else '--step'} chooses a checkpoint of a run, and "
                           f"{name} is no run.", fix="leave it out, or name the run's folder")
@@ -138,7 +138,7 @@ def find_run(name: str | None, *, say: Say = lambda text: None) -> Path:
             return folder
     what = "is not a run folder" if exists else f"does not exist (looked in {Path.cwd()})"
     raise InputError(f"{name} {what}.", where="RUN", fix="name a run's folder: ppocli runs list"
-                     + did_you_mean(name, known_names()))
+                     + did_you_mean(name, known_names()), code="no-such-run")
 
 
 def read_runs(names: Sequence[str]) -> list[RunRecord]:

@@ -104,17 +104,6 @@ def trains(command: list[str]) -> bool:
     return command[:2] in (["ppocli", "train"], ["ppocli", "resume"]) and "--cfg" not in command
 
 
-def about_sweeps(command: list[str]) -> bool:
-    """Whether a command starts a sweep or needs one."""
-    return "-m" in command or command[:2] == ["ppocli", "sweep"]
-
-
-def shrunk(command: list[str]) -> list[str]:
-    if not trains(command):
-        return command
-    return [*command, *(["ppo.total_episodes=48"] if command[1] == "resume" else SMALL)]
-
-
 def typed(command: list[str], folder: Path, forked: bool = False) -> Process:
     """A command that has begun, as that of a user whose virtual environment is active."""
     if forked:
@@ -171,19 +160,6 @@ WITH_COMMANDS = [page for page in PAGES
                  if any(command[0] in ("ppocli", "python") for command in commands_of(page))]
 
 
-QUICK = ("README.md", "docs/export.md")
-"""pages whose commands are typed in each time, with little work; the slow test has all, as they are
-printed"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("page", QUICK)
-def test_the_commands_of_a_page_work(page, tmp_path):
-    commands = [shrunk(command) for command in prepare(page, tmp_path) if not about_sweeps(command)]
-    type_in(commands, tmp_path, timeout=240, forked=True)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("page", WITH_COMMANDS)
@@ -224,8 +200,7 @@ ELSEWHERE = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("script", [
-    "like_trlx.py", pytest.param("like_trl.py", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("script", ["like_trlx.py", "like_trl.py"])
 def test_scripts_of_those_who_change_over_run(script, tmp_path):
     for name, content in saved_files(PORTING).items():
         local = reduce(lambda text, other: text.replace(*other), ELSEWHERE.items(), content)

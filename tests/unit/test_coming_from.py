@@ -35,12 +35,18 @@ def ours() -> list[str]:
     return names
 
 
-def test_the_tables_are_read():
-    assert len(ours()) > 80
+def test_what_is_named_as_ours_exists():
+    names = set(ours())
+    assert len(names) > 80
+    sources = "".join(path.read_text(encoding="utf-8")
+                      for path in Path(__file__).parents[2].glob("ppocli/**/*.py"))
+    for name in sorted(names):
+        assert_exists(name, sources)
 
 
-@pytest.mark.parametrize("name", sorted(set(ours())))
-def test_what_is_named_as_ours_exists(name):
+def assert_exists(name: str, sources: str) -> None:
+    """A key with its value, a command with its options, a name of the package, or else a text that
+    the package's sources hold: an option, a value, a file of a run."""
     keys = schema_keys()
     if match := KEY.match(name):
         key, _, value = name.partition("=")
@@ -57,9 +63,7 @@ def test_what_is_named_as_ours_exists(name):
     elif name.startswith("ppocli."):
         assert hasattr(ppocli, name.removeprefix("ppocli."))
     else:
-        # options of commands, values of keys and files of a run
-        sources = [*Path(__file__).parents[2].glob("ppocli/**/*.py")]
-        assert any(name in path.read_text(encoding="utf-8") for path in sources), name
+        assert name in sources, name
 
 
 def test_every_name_that_is_recognised_is_on_the_page_and_stands_for_a_key():
@@ -77,8 +81,8 @@ def test_what_differs_is_told_of_names_and_keys_that_there_are():
     assert shipped_table("other_names_differ.yaml").keys() <= names | table.keys()
 
 
-@pytest.mark.parametrize("name", ["grpo", "GRPO", "rloo", "gspo"])
-@pytest.mark.parametrize("group", ["ppo", "+recipe", "task"])
+@pytest.mark.parametrize(("name", "group"), [
+    ("GRPO", "ppo"), ("rloo", "+recipe"), ("gspo", "task")])
 def test_an_algorithm_that_is_no_option_is_answered_with_its_key(name, group):
     key = "policy_loss" if name == "gspo" else "advantage"
     with refused(ConfigError, f"{name}", f"fix:   ppo.{key}={name.lower()}"):

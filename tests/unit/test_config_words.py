@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from helpers import checked, refused
+from helpers import checked, mostly_slow, refused
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -114,18 +114,17 @@ TEXTS = ["", "plain", "o'b", "a\\", "a\\'b", "\\\\''\\", "it's \"it\"\\\\", "a\\
          "pr, =${y}.x", "\\${a}", "\\\\${a:b}'", "${a}\\"]
 
 
-@pytest.mark.parametrize("text", [*TEXTS, *("".join(parts) for parts in itertools.product(
-    "'\\a\"", repeat=4))])
-def test_quotes_are_undone(text):
-    assert unquoted(quoted(text)) == text
-    parsed = OverridesParser.create().parse_override(f"x={quoted(text)}")
-    assert str(parsed.value()) == text
+def test_quotes_are_undone():
+    parser = OverridesParser.create()
+    for text in (*TEXTS, *("".join(parts) for parts in itertools.product("'\\a\"", repeat=4))):
+        assert unquoted(quoted(text)) == text
+        assert str(parser.parse_override(f"x={quoted(text)}").value()) == text
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_a_literal_text_has_no_interpolation(text):
-    parsed = OverridesParser.create().parse_override(f"x={literal(text)}")
-    assert OmegaConf.create({"x": parsed.value()}).x == text
+def test_a_literal_text_has_no_interpolation():
+    for text in TEXTS:
+        parsed = OverridesParser.create().parse_override(f"x={literal(text)}")
+        assert OmegaConf.create({"x": parsed.value()}).x == text
 
 
 SECRET = "xyzzy-do-not-show-me"
@@ -190,12 +189,14 @@ def comes_back(*words):
     assert config_differences(config, checked(*words_for(config)).config) == []
 
 
-@pytest.mark.parametrize("recipe", sorted(recipe_files()))
+@pytest.mark.parametrize("recipe", mostly_slow(sorted(recipe_files()), quick=lambda name: name in (
+    "quickstart", "pipeline_reward", "hh_sft")))
 def test_a_recipe_comes_back(recipe):
     comes_back(f"+recipe={recipe}")
 
 
-@pytest.mark.parametrize("option", config_groups()["ppo"])
+@pytest.mark.parametrize("option", mostly_slow(
+    config_groups()["ppo"], quick=lambda name: name == "vapo"))
 def test_a_published_setting_goes_with_a_recipe(option):
     comes_back("+recipe=randomwalks", f"ppo={option}", "ppo.n=8", "ppo.num_rollouts=128")
 
@@ -215,16 +216,17 @@ def test_values_of_every_kind_come_back(words):
     comes_back(*base, *words)
 
 
-@pytest.mark.parametrize("text", ["plain", "null", "true", "1e5", "it's", "a\\", "a\\'b",
-                                  "ü [x] {y}", "", " lead", "a=b", "a:b", "$HOME `x` \"q\"",
-                                  "a\nb", r"\n", r"\\t'\nabla", "\\\n"])
-def test_texts_come_back(text):
+def test_texts_come_back():
+    texts = ["plain", "null", "true", "1e5", "it's", "a\\", "a\\'b", "ü [x] {y}", "", " lead",
+             "a=b", "a:b", "$HOME `x` \"q\"", "a\nb", r"\n", r"\\t'\nabla", "\\\n"]
+    kwargs = {f"value{number}": text for number, text in enumerate(texts)} | {"list": texts}
     config = checked(*BASE, "reward.fn=a.b:c").config
-    config = replace(config, reward=replace(config.reward, kwargs={"value": text, "list": [text]}),
-                     prompts=replace(config.prompts, column=text or "x"))
-    again = checked(*words_for(config)).config
-    assert again.reward.kwargs == config.reward.kwargs
-    assert again.prompts.column == config.prompts.column
+    for column in ("1e5", r"\\t'\nabla"):
+        config = replace(config, reward=replace(config.reward, kwargs=kwargs),
+                         prompts=replace(config.prompts, column=column))
+        again = checked(*words_for(config)).config
+        assert again.reward.kwargs == config.reward.kwargs
+        assert again.prompts.column == config.prompts.column
 
 
 def test_the_command_survives_a_shell():

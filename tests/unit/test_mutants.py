@@ -1,23 +1,30 @@
 """The list of ``make mutants`` fits the code: each snippet is there once, and so is each test."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
-from tools.mutants import MUTANTS, ROOT, Mutant, mutated_text
+from tools.mutant_list import Mutant
+from tools.mutants import ROOT, mutated_text
+from tools.mutants_of_rooms import MUTANTS
 
 
-@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_fits_the_code(mutant: Mutant):
-    assert mutated_text(mutant) != (ROOT / mutant.file).read_text(encoding="utf-8")
-    compile(mutated_text(mutant), mutant.file, "exec")
-    for test in mutant.tests:
-        file, _, function = test.partition("::")
-        assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(encoding="utf-8")
+def test_mutants_fit_the_code():
+    for mutant in MUTANTS:
+        assert mutated_text(mutant) != (ROOT / mutant.file).read_text(encoding="utf-8")
+        compile(mutated_text(mutant), mutant.file, "exec")
+        for test in mutant.tests:
+            file, _, function = test.partition("::")
+            assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(
+                encoding="utf-8"), mutant.name
 
 
-def test_mutants_are_told_apart_by_their_names():
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 25
+def test_each_room_has_eight_with_names_of_their_own():
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 90
+    rooms = {path.parent.name for path in ROOT.glob("ppocli/*/__init__.py")} - {"builtin"}
+    counts = Counter(Path(mutant.file).parts[1] for mutant in MUTANTS)
+    assert {room: counts[room] for room in rooms if counts[room] < 8} == {}
 
 
 @pytest.mark.parametrize(("text", "count"), [("", 0), ("b = 1\nb = 1\n", 2)])
