@@ -76,6 +76,8 @@ def key_row(key: Key) -> str:
         values = " ".join(f"`{choice}`" for choice in key.metadata["choices"])
         values += " or an import path" if key.metadata["import_path"] else ""
         values += " or null" if key.optional else ""
+    if key.default is None:  # which says that it may be null
+        values = values.replace(", or null", "").replace(" or null", "")
     return f"| `{key.name}` | {shown_default(key)} | {cell(values)} | {cell(key.doc)} |"
 
 
