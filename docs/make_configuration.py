@@ -56,6 +56,11 @@ LIKE = {"prompts.eval": "prompts", "generation.eval": "generation", "ppo.ptx.dat
 """section -> the section whose keys it repeats; only what differs has a row"""
 
 
+SHORT = {"a whole number": "integer", "whole numbers": "integers", "a number": "number",
+         "true or false": "boolean", "a list of": "list of", "a mapping": "mapping"}
+"""types in messages -> in the tables"""
+
+
 def cell(text: str) -> str:
     """Text that can stand in a Markdown table."""
     return text.replace("|", "\\|").replace("\n", " ")
@@ -78,6 +83,8 @@ def key_row(key: Key) -> str:
         values += " or null" if key.optional else ""
     if key.default is None:  # which says that it may be null
         values = values.replace(", or null", "").replace(" or null", "")
+    for long, short in SHORT.items():
+        values = values.replace(long, short)
     return f"| `{key.name}` | {shown_default(key)} | {cell(values)} | {cell(key.doc)} |"
 
 
