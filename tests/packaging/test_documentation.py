@@ -370,6 +370,14 @@ def test_figures_are_called_by_their_names():
         assert set(name.findall(text_of(page))) <= explained() | {EVAL_SAMPLES}, page
 
 
+def test_files_of_the_project_that_pages_name_exist():
+    path = re.compile(r"`((?:[\w-]+/)+[\w-]+\.py)`")
+    missing = {(page, name) for page in PAGES for name in path.findall(text_of(page))
+               if not name.startswith("examples/")  # of trlX and TRL
+               and not any((ROOT / folder / name).is_file() for folder in ("", "ppocli"))}
+    assert missing == set()
+
+
 def test_warnings_are_quoted_as_they_are_said():
     from ppocli.ppo.step_metrics import ADVICE
 
