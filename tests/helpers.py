@@ -238,6 +238,21 @@ def running(server: BaseServer) -> Iterator[str]:
         server.server_close()
 
 
+@contextmanager
+def serving_reward(reward: Any, **settings: Any) -> Iterator[str]:
+    """The address of ``ppocli serve-reward``'s server for a reward, in a thread."""
+    from ppocli.rewards.serving import RewardServer
+
+    server = RewardServer("127.0.0.1", 0, reward, **{"max_body": 2**20, **settings})
+    thread = Thread(target=server.serve)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        server.stop()
+        thread.join()
+
+
 def jsonl(path: Path) -> list[dict]:
     """The rows of a JSON-lines file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

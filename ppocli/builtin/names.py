@@ -20,7 +20,7 @@ _BUILTINS = {
              "arithmetic", "arithmetic-eval")}
 """section of the configuration -> names; the README beside this file describes them"""
 BUILTIN_REWARDS: Mapping[str, str] = {name: f"ppocli.rewards.{place}" for name, place in {
-    "classifier": "classifier:TextClassifier", "reward_model": "reward_model:RewardModel",
+    "classifier": "reward_model:TextClassifier", "reward_model": "reward_model:RewardModel",
     "step_reward_model": "reward_model:StepRewardModel", "http": "remote:HttpReward",
     "length": "rules:Length", "keyword": "rules:Keyword", "word_list": "rules:WordList",
     "step_word_list": "rules:StepWordList", "answer": "rules:Answer",

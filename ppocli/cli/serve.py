@@ -3,6 +3,7 @@ server that samples."""
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ppocli.cli.options import Overrides, option
 from ppocli.cli.output import complain, ignore_broken_pipes, say, working
+from ppocli.config import extras
 from ppocli.distributed import host_memory
 from ppocli.distributed.standard_output import put
 from ppocli.errors import ConfigError, InputError, StoppedError
@@ -50,22 +52,22 @@ def serve_reward(
     cfg = _reward_config(overrides or [])
     token = None if token_env is None else from_environment(
         token_env, "Authorization", "--token-env", ConfigError)
+    for library in ("starlette", "uvicorn"):
+        extras.require(library, "ppocli serve-reward", "ppocli serve-reward")
     host_memory.share_one_heap()
     server = None
     try:
         with working() as stop:
             reward = _reward(cfg, tokenizer is not None)
             server = _listen(
-                host, port, reward, max_body=max_body_mib * 2**20, token=token, poll=stop.check,
-                tokenizer=None if tokenizer is None else _load_tokenizer(cfg, tokenizer))
+                host, port, reward, max_body=max_body_mib * 2**20, token=token,
+                tokenizer=None if tokenizer is None else _load_tokenizer(cfg, tokenizer),
+                stop_requested=lambda: stop.requested is not None)
             _introduce(server, host, token_env)
-            with server:
-                try:
-                    server.serve_forever(poll_interval=0.2)
-                finally:
-                    with stop.defer():
-                        if not server.finish():
-                            complain("warning: a request in progress was not answered")
+            server.serve()
+            if server.waiting:
+                complain("warning: a request in progress was not answered")
+            stop.check()
     except StoppedError as stopped:
         if server is None:  # it wasn't there yet
             raise
@@ -132,7 +134,8 @@ def _listen(host: str, port: int, reward: Reward, **settings: Any) -> RewardServ
         raise ConfigError(f"{host!r} is not an address of this machine: {error.strerror}",
                           where="--host", fix=fix) from error
     except OSError as error:
-        raise ConfigError(f"{host}:{port} can't be listened on: {error.strerror}.", where="--port",
+        raise ConfigError(f"{host}:{port} can't be listened on: "
+                          f"{os.strerror(error.errno or 0)}.", where="--port",
                           fix="another port; 0 takes a free one") from error
 
 
@@ -167,7 +170,7 @@ def _introduce(server: RewardServer, host: str, token_env: str | None) -> None:
     from ppocli.rewards import serving
     from ppocli.rewards.http_client import is_loopback
 
-    port = server.server_address[1]
+    port = server.port
     open_to_all = host in ("0.0.0.0", "::")
     name = socket.gethostname() if open_to_all else f"[{host}]" if ":" in host else host
     address = f"http://{name}:{port}"

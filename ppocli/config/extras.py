@@ -8,7 +8,7 @@ from ppocli.config.schema_run import TRACKERS
 from ppocli.errors import InputError
 
 EXTRAS = {"bitsandbytes": "8bit", "matplotlib": "plot", "optuna": "sweep", "peft": "peft",
-          **{name: name for name in TRACKERS}}
+          "starlette": "serve", "uvicorn": "serve", **{name: name for name in TRACKERS}}
 """name to import -> extra"""
 LAUNCHERS = {"joblib": "sweep", "submitit_local": "sweep", "submitit_slurm": "sweep", "ray": "ray"}
 """option of hydra/launcher -> extra"""

@@ -80,7 +80,7 @@ class Calls:
             RewardError: one failed, and ``env.on_error`` is ``stop``.
         """
         make = partial(self._tried, stream=stream)
-        with guard.contained(self.what.label, "env.fn", f"{len(calls)} calls"):
+        with guard.contained(self.what.label, "env.fn", lambda: f"{len(calls)} calls"):
             if self.what.waits:
                 outcomes = self._together(calls, stream)
             elif self.cfg.workers > 1 and len(calls) > 1:
@@ -176,7 +176,7 @@ class Calls:
     def _failure(self, call: Called, error: BaseException, left: int) -> Answered | None:
         """The outcome of a call that failed; None to try again. A call past its time limit isn't
         tried again, since it may still be running."""
-        if not guard.is_its_own(error):
+        if not guard.is_own_error(error):
             raise error
         if left and not isinstance(error, CallTimeoutError):
             return None

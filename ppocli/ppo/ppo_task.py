@@ -18,7 +18,7 @@ from ppocli.ppo.experience import after_step
 from ppocli.ppo.losses import PPOLoss
 from ppocli.ppo.policy_evaluation import evaluate, reference_responses
 from ppocli.ppo.session import Session, build_session
-from ppocli.rewards.calls import check_invalid_share
+from ppocli.rewards.scoring import check_invalid_share
 from ppocli.runs.episode import Sample, transcript_turns
 from ppocli.runs.run_logs import JsonlWriter
 from ppocli.training import task

@@ -212,9 +212,9 @@ def _build_judges(cfg: TrainConfig, objects: PythonObjects, first: bool) -> tupl
     for path in dict.fromkeys([*reward.code_files, *(metric.code_files if metric else [])]):
         log.info("running code from %s", path)
     for part in reward.parts:
-        if part.style in styles.FOREIGN:
+        if part.style.name in styles.FOREIGN:
             log.info("%s is called as %s does (reward.style)", part.label,
-                     styles.FOREIGN[part.style])
+                     styles.FOREIGN[part.style.name])
     return reward, metric
 
 

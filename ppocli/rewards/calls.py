@@ -1,82 +1,227 @@
-"""Calls of reward and metric functions, with retries and a time limit, and checks of what they
-return.
+"""A checked reward or metric function, and one call of it: its arguments by name, retries, and a
+time limit.
 
-Nothing is broadcast, swallowed or replaced by zero: a value is either converted without loss of
-meaning (bool, int, NumPy and torch numbers, generators) or refused with the function, the sample's
-index, its text and what was expected.
+The names of a function's parameters decide its arguments, so that functions written for other
+libraries work unchanged: see :mod:`ppocli.rewards.styles`.
 """
 
+import copy
 import inspect
 import itertools
 import logging
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from numbers import Real
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from inspect import Parameter
 from typing import Any, TypeVar
 
-import numpy as np
-
-from ppocli.config.schema import RewardConfig
-from ppocli.config.text import counted, error_line, error_text, first_line, raised_at
-from ppocli.config.user_code import shorten
+from ppocli.config.text import error_line, error_text, raised_at, suggestion
+from ppocli.config.user_code import Located, shorten
 from ppocli.errors import PpocliError, RewardError
-from ppocli.rewards import guard, styles
-from ppocli.rewards.resolve import BoundCallable, name_reward_key
-from ppocli.rewards.reward_records import RewardRequest, Score, StepScores, on_tokens
+from ppocli.rewards import guard
+from ppocli.rewards.reward_records import RewardRequest
 from ppocli.runs.daemon import awaited, in_daemon, leave_loop
 
 log = logging.getLogger(__name__)
 
-MAX_FLOAT32 = float(np.finfo(np.float32).max)
-"""scores become float32 tensors, in which anything larger is infinite"""
-
-MAX_INVALID_SHARE = 0.1
 T = TypeVar("T")
-
-EXPECTED = "return one number a sample, or one list of numbers a sample with as many as "
-EXPECTED_STEPS = ("return one list a sample: the texts of its steps, which together are "
-                  "the response or its beginning")
-EXPECTED_METRICS = "return a dict: metric name -> a list with one finite number a sample"
+Source = Callable[[RewardRequest], Any]
+"""makes an argument of a request; raises KeyError where the request lacks what it needs"""
 
 
-def ask(bound: BoundCallable, request: RewardRequest, cfg: RewardConfig,
-        read: Callable[[BoundCallable, RewardRequest, Any], T]) -> T:
-    """What ``read``, one of the three readers below, makes of what ``bound`` returns for
-    ``request``; it may run code of the classes of what was returned.
+def fresh(cells: Sequence[Any]) -> list[Any]:
+    """A new list of the cells of a column; lists and dicts among them are copied, because the
+    samples of a prompt share its cell."""
+    return [copy.deepcopy(cell) if isinstance(cell, (list, dict)) else cell for cell in cells]
 
-    The program's own errors, a stop request and a Ctrl-C pass through; what else the function
-    raises is its error, ``SystemExit`` too. A call past its time limit is not tried again: it may
-    still be running.
+
+def steps_of(request: RewardRequest) -> list[Any]:
+    """The steps of each response; where nothing defines them, the column of that name."""
+    if request.steps is None:
+        return fresh(request.columns["steps"])
+    return [list(texts) for texts in request.steps]
+
+
+ARGUMENTS: Mapping[str, Source] = {
+    "samples": lambda r: [p + q for p, q in zip(r.prompts, r.responses, strict=True)],
+    "prompts": lambda r: list(r.prompts),
+    **dict.fromkeys(("outputs", "responses", "completions"), lambda r: list(r.responses)),
+    **dict.fromkeys(("completion_ids", "response_ids", "output_ids"),
+                    lambda r: [list(ids) for ids in r.response_ids]),
+    "chats": lambda r: r.conversations and fresh(r.conversations),
+    "tokenizer": lambda r: r.tokenizer,
+    "steps": steps_of}
+"""what a function may ask for by name. Every call gets new lists, which it may change."""
+FROM_COLUMNS = frozenset({"extra_info", "ground_truth", "labels"})
+"""arguments of other libraries that are made of the column of that name, or of another one"""
+
+
+@dataclass(frozen=True, slots=True)
+class Style:
+    """A calling convention. :mod:`ppocli.rewards.styles` has those of other libraries."""
+
+    name: str
+    sources: Mapping[str, Source]
+    """argument -> how it is made of a request; columns of the prompts follow"""
+    invoke: Callable[..., Any] | None = None
+    """``invoke(call, arguments, constants, N)`` in place of one call for all samples"""
+    scores: Callable[[Any, RewardRequest], Any] | None = None
+    """takes the scores out of what was returned and logs the rest; ValueError: they are missing"""
+    align: Callable[[list[float], RewardRequest, int], list[float]] | None = None
+    """moves the numbers of one sample from the function's tokens to those of the response"""
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunction:
+    """A reward or metric function with its configured arguments, made by
+    :func:`~ppocli.rewards.resolve.bind`."""
+
+    located: Located
+    call: Callable[..., Any]
+    """the function, or a class, or the object that was made of it"""
+    parameters: tuple[Parameter, ...]
+    style: Style
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """configured arguments of each call"""
+    init_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """configured arguments of a class's constructor"""
+    name: str = ""
+    """among the rewards that are summed"""
+    weight: float = 1.0
+    """in their sum"""
+
+    @property
+    def takes_steps(self) -> bool:
+        """Whether it takes the steps of responses; lists that it returns are then step scores."""
+        return "steps" not in self.kwargs and any(p.name == "steps" for p in self.parameters)
+
+    @property
+    def label(self) -> str:
+        """the function with its file and line, for messages"""
+        return self.located.label
+
+    def check_columns(self, columns: Sequence[str], *, steps: bool = False) -> None:
+        """Check that every required parameter has a source, now that the columns are known.
+
+        Args:
+            steps: whether the steps of responses are defined.
+
+        Raises:
+            RewardError: a parameter is neither an argument of the style nor a column nor in the
+                kwargs.
+        """
+        self.arguments(RewardRequest([], [], [], {name: [] for name in columns}, None,
+                                     steps=[] if steps else None))
+        takes_all = any(one.kind is Parameter.VAR_KEYWORD for one in self.parameters)
+        hidden = {*columns} & ({*self.style.sources} | self.kwargs.keys()) - FROM_COLUMNS
+        for name in sorted(hidden - ({"steps"} if not steps else set())):
+            if takes_all or any(one.name == name for one in self.parameters):
+                winner = "configured argument" if name in self.kwargs else "reward's own argument"
+                log.warning("prompt column %r is hidden from %s by the %s of the same name",
+                            name, self.located.spec, winner)
+
+    def arguments(self, request: RewardRequest) -> tuple[list[Any], dict[str, Any]]:
+        """Positional and named arguments of a call. They are new lists, since a call that failed
+        may have changed them.
+
+        Raises:
+            RewardError: nothing provides a required parameter.
+        """
+        positional: list[Any] = []
+        named: dict[str, Any] = {}
+        for parameter in self.parameters:
+            if parameter.kind is Parameter.VAR_KEYWORD:
+                for name in {**request.columns, **self.style.sources, **self.kwargs}:
+                    if name not in named:
+                        with suppress(KeyError):
+                            named[name] = self._value(name, request)
+            elif parameter.kind is not Parameter.VAR_POSITIONAL:
+                try:
+                    value = self._value(parameter.name, request)
+                except KeyError:
+                    if parameter.default is Parameter.empty:
+                        raise self._unbound(parameter.name, list(request.columns)) from None
+                    value = parameter.default
+                if parameter.kind is Parameter.POSITIONAL_ONLY:
+                    positional.append(value)
+                elif value is not parameter.default:
+                    named[parameter.name] = value
+        return positional, named
+
+    def _value(self, name: str, request: RewardRequest) -> Any:
+        if name in self.kwargs:
+            return self.kwargs[name]
+        source = self.style.sources.get(name)
+        return fresh(request.columns[name]) if source is None else source(request)
+
+    def answer(self, request: RewardRequest) -> Any:
+        """The function's result for a request, or an awaitable of it.
+
+        Raises:
+            RewardError: as :meth:`arguments`; also whatever the function raises.
+        """
+        positional, named = self.arguments(request)
+        if self.style.invoke is not None:
+            return self.style.invoke(self.call, named, self.kwargs, len(request.responses))
+        return self.call(*positional, **named)
+
+    def _unbound(self, name: str, columns: Sequence[str]) -> RewardError:
+        key = self.located.key
+        if name == "steps":
+            return RewardError(
+                f"{self.label} takes the steps of responses, and nothing defines them.",
+                where=f"{key}={self.located.spec}", fix="set reward.step_separator or "
+                "reward.step_fn (for a served reward: in the run that uses it)")
+        names = [one for one in self.style.sources if one != "steps"]
+        near = suggestion(name, [*names, *columns])
+        configure = f"; or set {kwargs_key(key)}.{name}=..." if key.endswith(".fn") else ""
+        return RewardError(
+            f"{self.label} needs an argument {name!r} that nothing provides. {near}".rstrip(),
+            where=f"{key}={self.located.spec}",
+            fix=f"use one of {', '.join(names)}; or a metadata column of the prompts (they have: "
+                f"{', '.join(columns) or 'none'}; see prompts.columns){configure}")
+
+
+def ask(function: RewardFunction, request: RewardRequest, *, retries: int, timeout: float | None,
+        read: Callable[[RewardFunction, RewardRequest, Any], T]) -> T:
+    """Call a function on a request and check what it returns.
+
+    The program's own errors, a stop request and a Ctrl-C pass through; anything else that the
+    function raises, ``SystemExit`` too, becomes a RewardError.
 
     Args:
-        cfg: whose ``timeout`` is the seconds one attempt may take (None: without limit, in the
-            caller's own thread), and ``retries`` how often a call that raised is tried again.
+        retries: how often a call that raised is tried again. A call past its time limit isn't: it
+            may still be running.
+        timeout: seconds that one call may take; None: without limit, in the caller's thread.
+        read: checks and converts what was returned (:mod:`ppocli.rewards.score_checks`). It may
+            run code of the returned objects' classes.
 
     Raises:
         RewardError: the function raised on every attempt, took longer than the timeout, or left
             a mode of torch's changed; or ``read`` can't use what it returned.
     """
-    failures = 0
+    key, failures = function.located.key, 0
     while True:
         try:
-            return read(bound, request, _call(bound, request, cfg.timeout))
+            return read(function, request, _attempt(function, request, timeout))
         except PpocliError as error:
-            name_reward_key(error, bound.located.key)
+            name_reward_key(error, key)
             raise
         except BaseException as error:
-            if not guard.is_its_own(error):
+            if not guard.is_own_error(error):
                 raise
-            place = raised_at(error, bound.located.file)
+            place = raised_at(error, function.located.file)
             failures += 1
-            if failures > cfg.retries:
+            if failures > retries:
                 tries = f", {failures} times in a row," if failures > 1 else ""
                 raise RewardError(
-                    f"{bound.label} raised{tries} {type(error).__name__}: {error_text(error)}\n"
-                    f"  {_batch(request)}", where=place or bound.located.key,
-                    fix="mend the function; reward.retries=N tries a failed call again") from error
-            log.warning("%s raised %s at %s; trying again (%d of %d)", bound.label,
-                        error_line(error), place, failures, cfg.retries)
+                    f"{function.label} raised{tries} {type(error).__name__}: {error_text(error)}\n"
+                    f"  {_batch(request)}", where=place or key,
+                    fix="correct the function; reward.retries=N repeats a failed call") from error
+            log.warning("%s raised %s at %s; trying again (%d of %d)", function.label,
+                        error_line(error), place, failures, retries)
 
 
 def _batch(request: RewardRequest) -> str:
@@ -84,295 +229,44 @@ def _batch(request: RewardRequest) -> str:
     return f"batch: {len(request)} samples, the first is {first}"
 
 
-def _call(bound: BoundCallable, request: RewardRequest, timeout: float | None) -> Any:
+def _attempt(function: RewardFunction, request: RewardRequest, timeout: float | None) -> Any:
     request.logs.columns.clear()  # of an attempt that failed
     request.logs.figures.clear()
-
-    def work() -> Any:
-        with guard.contained(bound.label, bound.located.key, _batch(request)):
-            result = bound.answer(request)
-            if inspect.iscoroutine(result):
-                result = awaited(result, "rewards")
-            # A generator's body runs here, under the same time limit and handling of errors.
-            if isinstance(result, Mapping):
-                return {name: _drained(column, len(request), bound)
-                        for name, column in result.items()}
-            return _drained(result, len(request), bound)
-
-    return work() if timeout is None else _in_thread(work, timeout, bound)
-
-
-def _drained(result: Any, count: int, bound: BoundCallable) -> Any:
-    """The items of an iterator as a list; anything else as it is. An endless one is refused."""
-    if not isinstance(result, Iterator):
-        return result
-    items = list(itertools.islice(result, count + 1))
-    if len(items) > count:
-        raise _error(bound, f" returned more than {count} values for {count} samples.",
-                     "return exactly one value a sample")
-    return items
-
-
-def _in_thread(work: Callable[[], Any], timeout: float, bound: BoundCallable) -> Any:
-    future = in_daemon(work, f"reward {bound.located.spec}")
+    if timeout is None:
+        return _call(function, request)
+    future = in_daemon(partial(_call, function, request), f"reward {function.located.spec}")
     if not wait([future], timeout).done:
         leave_loop("rewards")
         raise RewardError(
-            f"{bound.label} was still running after {timeout:.1f} s (reward.timeout={timeout:g}).",
-            where="reward.timeout", fix="make it faster, or raise reward.timeout (null: no limit)")
+            f"{function.label} was still running after {timeout:.1f} s "
+            f"(reward.timeout={timeout:g}).", where="reward.timeout",
+            fix="make it faster, or raise reward.timeout (null: no limit)")
     return future.result()
 
 
-class _BadValue(Exception):
-    """Why a value can't be used; becomes a RewardError that names the function."""
+def _call(function: RewardFunction, request: RewardRequest) -> Any:
+    with guard.contained(function.label, function.located.key, partial(_batch, request)):
+        result = function.answer(request)
+        if inspect.iscoroutine(result):
+            result = awaited(result, "rewards")
+        # a generator's body runs here, under the same time limit and handling of errors
+        if isinstance(result, Mapping):
+            return {name: _listed(column, len(request)) for name, column in result.items()}
+        return _listed(result, len(request))
 
 
-def read_scores(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[Score]:
-    """Scores that a function returned, one per sample, as Python floats or lists of floats.
-
-    Raises:
-        RewardError: wrong count, type, shape or a number that float32 can't hold.
-    """
-    per_step = request.steps is not None and (isinstance(returned, StepScores) or bound.takes_steps)
-    noun = "step" if per_step else "token"
-    expected = EXPECTED + ("it has steps" if per_step else "its response has tokens")
-    returned = styles.scores_in(returned, bound.style, request, lambda what: _error(
-        bound, f" returned {what}.", expected))
-    _check_shape(bound, request, returned, noun)
-    dense: bool | None = None
-
-    def read(index: int, value: Any) -> Score:
-        nonlocal dense
-        if (score := _score(value, noun)) is None:
-            return None
-        if isinstance(score, list):
-            if per_step:
-                score = _on_tokens(score, request, index)
-            elif bound.style == "trlx":
-                score = styles.aligned(score, request, index)
-            if len(score) != (count := len(request.response_ids[index])):
-                raise _BadValue(f"a list of {len(score)} numbers, but the response has "
-                                f"{count} tokens,")
-        if dense not in (None, isinstance(score, list)):
-            this, others = ("a number", "a list") if dense else ("a list", "a number")
-            raise _BadValue(f"{this}, but {others} for those before it,")
-        dense = isinstance(score, list)
-        return score
-
-    return _each(bound, request, returned, read, expected)
+def _listed(result: Any, count: int) -> Any:
+    """The items of an iterator, which may be endless: one more than there should be."""
+    return list(itertools.islice(result, count + 1)) if isinstance(result, Iterator) else result
 
 
-def _check_shape(bound: BoundCallable, request: RewardRequest, returned: Any, noun: str) -> None:
-    """Refuse a rectangle [N, C] of numbers where samples haven't C tokens or steps: a model's raw
-    outputs, not the scores made of them.
-
-    Raises:
-        RewardError: names the shape, and how [N] comes of it.
-    """
-    try:
-        plain = _plain(returned)
-        shape = np.shape([_plain(row) for row in plain] if isinstance(plain, list) else plain)
-    except (ValueError, TypeError, RuntimeError, _BadValue):  # rows of several lengths; no numbers
-        return
-    units = request.steps if noun == "step" and request.steps is not None else request.response_ids
-    counts = [len(row) for row in units]
-    if len(shape) < 2 or shape[0] != len(request) or 0 in shape:
-        return
-    if len(shape) == 2 and ({*counts} == {1} if shape[1] == 1 else shape[1] in counts):
-        return
-    form, squeezed = (f"[{', '.join(map(str, sizes))}]" for sizes in (shape, shape[:-1]))
-    outputs = math.prod(shape[1:])
-    if shape[-1] == 1:
-        raise _error(bound, f" returned scores of shape {form}: each number is in a list of its "
-                     f"own, not one for each of the {noun}s.",
-                     f"squeeze them to shape {squeezed}: scores.squeeze(-1) of a tensor, [score "
-                     "for [score] in scores] of a list")
-    if bound.style != "trlx" or len(shape) > 2:  # whose numbers are of its own tokens
-        raise _error(bound, f" returned scores of shape {form}: {outputs} numbers a sample, and "
-                     f"the first response has {counted(counts[0], noun)}.",
-                     f"return shape [{len(request)}], one number a sample, such as scores[:, 1] of "
-                     f"a model's outputs; or one number a {noun}")
+def kwargs_key(key: str) -> str:
+    """``reward.fn`` -> ``reward.kwargs``; ``reward.fns.x.fn`` -> ``reward.fns.x.kwargs``."""
+    return f"{key.removesuffix('.fn')}.kwargs"
 
 
-def _on_tokens(score: list[float], request: RewardRequest, index: int) -> list[float]:
-    """Numbers of the steps of a sample on the tokens with which these are complete."""
-    ends = request.step_ends[index]
-    if len(score) != len(ends):
-        raise _BadValue(f"a list of {counted(len(score), 'number')}, but the response has "
-                        f"{counted(len(ends), 'step')},")
-    return on_tokens(score, ends, len(request.response_ids[index]))
-
-
-def read_step_ends(bound: BoundCallable, request: RewardRequest, returned: Any) -> list[list[int]]:
-    """Where the steps of each response end, in characters, of what ``reward.step_fn`` returned.
-
-    Raises:
-        RewardError: not a list of such texts a sample.
-    """
-    def read(index: int, value: Any) -> list[int]:
-        if not (isinstance(value, (list, tuple))
-                and all(isinstance(text, str) and text for text in value)
-                and request.responses[index].startswith("".join(value))):
-            raise _BadValue(_kind(value))
-        return list(itertools.accumulate(map(len, value)))
-
-    return _each(bound, request, returned, read, EXPECTED_STEPS)
-
-
-def read_metrics(bound: BoundCallable, request: RewardRequest, returned: Any
-                 ) -> dict[str, list[float]]:
-    """Metrics that a function returned: name -> one finite number a sample.
-
-    Raises:
-        RewardError: not a dict of lists of that many finite numbers.
-    """
-    def read(_: int, value: Any) -> float:
-        if math.isnan(number := _number(value)):
-            raise _BadValue(_kind(value))
-        return number
-
-    if not isinstance(returned, Mapping):
-        raise _error(bound, f" returned {_kind(returned)}, not a dict of lists.", EXPECTED_METRICS)
-    metrics: dict[str, list[float]] = {}
-    for name, column in returned.items():
-        if not isinstance(name, str):
-            raise _error(bound, f" returned a metric whose name is {_kind(name)}.",
-                         EXPECTED_METRICS)
-        metrics[name] = _each(bound, request, column, read, EXPECTED_METRICS, metric=name)
-    return metrics
-
-
-def check_invalid_share(num_invalid: int, total: int, failures: Sequence[str] = ()) -> None:
-    """Stop when ``reward.on_invalid=skip`` or ``env.on_error=drop`` dropped more than a tenth of a
-    rollout; one of several samples may always be dropped, which of a small last step is more.
-
-    Args:
-        failures: what environments raised.
-
-    Raises:
-        RewardError: ``num_invalid`` is above 10% of ``total``.
-    """
-    if num_invalid <= max(MAX_INVALID_SHARE * total, total > 1):
-        return
-    what = (f"{num_invalid} of the {total} samples of this rollout got no valid score; at most "
-            f"{MAX_INVALID_SHARE:.0%} may be dropped.")
-    if failures:
-        raise RewardError(f"{what} An environment failed: {failures[0]}", where="env.on_error=drop",
-                          fix="mend the environment, so that errors stay rare")
-    raise RewardError(what, where="reward.on_invalid=skip",
-                      fix="mend the reward, so that None and NaN stay rare")
-
-
-def invalid_error(bound: BoundCallable, request: RewardRequest, index: int,
-                  score: Score) -> RewardError:
-    """The error for a None or NaN score under ``reward.on_invalid=error``."""
-    kind = ("a list with a None or NaN in it" if isinstance(score, list)
-            else "None" if score is None else "NaN")
-    return _sample_error(bound, request, index, kind,
-                         "return a finite number, or set reward.on_invalid=skip to drop the sample")
-
-
-def is_nan(score: Score) -> bool:
-    """Whether a score is NaN, or has a NaN among its tokens."""
-    values = score if isinstance(score, list) else [score]
-    return any(value is not None and math.isnan(value) for value in values)
-
-
-def _each(bound: BoundCallable, request: RewardRequest, returned: Any,
-          read: Callable[[int, Any], T], fix: str, *, metric: str | None = None) -> list[T]:
-    """What ``read`` makes of each sample's number and item in a list-like return value.
-
-    Args:
-        metric: name of what was returned, for errors.
-    """
-    begun, of = (" returned", "") if metric is None else (
-        f": metric {metric!r} has", f" as metric {metric!r}")
-    count = len(request)
-    try:
-        if isinstance(plain := _plain(returned), Real):
-            raise _BadValue(f"1 value for {count} samples, the number {plain}")
-        if not isinstance(plain, Collection) or isinstance(plain, str | bytes | Mapping | Set):
-            raise _BadValue(f"{_kind(plain)} for {count} samples")
-        values = list(plain)
-        coroutines = [value for value in values if inspect.iscoroutine(value)]
-        for coroutine in coroutines:
-            coroutine.close()  # else Python warns of each
-        if coroutines:
-            raise _BadValue("a list with coroutines in it, which asyncio.gather would await")
-        if len(values) != count:
-            raise _BadValue(f"{counted(len(values), 'value')} for {count} samples")
-    except _BadValue as problem:
-        raise _error(bound, f"{begun} {problem}.", fix) from None
-    found = []
-    for index, value in enumerate(values):
-        try:
-            found.append(read(index, value))
-        except _BadValue as problem:
-            raise _sample_error(bound, request, index, f"{problem}{of}", fix) from None
-    return found
-
-
-def _score(value: Any, noun: str) -> Score:
-    """One sample's value as a float, a list of floats (of so many of the noun) or None.
-
-    Raises:
-        _BadValue: neither a number nor a flat list of numbers, infinite, or beyond float32.
-    """
-    if (plain := _plain(value)) is None:
-        return None
-    if not isinstance(plain, (list, tuple)):
-        return _number(plain)
-    numbers = []
-    for position, item in enumerate(plain):
-        try:
-            numbers.append(math.nan if item is None else _number(item))
-        except _BadValue as problem:
-            raise _BadValue(f"{problem} at {noun} {position}") from None
-    return numbers
-
-
-def _number(value: Any) -> float:
-    if not isinstance(plain := _plain(value), Real):
-        raise _BadValue(_kind(plain))
-    try:
-        number = float(plain)
-    except OverflowError:
-        raise _BadValue("a number too large for float32,") from None
-    if math.isinf(number):
-        raise _BadValue(f"{number}, which is not finite,")
-    if abs(number) > MAX_FLOAT32:
-        raise _BadValue(f"{number:g}, which is infinite in float32,")
-    return number
-
-
-def _plain(value: Any) -> Any:
-    """Tensors and arrays of numbers as Python numbers and lists; anything else as it is.
-
-    Raises:
-        _BadValue: a tensor without readable numbers (complex, meta device).
-    """
-    try:
-        if hasattr(value, "tolist"):
-            return value.tolist()
-        return np.asarray(value).tolist() if hasattr(value, "__array__") else value
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise _BadValue(f"a {type(value).__name__} whose numbers can't be read "
-                        f"({first_line(error)})") from None
-
-
-def _kind(value: Any) -> str:
-    """``str 'good'``, ``dict {...}``, ``None``: what was found, shortened."""
-    if value is None or isinstance(value, float):
-        return str(value)
-    shown = shorten(value) if isinstance(value, str) else shorten(repr(value))[1:-1]
-    return f"{type(value).__name__} {shown}"
-
-
-def _sample_error(bound: BoundCallable, request: RewardRequest, index: int, found: str,
-                  fix: str) -> RewardError:
-    text = shorten(request.prompts[index] + request.responses[index])
-    return _error(bound, f" returned {found} for sample {index}: {text}", fix)
-
-
-def _error(bound: BoundCallable, said: str, fix: str) -> RewardError:
-    return RewardError(bound.label + said, where=bound.located.key, fix=fix)
+def name_reward_key(error: PpocliError, key: str) -> None:
+    """Replace ``reward.kwargs`` in a built-in's error by the key of the reward that raised it."""
+    named = kwargs_key(key)
+    error.where = error.where and error.where.replace("reward.kwargs", named)
+    error.fix = error.fix and error.fix.replace("reward.kwargs", named)

@@ -33,17 +33,17 @@ class Client:
         import httpx2
 
         self.timeout = timeout
-        # a proxy would look for "localhost" on its own machine
-        trusts = not is_loopback(urlsplit(url).hostname or "")
+        # no limit of connections, so that requests don't wait for those of abandoned answers;
+        # servers close idle connections after 5 s, and a request must not use one then
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=keep,
+                               keepalive_expiry=2.0)
         try:
             self._client = httpx2.Client(
-                timeout=timeout, trust_env=trusts,
+                timeout=timeout, limits=limits,
+                # a proxy would look for "localhost" on its own machine
+                trust_env=not is_loopback(urlsplit(url).hostname or ""),
                 # a compressed answer may become a thousand times larger
-                headers={"Accept-Encoding": "identity", **headers},
-                # no limit, so that requests don't wait for connections of abandoned answers;
-                # servers close idle connections after 5 s, and a request must not use one then
-                limits=httpx2.Limits(max_connections=None, max_keepalive_connections=keep,
-                                     keepalive_expiry=2.0))
+                headers={"Accept-Encoding": "identity", **headers})
         except Exception as error:  # of many kinds: no such file, no such protocol, no address
             raise ConfigError(
                 f"{url} can't be reached through the proxy, or with the certificates, that the "
@@ -105,10 +105,10 @@ def from_environment(variable: str, header: str, key: str, error: type[PpocliErr
     Raises:
         error: there is no such variable, or its value can't be sent.
     """
-    if variable not in os.environ:
+    value = os.environ.get(variable)
+    if value is None:
         raise error(f"The environment has no variable {variable}, which is to be sent as {header}.",
                     where=key, fix=f"export {variable}=...")
-    value = os.environ[variable]
     if not (value == value.strip() and value.isascii() and value.isprintable() and value):
         raise error(f"{variable} can't be sent as {header}: it is empty, or has characters beyond "
                     "ASCII, or white space at an end (it is not shown).", where=key,

@@ -23,17 +23,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from ppocli.config.text import first_line
+from ppocli.config.text import counted, first_line
 from ppocli.config.user_code import shorten
 from ppocli.errors import RewardError
 from ppocli.runs.episode import Episode
 
 Score = float | list[float] | None
 """of one sample: a number, one number a response token, or None; NaN is still in it"""
-
-
-class StepScores(list[Any]):
-    """Scores that a function returned, of which lists have one number a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,21 +58,23 @@ class RewardLogs:
                 if value is not None:
                     self.metric(name, value)
 
-    def by_sample(self, count: int, label: str) -> list[dict[str, dict[str, Any]]]:
-        """As in :attr:`RewardScores.logs`; ``label`` names the function.
+    def add_to(self, logs: Sequence[dict[str, dict[str, Any]]], label: str) -> None:
+        """Add all to ``logs``, N objects as in :attr:`RewardScores.logs`; a name that is there
+        already is replaced. ``label`` names the function.
 
         Raises:
-            RewardError: a column hasn't one value a sample.
+            RewardError: a column hasn't one value per sample.
         """
         for name, values in self.columns.items():
-            if len(values) != count:
-                raise RewardError(f"{label} logged {len(values)} values for {count} samples as "
-                                  f"column {name!r}.", fix="log one value a sample")
-        extra = {name: [_shown(value) for value in values] for name, values in self.columns.items()}
-        logged = {name: _plain(math.fsum(values) / len(values))
-                  for name, values in self.figures.items()}
-        return [{"extra": {name: values[i] for name, values in extra.items()}, "logged": logged}
-                for i in range(count)]
+            if len(values) != len(logs):
+                raise RewardError(f"{label} logged {len(values)} values for {len(logs)} samples as "
+                                  f"column {name!r}.", fix="log one value per sample")
+            for log, value in zip(logs, values, strict=True):
+                log.setdefault("extra", {})[name] = _shown(value)
+        for name, numbers in self.figures.items():
+            mean = _plain(math.fsum(numbers) / len(numbers))
+            for log in logs:
+                log.setdefault("logged", {})[name] = mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +145,7 @@ def ends_of_steps(text: str, separator: str) -> list[int]:
     holds nothing but separators and white space is no step: it belongs to the one before it, at the
     beginning of the text to the first."""
     ends, start = list[int](), 0
-    for end in [*(found.end() for found in re.finditer(re.escape(separator), text)), len(text)]:
+    for end in [*(match.end() for match in re.finditer(re.escape(separator), text)), len(text)]:
         if text[start:end].replace(separator, "").strip():
             ends.append(end)
         elif ends:
@@ -175,10 +173,10 @@ def on_tokens(numbers: Sequence[float], places: Sequence[int], count: int) -> li
     return tokens
 
 
-_SENT = ("prompts", "responses", "response_ids")
 _LISTS = {"prompts": str, "responses": str, "response_ids": list, "ended": bool, "messages": list,
-          "chats": list, "progress": object, "steps": list, "step_ends": list}
-"""what lists of a request's body hold; those that are sent are always there"""
+          "chats": list, "steps": list, "step_ends": list}
+"""lists of a request's body, the first three required, and the type of their items"""
+_KINDS = {str: "texts", list: "lists", bool: "booleans", dict: "objects", object: "values"}
 
 
 class WireError(ValueError):
@@ -191,19 +189,20 @@ def encode_request(request: RewardRequest, part: slice) -> bytes:
     Raises:
         RewardError: a column holds something else than texts, numbers, lists and mappings.
     """
-    plain: dict[str, list[Any]] = {}
+    columns: dict[str, list[Any]] = {}
     for name, values in request.columns.items():
         try:
-            plain[name] = [_plain(value) for value in values[part]]
+            columns[name] = [_plain(value) for value in values[part]]
         except WireError as problem:
             raise RewardError(f"Prompt column {name!r} holds {problem}, which can't be sent.",
                               where="prompts.columns", fix="name the columns that the reward "
                               "needs: prompts.columns=[a,b]") from None
-    rows = {name: values[part] for name in _LISTS if name != "progress"
-            and (values := getattr(request, name))}
-    progress = {"progress": list(map(float, request.progress))} if request.progress[1] else {}
+    body = {name: values[part] for name in _LISTS if (values := getattr(request, name))}
+    body["columns"] = columns
+    if request.progress[1]:
+        body["progress"] = list(map(float, request.progress))
     # escaped, so that halves of a character that a response was cut in survive
-    return json.dumps({**rows, "columns": plain, **progress}, allow_nan=False).encode("ascii")
+    return json.dumps(body, allow_nan=False).encode("ascii")
 
 
 def _plain(value: Any) -> Any:
@@ -232,80 +231,88 @@ def decode_request(body: bytes, tokenizer: Any = None) -> RewardRequest:
     Raises:
         WireError: it is no JSON, or not of the form above.
     """
-    if not isinstance(said := _json(body), dict):
+    if not isinstance(fields := _json(body), dict):
         raise WireError("the body must be a JSON object")
-    if unknown := sorted(set(said) - {*_LISTS, "columns"}):
+    if unknown := sorted({*fields} - {*_LISTS, "columns", "progress"}):
         raise WireError(f"unknown key {unknown[0]!r}")
-    known: dict[str, Any] = {name: _list_of(kind, said, name) for name, kind in _LISTS.items()
-                             if name in _SENT or name in said}
-    if any(type(token) is not int for row in known["response_ids"] for token in row):
+    _check_list("responses", fields.get("responses"), str)
+    count = len(fields["responses"])
+    for name in {"prompts": str, "response_ids": list} | fields:
+        if name in _LISTS:
+            _check_list(name, fields.get(name), _LISTS[name], count)
+    if any(type(token) is not int for row in fields["response_ids"] for token in row):
         raise WireError("'response_ids' must hold lists of whole numbers")
-    columns = said.get("columns", {})
-    if not isinstance(columns, dict):
+    if not isinstance(columns := fields.setdefault("columns", {}), dict):
         raise WireError("'columns' must be an object of lists")
-    lists = {f"columns.{name}": _list_of(object, columns, name) for name in columns}
-    # whole numbers too: JavaScript writes 1.0 as 1
-    if [type(value) in (int, float) for value in known.get("progress", (0, 0, 0))] != [True] * 3:
-        raise WireError("'progress' must hold three numbers")
-    count = len(known["responses"])
-    for name, values in {**known, **lists}.items():
-        if len(values) != count and name != "progress":
-            raise WireError(f"{name!r} has {len(values)} values for {count} responses")
-    rows = zip(known.get("steps", []), known.get("step_ends", []), known["response_ids"],
-               strict=False)
-    if ("steps" in known) != ("step_ends" in known) or any(
-            len(steps) != len(ends) or not all(isinstance(step, str) for step in steps)
-            or any(type(end) is not int or not 0 <= end < len(ids) for end in ends)
-            for steps, ends, ids in rows):
+    for name, values in columns.items():
+        _check_list(f"columns.{name}", values, object, count)
+    progress = fields.get("progress", [0, 0, 0])
+    _check_list("progress", progress, int | float, 3)
+    steps, ends = fields.get("steps", []), fields.get("step_ends", [])
+    if ("steps" in fields) != ("step_ends" in fields) or not all(map(
+            _places_steps, steps, ends, fields["response_ids"])):
         raise WireError("'steps' must hold lists of texts, and 'step_ends' for each of them the "
                         "place of a token in 'response_ids'")
-    return RewardRequest(**known, columns=columns, tokenizer=tokenizer)
+    return RewardRequest(**fields, tokenizer=tokenizer)
 
 
-def _list_of(kind: type, said: Mapping[str, Any], name: str) -> list[Any]:
-    if name not in said:
-        raise WireError(f"{name!r} is missing")
-    values = said[name]
+def _places_steps(steps: list[Any], ends: list[Any], ids: list[int]) -> bool:
+    return len(steps) == len(ends) and all(isinstance(step, str) for step in steps) and all(
+        type(end) is int and 0 <= end < len(ids) for end in ends)
+
+
+def _check_list(name: str, values: Any, kind: Any, count: int | None = None) -> None:
     if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
-        what = {str: " of texts", list: " of lists", bool: " of booleans", dict: " of objects"
-                }.get(kind, "")
-        raise WireError(f"{name!r} must be a list{what}")
-    return values
+        raise WireError(f"{name!r} must be a list of {_KINDS.get(kind, 'numbers')}")
+    if count is not None and len(values) != count:
+        raise WireError(f"{name!r} has {len(values)} values in place of {count}")
 
 
 def encode_scores(scores: Sequence[Score], logs: Sequence[Mapping[str, Any]] = ()) -> bytes:
     """The body of an answer. Every digit of a float arrives."""
-    told = {"logs": list(logs)} if any(logs) else {}
-    return json.dumps({"scores": scores, **told}, allow_nan=False).encode("ascii")
+    body = {"scores": scores, **({"logs": list(logs)} if any(logs) else {})}
+    return json.dumps(body, allow_nan=False).encode("ascii")
 
 
-def decode_scores(body: bytes) -> tuple[list[Any], list[Any]]:
+def decode_scores(body: bytes, request: RewardRequest, part: slice) -> tuple[list[Any], list[Any]]:
     """The scores in an answer, ``{"scores": [...]}`` or the bare list, not yet checked; and what
-    was logged, one mapping a sample, or nothing. They are :class:`StepScores` where it says so.
+    was logged, one mapping per sample, or nothing. Numbers of steps are put on their tokens.
 
     Raises:
         WireError: it is no JSON, or something else.
     """
-    said, logs = _json(body), []
-    if isinstance(said, dict):
-        if "scores" not in said:
-            raise WireError("a JSON object without 'scores'")
-        logs = _list_of(dict, said, "logs") if "logs" in said else []
-        kind = StepScores if said.get("per_step") is True else list
-        said = said["scores"]
-        said = kind(said) if isinstance(said, list) else said
-    if not isinstance(said, list):
-        raise WireError(f"{shorten(json.dumps(said))} in place of a list of scores")
-    if logs and len(logs) != len(said):
-        raise WireError(f"{len(logs)} 'logs' for {len(said)} scores")
+    answer = _json(body)
+    fields = answer if isinstance(answer, dict) else {"scores": answer}
+    if "scores" not in fields:
+        raise WireError("a JSON object without 'scores'")
+    scores, logs = fields["scores"], fields.get("logs", [])
+    if not isinstance(scores, list):
+        raise WireError(f"{shorten(json.dumps(scores))} in place of a list of scores")
+    count = part.stop - part.start
+    if len(scores) != count:
+        raise WireError(f"{counted(len(scores), 'score')} for {count} samples")
+    if logs:
+        _check_list("logs", logs, dict, count)
     for log in logs:
         extra, logged = log.get("extra", {}), log.get("logged", {})
-        if not isinstance(extra, dict):
-            raise WireError(f"{shorten(json.dumps(extra))} as 'extra', which is no object")
-        if not isinstance(logged, dict) or not all(map(_is_number, logged.values())):
-            raise WireError(f"{shorten(json.dumps(logged))} as 'logged', which is no object of "
-                            "numbers")
-    return said, logs
+        if not isinstance(extra, dict) or not isinstance(logged, dict) or not all(
+                map(_is_number, logged.values())):
+            raise WireError(f"{shorten(json.dumps(log))} in 'logs', where 'extra' must be an "
+                            "object, and 'logged' an object of numbers")
+    if fields.get("per_step") is True:
+        scores = [_on_step_ends(score, request, part.start + i) for i, score in enumerate(scores)]
+    return scores, logs
+
+
+def _on_step_ends(score: Any, request: RewardRequest, index: int) -> Any:
+    if not isinstance(score, list) or not all(map(_is_number, score)):
+        return score
+    ends = request.step_ends[index] if request.steps is not None else []
+    if len(score) != len(ends):
+        raise WireError(f"a list of {counted(len(score), 'number')}, but the response has "
+                        f"{counted(len(ends), 'step')}, for sample {index}")
+    return on_tokens([math.nan if number is None else number for number in score], ends,
+                     len(request.response_ids[index]))
 
 
 def _is_number(value: Any) -> bool:

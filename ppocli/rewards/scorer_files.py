@@ -3,7 +3,8 @@ into its base. Models with missing weights, such as those of the head, are refus
 
 import json
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,22 @@ UNBOUNDED = 1_000_000
 """a tokenizer without a limit reports one far above this"""
 
 
-@dataclass(frozen=True, slots=True)
-class Scorer:
-    """A loaded sequence classifier."""
-
-    model: Any
-    tokenizer: Any
-    limit: int | None
-    """maximum tokens of its input"""
+@contextmanager
+def _file_errors(what: str, fix: str) -> Iterator[None]:
+    """Turn what transformers, PEFT and safetensors raise, of many kinds, into an InputError."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        raise InputError(f"{what} can't be loaded: {error_line(error)}", where=MODEL_KEY, fix=fix
+                         ) from error
 
 
 def load_scorer(name: str, dtype: torch.dtype, *, revision: str | None, trust_remote_code: bool
-                ) -> Scorer:
-    """The model that ``reward.kwargs.model`` names.
+                ) -> tuple[Any, Any, int | None]:
+    """The model that ``reward.kwargs.model`` names, its tokenizer, and the maximum tokens of its
+    input (None: without limit).
 
     Raises:
         InputError: missing or broken files, no vocabulary, a tokenizer that doesn't fit, or weights
@@ -56,19 +60,16 @@ def load_scorer(name: str, dtype: torch.dtype, *, revision: str | None, trust_re
         raise InputError(f"The tokenizer in {name} knows {len(tokenizer)} tokens, "
                          f"but its model has only {embeddings.weight.shape[0]} embeddings.",
                          where=MODEL_KEY, fix="put the model's own tokenizer into its folder")
-    return Scorer(model, tokenizer, _position_limit(model, tokenizer))
+    return model, tokenizer, _position_limit(model, tokenizer)
 
 
 def _load_tokenizer(name: str, source: str, options: dict[str, Any]) -> Any:
-    try:
+    fix = "save the model's own tokenizer into its folder"
+    with _file_errors(f"The tokenizer of {name}", fix):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-    except Exception as error:  # transformers raises many kinds here, all about the files
-        raise InputError(f"The tokenizer of {name} can't be loaded: {error_line(error)}",
-                         where=MODEL_KEY, fix="save the model's own tokenizer into its folder"
-                         ) from error
     if len(tokenizer) == 0 or tokenizer.vocab_size == 0:
         raise InputError(f"No tokenizer in {name} (expected tokenizer.json, or a vocabulary file).",
-                         where=MODEL_KEY, fix="save the model's own tokenizer into its folder")
+                         where=MODEL_KEY, fix=fix)
     return tokenizer
 
 
@@ -91,15 +92,12 @@ def _load_model(name: str, source: str, dtype: torch.dtype, options: dict[str, A
 
 def _from_files(name: str, source: str, dtype: torch.dtype, options: dict[str, Any]
                 ) -> tuple[Any, dict[str, Any]]:
-    try:
+    with _file_errors(f"The model in {name}",
+                      "give a folder or Hub name of a sequence-classification model"):
         return transformers.AutoModelForSequenceClassification.from_pretrained(
             source, dtype=dtype, output_loading_info=True,
             ignore_mismatched_sizes=True,  # the caller refuses them, with names and sizes
             **options)
-    except Exception as error:  # transformers raises many kinds here, all about the files
-        raise InputError(f"The model in {name} can't be loaded: {error_line(error)}",
-                         where=MODEL_KEY, fix="give a folder or Hub name of a "
-                                              "sequence-classification model") from error
 
 
 def _refuse_absent(name: str, info: dict[str, Any], new: set[str]) -> None:
@@ -130,7 +128,8 @@ def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, option
         raise InputError(f"{name} is an adapter for {kind}, not for the scores or labels of texts "
                          "(SEQ_CLS).", where=MODEL_KEY, fix="give an adapter of a reward model or "
                          "of a classifier")
-    try:
+    with _file_errors(f"The adapter in {name}", "copy the folder again, or merge it where it was "
+                      "made"):
         tensors = load_file(folder / model_files.ADAPTER_WEIGHTS)
         heads = {key: tensor for key, tensor in tensors.items() if key.endswith(model_files.HEADS)}
         labels = {"num_labels": len(next(iter(heads.values())))} if heads else {}
@@ -147,12 +146,6 @@ def _load_adapter(name: str, folder: Path, base: str, dtype: torch.dtype, option
                 raise InputError(f"{name} has virtual tokens, which a reward can't use.",
                                  where=MODEL_KEY, fix="give a LoRA adapter or a whole model")
             return on_base.merge_and_unload().to(dtype)
-    except InputError:
-        raise
-    except Exception as error:  # of PEFT and safetensors, about the files
-        raise InputError(f"The adapter in {name} can't be loaded: {error_line(error)}",
-                         where=MODEL_KEY, fix="copy the folder again, or merge it where it was "
-                         "made") from error
 
 
 def _position_limit(model: Any, tokenizer: Any) -> int | None:

@@ -1,7 +1,8 @@
 """Scoring of samples by one or several checked reward functions, and metrics at evaluation."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -9,8 +10,9 @@ from ppocli.config.config_yaml import PYTHON_OBJECT
 from ppocli.config.schema import EnvConfig, RewardConfig, is_own_figure
 from ppocli.config.user_code import shorten
 from ppocli.errors import ConfigError, RewardError
-from ppocli.rewards import calls, styles
-from ppocli.rewards.resolve import BoundCallable, bind
+from ppocli.rewards import calls, resolve, score_checks
+from ppocli.rewards.calls import RewardFunction
+from ppocli.rewards.resolve import bind
 from ppocli.rewards.reward_records import (
     RewardLogs,
     RewardRequest,
@@ -19,15 +21,27 @@ from ppocli.rewards.reward_records import (
     ends_of_steps,
 )
 
+MAX_INVALID_SHARE = 0.1
 
-@dataclass(frozen=True, slots=True)
+
 class Judge:
-    """What is asked about samples: all rewards, or the metric."""
+    """What judges samples: all reward functions, or the metric.
 
-    parts: tuple[BoundCallable, ...]
-    cfg: RewardConfig
-    splits: BoundCallable | None = None
-    """``reward.step_fn``"""
+    Args:
+        parts: the functions.
+        cfg: the ``reward`` section.
+        splits: ``reward.step_fn``.
+    """
+
+    def __init__(self, parts: Sequence[RewardFunction], cfg: RewardConfig,
+                 splits: RewardFunction | None = None) -> None:
+        self.parts, self.cfg, self.splits = tuple(parts), cfg, splits
+        self.has_steps = cfg.step_separator is not None or cfg.step_fn is not None
+        """whether the configuration defines the steps of a response"""
+        self.needs_all_samples = cfg.ranks == "first" or (cfg.ranks == "auto" and any(
+            getattr(part.located.target, "needs_all_samples", False) for part in self.parts))
+        """whether one call, on the first of several ranks, must get the samples of all ranks: a
+        function or class says so by a true attribute of that name"""
 
     @property
     def code_files(self) -> list[str]:
@@ -36,22 +50,8 @@ class Judge:
         package = str(Path(__file__).resolve().parent)
         return sorted(file for file in files if file and not file.startswith(package))
 
-    @property
-    def needs_all_samples(self) -> bool:
-        """Whether one call, on the first of several ranks, has to see the samples of all: a
-        function or class says so by a true attribute of that name."""
-        if self.cfg.ranks == "auto":
-            return any(getattr(part.located.target, "needs_all_samples", False)
-                       for part in self.parts)
-        return self.cfg.ranks == "first"
-
-    @property
-    def has_steps(self) -> bool:
-        """Whether the configuration says what the steps of a response are."""
-        return self.cfg.step_separator is not None or self.cfg.step_fn is not None
-
     def check_columns(self, columns: Sequence[str], *, steps: bool | None = None) -> None:
-        """Check every signature against the metadata columns that the prompts turned out to have.
+        """Check every signature against the metadata columns of the prompts.
 
         Args:
             steps: whether requests come with steps (default: :attr:`has_steps`).
@@ -64,12 +64,11 @@ class Judge:
         for part in self.parts:
             part.check_columns(columns, steps=self.has_steps if steps is None else steps)
 
-    def _ready(self, first: bool) -> Self:
-        """With objects made of the classes on each rank that calls them."""
-        ready = replace(self, splits=self.splits and self.splits.built())
-        if first or not self.needs_all_samples:
-            ready = replace(ready, parts=tuple(part.built() for part in self.parts))
-        return ready
+    def built(self, first: bool) -> Self:
+        """With objects in place of the classes, on each rank that calls them."""
+        calls_it = first or not self.needs_all_samples
+        parts = tuple(map(resolve.built, self.parts)) if calls_it else self.parts
+        return type(self)(parts, self.cfg, self.splits and resolve.built(self.splits))
 
 
 class Reward(Judge):
@@ -80,11 +79,11 @@ class Reward(Judge):
 
     @property
     def waits(self) -> bool:
-        """Whether scoring only waits for others, so that generation may go on beside it: every
-        reward says so by an attribute ``waits = True``."""
-        return self.all_say("waits")
+        """Whether scoring only waits for other processes, so that generation may go on meanwhile:
+        every function says so by an attribute ``waits = True``."""
+        return self.all_have("waits")
 
-    def all_say(self, attribute: str) -> bool:
+    def all_have(self, attribute: str) -> bool:
         """Whether each function has a true attribute of that name."""
         return all(getattr(part.call, attribute, False) is True for part in self.parts)
 
@@ -97,13 +96,15 @@ class Reward(Judge):
         if self.splits is None:
             separator = self.cfg.step_separator or "\n"
             return [ends_of_steps(text, separator) for text in request.responses]
-        return calls.ask(self.splits, request, self.cfg, calls.read_step_ends) if len(request) \
-            else []
+        if not len(request):
+            return []
+        return calls.ask(self.splits, request, retries=self.cfg.retries, timeout=self.cfg.timeout,
+                         read=score_checks.read_step_ends)
 
     def score(self, request: RewardRequest) -> RewardScores:
-        """Call every reward on N samples and sum what applies.
+        """Call every function on N samples and sum their scores.
 
-        ``score_i = sum of weight_k * score_ik`` over the rewards k that returned a number for
+        ``score_i = sum of weight_k * score_ik`` over the functions k that returned a number for
         sample i (``None``: does not apply), as TRL's ``reward_weights``
         (``huggingface/trl:trl/trainer/grpo_trainer.py``).
 
@@ -112,58 +113,53 @@ class Reward(Judge):
         """
         if not len(request):
             return RewardScores([], None, [], {part.name: [] for part in self.parts})
-        # each function logs by itself
-        asked = [replace(request, logs=RewardLogs()) for _ in self.parts]
-        answers = [calls.ask(part, own, self.cfg, calls.read_scores)
-                   for part, own in zip(self.parts, asked, strict=True)]
+        answers: list[list[Score]] = []
+        logs: list[dict[str, dict[str, Any]]] = [{} for _ in request.responses]
+        for part in self.parts:
+            logged = replace(request, logs=RewardLogs())  # each function logs by itself
+            answers.append(calls.ask(part, logged, retries=self.cfg.retries,
+                                     timeout=self.cfg.timeout, read=score_checks.read_scores))
+            logged.logs.add_to(logs, part.label)
         rows = list(zip(*answers, strict=True))
-        valid = [self._is_valid(request, index, row) for index, row in enumerate(rows)]
-        totals = [self._total(row, request, index) if valid[index] else 0.0
-                  for index, row in enumerate(rows)]
+        sums = [self._sum(request, index, row) for index, row in enumerate(rows)]
+        valid = [not math.isnan(total) for total in sums]
         dense = None
         if any(isinstance(score, list) for row in rows for score in row):
-            dense = [self._dense(row, request, index, valid[index])
+            dense = [self._dense(request, index, row, valid[index])
                      for index, row in enumerate(rows)]
-        logged = {part.name: [_loggable(score) for score in scores]
-                  for part, scores in zip(self.parts, answers, strict=True)}
-        return RewardScores(totals, dense, valid, logged, self._logs(asked))
+        return RewardScores(
+            [0.0 if math.isnan(total) else total for total in sums], dense, valid,
+            {part.name: [_loggable(score) for score in scores]
+             for part, scores in zip(self.parts, answers, strict=True)}, logs)
 
-    def _logs(self, asked: Sequence[RewardRequest]) -> list[dict[str, dict[str, Any]]]:
-        """What all functions logged, sample by sample; of equal names the last function's."""
-        found: list[dict[str, dict[str, Any]]] = [{} for _ in range(len(asked[0]))]
-        for part, request in zip(self.parts, asked, strict=True):
-            logs = request.logs.by_sample(len(request), part.label)
-            for sample, log in zip(found, logs, strict=True):
-                sample |= {kind: sample.get(kind, {}) | values
-                           for kind, values in log.items() if values}
-        return found
+    def _sum(self, request: RewardRequest, index: int, scores: Sequence[Score]) -> float:
+        """Weighted sum of one sample's scores; NaN if one of them is, or all are ``None``.
 
-    def _is_valid(self, request: RewardRequest, index: int, row: Sequence[Score]) -> bool:
-        """Whether sample ``index`` has a score: no NaN, and not ``None`` from every reward."""
-        bad = next((k for k, score in enumerate(row) if calls.is_nan(score)), None)
-        if bad is None and all(score is None for score in row):
-            bad = 0
-        if bad is None or self.cfg.on_invalid == "skip":
-            return bad is None
-        raise calls.invalid_error(self.parts[bad], request, index, row[bad])
-
-    def _total(self, row: Sequence[Score], request: RewardRequest, index: int) -> float:
-        """Weighted sum of one sample's scores, its tokens' among them."""
-        total = sum(part.weight * (sum(score) if isinstance(score, list) else score)
-                    for part, score in zip(self.parts, row, strict=True) if score is not None)
-        if not abs(total) <= calls.MAX_FLOAT32:
+        Raises:
+            RewardError: it is NaN under ``reward.on_invalid=error``, or infinite in float32.
+        """
+        terms = [part.weight * (sum(score) if isinstance(score, list) else score)
+                 for part, score in zip(self.parts, scores, strict=True) if score is not None]
+        total = float(sum(terms)) if terms else math.nan
+        if math.isnan(total) and self.cfg.on_invalid != "skip":
+            bad = next((k for k, score in enumerate(scores)
+                        if score is not None and _loggable(score) is None), 0)
+            kind = {float: "NaN", list: "a list with a None or NaN in it"}.get(
+                type(scores[bad]), "None")
+            raise score_checks.sample_error(
+                self.parts[bad], request, index, kind,
+                "return a finite number, or set reward.on_invalid=skip to drop the sample")
+        if abs(total) > score_checks.MAX_FLOAT32:
             text = shorten(request.prompts[index] + request.responses[index])
             raise RewardError(f"The scores of sample {index} sum to {total:g}, which is infinite "
                               f"in float32: {text}", where="reward", fix="use smaller weights")
-        return float(total)
+        return total
 
-    def _dense(self, row: Sequence[Score], request: RewardRequest, index: int,
-               valid: bool) -> list[float]:
+    def _dense(self, request: RewardRequest, index: int, scores: Sequence[Score], valid: bool
+               ) -> list[float]:
         """Weighted per-token rewards of one sample; per-sample ones land on the last token."""
         tokens = [0.0] * len(request.response_ids[index])
-        if not valid:
-            return tokens
-        for part, score in zip(self.parts, row, strict=True):
+        for part, score in zip(self.parts, scores, strict=True) if valid else ():
             if isinstance(score, list):
                 tokens = [token + part.weight * value
                           for token, value in zip(tokens, score, strict=True)]
@@ -178,6 +174,12 @@ class Reward(Judge):
         return tokens
 
 
+def _loggable(score: Score) -> float | None:
+    """The sum of a sample's score; None where it isn't a number."""
+    total = sum(score) if isinstance(score, list) else score
+    return None if total is None or math.isnan(total) else total
+
+
 class Metric(Judge):
     """A function that measures samples at evaluation. Made by :func:`build_metric`."""
 
@@ -187,22 +189,44 @@ class Metric(Judge):
         Raises:
             RewardError: the function raised, took too long, or returned something else.
         """
-        return calls.ask(self.parts[0], request, self.cfg, calls.read_metrics) \
-            if len(request) else {}
+        if not len(request):
+            return {}
+        return calls.ask(self.parts[0], request, retries=self.cfg.retries,
+                         timeout=self.cfg.timeout, read=score_checks.read_metrics)
+
+
+def check_invalid_share(num_invalid: int, total: int, failures: Sequence[str] = ()) -> None:
+    """Stop when ``reward.on_invalid=skip`` or ``env.on_error=drop`` dropped more than a tenth of a
+    rollout; one of several samples may always be dropped, even if it is more of a small last step.
+
+    Args:
+        failures: what environments raised.
+
+    Raises:
+        RewardError: ``num_invalid`` is above 10% of ``total``.
+    """
+    if num_invalid <= max(MAX_INVALID_SHARE * total, total > 1):
+        return
+    what = (f"{num_invalid} of the {total} samples of this rollout got no valid score; at most "
+            f"{MAX_INVALID_SHARE:.0%} may be dropped.")
+    if failures:
+        raise RewardError(f"{what} An environment failed: {failures[0]}", where="env.on_error=drop",
+                          fix="correct the environment, so that errors stay rare")
+    raise RewardError(what, where="reward.on_invalid=skip",
+                      fix="correct the reward, so that None and NaN stay rare")
 
 
 class EnvironmentReward:
-    """What an environment's own rewards are worth, one more reward beside those of ``reward``: the
-    rewards of each episode's turns, on the last token of each; of episodes with one turn one
-    number, as a reward function would give it.
+    """The rewards that an environment gave, as one more function beside those of ``reward``: those
+    of an episode's turns, on the last token of each; of episodes with one turn one number.
 
     Args:
         dense: whether episodes may have several turns.
         drop: whether an episode whose environment failed has no score.
     """
 
-    reward_style = styles.WHOLE_REQUEST
-    told_as = "env.fn"
+    reward_style = "request"
+    display_name = "env.fn"
 
     def __init__(self, dense: bool, drop: bool) -> None:
         self.dense, self.drop = dense, drop
@@ -233,18 +257,18 @@ def build_reward(cfg: RewardConfig, *,
         InputError: a built-in's model is missing or unusable.
     """
     reward = _reward(cfg, reward_fn)
+    parts = reward.parts
     if env is not None and env.fn is not None:
-        if any(part.name == "env" for part in reward.parts):
+        if any(part.name == "env" for part in parts):
             raise ConfigError("An environment's own rewards have the name env.", where="reward_fn",
                               fix="give that function another name")
-        own = {"dense": env.max_turns > 1, "drop": env.on_error == "drop"}
-        rewards = bind(EnvironmentReward, own, key="env.fn", name="env")
-        reward = replace(reward, parts=(rewards, *reward.parts))
-    if not reward.parts:
+        kwargs = {"dense": env.max_turns > 1, "drop": env.on_error == "drop"}
+        parts = (bind(EnvironmentReward, kwargs, key="env.fn", name="env"), *parts)
+    if not parts:
         raise ConfigError("There is no reward function: an environment gives the rewards (env.fn).",
                           where="reward.fn", fix="ppocli eval and ppocli generate --env play it; "
                           "or name a function: reward.fn=my_rewards:score")
-    return reward._ready(first)
+    return Reward(parts, reward.cfg, reward.splits).built(first)
 
 
 def build_metric(cfg: RewardConfig, metric_fn: Callable[..., Any] | None = None, *,
@@ -257,7 +281,7 @@ def build_metric(cfg: RewardConfig, metric_fn: Callable[..., Any] | None = None,
         RewardError: as :func:`build_reward`.
     """
     metric = _metric(cfg, metric_fn)
-    return metric and metric._ready(first)
+    return metric and metric.built(first)
 
 
 def with_styles(cfg: RewardConfig) -> RewardConfig:
@@ -287,45 +311,40 @@ def _reward(cfg: RewardConfig, reward_fn: Any) -> Reward:
     """What ``cfg`` names, or ``reward_fn``, not built yet; config/problems.py has checked the form
     of ``cfg``."""
     splits = None if cfg.step_fn is None else bind(cfg.step_fn, {}, key="reward.step_fn")
-    return replace(_functions(cfg, reward_fn), splits=splits)
-
-
-def _functions(cfg: RewardConfig, reward_fn: Any) -> Reward:
-    """As :func:`_reward`, without what says where steps end."""
     entries: Mapping[str, Mapping[str, Any]] = cfg.fns
     if isinstance(reward_fn, Mapping):
         if not (entries := {str(name): {"fn": target} for name, target in reward_fn.items()}):
             raise ConfigError("reward_fn is an empty dict.", where="reward_fn",
                               fix="give at least one function: {name: function}")
-        if taken := [name for name in entries if is_own_figure(name)]:
-            raise ConfigError(f"reward/{taken[0]} is a figure of all rewards together.",
+        if reserved := [name for name in entries if is_own_figure(name)]:
+            raise ConfigError(f"reward/{reserved[0]} is a figure of all rewards together.",
                               where="reward_fn", fix="give that function another name")
     elif reward_fn is not None or not entries:
         if reward_fn is None and cfg.fn is None:  # an environment rewards alone
-            return Reward((), replace(cfg, style="ppocli"))
+            return Reward((), replace(cfg, style="ppocli"), splits)
         # kwargs beside an import path were meant for that function, which reward_fn replaces
-        own = reward_fn is None or cfg.fn in (None, PYTHON_OBJECT)
-        part = bind(cfg.fn if reward_fn is None else reward_fn, cfg.kwargs if own else {},
+        keeps_kwargs = reward_fn is None or cfg.fn in (None, PYTHON_OBJECT)
+        part = bind(cfg.fn if reward_fn is None else reward_fn, cfg.kwargs if keeps_kwargs else {},
                     key="reward.fn", style=cfg.style)
-        return Reward((part,), replace(cfg, style=_settled(part)))
+        return Reward((part,), replace(cfg, style=_style_name(part)), splits)
     parts = tuple(
         bind(entry["fn"], entry.get("kwargs") or {}, key=f"reward.fns.{name}.fn", name=name,
              style=entry.get("style") or cfg.style, weight=float(entry.get("weight", 1.0)))
         for name, entry in entries.items())
-    found = {part.name: _settled(part) for part in parts}
+    names = {part.name: _style_name(part) for part in parts}
     if entries is cfg.fns:
-        named = {name: {key: value for key, value in entry.items() if key != "style"}
-                 | ({} if found[name] == "ppocli" else {"style": found[name]})
-                 for name, entry in entries.items()}
-        return Reward(parts, replace(cfg, fns=named, style="ppocli"))
+        fns = {name: {key: value for key, value in entry.items() if key != "style"}
+               | ({} if names[name] == "ppocli" else {"style": names[name]})
+               for name, entry in entries.items()}
+        return Reward(parts, replace(cfg, fns=fns, style="ppocli"), splits)
     # Python objects of several styles have no place in a configuration
-    one = next(iter(found.values())) if len({*found.values()}) == 1 else cfg.style
-    return Reward(parts, replace(cfg, style=one))
+    style = names[parts[0].name] if len({*names.values()}) == 1 else cfg.style
+    return Reward(parts, replace(cfg, style=style), splits)
 
 
-def _settled(bound: BoundCallable) -> str:
+def _style_name(function: RewardFunction) -> str:
     """The style as a configuration names it."""
-    return "ppocli" if bound.style == styles.WHOLE_REQUEST else bound.style
+    return "ppocli" if function.style.name == "request" else function.style.name
 
 
 def _metric(cfg: RewardConfig, metric_fn: Any) -> Metric | None:
@@ -334,9 +353,3 @@ def _metric(cfg: RewardConfig, metric_fn: Any) -> Metric | None:
     if target is None:
         return None
     return Metric((bind(target, {}, key="reward.metric_fn", name="metric_fn"),), cfg)
-
-
-def _loggable(score: Score) -> float | None:
-    if score is None or calls.is_nan(score):
-        return None
-    return sum(score) if isinstance(score, list) else score

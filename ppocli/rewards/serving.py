@@ -1,29 +1,31 @@
-"""The HTTP server of ``ppocli serve-reward``, which scores samples with a reward.
+"""The HTTP server of ``ppocli serve-reward``, which scores samples with a reward."""
 
-Python's own HTTP server is enough: one thread per connection. Only one of them calls the reward at
-a time, unless the reward has an attribute ``thread_safe = True``.
-"""
-
+import asyncio
 import contextlib
 import hmac
-import io
 import json
 import logging
 import socket
-import socketserver
-import sys
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from time import monotonic
+from functools import partial
 from typing import Any
 
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
 from ppocli.config.secrets import hide_secrets
-from ppocli.config.text import cut, error_line
+from ppocli.config.text import error_line
 from ppocli.distributed import host_memory
 from ppocli.errors import PpocliError
-from ppocli.rewards import reward_records, scoring
+from ppocli.rewards import reward_records
+from ppocli.rewards.scoring import Reward
+from ppocli.runs.daemon import in_daemon
 from ppocli.version import __version__
 
 log = logging.getLogger(__name__)
@@ -31,252 +33,200 @@ log = logging.getLogger(__name__)
 SCORE, HEALTH = "/score", "/health"
 MOST_WAITING = 64
 """requests that may wait for the reward; others get status 503"""
-LAST_WORDS = 10.0
-"""seconds that requests under way may take when the server stops"""
+MOST_CONNECTIONS = 256
+"""requests on further connections get status 503"""
+LAST_WAIT = 10
+"""seconds that requests in progress may take when the server stops"""
 IDLE = 60.0
-"""maximum seconds of silence on a connection, and for the head of a request to arrive"""
+"""maximum seconds for the head of a request to arrive, for memory to be free for its body, and for
+a client to read"""
 SLOWEST = 2**20
 """minimum bytes per second of a body, after the first ``IDLE`` seconds"""
-MOST_CONNECTIONS = 256
 MOST_HEAD = 2**16
 """maximum bytes of the head of a request"""
 BODIES = 4
 """number of bodies of the largest size that are in memory at once; others are read after these have
 been answered"""
-_LARGE = 2**20
+LARGE = 2**20
+"""bytes of a body after which memory is returned to the system"""
 
 
-class Refused(Exception):
-    """A request that gets an error in place of scores."""
-
-    def __init__(self, status: int, text: str) -> None:
-        super().__init__(text)
-        self.status = status
-
-
-class RewardServer(ThreadingHTTPServer):
-    """Listens from its construction; ``serve_forever`` answers until ``poll`` raises.
+class RewardServer:
+    """Listens from its construction; :meth:`serve` answers until a signal or :meth:`stop`.
 
     Args:
         reward: with ``on_invalid=skip``: the client decides what a sample without score means.
         max_body: maximum bytes of a request.
         token: required as ``Authorization: Bearer``; None: no token is required.
         tokenizer: for rewards that take one.
+        stop_requested: looked at every second; true ends :meth:`serve`.
     """
 
-    request_queue_size = 128
-    server_bind = socketserver.TCPServer.server_bind
-    """doesn't look up this machine's name, which may take seconds"""
-
-    def __init__(self, host: str, port: int, reward: scoring.Reward, *, max_body: int,
+    def __init__(self, host: str, port: int, reward: Reward, *, max_body: int,
                  token: str | None = None, tokenizer: Any = None,
-                 poll: Callable[[], None] = lambda: None) -> None:
+                 stop_requested: Callable[[], bool] = lambda: False) -> None:
         self.reward, self.max_body, self.token = reward, max_body, token
-        self.tokenizer, self.poll = tokenizer, poll
+        self.tokenizer, self.stop_requested = tokenizer, stop_requested
         self.rewards = {SCORE: reward}
         """path -> reward: the weighted sum, and each of several rewards by itself"""
         if len(reward.parts) > 1:
-            self.rewards.update({f"{SCORE}/{part.name}": replace(
-                reward, parts=(replace(part, weight=1.0),)) for part in reward.parts})
-        self.requests = self.samples = 0
-        self._places, self._counting = threading.Semaphore(MOST_WAITING), threading.Lock()
-        self._connections = threading.Semaphore(MOST_CONNECTIONS)
-        self._held, self._room = 0, threading.Condition()
-        self._untidy = False
-        """whether large bodies have been freed since memory was last returned to the system"""
-        self._turn = (contextlib.nullcontext() if reward.all_say("thread_safe")
-                      else threading.Lock())
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), _Handler)
+            self.rewards |= {f"{SCORE}/{part.name}": Reward(
+                [replace(part, weight=1.0)], reward.cfg, reward.splits) for part in reward.parts}
+        self.requests = self.samples = self.waiting = self._held = 0
+        self._room = asyncio.Condition()
+        self._turn: contextlib.AbstractAsyncContextManager[Any] = (
+            contextlib.nullcontext() if reward.all_have("thread_safe") else asyncio.Lock())
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family, backlog=128)
+        self.port: int = self._socket.getsockname()[1]
+        app = Starlette(
+            routes=[Route(HEALTH, self._health),
+                    *(Route(path, self._score, methods=["POST"]) for path in self.rewards)],
+            exception_handlers={HTTPException: self._refuse, ClientDisconnect: _gone,
+                                Exception: _bug})
+        self._server = uvicorn.Server(uvicorn.Config(
+            app, http=_Protocol, ws="none", lifespan="off", log_config=None, log_level="error",
+            access_log=False, server_header=False, h11_max_incomplete_event_size=MOST_HEAD,
+            limit_concurrency=MOST_CONNECTIONS + 1, timeout_graceful_shutdown=LAST_WAIT,
+            callback_notify=self._look, timeout_notify=0))
 
-    def service_actions(self) -> None:
-        """Called by ``serve_forever`` between connections; an exception stops the server."""
-        if self._untidy:
-            self._untidy = False
-            host_memory.give_back_memory()
-        self.poll()
+    def serve(self) -> None:
+        """Answer until SIGINT, SIGTERM or :meth:`stop`. A signal is raised again at the end."""
+        self._server.run(sockets=[self._socket])
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread of its own; close it if there are too many."""
-        if self._connections.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
-            self.shutdown_request(request)
+    def stop(self) -> None:
+        """End :meth:`serve`, from another thread."""
+        self._server.should_exit = True
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection, in its thread."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._connections.release()
+    async def _look(self) -> None:
+        if self.stop_requested():
+            self.stop()
 
-    def hold(self, size: int) -> None:
-        """Reserve memory for a body of ``size`` bytes; a negative size releases it.
+    async def _health(self, request: Request) -> Response:
+        return JSONResponse({
+            "status": "ok", "version": __version__, "rewards": list(self.rewards),
+            "requests": self.requests, "samples": self.samples})
 
-        Raises:
-            Refused: 503 if none was free for ``IDLE`` seconds.
-        """
+    async def _score(self, request: Request) -> Response:
+        length = self._checked_length(request)
+        async with self._memory(length):
+            body = await _read_body(request, length)
+            if self.waiting >= MOST_WAITING:
+                raise HTTPException(503, f"{MOST_WAITING} requests are waiting already")
+            self.waiting += 1
+            try:
+                async with self._turn:
+                    # a daemon: a reward that hangs must not keep the process from ending
+                    scores, count = await asyncio.wrap_future(in_daemon(
+                        partial(self._scores, request.url.path, body), "reward"))
+            finally:
+                self.waiting -= 1
+        self.requests, self.samples = self.requests + 1, self.samples + count
+        return Response(scores, media_type="application/json")
+
+    def _checked_length(self, request: Request) -> int:
+        """The size of the body, by the head of the request."""
+        header = request.headers.get("Authorization", "").encode()
+        if self.token is not None and not hmac.compare_digest(
+                header, f"Bearer {self.token}".encode()):
+            raise HTTPException(401, "the token is missing or wrong")
+        if not (length := request.headers.get("Content-Length", "")).isdecimal():
+            raise HTTPException(411, "Content-Length is missing")
+        if int(length) > self.max_body:
+            raise HTTPException(413, f"{length} bytes are more than the {self.max_body} that are "
+                                     "allowed")
+        return int(length)
+
+    @contextlib.asynccontextmanager
+    async def _memory(self, size: int) -> AsyncIterator[None]:
+        """Reserve memory for a body of ``size`` bytes, which may have to wait for others."""
         most = BODIES * self.max_body
-        with self._room:
-            if not self._room.wait_for(lambda: size < 0 or self._held + size <= most, IDLE):
-                raise Refused(503, f"{most} bytes of other requests are waiting already")
-            self._held += size
-            self._untidy |= size <= -_LARGE
-            self._room.notify_all()
+        try:
+            async with asyncio.timeout(IDLE), self._room:
+                await self._room.wait_for(lambda: self._held + size <= most)
+                self._held += size
+        except TimeoutError:
+            raise HTTPException(503, f"{most} bytes of other requests are waiting already"
+                                ) from None
+        try:
+            yield
+        finally:
+            async with self._room:
+                self._held -= size
+                self._room.notify_all()
+            if size >= LARGE:
+                asyncio.get_running_loop().call_soon(host_memory.give_back_memory)
 
-    def take_place(self) -> Callable[[], None]:
-        """Count a request as under way; the returned function ends it.
+    def _scores(self, path: str, body: bytes) -> tuple[bytes, int]:
+        """The body of the answer to a request, and its number of samples.
 
         Raises:
-            Refused: 503 if too many are waiting.
-        """
-        if not self._places.acquire(blocking=False):
-            raise Refused(503, f"{MOST_WAITING} requests are waiting already")
-        return self._places.release
-
-    def answer(self, path: str, body: bytes) -> bytes:
-        """The body of the answer to a request.
-
-        Raises:
-            Refused: 400 for a malformed request, 422 if it lacks columns that the reward needs, 500
-                if the reward failed.
+            HTTPException: 400 for a malformed request, 422 if it lacks columns that the reward
+                needs, 500 if the reward failed.
         """
         reward, status = self.rewards[path], 400
         try:
-            with self._turn:
-                request = reward_records.decode_request(body, self.tokenizer)
-                status = 422
-                reward.check_columns(list(request.columns), steps=request.steps is not None)
-                status = 500
-                result = reward.score(request)
-            with self._counting:
-                self.requests, self.samples = self.requests + 1, self.samples + len(request)
+            request = reward_records.decode_request(body, self.tokenizer)
+            status = 422
+            reward.check_columns(list(request.columns), steps=request.steps is not None)
+            status = 500
+            result = reward.score(request)
         except (reward_records.WireError, PpocliError) as error:
-            raise Refused(status, error.args[0]) from None
+            raise HTTPException(status, str(error.args[0])) from None
         scores: Sequence[reward_records.Score] = result.dense or result.scores
-        return reward_records.encode_scores([score if valid else None
-                                      for score, valid in zip(scores, result.valid, strict=True)],
-                                     result.logs)
+        return reward_records.encode_scores(
+            [score if valid else None for score, valid in zip(scores, result.valid, strict=True)],
+            result.logs), len(request)
 
-    def finish(self) -> bool:
-        """Wait up to ``LAST_WORDS`` seconds for requests under way; whether all were answered."""
-        deadline = monotonic() + LAST_WORDS
-        return all(self._places.acquire(timeout=max(0.0, deadline - monotonic()))
-                   for _ in range(MOST_WAITING))
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Log the error: a bug with its traceback, a client that went away for debugging only."""
-        gone = isinstance(sys.exception(), (ConnectionError, TimeoutError))
-        log.log(logging.DEBUG if gone else logging.ERROR, "connection of %s ended", client_address,
-                exc_info=True)
-
-
-class _Arriving(io.RawIOBase):
-    """A client's data, limited in bytes and by a deadline for all of them together."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection, self._left, self._until = connection, 0, 0.0
-
-    def expect(self, size: int, seconds: float) -> None:
-        """Accept ``size`` bytes from now on, within ``seconds`` in all."""
-        self._left, self._until = size, monotonic() + seconds
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._connection.settimeout(max(1e-3, self._until - monotonic()))
-        size = self._connection.recv_into(memoryview(buffer)[:max(0, self._left)])
-        self._left -= size
-        return size
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: RewardServer
-    protocol_version = "HTTP/1.1"
-    server_version = f"ppocli/{__version__}"
-
-    def setup(self) -> None:
-        super().setup()
-        self._arriving = _Arriving(self.connection)
-        self.rfile = io.BufferedReader(self._arriving)
-
-    def handle_one_request(self) -> None:
-        self._arriving.expect(MOST_HEAD, IDLE)
-        super().handle_one_request()
-
-    def do_GET(self) -> None:
-        if self.path == HEALTH:
-            self._send(200, json.dumps({
-                "status": "ok", "version": __version__, "rewards": list(self.server.rewards),
-                "requests": self.server.requests, "samples": self.server.samples}).encode())
-        else:
-            self._refuse(Refused(405 if self.path in self.server.rewards else 404,
-                                 f"POST samples to {SCORE}; {HEALTH} shows this server's state"))
-
-    def do_POST(self) -> None:
-        with contextlib.ExitStack() as under_way:
-            try:
-                self._allowed()
-                body = self._body(under_way)
-                under_way.callback(self.server.take_place())
-                self._send(200, self.server.answer(self.path, body))
-            except Refused as refused:
-                self._refuse(refused)
-            except (ConnectionError, TimeoutError):
-                raise
-            except Exception as error:
-                log.exception("a bug of this server's, or of the reward's")
-                self._refuse(Refused(500, error_line(error)))
-
-    def _allowed(self) -> None:
-        """Refuse a request by its head: a wrong token or path."""
-        token, header = self.server.token, self.headers.get("Authorization", "")
-        if token is not None and not hmac.compare_digest(header.encode(), f"Bearer {token}".encode()
-                                                         ):
-            raise Refused(401, "the token is missing or wrong")
-        if self.path not in self.server.rewards:
-            raise Refused(404, f"there is no {self.path!r} here; there are: "
-                          f"{', '.join(self.server.rewards)}")
-
-    def _body(self, under_way: contextlib.ExitStack) -> bytes:
-        """The body; its memory is reserved until the request is answered."""
-        if not (length_text := self.headers.get("Content-Length", "")).isdecimal():
-            raise Refused(411, "Content-Length is missing")
-        # int() refuses thousands of digits
-        if len(length_text) > 18 or int(length_text) > self.server.max_body:
-            raise Refused(413, f"{cut(length_text, 18)} bytes are more than the "
-                          f"{self.server.max_body} that are allowed")
-        length = int(length_text)
-        self.server.hold(length)
-        under_way.callback(self.server.hold, -length)
-        self._arriving.expect(length, IDLE + length / SLOWEST)
-        body = self.rfile.read(length)
-        if len(body) < length:
-            raise ConnectionError("the client has left")
-        return body
-
-    def _refuse(self, refused: Refused) -> None:
-        text = hide_secrets(str(refused))
+    async def _refuse(self, request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        status, text = error.status_code, hide_secrets(error.detail)
+        if status in (404, 405):
+            text = f"POST samples to {', '.join(self.rewards)}; {HEALTH} shows this server's state"
         # requests that only look whether a server answers aren't worth a warning
-        log.log(logging.WARNING if self.command == "POST" else logging.DEBUG,
-                "%s %s: %d %s", self.command, self.path, refused.status, text)
-        # the body may be unread, so the next request on this connection couldn't be found
-        self.close_connection = True
-        self._send(refused.status, json.dumps({"error": text}).encode())
+        log.log(logging.WARNING if request.method == "POST" else logging.DEBUG,
+                "%s %s: %d %s", request.method, request.url.path, status, text)
+        # the body may be unread, so that the connection can't be used again
+        return JSONResponse({"error": text}, status, {
+            "Connection": "close", **({"Retry-After": "1"} if status == 503 else {})})
 
-    def _send(self, status: int, body: bytes) -> None:
-        self.connection.settimeout(IDLE)  # for the whole answer
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if status == 503:
-            self.send_header("Retry-After", "1")
-        if self.close_connection:
-            self.send_header("Connection", "close")
-        self.end_headers()
-        self.wfile.write(body)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """The base class would print a line for each request."""
-        log.debug(format, *args)
+async def _read_body(request: Request, length: int) -> bytes:
+    try:
+        async with asyncio.timeout(IDLE + length / SLOWEST):
+            return await request.body()
+    except TimeoutError:
+        raise HTTPException(408, "the body took too long to arrive") from None
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=400)  # nobody reads it
+
+
+async def _bug(request: Request, error: Exception) -> Response:
+    return Response(json.dumps({"error": hide_secrets(error_line(error))}), 500)
+
+
+class _Protocol(H11Protocol):
+    """Closes a connection on which the head of a request takes too long, or on which a client
+    doesn't read its answer."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.loop.call_later(IDLE, self._expire, None)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.loop.call_later(IDLE, self._expire, self.cycle)
+
+    def _expire(self, cycle: Any) -> None:
+        if self.cycle is cycle:  # no request has begun since
+            self.transport.abort()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(IDLE, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._unread.cancel()
+        super().resume_writing()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from helpers import jsonl, mostly_slow, read_json
-from runs import PLANTED, assert_equal_runs, resumed, run, spawn, wait_for, words
+from runs import PLANTED, assert_equal_runs, resumed, spawn, wait_for, words
 
 from ppocli.cli.output import code_of
 from ppocli.cli.runs import report, watch
@@ -72,21 +72,6 @@ def test_a_thread_that_a_reward_leaves_running_is_an_error_at_the_end(world, cap
     assert "bad.py:score" in told
     assert "'left'" in told
     assert (world / "runs/r/model/model.safetensors").is_file()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("deed", "told"), {
-    "sys.stdout.close()": "closed sys.stdout", "sys.stdout.detach()": "closed sys.stdout",
-    "sys.path.clear()": "folders out of sys.path", "json.dumps = None": "replaced json.dumps",
-    "sys.excepthook = None": "took sys.excepthook away"}.items())
-def test_what_a_reward_takes_from_python_is_put_back(deed, told, world):
-    """The rows after it, and the path of the model, are printed; the model's card is written."""
-    fn = write_reward(world, f"import json, sys\n    if calls == 2: {deed}\n    return good")
-    ended = run("train", *words(fn, "run_name=r"), cwd=world, code=0)
-    assert "Traceback" not in ended.err
-    assert told in ended.err
-    assert ended.out.splitlines()[-1].endswith("runs/r/model")
-    assert (world / "runs/r/model/README.md").is_file()
 
 
 def test_scoring_beside_generation_changes_no_number(command, world, reference):

@@ -3,8 +3,6 @@ of the libraries' own published examples, here and behind an address."""
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from data_tokenizers import CHATML, utf8_bytes, words
-from helpers import jsonl, refused, running, save_talker
+from helpers import jsonl, refused, save_talker, serving_reward
 from runs import signed_again
 from runs import words as run_words
 
@@ -28,7 +26,6 @@ from ppocli.models.loading.tokenizer import load_tokenizer
 from ppocli.rewards.resolve import locate_reward
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_reward, with_styles
-from ppocli.rewards.serving import RewardServer
 from ppocli.runs.episode import Episode, Turn
 
 EXAMPLES = Path(__file__).parents[1] / "fixtures/elsewhere_rewards.py"
@@ -82,7 +79,7 @@ def test_trlx_dense_example(tokenizer):
     found = build_reward(RewardConfig(fn=example("dense_reward_fn"))).score(asked)
     assert found.dense == [[0, 0, 0, 0.25, 0, 0, 1.0], [0, 0, 0, 0.25, 0, 1.0], [1.0]]
     # as it was: the EOS text is not there, and the lists are too short
-    with refused(RewardError, "shape [1, 6]: 6 numbers a sample, and the first response has 7"):
+    with refused(RewardError, "a list of 6 numbers, but the response has 7 tokens"):
         build_reward(RewardConfig(fn=example("dense_reward_fn"), style="ppocli")).score(
             request(tokenizer, texts[:1]))
 
@@ -277,7 +274,7 @@ def test_openrlhf_example(tokenizer):
         replace(asked, columns={})).scores == [1.0, 2.0]
     said = build_reward(RewardConfig(style="openrlhf"), reward_fn=lambda queries: {
         "rewards": [1.0, 2.0], "extra_logs": {"b": "no"}})
-    with refused(RewardError, "returned 'no' as 'b' of extra_logs", "log numbers"):
+    with refused(RewardError, "returned 'no' as 'b' of extra_logs", "lists of numbers can"):
         said.score(replace(asked, columns={}))
     with refused(RewardError, "needs an argument 'labels'", "prompts.columns"):
         build_reward(RewardConfig(fn=example("reward_func"))).check_columns(["answer", "level"])
@@ -301,14 +298,6 @@ def test_of_an_episode_the_whole_transcript_is_scored(tokenizer):
         build_reward(RewardConfig(), reward_fn=dense).score(asked)
 
 
-@contextmanager
-def served(cfg: RewardConfig, tokenizer: Any) -> Iterator[str]:
-    server = RewardServer("127.0.0.1", 0, build_reward(replace(cfg, on_invalid="skip")),
-                          max_body=2**20, tokenizer=tokenizer)
-    with running(server) as url:
-        yield f"{url}/score"
-
-
 @pytest.mark.parametrize("name", ["dense_reward_fn", "think_format_reward", "logging_reward",
                                   "compute_score", "reward_func"])
 def test_a_server_calls_them_alike(name, tokenizer):
@@ -321,17 +310,17 @@ def test_a_server_calls_them_alike(name, tokenizer):
         [{"role": "user", "content": "The film"}]] * 3 if name == "think_format_reward" else ())
     cfg = RewardConfig(fn=example(name))
     here = build_reward(cfg).score(asked)
-    with served(cfg, tokenizer) as url:
-        there = build_reward(RewardConfig(fn="http", kwargs={"url": url, "batch_size": 3})).score(
-            asked)
+    with serving_reward(build_reward(cfg), tokenizer=tokenizer) as address:
+        there = build_reward(RewardConfig(fn="http", kwargs={
+            "url": f"{address}/score", "batch_size": 3})).score(asked)
     assert (there.scores, there.dense, there.logs) == (here.scores, here.dense, here.logs)
 
 
 def test_a_server_without_tokenizer_says_what_it_needs(tokenizer):
-    with served(RewardConfig(fn=example("dense_reward_fn")), None) as url, \
-            refused(RewardError, "takes the policy's tokenizer"):
-        build_reward(RewardConfig(fn="http", kwargs={"url": url, "retries": 0})).score(
-            request(tokenizer, [" good"]))
+    reward = build_reward(RewardConfig(fn=example("dense_reward_fn")))
+    with serving_reward(reward) as address, refused(RewardError, "need the policy's tokenizer"):
+        build_reward(RewardConfig(fn="http", kwargs={"url": f"{address}/score", "retries": 0})
+                     ).score(request(tokenizer, [" good"]))
 
 
 def test_a_run_settles_styles_and_a_resume_keeps_them(world, command):

@@ -26,8 +26,7 @@ from transformers import (
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import InputError, RewardError
 from ppocli.ppo.ppo_task import PPOTask
-from ppocli.rewards.classifier import TextClassifier
-from ppocli.rewards.reward_model import RewardModel, StepRewardModel
+from ppocli.rewards.reward_model import RewardModel, StepRewardModel, TextClassifier
 from ppocli.rewards.reward_records import RewardRequest
 from ppocli.rewards.scoring import build_reward
 

@@ -119,13 +119,10 @@ BAD = {
     "no json": ((200, "<html>\n<p>hello"), "answered 200 with no JSON: '<html>'"),
     "other key": ((200, '{"rewards": [1]}'), "a JSON object without 'scores'"),
     "extra": ((200, '{"scores": [1, 1, 1, 1, 1], "logs": [{"extra": 5}, {}, {}, {}, {}]}'),
-              "answered 200 with '5' as 'extra', which is no object"),
-    "logged": ((200, '{"scores": [1, 1, 1, 1, 1], "logs": [{}, {"logged": [1]}, {}, {}, {}]}'),
-               "answered 200 with '[1]' as 'logged', which is no object of numbers"),
-    "logged text": ((200, '{"scores": [1, 1, 1, 1, 1], "logs": [{"logged": {"a": "x"}}, {}, {}, {},'
-                     ' {}]}'), "as 'logged', which is no object of numbers"),
-    "logged huge": ((200, '{"scores": [1, 1, 1, 1, 1], "logs": [{"logged": {"a": ' + "9" * 400
-                     + '}}, {}, {}, {}, {}]}'), "as 'logged', which is no object of numbers"),
+              "answered 200 with '{\"extra\": 5}' in 'logs', where 'extra' must be an object"),
+    **{f"logged {name}": ((200, json.dumps({
+        "scores": [1] * 5, "logs": [{"logged": value}, *[{}] * 4]})), "an object of numbers")
+       for name, value in (("list", [1]), ("text", {"a": "x"}), ("huge", {"a": 10**399}))},
     "NaN": ((200, '{"scores": [1.0, NaN, 1.0, 1.0, 1.0]}'), "returned NaN for sample 1: 'p1 r1'"),
     "null": ((200, '{"scores": [1.0, 1.0, 1.0, null, 1.0]}'), "returned None for sample 3"),
     "client's fault": ((422, '{"error": "needs a column \\nand more"}'),

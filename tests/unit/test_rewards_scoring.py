@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from ppocli.config.schema import RewardConfig
 from ppocli.errors import RewardError
-from ppocli.rewards.calls import check_invalid_share
 from ppocli.rewards.reward_records import RewardRequest, RewardScores
-from ppocli.rewards.scoring import build_metric, build_reward
+from ppocli.rewards.scoring import build_metric, build_reward, check_invalid_share
 
 N = 3
 
@@ -27,10 +26,6 @@ def scores_of(value: object, cfg: RewardConfig | None = None, count: int = N,
         request_of(count, tokens))
 
 
-async def _score() -> float:
-    return 1.0
-
-
 class Broken:
     def tolist(self) -> object:
         raise SystemExit(0)
@@ -40,12 +35,12 @@ NO_ARRAY = torch.ones(N, dtype=torch.complex64)
 BAD_RETURNS = {
     "nothing": (None, "returned None for 3 samples"),
     "scalar": (1.0, "returned 1 value for 3 samples"),
-    "long generator": (lambda: (1.0 for _ in range(9)), "more than 3 values for 3 samples"),
+    "long generator": (lambda: (1.0 for _ in range(9)), "returned 4 values for 3 samples"),
     "short generator": (lambda: (1.0 for _ in range(2)), "returned 2 values for 3 samples"),
     "text": ("1.0", "returned str '1.0' for 3 samples"),
     "dict": ({"rewards": [1, 2, 3]}, "returned dict"),
     "text inside": ([1.0, "0.5", 1.0], "returned str '0.5' for sample 1: 'prompt1 response1'"),
-    "nested": ([[[1.0], [1.0]]] * 3, "shape [3, 2, 1]"),
+    "nested": ([[[1.0], [1.0]]] * 3, "list [1.0] at token 0 for sample 0"),
     "nested raggedly": ([[[1.0], [1.0]], [[1.0]], [[2.0]]], "at token 0 for sample 0"),
     "inf": ([1.0, math.inf, 1.0], "returned inf, which is not finite, for sample 1"),
     "over float32": ([1.0, 1.0, 1e300], "1e+300, which is infinite in float32, for sample 2"),
@@ -55,13 +50,9 @@ BAD_RETURNS = {
     "complex tensor": (NO_ARRAY, "returned complex"),
     "meta tensor": (torch.ones(N, device="meta"), "can't be read"),
     "object": ([object(), 1.0, 1.0], "returned object"),
-    "coroutines inside": (lambda: [_score() for _ in range(N)], "coroutines in it"),
     **{f"{kind} {name}": (value, words) for name, rows, words in (
-        ("column", [[1.0]] * N, "of shape [3, 1]: each number is in a list of its own, not "
-         "one for each of the tokens.\n  where: reward.fn\n  fix:   squeeze them to shape [3]: "
-         "scores.squeeze(-1)"),
-        ("outputs", [[1.0] * 4] * N, "of shape [3, 4]: 4 numbers a sample, and the first response "
-         "has 2 tokens"))
+        ("column", [[1.0]] * N, "a list of 1 number, but the response has 2 tokens, for sample 0"),
+        ("outputs", [[1.0] * 4] * N, "a list of 4 numbers, but the response has 2 tokens, for"))
        for kind, value in (("list", rows), ("numpy", np.array(rows)),
                            ("rows", list(np.array(rows))),
                            ("tensor", torch.tensor(rows, requires_grad=True)))},

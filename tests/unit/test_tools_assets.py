@@ -12,8 +12,8 @@ import torch
 
 from ppocli.builtin.names import resolve_builtin
 from ppocli.rewards import randomwalks
-from ppocli.rewards.classifier import TextClassifier
 from ppocli.rewards.randomwalks import GOAL, MAX_LENGTH, SUCCESSORS
+from ppocli.rewards.reward_model import TextClassifier
 from ppocli.rewards.rules import Answer
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))  # tools/ is in no wheel

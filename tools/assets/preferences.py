@@ -62,7 +62,7 @@ def preferences(seed: int = SEED) -> tuple[list[Row], list[Row]]:
 
     The reviews are those of the grammar, as a fine-tuned model draws them.
     """
-    from ppocli.rewards.classifier import TextClassifier
+    from ppocli.rewards.reward_model import TextClassifier
 
     rng, judge = random.Random(seed + 1), TextClassifier("builtin:reviews-sentiment", device="cpu")
     found = []
