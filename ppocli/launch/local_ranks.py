@@ -243,7 +243,7 @@ def conclude(local: LocalRanks, outcomes: list[RankOutcome], phases: dict[int, s
     if failed := next((outcome for outcome in bad if not outcome.trace), None):
         if failed.code > 128:
             return StoppedError(failed.message, signal_number=failed.code - 128)
-        return PpocliError(failed.message, exit_code=failed.code)
+        return PpocliError(failed.message, exit_code=failed.code, code=failed.error_code)
     silent = [rank for rank in local.ranks if rank not in {outcome.rank for outcome in outcomes}]
     ends = {rank: code for rank, code in local.failed.items()
             if rank in silent and rank not in local.hung}
