@@ -71,7 +71,7 @@ def run_child(start: Start) -> RunOutcome:
     local = LocalRanks(schema.HardwareConfig())
 
     def run(command: list[str]) -> None:
-        if code := subprocess.call(command, start_new_session=True, stdin=subprocess.DEVNULL):
+        if code := subprocess.call(command, process_group=0, stdin=subprocess.DEVNULL):
             local.failed[0] = code
 
     return _run(start, local, run)
