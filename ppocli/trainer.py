@@ -11,7 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from ppocli.distributed.torch_modes import default_modes
+from ppocli.distributed.torch_settings import default_modes
 from ppocli.errors import ConfigError, DivergedError, RewardError
 from ppocli.evaluate.generation_batch import Batch, called
 

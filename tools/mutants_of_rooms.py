@@ -163,12 +163,12 @@ MODELS = (
 DISTRIBUTED = (
     *noticed_by(
         "unit/test_threads.py",
-        ("more_threads_than_cores", "distributed/threads.py", "min(recorded, usable_cores())",
-         "recorded", "test_what_decides_the_number"),
-        ("omp_ignored", "distributed/threads.py",
+        ("more_threads_than_cores", "distributed/torch_settings.py",
+         "min(recorded, usable_cores())", "recorded", "test_what_decides_the_number"),
+        ("omp_ignored", "distributed/torch_settings.py",
          'threads if os.environ.get("OMP_NUM_THREADS") else min(threads, usable_cores())',
          "min(threads, usable_cores())", "test_what_decides_the_number"),
-        ("threads_spin", "distributed/threads.py", '"OMP_WAIT_POLICY", "PASSIVE"',
+        ("threads_spin", "distributed/torch_settings.py", '"OMP_WAIT_POLICY", "PASSIVE"',
          '"OMP_WAIT_POLICY", "ACTIVE"', "test_threads_of_the_command_wait_passively")),
     *noticed_by(
         "unit/test_launchers_read.py",
@@ -317,20 +317,27 @@ CONFIG = (
 NAMES = "integration/test_cli_run_names.py"
 LAUNCH = (
     *noticed_by(
+        "unit/test_local_ranks.py",
+        ("hung_taken_for_killed", "launch/local_ranks.py", " and rank not in local.hung", "",
+         "test_a_silent_rank_is_named_not_those_that_waited_for_it"),
+        ("consequence_before_cause", "launch/local_ranks.py", "if not outcome.lost), None)",
+         "if outcome), None)",
+         "test_an_unexpected_error_keeps_its_traceback_and_comes_before_its_consequences")),
+    *noticed_by(
         "integration/test_cli_launch.py",
         ("folder_shared", "launch/open_run_folder.py", "folder.mkdir()\n            return folder",
          "folder.mkdir(exist_ok=True)\n            return folder",
          "test_runs_of_one_second_get_folders_of_their_own"),
         ("full_folder_taken", "launch/open_run_folder.py",
-         "if not _made_nothing(run_dir) and not _is_set_aside(run_dir, config):", "if False:",
+         "if not _made_nothing(run_dir) and not _failed_at_once(run_dir, config):", "if False:",
          "test_a_folder_that_holds_something_is_refused_with_both_remedies")),
     *noticed_by(
         NAMES,
         ("stopped_run_set_aside", "launch/open_run_folder.py",
-         'summary.get("status") != "failed" or', "",
-         "test_a_run_that_has_something_worth_keeping_is_not_put_aside"),
-        ("notes_set_aside", "launch/open_run_folder.py", "names <= _TRACES | _AT_START and",
-         "", "test_a_run_that_has_something_worth_keeping_is_not_put_aside"),
+         'summary.get("status") == "failed" and', "",
+         "test_a_run_that_did_not_fail_at_once_keeps_its_folder"),
+        ("trained_run_set_aside", "launch/open_run_folder.py", 'and summary.get("steps") == 0', "",
+         "test_a_run_that_did_not_fail_at_once_keeps_its_folder"),
         ("running_run_taken", "launch/open_run_folder.py",
          "if owner is not None and owner.pid != os.getpid():", "if False:",
          "test_a_run_that_is_going_on_is_named_with_its_process")),

@@ -15,7 +15,7 @@ from ppocli.cli.sweep_show import sweep_app
 from ppocli.cli.train import resume, reward_model, sft, train, train_help
 from ppocli.config.text import did_you_mean
 from ppocli.distributed.standard_output import put
-from ppocli.distributed.threads import wait_passively
+from ppocli.distributed.torch_settings import wait_passively
 from ppocli.errors import ConfigError, DiskError
 from ppocli.version import __version__
 

@@ -210,7 +210,7 @@ def env(as_json: AsJson = False) -> None:
     if "error" not in facts["torch"]:  # what hardware.gemm=auto and num_threads=auto come to here
         from ppocli.config.schema import HardwareConfig
         from ppocli.distributed.onednn import choose_gemm
-        from ppocli.distributed.threads import default_threads
+        from ppocli.distributed.torch_settings import default_threads
 
         facts |= {environment.PRODUCTS: choose_gemm(HardwareConfig()),
                   environment.THREADS: default_threads()}

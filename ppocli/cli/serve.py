@@ -94,7 +94,7 @@ def _reward_config(words: Sequence[str]) -> TrainConfig:
 
 
 def _reward(cfg: TrainConfig, hands_tokenizer: bool) -> Reward:
-    from ppocli.distributed.threads import settle_threads
+    from ppocli.distributed.torch_settings import settle_threads
     from ppocli.rewards.scoring import build_reward
     from ppocli.training.state import seed_generators
 

@@ -15,7 +15,7 @@ from ppocli.config.schema import HardwareConfig, TrainConfig
 from ppocli.distributed import deepspeed_internals, host_memory, launchers
 from ppocli.distributed.onednn import TORCH, choose_gemm, warn_of_slow_bf16
 from ppocli.distributed.ranks import Ranks
-from ppocli.distributed.threads import settle_threads
+from ppocli.distributed.torch_settings import settle_threads
 from ppocli.errors import ConfigError
 from ppocli.runs.environment import PRODUCTS, THREADS, Arithmetic, arithmetic_of, cpu_model
 

@@ -184,6 +184,8 @@ class RankOutcome:
     """where it was, as ``step 3, optimize``"""
     lost: bool = False
     """whether it only reports that another rank is gone or doesn't answer"""
+    error_code: str = PpocliError.code
+    """kind of the error, see :mod:`ppocli.errors`"""
 
 
 def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
@@ -192,7 +194,7 @@ def outcome_of(rank: int, work: Callable[[], object]) -> RankOutcome:
     try:
         work()
     except PpocliError as error:
-        return RankOutcome(rank, error.exit_code, str(error))
+        return RankOutcome(rank, error.exit_code, str(error), error_code=error.code)
     except KeyboardInterrupt:
         return RankOutcome(rank, 128 + signal.SIGINT, "interrupted")
     except SystemExit as leaving:

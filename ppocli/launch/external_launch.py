@@ -7,7 +7,6 @@ exit code.
 
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -38,7 +37,6 @@ _ACCELERATE = {
     "DYNAMO_BACKEND": lambda hardware: ("no",)}
 """variables of ``accelerate launch`` after ACCELERATE_, with the values that fit the settings.
 Names: ``huggingface/accelerate:src/accelerate/utils/launch.py``"""
-_GROUP = re.compile(r"(^|/)hardware/[^/]+\.yaml")
 
 
 def open_store(launched: Launched, topic: str = "") -> Any:
@@ -120,14 +118,13 @@ def placed(checked: "Checked", launched: Launched) -> "Checked":
     """The configuration with the number of processes and the device that the launcher decides.
 
     Raises:
-        ConfigError: a key that the user has set contradicts the launcher.
+        ConfigError: a key on the command line contradicts the launcher.
     """
     hardware, world = checked.config.hardware, launched.world
     _check_accelerate(hardware)
-    # settings of a hardware group, or of a resumed run, give way to the launcher
-    set_keys = frozenset(key for key, source in checked.sources.items()
-                         if source == command_words.COMMAND_LINE
-                         or (checked.resume_from is None and not _GROUP.search(source)))
+    # settings of a file, such as a hardware group, give way to the launcher
+    set_keys = {key for key, source in checked.sources.items()
+                if source == command_words.COMMAND_LINE}
     each = launched.local_world
     if not each or world % each:  # the launcher doesn't say, or machines differ
         nodes = hardware.num_nodes if "hardware.num_nodes" in set_keys else 1

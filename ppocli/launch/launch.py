@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ppocli.config import config_yaml, schema
 from ppocli.config.import_guard import join_working_directory
 from ppocli.distributed.launchers import find_launch
-from ppocli.distributed.torch_modes import default_modes
+from ppocli.distributed.torch_settings import default_modes
 from ppocli.errors import ConfigError, InputError
 from ppocli.launch import external_launch, local_ranks, open_run_folder, target_config
 from ppocli.launch.start import RunOutcome, Start

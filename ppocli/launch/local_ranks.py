@@ -47,7 +47,7 @@ class LocalRanks:
     """error of torch's agent itself: another node, or the store on this machine, is gone or never
     answered"""
     hung: set[int] = field(default_factory=set)
-    """ranks that had to be killed long after another node had failed"""
+    """ranks that had to be killed long after another one, or another node, had failed"""
 
     @property
     def ranks(self) -> range:
@@ -71,7 +71,7 @@ def run_child(start: Start) -> RunOutcome:
     local = LocalRanks(schema.HardwareConfig())
 
     def run(command: list[str]) -> None:
-        if code := subprocess.call(command, start_new_session=True, stdin=subprocess.DEVNULL):
+        if code := subprocess.call(command, process_group=0, stdin=subprocess.DEVNULL):
             local.failed[0] = code
 
     return _run(start, local, run)
@@ -141,7 +141,7 @@ def _run(start: Start, local: LocalRanks, run: Callable[[list[str]], None]) -> R
 
 def _attend(local: LocalRanks, ending: Future[None], signals: list[int], mark: Path) -> None:
     """Forward signals to ranks as long as they run, also to those that come later. Kill those that
-    still run some time after another node has failed: they hang, and nothing else would end them.
+    still run some time after another rank or another node has failed: they hang.
 
     Args:
         signals: those that this process has received so far.
@@ -157,20 +157,23 @@ def _attend(local: LocalRanks, ending: Future[None], signals: list[int], mark: P
             for number in signals[num_sent[rank]:]:
                 num_sent[rank] += 1
                 _send(pid, number)
-        if not local.several_nodes:
-            continue
-        if failed_at is None and _content(mark) not in ("", mark_before):
+        outcomes = launchers.read_outcomes(local.reports)
+        if failed_at is None and (any(0 < outcome.code < 128 for outcome in outcomes) or (
+                local.several_nodes and _content(mark) not in ("", mark_before))):
             failed_at = monotonic()
         if failed_at is not None and monotonic() > failed_at + local.grace:
-            reported = launchers.read_reports(local.reports, "outcome")
-            for rank in pids.keys() - reported.keys() - local.hung:
-                local.hung.add(rank)
-                _send(pids[rank], signal.SIGKILL)
+            for rank in pids.keys() - {outcome.rank for outcome in outcomes}:
+                if _send(pids[rank], signal.SIGKILL):
+                    local.hung.add(rank)
 
 
-def _send(pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):
+def _send(pid: int, number: int) -> bool:
+    """Send a signal; False if there is no such process."""
+    try:
         os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def _content(path: Path) -> str:
@@ -193,7 +196,8 @@ def _launch(local: LocalRanks, start: Start, command: list[str]) -> None:
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     hardware, several = local.hardware, local.several_nodes
     # torch before 2.12 has no such field, and gives the other ranks 30 seconds
-    grace: dict[str, Any] = {"shutdown_timeout": local.grace} if any(
+    # this process ends them first, and knows that they hung
+    grace: dict[str, Any] = {"shutdown_timeout": local.grace + 5} if any(
         one.name == "shutdown_timeout" for one in fields(LaunchConfig)) else {}
     config = LaunchConfig(
         min_nodes=hardware.num_nodes, max_nodes=hardware.num_nodes,
@@ -239,7 +243,7 @@ def conclude(local: LocalRanks, outcomes: list[RankOutcome], phases: dict[int, s
     if failed := next((outcome for outcome in bad if not outcome.trace), None):
         if failed.code > 128:
             return StoppedError(failed.message, signal_number=failed.code - 128)
-        return PpocliError(failed.message, exit_code=failed.code)
+        return PpocliError(failed.message, exit_code=failed.code, code=failed.error_code)
     silent = [rank for rank in local.ranks if rank not in {outcome.rank for outcome in outcomes}]
     ends = {rank: code for rank, code in local.failed.items()
             if rank in silent and rank not in local.hung}

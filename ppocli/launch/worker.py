@@ -34,8 +34,15 @@ from ppocli.rewards import guard
 from ppocli.runs import atomic, environment, model_files, retention, run_folder
 from ppocli.runs.record import accept_settings, begin_record, first_start, settle, whole
 from ppocli.training import loop
-from ppocli.training.state import Generators, Moment, PhaseClock, seed_generators, torch_versions
-from ppocli.training.task import PythonObjects, TaskSetup
+from ppocli.training.state import (
+    Generators,
+    Moment,
+    PhaseClock,
+    TrainState,
+    seed_generators,
+    torch_versions,
+)
+from ppocli.training.task import PythonObjects, Task, TaskSetup
 
 log = logging.getLogger("ppocli")
 
@@ -71,7 +78,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any
     # a launcher forwards signals that its processes may have received already; at a job's time
     # limit Slurm sends one to all of them
     twice = store is not None or "SLURM_JOB_ID" in os.environ
-    with _held(start, folder) as shown, catch_signals(2.0 if twice else 0.0) as stop:
+    with _held(start, folder) as display, catch_signals(2.0 if twice else 0.0) as stop:
         launchers.announce()
         launchers.note_phase(_MEETING)
         model_files.quiet_transformers()
@@ -79,7 +86,7 @@ def run_worker(start: Start, *, objects: PythonObjects | None = None, store: Any
             ranks = stop.ranks = backend.ranks
             if start.resume and (done := ranks.first_does(lambda: _already_finished(cfg, folder))):
                 return done
-            with open_run(start, cfg, folder, objects, backend, stop, shown, began) as run:
+            with _open_run(start, folder, objects, backend, stop, display, began) as run:
                 with save_on_exit(run):
                     loop.run_training(run)
                     launchers.note_phase("writing the model")
@@ -97,9 +104,9 @@ def run_for_loop(start: Start, objects: PythonObjects, store: Any = None) -> Ite
     folder, cfg = run_folder.RunFolder(start.run_dir.resolve()), start.config
     limit(start.limited)
     model_files.quiet_transformers()
-    with _held(replace(start, display="quiet"), folder) as shown, \
+    with _held(replace(start, display="quiet"), folder) as display, \
             open_ranks(cfg, folder.path if start.resume else None, store) as backend, \
-            open_run(start, cfg, folder, objects, backend, stop, shown, began) as run:
+            _open_run(start, folder, objects, backend, stop, display, began) as run:
         stop.ranks = backend.ranks
         run.state = replace(run.state, pending=None)  # the loop itself evaluates at the start
         run.clock.mark("startup")
@@ -127,9 +134,9 @@ def _held(start: Start, folder: run_folder.RunFolder) -> Iterator[Display]:
 
 
 @contextmanager
-def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder,
-             objects: PythonObjects | None, backend: Backend, stop: StopFlag, display: Display,
-             began: Moment) -> Iterator[loop.Run]:
+def _open_run(start: Start, folder: run_folder.RunFolder, objects: PythonObjects | None,
+              backend: Backend, stop: StopFlag, display: Display, began: Moment
+              ) -> Iterator[loop.Run]:
     """A run that is ready for its next step: everything is loaded, its files are open.
 
     Args:
@@ -138,57 +145,16 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
     Raises:
         PpocliError: something can't be loaded, or the checkpoint does not fit.
     """
-    from ppocli.training.resume import restore
-    from ppocli.training.task_registry import build_task, check_own_classes
-
-    ranks = backend.ranks
-    # rewards use these generators: ranks must not share a seed
-    seed_generators(cfg.seed + ranks.rank)
-    launchers.note_phase("loading")
-    ranks.first_does(lambda: check_trackers(cfg.tracking))
-    ranks.first_does(lambda: check_own_classes(cfg))
-    objects = objects or PythonObjects()
-    date = cfg.model.chat_template_date or ranks.first_does(
-        lambda: (first_start(folder.path) if start.resume else None) or present())
-    task = build_task(TaskSetup(config_yaml.with_values(
-        cfg, {"model.chat_template_date": date}), backend, objects))
-    fresh = loop.initial_state(task)
-    state = fresh
-    run_id = ranks.first_does(lambda: _run_id(folder))
-    if start.resume:
-        state = restore(task, folder, run_id, fresh)
-        since = None if state is fresh else state.step
-        ranks.first_does(lambda: accept_settings(folder.path, since))
-    # how rewards are called and prompts are rendered, so that a resumed run does the same
-    settled = replace(cfg, reward=task.cfg.reward, prompts=task.cfg.prompts)
-    if cfg.model.chat_template_date is None and any(
-            map(tells_date, (task.saved.tokenizer, *task.judging))):
-        settled = config_yaml.with_values(settled, {"model.chat_template_date": date})
-        if start.resume:
-            log.warning("The chat template tells the date, and this run did not keep the one that "
-                        "it began with: it is taken to be %s, by the first line of ppocli.log%s. "
-                        "model.chat_template_date=... gives another.", date,
-                        "" if first_start(folder.path) else ", which is gone, so the present")
-    if settled != cfg:
-        ranks.first_does(lambda: settle(folder.path, settled))
-    if ranks.first:
-        keep_log()
-        atomic.write_json_atomic(folder.path / environment.ENV_FILE, {
-            "started": datetime.now(UTC).isoformat(timespec="seconds"), **environment.describe(),
-            environment.PRODUCTS: backend.products,
-            environment.THREADS: torch.get_num_threads() if backend.device.type == "cpu" else None,
-            environment.LOWER: sorted(task.lower_is_better),
-            **({} if task.examples is None else {environment.EXAMPLES: task.examples})})
-        if cfg.hardware.zero_stage > 0:
-            atomic.write_json_atomic(folder.path / deepspeed.DEEPSPEED_FILE,
-                                     deepspeed.deepspeed_config(cfg, ranks.world))
+    task, state, run_id = _load(start, folder, objects, backend)
     identity = {path: path.read_bytes() for path in (folder.config,
                                                      folder.path / resume_policy.RUN_FILE)}
     digest = hashlib.sha256(identity[folder.config]).hexdigest()
     with ExitStack() as ending:
         recorder: Any = None
-        if ranks.first:
-            trackers = ending.enter_context(open_trackers(cfg.tracking, folder))
+        if backend.ranks.first:
+            keep_log()
+            _describe(task, folder)
+            trackers = ending.enter_context(open_trackers(task.cfg.tracking, folder))
             recorder = ending.enter_context(loop.open_recorder(folder, trackers))
         state = replace(state, generators=Generators.now(backend.device))
         run = loop.Run(task, folder, folder.path.stat(), run_id, digest, torch_versions(), stop,
@@ -198,6 +164,58 @@ def open_run(start: Start, cfg: schema.TrainConfig, folder: run_folder.RunFolder
         for close in (task.trained.close, task.close):  # the last is first
             ending.callback(close)
         yield run
+
+
+def _load(start: Start, folder: run_folder.RunFolder, objects: PythonObjects | None,
+          backend: Backend) -> tuple[Task, TrainState, str]:
+    """The task, its state at the start or at the newest checkpoint, and the run's identity."""
+    from ppocli.training.resume import restore
+    from ppocli.training.task_registry import build_task, check_own_classes
+
+    cfg, ranks = start.config, backend.ranks
+    # rewards use these generators: ranks must not share a seed
+    seed_generators(cfg.seed + ranks.rank)
+    launchers.note_phase("loading")
+    ranks.first_does(lambda: check_trackers(cfg.tracking))
+    ranks.first_does(lambda: check_own_classes(cfg))
+    date = cfg.model.chat_template_date or ranks.first_does(
+        lambda: (first_start(folder.path) if start.resume else None) or present())
+    dated = {"model.chat_template_date": date}
+    task = build_task(TaskSetup(config_yaml.with_values(cfg, dated), backend,
+                                objects or PythonObjects()))
+    state = fresh = loop.initial_state(task)
+    run_id = ranks.first_does(lambda: _run_id(folder))
+    if start.resume:
+        state = restore(task, folder, run_id, fresh)
+        since = None if state is fresh else state.step
+        ranks.first_does(lambda: accept_settings(folder.path, since))
+    # how rewards are called and prompts are rendered, so that a resumed run does the same
+    settled = replace(cfg, reward=task.cfg.reward, prompts=task.cfg.prompts)
+    if cfg.model.chat_template_date is None and any(
+            map(tells_date, (task.saved.tokenizer, *task.judging))):
+        settled = config_yaml.with_values(settled, dated)
+        if start.resume:
+            log.warning("The chat template contains the date, and this run did not record the one "
+                        "that it began with: %s is used, by the first line of ppocli.log%s. "
+                        "model.chat_template_date=... sets another.", date,
+                        "" if first_start(folder.path) else ", which is gone, so the present")
+    if settled != cfg:
+        ranks.first_does(lambda: settle(folder.path, settled))
+    return task, state, run_id
+
+
+def _describe(task: Task, folder: run_folder.RunFolder) -> None:
+    """Write what the run computes on, and DeepSpeed's configuration."""
+    backend, cfg = task.backend, task.cfg
+    atomic.write_json_atomic(folder.path / environment.ENV_FILE, {
+        "started": datetime.now(UTC).isoformat(timespec="seconds"), **environment.describe(),
+        environment.PRODUCTS: backend.products,
+        environment.THREADS: torch.get_num_threads() if backend.device.type == "cpu" else None,
+        environment.LOWER: sorted(task.lower_is_better),
+        **({} if task.examples is None else {environment.EXAMPLES: task.examples})})
+    if cfg.hardware.zero_stage > 0:
+        atomic.write_json_atomic(folder.path / deepspeed.DEEPSPEED_FILE,
+                                 deepspeed.deepspeed_config(cfg, backend.ranks.world))
 
 
 def _run_id(folder: run_folder.RunFolder) -> str:

@@ -58,7 +58,7 @@ def test_a_bad_reward_leaves_nothing():
 def test_a_fresh_process_reports_its_error_and_leaves_nothing(capfd):
     with pytest.raises(PpocliError, match="no_such_module") as error:
         begin(config("run_name=x"), process="fresh")
-    assert error.value.exit_code == 7
+    assert (error.value.exit_code, error.value.code) == (7, RewardError.code)
     assert capfd.readouterr().err == ""
     assert os.listdir() == []
 

@@ -12,7 +12,7 @@ import torch
 from helpers import ppocli, read_json
 from runs import assert_equal_runs, words
 
-from ppocli.distributed import threads
+from ppocli.distributed import torch_settings
 from ppocli.runs.environment import usable_cores
 
 LIAR = """
@@ -64,17 +64,17 @@ def test_neither_clock_nor_load_nor_free_memory_changes_a_byte(count, world):
 def test_what_decides_the_number(monkeypatch):
     cores = usable_cores()
     torch.set_num_threads(1)
-    threads.settle_threads(None)
+    torch_settings.settle_threads(None)
     assert torch.get_num_threads() == 1
-    threads.settle_threads(None, recorded=cores + 5)
+    torch_settings.settle_threads(None, recorded=cores + 5)
     assert torch.get_num_threads() == cores
-    threads.settle_threads(cores + 3, recorded=1)
+    torch_settings.settle_threads(cores + 3, recorded=1)
     assert torch.get_num_threads() == cores + 3
     monkeypatch.setenv("OMP_NUM_THREADS", str(cores + 3))  # as torch has read it
-    threads.settle_threads(None)
+    torch_settings.settle_threads(None)
     assert torch.get_num_threads() == cores + 3
     monkeypatch.delenv("OMP_NUM_THREADS")
-    threads.settle_threads(None)
+    torch_settings.settle_threads(None)
     assert torch.get_num_threads() == cores
 
 
