@@ -9,8 +9,8 @@ from data_tokenizers import ids, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
-from ppocli.data.prompt_set import load_eval_prompts, load_prompts
+from ppocli.config.schema import PromptsConfig
+from ppocli.data.prompt_set import load_prompts
 from ppocli.errors import ConfigError, InputError
 
 ROWS = [{"prompt": "the film was", "label": 1, "tag": "x"},
@@ -72,15 +72,6 @@ def test_csv_quotes_line_breaks_nameless_columns_and_long_cells(tmp_path):
     assert prompts.texts[0] == 'the\nfilm, "good"'
     assert prompts.columns == {"n": [1, 2]}
     assert csv.field_size_limit() == limit
-
-
-def test_json_may_hold_texts_or_a_single_object(tmp_path):
-    (tmp_path / "texts.json").write_text(json.dumps(TEXTS))
-    (tmp_path / "one.json").write_text(json.dumps(ROWS[0]))
-    (tmp_path / "texts.jsonl").write_text('"it is"\n\n{"prompt": "so good"}\n')
-    assert load(tmp_path / "texts.json").texts == TEXTS
-    assert load(tmp_path / "one.json").texts == TEXTS[:1]
-    assert load(tmp_path / "texts.jsonl").texts == ["it is", "so good"]
 
 
 def test_columns_choose_the_metadata(tmp_path):
@@ -260,17 +251,3 @@ def test_a_missing_file_names_its_neighbours(tmp_path, monkeypatch):
             load(path)
     with pytest.raises(InputError, match="path of the prompts is empty"):
         load("")
-
-
-def test_evaluation_errors_name_the_evaluation_keys(tmp_path):
-    path = write_jsonl(tmp_path / "p.jsonl")
-    for own, where in (
-            (EvalPromptsConfig(path=str(tmp_path / "no.jsonl")),
-             f"prompts.eval.path={tmp_path / 'no.jsonl'}"),
-            (EvalPromptsConfig(column="promt"), "prompts.eval.column=promt"),
-            (EvalPromptsConfig(items=[3]), "prompts.eval.column=prompt")):
-        cfg = PromptsConfig(path=str(path), eval=own)
-        training = load_prompts(cfg, words(), seed=0, max_prompt_tokens=9)
-        with pytest.raises(InputError) as caught:
-            load_eval_prompts(cfg, words(), seed=0, max_prompt_tokens=9, training=training)
-        assert caught.value.where == where

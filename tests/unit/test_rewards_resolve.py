@@ -113,14 +113,6 @@ def test_a_file_never_gets_the_neighbour_of_another_one(write):
     assert score("first/scorer.py:f") == [2.0, 2.0]
 
 
-def test_how_to_try_an_import_goes_by_the_path_from_the_current_folder(write):
-    write("relatives/deep/r.py", "from .absent import x")
-    with refused(RewardError, "importable as relatives.deep.r; try: python -c 'import"):
-        score("relatives/deep/r.py:f")
-    with refused(RewardError, "importable; try: python -c 'import relatives.deep.r'"):
-        score("relatives.deep.r:f")
-
-
 def test_trlx_signature_unchanged(write):
     write("trlx_style.py", '''
         def reward_fn(samples, prompts, outputs, tokenizer, **metadata):
@@ -334,22 +326,6 @@ def test_a_column_with_a_known_name_is_hidden_and_said(caplog):
                                None))
     assert seen["prompts"] == REQUEST.prompts
     assert seen["label"] == [1, 2]
-
-
-def test_a_column_called_self_is_hidden_from_objects_and_said(caplog):
-    class Keen:
-        def __call__(self, responses, **columns):
-            return [float(len(columns))] * len(responses)
-
-    request = RewardRequest(["a"], ["x"], [[1]], {"self": [1], "label": [2]}, None)
-    reward = build_reward(RewardConfig(), reward_fn=Keen)
-    with caplog.at_level(logging.WARNING):
-        reward.check_columns(list(request.columns))
-    assert "'self' is hidden" in caplog.text
-    plain = build_reward(RewardConfig(), reward_fn=lambda responses, **columns: columns["self"])
-    assert plain.score(request).scores == [1.0]
-    known = reward.score(request).scores
-    assert known == reward.score(RewardRequest(["a"], ["x"], [[1]], {"label": [2]}, None)).scores
 
 
 def test_checking_builds_nothing(write):
