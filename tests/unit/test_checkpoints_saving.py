@@ -151,6 +151,21 @@ def test_prune_does_not_count_damaged_steps_as_kept(tmp_path: Path):
     assert len(names(tmp_path)) == 3, "nothing is deleted while nothing is valid"
 
 
+def test_a_failing_prune_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    rename = os.rename
+
+    def busy(source, target):
+        if Path(source).name == "step-000001":
+            raise OSError(16, "Device or resource busy", str(source))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", busy)
+    assert prune(tmp_path, 1, None) == ["step-000001 could not be deleted: Device or resource busy"]
+    assert names(tmp_path) == ["step-000001", "step-000003"]
+
+
 def test_supersede_then_passing_it(tmp_path: Path):
     for step in (10, 20, 30):
         save(tmp_path, step)

@@ -58,6 +58,11 @@ def test_bad_templates(template, what):
     assert caught.value.where == f"prompts.template={template!r}"
 
 
+def test_a_template_over_an_empty_cell():
+    with pytest.raises(InputError, match=r"needs column 'mood', which is empty in item 2 of"):
+        load([{"prompt": "it is", "mood": "good"}, "so"], template="{prompt} {mood}")
+
+
 def test_chat():
     tokenizer = words(front=True, chat=CHATML)
     messages = [{"role": "user", "content": "it is"}, {"role": "assistant", "content": "so ?"},
@@ -178,6 +183,12 @@ def test_length_sampler_keeps_the_first_tokens():
     assert [len(row) for row in some.token_ids] == [length for length in lengths if length < 5]
 
 
+def test_a_drawn_length_depends_on_seed_and_index_alone():
+    many, few, other = (load([LONG] * count, seed=seed, length_sampler=[1, 9]).token_ids
+                        for count, seed in ((50, 1), (30, 1), (50, 2)))
+    assert many[:30] == few != other[:30]
+
+
 def test_prompts_without_tokens_are_dropped_with_their_metadata():
     items = [{"prompt": "it is", "n": 1}, {"prompt": "???", "n": 2}, {"prompt": "so", "n": 3}]
     tokenizer = words(front=True)
@@ -245,6 +256,12 @@ def test_a_cursor_resumes_the_order(*, n, seed, start, first, second, shuffle):
     assert all(type(index) is int for index in whole)
 
 
+@given(n=sizes, seed=seeds, start=positions, count=st.integers(0, 90))
+def test_without_shuffling_prompts_come_in_their_own_order(n, seed, start, count):
+    order = prompt_indices(start, count, n=n, seed=seed, shuffle=False)
+    assert order == [position % n for position in range(start, start + count)]
+
+
 def test_seeds_and_epochs_differ():
     def epoch(number: int, seed: int) -> list[int]:
         return prompt_indices(number * 50, 50, n=50, seed=seed, shuffle=True)
@@ -293,6 +310,22 @@ def test_own_sources(tmp_path):
     own = EvalPromptsConfig(items=["it is", "so good"], limit=1)
     _, evaluation = load_both(PromptsConfig(path=str(train), limit=3, eval=own))
     assert evaluation.texts == ["it is"]
+
+
+def test_another_split_of_the_training_source(tmp_path):
+    (tmp_path / "train.txt").write_text("it is\nso good\n")
+    (tmp_path / "test.txt").write_text("".join(f"{'very ' * i}bad\n" for i in range(10)))
+    cfg = PromptsConfig(path=str(tmp_path), eval=EvalPromptsConfig(split="test", limit=2))
+    training, evaluation = load_both(cfg)
+    assert training.texts == ["it is", "so good"]
+    assert evaluation.texts == ["bad", "very very very very very bad"]
+
+
+def test_bos_alone_fills_the_evaluation_set():
+    training, evaluation = load_both(PromptsConfig(eval=EvalPromptsConfig(limit=5)))
+    assert len(training) == 1
+    assert evaluation.token_ids == [[0]] * 5
+    assert evaluation.texts == [""] * 5
 
 
 # Digest -------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from data_tokenizers import ids, words
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ppocli.config.schema import PromptsConfig
-from ppocli.data.prompt_set import load_prompts
+from ppocli.config.schema import EvalPromptsConfig, PromptsConfig
+from ppocli.data.prompt_set import load_eval_prompts, load_prompts
 from ppocli.errors import ConfigError, InputError
 
 ROWS = [{"prompt": "the film was", "label": 1, "tag": "x"},
@@ -251,3 +251,17 @@ def test_a_missing_file_names_its_neighbours(tmp_path, monkeypatch):
             load(path)
     with pytest.raises(InputError, match="path of the prompts is empty"):
         load("")
+
+
+def test_evaluation_errors_name_the_evaluation_keys(tmp_path):
+    path = write_jsonl(tmp_path / "p.jsonl")
+    for own, where in (
+            (EvalPromptsConfig(path=str(tmp_path / "no.jsonl")),
+             f"prompts.eval.path={tmp_path / 'no.jsonl'}"),
+            (EvalPromptsConfig(column="promt"), "prompts.eval.column=promt"),
+            (EvalPromptsConfig(items=[3]), "prompts.eval.column=prompt")):
+        cfg = PromptsConfig(path=str(path), eval=own)
+        training = load_prompts(cfg, words(), seed=0, max_prompt_tokens=9)
+        with pytest.raises(InputError) as caught:
+            load_eval_prompts(cfg, words(), seed=0, max_prompt_tokens=9, training=training)
+        assert caught.value.where == where
