@@ -68,10 +68,9 @@ SUPERVISED = (
          "test_noise_is_of_the_seed_the_example_and_the_epoch_alone"),
         ("loss_of_an_example", "supervised/sft_task.py", "loss = nll / count",
          "loss = nll / len(measured)", "test_evaluation_is_the_oracles_whatever_the_passes"),
-        ("same_noise_each_epoch", "supervised/sft_task.py",
-         "replace(plan, atoms=(plan.atoms, state.episodes))",
-         "replace(plan, atoms=(plan.atoms, 0))",
-         "test_noise_is_of_the_seed_the_example_and_the_epoch_alone")),
+        ("data_shuffled_always", "supervised/supervised_task.py",
+         "shuffle=self.cfg.data.shuffle", "shuffle=True",
+         "test_the_order_is_drawn_once_an_epoch")),
 )
 
 ENVIRONMENTS = (
