@@ -86,8 +86,8 @@ ENVIRONMENTS = (
         ("endless_expressions", "environments/shipped.py", "len(expression) > LONGEST",
          "len(expression) > 100 * LONGEST",
          "test_what_the_calculator_can_not_do_is_an_observation"),
-        ("answer_is_a_tool_call", "environments/shipped.py", 'if tool != "calc":',
-         'if tool not in ("calc", "3"):', "test_any_other_turn_is_the_answer")),
+        ("answer_ends_nothing", "environments/shipped.py", "Step(reward=right, done=True)",
+         "Step(reward=right)", "test_any_other_turn_is_the_answer")),
     *noticed_by(
         "unit/test_environments.py",
         ("infinite_reward", "environments/env_calls.py",

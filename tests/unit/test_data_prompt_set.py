@@ -164,6 +164,19 @@ def test_overlong_prompts_are_dropped_where_that_is_asked_for():
         load([LONG, LONG], max_length=4, overlong="drop")
 
 
+def test_prompts_that_end_in_eos_are_pointed_out():
+    prompts = load(["it is", "good </s>", "so </s> end", "bad </s>"], words(front=True))
+    assert prompts.warnings == (
+        "2 prompts end in the EOS token </s> (the first: item 2 of prompts.items): to the model "
+        "the text is over before the response begins. Leave the token out if they should be "
+        "continued",)
+    assert load(["it is </s> so"], words(behind=True)).warnings == ()
+    # it is what the encoder of a pair gets anyway
+    whole = load_prompts(PromptsConfig(), words(behind=True), seed=0, max_prompt_tokens=9,
+                         items=["it is"], whole=True)
+    assert (whole.token_ids, whole.warnings) == ([ids("it is </s>")], ())
+
+
 def test_the_models_room_bounds_the_prompt():
     assert load([LONG], most=3).notes == ("1 prompt was longer than 3 tokens: cut on the left",)
     assert len(load([LONG], most=3, max_length=8).token_ids[0]) == 3
@@ -292,6 +305,13 @@ def test_training_rows_are_processed_with_the_evaluation_keys():
     assert training.texts == ["the film", "it is", "i was"]
     assert evaluation.texts == ["so the !", "so it !"]
     assert evaluation.columns == {"rare": [1, None]}
+
+
+def test_metadata_of_the_whole_source_is_known_to_its_evaluation_rows():
+    items = [{"prompt": "it is"}, {"prompt": "so", "rare": 5}]
+    cfg = PromptsConfig(columns=["rare"], eval=EvalPromptsConfig(limit=1))
+    assert load_both(cfg, items=items)[1].columns == {"rare": [None]}
+    assert load_both(cfg, items=items, eval_items=items)[1].columns == {"rare": [None]}
 
 
 def test_own_sources(tmp_path):
