@@ -121,10 +121,11 @@ def assert_same_up_to_rounding(run_dir: Path, other: Path) -> None:
     ("rollout.token>2@30+:oom", ["rollout of 5 rows at once: out of memory; going on with 2 "
                                  "(ppo.chunk_size=2 starts so)"], {"rollout": 2.0}),
     # evaluation, 4 prompts, comes first
-    pytest.param("rollout.token>1:oom", ["evaluation of 4 rows at once: out of memory; going on with 2",
-                             "evaluation of 2 rows at once: out of memory; going on with 1",
-                             "rollout of 5 rows at once: out of memory; going on with 2",
-                             "rollout of 2 rows at once: out of memory; going on with 1"],
+    pytest.param("rollout.token>1:oom", [
+        "evaluation of 4 rows at once: out of memory; going on with 2",
+        "evaluation of 2 rows at once: out of memory; going on with 1",
+        "rollout of 5 rows at once: out of memory; going on with 2",
+        "rollout of 2 rows at once: out of memory; going on with 1"],
      {"rollout": 1.0, "evaluation": 1.0}, marks=pytest.mark.slow),
     pytest.param("scoring.forward>2@3+:oom", [
         "scoring of 4 rows at once: out of memory; going on with 2 "

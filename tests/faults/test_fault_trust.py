@@ -89,7 +89,8 @@ def test_a_strangers_run_runs_nothing_that_it_names(given, stranger, app, mark):
 
 @pytest.mark.parametrize("given", [
     "report dl/run", "generate dl/run -p it", *map(slow, (
-        "compare dl/run dl/other", "watch dl/run --json", "runs list dl", "plot dl/run", "export dl/run", "generate dl/run -p it --reward keyword "
+        "compare dl/run dl/other", "watch dl/run --json", "runs list dl", "plot dl/run",
+        "export dl/run", "generate dl/run -p it --reward keyword "
         "reward.kwargs.words=[it] reward.metric_fn=null"))])
 def test_what_needs_no_code_goes_on_without(given, stranger, app, mark):
     shutil.copytree(stranger, stranger.parent / "other", symlinks=True)
@@ -100,7 +101,8 @@ def test_what_needs_no_code_goes_on_without(given, stranger, app, mark):
 @pytest.mark.parametrize("given", [
     "export dl/run", *map(slow, (
         "eval dl/run --reward length reward.kwargs.target=3 reward.metric_fn=null",
-        "generate dl/mine -p it --against dl/run", "generate dl/run -p it", "resume dl/run reward.fn=length reward.metric_fn=null",
+        "generate dl/mine -p it --against dl/run", "generate dl/run -p it",
+        "resume dl/run reward.fn=length reward.metric_fn=null",
         "estimate resume=dl/run reward.fn=length reward.metric_fn=null"))])
 def test_a_models_own_code_needs_trust_as_well(given, stranger, app):
     shutil.copytree(stranger, stranger.parent / "mine", symlinks=True)
@@ -297,7 +299,8 @@ def test_further_processes_are_told_what_a_recipe_names(recipes, here):
 
 @pytest.mark.parametrize("given", [
     "eval runs/mine", *map(slow, (
-        "report runs/mine", "export runs/mine", "resume runs/mine", "generate runs/mine -p it", "plot runs/mine", "compare runs/mine runs/mine",
+        "report runs/mine", "export runs/mine", "resume runs/mine", "generate runs/mine -p it",
+        "plot runs/mine", "compare runs/mine runs/mine",
         "watch runs/mine"))])
 def test_a_runs_configuration_reads_nothing_of_mine(given, finished, app, monkeypatch, here):
     monkeypatch.setenv("HF_TOKEN", PLANTED)
@@ -321,7 +324,8 @@ def test_a_text_that_looks_like_an_interpolation_stays_text(text, tmp_path):
 
 @pytest.mark.parametrize("name", [
     ".lock", "checkpoints", *map(slow, (
-        "ppocli.log", "events", "events/x", "metrics.jsonl", "samples.jsonl", "checkpoints/superseded", "checkpoints/step-000004",
+        "ppocli.log", "events", "events/x", "metrics.jsonl", "samples.jsonl",
+        "checkpoints/superseded", "checkpoints/step-000004",
         "trackers", "trackers/output.log", "summary.json", "nonfinite-dump"))])
 def test_nothing_is_written_through_a_link(name, finished, app, here):
     outside = here / "outside"

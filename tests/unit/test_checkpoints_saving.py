@@ -151,6 +151,17 @@ def test_prune_does_not_count_damaged_steps_as_kept(tmp_path: Path):
     assert len(names(tmp_path)) == 3, "nothing is deleted while nothing is valid"
 
 
+def test_prune_leaves_links_and_their_targets_alone(tmp_path: Path):
+    folder = tmp_path / "c"
+    for step in (1, 2, 3):
+        save(folder, step)
+    (folder / "step-000001").rename(tmp_path / "elsewhere")
+    (folder / "step-000001").symlink_to(tmp_path / "elsewhere")
+    assert prune(folder, 1, None) == ["step-000001 is a link and was left alone"]
+    assert names(folder) == ["step-000001", "step-000003"]
+    assert len(tree(tmp_path / "elsewhere")) == 5
+
+
 def test_a_failing_prune_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for step in (1, 2, 3):
         save(tmp_path, step)
