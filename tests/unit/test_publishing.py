@@ -8,6 +8,7 @@ import pytest
 from checkpoint_samples import save, start_python, tree, write_files
 
 from ppocli.errors import DiskError
+from ppocli.runs import faults
 from ppocli.runs.atomic import publish_folder, repair_published
 
 

@@ -1,5 +1,6 @@
 """The lock of a run's folder."""
 
+import fcntl
 import json
 import os
 import signal
@@ -12,7 +13,8 @@ import pytest
 from checkpoint_samples import start_python
 
 from ppocli.errors import CheckpointError
-from ppocli.runs import run_folder
+from ppocli.runs import atomic, retention, run_folder
+from ppocli.runs.atomic import TEMPORARY_PREFIX, write_atomic
 from ppocli.runs.run_folder import live_owner, lock, lock_beside, reserved
 
 HOLD = """
