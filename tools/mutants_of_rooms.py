@@ -146,8 +146,8 @@ MODELS = (
          "log_ratio.mul_((log_p - log_ratio).exp_()).sum(-1)", DEFINITIONS),
         ("gradient_without_the_target", "models/head.py",
          "grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])", "grad", DEFINITIONS),
-        ("capped_at_one", "models/head.py", ".tanh_().mul_(self.cap)\n", ".tanh_()\n",
-         "test_models_of_other_habits_are_trained")),
+        ("cap_without_temperature", "models/head.py", "tanh_().mul_(cap / temperature)",
+         "tanh_().mul_(cap)", DEFINITIONS)),
     *noticed_by(
         "unit/test_token_budget.py",
         ("budget_ignored", "models/passes.py", "rows, tokens // max(int(lengths[order[start]]), 1)",
